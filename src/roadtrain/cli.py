@@ -67,10 +67,10 @@ COMMANDS = {
         job_keys=True,
     ),
     "status": Command(
-        "roadtrain.training.status:command",
+        "roadtrain.launch.status:command",
         "Step, loss, rates, bytes written so far and how long the device endures it. Of a run on"
         " servers also each node, what it waits for and since when (RUN may be their HOST:PORT,..."
-        " instead); 1 if one does not answer.",
+        " instead). Of a launched run, by its name, also each process; 1 if one does not answer.",
         ("RUN",),
     ),
     "export": Command(
@@ -123,6 +123,12 @@ COMMANDS = {
         "Find the best plan for a model on a cluster, say why, and why others lost; 1 if none"
         " fits.",
         ("CLUSTER.toml",),
+    ),
+    "launch": Command(
+        "roadtrain.launch.command:command",
+        "Run a plan: all processes of a job on the hosts that it names, kept running until the job"
+        " is done. What ends by itself is started again; what is done is said before.",
+        ("[PLAN.toml]", "[JOB.toml]"),
     ),
     "simulate": Command(
         "roadtrain.planner.simulate:command",

@@ -17,8 +17,9 @@ import pytest
 from benchmarks.__main__ import main as benchmarks_main
 from roadtrain import cli
 from roadtrain.errors import BudgetError
+from roadtrain.launch import status
 from roadtrain.training import command as train_command
-from roadtrain.training import status, verify
+from roadtrain.training import verify
 from roadtrain.training.metrics import Metrics
 
 

@@ -140,6 +140,7 @@ def test_commands() -> None:
         "probe",
         "calibrate",
         "plan",
+        "launch",
         "simulate",
         "reproduce",
         "preflight",

@@ -275,7 +275,10 @@ def put_file(file: HostFile) -> str:
     before = os.umask(0o077) if file.secret else None
     try:
         make_directory(path.parent)
-        replace_file(path, file.content.encode(), "writing a file of the run")
+        # Hosts may share a directory, and put the same file there at the same time.
+        own = path.with_name(f".{path.name}.{os.getpid()}")
+        replace_file(own, file.content.encode(), "writing a file of the run")
+        own.replace(path)
     except (RoadtrainError, OSError) as error:
         return str(error)
     finally:

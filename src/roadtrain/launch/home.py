@@ -1,16 +1,81 @@
 """RunHome: the directory in which a launched run is found by its name: ~/.roadtrain/runs/NAME.
 
-launch.json   what was launched: engine, plan, job, when; how its supervisor is reached
-plan.toml job.toml token (mode 600)
-state.json    of the supervisor: each process, its host, state, restarts, since when
-all.log       every line of every process, with its role and host
-log/PROCESS.log
+launch.json      what was launched (`LaunchRecord`)
+plan.toml        as it was given
+job.toml         the user's, with its run.dir
+token            the secret of the run's processes (mode 600)
+state.json       of the supervisor (`RunState`): processes, and when the start's phases were done
+control          Unix socket of the supervisor (mode 600, control.py)
+lock             locked while the supervisor is alive
+all.log          every line of every process, with its role and host
+log/PROCESS.log  the lines of one process; log/supervisor.log what the supervisor says when it fails
+
+The directory is its user's alone (mode 700). Does NOT know engines, nor what a run consists of.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from roadtrain.errors import ConfigError, LaunchError
+from roadtrain.storage.direct import make_directory, replace_file
+from roadtrain.transport.address import write_token
+
+Struct = TypeVar("Struct")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+# The phases of a start, in their order; `RunState.stamps` says when each was done.
+LAUNCHED = "launched"  # the command was typed
+CHECKED = "checked"  # the engine is there, and nothing is wrong with its hosts
+SERVICES = "services"  # servers, reducers and switches were told to start
+WORKERS = "workers"  # workers were told to start
+IMPORTED = "imported"  # worker 0 said its first line: python and its modules are there
+JOINED = "joined"  # worker 0 said its last line before a step: its servers and peers are there
+STEPPED = "stepped"  # worker 0 said its first step
+PHASES = (LAUNCHED, CHECKED, SERVICES, WORKERS, IMPORTED, JOINED, STEPPED)
+
+
+class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """launch.json."""
+
+    name: str
+    engine: str  # of engines.ENGINES
+    launched: float  # seconds since 1970
+    directory: str  # where the command was typed: the job's relative paths begin here
+    if_launcher_dies: str = "keep"  # or "stop"
+    ray_address: str = ""
+    start: int = 0  # of this run: 0, and one more with each --resume
+
+
+class ProcessRow(msgspec.Struct, frozen=True):
+    """One process of a run, as state.json has it."""
+
+    name: str
+    role: str
+    host: str
+    state: str  # protocol/run_state.py: waiting, running, stopping, ended
+    restarts: int
+    since: float  # of the state, seconds since 1970
+
+
+class RunState(msgspec.Struct, frozen=True, kw_only=True):
+    """state.json."""
+
+    phase: str = "starting"  # then going, ending, ended
+    code: int = 0  # of an ended run: 0 done, 130 stopped, 2 refused, else it failed
+    why: str = ""  # of an ended run: one sentence
+    attempt: int = -1  # the workers' last
+    step: int = -1  # the last that is known to be committed
+    processes: tuple[ProcessRow, ...] = ()
+    stamps: dict[str, float] = {}  # phase of the start -> when it was done, seconds since 1970
 
 
 @dataclass(frozen=True)
@@ -20,4 +85,102 @@ class RunHome:
     @staticmethod
     def of(name: str) -> RunHome:
         """Raises ConfigError for a name that cannot be a file's."""
-        raise NotImplementedError
+        if not NAME.fullmatch(name):
+            raise ConfigError(
+                f"{name!r} cannot be a run's name",
+                hint="letters, digits, `.`, `_` and `-`, 64 at most, a letter or digit first",
+            )
+        return RunHome(Path.home() / ".roadtrain" / "runs" / name)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def exists(self) -> bool:
+        return (self.path / "launch.json").is_file()
+
+    @property
+    def plan_path(self) -> Path:
+        return self.path / "plan.toml"
+
+    @property
+    def job_path(self) -> Path:
+        return self.path / "job.toml"
+
+    @property
+    def token_path(self) -> Path:
+        return self.path / "token"
+
+    @property
+    def all_log(self) -> Path:
+        return self.path / "all.log"
+
+    @property
+    def log_directory(self) -> Path:
+        return self.path / "log"
+
+    def write(self, record: LaunchRecord, plan: str, job: str) -> None:
+        """A run that is launched anew. Raises StoreError where the directory cannot be written."""
+        make_directory(self.path)
+        self.path.chmod(0o700)
+        make_directory(self.log_directory)
+        write_token(self.token_path)
+        replace_file(self.plan_path, plan.encode(), "writing the run's plan")
+        replace_file(self.job_path, job.encode(), "writing the run's job")
+        self.write_state(RunState(stamps={LAUNCHED: record.launched}))
+        self.write_record(record)
+
+    def write_record(self, record: LaunchRecord) -> None:
+        body = msgspec.json.format(msgspec.json.encode(record), indent=2)
+        replace_file(self.path / "launch.json", body, "writing what was launched")
+
+    def record(self) -> LaunchRecord:
+        """Raises ConfigError where no run of this name was launched."""
+        if not self.exists:
+            raise ConfigError(
+                f"no run {self.name!r} was launched: {self.path} has no launch.json",
+                hint="roadtrain launch PLAN.toml JOB.toml --name NAME",
+            )
+        return _decoded(self.path / "launch.json", LaunchRecord)
+
+    def write_state(self, state: RunState) -> None:
+        body = msgspec.json.format(msgspec.json.encode(state), indent=2)
+        replace_file(self.path / "state.json", body, "writing the run's state")
+
+    def state(self) -> RunState:
+        """Raises LaunchError where it cannot be read."""
+        return _decoded(self.path / "state.json", RunState)
+
+    @contextmanager
+    def supervised(self) -> Iterator[None]:
+        """Inside, this process is the run's supervisor. Raises LaunchError where another is."""
+        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as cause:
+                raise LaunchError(
+                    f"run {self.name!r} has a supervisor already",
+                    hint=f"roadtrain launch --stop {self.name}",
+                ) from cause
+            yield
+        finally:
+            os.close(descriptor)
+
+    def is_supervised(self) -> bool:
+        """Whether a supervisor is alive, on this host."""
+        try:
+            with self.supervised():
+                return False
+        except LaunchError:
+            return True
+        except FileNotFoundError:
+            return False
+
+
+def _decoded(path: Path, kind: type[Struct]) -> Struct:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise LaunchError(f"{path} cannot be read: {error}") from error

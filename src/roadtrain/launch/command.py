@@ -1,0 +1,358 @@
+"""`roadtrain launch`: from a plan and a job to a run; and what is asked of a run by its name.
+
+The run's supervisor is a process of its own (supervise.py); this one shows its lines and its end.
+Does NOT start any process of the run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from roadtrain.config.job import load_job
+from roadtrain.config.names import unknown_name
+from roadtrain.config.plan_file import PlanFile, load_plan_file
+from roadtrain.errors import ConfigError, LaunchError
+from roadtrain.launch.control import ControlClient, ask_supervisor
+from roadtrain.launch.engines import ENGINES, default_engine, machines_of
+from roadtrain.launch.home import (
+    CHECKED,
+    IMPORTED,
+    JOINED,
+    LAUNCHED,
+    PHASES,
+    SERVICES,
+    STEPPED,
+    WORKERS,
+    LaunchRecord,
+    RunHome,
+    RunState,
+)
+from roadtrain.launch.logs import LogTail
+from roadtrain.launch.resolve import resolve
+
+# --write KIND -> "module:function" of a ResolvedRun and the directory; it returns lines for people.
+WRITERS: Mapping[str, str] = {}
+REPLAN = ""  # "module:function" of a RunHome and `dry_run`; it returns the exit code
+THEN = ("keep", "stop")  # of --if-launcher-dies
+POLL_S = 0.2
+STARTS_S = 30.0  # the supervisor's process has the run's lock within it
+STOPS_S = 600.0  # a run that is asked to stop has ended within it: a step, its services
+WHAT_TOOK = {
+    CHECKED: "the engine and the checks",
+    SERVICES: "starting services",
+    WORKERS: "starting workers",
+    IMPORTED: "Python and imports of worker 0",
+    JOINED: "text, model and servers",
+    STEPPED: "the first step",
+}
+
+
+def command(
+    plan: str = "",
+    job: str = "",
+    *,
+    on: str = "",
+    name: str = "",
+    ray_address: str = "",
+    detach: bool = False,
+    dry_run: bool = False,
+    if_launcher_dies: str = "keep",
+    write: str = "",
+    out: str = "",
+    stop: str = "",
+    resume: str = "",
+    replan: str = "",
+    logs: str = "",
+    leaves: str = "",
+    comes: str = "",
+    notice: float = 120.0,
+) -> int:
+    """`roadtrain launch`. Raises RoadtrainError.
+
+    Args:
+        on: what the run is launched on: here, lab or ray (here, where all hosts of the plan are
+            this one)
+        name: of the run (the job file's)
+        ray_address: HOST:PORT of the Ray cluster
+        detach: return when the run is started
+        dry_run: only print what would start where, and which files would be written
+        if_launcher_dies: keep: the run goes on; stop: it ends, its step committed (keep)
+        write: slurm or kubernetes: write files that start the run there, start nothing
+        out: directory that --write writes to
+        stop: NAME: end a run, its step committed
+        resume: NAME: go on with a run that has ended, or whose supervisor was killed
+        replan: NAME: plan again by what the run has measured
+        logs: NAME: print the run's lines, and those that come
+        leaves: NAME:HOST: a host will be gone within --notice
+        comes: NAME:HOST: a host is there, again or for the first time
+        notice: seconds until the host that --leaves names is gone (120)
+    """
+    named: dict[str, tuple[str, Callable[[str], int]]] = {
+        "stop": (stop, stop_run),
+        "resume": (resume, lambda run: resume_run(run, if_launcher_dies, detach)),
+        "replan": (replan, lambda run: replan_run(run, dry_run)),
+        "logs": (logs, show_logs),
+        "leaves": (leaves, lambda run: tell_host("leaves", run, f"{notice:g}")),
+        "comes": (comes, lambda run: tell_host("comes", run)),
+    }
+    given = [(key, value, do) for key, (value, do) in named.items() if value]
+    if len(given) > 1 or (given and plan):
+        also = plan or f"--{given[1][0]}"
+        raise ConfigError(f"--{given[0][0]} and {also}: one of them at a time")
+    if given:
+        return given[0][2](given[0][1])
+    if not plan or not job:
+        raise ConfigError("what is to be launched?", hint="roadtrain launch PLAN.toml JOB.toml")
+    if if_launcher_dies not in THEN:
+        raise unknown_name("--if-launcher-dies", if_launcher_dies, THEN)
+    plan_file = load_plan_file(plan)
+    home = RunHome.of(name or Path(job).stem)
+    if write or dry_run:
+        return describe_run(plan_file, job, home.name, write, out)
+    record = LaunchRecord(
+        name=home.name,
+        engine=on or default_engine(machines_of(plan_file)),
+        launched=time.time(),
+        directory=os.getcwd(),
+        if_launcher_dies=if_launcher_dies,
+        ray_address=ray_address,
+    )
+    if record.engine not in ENGINES:
+        raise unknown_name("--on", record.engine, ENGINES)
+    if detach and if_launcher_dies == "stop":
+        raise ConfigError("--detach and --if-launcher-dies stop: the launcher does not stay")
+    begin(home, record, Path(plan).read_text(), load_job(job).to_toml())
+    return started(home, record, detach)
+
+
+def begin(home: RunHome, record: LaunchRecord, plan: str, job: str) -> None:
+    """The files of a new run. Raises ConfigError where one of its name is alive."""
+    if home.is_supervised():
+        raise ConfigError(
+            f"run {home.name!r} is alive",
+            hint=f"another --name, or roadtrain launch --stop {home.name}",
+        )
+    for log in (home.all_log, *home.log_directory.glob("*.log")):
+        log.unlink(missing_ok=True)
+    home.write(record, plan, job)
+
+
+def started(home: RunHome, record: LaunchRecord, detach: bool, offset: int = 0) -> int:
+    """Start the supervisor; follow the run to its end, unless `detach`."""
+    if supervise := ENGINES[record.engine].supervise:
+        function_of(supervise)(home)
+    else:
+        start_supervisor(home)
+    if detach:
+        print(f"run {home.name} is starting: roadtrain status {home.name}")
+        return 0
+    return follow(home, record, offset)
+
+
+def start_supervisor(home: RunHome) -> None:
+    """A process of its own session, which outlives this one. Raises LaunchError where it does not
+    begin."""
+    log = home.log_directory / "supervisor.log"
+    with open(log, "ab") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "roadtrain.launch.supervise", str(home.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + STARTS_S
+    while not home.is_supervised():
+        if process.poll() is not None:
+            if home.state().phase == "ended":
+                return  # refused already
+            raise LaunchError(f"the supervisor ended (code {process.returncode}): {log} says why")
+        if time.monotonic() > deadline:
+            process.kill()
+            raise LaunchError(f"the supervisor did not begin within {STARTS_S:.0f} s: {log}")
+        time.sleep(0.02)
+
+
+def follow(home: RunHome, record: LaunchRecord, offset: int = 0) -> int:
+    """Print the run's lines until it has ended; its exit code."""
+    stops = record.if_launcher_dies == "stop"
+    with ExitStack() as stack:
+        try:
+            if stops:
+                client = stack.enter_context(patient_client(home))
+                client.ask("hello")
+            shown_until_end(home, offset)
+        except KeyboardInterrupt:
+            if not stops:
+                print(
+                    f"\nrun {home.name} goes on: `roadtrain launch --stop {home.name}` ends it,"
+                    f" --logs {home.name} shows it"
+                )
+                return 130
+            print("\nstopping after this step")
+            ask_supervisor(home, "stop", ["the user asked for it"])
+            shown_until_end(home, home.all_log.stat().st_size)
+    return told_end(home)
+
+
+@contextmanager
+def patient_client(home: RunHome) -> Iterator[ControlClient]:
+    """Of a supervisor that may still be checking hosts."""
+    while True:
+        try:
+            client = ControlClient(home)
+            break
+        except LaunchError:
+            if not home.is_supervised():
+                raise
+            time.sleep(POLL_S)
+    with client:
+        yield client
+
+
+def shown_until_end(home: RunHome, offset: int) -> None:
+    tail, told = LogTail(home, offset), False
+    while True:
+        alive = home.is_supervised()  # before its last lines are read
+        for line in tail.lines():
+            print(line)
+        if not told and (text := first_step(home.state())):
+            told = True
+            print(text)
+        if not alive:
+            return
+        time.sleep(POLL_S)
+
+
+def told_end(home: RunHome) -> int:
+    """Print how a run has ended; its exit code."""
+    state = home.state()
+    if state.phase != "ended":
+        raise LaunchError(
+            f"the supervisor of {home.name} was killed, and all that it had started with it",
+            hint=f"roadtrain launch --resume {home.name} goes on at the committed step",
+        )
+    if state.code == 2:
+        raise LaunchError(state.why)
+    end = {0: "is done", 130: "is stopped"}.get(state.code, "failed")
+    print(f"run {home.name} {end}: {state.why}")
+    return state.code if state.code in (0, 130) else 1
+
+
+def first_step(state: RunState) -> str:
+    """What the time from nothing to the first step was, once it is known."""
+    stamps = state.stamps
+    if not all(phase in stamps for phase in PHASES):
+        return ""
+    parts = [
+        f"{WHAT_TOOK[after]} {max(0.0, stamps[after] - stamps[before]):.1f} s"
+        for before, after in itertools.pairwise(PHASES)
+    ]
+    return f"first step {stamps[STEPPED] - stamps[LAUNCHED]:.1f} s after launch: {', '.join(parts)}"
+
+
+def describe_run(plan_file: PlanFile, job_file: str, name: str, write: str, out: str) -> int:
+    """--dry-run and --write: nothing is started."""
+    run = resolve(plan_file, load_job(job_file), name=name, addresses={}, token="")
+    if not write:
+        print(function_of("roadtrain.launch.dry_run:dry_run")(run))
+        return 0
+    if write not in WRITERS:
+        raise unknown_name("--write", write, WRITERS)
+    if not out:
+        raise ConfigError("--write needs a directory", hint="--out DIR")
+    for line in function_of(WRITERS[write])(run, Path(out)):
+        print(line)
+    return 0
+
+
+def function_of(target: str) -> Callable[..., Any]:
+    """`module:function`: modules of one engine or format are imported when they are used."""
+    module, _, function = target.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
+
+
+# -- of a run by its name --
+
+
+def stop_run(name: str) -> int:
+    home = RunHome.of(name)
+    home.record()
+    if not home.is_supervised():
+        print(f"run {name} does not run: {home.state().phase}")
+        return 0
+    offset = home.all_log.stat().st_size if home.all_log.exists() else 0
+    with patient_client(home) as client:
+        client.ask("stop", "the user asked for it")
+    tail, deadline = LogTail(home, offset), time.monotonic() + STOPS_S
+    while home.is_supervised():
+        if time.monotonic() > deadline:
+            raise LaunchError(f"run {name} has not ended within {STOPS_S:.0f} s of being asked to")
+        time.sleep(POLL_S)
+        for line in tail.lines():
+            print(line)
+    told_end(home)
+    return 0
+
+
+def resume_run(name: str, if_launcher_dies: str, detach: bool) -> int:
+    home = RunHome.of(name)
+    record = home.record()
+    if home.is_supervised():
+        raise ConfigError(f"run {name!r} is alive", hint=f"roadtrain status {name}")
+    record = msgspec.structs.replace(
+        record,
+        start=record.start + 1,
+        launched=time.time(),
+        if_launcher_dies=if_launcher_dies,
+    )
+    state = home.state()
+    home.write_state(
+        RunState(attempt=state.attempt, step=state.step, stamps={LAUNCHED: record.launched})
+    )
+    home.write_record(record)
+    offset = home.all_log.stat().st_size if home.all_log.exists() else 0
+    return started(home, record, detach, offset)
+
+
+def replan_run(name: str, dry_run: bool) -> int:
+    home = RunHome.of(name)
+    home.record()
+    if not REPLAN:
+        raise ConfigError("--replan is not there yet")
+    code: int = function_of(REPLAN)(home, dry_run)
+    return code
+
+
+def show_logs(name: str) -> int:
+    home = RunHome.of(name)
+    home.record()
+    with suppress(KeyboardInterrupt):
+        shown_until_end(home, 0)
+    return 0
+
+
+def tell_host(verb: str, run_and_host: str, *words: str) -> int:
+    name, _, host = run_and_host.partition(":")
+    if not host:
+        raise ConfigError(f"--{verb} {run_and_host}: which host?", hint=f"--{verb} NAME:HOST")
+    print(said(RunHome.of(name), [verb, host, *words]))
+    return 0
+
+
+def said(home: RunHome, words: Sequence[str]) -> str:
+    """What the engine of a run answers to one of its verbs."""
+    home.record()
+    return str(ask_supervisor(home, "tell", words)["said"])

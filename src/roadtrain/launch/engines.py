@@ -1,0 +1,85 @@
+"""ENGINES: what a run can be launched on. Each makes a LaunchEngine of a plan and of what was
+launched. Their modules are imported when they are used: Ray is an extra. Does NOT start anything.
+"""
+
+from __future__ import annotations
+
+import importlib
+import ipaddress
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import psutil
+
+from roadtrain.config.machines import Machines
+from roadtrain.config.plan_file import PlanFile
+from roadtrain.errors import ConfigError
+from roadtrain.launch.engine import LaunchEngine
+from roadtrain.launch.home import LaunchRecord, RunHome
+
+LOCAL = ("localhost", "")
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    make: Callable[[PlanFile, LaunchRecord], LaunchEngine]
+    # "module:function" that starts the supervisor of a run where it is not a process of this host;
+    # it gets the RunHome.
+    supervise: str = ""
+
+
+def machines_of(plan_file: PlanFile) -> Machines:
+    """Raises ConfigError for a plan that names none."""
+    if plan_file.machines is None:
+        raise ConfigError(
+            "the plan names no machines: it can be simulated, not launched",
+            hint="roadtrain plan CLUSTER.toml --job JOB.toml writes one that can",
+        )
+    return plan_file.machines
+
+
+def mark_of(record: LaunchRecord) -> str:
+    """Of this run's processes on a host: a supervisor finds what the one before has left."""
+    return f"roadtrain:{RunHome.of(record.name).path}"
+
+
+def _here(plan_file: PlanFile, record: LaunchRecord) -> LaunchEngine:
+    make = importlib.import_module("roadtrain.launch.here").here_engine
+    engine: LaunchEngine = make(machines_of(plan_file), mark_of(record))
+    return engine
+
+
+def _lab(plan_file: PlanFile, record: LaunchRecord) -> LaunchEngine:
+    make = importlib.import_module("roadtrain.launch.lab").lab_engine
+    engine: LaunchEngine = make(plan_file, mark_of(record))
+    return engine
+
+
+ENGINES: Mapping[str, EngineKind] = {
+    "here": EngineKind(_here),
+    "lab": EngineKind(_lab),
+}
+
+
+def default_engine(machines: Machines) -> str:
+    """`here`, where all addresses of a plan are of this host. Raises ConfigError elsewhere."""
+    own = {address.address for all in psutil.net_if_addrs().values() for address in all}
+    hosts = (*machines.hosts, *machines.spares)
+    others = [host for host in hosts if not _is_own(host.address, own)]
+    if not others:
+        return "here"
+    raise ConfigError(
+        f"{len(others)} of the plan's {len(hosts)} hosts are not this one: {others[0].name} at"
+        f" {others[0].address}",
+        hint=f"--on {' or --on '.join(ENGINES)}, or --write slurm or --write kubernetes",
+    )
+
+
+def _is_own(address: str, own: set[str]) -> bool:
+    if address in LOCAL or address == os.uname().nodename or address in own:
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

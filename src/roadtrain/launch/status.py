@@ -1,0 +1,104 @@
+"""`roadtrain status`: of a launched run, by its name, each process beside what its run directory
+says; of anything else as training/status.py has it. Does NOT import torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from roadtrain.config.job import load_job
+from roadtrain.errors import ConfigError, LaunchError
+from roadtrain.launch.control import ask_supervisor
+from roadtrain.launch.home import LaunchRecord, ProcessRow, RunHome, RunState
+from roadtrain.launch.run_status import run_status
+from roadtrain.training import status
+from roadtrain.training.progress import show_table
+from roadtrain.units import show_seconds
+
+UP = "running"
+
+
+def command(
+    run: str,
+    endurance_tbw: float | None = None,
+    token_file: str | None = None,
+    ca: str | None = None,
+    cert: str | None = None,
+    key: str | None = None,
+    link: str = "tcp",
+    report: Callable[[str], None] = print,
+) -> int:
+    """`run`: a launched run's name, a run directory, or the HOST:PORT,... of servers and switches.
+    1 where something is down or does not answer. Raises ConfigError where it is none of them.
+
+    Args:
+        endurance_tbw: terabytes the device may be written, from its data sheet (assumed: 600)
+        token_file: file with the servers' token, where RUN names servers
+        ca: TLS: PEM file that the servers' certificates are known by, likewise
+        cert: TLS: PEM file of a certificate, where the servers demand one, likewise
+        key: TLS: PEM file of its key, likewise
+        link: how the servers are reached, as they were told (tcp)
+    """
+    if not Path(run).is_dir() and (home := launched(run)) is not None:
+        return of_launched(home, report)
+    return status.command(run, endurance_tbw, token_file, ca, cert, key, link, report)
+
+
+def launched(name: str) -> RunHome | None:
+    try:
+        home = RunHome.of(name)
+    except ConfigError:
+        return None
+    return home if home.exists else None
+
+
+def of_launched(home: RunHome, report: Callable[[str], None] = print) -> int:
+    record = home.record()
+    if not home.is_supervised():
+        return _without_supervisor(home, record, report)
+    try:
+        reply = ask_supervisor(home, "status")
+    except LaunchError as error:
+        report(f"run {home.name}: {home.state().phase} ({error})")
+        return 1
+    state = msgspec.convert(reply["state"], RunState)
+    report(f"run {home.name} on {record.engine}: {state.phase}, start {record.start}")
+    show_table(rows(state.processes), report)
+    for line in reply["run"]["lines"]:
+        report(line)
+    down = [one.name for one in state.processes if one.state != UP]
+    if down:
+        report(f"down: {', '.join(down)}")
+    return int(bool(down) or bool(reply["run"]["code"]))
+
+
+def _without_supervisor(home: RunHome, record: LaunchRecord, report: Callable[[str], None]) -> int:
+    """Of a run that has ended, or whose supervisor was killed."""
+    state = home.state()
+    if state.phase != "ended":
+        report(
+            f"run {home.name} on {record.engine}: its supervisor was killed, nothing runs;"
+            f" `roadtrain launch --resume {home.name}` goes on"
+        )
+        return 1
+    report(f"run {home.name} on {record.engine}: ended, {state.why}")
+    if record.engine == "here":
+        job = load_job(home.job_path, report=lambda _: None)
+        for line in run_status(str(Path(record.directory, job.run.dir)), True)["lines"]:
+            report(line)
+    return int(state.code not in (0, 130))
+
+
+def rows(processes: Sequence[ProcessRow]) -> list[tuple[str, ...]]:
+    """Of a table with a head."""
+    now = time.time()
+    return [
+        ("process", "host", "state", "restarts", "since"),
+        *(
+            (one.name, one.host, one.state, str(one.restarts), f"{show_seconds(now - one.since)}")
+            for one in processes
+        ),
+    ]

@@ -1,0 +1,78 @@
+"""`python -m roadtrain.launch.supervise HOME`: the supervisor of a run, a process of its own: makes
+the engine, checks what is wrong before anything starts, and runs until the run has ended.
+
+What it starts ends with it. Does NOT import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from roadtrain.config.job import load_job
+from roadtrain.config.plan_file import load_plan_file
+from roadtrain.errors import RoadtrainError
+from roadtrain.launch.engine import LaunchEngine
+from roadtrain.launch.engines import ENGINES
+from roadtrain.launch.home import CHECKED, LaunchRecord, RunHome, RunState
+from roadtrain.launch.logs import RunLogs
+from roadtrain.launch.resolve import ResolvedRun, resolve
+from roadtrain.launch.supervisor import REFUSED, Supervisor
+
+
+def supervise(home: RunHome, engine: LaunchEngine | None = None) -> int:
+    """The run's exit code. `engine`: None: that of the record."""
+    with home.supervised(), RunLogs(home) as logs:
+        record = home.record()
+        os.chdir(record.directory)
+        try:
+            run, engine = begun(home, record, engine, logs)
+        except RoadtrainError as error:
+            logs.tell(f"nothing was started: {error}")
+            refused = msgspec.structs.replace(
+                home.state(), phase="ended", code=REFUSED, why=str(error)
+            )
+            home.write_state(refused)
+            return REFUSED
+        supervisor = Supervisor(
+            run, engine, home, logs, ends_with_launcher=record.if_launcher_dies == "stop"
+        )
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda n, _: supervisor.stop(f"signal {n}"))
+        return supervisor.run()
+
+
+def begun(
+    home: RunHome, record: LaunchRecord, engine: LaunchEngine | None, logs: RunLogs
+) -> tuple[ResolvedRun, LaunchEngine]:
+    """The engine, and the run that it can run. Raises RoadtrainError, with nothing left, where
+    anything is wrong."""
+    plan_file = load_plan_file(home.plan_path)
+    job = load_job(home.job_path, report=logs.tell)
+    engine = engine or ENGINES[record.engine].make(plan_file, record)
+    try:
+        run = resolve(
+            plan_file,
+            job,
+            name=record.name,
+            addresses={seen.name: seen.address for seen in engine.hosts()},
+            token=home.token_path.read_text(),
+        )
+        run = replace(run, start=f"{record.launched:.3f}")
+    except BaseException:
+        engine.close()
+        raise
+    state = home.state()
+    stamps = {**state.stamps, CHECKED: time.time()}
+    home.write_state(RunState(attempt=state.attempt, step=state.step, stamps=stamps))
+    return run, engine
+
+
+if __name__ == "__main__":
+    sys.exit(supervise(RunHome(Path(sys.argv[1]))))

@@ -1,0 +1,319 @@
+"""Supervisor: the loop of a launched run: what an engine tells goes to the state machine
+(protocol/run_state.py), whose actions the engine carries out; what the user asks comes by the
+control socket; what happens is written to the run's home.
+
+One thread. The committed step is asked of worker 0's host when something has ended, and by
+`roadtrain status`: nothing follows the metrics in between. Does NOT decide anything about
+processes, and does NOT import torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from roadtrain.config.machines import LostHost
+from roadtrain.errors import LaunchError, RoadtrainError, StoreError
+from roadtrain.launch.control import ControlRequest, ControlSocket
+from roadtrain.launch.engine import LaunchEngine
+from roadtrain.launch.home import (
+    IMPORTED,
+    JOINED,
+    SERVICES,
+    STEPPED,
+    WORKERS,
+    ProcessRow,
+    RunHome,
+    RunState,
+)
+from roadtrain.launch.logs import PLAIN, RunLogs
+from roadtrain.launch.processes import HostFile, Process, Role, WorkerSet
+from roadtrain.launch.resolve import ResolvedRun
+from roadtrain.protocol.launch import (
+    Committed,
+    EndRun,
+    HostCame,
+    Output,
+    ProcessEnded,
+    RunAction,
+    RunEvent,
+    RunFacts,
+    RunService,
+    SetReducers,
+    StartService,
+    StartWorkers,
+    StopAsked,
+    StopProcess,
+    TellUser,
+    TimePassed,
+    WorkersEnded,
+)
+from roadtrain.protocol.run_state import ProcessState, RunPhase, RunStateMachine
+
+TURN_S = 0.2  # between looks at the control socket
+HELLO_S = 60.0  # a launcher that the run is to end with has said hello by then
+STEP = "step "  # how worker 0's line of a step begins
+REFUSED = 2  # the exit code of workers whose start was refused here
+STATUS = ("-m", "roadtrain.launch.run_status")
+
+
+def facts_of(
+    run: ResolvedRun, first_attempt: int, can_run_on: Callable[[Sequence[str]], str]
+) -> RunFacts:
+    """What the state machine knows of a run."""
+    machines = run.machines
+    return RunFacts(
+        services=tuple(
+            RunService(one.name, one.host, one.role is Role.REDUCER) for one in run.services()
+        ),
+        workers={host.name: host.workers for host in machines.hosts if host.workers},
+        can_run_on=can_run_on,
+        spares={host.name: host.workers for host in machines.spares},
+        shrink=machines.lost_host is LostHost.SHRINK,
+        replicas=run.job.servers.replicas > 1,
+        sums_at_reducers=any(host.reducer for host in machines.hosts),
+        first_attempt=first_attempt,
+    )
+
+
+class Supervisor:
+    """`home`: with a state.json, that of the start before where the run is resumed: attempts count
+    on. `ends_with_launcher`: see control.py, hello."""
+
+    def __init__(
+        self,
+        run: ResolvedRun,
+        engine: LaunchEngine,
+        home: RunHome,
+        logs: RunLogs,
+        *,
+        ends_with_launcher: bool = False,
+    ) -> None:
+        before = home.state()
+        self._run, self._engine, self._home, self._logs = run, engine, home, logs
+        self._machine = RunStateMachine(
+            facts_of(run, before.attempt + 1, lambda hosts: self._run.can_run_on(hosts))
+        )
+        self._stamps = dict(before.stamps)
+        self._step = before.step  # the last that is known to be committed
+        self._workers = WorkerSet(before.attempt, ())  # of the last attempt
+        self._said_at = 0.0  # when worker 0 said its last line, before its first step
+        self._failed: deque[RunEvent] = deque()  # of actions that could not be carried out
+        self._ended: EndRun | None = None
+        self._written: RunState | None = None
+        self._ends_with_launcher = ends_with_launcher
+        self._began = time.monotonic()
+        self._stop_asked = ""
+
+    def run(self) -> int:
+        """Until the run has ended; its exit code. Whatever happens, nothing that the engine has
+        started is left."""
+        try:
+            with ControlSocket(self._home) as control:
+                self._ask_step([host.name for host in self._run.machines.hosts if host.workers])
+                self._feed(TimePassed(time.monotonic()))
+                while self._ended is None:
+                    self._turn(control)
+        except BaseException as error:
+            self._logs.tell(f"the supervisor failed: all that it started is ended: {error!r}")
+            self._ended = EndRun(1, f"the supervisor failed: {error}")
+            raise
+        finally:
+            self._engine.close()
+            self._write_state()
+            self._logs.flush()
+        return self._ended.code
+
+    def stop(self, why: str) -> None:
+        """From a signal handler."""
+        self._stop_asked = why
+
+    def _turn(self, control: ControlSocket) -> None:
+        for event in self._engine.events(TURN_S):
+            self._take(event)
+        for request in control.requests():
+            self._answer(request)
+        now = time.monotonic()
+        if self._ends_with_launcher and not control.greeted and now > self._began + HELLO_S:
+            self._stop_asked = f"no launcher said hello within {HELLO_S:.0f} s"
+        if self._stop_asked:
+            self._feed(StopAsked(self._stop_asked, now))
+            self._stop_asked = ""
+        self._feed(TimePassed(now))
+        self._write_state()
+        self._logs.flush()
+
+    # -- events --
+
+    def _take(self, event: RunEvent) -> None:
+        match event:
+            case Output(name, host, line):
+                self._logs.write(name, host, line)
+                if name == PLAIN and STEPPED not in self._stamps:
+                    self._stamp_line(line)
+                return
+            case ProcessEnded() | WorkersEnded() if self._machine.phase is RunPhase.GOING:
+                self._ask_step(self._machine.worker_hosts)
+            case HostCame(host, address, workers):
+                count = self._machine.facts.workers_of(workers)
+                self._run = self._run.with_host(host, address, count)
+        self._feed(event)
+
+    def _stamp_line(self, line: str) -> None:
+        now = time.time()
+        if IMPORTED not in self._stamps:
+            self._stamps[IMPORTED] = now
+        if line.startswith(STEP):
+            self._stamps[JOINED] = self._said_at or now
+            self._stamps[STEPPED] = now
+        self._said_at = now
+
+    def _ask_step(self, hosts: Sequence[str]) -> None:
+        """So that faults before the last committed step are not counted with those after it."""
+        if not hosts or hosts[0] not in self._machine.here:
+            return
+        told = {"directory": self._run.directory, "table": False}
+        try:
+            step = int(self._engine.ask(hosts[0], STATUS, told)["step"])
+        except LaunchError as error:
+            self._logs.tell(f"the step is not known: {error}")
+            return
+        if step > self._step:
+            self._step = step
+            if self._machine.attempt >= self._machine.facts.first_attempt:
+                self._feed(Committed(step, time.monotonic()))
+
+    def _feed(self, event: RunEvent) -> None:
+        for action in self._machine.handle(event):
+            self._carry_out(action)
+        while self._failed:
+            self._feed(self._failed.popleft())
+
+    # -- actions --
+
+    def _carry_out(self, action: RunAction) -> None:
+        now = time.monotonic()
+        match action:
+            case TellUser(text):
+                self._logs.tell(text)
+            case StartService(name):
+                try:
+                    self._engine.start(self._service(name))
+                except RoadtrainError as error:
+                    self._failed.append(ProcessEnded(name, 1, now, str(error)))
+                self._stamps.setdefault(SERVICES, time.time())
+            case StartWorkers(attempt, hosts):
+                self._start_workers(attempt, hosts)
+            case StopProcess(name, grace_s):
+                self._engine.stop(name, grace_s)
+            case SetReducers(hosts):
+                self._set_reducers(hosts)
+            case EndRun():
+                self._ended = action
+
+    def _service(self, name: str) -> Process:
+        known = {process.name: process for process in self._run.services()}
+        return known.get(name) or self._run.reducer(self._machine.places[name].host)
+
+    def _start_workers(self, attempt: int, hosts: Sequence[str]) -> None:
+        self._write_state()  # with this attempt's number: it is not used again, whatever happens
+        try:
+            self._workers = self._run.workers(hosts, attempt, self._machine.reducers)
+            self._stamps.setdefault(SERVICES, time.time())
+            self._engine.start_workers(self._workers)
+        except RoadtrainError as error:
+            self._failed.append(
+                WorkersEnded(attempt, REFUSED, "workers", time.monotonic(), str(error))
+            )
+        self._stamps.setdefault(WORKERS, time.time())
+
+    def _set_reducers(self, hosts: Sequence[str]) -> None:
+        """On all hosts with workers. One that cannot be reached is told as lost by the engine."""
+        file = HostFile(self._run.reducers_path, self._run.reducer_lines(hosts))
+        for host in self._machine.worker_hosts:
+            try:
+                self._engine.put(host, file)
+            except LaunchError as error:
+                self._logs.tell(f"workers on {host} do not know of it: {error}")
+
+    # -- requests --
+
+    def _answer(self, request: ControlRequest) -> None:
+        try:
+            request.answer(self._reply(request))
+        except RoadtrainError as error:
+            request.answer({"error": str(error)})
+
+    def _reply(self, request: ControlRequest) -> Mapping[str, Any]:
+        match request.verb:
+            case "status":
+                return self._status()
+            case "stop":
+                self._stop_asked = " ".join(request.words) or "asked to"
+                return {}
+            case "gone":
+                self._stop_asked = "its launcher is gone"
+                return {}
+            case "tell":
+                return {"said": self._engine.tell(request.words)}
+        raise LaunchError(f"{request.verb!r} is no verb", hint="status, stop, tell, hello, goodbye")
+
+    def _status(self) -> Mapping[str, Any]:
+        """The state, and what `roadtrain status` says of the run on worker 0's host."""
+        hosts = [host for host in self._machine.worker_hosts[:1] if host in self._machine.here]
+        run: Mapping[str, Any] = {"step": -1, "code": 1, "lines": ["no worker has started"]}
+        if hosts:
+            told = {"directory": self._run.directory, "table": True}
+            try:
+                run = self._engine.ask(hosts[0], STATUS, told)
+            except LaunchError as error:
+                run = {"step": -1, "code": 1, "lines": [str(error)]}
+        self._step = max(self._step, int(run["step"]))
+        return {"state": msgspec.to_builtins(self._state()), "run": run}
+
+    # -- state --
+
+    def _state(self) -> RunState:
+        machine, ended = self._machine, self._ended
+        return RunState(
+            phase=RunPhase.ENDED.value if ended else machine.phase.value,
+            code=ended.code if ended else 0,
+            why=ended.why if ended else "",
+            attempt=max(machine.attempt, self._workers.attempt),
+            step=self._step,
+            processes=self._rows(),
+            stamps=dict(self._stamps),
+        )
+
+    def _rows(self) -> tuple[ProcessRow, ...]:
+        to_wall = time.time() - time.monotonic()
+
+        def row(name: str, role: str, host: str, state: ProcessState) -> ProcessRow:
+            since = round(state.since + to_wall, 1)
+            return ProcessRow(name, role, host, state.phase.value, state.restarts, since)
+
+        machine = self._machine
+        services = [
+            row(name, name.partition(" ")[0], machine.places[name].host, state)
+            for name, state in machine.services.items()
+        ]
+        workers = [
+            row(one.name, one.role.value, one.host, machine.workers)
+            for one in self._workers.processes
+        ]
+        return (*services, *workers)
+
+    def _write_state(self) -> None:
+        """A full disk must not end a run: the file is older then than what it tells of."""
+        state = self._state()
+        if state == self._written:
+            return
+        try:
+            self._home.write_state(state)
+        except StoreError as error:
+            self._logs.tell(f"state.json is not written: {error}")
+        self._written = state

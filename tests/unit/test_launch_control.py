@@ -1,0 +1,89 @@
+"""A run's home, its logs and its control socket."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from roadtrain.errors import ConfigError, LaunchError
+from roadtrain.launch.control import ControlClient, ControlSocket
+from roadtrain.launch.home import LaunchRecord, RunHome, RunState
+from roadtrain.launch.logs import LogTail, RunLogs
+
+RECORD = LaunchRecord(name="r", engine="here", launched=1.5, directory="/")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> RunHome:
+    deep = tmp_path / ("d" * 120)  # longer than a Unix socket's name may be
+    home = RunHome(deep / "r")
+    home.write(RECORD, "plan", "job")
+    return home
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a b", "x" * 65])
+def test_names_that_are_no_files(name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be a run's name"):
+        RunHome.of(name)
+
+
+def test_a_home_holds_what_was_launched(home: RunHome) -> None:
+    assert home.exists and home.record() == RECORD
+    assert home.state() == RunState(stamps={"launched": 1.5})
+    # Rule 8
+    assert stat.S_IMODE(home.token_path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(home.path.stat().st_mode) == 0o700
+    with pytest.raises(ConfigError, match="no run 'other' was launched"):
+        RunHome(home.path.with_name("other")).record()
+
+
+def test_one_supervisor_at_a_time(home: RunHome) -> None:
+    assert not home.is_supervised()
+    with home.supervised():
+        assert home.is_supervised()
+        with pytest.raises(LaunchError, match="has a supervisor already"), home.supervised():
+            pass
+    assert not home.is_supervised()
+
+
+def test_lines_of_all_processes(home: RunHome) -> None:
+    tail = LogTail(home)
+    assert tail.lines() == []
+    with RunLogs(home) as logs:
+        logs.write("worker 0", "gpu0", "step 1")
+        logs.write("server a/../b 0", "s0", "serving [x] y")
+        logs.flush()
+        assert tail.lines() == ["step 1", "[server a/../b 0 s0] serving [x] y"]
+        logs.tell("all is well")
+    (told,) = tail.lines()
+    assert told.startswith("[launch] ") and told.endswith(" all is well")
+    assert (home.log_directory / "worker_0.log").read_text() == "step 1\n"
+    assert (home.log_directory / "server_a_.._b_0.log").read_text() == "serving [x] y\n"
+    with RunLogs(home) as logs:  # a run that is resumed goes on
+        logs.write("worker 0", "gpu0", "step 2")
+    assert tail.lines() == ["step 2"]
+
+
+def test_requests_and_answers(home: RunHome) -> None:
+    with ControlSocket(home) as control:
+        assert stat.S_IMODE((home.path / "control").stat().st_mode) == 0o600  # Rule 8
+        with ControlClient(home) as client:
+            client._socket.sendall(b'nonsense\n{"verb": "tell", "words": ["comes", "a"]}\n')
+            (request,) = control.requests()
+            assert (request.verb, request.words) == ("tell", ("comes", "a"))
+            request.answer({"said": "yes"})
+            assert b"no request" in client._file.readline()
+            assert client._file.readline() == b'{"said": "yes"}\n'
+    with pytest.raises(LaunchError, match="no supervisor that answers"):
+        ControlClient(home)
+
+
+def test_a_launcher_that_is_gone_without_a_goodbye(home: RunHome) -> None:
+    with ControlSocket(home) as control:
+        for last, expected in ((b"hello", ["gone"]), (b"goodbye", [])):
+            with ControlClient(home) as client:
+                client._socket.sendall(b'{"verb": "hello"}\n{"verb": "%s"}\n' % last)
+                assert control.requests() == [] and control.greeted
+            assert [request.verb for request in control.requests()] == expected
