@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from roadtrain.errors import ConfigError, LaunchError
-from roadtrain.launch.control import ControlClient, ControlSocket
+from roadtrain.launch.control import ControlClient, ControlSocket, short_path
 from roadtrain.launch.home import LaunchRecord, RunHome, RunState
 from roadtrain.launch.logs import LogTail, RunLogs
 
@@ -66,16 +69,25 @@ def test_lines_of_all_processes(home: RunHome) -> None:
     assert tail.lines() == ["step 2"]
 
 
+@contextmanager
+def spoken_to(home: RunHome) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        with short_path(home.path / "control") as short:
+            client.connect(short)
+        client.settimeout(5)
+        yield client
+
+
 def test_requests_and_answers(home: RunHome) -> None:
-    with ControlSocket(home) as control:
+    with ControlSocket(home) as control, spoken_to(home) as client:
         assert stat.S_IMODE((home.path / "control").stat().st_mode) == 0o600  # Rule 8
-        with ControlClient(home) as client:
-            client._socket.sendall(b'nonsense\n{"verb": "tell", "words": ["comes", "a"]}\n')
-            (request,) = control.requests()
-            assert (request.verb, request.words) == ("tell", ("comes", "a"))
-            request.answer({"said": "yes"})
-            assert b"no request" in client._file.readline()
-            assert client._file.readline() == b'{"said": "yes"}\n'
+        client.sendall(b'nonsense\n{"verb": "tell", "words": ["comes", "a"]}\n')
+        (request,) = control.requests()
+        assert (request.verb, request.words) == ("tell", ("comes", "a"))
+        request.answer({"said": "yes"})
+        with client.makefile("rb") as answers:
+            assert b"no request" in answers.readline()
+            assert answers.readline() == b'{"said": "yes"}\n'
     with pytest.raises(LaunchError, match="no supervisor that answers"):
         ControlClient(home)
 
@@ -83,7 +95,7 @@ def test_requests_and_answers(home: RunHome) -> None:
 def test_a_launcher_that_is_gone_without_a_goodbye(home: RunHome) -> None:
     with ControlSocket(home) as control:
         for last, expected in ((b"hello", ["gone"]), (b"goodbye", [])):
-            with ControlClient(home) as client:
-                client._socket.sendall(b'{"verb": "hello"}\n{"verb": "%s"}\n' % last)
+            with spoken_to(home) as client:
+                client.sendall(b'{"verb": "hello"}\n{"verb": "%s"}\n' % last)
                 assert control.requests() == [] and control.greeted
             assert [request.verb for request in control.requests()] == expected
