@@ -1,0 +1,368 @@
+"""RayEngine: the LaunchEngine of a Ray cluster. This process is a driver of it.
+
+    a server, reducer or switch   an actor ServedProcess "roadtrain:RUN:NAME", detached, bound to
+                                  its host's node; Ray starts it again when it is killed
+    the workers                   Ray Train's (workers.py), owned by this driver: they end with it
+    a host                        a node (nodes.py)
+
+A new engine of the same run finds the services that still run, and leaves them as they are. `close`
+ends all; a driver that is killed leaves the services, not the workers.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from roadtrain.config.machines import PlanHost
+from roadtrain.errors import LaunchError
+from roadtrain.launch.agent import put_file
+from roadtrain.launch.engine import HostSeen
+from roadtrain.launch.processes import HostFile, Process, WorkerSet
+from roadtrain.launch.ray import cluster
+from roadtrain.launch.ray.actors import News, ServedProcess, WorkerMailbox
+from roadtrain.launch.ray.nodes import HostMap, RayNode
+from roadtrain.launch.ray.workers import RayWorkers, set_environment
+from roadtrain.protocol.launch import (
+    HostCame,
+    HostLeaves,
+    HostLost,
+    Output,
+    ProcessEnded,
+    ProcessRestarted,
+    RunEvent,
+)
+
+WORKERS = "workers"  # all of them, as `stop` calls them
+ASK_S, PUT_S = 120.0, 60.0
+BEGIN_S = 60.0  # an actor runs so long after it was created
+LOOK_S = 0.5  # between looks at the nodes
+PATIENCE_S = 2.0  # of a question for news
+NAME_S = 15.0  # the name of a killed actor is free within it
+KILLED = -9
+MAILBOX = "mailbox"
+
+
+@dataclass
+class _Service:
+    """A service's actor. Invariant: one question is under way while `asks` is not None."""
+
+    process: Process
+    actor: Any
+    life: str = ""
+    after: int = 0
+    asks: Any = None
+    stopping: bool = False
+
+
+class RayEngine:
+    """hosts: the plan's, spare ones too. mark: names this run on the cluster. The process must be
+    connected (cluster.connect). Raises LaunchError where a host of the plan has no node."""
+
+    def __init__(self, hosts: Sequence[PlanHost], mark: str) -> None:
+        set_environment()
+        self._mark = mark
+        self._events: list[RunEvent] = []
+        self._map = HostMap(hosts)
+        self._services: dict[str, _Service] = {}
+        self._found = _found(mark)  # name -> actor of a service that an engine before us started
+        self._workers: RayWorkers | None = None
+        self._looked_at = 0.0
+        for name, (actor, process, node) in self._found.items():
+            self._map.remember(process.host, node)
+            self._services[name] = _Service(process, actor, after=-1)
+        self._look()
+        if missing := self._map.missing():
+            if not self._found:
+                raise LaunchError(_no_node(missing[0], cluster.nodes()))
+            why = "it is no node of the cluster"
+            self._events += [HostLost(host.name, why, time.monotonic()) for host in missing]
+        self._mailbox = _Service(
+            Process(MAILBOX, "worker", "", (), ""),  # type: ignore[arg-type]
+            ray.remote(num_cpus=0, max_concurrency=64)(WorkerMailbox)
+            .options(scheduling_strategy=_on(ray.get_runtime_context().get_node_id()))
+            .remote(),
+        )
+
+    def hosts(self) -> Sequence[HostSeen]:
+        self._look()
+        return [
+            HostSeen(name, node.address, node.devices, node.processors, node.memory)
+            for name, node in self._map.hosts.items()
+        ]
+
+    def ask(self, host: str, words: Sequence[str], told: Mapping[str, Any]) -> Any:
+        what = f"`{' '.join(words)}` on {host}"
+        code, answer, said = self._call(
+            host, ask_here, (tuple(words), json.dumps(told)), ASK_S, what
+        )
+        if code:
+            why = said.removeprefix("roadtrain: ") or "it said nothing"
+            raise LaunchError(f"{what} ended with code {code}: {why}")
+        try:
+            return json.loads(answer)
+        except ValueError as error:
+            raise LaunchError(f"{what} answered what is no JSON: {error}") from error
+
+    def put(self, host: str, file: HostFile) -> None:
+        refused = self._call(host, put_file, (file,), PUT_S, f"writing {file.path} on {host}")
+        if refused:
+            raise LaunchError(f"{host}: {refused}")
+
+    def _call(
+        self, host: str, do: Callable[..., Any], words: tuple[Any, ...], within_s: float, what: str
+    ) -> Any:
+        task = ray.remote(num_cpus=0, max_retries=0)(do)
+        ref = task.options(scheduling_strategy=_on(self._node(host).node_id)).remote(*words)
+        try:
+            return ray.get(ref, timeout=within_s)
+        except GetTimeoutError as error:
+            ray.cancel(ref, force=True)
+            raise LaunchError(f"{what} was not done within {within_s:.0f} s") from error
+        except RayError as error:
+            raise LaunchError(f"{what}: {_first_line(error)}") from error
+
+    def _node(self, host: str) -> RayNode:
+        if (node := self._map.node_of(host)) is None:
+            known = ", ".join(self._map.hosts)
+            raise LaunchError(f"host {host} is no node of the cluster now", hint=f"it has {known}")
+        return node
+
+    def tell(self, words: Sequence[str]) -> str:
+        match words:
+            case ["leaves", host, seconds] if seconds.replace(".", "", 1).isdecimal():
+                self._node(host)
+                self._events.append(HostLeaves(host, float(seconds), time.monotonic()))
+                return f"{host} leaves within {float(seconds):g} s"
+            case ["comes", host]:
+                node, workers = self._node(host), self._map.workers_of(host)
+                self._events.append(HostCame(host, node.address, workers, time.monotonic()))
+                return f"{host} comes"
+        raise LaunchError(
+            f"`{' '.join(words)}` is no verb of Ray", hint="leaves HOST SECONDS, comes HOST"
+        )
+
+    def start(self, process: Process) -> None:
+        service = self._services.get(process.name)
+        if service is not None and service.process.host == process.host and not service.stopping:
+            service.process = process
+            service.actor.begin.remote(process)
+            return
+        node = self._map.node_of(process.host)
+        if node is None:
+            why = f"its host {process.host} is no node of the cluster now"
+            self._events.append(ProcessEnded(process.name, KILLED, time.monotonic(), why))
+            return
+        self._services[process.name] = _Service(process, self._create(process, node))
+
+    def _create(self, process: Process, node: RayNode) -> Any:
+        served = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=8)(ServedProcess)
+        named = served.options(
+            name=_name(self._mark, process.name),
+            lifetime="detached",
+            scheduling_strategy=_on(node.node_id),
+        )
+        deadline = time.monotonic() + NAME_S
+        while True:
+            try:
+                return named.remote(process, self._mark)
+            except ValueError:  # the actor that had the name is still ending
+                if time.monotonic() > deadline:
+                    raise LaunchError(
+                        f"an actor {_name(self._mark, process.name)} has not ended within"
+                        f" {NAME_S:.0f} s"
+                    ) from None
+                _kill_named(_name(self._mark, process.name))
+                time.sleep(0.1)
+
+    def start_workers(self, workers: WorkerSet) -> None:
+        assert self._workers is None, "the workers of the attempt before have not ended"
+        for process in workers.processes:
+            self._node(process.host)
+        self._workers = RayWorkers(workers, self._map.hosts, self._mailbox.actor, self._mark)
+
+    def stop(self, name: str, grace_s: float) -> None:
+        if name == WORKERS:
+            if self._workers is not None:
+                self._workers.stop(grace_s)
+        elif name in self._services:
+            self._services[name].stopping = True
+            self._services[name].actor.stop.remote(grace_s)
+
+    def events(self, timeout_s: float) -> Sequence[RunEvent]:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if time.monotonic() - self._looked_at > LOOK_S:
+                self._look()
+            left = deadline - time.monotonic()
+            self._hear(0.0 if self._events else max(0.0, min(left, LOOK_S)))
+            if self._workers is not None and (ended := self._workers.ended()) is not None:
+                self._hear(0.0)
+                self._workers = None
+                self._events.append(ended)
+            if self._events or left <= 0:
+                events, self._events = self._events, []
+                return events
+
+    def _look(self) -> None:
+        """At the nodes."""
+        self._looked_at = time.monotonic()
+        found = self._map.look(cluster.nodes(), self._looked_at, _Reasons())
+        for event in found:
+            if isinstance(event, HostLost):
+                self._forget_services(event.host)
+        self._events += found
+
+    def _forget_services(self, host: str) -> None:
+        for name, service in list(self._services.items()):
+            if service.process.host == host:
+                del self._services[name]
+                ray.kill(service.actor, no_restart=True)
+
+    def _hear(self, patience_s: float) -> None:
+        """What actors have to say."""
+        asked = {}
+        for service in (self._mailbox, *self._services.values()):
+            if service.asks is None:
+                service.asks = service.actor.news.remote(service.life, service.after, PATIENCE_S)
+            asked[service.asks] = service
+        ready, _ = ray.wait(list(asked), num_returns=1, timeout=patience_s)
+        if ready:  # and others that are, too
+            ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0)
+        for ref in ready:
+            service = asked[ref]
+            service.asks = None
+            try:
+                self._take(service, ray.get(ref))
+            except ActorUnavailableError:
+                pass  # it is being started again, or its node is slow
+            except RayError as error:
+                self._actor_gone(service, error)
+
+    def _actor_gone(self, service: _Service, error: RayError) -> None:
+        """For good, or until Ray has started it again: then it answers the next question."""
+        name = service.process.name
+        if service is self._mailbox:
+            raise LaunchError("the mailbox of the workers is gone") from error
+        if _state(_name(self._mark, name)):
+            return
+        del self._services[name]
+        self._events.append(
+            ProcessEnded(name, KILLED, time.monotonic(), f"its actor is gone: {_first_line(error)}")
+        )
+
+    def _take(self, service: _Service, news: News) -> None:
+        at, name = time.monotonic(), service.process.name
+        if service.life and service.life != news.life:
+            self._events.append(ProcessRestarted(name, at))
+        service.life, service.after = news.life, news.then
+        for event in news.events:
+            match event:
+                case Output():
+                    self._events.append(event)
+                case ProcessRestarted():
+                    self._events.append(replace(event, at=at))
+                case ProcessEnded() if service is self._mailbox:
+                    if self._workers is not None:
+                        self._workers.take(event)
+                case ProcessEnded():
+                    self._events.append(replace(event, at=at))
+                    if service.stopping and name in self._services:
+                        del self._services[name]
+                        ray.kill(service.actor, no_restart=True)
+
+    def close(self) -> None:
+        """Workers end with Ray Train's worker processes; services with their actors."""
+        if self._workers is not None:
+            self._workers.stop(0.0)
+        for service in (*self._services.values(), self._mailbox):
+            ray.kill(service.actor, no_restart=True)
+        self._services.clear()
+
+
+class _Reasons(Mapping[str, str]):
+    """Node id -> why it is dead; asked for only where one is."""
+
+    def __getitem__(self, node_id: str) -> str:
+        return cluster.reasons()[node_id]
+
+    def __iter__(self) -> Any:
+        return iter(cluster.reasons())
+
+    def __len__(self) -> int:
+        return len(cluster.reasons())
+
+
+def ask_here(words: Sequence[str], told: str) -> tuple[int, str, str]:
+    """On a node: the code, the answer and the last words of a short command of ours."""
+    done = subprocess.run(
+        [sys.executable, *words],
+        input=told,
+        capture_output=True,
+        text=True,
+        timeout=ASK_S,
+        check=False,
+    )
+    said = [line for line in done.stderr.splitlines() if line.strip()]
+    return done.returncode, done.stdout, said[-1] if said else ""
+
+
+def _on(node_id: str) -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(node_id, soft=False)
+
+
+def _name(mark: str, process: str) -> str:
+    return f"{mark}:{process}"
+
+
+def _found(mark: str) -> dict[str, tuple[Any, Process, str]]:
+    """The services of this run whose actors are there: name -> actor, process, node."""
+    found = {}
+    for actor in ray.util.list_named_actors():
+        if actor.startswith(f"{mark}:"):
+            try:
+                handle = ray.get_actor(actor)
+                process, node = ray.get(handle.place.remote(), timeout=BEGIN_S)
+            except (ValueError, RayError):
+                _kill_named(actor)  # it is started anew
+                continue
+            found[process.name] = (handle, process, node)
+    return found
+
+
+def _state(actor: str) -> bool:
+    """Whether an actor of this name runs or is started again."""
+    try:
+        ray.get_actor(actor)
+    except ValueError:
+        return False
+    return True
+
+
+def _kill_named(actor: str) -> None:
+    try:
+        ray.kill(ray.get_actor(actor), no_restart=True)
+    except ValueError:
+        pass  # it has ended
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _no_node(host: PlanHost, nodes: Sequence[RayNode]) -> str:
+    where = f" ({host.address})" if host.address else ""
+    there = ", ".join(f"{n.label or n.name} ({n.address})" for n in nodes)
+    return (
+        f"host {host.name}{where} of the plan is no node of the Ray cluster, which has {there};"
+        f" `ray start --labels roadtrain-host={host.name}` says which node it is"
+    )

@@ -1,0 +1,226 @@
+"""Workers by Ray Train: a trainer for each attempt, whose train function runs one `train` as a
+process of its own.
+
+Ray places: a bundle a worker, each bound to a node by its id, so that the plan's hosts get exactly
+their workers. Which of a node's workers a train function runs is told by WorkerMailbox: Ray counts
+ranks in an order of its own, and counts nodes that share an address as one.
+
+Workers are started again by our supervisor with a new trainer, not by Ray's FailureConfig: the next
+attempt may run on other hosts and has another number, both are the supervisor's to say, before it
+happens. So Ray is told to give up at the first failure.
+
+Where Ray Train is private: two callbacks are left out. The cleaner of placement groups asks a
+dashboard for 10 s at each end, and its work is done by the end of this driver; the watcher of
+preempted nodes does what nodes.py does.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.backend import Backend, BackendConfig
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+from roadtrain.errors import LaunchError
+from roadtrain.launch.processes import Process, WorkerSet
+from roadtrain.launch.ray.held_process import END_S, HeldProcess, Said, to_ray_log
+from roadtrain.launch.ray.nodes import RayNode
+from roadtrain.launch.worker_run import WorkerRun
+from roadtrain.protocol.launch import ProcessEnded, WorkersEnded
+
+ANSWER_S = 60.0  # an actor that is alive answers within it
+TURN_S = 0.2  # between a worker's questions whether it is to end
+HEALTH_S = "0.5"  # between looks of Ray Train at its workers
+FAILED = 1
+LEFT_OUT = {"PlacementGroupCleanerCallback"}
+ENVIRONMENT = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": HEALTH_S,
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+}
+
+
+class AllDevicesSeen(Backend):
+    """Each worker sees all devices that its host's workers have, and takes that of LOCAL_RANK."""
+
+    share_cuda_visible_devices = True
+
+
+class NoGroups(BackendConfig):
+    """No process group is Ray's: `train` makes its own."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return AllDevicesSeen
+
+
+class WorkerTrainer(DataParallelTrainer):
+    def _create_default_callbacks(self) -> list[Any]:
+        made = super()._create_default_callbacks()
+        return [one for one in made if type(one).__name__ not in LEFT_OUT]
+
+
+def run_worker(config: Mapping[str, Any]) -> None:
+    """The train function, on a node: one worker from its beginning to its end. Raises LaunchError
+    where that is no good one."""
+    mailbox, attempt = config["mailbox"], config["attempt"]
+    node = ray.get_runtime_context().get_node_id()
+    process = ray.get(mailbox.take.remote(attempt, node), timeout=ANSWER_S)
+    if process is None:
+        raise LaunchError(f"attempt {attempt} has no worker left for node {node[:8]}")
+    said: queue.SimpleQueue[Said] = queue.SimpleQueue()
+    held = HeldProcess(process, config["mark"], said.put)
+    try:
+        ended = _follow(held, said, mailbox, attempt)
+    finally:
+        held.stop(0.0)
+        held.wait(END_S)
+    if ended.code:
+        raise LaunchError(f"{process.name} ended with code {ended.code}: {ended.said}")
+
+
+def _follow(
+    held: HeldProcess, said: queue.SimpleQueue[Said], mailbox: Any, attempt: int
+) -> ProcessEnded:
+    place, obeyed = {"host": held.process.host}, None
+    while True:
+        events = _drained(said)
+        for event in events:
+            to_ray_log(event, place)
+        grace_s = ray.get(mailbox.post.remote(attempt, events), timeout=ANSWER_S)
+        for event in events:
+            if isinstance(event, ProcessEnded):
+                return event
+        if grace_s is not None and grace_s != obeyed:
+            obeyed = grace_s
+            held.stop(grace_s)
+
+
+def _drained(said: queue.SimpleQueue[Said]) -> list[Said]:
+    try:
+        events = [said.get(timeout=TURN_S)]
+    except queue.Empty:
+        return []
+    while not said.empty():
+        events.append(said.get())
+    return events
+
+
+class RayWorkers:
+    """The workers of an attempt, as the supervisor sees them. mailbox: an actor WorkerMailbox."""
+
+    def __init__(self, workers: WorkerSet, nodes: Mapping[str, RayNode], mailbox: Any, mark: str):
+        self.attempt = workers.attempt
+        self._mailbox = mailbox
+        self._run = WorkerRun(
+            workers.attempt, {process.name: process.host for process in workers.processes}
+        )
+        self._ended: WorkersEnded | None = None
+        self._why = ""  # Ray Train's word on its end
+        self._order_failed: list[Any] = []
+        places: dict[str, list[Process]] = {}
+        for process in workers.processes:
+            places.setdefault(nodes[process.host].node_id, []).append(process)
+        mailbox.offer.remote(self.attempt, places)
+        trainer = _trainer(
+            places, nodes, {"mailbox": mailbox, "attempt": self.attempt, "mark": mark}, mark
+        )
+        self._thread = threading.Thread(
+            target=self._fit, args=(trainer,), name=f"attempt {self.attempt}", daemon=True
+        )
+        self._thread.start()
+
+    def _fit(self, trainer: WorkerTrainer) -> None:
+        try:
+            trainer.fit()
+        except Exception as error:
+            self._why = _last_line(error) or repr(error)
+
+    def stop(self, grace_s: float) -> None:
+        self._run.asked = True
+        self._mailbox.order.remote(self.attempt, grace_s)
+
+    def take(self, ended: ProcessEnded) -> None:
+        """A worker has ended."""
+        if ended.name not in self._run.hosts:
+            return
+        last = len(self._run.hosts) == 1
+        kill = self._run.end(ended.name, ended.code, ended.said, time.monotonic())
+        if last:
+            self._ended = self._run.ended(time.monotonic())
+        elif kill:
+            self._mailbox.order.remote(self.attempt, 0.0)
+
+    def ended(self) -> WorkersEnded | None:
+        """Where all have ended, and Ray Train has let go of their places."""
+        at = time.monotonic()
+        if self._run.end_late(at):
+            self._mailbox.order.remote(self.attempt, 0.0)
+        if self._thread.is_alive():
+            return None
+        for name in list(self._run.hosts):  # lost with their nodes, or never begun
+            self._run.end(name, -9 if self._why else FAILED, self._why, at)
+        self._ended = self._ended or self._run.ended(at)
+        assert self._ended is not None
+        return replace(self._ended, at=at)
+
+
+def _trainer(
+    places: Mapping[str, Sequence[Process]],
+    nodes: Mapping[str, RayNode],
+    config: Mapping[str, Any],
+    mark: str,
+) -> WorkerTrainer:
+    by_id = {node.node_id: node for node in nodes.values()}
+    each = {"CPU": 1}
+    if all(by_id[node].devices for node in places):
+        each["GPU"] = 1
+    for node, processes in places.items():
+        has = {"CPU": by_id[node].processors, "GPU": by_id[node].devices}
+        short = next((one for one in each if has[one] < len(processes)), "")
+        if short:
+            raise LaunchError(
+                f"{len(processes)} workers are to run on {processes[0].host}, whose Ray node has"
+                f" {has[short]} {short}",
+                hint="`ray start --num-cpus` or `--num-gpus` says what a node has",
+            )
+    return WorkerTrainer(
+        run_worker,
+        train_loop_config=dict(config),
+        backend_config=NoGroups(),
+        scaling_config=ScalingConfig(
+            num_workers=sum(map(len, places.values())),
+            resources_per_worker=each,
+            label_selector=[
+                {ray._raylet.RAY_NODE_ID_KEY: node}
+                for node, processes in places.items()
+                for _ in processes
+            ],
+        ),
+        run_config=RunConfig(
+            name=f"{mark}-{config['attempt']}".replace("/", "-").replace(":", "-"),
+            failure_config=FailureConfig(
+                max_failures=0, controller_failure_limit=0, max_preemption_failures=0
+            ),
+        ),
+    )
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else ""
+
+
+def set_environment() -> None:
+    """Of this process, before Ray Train reads it; what the user has set stays."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
