@@ -13,6 +13,7 @@ from typing import Any
 import ray
 from ray._private.state import state as ray_state
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roadtrain.errors import LaunchError
 from roadtrain.launch.ray.nodes import LABEL, NOTICE_S, RayNode
@@ -41,6 +42,11 @@ def connect(address: str) -> None:
 
 def disconnect() -> None:
     ray.shutdown()
+
+
+def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
+    """There and nowhere else."""
+    return NodeAffinitySchedulingStrategy(node_id, soft=False)
 
 
 def nodes() -> list[RayNode]:

@@ -21,9 +21,8 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roadtrain.config.machines import PlanHost
+from roadtrain.config.machines import Machines, PlanHost
 from roadtrain.errors import LaunchError
 from roadtrain.launch.agent import put_file
 from roadtrain.launch.engine import HostSeen
@@ -49,19 +48,23 @@ LOOK_S = 0.5  # between looks at the nodes
 PATIENCE_S = 2.0  # of a question for news
 NAME_S = 15.0  # the name of a killed actor is free within it
 KILLED = -9
-MAILBOX = "mailbox"
 
 
 @dataclass
-class _Service:
-    """A service's actor. Invariant: one question is under way while `asks` is not None."""
+class _Heard:
+    """An actor that is asked for news. Invariant: one question is under way while `asks` is not
+    None."""
 
-    process: Process
     actor: Any
-    life: str = ""
-    after: int = 0
+    process: Process | None  # of a service's actor
+    life: str = ""  # of the actor, by its last answer
+    after: int = 0  # of its news, those that are known
     asks: Any = None
     stopping: bool = False
+
+    def runs_on(self, host: str) -> bool:
+        """Whether it is a service's on this host that was not asked to end."""
+        return self.process is not None and self.process.host == host and not self.stopping
 
 
 class RayEngine:
@@ -73,25 +76,23 @@ class RayEngine:
         self._mark = mark
         self._events: list[RunEvent] = []
         self._map = HostMap(hosts)
-        self._services: dict[str, _Service] = {}
-        self._found = _found(mark)  # name -> actor of a service that an engine before us started
+        self._services: dict[str, _Heard] = {}
+        self.found = _found(mark)
+        """Name -> actor, process and node of services that an engine before this one started."""
         self._workers: RayWorkers | None = None
         self._looked_at = 0.0
-        for name, (actor, process, node) in self._found.items():
+        for name, (actor, process, node) in self.found.items():
             self._map.remember(process.host, node)
-            self._services[name] = _Service(process, actor, after=-1)
+            self._services[name] = _Heard(actor, process, after=-1)
         self._look()
         if missing := self._map.missing():
-            if not self._found:
+            if not self.found:
                 raise LaunchError(_no_node(missing[0], cluster.nodes()))
             why = "it is no node of the cluster"
             self._events += [HostLost(host.name, why, time.monotonic()) for host in missing]
-        self._mailbox = _Service(
-            Process(MAILBOX, "worker", "", (), ""),  # type: ignore[arg-type]
-            ray.remote(num_cpus=0, max_concurrency=64)(WorkerMailbox)
-            .options(scheduling_strategy=_on(ray.get_runtime_context().get_node_id()))
-            .remote(),
-        )
+        here = cluster.on_node(ray.get_runtime_context().get_node_id())
+        mailbox = ray.remote(num_cpus=0, max_concurrency=64)(WorkerMailbox)
+        self._mailbox = _Heard(mailbox.options(scheduling_strategy=here).remote(), None)
 
     def hosts(self) -> Sequence[HostSeen]:
         self._look()
@@ -122,7 +123,9 @@ class RayEngine:
         self, host: str, do: Callable[..., Any], words: tuple[Any, ...], within_s: float, what: str
     ) -> Any:
         task = ray.remote(num_cpus=0, max_retries=0)(do)
-        ref = task.options(scheduling_strategy=_on(self._node(host).node_id)).remote(*words)
+        ref = task.options(scheduling_strategy=cluster.on_node(self._node(host).node_id)).remote(
+            *words
+        )
         try:
             return ray.get(ref, timeout=within_s)
         except GetTimeoutError as error:
@@ -152,24 +155,24 @@ class RayEngine:
         )
 
     def start(self, process: Process) -> None:
-        service = self._services.get(process.name)
-        if service is not None and service.process.host == process.host and not service.stopping:
-            service.process = process
-            service.actor.begin.remote(process)
+        known = self._services.get(process.name)
+        if known is not None and known.runs_on(process.host):
+            known.process = process
+            known.actor.begin.remote(process)
             return
         node = self._map.node_of(process.host)
         if node is None:
             why = f"its host {process.host} is no node of the cluster now"
             self._events.append(ProcessEnded(process.name, KILLED, time.monotonic(), why))
             return
-        self._services[process.name] = _Service(process, self._create(process, node))
+        self._services[process.name] = _Heard(self._create(process, node), process)
 
     def _create(self, process: Process, node: RayNode) -> Any:
         served = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=8)(ServedProcess)
         named = served.options(
             name=_name(self._mark, process.name),
             lifetime="detached",
-            scheduling_strategy=_on(node.node_id),
+            scheduling_strategy=cluster.on_node(node.node_id),
         )
         deadline = time.monotonic() + NAME_S
         while True:
@@ -224,7 +227,7 @@ class RayEngine:
 
     def _forget_services(self, host: str) -> None:
         for name, service in list(self._services.items()):
-            if service.process.host == host:
+            if service.process is not None and service.process.host == host:
                 del self._services[name]
                 ray.kill(service.actor, no_restart=True)
 
@@ -248,20 +251,21 @@ class RayEngine:
             except RayError as error:
                 self._actor_gone(service, error)
 
-    def _actor_gone(self, service: _Service, error: RayError) -> None:
+    def _actor_gone(self, service: _Heard, error: RayError) -> None:
         """For good, or until Ray has started it again: then it answers the next question."""
-        name = service.process.name
-        if service is self._mailbox:
+        if service.process is None:
             raise LaunchError("the mailbox of the workers is gone") from error
-        if _state(_name(self._mark, name)):
+        self._look()  # maybe with its host
+        name = service.process.name
+        if self._services.get(name) is not service or _is_there(_name(self._mark, name)):
             return
         del self._services[name]
         self._events.append(
             ProcessEnded(name, KILLED, time.monotonic(), f"its actor is gone: {_first_line(error)}")
         )
 
-    def _take(self, service: _Service, news: News) -> None:
-        at, name = time.monotonic(), service.process.name
+    def _take(self, service: _Heard, news: News) -> None:
+        at, name = time.monotonic(), service.process.name if service.process else ""
         if service.life and service.life != news.life:
             self._events.append(ProcessRestarted(name, at))
         service.life, service.after = news.life, news.then
@@ -271,7 +275,7 @@ class RayEngine:
                     self._events.append(event)
                 case ProcessRestarted():
                     self._events.append(replace(event, at=at))
-                case ProcessEnded() if service is self._mailbox:
+                case ProcessEnded() if service.process is None:
                     if self._workers is not None:
                         self._workers.take(event)
                 case ProcessEnded():
@@ -316,10 +320,6 @@ def ask_here(words: Sequence[str], told: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, said[-1] if said else ""
 
 
-def _on(node_id: str) -> NodeAffinitySchedulingStrategy:
-    return NodeAffinitySchedulingStrategy(node_id, soft=False)
-
-
 def _name(mark: str, process: str) -> str:
     return f"{mark}:{process}"
 
@@ -339,7 +339,7 @@ def _found(mark: str) -> dict[str, tuple[Any, Process, str]]:
     return found
 
 
-def _state(actor: str) -> bool:
+def _is_there(actor: str) -> bool:
     """Whether an actor of this name runs or is started again."""
     try:
         ray.get_actor(actor)
@@ -366,3 +366,9 @@ def _no_node(host: PlanHost, nodes: Sequence[RayNode]) -> str:
         f"host {host.name}{where} of the plan is no node of the Ray cluster, which has {there};"
         f" `ray start --labels roadtrain-host={host.name}` says which node it is"
     )
+
+
+def ray_engine(machines: Machines, mark: str, address: str) -> RayEngine:
+    """This process becomes a driver of the cluster. Raises LaunchError."""
+    cluster.connect(address)
+    return RayEngine((*machines.hosts, *machines.spares), mark)

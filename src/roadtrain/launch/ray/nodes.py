@@ -5,6 +5,7 @@ Pure.
                                              is that host
     an unnamed host of the plan (address "") is given a free node with enough accelerators, or
                                              processors where no node has any, in a stable order
+    a node that came later                   is one more host, under its own name
     a host that was lost                     is again where a node is that is it by the same rules;
                                              a free node takes its place where it kept no store
 
@@ -56,6 +57,7 @@ class HostMap:
         self._had: set[str] = set()  # hosts that have had a node
         self._lost: set[str] = set()  # of those, the ones that HostLost was told of
         self._leaving: set[str] = set()  # nodes that HostLeaves was told of
+        self._others: set[str] | None = None  # nodes that were there first and are no host of it
 
     def node_of(self, host: str) -> RayNode | None:
         return self._nodes.get(host)
@@ -88,7 +90,7 @@ class HostMap:
             self._lost.add(host)
             cause = (why or {}).get(node.node_id) or "it has died"
             events.append(HostLost(host, f"Ray's node {node.node_id[:8]}: {cause}", at))
-        first = not self._had
+        first = self._others is None
         new = self._assign(list(alive.values()))
         for host in new:
             if host in self._lost or not first:
@@ -135,7 +137,9 @@ class HostMap:
                 self._nodes[host.name] = best
                 free.remove(best)
                 new.append(host.name)
-        for node in free if self._had else ():
+        if self._others is None:
+            self._others = {node.node_id for node in nodes if node in free}
+        for node in [node for node in free if node.node_id not in self._others]:
             name = node.name if node.name not in {*self._hosts, *self._nodes} else node.node_id[:8]
             self._nodes[name] = node
             new.append(name)

@@ -1,0 +1,151 @@
+"""Which node of a Ray cluster is which host of a plan: by label, name, address; free nodes for
+unnamed hosts; nodes that die, come again, are drained."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from roadtrain.config.machines import PlanHost, ServerPlace
+from roadtrain.launch.ray.nodes import HostMap, RayNode
+from roadtrain.protocol.launch import HostCame, HostLeaves, HostLost
+
+STORE = (ServerPlace("/store", 7000),)
+
+
+def node(
+    node_id: str,
+    *,
+    name: str = "",
+    address: str = "",
+    label: str = "",
+    processors: int = 4,
+    devices: int = 0,
+    leaves: float | None = None,
+    head: bool = False,
+) -> RayNode:
+    address = address or f"10.1.0.{node_id}"
+    return RayNode(
+        node_id,
+        name or address,
+        address,
+        "h" + node_id,
+        label,
+        processors,
+        devices,
+        1,
+        leaves,
+        head,
+    )
+
+
+def where(hosts: HostMap) -> dict[str, str]:
+    return {name: one.node_id for name, one in hosts.hosts.items()}
+
+
+def test_a_label_goes_before_a_name_and_that_before_an_address() -> None:
+    hosts = HostMap([PlanHost("a", "k", "10.0.0.1"), PlanHost("b", "k"), PlanHost("c", "k")])
+    nodes = [
+        node("1", address="10.0.0.1"),
+        node("2", name="b"),
+        node("3", name="b", address="10.0.0.1", label="c"),
+    ]
+    assert hosts.look(nodes, 0.0) == []
+    assert where(hosts) == {"a": "1", "b": "2", "c": "3"}
+    assert not hosts.missing()
+
+
+def test_two_nodes_of_one_address_are_two_hosts_by_their_labels() -> None:
+    """As on `ray.cluster_utils`, where all nodes are one machine."""
+    hosts = HostMap([PlanHost("a", "k", "127.0.0.1"), PlanHost("b", "k", "127.0.0.1")])
+    hosts.look([node("2", address="x", label="a"), node("1", address="x", label="b")], 0.0)
+    assert where(hosts) == {"a": "2", "b": "1"}
+
+
+def test_unnamed_hosts_get_free_nodes_that_are_large_enough_in_a_stable_order() -> None:
+    plan = [PlanHost("gpu0", "k", workers=2), PlanHost("gpu1", "k", workers=4), PlanHost("s", "k")]
+    nodes = [node("1", head=True), node("2", devices=4), node("3", devices=2), node("4")]
+    for _ in range(5):
+        Random().shuffle(nodes)
+        hosts = HostMap(plan)
+        hosts.look(nodes, 0.0)
+        assert where(hosts) == {"gpu0": "3", "gpu1": "2", "s": "4"}  # the head comes last
+    assert hosts.look(nodes, 1.0) == []  # what the plan does not use is others'
+
+
+@pytest.mark.parametrize("address", ["10.0.0.9", ""])
+def test_a_host_without_a_node_is_missing(address: str) -> None:
+    hosts = HostMap([PlanHost("a", "k", address, workers=8)])
+    hosts.look([node("1", processors=4)], 0.0)
+    assert [host.name for host in hosts.missing()] == ["a"]
+
+
+def test_a_node_that_dies_is_told_and_one_of_its_label_is_that_host_again() -> None:
+    hosts = HostMap([PlanHost("a", "k"), PlanHost("b", "k", servers=STORE)])
+    hosts.look([node("1", label="a"), node("2", label="b")], 0.0)
+    assert hosts.look([node("1", label="a")], 1.0, {"2": "no heartbeat"}) == [
+        HostLost("b", "Ray's node 2: no heartbeat", 1.0)
+    ]
+    assert hosts.look([node("1", label="a")], 2.0) == []
+    back = [node("1", label="a"), node("9", label="b", address="10.2.0.2")]
+    assert hosts.look(back, 3.0) == [HostCame("b", "10.2.0.2", 0, 3.0)]
+    hosts.check()
+
+
+def test_a_free_node_takes_the_place_of_a_lost_host_that_kept_no_store() -> None:
+    plan = [PlanHost("w", "k", workers=2), PlanHost("s", "k", servers=STORE)]
+    hosts = HostMap(plan)
+    hosts.look([node("1", processors=2), node("2")], 0.0)
+    lost = hosts.look([], 1.0)
+    assert {event.host for event in lost if isinstance(event, HostLost)} == {"w", "s"}
+    (came,) = hosts.look([node("7", processors=2)], 2.0)
+    assert came == HostCame("w", "10.1.0.7", 2, 2.0)
+    assert [host.name for host in hosts.missing()] == ["s"]  # its store was on the node that died
+
+
+def test_a_node_that_the_plan_does_not_have_is_told_under_a_name_of_its_own() -> None:
+    hosts = HostMap([PlanHost("a", "k")])
+    hosts.look([node("1", label="a")], 0.0)
+    events = hosts.look([node("1", label="a"), node("2", processors=3)], 1.0)
+    assert events == [HostCame("10.1.0.2", "10.1.0.2", 3, 1.0)]
+    assert hosts.look([node("1", label="a")], 2.0)[0] == HostLost(
+        "10.1.0.2", "Ray's node 2: it has died", 2.0
+    )
+
+
+def test_a_drained_node_leaves_once_and_is_given_to_no_host() -> None:
+    hosts = HostMap([PlanHost("a", "k"), PlanHost("b", "k")])
+    drained = node("1", label="a", leaves=90.0)
+    hosts.look([node("1", label="a")], 0.0)
+    assert hosts.look([drained], 1.0) == [HostLeaves("a", 90.0, 1.0)]
+    assert hosts.look([drained, node("2", leaves=5.0)], 2.0) == []
+    assert where(hosts) == {"a": "1"}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_comes_and_goes_a_node_is_one_host(seed: int) -> None:
+    random = Random(seed)
+    names = "abcd"
+    plan = [
+        PlanHost(name, "k", random.choice(["", f"10.1.0.{i}"]), random.randint(0, 2))
+        for i, name in enumerate(names)
+    ]
+    hosts, there = HostMap(plan), {}
+    known: set[str] = set()
+    for at in range(40):
+        if there and random.random() < 0.4:
+            del there[random.choice(list(there))]
+        else:
+            new = str(random.randint(0, 99))
+            there[new] = node(new, label=random.choice(["", "", *names]), devices=0)
+        for event in hosts.look(list(there.values()), float(at)):
+            match event:
+                case HostLost(host):
+                    assert host not in hosts.hosts or hosts.hosts[host].node_id in there
+                    known.discard(host)
+                case HostCame(host):
+                    known.add(host)
+        hosts.check()
+        assert {one.node_id for one in hosts.hosts.values()} <= there.keys()
+        assert known <= hosts.hosts.keys()
