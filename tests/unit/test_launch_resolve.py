@@ -15,6 +15,7 @@ from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, placement
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError
+from roadtrain.launch.dry_run import dry_run
 from roadtrain.launch.processes import Role
 from roadtrain.launch.resolve import ResolvedRun, resolve
 
@@ -232,3 +233,24 @@ def test_reducers_are_told_to_workers_in_a_file_that_is_read_again() -> None:
     assert files[run.reducers_path] == "10.0.0.9:7000\n"
     files = {f.path: f.content for f in run.workers(("gpu0", "gpu1"), 0, ()).processes[0].files}
     assert files[run.reducers_path] == ""
+
+
+def test_a_dry_run_names_what_starts_where_and_what_is_written() -> None:
+    run = replace(served(), token=TOKEN)
+    said = dry_run(run)
+    assert TOKEN not in said  # Rule 8
+    lines = [" ".join(line.split()) for line in said.splitlines()]
+    launched = os.path.abspath("runs/x/launch")
+    assert (
+        "spare0 (10.0.0.9) server python -m roadtrain.cli serve 10.0.0.9:7000 --store"
+        f" /mnt/ssd0/run --token-file {launched}/token" in lines
+    )
+    assert (
+        lines.count(f"gpu1 (10.0.0.3) worker python -m roadtrain.cli train {launched}/job.toml")
+        == 2
+    )
+    for host in ("gpu0", "gpu1", "spare0"):
+        assert f"{host} {launched}/token mode 600, a secret that is made at the start" in lines
+    assert f"gpu1 {launched}/job.toml mode 644" in lines
+    assert "spare0 /mnt/ssd0/run/ by its server" in lines
+    assert not os.path.exists(launched)

@@ -41,6 +41,18 @@ LOOK = ("-m", "roadtrain.launch.look")
 DATAGRAM_PORTS = 64  # above a switch's own, for its jobs
 LEAVE_S = (2.0, 3.0)  # a run that has just ended may hold its stores and ports for so long
 BYTES_OF_BYTES = 256  # tokens where text is read as bytes
+# in the order of the sentences
+CHECKED = (
+    "the plan's hosts are there, and answer",
+    "devices and memory of each host are enough for its workers",
+    "text, tokenizer and weights of the job are on each host with workers",
+    "the run's directory can be written",
+    "the ports of each host are free, and at an address of it",
+    "stores can be written, are whole, of this model, and in use by nobody",
+    "no two servers have one directory; the stores are those that this run has trained",
+    "what will be stored fits",
+    "said only: other versions of Python, torch or roadtrain, fewer processors than workers",
+)
 
 
 @dataclass(frozen=True)
@@ -168,27 +180,12 @@ def _question(run: ResolvedRun, host: PlanHost, processes: Sequence[Process]) ->
     stores = [place for one in host.servers for place in (one.store, one.snapshot) if place]
     globs, files = list[str](), list[str]()
     if host.workers:
-        stores += _stores_of_workers(run, host.name)
+        stores += run.stores_of_workers(host.name)
         globs = job.data.paths
         files = [job.data.tokenizer] if job.data.tokenizer != "bytes" else []
         given = (job.model.pretrained, job.servers.ca, job.servers.cert, job.servers.key)
         files += [path for path in given if path]
     return HostQuestion(run.directory, tuple(stores), tuple(ports), tuple(globs), tuple(files))
-
-
-def _stores_of_workers(run: ResolvedRun, host: str) -> list[str]:
-    """Directories that the workers of a host open themselves."""
-    job = run.job
-    if not job.parallelism.used:
-        return [] if job.servers.addresses else job.store.files
-    degrees = job.parallelism.degrees(run.worker_count)
-    stages = {degrees.position(rank).stage for rank in run.ranks_of(host)}
-    return [
-        path.replace("{run}", run.directory)
-        for one in job.parallelism.placements
-        if one.stage in stages
-        for path in one.files
-    ]
 
 
 def _in_use(host: SeenHost) -> bool:

@@ -103,6 +103,20 @@ class ResolvedRun:
             addresses={**self.addresses, name: address},
         )
 
+    def stores_of_workers(self, host: str) -> list[str]:
+        """Directories that the workers of a host of the plan open themselves."""
+        job = self.job
+        if not job.parallelism.used:
+            return [] if job.servers.addresses else job.store.files
+        degrees = job.parallelism.degrees(self.worker_count)
+        stages = {degrees.position(rank).stage for rank in self.ranks_of(host)}
+        return [
+            path.replace("{run}", self.directory)
+            for one in job.parallelism.placements
+            if one.stage in stages
+            for path in one.files
+        ]
+
     def services(self) -> tuple[Process, ...]:
         """Servers, reducers, switches, in the order in which they start."""
         hosts = self.machines.hosts
@@ -308,6 +322,8 @@ def _secrets(plan_file: PlanFile, keys: Mapping[str, Any], directory: str) -> di
 def _check_contradictions(job: Job, keys: Mapping[str, Any]) -> None:
     """Raises ConfigError where the job says one thing and the plan another."""
     plain = ParallelismSection()
+    if job.parallelism.auto:
+        return
     for key, planned in keys.items():
         section, _, name = key.partition(".")
         if section == "parallelism":

@@ -1,0 +1,78 @@
+"""dry_run(): what a run would start where, which files it would write, and what is checked before,
+in that order, as text. Asks no host and makes nothing; secrets are named, never shown (Rule 8)."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+
+from roadtrain.launch.checks import CHECKED
+from roadtrain.launch.processes import HostFile, Process
+from roadtrain.launch.resolve import ResolvedRun
+
+ALIKE = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+
+
+def dry_run(run: ResolvedRun) -> str:
+    """Raises ConfigError, as `ResolvedRun.workers`."""
+    services = run.services()
+    workers = run.workers(run.worker_hosts, 0).processes
+    hosts = run.machines.hosts
+    spares = ", ".join(one.name for one in run.machines.spares) or "none"
+    lines = [
+        f"run {run.name}: {len(workers)} workers and {len(services)} services on {len(hosts)}"
+        f" hosts, spare hosts: {spares}",
+        "",
+        "checked before anything starts",
+        *(f"  {number}. {what}" for number, what in enumerate(CHECKED, 1)),
+        "",
+        "started, in this order",
+        *_table([_process(run, one) for one in (*services, *workers)]),
+        "",
+        f"environment of every worker: {_told(workers[0], ALIKE)}",
+        "and of each",
+        *_table([(one.name, _own(one)) for one in workers]),
+        "",
+        "written",
+        *_table([*_written(run, (*services, *workers))]),
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _process(run: ResolvedRun, process: Process) -> tuple[str, str, str]:
+    where = f"{process.host} ({run.address(process.host)})"
+    return where, process.role, shlex.join(("python", *process.words))
+
+
+def _told(process: Process, names: Sequence[str]) -> str:
+    return " ".join(f"{name}={process.environment[name]}" for name in names)
+
+
+def _own(process: Process) -> str:
+    return _told(process, [name for name in process.environment if name not in ALIKE])
+
+
+def _written(run: ResolvedRun, processes: Sequence[Process]) -> Iterator[tuple[str, str, str]]:
+    """Of each host: the files that a launch writes, and the directories that its processes do."""
+    for host in run.machines.hosts:
+        own = [process for process in processes if process.host == host.name]
+        files = {file.path: file for process in own for file in process.files}
+        for path, file in files.items():
+            yield host.name, path, _mode(file)
+        for path in (one for place in host.servers for one in (place.store, place.snapshot)):
+            if path:
+                yield host.name, f"{path}/", "by its server"
+        if host.workers:
+            yield host.name, f"{run.directory}/", "by its workers"
+            for path in run.stores_of_workers(host.name):
+                yield host.name, f"{path}/", "by its workers"
+
+
+def _mode(file: HostFile) -> str:
+    return "mode 600, a secret that is made at the start" if file.secret else "mode 644"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths))
