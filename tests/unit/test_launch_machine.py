@@ -220,7 +220,8 @@ def test_a_worker_host_is_lost_and_a_spare_one_takes_its_place() -> None:
 def test_a_worker_host_is_lost_and_the_others_go_on() -> None:
     run = Driven(spares={"large": 2})
     run.lost("b")
-    assert run.failed(1) == [StartWorkers(1, ("a",))]
+    assert run.failed(1) == [] and "b may be back within 15 s" in run.told[-1]  # Rule 1
+    assert run.later(15) == [StartWorkers(1, ("a",))]
     assert run.told[-1] == "starting workers on a (1 of 2 workers)"
     assert run.came("b") == [stop_workers(120)]  # back to full width after this step
     assert run.failed(130) == [StartWorkers(2, ("a", "b"))]
@@ -245,7 +246,15 @@ def test_all_worker_hosts_are_lost() -> None:
     run = Driven(spares={})
     run.lost("a")
     assert run.lost("b") == [] and run.machine.workers.phase is ProcessPhase.WAITING
-    assert run.came("a") == [StartWorkers(1, ("a",))]
+    assert run.came("a") == []
+    assert run.later(15) == [StartWorkers(1, ("a",))]
+
+
+def test_a_worker_host_is_back_before_the_others_go_on() -> None:
+    run = Driven(spares={})
+    run.lost("b")
+    assert run.failed(1) == [] and run.later(14) == []
+    assert run.came("b") == [StartWorkers(1, ("a", "b"))]  # as many: the same bits (Rule 1)
 
 
 def test_all_worker_hosts_are_lost_while_the_run_ends() -> None:
@@ -309,7 +318,8 @@ def test_two_hosts_are_lost_at_once() -> None:
     run = Driven(shrink=True)
     run.lost("a")
     run.lost("r0")
-    assert run.lost("b") == [StartWorkers(1, ("spare",))]
+    assert run.lost("b") == []
+    assert run.later(15) == [StartWorkers(1, ("spare",))]
 
 
 def test_a_worker_and_its_server_end_at_once() -> None:

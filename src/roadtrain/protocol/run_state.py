@@ -47,6 +47,10 @@ DELAYS_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before the first, second, ..
 STEP_GRACE_S = 120.0  # workers finish their step and commit it
 SERVICE_GRACE_S = 20.0
 LOST_GRACE_S = 5.0  # workers whose peers are gone cannot finish their step
+# A lost host has so long to be there again before others go on without it: with fewer workers sums
+# are in another order, so losses agree to rounding only (Rule 1). Nobody waits for one that said
+# that it leaves.
+BACK_S = 15.0
 KILL_S = 20.0  # from being killed to its end being told
 STOPS_AT_MOST = 3  # then a process that does not end is given up
 USERS_MISTAKE = 2  # exit code of `roadtrain: ...`
@@ -133,6 +137,8 @@ class RunStateMachine:
         # Hosts that answer; a leaving one does until it is lost, but gets no worker any more.
         self.here = {*facts.workers, *facts.spares, *(one.host for one in facts.services)}
         self.leaving: set[str] = set()
+        # Lost host with workers -> from then on the others go on without it, if they can.
+        self.without_from: dict[str, float] = {}
         self.reducers = self._reducers()  # hosts that workers were told
         self.code, self.why = 0, ""  # of the run's end
         self._waits_for = ""  # why workers are not started, as it was told last
@@ -226,6 +232,7 @@ class RunStateMachine:
         if host not in self.here:
             return
         self.here.discard(host)
+        self.without_from[host] = self.now + (0.0 if host in self.leaving else BACK_S)
         self.leaving.discard(host)
         self._tell(f"host {host} is lost: {event.why}{self._without(host)}")
         for name in self._services_on(host):
@@ -248,6 +255,7 @@ class RunStateMachine:
         known = host in self.facts.workers or host in self.spares or self._services_on(host)
         self.here.add(host)
         self.leaving.discard(host)
+        self.without_from.pop(host, None)
         if known:
             self._tell(f"host {host} is there again")
             for name in self._services_on(host):
@@ -435,14 +443,18 @@ class RunStateMachine:
             instead.get(host, host) for host in planned if host in instead or host not in missing
         )
         fewer = tuple(host for host in planned if host not in missing)
-        choices = [replaced] if len(instead) == len(missing) or self.facts.shrink else []
-        choices += [fewer] if self.facts.shrink and fewer != replaced else []
         why = f"{', '.join(missing)} must be there again"
+        shrink = self.facts.shrink
+        if shrink and any(self.now < self.without_from.get(host, 0.0) for host in missing):
+            shrink, why = False, f"{', '.join(missing)} may be back within {BACK_S:g} s"
+        choices = [replaced] if len(instead) == len(missing) or shrink else []
+        choices += [fewer] if shrink and fewer != replaced else []
         for hosts in filter(None, choices):
             refused = self.facts.can_run_on(hosts)
             if not refused:
                 return hosts, ""
-            why = f"{', '.join(missing)} must be there again ({refused})"
+            if shrink == self.facts.shrink:
+                why = f"{', '.join(missing)} must be there again ({refused})"
         return (), why
 
     def _is_usable(self, host: str) -> bool:
@@ -492,6 +504,7 @@ class RunStateMachine:
         processes = [self.workers, *self.services.values()]
         assert self.services.keys() == self.places.keys()
         assert self.leaving <= self.here
+        assert not self.without_from.keys() & self.here
         for process in processes:
             assert (process.stop_until is not None) == (process.phase is ProcessPhase.STOPPING)
             assert process.ends < ENDS_AT_MOST or self.phase is not RunPhase.GOING
