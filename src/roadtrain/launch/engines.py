@@ -52,7 +52,8 @@ def _here(plan_file: PlanFile, record: LaunchRecord) -> LaunchEngine:
 
 def _lab(plan_file: PlanFile, record: LaunchRecord) -> LaunchEngine:
     make = importlib.import_module("roadtrain.launch.lab").lab_engine
-    engine: LaunchEngine = make(plan_file, mark_of(record))
+    directory = RunHome.of(record.name).path / "lab"
+    engine: LaunchEngine = make(plan_file, mark_of(record), directory)
     return engine
 
 

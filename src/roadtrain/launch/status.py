@@ -12,6 +12,7 @@ import msgspec
 from roadtrain.config.job import load_job
 from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.launch.control import ask_supervisor
+from roadtrain.launch.engines import ENGINES
 from roadtrain.launch.home import LaunchRecord, ProcessRow, RunHome, RunState
 from roadtrain.launch.run_status import run_status
 from roadtrain.training import status
@@ -85,9 +86,9 @@ def _without_supervisor(home: RunHome, record: LaunchRecord, report: Callable[[s
         )
         return 1
     report(f"run {home.name} on {record.engine}: ended, {state.why}")
-    if record.engine == "here":
+    if not ENGINES[record.engine].supervise:  # its hosts were this one
         job = load_job(home.job_path, report=lambda _: None)
-        for line in run_status(str(Path(record.directory, job.run.dir)), True)["lines"]:
+        for line in run_status(str(Path(record.directory, job.run.dir)))["lines"]:
             report(line)
     return int(state.code not in (0, 130))
 

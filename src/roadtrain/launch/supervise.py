@@ -18,6 +18,7 @@ import msgspec
 from roadtrain.config.job import load_job
 from roadtrain.config.plan_file import load_plan_file
 from roadtrain.errors import RoadtrainError
+from roadtrain.launch.checks import check, directory_is_shared
 from roadtrain.launch.engine import LaunchEngine
 from roadtrain.launch.engines import ENGINES
 from roadtrain.launch.home import CHECKED, LaunchRecord, RunHome, RunState
@@ -34,7 +35,7 @@ def supervise(home: RunHome, engine: LaunchEngine | None = None) -> int:
         try:
             run, engine = begun(home, record, engine, logs)
         except RoadtrainError as error:
-            logs.tell(f"nothing was started: {error}")
+            logs.tell("nothing was started")
             refused = msgspec.structs.replace(
                 home.state(), phase="ended", code=REFUSED, why=str(error)
             )
@@ -65,6 +66,10 @@ def begun(
             token=home.token_path.read_text(),
         )
         run = replace(run, start=f"{record.launched:.3f}")
+        for line in check(run, engine):
+            logs.tell(line)
+        if run.job.parallelism.used:
+            run = replace(run, shared=directory_is_shared(run, engine))
     except BaseException:
         engine.close()
         raise

@@ -59,6 +59,7 @@ HELLO_S = 60.0  # a launcher that the run is to end with has said hello by then
 STEP = "step "  # how worker 0's line of a step begins
 REFUSED = 2  # the exit code of workers whose start was refused here
 STATUS = ("-m", "roadtrain.launch.run_status")
+COMMITTED = ("-m", "roadtrain.launch.committed")
 
 
 def facts_of(
@@ -176,9 +177,9 @@ class Supervisor:
         """So that faults before the last committed step are not counted with those after it."""
         if not hosts or hosts[0] not in self._machine.here:
             return
-        told = {"directory": self._run.directory, "table": False}
+        told = {"directory": self._run.directory}
         try:
-            step = int(self._engine.ask(hosts[0], STATUS, told)["step"])
+            step = int(self._engine.ask(hosts[0], COMMITTED, told)["step"])
         except LaunchError as error:
             self._logs.tell(f"the step is not known: {error}")
             return
@@ -267,9 +268,8 @@ class Supervisor:
         hosts = [host for host in self._machine.worker_hosts[:1] if host in self._machine.here]
         run: Mapping[str, Any] = {"step": -1, "code": 1, "lines": ["no worker has started"]}
         if hosts:
-            told = {"directory": self._run.directory, "table": True}
             try:
-                run = self._engine.ask(hosts[0], STATUS, told)
+                run = self._engine.ask(hosts[0], STATUS, {"directory": self._run.directory})
             except LaunchError as error:
                 run = {"step": -1, "code": 1, "lines": [str(error)]}
         self._step = max(self._step, int(run["step"]))

@@ -1,0 +1,397 @@
+"""A launched run: its supervisor at an engine of small processes, and whole runs on this host by
+the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import free_port
+
+from roadtrain.config.job import make_job
+from roadtrain.config.plan_file import make_plan_file
+from roadtrain.errors import LaunchError
+from roadtrain.launch.control import ControlClient, ask_supervisor
+from roadtrain.launch.engine import HostSeen
+from roadtrain.launch.home import LaunchRecord, RunHome, RunState
+from roadtrain.launch.logs import RunLogs
+from roadtrain.launch.processes import HostFile, Process, WorkerSet
+from roadtrain.launch.resolve import ResolvedRun, resolve
+from roadtrain.launch.supervisor import Supervisor
+from roadtrain.protocol.launch import Output, ProcessEnded, RunEvent, WorkersEnded
+from roadtrain.training.metrics import read_metrics
+from roadtrain.training.train import train
+
+PATIENCE_S = 60.0
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+
+
+def wait_for(found: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (result := found()):
+        assert time.monotonic() < deadline, f"{what} did not happen within {PATIENCE_S:.0f} s"
+        time.sleep(0.05)
+    return result
+
+
+def job_tree(directory: Path, steps: int) -> dict[str, Any]:
+    text = directory / "text.txt"
+    text.write_text("".join(f"line {n} of {n * n}\n" for n in range(2000)))
+    return {
+        "run": {"dir": str(directory / "run"), "steps": steps, "log_every": 1},
+        "model": {"dtype": "fp32", "config": MODEL},
+        "data": {"paths": [str(text)], "seq_len": 32, "batch_size": 2},
+        "optimizer": {"name": "adamw", "lr": 1e-3},
+    }
+
+
+def plan_tree(directory: Path, workers: int) -> dict[str, Any]:
+    hosts: list[dict[str, Any]] = [
+        {"name": f"gpu{n}", "kind": "gpu", "address": "127.0.0.1", "workers": 1}
+        for n in range(workers)
+    ]
+    place = {"store": str(directory / "store"), "port": free_port()}
+    hosts.append({"name": "s0", "kind": "spare", "address": "127.0.0.1", "servers": [place]})
+    return {
+        "placement": "server",
+        "parallelism": {"dp": workers},
+        "micro_batch": 2,
+        "machines": {"rendezvous_port": free_port(), "hosts": hosts},
+    }
+
+
+class SmallProcesses:
+    """A LaunchEngine whose services sleep, and whose workers run `script`."""
+
+    def __init__(self, script: str) -> None:
+        self.script = script
+        self.services: dict[str, subprocess.Popen[bytes]] = {}
+        self.workers: tuple[int, list[subprocess.Popen[bytes]]] | None = None
+        self.put_files: list[HostFile] = []
+        self.step = -1
+        self.refuses = 0  # so many starts of a service
+        self.closed = False
+
+    def hosts(self) -> Sequence[HostSeen]:
+        return [HostSeen(name, "127.0.0.1", 0, 1, 1 << 30) for name in ("gpu0", "s0")]
+
+    def ask(self, host: str, words: Sequence[str], told: Any) -> Any:
+        return {"step": self.step, "code": 0, "lines": [f"asked on {host}"]}
+
+    def put(self, host: str, file: HostFile) -> None:
+        self.put_files.append(file)
+
+    def tell(self, words: Sequence[str]) -> str:
+        raise LaunchError(f"{words[0]} is no verb of this engine")
+
+    def start(self, process: Process) -> None:
+        if self.refuses:
+            self.refuses -= 1
+            raise LaunchError("host s0 cannot be reached")
+        self.services[process.name] = subprocess.Popen(["sleep", "1000"])
+
+    def start_workers(self, workers: WorkerSet) -> None:
+        attempt = str(workers.attempt)
+        run = [subprocess.Popen(["sh", "-c", self.script, attempt]) for _ in workers.processes]
+        self.workers = workers.attempt, run
+
+    def stop(self, name: str, grace_s: float) -> None:
+        for process in self.workers[1] if name == "workers" else [self.services[name]]:
+            process.kill()
+
+    def events(self, timeout_s: float) -> Sequence[RunEvent]:
+        time.sleep(min(0.02, timeout_s))
+        out: list[RunEvent] = []
+        for name, process in list(self.services.items()):
+            if (code := process.poll()) is not None:
+                del self.services[name]
+                out.append(ProcessEnded(name, code, time.monotonic(), "its last line"))
+        if self.workers is not None and all(p.poll() is not None for p in self.workers[1]):
+            attempt, run = self.workers
+            self.workers = None
+            out.append(Output("worker 0", "gpu0", f"attempt {attempt} is over"))
+            out.append(WorkersEnded(attempt, run[0].returncode, "worker 0", time.monotonic()))
+        return out
+
+    def close(self) -> None:
+        self.closed = True
+        for process in (*self.services.values(), *(self.workers[1] if self.workers else ())):
+            process.kill()
+            process.wait()
+
+
+class Supervised:
+    """A supervisor in a thread."""
+
+    def __init__(self, directory: Path, script: str, *, stops: bool = False) -> None:
+        self.home = RunHome(directory / "home")
+        record = LaunchRecord(name="r", engine="here", launched=time.time(), directory="/")
+        self.home.write(record, "", "")
+        self.engine = SmallProcesses(script)
+        run = resolve(
+            make_plan_file(plan_tree(directory, 1)),
+            make_job(job_tree(directory, 5)),
+            name="r",
+            addresses={},
+            token="secret",
+        )
+        self.code: int | None = None
+        self._thread = threading.Thread(target=self._run, args=(run, stops))
+
+    def _run(self, run: ResolvedRun, stops: bool) -> None:
+        with self.home.supervised(), RunLogs(self.home) as logs:
+            supervisor = Supervisor(run, self.engine, self.home, logs, ends_with_launcher=stops)
+            self.code = supervisor.run()
+
+    def __enter__(self) -> Supervised:
+        self._thread.start()
+        return self
+
+    def ended(self) -> RunState:
+        self._thread.join(PATIENCE_S)
+        assert self.code is not None
+        return self.home.state()
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread.is_alive():
+            with suppress(LaunchError):
+                ask_supervisor(self.home, "stop")
+        self._thread.join(PATIENCE_S)
+        assert self.engine.closed and not self._thread.is_alive()
+
+    def log(self) -> str:
+        return self.home.all_log.read_text()
+
+
+def test_workers_that_fail_once_and_end_well(tmp_path: Path) -> None:
+    with Supervised(tmp_path, "exit $((1 - $0))") as run:
+        state = run.ended()
+    assert (state.phase, state.code, state.why) == ("ended", 0, "all workers are done")
+    assert state.attempt == 1
+    by_name = {one.name: one for one in state.processes}
+    assert by_name["worker 0"].restarts == 1 and by_name["server s0 0"].restarts == 0
+    log = run.log()
+    told = log.index("all workers begin again at the committed step, at once")
+    assert "[worker 0 gpu0] attempt 0 is over" in log[:told]  # and then it was done
+    assert "[worker 0 gpu0] attempt 1 is over" in log[told:]
+
+
+def test_a_service_is_started_again_and_status_says_so(tmp_path: Path) -> None:
+    with Supervised(tmp_path, "exec sleep 1000") as run:
+        server = wait_for(lambda: run.engine.services.get("server s0 0"), "a server")
+        server.kill()
+
+        def restarted() -> Any:
+            with suppress(LaunchError):
+                reply = ask_supervisor(run.home, "status")
+                row = next(p for p in reply["state"]["processes"] if p["role"] == "server")
+                return reply if row["restarts"] == 1 and row["state"] == "running" else None
+
+        reply = wait_for(restarted, "a restart")
+        assert reply["run"]["lines"] == ["asked on gpu0"]
+        ask_supervisor(run.home, "stop", ["enough"])
+        state = run.ended()
+    assert (state.code, state.why) == (130, "enough")
+    assert "server s0 0 on s0 ended (signal 9), it starts again at once: its last line" in run.log()
+
+
+def test_a_start_that_the_engine_refuses_is_tried_again(tmp_path: Path) -> None:
+    run = Supervised(tmp_path, "exit 0")
+    run.engine.refuses = 1
+    with run:
+        assert run.ended().code == 0
+    assert "host s0 cannot be reached" in run.log()
+
+
+def test_a_launcher_that_is_gone_ends_the_run(tmp_path: Path) -> None:
+    with Supervised(tmp_path, "exec sleep 1000", stops=True) as run:
+        wait_for(lambda: run.engine.workers, "workers")
+        with ControlClient(run.home) as launcher:
+            launcher.ask("hello")
+            with pytest.raises(LaunchError, match="no verb of this engine"):
+                launcher.ask("tell", "dance")
+            with pytest.raises(LaunchError, match="'dance' is no verb"):
+                launcher.ask("dance")
+            assert run.code is None
+        state = run.ended()
+    assert (state.code, state.why) == (130, "its launcher is gone")
+
+
+# -- whole runs --
+
+
+class Launched:
+    """A run named `tiny` of this test, by the command."""
+
+    def __init__(self, directory: Path, workers: int, steps: int) -> None:
+        self.directory = directory
+        self.environment = {**os.environ, "HOME": str(directory), "OMP_NUM_THREADS": "1"}
+        self.home = RunHome(directory / ".roadtrain" / "runs" / "tiny")
+        self.plan, self.job = directory / "plan.toml", directory / "job.toml"
+        self.plan.write_text(make_plan_file(plan_tree(directory, workers)).to_toml())
+        self.job.write_text(make_job(job_tree(directory, steps)).to_toml())
+
+    def command(self, *words: str) -> list[str]:
+        return [sys.executable, "-m", "roadtrain.cli", *words]
+
+    def launch(self, *words: str) -> subprocess.Popen[bytes]:
+        """In the foreground; what it prints goes to a file."""
+        named = words or ("launch", str(self.plan), str(self.job), "--name", "tiny")
+        with open(self.directory / "launcher.log", "ab") as log:
+            return subprocess.Popen(
+                self.command(*named),
+                stdout=log,
+                stderr=log,
+                env=self.environment,
+                cwd=self.directory,
+                start_new_session=True,
+            )
+
+    def run(self, *words: str) -> tuple[int, str]:
+        done = subprocess.run(
+            self.command(*words),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=self.environment,
+            cwd=self.directory,
+            timeout=2 * PATIENCE_S,
+        )
+        return done.returncode, done.stdout.decode()
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        path = self.directory / "run" / "metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.lines]
+
+    def step_reached(self, step: int) -> None:
+        wait_for(lambda: len(self.lines) >= step, f"step {step}")
+
+    def processes(self, *words: str) -> list[int]:
+        """Of this run, whose command line has all of `words`."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                line = (entry / "cmdline").read_bytes().decode() if entry.name.isdigit() else ""
+                if str(self.directory) in line and all(word in line for word in words):
+                    found.append(int(entry.name))
+        return [one for one in found if one != os.getpid()]
+
+    def kill(self, *words: str) -> None:
+        (one, *_) = self.processes(*words)
+        os.kill(one, signal.SIGKILL)
+
+    def nothing_runs(self) -> bool:
+        return not self.processes("roadtrain")
+
+
+@contextmanager
+def launched(directory: Path, workers: int, steps: int) -> Iterator[Launched]:
+    run = Launched(directory, workers, steps)
+    try:
+        yield run
+    finally:
+        for pid in run.processes("roadtrain.launch.supervise"):
+            os.kill(pid, signal.SIGKILL)
+        wait_for(run.nothing_runs, "the end of all processes")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_its_server_and_worker_are_killed(tmp_path: Path) -> None:
+    """Rules 1 and 3: its losses are those of one process that nobody kills."""
+    steps = 60
+    with launched(tmp_path, 1, steps) as run:
+        launcher = run.launch()
+        run.step_reached(8)
+        run.kill("serve", "--store")
+        _, said = run.run("status", "tiny")
+        assert "server s0 0" in said and "worker 0" in said, said
+        assert launcher.wait(2 * PATIENCE_S) == 0, (tmp_path / "launcher.log").read_text()
+        printed = (tmp_path / "launcher.log").read_text()
+        assert "server s0 0 on s0 ended (signal 9), it starts again at once" in printed
+        assert f"step {steps}/{steps}" in printed and "first step " in printed
+        assert "run tiny is done: all workers are done" in printed
+        state = run.home.state()
+        assert {one.name: one.restarts for one in state.processes}["server s0 0"] == 1
+        assert run.run("status", "tiny")[0] == 0
+        assert run.losses() == plain_losses(tmp_path, steps)
+
+
+def plain_losses(directory: Path, steps: int) -> list[float]:
+    """Of one process on files, in this one."""
+    job = make_job(job_tree(directory, steps)).changed({"run.dir": str(directory / "plain")})
+    train(job, report=lambda _: None)
+    return [line["loss"] for line in read_metrics(directory / "plain" / "metrics.jsonl")]
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_launchers_and_supervisors_that_are_killed(tmp_path: Path) -> None:
+    """Rule 3: a launcher takes the run with it or leaves it alone, as asked; a supervisor leaves
+    nothing behind, and the run is resumed; losses are those of a run that nobody kills."""
+    steps = 400
+    with launched(tmp_path, 1, steps) as run:
+        words = ("launch", str(run.plan), str(run.job), "--name", "tiny")
+        launcher = run.launch(*words, "--if-launcher-dies", "stop")
+        run.step_reached(5)
+        launcher.kill()
+        launcher.wait()
+        wait_for(lambda: not run.home.is_supervised(), "the end of a run without its launcher")
+        assert (run.home.state().code, run.home.state().why) == (130, "its launcher is gone")
+        assert run.run("status", "tiny")[0] == 0 and run.nothing_runs()
+
+        assert run.run("launch", "--resume", "tiny", "--detach")[0] == 0
+        run.step_reached(len(run.lines) + 5)
+        assert "is alive" in run.run(*words)[1]
+        run.kill("roadtrain.launch.supervise")
+        wait_for(run.nothing_runs, "the end of what a supervisor had started")
+        code, said = run.run("status", "tiny")
+        assert code == 1 and "its supervisor was killed" in said
+
+        launcher = run.launch("launch", "--resume", "tiny")
+        run.step_reached(len(run.lines) + 5)
+        launcher.kill()
+        launcher.wait()
+        assert run.home.is_supervised()  # and goes on
+        run.kill("train", "job.toml")
+        wait_for(lambda: not run.home.is_supervised(), "the end of the run")
+        assert run.home.state().code == 0, run.home.all_log.read_text()
+        assert "worker 0 ended (signal 9)" in run.home.all_log.read_text()
+        assert run.losses() == plain_losses(tmp_path, steps)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_run_is_stopped_and_refused_by_name(tmp_path: Path) -> None:
+    with launched(tmp_path, 2, 3000) as run:
+        launcher = run.launch()
+        run.step_reached(3)
+        code, said = run.run("launch", "--stop", "tiny")
+        assert code == 0 and "run tiny is stopped: the user asked for it" in said
+        assert launcher.wait(PATIENCE_S) == 130 and run.nothing_runs()
+        done = len(run.lines)
+        (tmp_path / "store").rename(tmp_path / "elsewhere")
+        code, said = run.run("launch", "--resume", "tiny")
+        assert code in (1, 2), said
+        assert run.nothing_runs() and len(run.lines) == done
