@@ -393,5 +393,5 @@ def test_a_run_is_stopped_and_refused_by_name(tmp_path: Path) -> None:
         done = len(run.lines)
         (tmp_path / "store").rename(tmp_path / "elsewhere")
         code, said = run.run("launch", "--resume", "tiny")
-        assert code in (1, 2), said
+        assert code == 2 and "are their disks mounted?" in said
         assert run.nothing_runs() and len(run.lines) == done
