@@ -49,7 +49,7 @@ ASK_S, PUT_S = 120.0, 30.0
 ANSWER_S = 10.0  # an answer comes so long after its deadline, or the agent is ended
 UNSENT_S = 0.02  # between tries to send to an agent that is slow
 WAIT_MOST_S = 1.0  # between looks at agents that may be silent
-AGAIN_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before an agent is started again
+AGAIN_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before an agent is started again
 KILLED = -9
 BATCH = 2000  # events of one call, about
 
