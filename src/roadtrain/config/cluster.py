@@ -146,6 +146,9 @@ class Switch(Section):
         description="of its own card, each way, where it is a machine beside the network; 0: it is"
         " in the way of all that crosses it",
     )
+    address: str = Field(
+        default="", description="by which hosts reach the machine that it is, without a port"
+    )
 
 
 def _device(given: object) -> object:

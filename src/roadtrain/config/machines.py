@@ -32,6 +32,7 @@ from roadtrain.errors import ConfigError
 
 PORT = 7000  # the first port of a host's processes that listen
 RENDEZVOUS_PORT = 29500
+FILES = "launch"  # the directory, in the run's, with what a launch writes there
 Port = Annotated[Integer, Field(ge=1, le=65535)]
 
 
@@ -128,6 +129,11 @@ class Machines:
             _once(ports, f"processes at {address} listen at port")
             _once((name for host in hosts for name in host.directories), f"stores at {address} are")
         return self
+
+
+def host_port(address: str, port: int) -> str:
+    """HOST:PORT, as a job writes it."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def _once(given: Iterable[str | int], what: str) -> None:

@@ -10,10 +10,104 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from roadtrain.config.machines import FILES, Machines, host_port
+from roadtrain.config.plan import Plan
 from roadtrain.config.plan_file import PlanFile
+from roadtrain.errors import ConfigError
+from roadtrain.planner import switches
+from roadtrain.planner.candidates import EVERY
+from roadtrain.planner.machines_of import (
+    IN_STAGES,
+    REDUCED,
+    directories_of,
+    store_in,
+    why_not_run,
+)
 
 
 def job_keys(plan_file: PlanFile, addresses: Mapping[str, str]) -> dict[str, Any]:
-    """addresses: of each host, by its name in the plan. Raises ConfigError for a plan without
-    machines, and for one that nothing runs."""
-    raise NotImplementedError
+    """addresses: of each host, by its name in the plan. `parallelism.auto` is always false, which
+    contradicts no job: "auto" is what the plan says now. Raises ConfigError for a plan without
+    machines or without its cluster, and for one that nothing runs."""
+    plan, machines, cluster = plan_file.plan, plan_file.machines, plan_file.cluster
+    if machines is None or cluster is None:
+        lacking = "machines" if machines is None else "cluster"
+        raise ConfigError(
+            f"the plan has no [{lacking}], it is simulated only",
+            hint="roadtrain plan CLUSTER.toml --job JOB.toml writes one that is launched",
+        )
+    if why := why_not_run(plan, cluster):
+        raise ConfigError(why)
+    out: dict[str, Any] = {"data": {"batch_size": plan.micro_batch}}
+    if plan.placement.name in IN_STAGES:
+        return out | {"parallelism": {"auto": False, **_parallelism(plan)}}
+    out["optimizer"] = {"accumulate": plan.num_microbatches}
+    if plan.staleness:
+        out["optimizer"]["delay"] = plan.staleness
+    if plan.keep is not None:
+        out["compress"] = {"keep": plan.keep}
+    if any(host.servers for host in machines.hosts):
+        out["servers"] = _servers(plan_file, machines, addresses)
+    else:
+        out |= _store(plan_file, machines)
+    return out | {"parallelism": {"auto": False}}
+
+
+def _parallelism(plan: Plan) -> dict[str, Any]:
+    ranks = plan.parallelism
+    if plan.placement.name in REDUCED:
+        alone = {"reducers_alone": True} if plan.placement.sum == "separate" else {}
+        files = {
+            "reducers": f"{{run}}/{FILES}/reducers.txt",
+            "reducers_token_file": f"{{run}}/{FILES}/token",
+        }
+        return {"dp": ranks.dp, "num_microbatches": plan.step_microbatches, **files, **alone}
+    return degrees(plan)
+
+
+def degrees(plan: Plan) -> dict[str, Any]:
+    """[parallelism] of a job in stages."""
+    ranks = plan.parallelism
+    width = {"widths": list(ranks.widths)} if ranks.widths else {"dp": ranks.dp}
+    stages = {"stages": list(ranks.stages)} if ranks.stages else {}
+    names = ("tp", "pp", "virtual_stages")
+    several = {name: getattr(ranks, name) for name in names if getattr(ranks, name) > 1}
+    return {**several, **width, **stages, "num_microbatches": plan.step_microbatches}
+
+
+def _servers(
+    plan_file: PlanFile, machines: Machines, addresses: Mapping[str, str]
+) -> dict[str, Any]:
+    plan, cluster = plan_file.plan, plan_file.cluster
+    assert cluster is not None
+    at = {host.name: addresses.get(host.name) or host.address for host in machines.hosts}
+    listening = [
+        host_port(at[host.name], server.port) for host in machines.hosts for server in host.servers
+    ]
+    out: dict[str, Any] = {"addresses": listening}
+    if plan.memory.slots >= EVERY or plan.memory.kept:
+        out["buffering"] = "all"
+    together = any(host.workers > 1 for host in machines.hosts)  # as they are simulated
+    if together or plan.placement.sum == "relay":
+        out["relay"] = switches.RELAY
+    if plan.placement.fans_in:
+        ports = {
+            host.switch.switch: host_port(at[host.name], host.switch.port)
+            for host in machines.hosts
+            if host.switch is not None
+        }
+        out |= switches.job_keys(plan, cluster, ports.__getitem__)
+    return out
+
+
+def _store(plan_file: PlanFile, machines: Machines) -> dict[str, Any]:
+    """Where the only host keeps its state. Directories that the cluster does not name are the
+    job's."""
+    if plan_file.plan.placement.state == "host":
+        return {"store": {"files": []}}
+    cluster, [host] = plan_file.cluster, machines.worker_hosts
+    assert cluster is not None
+    kind = next(one for one in cluster.hosts if one.name == host.kind)
+    if not any(ssd.directories for ssd in kind.ssds):
+        return {}
+    return {"store": {"files": [store_in(d, host.name) for d in directories_of(kind, host.name)]}}

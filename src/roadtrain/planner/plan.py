@@ -24,6 +24,7 @@ from roadtrain.config.plan import HEADROOM, Plan
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
 from roadtrain.planner.candidates import EVERY
+from roadtrain.planner.job_keys import degrees
 from roadtrain.planner.page import Point, page
 from roadtrain.planner.search import Family, Found, SearchResult, least_change, search
 from roadtrain.planner.simulate import (
@@ -279,7 +280,7 @@ def job(plan: Plan, cluster: Cluster | None = None) -> str | None:
     staged = plan.placement.name == "zero1" and ranks.cp == ranks.ep == 1
     if staged and not plan.activation_checkpointing:
         del own["optimizer"]["accumulate"]
-        return tomli_w.dumps({**own, "parallelism": _degrees(plan)})
+        return tomli_w.dumps({**own, "parallelism": degrees(plan)})
     if plan.placement.fans_in and cluster is not None:
         keys = switches.job_keys(plan, cluster)
         where[plan.placement.name] = {
@@ -288,16 +289,6 @@ def job(plan: Plan, cluster: Cluster | None = None) -> str | None:
     if plan.placement.name not in where or ranks.tp > 1 or ranks.pp > 1:
         return None
     return tomli_w.dumps({**own, **where[plan.placement.name]})
-
-
-def _degrees(plan: Plan) -> dict[str, Any]:
-    """[parallelism] of a job in stages."""
-    ranks = plan.parallelism
-    width = {"widths": list(ranks.widths)} if ranks.widths else {"dp": ranks.dp}
-    stages = {"stages": list(ranks.stages)} if ranks.stages else {}
-    names = ("tp", "pp", "virtual_stages")
-    degrees = {name: getattr(ranks, name) for name in names if getattr(ranks, name) > 1}
-    return {**degrees, **width, **stages, "num_microbatches": plan.step_microbatches}
 
 
 def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool) -> int:

@@ -4,7 +4,7 @@ writes, and what is started. Does NOT know what they cost."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from roadtrain.config.cluster import Cluster, Host
@@ -47,12 +47,19 @@ def lines(plan: Plan, cluster: Cluster) -> list[str]:
     ]
 
 
-def job_keys(plan: Plan, cluster: Cluster) -> dict[str, Any]:
-    """[servers] of a job whose gradients are summed by switches; names stand for their hosts."""
+def _address(name: str) -> str:
+    return f"{name}:{PORT}"
+
+
+def job_keys(
+    plan: Plan, cluster: Cluster, address: Callable[[str], str] = _address
+) -> dict[str, Any]:
+    """[servers] of a job whose gradients are summed by switches. address: of a switch; without it
+    names stand for their hosts."""
     tree = tree_of(plan, cluster)
     if tree is None:
         return {}
-    keys: dict[str, Any] = {"switches": _switches(tree), "wire": plan.packets.wire}
+    keys: dict[str, Any] = {"switches": _switches(tree, address), "wire": plan.packets.wire}
     if plan.packets.window != WINDOW:
         keys["window"] = plan.packets.window
     if any(host.devices > 1 for host in hosts_of(plan, cluster)):
@@ -60,14 +67,14 @@ def job_keys(plan: Plan, cluster: Cluster) -> dict[str, Any]:
     return keys
 
 
-def _switches(tree: SwitchTree) -> list[Any]:
+def _switches(tree: SwitchTree, address: Callable[[str], str]) -> list[Any]:
     """Ranks below each are those of hosts, which a relay stands for where they have several."""
     if not tree.parents:
-        return [_address(tree.root)]
+        return [address(tree.root)]
     return [
         {
-            "address": _address(name),
-            **({"parent": _address(tree.parents[name])} if name in tree.parents else {}),
+            "address": address(name),
+            **({"parent": address(tree.parents[name])} if name in tree.parents else {}),
             "workers": [rank for rank, at in enumerate(tree.at) if at == name],
         }
         for name in tree.switches
@@ -83,7 +90,3 @@ def commands(plan: Plan, cluster: Cluster) -> Sequence[str]:
     serve = "roadtrain serve {}:" + PORT
     found = [f"{serve.format(name)} --switch --token-file token" for name in tree.switches]
     return [*found, f"{serve.format(node)} --store DIR --token-file token"]
-
-
-def _address(name: str) -> str:
-    return f"{name}:{PORT}"

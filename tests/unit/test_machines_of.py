@@ -1,0 +1,196 @@
+"""Which machines run what of a plan, and what a job must say to train on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_simulated import WHOLE, lump
+from test_simulated_fan_in import racks
+
+from roadtrain.config.cluster import Cluster, make_cluster
+from roadtrain.config.job import make_job
+from roadtrain.config.machines import Machines, PlanHost, ServerPlace
+from roadtrain.config.parallelism import Parallelism
+from roadtrain.config.plan import PLACEMENTS, Plan, placement
+from roadtrain.config.plan_file import PlanFile
+from roadtrain.errors import ConfigError
+from roadtrain.planner.job_keys import job_keys
+from roadtrain.planner.machines_of import machines_of, predicted_of, why_not_run
+from roadtrain.simulator.run import simulate
+
+MODEL = {"config": {"model_type": "llama"}}
+SSDS = {"count": 2, "read": "1GB/s", "write": "1GB/s", "capacity": "1TB"}
+
+
+def cluster(
+    gpus: dict[str, Any] | None = None, spare: dict[str, Any] | None = None, more: Any = ()
+) -> Cluster:
+    """Two hosts that compute, one that does not."""
+    nic = {"rate": "1GB/s", "relay": True}
+    host = {"memory": "64GB", "nics": [nic]}
+    gpu = {"name": "gpu", "count": 2, "device": "A100-80GB", "addresses": ["a0", "a1"], **host}
+    own = {"name": "spare", "addresses": ["b"], **host}
+    return make_cluster({"hosts": [gpu | (gpus or {}), own | (spare or {}), *more]})
+
+
+def plan(name: str, dp: int = 2, **changes: Any) -> Plan:
+    return Plan(placement(name), Parallelism(dp=dp), num_microbatches=3).changed(**changes)
+
+
+def keys(one: Plan, where: Cluster, **addresses: str) -> dict[str, Any]:
+    """Which a job takes as they are."""
+    found = job_keys(PlanFile(one, machines_of(one, where), None, where), addresses)
+    make_job({"model": MODEL, **found})
+    return found
+
+
+def hosts(machines: Machines) -> dict[str, PlanHost]:
+    return {host.name: host for host in machines.hosts}
+
+
+def test_workers_stand_in_the_order_of_ranks() -> None:
+    where = cluster({"devices": 4})
+    found = machines_of(plan("zero1", 6), where)
+    assert found.worker_hosts == (
+        PlanHost("gpu0", "gpu", "a0", workers=4),
+        PlanHost("gpu1", "gpu", "a1", workers=2),
+    )
+    some = machines_of(plan("zero1", 4), where)
+    assert some.hosts == (found.hosts[0],)
+    assert some.spares == (PlanHost("gpu1", "gpu", "a1", workers=4),)
+    assert keys(plan("zero1", 4), where) == {
+        "data": {"batch_size": 1},
+        "parallelism": {"auto": False, "dp": 4, "num_microbatches": 12},
+    }
+
+
+def test_a_server_for_each_directory_of_the_hosts_that_serve() -> None:
+    ssds = {**SSDS, "directories": ["/mnt/{host}/0", "/mnt/1/"]}
+    where = cluster(spare={"count": 2, "addresses": ["b0", "b1"], "ssds": [ssds]})
+    found = hosts(machines_of(plan("server"), where))
+    assert [*found] == ["gpu0", "gpu1", "spare0", "spare1"]
+    assert found["spare1"].servers == (
+        ServerPlace("/mnt/spare1/0/roadtrain-spare1", 7000),
+        ServerPlace("/mnt/1/roadtrain-spare1", 7001),
+    )
+    said = keys(plan("server", slots=1000, staleness=1, keep=0.1), where, spare0="fe80::1")
+    assert said["servers"] == {
+        "addresses": ["[fe80::1]:7000", "[fe80::1]:7001", "b1:7000", "b1:7001"],
+        "buffering": "all",
+    }
+    assert said["optimizer"] == {"accumulate": 3, "delay": 1} and said["compress"] == {"keep": 0.1}
+
+
+def test_without_ssds_a_store_is_in_memory() -> None:
+    found = hosts(machines_of(plan("server"), cluster()))["spare"]
+    assert found.servers == (ServerPlace("/dev/shm/roadtrain-spare", 7000),)
+    with pytest.raises(ConfigError, match="2 SSDs of host 'spare' have 0 directories"):
+        machines_of(plan("server"), cluster(spare={"ssds": [SSDS]}))
+
+
+def test_ports_are_counted_up_at_one_address() -> None:
+    ssds = {**SSDS, "directories": ["/a/{host}", "/b/{host}"]}
+    where = cluster(spare={"count": 2, "addresses": ["b", "b"], "ssds": [ssds]})
+    found = machines_of(plan("server"), where).hosts
+    assert [one.port for host in found for one in host.servers] == [7000, 7001, 7002, 7003]
+
+
+def test_cards_that_compute_have_servers_in_their_hosts_memory() -> None:
+    where = cluster({"ssds": [{**SSDS, "directories": ["/a", "/b"]}]})
+    found = hosts(machines_of(plan("smartnic"), where))
+    assert [*found] == ["gpu0", "gpu1"]
+    place = ServerPlace("/dev/shm/roadtrain-gpu1", 7000, "/a/roadtrain-gpu1.snapshot")
+    assert found["gpu1"].servers == (place,)
+    said = keys(plan("smartnic", kept=1), where)["servers"]
+    assert said == {"addresses": ["a0:7000", "a1:7000"], "buffering": "all", "relay": "4GiB"}
+
+
+@pytest.mark.parametrize("name", ["summation", "parameter-server"])
+def test_reducers_are_on_all_hosts_that_do_not_compute(name: str) -> None:
+    other = {"name": "other", "memory": "1GB", "nics": [{"rate": "1GB/s"}]}
+    where = cluster(more=(other, {"name": "mute", "memory": "1GB"}))
+    found = hosts(machines_of(plan(name), where))
+    assert {n: one.reducer for n, one in found.items()} == {
+        "gpu0": 0,
+        "gpu1": 0,
+        "spare": 7000,
+        "other": 7000,
+    }
+    said = keys(plan(name), where)["parallelism"]
+    assert said["reducers"] == "{run}/launch/reducers.txt" and said["dp"] == 2
+    assert said.get("reducers_alone", False) == (name == "parameter-server")
+
+
+def test_switches_are_machines_and_a_job_names_their_addresses() -> None:
+    where = racks(1, 2, address="s")
+    spare = where.spares[0].model_copy(update={"addresses": ("n",)})
+    where = where.model_copy(update={"hosts": (*where.workers, spare)})
+    one = plan("optimizer-node", 3)
+    found = hosts(machines_of(one, where))
+    assert [*found] == ["workers 0", "workers 10", "workers 11", "node", "root", "rack0", "rack1"]
+    at = {name: host.switch.port for name, host in found.items() if host.switch is not None}
+    assert at == {"root": 7000, "rack0": 7001, "rack1": 7002}
+    said = keys(one, where, root="r")["servers"]
+    assert said["addresses"] == ["n:7000"]
+    assert said["switches"] == [
+        {"address": "r:7000", "workers": []},
+        {"address": "s:7001", "parent": "r:7000", "workers": [0]},
+        {"address": "s:7002", "parent": "r:7000", "workers": [1, 2]},
+    ]
+
+
+def test_a_host_alone_keeps_its_state() -> None:
+    ssds = [{**SSDS, "directories": ["/a", "/b"]}]
+    where = cluster({"count": 1, "addresses": ["a"], "ssds": ssds})
+    assert machines_of(plan("files", 1), where).hosts == (PlanHost("gpu", "gpu", "a", workers=1),)
+    stores = ["/a/roadtrain-gpu", "/b/roadtrain-gpu"]
+    assert keys(plan("files", 1), where)["store"] == {"files": stores}
+    assert keys(plan("zero-offload", 1), where)["store"] == {"files": []}
+    bare = cluster({"count": 1, "addresses": ["a"], "ssds": [SSDS]})
+    assert "store" not in keys(plan("files", 1), bare)  # the job's own
+
+
+def test_what_nothing_runs_is_refused_with_the_reason() -> None:
+    where = cluster()
+    refused = {name for name in PLACEMENTS if why_not_run(plan(name), where)}
+    assert refused == {
+        "ddp",
+        "zero3",
+        "zero-infinity",
+        "raid0",
+        "near-storage",
+        "switch-sum",
+        "files",
+        "zero-offload",
+    }
+    for one, words in (
+        (plan("files"), "is on 2 hosts"),
+        (plan("summation", 1), "there is 1"),
+        (plan("server", 1, parallelism=Parallelism(pp=2)), "data-parallel workers alone"),
+        (plan("zero1", activation_checkpointing=True), "checkpoints no activations"),
+        (plan("zero1", staleness=1), "late updates"),
+        (plan("zero1", 1, parallelism=Parallelism(cp=2)), "context"),
+        (plan("server", stage_placements=("server",)), "only simulated"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            machines_of(one, where)
+
+
+def test_a_plan_that_is_simulated_only_has_no_job() -> None:
+    for lacking in (
+        PlanFile(plan("zero1")),
+        PlanFile(plan("zero1"), machines_of(plan("zero1"), cluster())),
+    ):
+        with pytest.raises(ConfigError, match="simulated only"):
+            job_keys(lacking, {})
+
+
+def test_what_is_promised_is_of_each_stage() -> None:
+    """Rule 7. What is no computing is waiting, as `calibrate` compares them."""
+    one = Plan(placement("zero1"), Parallelism(pp=2), num_microbatches=4)
+    result = simulate(one, cluster(), lump(1e7, 1e9), WHOLE, checked=False)
+    promised = predicted_of(result)
+    assert promised.seconds == result.seconds and [*promised.stages] == ["stage 0", "stage 1"]
+    for own in promised.stages.values():
+        assert own["Wait"] == pytest.approx(result.seconds - own["Forward"] - own["Backward"])
