@@ -17,7 +17,7 @@ from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError
 from roadtrain.launch.dry_run import dry_run
 from roadtrain.launch.processes import Role
-from roadtrain.launch.resolve import ResolvedRun, resolve
+from roadtrain.launch.resolve import ResolvedRun, absolute_job, resolve
 
 TOKEN = "a token that nobody should read"
 TWO = (
@@ -254,3 +254,15 @@ def test_a_dry_run_names_what_starts_where_and_what_is_written() -> None:
     assert f"gpu1 {launched}/job.toml mode 644" in lines
     assert "spare0 /mnt/ssd0/run/ by its server" in lines
     assert not os.path.exists(launched)
+
+
+def test_paths_of_a_job_are_those_where_it_is_launched() -> None:
+    words = {
+        "data": {"paths": ["text/*.txt"], "tokenizer": "t.json"},
+        "store": {"files": ["{run}/store", "other"]},
+    }
+    job = make_job(tomllib.loads(absolute_job(a_job(**words)).to_toml()))
+    here = os.getcwd()
+    assert job.run.dir == f"{here}/runs/x"
+    assert job.store.files == [f"{here}/runs/x/store", f"{here}/other"]
+    assert (job.data.paths, job.data.tokenizer) == ([f"{here}/text/*.txt"], f"{here}/t.json")

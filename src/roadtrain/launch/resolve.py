@@ -284,7 +284,8 @@ def resolve(
             hint="roadtrain plan CLUSTER.toml --job JOB.toml writes one that is launched",
         )
     _check_plan(plan_file.plan, machines, job)
-    directory = os.path.abspath(job.run.dir)
+    job = absolute_job(job)
+    directory = job.run.dir
     reached = {
         host.name: addresses.get(host.name) or host.address
         for host in (*machines.hosts, *machines.spares)
@@ -296,7 +297,7 @@ def resolve(
         )
     keys = flat(decided(plan_file, known))
     _check_contradictions(job, keys)
-    words = {**absolute(job, directory), **keys, **_secrets(plan_file, keys, directory)}
+    words = {**keys, **_secrets(plan_file, keys, directory)}
     run = ResolvedRun(name, plan_file, job.changed(words), directory, known, token)
     if why := run.can_run_on(run.worker_hosts):
         raise ConfigError(f"the job cannot run on the machines of the plan: {why}")
@@ -341,8 +342,9 @@ def _check_contradictions(job: Job, keys: Mapping[str, Any]) -> None:
             )
 
 
-def absolute(job: Job, directory: str) -> dict[str, Any]:
-    """Dotted key -> value: every path of the job as it is where the caller stands."""
+def absolute_job(job: Job) -> Job:
+    """`job` with every path as it is where the caller stands: it is read elsewhere later."""
+    directory = os.path.abspath(job.run.dir)
     inside = [moved(one, job.run.dir, directory) for one in job.store.files]
     words: dict[str, Any] = {
         "run.dir": directory,
@@ -356,7 +358,7 @@ def absolute(job: Job, directory: str) -> dict[str, Any]:
     for key in ("ca", "cert", "key"):
         if path := getattr(job.servers, key):
             words[f"servers.{key}"] = os.path.abspath(path)
-    return words
+    return job.changed(words)
 
 
 def _check_plan(plan: Plan, machines: Machines, job: Job) -> None:
