@@ -203,6 +203,10 @@ def test_a_plan_for_other_machines_or_another_model_is_refused() -> None:
     [
         ({"parallelism": {"tp": 2}}, "parallelism.tp is 2 in the job, and 1 in the plan"),
         ({"parallelism": {"dp": 4}}, "parallelism.dp is 4 in the job, and 2 in the plan"),
+        (
+            {"parallelism": {"stages": [1, 1]}},
+            r"parallelism.stages is \[1, 1\] in the job, and even in the plan",
+        ),
     ],
 )
 def test_degrees_that_the_job_contradicts_are_refused(words: dict[str, Any], sentence: str) -> None:
@@ -266,3 +270,23 @@ def test_paths_of_a_job_are_those_where_it_is_launched() -> None:
     assert job.run.dir == f"{here}/runs/x"
     assert job.store.files == [f"{here}/runs/x/store", f"{here}/other"]
     assert (job.data.paths, job.data.tokenizer) == ([f"{here}/text/*.txt"], f"{here}/t.json")
+
+
+def test_servers_on_workers_hosts_do_not_leave_them() -> None:
+    hosts = tuple(replace(one, servers=(ServerPlace("/dev/shm/x", 7000),)) for one in TWO)
+    run = of(a_plan("server", hosts, parallelism=DP4))
+    assert "servers on the workers' hosts have the state" in run.can_run_on(["gpu0", "gpu9"])
+    assert run.can_run_on(["gpu1", "gpu0"]) == ""
+
+
+def test_a_tree_of_switches_names_workers_by_rank() -> None:
+    run = served()
+    tree = [{"address": "10.0.0.1:7100", "workers": [0, 1, 2, 3]}]
+    run = replace(run, job=run.job.changed({"servers.switches": tree}))
+    assert run.can_run_on(["gpu0", "gpu9"]) == ""
+    assert "names 4 workers by rank, here are 2" in run.can_run_on(["gpu0"])
+
+
+def test_workers_that_would_each_train_by_themselves_are_refused() -> None:
+    with pytest.raises(ConfigError, match="each would train by itself"):
+        of(a_plan("files", TWO[:1], parallelism=Parallelism(dp=2)), a_job())

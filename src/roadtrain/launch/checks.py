@@ -100,18 +100,20 @@ def check(run: ResolvedRun, engine: LaunchEngine) -> list[str]:
 def directory_is_shared(run: ResolvedRun, engine: LaunchEngine) -> bool:
     """Whether the run's directory is one and the same on all hosts with workers: what one of them
     wrote there is not lost with it. What `ResolvedRun.shared` says."""
-    there = {one.name: one for one in engine.hosts()}
-    hosts, silent = _look_at(run, engine, there)
-    places = {
-        (look.directory.files or look.machine, look.directory.rest, where)
-        for look in (host.look for host in hosts if host.plan.workers)
-        for where in [
-            (look.directory.exists, 0)
-            if look.directory.files
-            else (str(look.directory.device), look.directory.inode)
-        ]
-    }
-    return not silent and len(places) == 1
+    places = set()
+    for host in run.worker_hosts:
+        try:
+            look = _answer(engine, host, HostQuestion(run.directory))
+        except (LaunchError, msgspec.ValidationError):
+            return False
+        at = look.directory
+        own = (look.machine, str(at.device), str(at.inode))
+        places.add((*((at.files, at.exists, "") if at.files else own), at.rest))
+    return len(places) == 1
+
+
+def _answer(engine: LaunchEngine, host: str, asked: HostQuestion) -> HostLook:
+    return msgspec.convert(engine.ask(host, LOOK, msgspec.to_builtins(asked)), HostLook)
 
 
 def shape_of(job: Job) -> ModelShape | None:
@@ -159,8 +161,7 @@ def _look_at(
             continue
         asked = _question(run, one, [p for p in processes if p.host == one.name])
         try:
-            answer = engine.ask(one.name, LOOK, msgspec.to_builtins(asked))
-            look = msgspec.convert(answer, HostLook)
+            look = _answer(engine, one.name, asked)
         except (LaunchError, msgspec.ValidationError) as error:
             silent.append(f"host {one.name} cannot be asked: {error}".replace("\nhint: ", "; "))
             continue

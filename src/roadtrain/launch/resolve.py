@@ -32,6 +32,7 @@ from roadtrain.launch.widths import WorkerHost, job_on
 COMMAND = ("-m", "roadtrain.cli")
 FILES = "launch"  # the directory in the run's with what a launch writes
 REDUCERS = "reducers.txt"
+DEGREES = ("dp", "tp", "pp", "virtual_stages", "widths", "num_microbatches", "reducers")
 
 
 @dataclass(frozen=True)
@@ -216,12 +217,15 @@ class ResolvedRun:
             return str(error).partition("\nhint: ")[0]
         planned = self.worker_hosts
         lost = [name for name in planned if name not in hosts]
-        why = self._state_of_workers() if lost else ""
+        why = self._state_of_workers(lost) if lost else ""
         return f"{why}, and {', '.join(lost)} had a part of it" if why else ""
 
-    def _state_of_workers(self) -> str:
-        """What of a run's state is lost with a worker's host, in words; "" where nothing is."""
+    def _state_of_workers(self, lost: Sequence[str]) -> str:
+        """What of a run's state is lost with these hosts, in words; "" where nothing is."""
         job = self.job
+        serving = [name for name in lost if self.host(name).servers]
+        if len(serving) >= job.servers.replicas:
+            return "servers on the workers' hosts have the state"
         if job.compress.error_feedback:
             return "what compression has not sent rests on the workers' hosts"
         if not job.parallelism.used:
@@ -299,6 +303,13 @@ def resolve(
     _check_contradictions(job, keys)
     words = {**keys, **_secrets(plan_file, keys, directory)}
     run = ResolvedRun(name, plan_file, job.changed(words), directory, known, token)
+    alone = not run.job.parallelism.used and not run.job.servers.addresses
+    if alone and run.worker_count > 1:
+        raise ConfigError(
+            f"the plan has {run.worker_count} workers without servers or [parallelism]: each would"
+            " train by itself",
+            hint="a placement of one worker has 1 device of 1 host",
+        )
     if why := run.can_run_on(run.worker_hosts):
         raise ConfigError(f"the job cannot run on the machines of the plan: {why}")
     return run
@@ -322,22 +333,18 @@ def _secrets(plan_file: PlanFile, keys: Mapping[str, Any], directory: str) -> di
 
 def _check_contradictions(job: Job, keys: Mapping[str, Any]) -> None:
     """Raises ConfigError where the job says one thing and the plan another."""
-    plain = ParallelismSection()
-    if job.parallelism.auto:
-        return
-    for key, planned in keys.items():
-        section, _, name = key.partition(".")
-        if section == "parallelism":
-            said = getattr(job.parallelism, name)
-            given = said != getattr(plain, name)
-        elif key == "servers.addresses":
-            said = job.servers.addresses
-            given = bool(said)
-        else:
-            continue
-        if given and said != planned:
+    plain, asked = ParallelismSection(), job.parallelism
+    said = {f"parallelism.{name}": getattr(asked, name) for name in DEGREES}
+    default = {f"parallelism.{name}": getattr(plain, name) for name in DEGREES}
+    if isinstance(asked.stages, list):
+        said["parallelism.stages"], default["parallelism.stages"] = asked.stages, "even"
+    if job.servers.addresses:
+        said["servers.addresses"] = job.servers.addresses
+    for key, mine in said.items():
+        planned = keys.get(key, default.get(key))
+        if mine not in (planned, default.get(key)) and not asked.auto:
             raise ConfigError(
-                f"{key} is {said} in the job, and {planned} in the plan",
+                f"{key} is {mine} in the job, and {planned or 'not said'} in the plan",
                 hint="leave it out of the job, or plan anew for this job",
             )
 

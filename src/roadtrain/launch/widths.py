@@ -31,6 +31,11 @@ def job_on(job: Job, planned: int, hosts: Sequence[WorkerHost]) -> Job:
         return _staged(job, planned, workers, hosts)
     if workers == planned:
         return job
+    if any(one.workers for one in job.servers.switches):
+        raise ConfigError(
+            f"a tree of {len(job.servers.switches)} switches names {planned} workers by rank, here"
+            f" are {workers}"
+        )
     total = job.optimizer.accumulate * planned
     each, rest = divmod(total, workers)
     if rest:
