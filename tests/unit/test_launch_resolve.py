@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.job import Job, make_job
 from roadtrain.config.machines import Machines, PlanHost, ServerPlace, SwitchPlace
 from roadtrain.config.parallelism import Parallelism
@@ -34,8 +35,16 @@ def a_job(**words: Any) -> Job:
     return make_job({**base, **words})
 
 
+def a_cluster() -> Cluster:
+    host = {"memory": "64GB", "nics": [{"rate": "1GB/s", "switch": "tor", "relay": True}]}
+    gpu = {"name": "gpu", "count": 4, "devices": 2, "device": "A100-80GB", **host}
+    tor = {"name": "tor", "sums": True}
+    return make_cluster({"hosts": [gpu, {"name": "spare", **host}], "switches": [tor]})
+
+
 def a_plan(name: str, hosts: tuple[PlanHost, ...], **words: Any) -> PlanFile:
-    return PlanFile(Plan(placement(name), **words), Machines(hosts, (SPARE,)))
+    machines = Machines(hosts, (SPARE,))
+    return PlanFile(Plan(placement(name), **words), machines, None, a_cluster())
 
 
 FOUR = a_plan("server", (*TWO, SERVER), parallelism=DP4, num_microbatches=2)
@@ -166,6 +175,13 @@ def test_a_host_that_came_can_take_a_place() -> None:
     assert first.environment["MASTER_ADDR"] == "10.0.0.77"
     assert run.reducer("new").words[3] == "10.0.0.77:7000"
     assert run.reducer_lines(["new"]) == "10.0.0.77:7000\n"
+
+
+def test_a_larger_spare_host_runs_as_many_workers_as_the_one_whose_place_it_takes() -> None:
+    run = served().with_host("large", "10.0.0.77", 8)
+    workers = run.workers(("gpu0", "large"), 1).processes
+    assert [one.host for one in workers] == ["gpu0", "gpu0", "large", "large"]
+    assert run.can_run_on(["gpu0", "large"]) == ""
 
 
 def test_hosts_that_are_unknown_idle_or_named_twice_are_refused() -> None:

@@ -180,7 +180,7 @@ def test_what_nothing_runs_is_refused_with_the_reason() -> None:
 def test_a_plan_that_is_simulated_only_has_no_job() -> None:
     for lacking in (
         PlanFile(plan("zero1")),
-        PlanFile(plan("zero1"), machines_of(plan("zero1"), cluster())),
+        PlanFile(plan("optimizer-node"), machines_of(plan("zero1"), cluster())),
     ):
         with pytest.raises(ConfigError, match="simulated only"):
             job_keys(lacking, {})

@@ -20,7 +20,7 @@ from typing import Any
 
 from roadtrain.config.job import Job, moved
 from roadtrain.config.job_parallelism import ParallelismSection
-from roadtrain.config.machines import PORT, Machines, PlanHost
+from roadtrain.config.machines import FILES, PORT, Machines, PlanHost, host_port
 from roadtrain.config.models import KEYS
 from roadtrain.config.plan import Plan
 from roadtrain.config.plan_file import PlanFile
@@ -28,9 +28,9 @@ from roadtrain.config.schema import flat
 from roadtrain.errors import ConfigError
 from roadtrain.launch.processes import HostFile, Process, Role, WorkerSet
 from roadtrain.launch.widths import WorkerHost, job_on
+from roadtrain.planner.job_keys import job_keys
 
 COMMAND = ("-m", "roadtrain.cli")
-FILES = "launch"  # the directory in the run's with what a launch writes
 REDUCERS = "reducers.txt"
 DEGREES = ("dp", "tp", "pp", "virtual_stages", "widths", "num_microbatches", "reducers")
 
@@ -146,12 +146,12 @@ class ResolvedRun:
     def _service(
         self, role: Role, number: str, host: PlanHost, port: int, words: Sequence[str]
     ) -> Process:
-        at = self._reached(host.name, port)
+        where = self._reached(host.name, port)
         return Process(
             f"{role} {host.name}{number}",
             role,
             host.name,
-            (*COMMAND, "serve", at, *words, "--token-file", self._path("token")),
+            (*COMMAND, "serve", where, *words, "--token-file", self._path("token")),
             self.directory,
             files=(HostFile(self._path("token"), self.token, secret=True),),
             ports=(port,),
@@ -165,7 +165,7 @@ class ResolvedRun:
         batch or the stages do not divide among them."""
         if why := self.can_run_on(hosts):
             raise ConfigError(why, hint="wait for the hosts of the plan")
-        each = [self.host(name).workers for name in hosts]
+        each = [host.workers for host in self._workers_on(hosts)]
         files = self._worker_files(hosts, reducers)
         about = {
             "WORLD_SIZE": sum(each),
@@ -241,10 +241,22 @@ class ResolvedRun:
         """Raises ConfigError."""
         if twice := [name for name in hosts if list(hosts).count(name) > 1]:
             raise ConfigError(f"host {twice[0]} is named {list(hosts).count(twice[0])} times")
-        there = [WorkerHost(name, self.host(name).workers) for name in hosts]
+        there = self._workers_on(hosts)
         if idle := [host.name for host in there if not host.workers] or ([] if there else ["none"]):
             raise ConfigError(f"0 workers can run on {', '.join(idle)}, 1 or more are needed")
         return job_on(self.job, self.worker_count, there)
+
+    def _workers_on(self, hosts: Sequence[str]) -> list[WorkerHost]:
+        """A spare host in the place of one of the plan's runs as many as that one did, though it
+        could run more. Raises ConfigError for a host that is not known."""
+        places = [self.host(name).workers for name in self.worker_hosts]
+        most = places if len(places) == len(hosts) else [self.worker_count] * len(hosts)
+        spares = {one.name for one in self.machines.spares}
+        counts = [self.host(name).workers for name in hosts]
+        return [
+            WorkerHost(name, min(count, place) if name in spares else count)
+            for name, count, place in zip(hosts, counts, most, strict=True)
+        ]
 
     @property
     def reducers_path(self) -> str:
@@ -265,15 +277,10 @@ class ResolvedRun:
         return found
 
     def _reached(self, host: str, port: int) -> str:
-        return at(self.address(host), port)
+        return host_port(self.address(host), port)
 
     def _path(self, name: str) -> str:
         return f"{self.directory}/{FILES}/{name}"
-
-
-def at(address: str, port: int) -> str:
-    """HOST:PORT."""
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def resolve(
@@ -299,7 +306,7 @@ def resolve(
         raise ConfigError(
             f"host {missing[0]} of the plan has no address", hint="give it in machines.hosts"
         )
-    keys = flat(decided(plan_file, known))
+    keys = flat(job_keys(plan_file, known))
     _check_contradictions(job, keys)
     words = {**keys, **_secrets(plan_file, keys, directory)}
     run = ResolvedRun(name, plan_file, job.changed(words), directory, known, token)
@@ -324,10 +331,6 @@ def _secrets(plan_file: PlanFile, keys: Mapping[str, Any], directory: str) -> di
     if any(host.reducer for host in plan_file.machines.hosts):
         out["parallelism.reducers"] = f"{directory}/{FILES}/{REDUCERS}"
         out["parallelism.reducers_token_file"] = token
-    if placements := keys.get("parallelism.placements"):
-        out["parallelism.placements"] = [
-            {**one, "token_file": token} if one.get("servers") else one for one in placements
-        ]
     return out
 
 
@@ -383,36 +386,3 @@ def _check_plan(plan: Plan, machines: Machines, job: Job) -> None:
             f"the plan is for another model: it has {sum(stages)} layers, the job's has {layers}",
             hint="plan anew for this job",
         )
-
-
-def decided(plan_file: PlanFile, addresses: Mapping[str, str]) -> dict[str, Any]:
-    """What the plan decides of a job: nested keys."""
-    plan, machines = plan_file.plan, plan_file.machines
-    assert machines is not None
-    out: dict[str, Any] = {
-        "data": {"batch_size": plan.micro_batch},
-        "optimizer": {"accumulate": plan.num_microbatches},
-    }
-    if plan.placement.served and plan.parallelism.pp == plan.parallelism.tp == 1:
-        servers = [
-            at(addresses[host.name], one.port) for host in machines.hosts for one in host.servers
-        ]
-        out["servers"] = {"addresses": servers}
-        switches = [
-            {"address": at(addresses[host.name], host.switch.port)}
-            for host in machines.hosts
-            if host.switch is not None
-        ]
-        if switches:
-            out["servers"] |= {"switches": switches, "wire": plan.packets.wire}
-    elif plan.parallelism.devices > 1:
-        degrees = plan.parallelism
-        out["parallelism"] = {
-            **({"widths": list(degrees.widths)} if degrees.widths else {"dp": degrees.dp}),
-            "tp": degrees.tp,
-            "pp": degrees.pp,
-            "virtual_stages": degrees.virtual_stages,
-            "num_microbatches": plan.step_microbatches,
-            **({"stages": list(degrees.stages)} if degrees.stages else {}),
-        }
-    return out

@@ -18,6 +18,7 @@ from roadtrain.planner import switches
 from roadtrain.planner.candidates import EVERY
 from roadtrain.planner.machines_of import (
     IN_STAGES,
+    ON_ONE_HOST,
     REDUCED,
     directories_of,
     store_in,
@@ -28,9 +29,10 @@ from roadtrain.planner.machines_of import (
 def job_keys(plan_file: PlanFile, addresses: Mapping[str, str]) -> dict[str, Any]:
     """addresses: of each host, by its name in the plan. `parallelism.auto` is always false, which
     contradicts no job: "auto" is what the plan says now. Raises ConfigError for a plan without
-    machines or without its cluster, and for one that nothing runs."""
+    machines, for one with switches or SSDs without its cluster, and for one that nothing runs."""
     plan, machines, cluster = plan_file.plan, plan_file.machines, plan_file.cluster
-    if machines is None or cluster is None:
+    needed = plan.placement.fans_in or plan.placement.name in ON_ONE_HOST
+    if machines is None or (needed and cluster is None):
         lacking = "machines" if machines is None else "cluster"
         raise ConfigError(
             f"the plan has no [{lacking}], it is simulated only",
@@ -79,7 +81,6 @@ def _servers(
     plan_file: PlanFile, machines: Machines, addresses: Mapping[str, str]
 ) -> dict[str, Any]:
     plan, cluster = plan_file.plan, plan_file.cluster
-    assert cluster is not None
     at = {host.name: addresses.get(host.name) or host.address for host in machines.hosts}
     listening = [
         host_port(at[host.name], server.port) for host in machines.hosts for server in host.servers
@@ -90,7 +91,7 @@ def _servers(
     together = any(host.workers > 1 for host in machines.hosts)  # as they are simulated
     if together or plan.placement.sum == "relay":
         out["relay"] = switches.RELAY
-    if plan.placement.fans_in:
+    if plan.placement.fans_in and cluster is not None:
         ports = {
             host.switch.switch: host_port(at[host.name], host.switch.port)
             for host in machines.hosts

@@ -48,8 +48,9 @@ ON_ONE_HOST = ("files", "zero-offload")
 TOLD = ("Forward", "Backward", "Read", "Update", "Write")
 
 
-def why_not_run(plan: Plan, cluster: Cluster) -> str:
-    """Why `roadtrain launch` cannot run this, in one sentence; "" where it can."""
+def why_not_run(plan: Plan, cluster: Cluster | None) -> str:
+    """Why `roadtrain launch` cannot run this, in one sentence; "" where it can. cluster: None for
+    a plan whose machines were written by hand."""
     name, ranks = plan.placement.name, plan.parallelism
     if plan.stage_placements:
         return "stages with a placement each are not launched, only simulated"
@@ -66,7 +67,8 @@ def why_not_run(plan: Plan, cluster: Cluster) -> str:
         return f"placement {name} runs data-parallel workers alone, {ranks} is more"
     if name in REDUCED and ranks.dp == 1:
         return f"placement {name} sums what several workers send, there is 1"
-    if name in ON_ONE_HOST and (many := len(switches.hosts_of(plan, cluster))) > 1:
+    hosts = [] if cluster is None else switches.hosts_of(plan, cluster)
+    if name in ON_ONE_HOST and (many := len(hosts)) > 1:
         return f"placement {name} is of one host's workers, {ranks} is on {many} hosts"
     return ""
 
