@@ -60,7 +60,7 @@ class ResolvedRun:
     @property
     def worker_hosts(self) -> tuple[str, ...]:
         """The plan's, in the order of ranks."""
-        return tuple(host.name for host in self.machines.hosts if host.workers)
+        return tuple(host.name for host in self.machines.worker_hosts)
 
     @property
     def worker_count(self) -> int:
@@ -269,12 +269,7 @@ class ResolvedRun:
 
     def address(self, host: str) -> str:
         """By which other hosts reach it. Raises ConfigError."""
-        found = self.addresses.get(host) or self.host(host).address
-        if not found:
-            raise ConfigError(
-                f"host {host} has no address", hint="give it in the plan's machines.hosts"
-            )
-        return found
+        return self.addresses.get(host) or self.host(host).address
 
     def _reached(self, host: str, port: int) -> str:
         return host_port(self.address(host), port)
@@ -297,19 +292,15 @@ def resolve(
     _check_plan(plan_file.plan, machines, job)
     job = absolute_job(job)
     directory = job.run.dir
-    reached = {
-        host.name: addresses.get(host.name) or host.address
-        for host in (*machines.hosts, *machines.spares)
-    }
-    known = {key: value for key, value in {**reached, **addresses}.items() if value}
-    if missing := [host.name for host in machines.hosts if host.name not in known]:
-        raise ConfigError(
-            f"host {missing[0]} of the plan has no address", hint="give it in machines.hosts"
-        )
-    keys = flat(job_keys(plan_file, known))
+    for host in machines.hosts:
+        if not (addresses.get(host.name) or host.address):
+            raise ConfigError(
+                f"host {host.name} of the plan has no address", hint="give it in machines.hosts"
+            )
+    keys = flat(job_keys(plan_file, addresses))
     _check_contradictions(job, keys)
     words = {**keys, **_secrets(plan_file, keys, directory)}
-    run = ResolvedRun(name, plan_file, job.changed(words), directory, known, token)
+    run = ResolvedRun(name, plan_file, job.changed(words), directory, addresses, token)
     alone = not run.job.parallelism.used and not run.job.servers.addresses
     if alone and run.worker_count > 1:
         raise ConfigError(
