@@ -19,6 +19,7 @@ from roadtrain.errors import ConfigError
 from roadtrain.launch.dry_run import dry_run
 from roadtrain.launch.processes import Role
 from roadtrain.launch.resolve import ResolvedRun, absolute_job, resolve
+from roadtrain.planner.machines_of import machines_of
 
 TOKEN = "a token that nobody should read"
 TWO = (
@@ -61,6 +62,31 @@ def served() -> ResolvedRun:
 def staged(widths: tuple[int, ...] = (2, 2), **words: Any) -> ResolvedRun:
     parallelism = Parallelism(pp=len(widths), widths=widths)
     return of(a_plan("zero1", TWO, parallelism=parallelism, num_microbatches=4), a_job(**words))
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "services"),
+    [
+        ("server", 4, ["server spare 0"]),
+        ("optimizer-node", 4, ["switch tor", "server spare 0"]),
+        ("smartnic", 4, ["server gpu0 0", "server gpu1 0"]),
+        ("zero1", 4, []),
+        ("summation", 4, ["reducer spare"]),
+        ("parameter-server", 4, ["reducer spare"]),
+        ("files", 1, []),
+        ("zero-offload", 1, []),
+    ],
+)
+def test_every_placement_that_is_launched_becomes_processes(
+    name: str, workers: int, services: list[str]
+) -> None:
+    plan = Plan(placement(name), Parallelism(dp=workers))
+    found = PlanFile(plan, machines_of(plan, a_cluster()), None, a_cluster())
+    addresses = {one: f"10.0.0.{n}" for n, one in enumerate(("gpu0", "gpu1", "spare", "tor"))}
+    run = resolve(found, a_job(), name="x", addresses=addresses, token=TOKEN)
+    assert [one.name for one in run.services()] == services
+    assert len(run.workers(run.worker_hosts, 0).processes) == workers
+    job_of(run, *run.worker_hosts)  # which `train` reads
 
 
 def test_servers_are_started_as_the_plan_says() -> None:
