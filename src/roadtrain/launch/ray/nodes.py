@@ -126,12 +126,11 @@ class HostMap:
                     self._nodes[host.name] = found
                     free.remove(found)
                     new.append(host.name)
-        free = [n for n in free if not n.label]
         devices = any(n.devices for n in nodes)
         for host in self.missing():
             if not self._any_fits(host):
                 continue
-            fitting = [n for n in free if _capacity(n, devices) >= host.workers]
+            fitting = [n for n in free if not n.label and _capacity(n, devices) >= host.workers]
             if fitting:
                 best = min(fitting, key=lambda n: (_waste(n, host), *_order(n)))
                 self._nodes[host.name] = best
@@ -140,7 +139,8 @@ class HostMap:
         if self._others is None:
             self._others = {node.node_id for node in nodes if node in free}
         for node in [node for node in free if node.node_id not in self._others]:
-            name = node.name if node.name not in {*self._hosts, *self._nodes} else node.node_id[:8]
+            name = node.label or node.name
+            name = node.node_id[:8] if name in {*self._hosts, *self._nodes} else name
             self._nodes[name] = node
             new.append(name)
         return new
