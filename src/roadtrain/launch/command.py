@@ -138,7 +138,7 @@ def command(
 
 def begin(home: RunHome, record: LaunchRecord, plan: str, job: str) -> None:
     """The files of a new run. Raises ConfigError where one of its name is alive."""
-    if home.is_supervised():
+    if home.exists and is_alive(home):
         raise ConfigError(
             f"run {home.name!r} is alive",
             hint=f"another --name, or roadtrain launch --stop {home.name}",
@@ -158,6 +158,14 @@ def started(home: RunHome, record: LaunchRecord, detach: bool, offset: int = 0) 
         print(f"run {home.name} is starting: roadtrain status {home.name}")
         return 0
     return follow(home, record, offset)
+
+
+def is_alive(home: RunHome) -> bool:
+    """Whether it has a supervisor, or will have one again by itself."""
+    if home.is_supervised():
+        return True
+    alive = ENGINES[home.record().engine].alive
+    return bool(alive) and home.state().phase != "ended" and bool(function_of(alive)(home))
 
 
 def start_supervisor(home: RunHome) -> None:
@@ -214,7 +222,7 @@ def patient_client(home: RunHome) -> Iterator[ControlClient]:
             client = ControlClient(home)
             break
         except LaunchError:
-            if not home.is_supervised():
+            if not is_alive(home):
                 raise
             time.sleep(POLL_S)
     with client:
@@ -224,7 +232,7 @@ def patient_client(home: RunHome) -> Iterator[ControlClient]:
 def shown_until_end(home: RunHome, offset: int) -> None:
     tail, told = LogTail(home, offset), False
     while True:
-        alive = home.is_supervised()  # before its last lines are read
+        alive = is_alive(home)  # before its last lines are read
         for line in tail.lines():
             print(line)
         if not told and (text := first_step(home.state())):
@@ -280,7 +288,14 @@ def describe_run(plan_file: PlanFile, job_file: str, name: str, write: str, out:
 def function_of(target: str) -> Callable[..., Any]:
     """`module:function`: modules of one engine or format are imported when they are used."""
     module, _, function = target.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as cause:
+        if not cause.name or cause.name.startswith("roadtrain"):
+            raise
+        raise LaunchError(
+            f"{cause.name} is not installed here", hint=f"pip install 'roadtrain[{cause.name}]'"
+        ) from cause
     return found
 
 
@@ -290,14 +305,14 @@ def function_of(target: str) -> Callable[..., Any]:
 def stop_run(name: str) -> int:
     home = RunHome.of(name)
     home.record()
-    if not home.is_supervised():
+    if not is_alive(home):
         print(f"run {name} does not run: {home.state().phase}")
         return 0
     offset = home.all_log.stat().st_size if home.all_log.exists() else 0
     with patient_client(home) as client:
         client.ask("stop", "the user asked for it")
     tail, deadline = LogTail(home, offset), time.monotonic() + STOPS_S
-    while home.is_supervised():
+    while is_alive(home):
         if time.monotonic() > deadline:
             raise LaunchError(f"run {name} has not ended within {STOPS_S:.0f} s of being asked to")
         time.sleep(POLL_S)
@@ -310,7 +325,7 @@ def stop_run(name: str) -> int:
 def resume_run(name: str, if_launcher_dies: str, detach: bool) -> int:
     home = RunHome.of(name)
     record = home.record()
-    if home.is_supervised():
+    if is_alive(home):
         raise ConfigError(f"run {name!r} is alive", hint=f"roadtrain status {name}")
     record = msgspec.structs.replace(
         record,

@@ -24,9 +24,11 @@ LOCAL = ("localhost", "")
 @dataclass(frozen=True)
 class EngineKind:
     make: Callable[[PlanFile, LaunchRecord], LaunchEngine]
-    # "module:function" that starts the supervisor of a run where it is not a process of this host;
-    # it gets the RunHome.
+    # "module:function" that starts the supervisor of a run where it is not a process of this
+    # launcher; it gets the RunHome.
     supervise: str = ""
+    # The same, returns whether a run is alive whose supervisor is away: something starts it again.
+    alive: str = ""
 
 
 def machines_of(plan_file: PlanFile) -> Machines:
@@ -57,9 +59,19 @@ def _lab(plan_file: PlanFile, record: LaunchRecord) -> LaunchEngine:
     return engine
 
 
+def _ray(plan_file: PlanFile, record: LaunchRecord) -> LaunchEngine:
+    make = importlib.import_module("roadtrain.launch.ray.engine").ray_engine
+    engine: LaunchEngine = make(
+        machines_of(plan_file), f"roadtrain:{record.name}", record.ray_address
+    )
+    return engine
+
+
+RAY = "roadtrain.launch.ray.start"
 ENGINES: Mapping[str, EngineKind] = {
     "here": EngineKind(_here),
     "lab": EngineKind(_lab),
+    "ray": EngineKind(_ray, f"{RAY}:start_supervisor", f"{RAY}:is_alive"),
 }
 
 

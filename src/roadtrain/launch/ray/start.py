@@ -1,0 +1,131 @@
+"""The supervisor of a run on Ray: `python -m roadtrain.launch.supervise`, as everywhere, a process
+that a detached actor "roadtrain:RUN" holds on the node where the run was launched. So the launcher
+may die: Ray starts the actor again when it is killed, the actor its process.
+
+That process is a driver of its own. Workers and their places are its, so that they end with it
+whatever happens; were the actor itself the driver, Ray would take the workers' places away
+as soon as the launcher ends. It finds the services again, and begins the workers anew. The run's
+home stays on this node, so everything that is asked of a run by its name is asked here.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import ray
+
+from roadtrain.errors import LaunchError
+from roadtrain.launch.home import RunHome
+from roadtrain.launch.processes import Process, Role
+from roadtrain.launch.ray import cluster
+from roadtrain.launch.ray.held_process import HeldProcess, Said, to_ray_log
+from roadtrain.protocol.launch import ProcessEnded
+
+STARTS_S = 120.0  # the supervisor's process has the run's lock, or has refused, within it
+TRIES = 6  # of a supervisor that ends soon
+SOON_S = 60.0
+AGAIN_S = 1.0
+POLL_S = 0.1
+
+
+class SupervisedRun:
+    """The actor. It ends with the run."""
+
+    def __init__(self, path: str, name: str, environment: dict[str, str]) -> None:
+        self._home, self._name = RunHome(Path(path)), name
+        # No role of a run's own: what starts and ends it does not look at that.
+        self._process = Process(
+            "supervisor",
+            Role.SERVER,
+            os.uname().nodename,
+            ("-m", "roadtrain.launch.supervise", path),
+            path,
+            environment,
+        )
+        self._said = ""
+        threading.Thread(target=self._run, name="supervisor", daemon=True).start()
+
+    def ready(self) -> None:
+        """Answers when the actor is there."""
+
+    def _run(self) -> None:
+        failed = 0
+        while self._home.state().phase != "ended":
+            began = time.monotonic()
+            held = HeldProcess(self._process, self._name, self._tell)
+            while held.alive:
+                held.wait(SOON_S)
+            failed = failed + 1 if time.monotonic() - began < SOON_S else 0
+            if failed >= TRIES:
+                why = f"the supervisor ended {failed} times in a row: {self._said}"
+                self._home.write_state(
+                    msgspec.structs.replace(self._home.state(), phase="ended", code=1, why=why)
+                )
+            time.sleep(AGAIN_S)
+        ray.kill(ray.get_actor(self._name), no_restart=True)
+
+    def _tell(self, event: Said) -> None:
+        to_ray_log(event, {"host": self._process.host})
+        if isinstance(event, ProcessEnded):
+            self._said = event.said or f"code {event.code}"
+
+
+def start_supervisor(home: RunHome) -> None:
+    """Returns when it has begun, or has refused the run. Raises LaunchError."""
+    record = home.record()
+    cluster.connect(record.ray_address)
+    try:
+        _start(home, actor_name(record.name))
+    finally:
+        cluster.disconnect()
+
+
+def _start(home: RunHome, name: str) -> None:
+    try:
+        ray.get_actor(name)
+    except ValueError:
+        pass  # as it should be
+    else:
+        raise LaunchError(
+            f"the cluster has an actor {name}: a run of this name is alive there",
+            hint=f"another --name, or roadtrain launch --stop {home.name} where it was launched",
+        )
+    here = ray.get_runtime_context().get_node_id()
+    supervised = ray.remote(num_cpus=0, max_restarts=-1)(SupervisedRun).options(
+        name=name,
+        lifetime="detached",
+        scheduling_strategy=cluster.on_node(here),
+    )
+    environment = {"HOME": str(Path.home())}
+    actor = supervised.remote(str(home.path), name, environment)
+    deadline = time.monotonic() + STARTS_S
+    while not home.is_supervised() and home.state().phase != "ended":
+        if time.monotonic() > deadline:
+            ray.kill(actor, no_restart=True)
+            raise LaunchError(f"the supervisor did not begin on Ray within {STARTS_S:.0f} s")
+        time.sleep(POLL_S)
+
+
+def is_alive(home: RunHome) -> bool:
+    """Whether there is an actor that starts the run's supervisor again."""
+    record = home.record()
+    try:
+        cluster.connect(record.ray_address)
+    except LaunchError:
+        return False
+    try:
+        ray.get_actor(actor_name(record.name))
+    except ValueError:
+        return False
+    finally:
+        cluster.disconnect()
+    return True
+
+
+def actor_name(run: str) -> str:
+    """Of a run's supervisor; those of its services begin with it."""
+    return f"roadtrain:{run}"
