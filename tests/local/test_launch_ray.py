@@ -1,0 +1,220 @@
+"""`roadtrain launch --on ray`, on two Ray nodes in this machine: a run from its two files to its end;
+whatever is killed, it goes on by itself with the same losses."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tomli_w
+from processes import free_port
+
+from roadtrain.launch.home import RunHome
+from roadtrain.training.metrics import read_metrics
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+]
+HERE = Path(__file__).parent
+PATIENCE_S = 90.0
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+
+
+def wait_for(found: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (result := found()):
+        assert time.monotonic() < deadline, f"{what}: not within {PATIENCE_S:.0f} s"
+        time.sleep(0.1)
+    return result
+
+
+class RayNodes:
+    """A cluster of nodes a (its head) and b."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "ray_nodes.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        self.address = self._line()
+        self.do("add b")
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline().strip()
+        assert line, "the cluster's process has ended"
+        return line
+
+    def do(self, words: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(words + "\n")
+        self._process.stdin.flush()
+        assert self._line() == "done"
+
+    def close(self) -> None:
+        """All of it has ended then, by itself or not."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        own = psutil.Process(self._process.pid).children(recursive=True)
+        self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(30)
+        _, left = psutil.wait_procs(own, timeout=10)
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.kill()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    nodes = RayNodes()
+    yield nodes
+    nodes.close()
+
+
+class LaunchedRun:
+    """A run of two workers, on a and b, and a server on b."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+        self.directory, self.steps = directory, steps
+        self.launches: list[subprocess.Popen[str]] = []
+        monkeypatch.setenv("HOME", str(directory))
+        self.home = RunHome(directory / ".roadtrain" / "runs" / "r")
+        (directory / "text").write_text("".join(f"line {n} of {n * n}\n" for n in range(2000)))
+        job = {
+            "run": {"dir": str(directory / "run"), "steps": steps, "log_every": 1},
+            "model": {"dtype": "fp32", "config": MODEL},
+            "data": {"paths": [str(directory / "text")], "seq_len": 32, "batch_size": 2},
+            "optimizer": {"name": "adamw", "lr": 1e-3},
+        }
+        (directory / "job.toml").write_text(tomli_w.dumps(job))
+
+    def plan(self, address: str = "") -> Path:
+        store = {"store": str(self.directory / "store"), "port": free_port()}
+        hosts: list[dict[str, Any]] = [
+            {"name": name, "kind": "gpu", "workers": 1} for name in ("a", "b")
+        ]
+        hosts[1]["servers"] = [store]
+        for host in hosts:
+            host["address"] = address
+        plan = {
+            "placement": "server",
+            "parallelism": {"dp": 2},
+            "micro_batch": 2,
+            "machines": {"rendezvous_port": free_port(), "hosts": hosts},
+        }
+        path = self.directory / "plan.toml"
+        path.write_text(tomli_w.dumps(plan))
+        return path
+
+    def launch(self, *words: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "roadtrain.cli", "launch", *words],
+            cwd=self.directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.launches.append(process)
+        return process
+
+    def close(self) -> None:
+        for process in self.launches:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+    def on_ray(self, nodes: RayNodes, *words: str) -> subprocess.Popen[str]:
+        files = (str(self.plan()), "job.toml")
+        return self.launch(
+            *files, "--on", "ray", "--ray-address", nodes.address, "--name", "r", *words
+        )
+
+    def losses(self) -> dict[int, float]:
+        path = self.directory / "run" / "metrics.jsonl"
+        return {
+            row["step"]: row["loss"]
+            for row in (read_metrics(path) if path.exists() else [])
+            if "loss" in row
+        }
+
+    def log(self) -> str:
+        return self.home.all_log.read_text() if self.home.all_log.exists() else ""
+
+    def pids(self, *words: str) -> list[int]:
+        """Of this run's processes whose command line has all of these words."""
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            line = " ".join(process.info["cmdline"] or ())
+            if all(word in line for word in (*words, str(self.directory))):
+                found.append(process.pid)
+        return found
+
+    def kill(self, *words: str) -> None:
+        pids = wait_for(lambda: self.pids(*words), f"no process of {words}")
+        os.kill(pids[0], signal.SIGKILL)
+
+    def reach(self, step: int) -> None:
+        wait_for(lambda: len(self.losses()) >= step, f"step {step}\n{self.log()}")
+
+    def restarts(self, of: str) -> int:
+        rows = json.loads((self.home.path / "state.json").read_text())["processes"]
+        return int(next(row["restarts"] for row in rows if row["name"] == of))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchedRun]:
+    run = LaunchedRun(tmp_path, monkeypatch, steps=8)
+    yield run
+    run.close()
+
+
+def end_of(process: subprocess.Popen[str], run: LaunchedRun) -> str:
+    try:
+        out, _ = process.communicate(timeout=150)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, _ = process.communicate()
+        raise AssertionError(f"the launch has not ended\n{out}") from None
+    assert process.returncode == 0, out + run.log()
+    return out
+
+
+def test_a_run_starts_from_its_two_files_and_a_killed_server_is_started_again(
+    nodes: RayNodes, run: LaunchedRun
+) -> None:
+    process = run.on_ray(nodes)
+    run.reach(1)
+    run.kill("roadtrain.cli serve")
+    out = end_of(process, run)
+    print(out)
+    assert sorted(run.losses()) == list(range(1, run.steps + 1))
+    assert "run r is done" in out
+    wait_for(lambda: not run.pids("roadtrain"), "a process of the run is left")
