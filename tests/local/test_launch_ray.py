@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]
 HERE = Path(__file__).parent
-PATIENCE_S = 90.0
+PATIENCE_S = 120.0
 MODEL = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -184,14 +184,14 @@ class LaunchedRun:
     def reach(self, step: int) -> None:
         wait_for(lambda: len(self.losses()) >= step, f"step {step}\n{self.log()}")
 
-    def restarts(self, of: str) -> int:
-        rows = json.loads((self.home.path / "state.json").read_text())["processes"]
-        return int(next(row["restarts"] for row in rows if row["name"] == of))
+    def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = json.loads((self.home.path / "state.json").read_text())
+        return state
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchedRun]:
-    run = LaunchedRun(tmp_path, monkeypatch, steps=8)
+    run = LaunchedRun(tmp_path, monkeypatch, steps=6)
     yield run
     run.close()
 
@@ -207,14 +207,78 @@ def end_of(process: subprocess.Popen[str], run: LaunchedRun) -> str:
     return out
 
 
-def test_a_run_starts_from_its_two_files_and_a_killed_server_is_started_again(
+def test_a_run_starts_from_its_two_files_and_runs_to_its_end(
     nodes: RayNodes, run: LaunchedRun
 ) -> None:
-    process = run.on_ray(nodes)
-    run.reach(1)
-    run.kill("roadtrain.cli serve")
-    out = end_of(process, run)
-    print(out)
+    """On each host what the plan says; nothing is left."""
+    out = end_of(run.on_ray(nodes), run)
     assert sorted(run.losses()) == list(range(1, run.steps + 1))
-    assert "run r is done" in out
+    assert "starting server b 0 on b" in out and "starting workers on a, b (2 workers)" in out
+    assert "[worker 0 a] " in run.log() and "[server b 0 b] serving" in run.log()
+    assert "first step" in out and "run r is done" in out
     wait_for(lambda: not run.pids("roadtrain"), "a process of the run is left")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_whatever_is_killed_the_run_goes_on_with_the_losses_of_one_that_nobody_kills(
+    nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rules 1 and 3: a worker, a server, a server's actor, the supervisor, the actor that holds it, a node, the
+    launcher. The undisturbed run is one on this host, without Ray."""
+    steps = 600
+    (tmp_path / "plain").mkdir()
+    plain = LaunchedRun(tmp_path / "plain", monkeypatch, steps)
+    (tmp_path / "killed").mkdir()
+    try:
+        end_of(
+            plain.launch(str(plain.plan("127.0.0.1")), "job.toml", "--on", "here", "--name", "r"),
+            plain,
+        )
+    finally:
+        plain.close()
+    run = LaunchedRun(tmp_path / "killed", monkeypatch, steps)
+    try:
+        first = run.on_ray(nodes)
+        for n, fault in enumerate(FAULTS):
+            run.reach(10 + 20 * n)
+            if fault == "node":
+                nodes.do("kill b")
+                nodes.do("add b")
+            elif fault == "launcher":
+                os.killpg(first.pid, signal.SIGKILL)
+            elif fault == "actor":
+                kill_actor_of(run, "roadtrain.cli serve")
+            elif fault == "supervisor's actor":
+                kill_actor_of(run, "launch.supervise")
+            else:
+                run.kill(fault)
+            told(fault)
+            run.reach(len(run.losses()) + 4)
+        wait_for(lambda: run.state()["phase"] == "ended", f"the end\n{run.log()}")
+        assert run.state()["code"] == 0, run.log()
+        assert run.losses() == plain.losses()
+        wait_for(lambda: not run.pids("roadtrain"), "a process of the run is left")
+    finally:
+        run.close()
+
+
+FAULTS = (
+    "launcher",
+    "roadtrain.cli train",
+    "roadtrain.cli serve",
+    "actor",
+    "launch.supervise",
+    "supervisor's actor",
+    "node",
+)
+
+
+def told(fault: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} killed: {fault}", flush=True)
+
+
+def kill_actor_of(run: LaunchedRun, *words: str) -> None:
+    """The Ray process that holds a process of the run: the parent of its agent."""
+    (pid, *_) = wait_for(lambda: run.pids(*words), f"no process of {words}")
+    psutil.Process(pid).parent().parent().kill()

@@ -79,6 +79,8 @@ class HostAgent:
         signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
         # a Ctrl-C is the supervisor's to handle; not ignored, or its processes would ignore it too
         signal.signal(signal.SIGINT, lambda *_: None)
+        # blocked where a thread of Ray's starts agents; processes would have it blocked as well
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         self._watch(woken, lambda: os.read(woken, READ))
         kill_marked(f"{self._mark}#", more=True)  # what an agent before this one has left
         self._send(

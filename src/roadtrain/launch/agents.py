@@ -76,6 +76,8 @@ class HostAgents:
     Returns when all agents are ready. Raises LaunchError, and ends them all, where one is not.
     """
 
+    goes_on = False  # what it starts ends with it
+
     def __init__(self, hosts: Sequence[AgentHost], mark: str) -> None:
         self._mark = mark
         self._places = {host.name: _HostState(host) for host in hosts}

@@ -29,6 +29,10 @@ class HostSeen:
 class LaunchEngine(Protocol):
     """All calls return soon, but `ask`, which takes as long as its command."""
 
+    goes_on: bool
+    """Services of this run are there already: an engine before this one started them, and they
+    outlived it. So stores and ports are in use, and nothing is checked anew."""
+
     def hosts(self) -> Sequence[HostSeen]:
         """Those that are alive."""
 

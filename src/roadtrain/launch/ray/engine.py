@@ -77,16 +77,16 @@ class RayEngine:
         self._events: list[RunEvent] = []
         self._map = HostMap(hosts)
         self._services: dict[str, _Heard] = {}
-        self.found = _found(mark)
-        """Name -> actor, process and node of services that an engine before this one started."""
+        found = _found(mark)
+        self.goes_on = bool(found)
         self._workers: RayWorkers | None = None
         self._looked_at = 0.0
-        for name, (actor, process, node) in self.found.items():
+        for name, (actor, process, node) in found.items():
             self._map.remember(process.host, node)
             self._services[name] = _Heard(actor, process, after=-1)
         self._look()
         if missing := self._map.missing():
-            if not self.found:
+            if not found:
                 raise LaunchError(_no_node(missing[0], cluster.nodes()))
             why = "it is no node of the cluster"
             self._events += [HostLost(host.name, why, time.monotonic()) for host in missing]
