@@ -51,6 +51,7 @@ def test_probe_and_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         and host.sums > 1e8
         and host.device is not None
     )
+    assert host.ssds[0].directories == (str(tmp_path),)
     assert host.device.flops > 1e8 and host.ssds[0].read > 1e6 and 1 <= host.ssds[0].mixed <= 2
     assert f"hosts.{host.name}.memory_rate" in tomllib.loads(out.read_text())["measured"]
     if not torch.cuda.is_available():
@@ -154,6 +155,7 @@ def test_every_pair_is_measured(two: list[str], capsys: pytest.CaptureFixture[st
     cluster = make_cluster(own.tree)
     assert [host.name for host in cluster.hosts] == ["this", "other", "other+"]
     assert all(host.nics[0].rate > 1e7 and host.nics[0].latency > 0 for host in cluster.hosts)
+    assert all(host.addresses == ("127.0.0.1",) for host in cluster.hosts)
     assert {"hosts.other.memory_rate", "hosts.other+.memory_rate", "hosts.other+.nics"} <= set(
         cluster.measured
     )

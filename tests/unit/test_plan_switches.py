@@ -27,7 +27,7 @@ def node(workers: int, **changes: object) -> Plan:
 
 
 def keys(plan: Plan, *workers: int, **more: object) -> dict:
-    text = planner.job(plan, racks(*workers, **more))
+    text = planner.job_text(plan, racks(*workers, **more))
     assert text is not None
     return tomllib.loads(text)["servers"]
 
@@ -53,7 +53,7 @@ def test_a_job_names_a_tree() -> None:
     ("racks_of", "changes"), [((3,), {"wire": "int8"}), ((2, 3), {"window": 64})]
 )
 def test_a_job_takes_what_the_plan_writes(racks_of: tuple, changes: dict) -> None:
-    written = planner.job(node(sum(racks_of), **changes), racks(*racks_of))
+    written = planner.job_text(node(sum(racks_of), **changes), racks(*racks_of))
     assert written is not None
     section = ServersSection(**tomllib.loads(written.replace(":PORT", ":7000"))["servers"])
     assert section.fan_in is not None
@@ -78,7 +78,7 @@ def test_hosts_of_several_devices_have_a_relay() -> None:
     where = racks(2)
     hosts = [h.model_copy(update={"devices": 2, "fabric": 1e11}) for h in where.workers]
     where = where.model_copy(update={"hosts": (*hosts, *where.spares)})
-    text = planner.job(node(4), where)
+    text = planner.job_text(node(4), where)
     assert text is not None and tomllib.loads(text)["servers"]["relay"] == switches.RELAY
 
 

@@ -23,7 +23,7 @@ from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import PLACEMENTS, Plan, load_plan, make_plan, placement
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.planner.candidates import MOST_MICROBATCHES, candidates
-from roadtrain.planner.plan import job, words
+from roadtrain.planner.plan import job_text, words
 from roadtrain.planner.search import CLOSE, least_change, scaled, search
 from roadtrain.simulator.compute import Constants, HostTimes
 from roadtrain.simulator.engine import Engine
@@ -156,13 +156,13 @@ def test_clusters_of_unequal_size_get_stages_of_unequal_width() -> None:
 
 def test_a_plan_in_stages_has_a_job() -> None:
     plan = Plan(placement("zero1"), Parallelism(pp=2, widths=(3, 1), stages=(6, 2)), 2, 12)
-    tree = tomllib.loads(job(plan) or "")
+    tree = tomllib.loads(job_text(plan) or "")
     made = make_job({**tree, "model": {"config": {"model_type": "llama"}}})
     assert made.parallelism.degrees(4) == plan.parallelism
     assert made.parallelism.num_microbatches == 12 and made.data.batch_size == 2
     even = plan.changed(parallelism=Parallelism(dp=2, pp=2, tp=2))
-    assert tomllib.loads(job(even) or "")["parallelism"]["num_microbatches"] == 24
-    assert job(plan.changed(activation_checkpointing=True)) is None
+    assert tomllib.loads(job_text(even) or "")["parallelism"]["num_microbatches"] == 24
+    assert job_text(plan.changed(activation_checkpointing=True)) is None
 
 
 def test_measured_speeds_bound_a_plan() -> None:

@@ -1,5 +1,5 @@
-"""`roadtrain plan CLUSTER.toml --model M`: the best plan, why it is, what would make it faster, and
-why others lost.
+"""`roadtrain plan CLUSTER.toml --model M`, or `--job JOB.toml`: the best plan, why it is, what
+would make it faster, and why others lost.
 
 As text, JSON (with a schema version) and one HTML page without anything from elsewhere. Exit code 1
 where nothing fits, with the least change that would. Does NOT import torch.
@@ -19,12 +19,16 @@ from typing import Any
 import tomli_w
 
 from roadtrain.config.cluster import Cluster, load_cluster
+from roadtrain.config.job import load_job
 from roadtrain.config.models import ModelShape
 from roadtrain.config.plan import HEADROOM, Plan
+from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
 from roadtrain.planner.candidates import EVERY
 from roadtrain.planner.job_keys import degrees
+from roadtrain.planner.job_plans import JobPlans, batch_of_job, shape_of_job
+from roadtrain.planner.machines_of import machines_of, predicted_of
 from roadtrain.planner.page import Point, page
 from roadtrain.planner.search import Family, Found, SearchResult, least_change, search
 from roadtrain.planner.simulate import (
@@ -252,7 +256,7 @@ def plain(
     }
 
 
-def job(plan: Plan, cluster: Cluster | None = None) -> str | None:
+def job_text(plan: Plan, cluster: Cluster | None = None) -> str | None:
     """What `roadtrain train` needs of it, where there is a runtime for the placement. `cluster`:
     whose switches it names."""
     own: dict[str, Any] = {
@@ -291,10 +295,34 @@ def job(plan: Plan, cluster: Cluster | None = None) -> str | None:
     return tomli_w.dumps({**own, **where[plan.placement.name]})
 
 
+def launchable(found: Found, cluster: Cluster) -> tuple[PlanFile, str]:
+    """The whole plan.toml; and why it has no machines, where it cannot be launched."""
+    predicted = predicted_of(found.result)
+    try:
+        machines = machines_of(found.plan, cluster)
+    except ConfigError as error:
+        return PlanFile(found.plan, None, predicted, cluster), str(error).partition("\n")[0]
+    return PlanFile(found.plan, machines, predicted, cluster), ""
+
+
+def write_job_file(path: str, plan: Plan, cluster: Cluster) -> None:
+    if (text := job_text(plan, cluster)) is None:
+        print(f"no job file: `roadtrain train` cannot run this: {words(plan)}")
+        return
+    replace_file(Path(path), text.encode(), "writing")
+    more = "put your servers in where it says HOST:PORT"
+    if "[parallelism]" in text:
+        more = "torchrun starts it, one process a device"
+    print(f"job     {path}: add [model.config]; {more}")
+
+
 def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool) -> int:
     """Real steps of the plan, here or in the lab, beside simulated ones, as `roadtrain
     calibrate` does. Raises ConfigError for a plan that has no runtime there, RoadtrainError."""
-    text, path = job(plan), Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    text, path = (
+        job_text(plan),
+        Path(model) / "config.json" if Path(model).is_dir() else Path(model),
+    )
     served, many = lab and plan.placement.name == "server", plan.parallelism.devices
     if (
         text is None
@@ -341,6 +369,7 @@ def command(
     html: str = "",
     trace: str = "",
     job_file: str = "",
+    job: str = "",
     verify: bool = False,
     lab: bool = False,
 ) -> int:
@@ -359,20 +388,29 @@ def command(
         json: also write all that is told to this file
         html: also write one page with plots
         trace: write a trace for ui.perfetto.dev to this file
+        job: the job that `roadtrain launch` shall run: its model, and only what can be launched
         job_file: write what `roadtrain train` needs of it to this file
         verify: then run steps of it here beside simulated ones; write the measured rates back
         lab: --verify on the cluster emulated on this machine (root); writes NAME.lab.toml
     """
     if lab and not verify:
         raise ConfigError("--lab says where steps are run, and none are", hint="--verify --lab")
-    cluster, one = load_cluster(cluster_file), load_model(model, seq_len)
+    cluster = load_cluster(cluster_file)
+    if job and (model or seq_len or job_file or verify):
+        raise ConfigError(
+            "--model, --seq-len, --job-file and --verify do not go with --job",
+            hint="leave them out: the job says what is trained",
+        )
+    asked = load_job(job) if job else None
+    one = load_model(model, seq_len) if asked is None else shape_of_job(asked)
     of = named(constants) if constants else Constants()
     answer = search(
         cluster,
         one,
         of,
+        fitted=None if asked is None else JobPlans(asked, cluster).fitted,
         goal=goal,
-        batch=batch,
+        batch=batch if batch or asked is None else batch_of_job(asked),
         late=late,
         headroom=headroom,
         placements=[name for name in placements.split(",") if name],
@@ -401,19 +439,15 @@ def command(
         replace_file(Path(html), shown.encode(), "writing")
     if answer.pick is None:
         return 1
-    replace_file(Path(out), answer.pick.plan.to_toml().encode(), "writing")
-    start = [f"start   {line}" for line in switches.commands(answer.pick.plan, cluster)]
-    again = f"plan    {out} (roadtrain simulate {cluster_file} --model {model} --plan {out})"
-    print("\n".join([again, *start]))
+    planned, lacking = launchable(answer.pick, cluster)
+    replace_file(Path(out), planned.to_toml().encode(), "writing")
+    again = f"simulate {cluster_file} --model {model} --plan {out}"
+    lines = [f"plan    {out} (roadtrain {f'launch {out} {job}' if job else again})"]
+    lines += [f"launch  not this plan: {lacking}"] if lacking else []
+    started = [] if job else switches.commands(answer.pick.plan, cluster)
+    print("\n".join([*lines, *(f"start   {line}" for line in started)]))
     if traced is not None and trace:
         replace_file(Path(trace), (dumps(perfetto(traced)) + "\n").encode(), "writing")
     if job_file:
-        if (text := job(answer.pick.plan, cluster)) is None:
-            print(f"no job file: `roadtrain train` cannot run this: {words(answer.pick.plan)}")
-        else:
-            replace_file(Path(job_file), text.encode(), "writing")
-            more = "put your servers in where it says HOST:PORT"
-            if "[parallelism]" in text:
-                more = "torchrun starts it, one process a device"
-            print(f"job     {job_file}: add [model.config]; {more}")
+        write_job_file(job_file, answer.pick.plan, cluster)
     return steps_of(cluster_file, model, answer.pick.plan, one.tokens, lab) if verify else 0

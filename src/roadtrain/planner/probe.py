@@ -37,7 +37,7 @@ from roadtrain.planner import probe_links as links
 from roadtrain.runtime.host import cards, topology
 from roadtrain.storage.direct import replace_file
 from roadtrain.storage.rates import storage_rates
-from roadtrain.transport.address import tls_of, token_of
+from roadtrain.transport.address import address_of, own_address, tls_of, token_of
 from roadtrain.transport.tcp import TcpOptions
 from roadtrain.units import MIB, show_rate
 
@@ -179,6 +179,7 @@ def describe(dirs: Sequence[str], threads: int) -> links.Said:
                 "write": f"{storage.write:.0f}B/s",
                 "mixed": round(mixed, 3),
                 "capacity": f"{psutil.disk_usage(directory).total}B",
+                "directories": [os.path.abspath(directory)],
             }
         )
         uplink += max(storage.read, storage.mixed)
@@ -271,6 +272,8 @@ def with_others(own: links.Said, hosts: Sequence[str], options: TcpOptions) -> b
             lost.append(f"host {host}: {error}")
             continue
         trees[host] = said.tree["hosts"][0]
+        trees[host]["addresses"] = [address_of(host)[0]]
+        trees["here"].setdefault("addresses", [own_address(address_of(host))])
         while trees[host]["name"] in {one["name"] for one in own.tree["hosts"]}:
             trees[host]["name"] += "+"
         name = trees[host]["name"]

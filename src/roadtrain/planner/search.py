@@ -37,6 +37,7 @@ from roadtrain.simulator.scene import Scene
 
 # bound of a sample, number, the plan; whether all is in the bound
 Waiting = tuple[float, int, Scene, bool]
+Fitted = Callable[[Plan], Plan | str]
 CLOSE = 0.05  # what a larger batch would have to take off a sample's score to be chosen
 SMALLER, MORE = 0.5, 1.1  # a resource's rate, to see what it would change
 LITTLE = 1e-3  # share of a step in which a resource is taken, that no rate of it changes anything
@@ -116,9 +117,11 @@ def search(
     constants: Constants,
     *,
     explain: bool = True,
+    fitted: Fitted | None = None,
     **options: Any,
 ) -> SearchResult:
-    """`options`: fields of SearchOptions. Raises ConfigError for bad input; where nothing fits the
+    """`options`: fields of SearchOptions. `fitted`: makes of a candidate the plan that is tried, or
+    says why it cannot be. Raises ConfigError for bad input; where nothing fits the
     answer has no pick, and its families say what is lacking."""
     asked = SearchOptions(**options)
     goal, batch = asked.goal, asked.batch
@@ -134,7 +137,7 @@ def search(
         raise ConfigError(
             "goal energy, and no device says what it takes", hint="give devices `peak_watts`"
         )
-    one = _Search(cluster, model, constants, asked)
+    one = _Search(cluster, model, constants, asked, fitted)
     if batch is not None:
         return replace(one.best(batch, explain), batch=batch)
     most = one.best(None, explain=False)
@@ -164,6 +167,7 @@ class _Search:
     model: ModelShape
     constants: Constants
     asked: SearchOptions
+    fitted: Fitted | None = None
 
     def scene(self, plan: Plan) -> Scene:
         """Raises ConfigError where the plan cannot be on this cluster."""
@@ -246,14 +250,7 @@ class _Search:
         fits: set[Plan] = set()
         waiting: list[Waiting] = []
         passes: dict[Any, float] = {}  # what tells them apart -> seconds of a micro-batch
-        for plan in candidates(
-            self.cluster,
-            self.model,
-            batch=batch,
-            placements=self.asked.placements,
-            late=self.asked.late,
-            headroom=self.asked.headroom,
-        ):
+        for plan in self._candidates(batch, families):
             if (
                 plan.activation_checkpointing
                 and plan.changed(activation_checkpointing=False) in fits
@@ -277,6 +274,26 @@ class _Search:
                 ),
             )
         return families, waiting
+
+    def _candidates(self, batch: int | None, families: dict[str, Family]) -> Iterator[Plan]:
+        """Those that can be, each once; `families` say why others cannot."""
+        seen: set[Plan] = set()
+        for plan in candidates(
+            self.cluster,
+            self.model,
+            batch=batch,
+            placements=self.asked.placements,
+            late=self.asked.late,
+            headroom=self.asked.headroom,
+        ):
+            made = plan if self.fitted is None else self.fitted(plan)
+            if isinstance(made, str):
+                family = families.setdefault(plan.placement.name, Family(plan.placement.name))
+                family.tried += 1
+                family.refuse(made)
+            elif self.fitted is None or made not in seen:
+                seen.add(made)
+                yield made
 
     def _fitting(self, plan: Plan, family: Family) -> Scene | None:
         """The plan's scene, with other pipeline stages where only those fit; None where no
