@@ -167,7 +167,7 @@ def test_what_nothing_runs_is_refused_with_the_reason() -> None:
     for one, words in (
         (plan("files"), "is on 2 hosts"),
         (plan("summation", 1), "there is 1"),
-        (plan("server", 1, parallelism=Parallelism(pp=2)), "no stages and no tensor ranks"),
+        (plan("server", 1, parallelism=Parallelism(pp=2)), "data-parallel workers alone"),
         (plan("zero1", activation_checkpointing=True), "checkpoints no activations"),
         (plan("zero1", staleness=1), "late updates"),
         (plan("zero1", 1, parallelism=Parallelism(cp=2)), "context"),

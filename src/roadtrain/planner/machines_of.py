@@ -64,7 +64,7 @@ def why_not_run(plan: Plan, cluster: Cluster | None) -> str:
         if plan.staleness or plan.keep is not None:
             return "a job with [parallelism] has neither late updates nor compressed gradients"
     if name != "zero1" and (ranks.tp > 1 or ranks.pp > 1):
-        return f"placement {name} runs data-parallel workers, no stages and no tensor ranks"
+        return f"placement {name} runs data-parallel workers alone, {ranks} is more"
     if name in REDUCED and ranks.dp == 1:
         return f"placement {name} sums what several workers send, there is 1"
     hosts = [] if cluster is None else switches.hosts_of(plan, cluster)
