@@ -238,11 +238,11 @@ def test_hosts_measure_their_links_with_the_token_told_on_standard_input(tmp_pat
         done = subprocess.run(words, input=told, capture_output=True, timeout=90, check=False)
         assert done.returncode == 0, done.stderr.decode()
         found = msgspec.json.decode(done.stdout, type=HostAnswer)
-        assert [one.wait(timeout=30) for one in listening] == [0, 0]
+        assert [process.wait(timeout=30) for process in listening] == [0, 0]
     finally:
-        for one in listening:
-            one.kill()
-            one.wait()
+        for process in listening:
+            process.kill()
+            process.wait()
     assert not found.missing
     places = ("here", *others)
     assert {(a, b) for a, b, _, _ in found.links} == {(a, b) for a, b in permutations(places, 2)}

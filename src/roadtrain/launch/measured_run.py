@@ -1,0 +1,196 @@
+"""measure_run(): what a run's hosts and workers showed, asked through its engine once its processes
+have ended: the links between its hosts, and the seconds of its workers' last steps.
+
+    each host but one     a process that listens (measured_host.py), with the run's token
+    that one              is asked to measure all links, MOST hosts at a time
+    each host of workers  is asked for its workers' metrics
+
+Hosts that share an address have no link between them. What cannot be measured is named, with the
+reason; it is no error. Does NOT judge what it finds (measured_cluster.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from roadtrain.errors import LaunchError
+from roadtrain.launch.engine import LaunchEngine
+from roadtrain.launch.measured_cluster import LinkSeen, RunSeen
+from roadtrain.launch.measured_host import MODULE, HostAnswer, Told, WorkerSeconds
+from roadtrain.launch.processes import HostFile, Process, Role
+from roadtrain.launch.resolve import ResolvedRun, at
+from roadtrain.protocol.launch import ProcessEnded
+
+MOST = 8  # hosts whose links one asking host measures: 56 of them, about 40 s
+FILE = "measured.json"  # in the run's home
+END_S = 20.0  # for processes that listen to end
+
+
+class MeasuredWorker(msgspec.Struct, frozen=True):
+    rank: int
+    host: str
+    seconds: WorkerSeconds
+
+
+class MeasuredRun(msgspec.Struct, frozen=True):
+    """measured.json. `links`: (from, to, bytes of data a second, seconds of latency), by names of
+    hosts. `step`: the last that every worker has done."""
+
+    links: tuple[tuple[str, str, float, float], ...] = ()
+    workers: tuple[MeasuredWorker, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        return min((one.seconds.step for one in self.workers), default=0)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step: it ends when the last worker has ended it."""
+        return max((one.seconds.seconds for one in self.workers), default=0.0)
+
+
+def measure_run(engine: LaunchEngine, run: ResolvedRun, worker_hosts: Sequence[str]) -> MeasuredRun:
+    """worker_hosts: of the last attempt, in the order of ranks. None of the run's processes is
+    running."""
+    here = {host.name for host in engine.hosts()}
+    every = [one.name for one in (*run.machines.hosts, *run.machines.spares) if one.name in here]
+    missing = [
+        f"host {one.name}, which does not answer"
+        for one in run.machines.hosts
+        if one.name not in here
+    ]
+    links: list[tuple[str, str, float, float]] = []
+    listening = _listening(run, _of_addresses(run, every)[1:])
+    try:
+        for process, _ in listening.values():
+            engine.start(process)
+        for asking, others in _groups(_of_addresses(run, every)):
+            _ask_links(
+                engine, run, asking, {listening[one][1]: one for one in others}, links, missing
+            )
+    except LaunchError as error:
+        missing.append(str(error).partition("\n")[0])
+    finally:
+        _end(engine, [process.name for process, _ in listening.values()])
+    return MeasuredRun(
+        tuple(links), tuple(_workers(engine, run, worker_hosts, missing)), tuple(missing)
+    )
+
+
+def _of_addresses(run: ResolvedRun, names: Sequence[str]) -> list[str]:
+    """One host of each address."""
+    first: dict[str, str] = {}
+    for name in names:
+        first.setdefault(run.address(name), name)
+    return list(first.values())
+
+
+def _groups(names: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
+    """An asking host and those that listen; groups share a host, so that each host of one meets one
+    of the next."""
+    for begin in range(0, len(names) - 1, MOST - 1):
+        yield names[begin], names[begin + 1 : begin + MOST]
+
+
+def _listening(run: ResolvedRun, names: Sequence[str]) -> dict[str, tuple[Process, str]]:
+    """Host -> its process that listens, and where."""
+    out: dict[str, tuple[Process, str]] = {}
+    taken = {port for host in run.machines.hosts for port in host.ports}
+    port = next(n for n in range(run.machines.rendezvous_port + 1, 65536) if n not in taken)
+    token = f"{run.directory}/launch/token"
+    for name in names:
+        where = at(run.address(name), port)
+        out[name] = (
+            Process(
+                f"links of {name}",
+                Role.SERVER,
+                name,
+                ("-m", MODULE, "--listen", where, "--token-file", token),
+                run.directory,
+                files=(HostFile(token, run.token, secret=True),),
+                ports=(port,),
+            ),
+            where,
+        )
+    return out
+
+
+def _ask_links(
+    engine: LaunchEngine,
+    run: ResolvedRun,
+    asking: str,
+    others: Mapping[str, str],
+    links: list[tuple[str, str, float, float]],
+    missing: list[str],
+) -> None:
+    """others: where a host listens -> its name."""
+    told = Told(token=run.token, others=list(others))
+    said = engine.ask(asking, ("-m", MODULE), msgspec.to_builtins(told))
+    found = msgspec.convert(said, HostAnswer)
+    names = {"here": asking, **others}
+    links += [(names[a], names[b], rate, latency) for a, b, rate, latency in found.links]
+    for why in found.missing:
+        for where, name in names.items():
+            why = why.replace(where, name)
+        missing.append(why)
+
+
+def _end(engine: LaunchEngine, names: Sequence[str]) -> None:
+    """They end by themselves once they were told; else they are ended."""
+    waited = set(names)
+    for patience, stop in ((END_S / 2, False), (END_S, True)):
+        if stop:
+            for name in waited:
+                engine.stop(name, 1.0)
+        until = time.monotonic() + patience
+        while waited and time.monotonic() < until:
+            events = engine.events(0.2)
+            waited -= {event.name for event in events if isinstance(event, ProcessEnded)}
+
+
+def _workers(
+    engine: LaunchEngine, run: ResolvedRun, hosts: Sequence[str], missing: list[str]
+) -> Iterator[MeasuredWorker]:
+    rank = 0
+    for name in hosts:
+        ranks = range(rank, rank + run.host(name).workers)
+        rank = ranks.stop
+        files = {_metrics_path(run, one): one for one in ranks}
+        told = Told(metrics=list(files))
+        try:
+            said = engine.ask(name, ("-m", MODULE), msgspec.to_builtins(told))
+        except LaunchError as error:
+            missing.append(f"steps of {name}: {str(error).partition(chr(10))[0]}")
+            continue
+        for one in msgspec.convert(said, HostAnswer).workers:
+            yield MeasuredWorker(files[one.file], name, one)
+
+
+def _metrics_path(run: ResolvedRun, rank: int) -> str:
+    return str(Path(run.job.run.dir) / (f"metrics.{rank}.jsonl" if rank else "metrics.jsonl"))
+
+
+def run_seen(measured: MeasuredRun) -> RunSeen:
+    """As measured_cluster() takes it."""
+    links = tuple(LinkSeen(*one) for one in measured.links)
+    return RunSeen(links, slower(measured), measured.missing)
+
+
+def slower(measured: MeasuredRun) -> dict[str, float]:
+    """Host -> how many times as long as predicted its slowest worker computes (Forward and
+    Backward, without waiting). A host whose workers have no prediction is left out."""
+    out: dict[str, float] = {}
+    for one in measured.workers:
+        planned, took = computing(one.seconds.predicted), computing(one.seconds.stages)
+        if planned and took:
+            out[one.host] = max(out.get(one.host, 0.0), took / planned)
+    return out
+
+
+def computing(stages: Mapping[str, float]) -> float:
+    return stages.get("Forward", 0.0) + stages.get("Backward", 0.0)
