@@ -1,0 +1,136 @@
+"""Clusters and jobs of `launch`: the two files that a run is made of, as a user would write them.
+
+The model is a small Llama in fp32, trained on the source of Python's standard library. Links have
+50 to 200 Mbit/s, so that they limit a step; devices have the speed that this machine has now
+(launch_speed.py). Does NOT start anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from benchmarks.launch_speed import Speed, speed
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 192,
+    "intermediate_size": 384,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 256,
+    "tie_word_embeddings": False,
+}
+LATENCY = "50us"
+EFFICIENCY = 0.5  # of a device's peak, as a plan assumes (simulator/compute.py)
+
+
+@dataclass(frozen=True)
+class HostKind:
+    """One [[hosts]]. `rate`: of its card, Mbit/s."""
+
+    name: str
+    rate: float
+    count: int = 1
+    computes: bool = True
+    switch: str = ""
+    addresses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scene:
+    """`links`: (switch, switch, Mbit/s). `more`: keys of the job."""
+
+    name: str
+    hosts: tuple[HostKind, ...]
+    placements: str
+    links: tuple[tuple[str, str, float], ...] = ()
+    switches: tuple[dict[str, Any], ...] = ()
+    accumulate: int = 4
+    batch_size: int = 1
+    seq_len: int = 64
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def workers(self) -> int:
+        return sum(host.count for host in self.hosts if host.computes)
+
+    def write(self, home: Path, steps: int) -> Speed:
+        """cluster.toml and job.toml."""
+        home.mkdir(parents=True, exist_ok=True)
+        (home / "job.toml").write_text(tomli_w.dumps(self._job(home, steps)))
+        now = speed(home / "job.toml", self.workers)
+        (home / "cluster.toml").write_text(tomli_w.dumps(self._cluster(home, now)))
+        return now
+
+    def _job(self, home: Path, steps: int) -> dict[str, Any]:
+        job: dict[str, Any] = {
+            "run": {"dir": str(home / "run"), "steps": steps, "device": "cpu"},
+            "model": {"config": MODEL},
+            "data": {"seq_len": self.seq_len, "batch_size": self.batch_size},
+            "optimizer": {"accumulate": self.accumulate, "lr": 1e-3},
+        }
+        for section, keys in self.more.items():
+            job[section] = {**job.get(section, {}), **keys} if isinstance(keys, dict) else keys
+        return job
+
+    def _cluster(self, home: Path, now: Speed) -> dict[str, Any]:
+        tree: dict[str, Any] = {
+            "name": self.name,
+            "hosts": [self._host(kind, home, now) for kind in self.hosts],
+        }
+        if self.switches:
+            tree["switches"] = list(self.switches)
+        if self.links:
+            tree["links"] = [
+                {"between": [a, b], "rate": f"{rate:g}Mbit/s"} for a, b, rate in self.links
+            ]
+        return tree
+
+    def _host(self, kind: HostKind, home: Path, now: Speed) -> dict[str, Any]:
+        nic = {"kind": "ethernet", "rate": f"{kind.rate:g}Mbit/s", "latency": LATENCY}
+        host: dict[str, Any] = {
+            "name": kind.name,
+            "count": kind.count,
+            "memory": "4GB",
+            "memory_rate": f"{now.memory_rate:.0f}B/s",
+            "updates": f"{now.updates:.0f}B/s",
+            "sums": f"{now.sums:.0f}B/s",
+            "nics": [nic | ({"switch": kind.switch} if kind.switch else {})],
+        }
+        if kind.addresses:
+            host["addresses"] = list(kind.addresses)
+        if kind.computes:
+            device = {
+                "kind": "cpu",
+                "flops": f"{now.flops / EFFICIENCY / 1e9:.3f}GFLOP/s",
+                "memory": "3GB",
+                "memory_rate": f"{now.memory_rate:.0f}B/s",
+                "copy": f"{now.memory_rate:.0f}B/s",
+            }
+            host |= {"devices": 1, "device": device}
+        return host
+
+
+SERVER = Scene(
+    "two workers and a server",
+    (HostKind("gpu", 100, 2), HostKind("spare", 100, computes=False)),
+    "server",
+)
+CLUSTERS = Scene(
+    "two clusters in stages",
+    (HostKind("left", 200, 2, switch="west"), HostKind("right", 200, 2, switch="east")),
+    "zero1",
+    links=(("west", "east", 50),),
+    switches=({"name": "west"}, {"name": "east"}),
+)
+SUMS = Scene(
+    "two workers and two hosts that sum",
+    (HostKind("gpu", 100, 2), HostKind("spare", 100, 2, computes=False)),
+    "summation",
+)
+STAGES = Scene("four hosts in a lab", (HostKind("gpu", 100, 4),), "zero1", accumulate=4)
