@@ -1,5 +1,6 @@
 """LaunchedRun: a run of `launch`, driven by the commands that a user types: `roadtrain plan`,
-`roadtrain launch --detach`, `--stop`; watched by what it writes: state.json, metrics.jsonl, all.log.
+`roadtrain launch --detach`, `--stop`; watched by what it writes (state.json, metrics.jsonl,
+all.log).
 
 Processes of a run are found by their words and environment, to be killed. Does NOT judge anything.
 """
@@ -186,7 +187,9 @@ class LaunchedRun:
 
     def services(self, what: str) -> list[FoundProcess]:
         """what: a word that only these are started with: --store, --sum, --switch."""
-        return [one for one in processes(self._started) if "serve" in one.words and what in one.words]
+        return [
+            one for one in processes(self._started) if "serve" in one.words and what in one.words
+        ]
 
     def agents(self) -> list[FoundProcess]:
         return [one for one in processes(self._mine) if "roadtrain.launch.agent" in one.words]
