@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from roadtrain.config.cluster import Cluster, make_cluster
-from roadtrain.config.machines import Machines, PlanHost
+from roadtrain.config.cluster import Cluster, Host, make_cluster
+from roadtrain.config.machines import Machines, PlanHost, ServerPlace
 from roadtrain.config.models import from_config
 from roadtrain.errors import ConfigError
 from roadtrain.launch.measured_cluster import LinkSeen, RunSeen, measured_cluster
@@ -121,6 +121,29 @@ def test_all_hosts_of_a_kind_slower_alike_stay_a_kind() -> None:
     assert len(changes) == 3
 
 
+def test_servers_that_serve_alike_shares_are_as_fast_as_the_slowest() -> None:
+    """A kind whose hosts serve is not split: a plan has servers on one kind."""
+    cluster = make_cluster(
+        {
+            "hosts": [
+                {"name": "spare", "count": 2, "memory": "6GB", "nics": [{"rate": "100Mbit/s"}]},
+                {"name": "gpu", "device": DEVICE, "memory": "6GB", "nics": [{"rate": "1Gbit/s"}]},
+            ]
+        }
+    )
+    served = (ServerPlace("/dev/shm/store", 7000),)
+    hosts = (
+        PlanHost(name="gpu", kind="gpu", address="c", workers=1),
+        PlanHost(name="spare0", kind="spare", address="a", servers=served),
+        PlanHost(name="spare1", kind="spare", address="b", servers=served),
+    )
+    links = seen({"gpu": 1000.0, "spare0": 100.0, "spare1": 25.0}, 0.9)
+    found, changes = measured_cluster(cluster, Machines(hosts), RunSeen(links), 0.9)
+    assert [change.what for change in changes] == ["hosts.spare1.nics"]  # no peer is as fast as gpu
+    assert [(host.name, host.count) for host in found.hosts] == [("spare", 2), ("gpu", 1)]
+    assert round(found.hosts[0].nics[0].rate / MBIT) == 25
+
+
 def test_a_slow_link_between_switches_is_the_links_and_no_cards() -> None:
     cluster = make_cluster(
         {
@@ -152,6 +175,10 @@ def test_a_slow_link_between_switches_is_the_links_and_no_cards() -> None:
     assert [change.what for change in changes] == ["links.left-right"]
 
 
+def names(hosts: tuple[Host, ...]) -> tuple[str, ...]:
+    return tuple(host.name for host in hosts)
+
+
 def test_hosts_that_are_alike_have_one_order() -> None:
     assert [one.said for one in arrangements(cluster_of([100, 100, 100]))] == [
         "hosts in the order g0, g1, g2"
@@ -162,7 +189,7 @@ def test_a_slow_host_is_tried_at_each_place_and_left_out() -> None:
     cluster = cluster_of([100, 25, 100])
     found = list(arrangements(cluster))
     rates = {
-        tuple(round(h.nics[0].total / MBIT) for h in one.cluster.workers): one.left_out
+        tuple(round(h.nics[0].total / MBIT) for h in one.cluster.workers): names(one.left_out)
         for one in found
     }
     assert rates == {
@@ -172,6 +199,7 @@ def test_a_slow_host_is_tried_at_each_place_and_left_out() -> None:
         (25, 100, 100): (),
     }
     assert found[0].cluster.hosts == cluster.hosts
+    assert all(len(one.whole.workers) == 3 for one in found)
 
 
 def test_arrangements_of_many_hosts_are_bounded_and_move_the_slow_ones_to_an_end() -> None:
@@ -179,7 +207,7 @@ def test_arrangements_of_many_hosts_are_bounded_and_move_the_slow_ones_to_an_end
     rates[7], rates[19] = 25.0, 50.0
     found = list(arrangements(cluster_of(rates)))
     assert len(found) <= MOST
-    assert any(one.left_out == ("g7",) for one in found)
+    assert any(names(one.left_out) == ("g7",) for one in found)
     assert any(one.cluster.workers[-1].name == "g7" for one in found)
 
 

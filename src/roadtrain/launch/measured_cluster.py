@@ -2,9 +2,10 @@
 
 Where a card's rate, a link between switches or a device's speed is further than WITHIN from what
 the plan's cluster says, it gets what was measured, and is listed in `measured`. A kind whose hosts
-are no longer alike becomes a kind for each host, named as the plan names the host. A card's rate is
-that of its best pair in its worse direction: so one slow host does not make its peers slow, unless
-there are only two. Does NOT measure, nor know a placement.
+are no longer alike becomes a kind for each host, named as the plan names the host. A card is slower
+than stated where all its pairs are, by the slower card of each pair; its rate is that of its best
+pair in its worse direction. So one slow host does not make its peers slow, unless there are only
+two. Does NOT measure, nor know a placement.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def measured_cluster(
     """network: the share of a card's rate that data has, by which a measured rate becomes a
     card's. The same cluster where nothing differs."""
     every = (*machines.hosts, *machines.spares)
-    rates = {host.name: host.rate(network) for host in _cards(cluster, every, seen.links)}
+    rates = _card_rates(cluster, every, seen.links, network)
     changes: list[RateChange] = []
     hosts: list[Host] = []
     for kind in cluster.hosts:
@@ -68,18 +69,6 @@ def measured_cluster(
     measured = dict.fromkeys((*cluster.measured, *(change.what for change in changes)))
     update = {"hosts": tuple(hosts), "links": links, "measured": tuple(measured)}
     return (cluster.model_copy(update=update) if changes else cluster), changes
-
-
-@dataclass(frozen=True)
-class _Card:
-    """What a host's card sent and took, beside hosts at the same switch."""
-
-    name: str
-    out: float
-    into: float
-
-    def rate(self, network: float) -> float:
-        return min(self.out, self.into) / network
 
 
 def _nic(kind: Host) -> Nic | None:
@@ -93,16 +82,35 @@ def _switches(cluster: Cluster, every: Sequence[PlanHost]) -> dict[str, str]:
     return {name: cluster.switch_of(nic) for name, nic in nics.items() if nic is not None}
 
 
-def _cards(
-    cluster: Cluster, every: Sequence[PlanHost], links: Sequence[LinkSeen]
-) -> Iterator[_Card]:
-    at = _switches(cluster, every)
+def _card_rates(
+    cluster: Cluster, every: Sequence[PlanHost], links: Sequence[LinkSeen], network: float
+) -> dict[str, float]:
+    """Of the hosts whose card is not as the cluster says: bytes a second."""
+    at, stated = _switches(cluster, every), _stated(cluster, every)
     near = [one for one in links if at.get(one.sender) == at.get(one.receiver)]
+    rates: dict[str, float] = {}
     for name in at:
-        out = [one.rate for one in near if one.sender == name]
-        into = [one.rate for one in near if one.receiver == name]
-        if out and into:
-            yield _Card(name, max(out), max(into))
+        ways = [
+            [
+                (one.rate / network, min(stated[one.sender], stated[one.receiver]))
+                for one in near
+                if name == (one.sender, one.receiver)[end]
+            ]
+            for end in (0, 1)
+        ]
+        if not all(ways):
+            continue
+        best = min(max(rate for rate, _ in way) for way in ways)
+        slow = any(all(rate < (1 - WITHIN) * most for rate, most in way) for way in ways)
+        if slow or best > (1 + WITHIN) * stated[name]:
+            rates[name] = best
+    return rates
+
+
+def _stated(cluster: Cluster, every: Sequence[PlanHost]) -> dict[str, float]:
+    kinds = {host.name: host for host in cluster.hosts}
+    nics = {host.name: _nic(kinds[host.kind]) for host in every if host.kind in kinds}
+    return {name: nic.total for name, nic in nics.items() if nic is not None}
 
 
 def _differs(now: float, before: float) -> bool:
@@ -115,7 +123,7 @@ def _changed(
     """One host of the kind, as it showed itself."""
     update: dict[str, object] = {}
     nic = _nic(kind)
-    if rate is not None and nic is not None and _differs(rate, nic.total):
+    if rate is not None and nic is not None:
         changes.append(RateChange(f"hosts.{name}.nics", show_rate(nic.total), show_rate(rate)))
         own = nic.model_copy(update={"rate": rate / nic.count})
         update["nics"] = tuple(own if one is nic else one for one in kind.nics)
@@ -130,11 +138,13 @@ def _changed(
 
 def _kinds(kind: Host, mine: Sequence[PlanHost], new: Sequence[Host]) -> Iterable[Host]:
     """The kind as it is where its hosts are alike, else one for each; hosts that the plan does not
-    use stay of their kind."""
+    use stay of their kind. Hosts that serve stay a kind, as a plan has servers on one."""
     if all(host is kind for host in new):
         return [kind]
     if len(new) == kind.count and all(host == new[0] for host in new):
         return [new[0]]
+    if any(one.servers for one in mine):
+        return [_slowest(new)]
     addresses = kind.addresses or tuple(host.address for host in mine)
     own = [
         host.model_copy(
@@ -151,6 +161,11 @@ def _kinds(kind: Host, mine: Sequence[PlanHost], new: Sequence[Host]) -> Iterabl
         rest = tuple(each for each in addresses if each not in used)
         own.append(kind.model_copy(update={"count": left, "addresses": rest}))
     return own
+
+
+def _slowest(hosts: Sequence[Host]) -> Host:
+    """What servers that serve alike shares can rely on."""
+    return min(hosts, key=lambda host: max((nic.total for nic in host.nics), default=0.0))
 
 
 def _links(

@@ -26,17 +26,24 @@ NAMES = {"name", "addresses"}  # of a host: what says nothing of how fast it is
 
 @dataclass(frozen=True)
 class Arrangement:
-    """`cluster`: with its hosts in the order of ranks. `left_out`: names of the kinds of hosts with
-    devices that it lacks."""
+    """`cluster`: with its hosts in the order of ranks. `left_out`: kinds of hosts with devices that
+    it lacks."""
 
     cluster: Cluster
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[Host, ...] = ()
+
+    @property
+    def whole(self) -> Cluster:
+        """With what is left out behind those that compute, where no rank comes to it."""
+        hosts = (*self.cluster.workers, *self.left_out, *self.cluster.spares)
+        return self.cluster.model_copy(update={"hosts": hosts})
 
     @property
     def said(self) -> str:
         """For people."""
         order = "hosts in the order " + ", ".join(host.name for host in self.cluster.workers)
-        return order + (f", without {', '.join(self.left_out)}" if self.left_out else "")
+        without = ", ".join(host.name for host in self.left_out)
+        return order + (f", without {without}" if without else "")
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,7 @@ def arrangements(cluster: Cluster) -> Iterator[Arrangement]:
     others = chain.from_iterable(zip_longest(_without(kinds), _orders(kinds), fillvalue=()))
     fresh = (one for one in chain([kinds], others) if one and not _known(one, seen))
     for order in islice(fresh, MOST):
-        left_out = tuple(host.name for host in kinds if host not in order)
+        left_out = tuple(host for host in kinds if host not in order)
         hosts = (*order, *cluster.spares)
         yield Arrangement(cluster.model_copy(update={"hosts": hosts}), left_out)
 
