@@ -10,16 +10,25 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import tomli_w
 
 from roadtrain.config.cluster import Cluster, Host, make_cluster
 from roadtrain.config.machines import Machines, PlanHost, ServerPlace
 from roadtrain.config.models import from_config
-from roadtrain.errors import ConfigError
+from roadtrain.config.parallelism import Parallelism
+from roadtrain.config.plan import Plan, placement
+from roadtrain.config.plan_file import PlanFile, load_plan_file
+from roadtrain.errors import ConfigError, LaunchError
+from roadtrain.launch.home import RunHome
 from roadtrain.launch.measured_cluster import LinkSeen, RunSeen, measured_cluster
 from roadtrain.launch.measured_host import MODULE, HostAnswer, Told, seconds_of
+from roadtrain.launch.measured_run import FILE, MeasuredRun
+from roadtrain.launch.replan import ReplanOptions, kept, replan
 from roadtrain.planner.arrangements import MOST, arrangements, best_arrangement
+from roadtrain.planner.machines_of import machines_of, predicted_of
 from roadtrain.planner.search import SearchResult, search
 from roadtrain.simulator.compute import Constants
+from roadtrain.simulator.run import simulate
 from roadtrain.transport.address import write_token
 
 MBIT = 1e6 / 8
@@ -60,7 +69,7 @@ def cluster_of(rates: list[float], count: int = 1, **more: object) -> Cluster:
     return make_cluster({"hosts": hosts})
 
 
-def machines_of(names: list[str], kind: str) -> Machines:
+def planned_on(names: list[str], kind: str) -> Machines:
     return Machines(
         tuple(
             PlanHost(name=name, kind=kind, address=f"10.0.0.{number}", workers=1)
@@ -81,7 +90,7 @@ def seen(rates: dict[str, float], share: float) -> tuple[LinkSeen, ...]:
 
 def test_one_slow_host_becomes_a_kind_of_its_own_and_its_peers_stay_as_they_are() -> None:
     cluster = cluster_of([100], count=4)
-    machines = machines_of(["a", "b", "c", "d"], "g0")
+    machines = planned_on(["a", "b", "c", "d"], "g0")
     rates = {"a": 100.0, "b": 25.0, "c": 104.0, "d": 97.0}
     found, changes = measured_cluster(cluster, machines, RunSeen(seen(rates, 0.9)), 0.9)
     assert [host.name for host in found.hosts] == ["a", "b", "c", "d"]
@@ -94,7 +103,7 @@ def test_one_slow_host_becomes_a_kind_of_its_own_and_its_peers_stay_as_they_are(
 
 def test_what_is_as_the_plan_says_leaves_the_cluster_as_it_was() -> None:
     cluster = cluster_of([100], count=3)
-    machines = machines_of(["a", "b", "c"], "g0")
+    machines = planned_on(["a", "b", "c"], "g0")
     rates = dict.fromkeys("abc", 90.0)
     found, changes = measured_cluster(cluster, machines, RunSeen(seen(rates, 0.9)), 0.9)
     assert found is cluster and not changes
@@ -102,7 +111,7 @@ def test_what_is_as_the_plan_says_leaves_the_cluster_as_it_was() -> None:
 
 def test_of_a_card_the_worse_direction_counts() -> None:
     cluster = cluster_of([100], count=3)
-    machines = machines_of(["a", "b", "c"], "g0")
+    machines = planned_on(["a", "b", "c"], "g0")
     links = [
         LinkSeen(one.sender, one.receiver, one.rate / (4 if one.receiver == "b" else 1), 0.0)
         for one in seen(dict.fromkeys("abc", 100.0), 0.9)
@@ -113,7 +122,7 @@ def test_of_a_card_the_worse_direction_counts() -> None:
 
 def test_all_hosts_of_a_kind_slower_alike_stay_a_kind() -> None:
     cluster = cluster_of([100], count=3)
-    machines = machines_of(["a", "b", "c"], "g0")
+    machines = planned_on(["a", "b", "c"], "g0")
     slower = dict.fromkeys("abc", 2.0)
     found, changes = measured_cluster(cluster, machines, RunSeen(slower=slower), 0.9)
     (kind,) = found.hosts
@@ -275,3 +284,116 @@ def test_hosts_measure_their_links_with_the_token_told_on_standard_input(tmp_pat
     places = ("here", *others)
     assert {(a, b) for a, b, _, _ in found.links} == {(a, b) for a, b in permutations(places, 2)}
     assert all(rate > 0 for _, _, rate, _ in found.links)
+
+
+JOB = {
+    "run": {"dir": "runs/again", "steps": 20},
+    "model": {"config": LLAMA},
+    "data": {"seq_len": 128, "batch_size": 1},
+    "optimizer": {"accumulate": 4},
+}
+
+
+def launched(home: RunHome, cluster: Cluster, plan: Plan) -> PlanFile:
+    """What a launch of the plan leaves in its home, and what its supervisor measured: the card of
+    gpu1 has a quarter of its rate."""
+    result = simulate(plan, cluster, from_config(LLAMA, seq_len=128), Constants(), checked=False)
+    file = PlanFile(plan, machines_of(plan, cluster), predicted_of(result), cluster)
+    home.path.mkdir(parents=True)
+    home.plan_path.write_text(file.to_toml())
+    home.job_path.write_text(tomli_w.dumps(JOB))
+    rates = {f"gpu{number}": 25.0 if number == 1 else 100.0 for number in range(4)}
+    links = tuple((one.sender, one.receiver, one.rate, 1e-4) for one in seen(rates, 0.9))
+    (home.path / FILE).write_bytes(msgspec.json.encode(MeasuredRun(links, shared=True)))
+    return file
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunHome:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return RunHome.of("again")
+
+
+def gpus() -> Cluster:
+    (kind,) = cluster_of([100], count=4).hosts
+    addresses = tuple(f"10.0.0.{number}" for number in range(4))
+    kind = kind.model_copy(update={"name": "gpu", "addresses": addresses})
+    return make_cluster({"hosts": [kind.model_dump(by_alias=True, exclude_defaults=True)]})
+
+
+def test_a_slowed_link_gives_another_plan_of_the_same_hosts_and_the_old_one_is_kept(
+    home: RunHome,
+) -> None:
+    old = launched(home, gpus(), Plan(placement("zero1"), Parallelism(dp=4), num_microbatches=4))
+    lines: list[str] = []
+    assert replan(home, ReplanOptions(), pytest.fail, lines.append) == 0
+    new = load_plan_file(home.plan_path)
+    assert new.machines is not None and old.machines is not None and new.predicted is not None
+    assert new.plan.parallelism.pp > 1
+    assert new.plan.samples == old.plan.samples and new.plan.micro_batch == old.plan.micro_batch
+    ours = {host.name: host.address for host in (*new.machines.hosts, *new.machines.spares)}
+    assert ours == {host.name: host.address for host in old.machines.hosts}
+    assert load_plan_file(home.path / "plan.before-1.toml") == old
+    assert lines[0] == "hosts.gpu1.nics: 3 MB/s measured, the plan has 12 MB/s"
+
+
+def test_a_dry_run_leaves_the_plan_and_writes_the_new_one_where_it_is_asked_to(
+    home: RunHome, tmp_path: Path
+) -> None:
+    old = launched(home, gpus(), Plan(placement("zero1"), Parallelism(dp=4), num_microbatches=4))
+    options = ReplanOptions(dry_run=True, write_plan=str(tmp_path / "new.toml"))
+    replan(home, options, pytest.fail, lambda _: None)
+    assert load_plan_file(home.plan_path) == old
+    assert load_plan_file(tmp_path / "new.toml").plan != old.plan
+
+
+def test_a_plan_that_is_hardly_better_is_not_taken(home: RunHome) -> None:
+    launched(home, gpus(), Plan(placement("zero1"), Parallelism(dp=4), num_microbatches=4))
+    replan(home, ReplanOptions(), pytest.fail, lambda _: None)
+    after = home.plan_path.read_text()
+    lines: list[str] = []
+    replan(home, ReplanOptions(), pytest.fail, lines.append)
+    assert home.plan_path.read_text() == after
+    assert "less than 3%: the plan stays" in lines[-2]
+
+
+def test_a_run_of_which_nothing_was_measured_is_refused_with_what_to_do(home: RunHome) -> None:
+    launched(home, gpus(), Plan(placement("zero1"), Parallelism(dp=4), num_microbatches=4))
+    (home.path / FILE).unlink()
+    with pytest.raises(LaunchError, match=r"does not run.*\n.*--resume again, then --replan"):
+        replan(home, ReplanOptions(), pytest.fail, lambda _: None)
+
+
+def test_placements_are_of_a_new_run(home: RunHome) -> None:
+    with pytest.raises(ConfigError, match="--new-run NAME"):
+        replan(home, ReplanOptions(placements=("server",)), pytest.fail)
+
+
+def test_servers_keep_their_stores_order_and_ports_whatever_the_workers_do() -> None:
+    served = (ServerPlace("/mnt/a/mine", 7100),)
+    old = Machines(
+        (
+            PlanHost("g0", "gpu", "10.0.0.1", 1),
+            PlanHost("g1", "gpu", "10.0.0.2", 1),
+            PlanHost("s1", "spare", "10.0.0.4", servers=served),
+            PlanHost("s0", "spare", "10.0.0.3", servers=served),
+        ),
+        rendezvous_port=31000,
+    )
+    new = Machines(
+        (
+            PlanHost("g1", "g1", "10.0.0.2", 1),
+            PlanHost("s0", "spare", "10.0.0.3", servers=(ServerPlace("/dev/shm/x", 7000),)),
+            PlanHost("s1", "spare", "10.0.0.4", servers=(ServerPlace("/dev/shm/y", 7000),)),
+        ),
+        (PlanHost("g0", "g0", "10.0.0.1", 1),),
+    )
+    found = kept(old, new)
+    assert [(host.name, host.kind) for host in found.hosts] == [
+        ("g1", "g1"),
+        ("s1", "spare"),
+        ("s0", "spare"),
+    ]
+    assert [host.servers for host in found.hosts] == [(), served, served]
+    assert [host.name for host in found.spares] == ["g0"]
+    assert found.rendezvous_port == 31000

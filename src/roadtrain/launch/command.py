@@ -43,7 +43,7 @@ from roadtrain.launch.resolve import resolve
 
 # --write KIND -> "module:function" of a ResolvedRun and the directory; it returns lines for people.
 WRITERS: Mapping[str, str] = {}
-REPLAN = ""  # "module:function" of a RunHome and `dry_run`; it returns the exit code
+REPLAN = "roadtrain.launch.replan:replan_run"  # the planner comes in
 THEN = ("keep", "stop")  # of --if-launcher-dies
 POLL_S = 0.2
 STARTS_S = 30.0  # the supervisor's process has the run's lock within it
@@ -77,6 +77,9 @@ def command(
     leaves: str = "",
     comes: str = "",
     notice: float = 120.0,
+    write_plan: str = "",
+    new_run: str = "",
+    placements: str = "",
 ) -> int:
     """`roadtrain launch`. Raises RoadtrainError.
 
@@ -97,11 +100,23 @@ def command(
         leaves: NAME:HOST: a host will be gone within --notice
         comes: NAME:HOST: a host is there, again or for the first time
         notice: seconds until the host that --leaves names is gone (120)
+        write_plan: file that the plan of --replan goes to as well
+        new_run: with --replan: NAME of a run that is planned to begin anew; this one goes on as it
+            is
+        placements: with --new-run: only these, with commas between (all)
     """
     named: dict[str, tuple[str, Callable[[str], int]]] = {
         "stop": (stop, stop_run),
         "resume": (resume, lambda run: resume_run(run, if_launcher_dies, detach)),
-        "replan": (replan, lambda run: replan_run(run, dry_run)),
+        "replan": (
+            replan,
+            lambda run: replan_run(
+                run,
+                {"dry_run": dry_run, "write_plan": write_plan, "new_run": new_run}
+                | {"placements": tuple(name for name in placements.split(",") if name)},
+                lambda: resume_run(run, if_launcher_dies, detach),
+            ),
+        ),
         "logs": (logs, show_logs),
         "leaves": (leaves, lambda run: tell_host("leaves", run, f"{notice:g}")),
         "comes": (comes, lambda run: tell_host("comes", run)),
@@ -342,12 +357,10 @@ def resume_run(name: str, if_launcher_dies: str, detach: bool) -> int:
     return started(home, record, detach, offset)
 
 
-def replan_run(name: str, dry_run: bool) -> int:
+def replan_run(name: str, options: Mapping[str, Any], go_on: Callable[[], int]) -> int:
     home = RunHome.of(name)
     home.record()
-    if not REPLAN:
-        raise ConfigError("--replan is not there yet")
-    code: int = function_of(REPLAN)(home, dry_run)
+    code: int = function_of(REPLAN)(home, options, go_on)
     return code
 
 

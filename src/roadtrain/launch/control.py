@@ -3,6 +3,8 @@ JSON object a line there and back.
 
     {"verb": "status"}                                 the run's state, and its step
     {"verb": "stop", "words": [WHY]}                   the run ends, its step committed
+    {"verb": "measure"}                                the run ends so, and the links between its
+                                                       hosts are measured (measured_run.py)
     {"verb": "tell", "words": ["leaves", HOST, "120"]} for the engine: leaves, comes, ...
     {"verb": "hello"}                                  a launcher; the run is stopped when the
                                                        connection ends before it says goodbye

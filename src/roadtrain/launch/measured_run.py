@@ -43,6 +43,7 @@ class MeasuredRun(msgspec.Struct, frozen=True):
     links: tuple[tuple[str, str, float, float], ...] = ()
     workers: tuple[MeasuredWorker, ...] = ()
     missing: tuple[str, ...] = ()
+    shared: bool = False  # all hosts have one run directory
 
     @property
     def step(self) -> int:
@@ -77,9 +78,8 @@ def measure_run(engine: LaunchEngine, run: ResolvedRun, worker_hosts: Sequence[s
         missing.append(str(error).partition("\n")[0])
     finally:
         _end(engine, [process.name for process, _ in listening.values()])
-    return MeasuredRun(
-        tuple(links), tuple(_workers(engine, run, worker_hosts, missing)), tuple(missing)
-    )
+    workers = tuple(_workers(engine, run, worker_hosts, missing))
+    return MeasuredRun(tuple(links), workers, tuple(missing), run.shared)
 
 
 def _of_addresses(run: ResolvedRun, names: Sequence[str]) -> list[str]:

@@ -31,6 +31,7 @@ from roadtrain.launch.home import (
     RunState,
 )
 from roadtrain.launch.logs import PLAIN, RunLogs
+from roadtrain.launch.measured_run import FILE, measure_run
 from roadtrain.launch.processes import HostFile, Process, Role, WorkerSet
 from roadtrain.launch.resolve import ResolvedRun
 from roadtrain.protocol.launch import (
@@ -53,6 +54,7 @@ from roadtrain.protocol.launch import (
     WorkersEnded,
 )
 from roadtrain.protocol.run_state import ProcessState, RunPhase, RunStateMachine
+from roadtrain.storage.direct import replace_file
 
 TURN_S = 0.2  # between looks at the control socket
 HELLO_S = 60.0  # a launcher that the run is to end with has said hello by then
@@ -109,6 +111,7 @@ class Supervisor:
         self._ends_with_launcher = ends_with_launcher
         self._began = time.monotonic()
         self._stop_asked = ""
+        self._measures = False  # once the run has stopped
 
     def run(self) -> int:
         """Until the run has ended; its exit code. Whatever happens, nothing that the engine has
@@ -119,6 +122,8 @@ class Supervisor:
                 self._feed(TimePassed(time.monotonic()))
                 while self._ended is None:
                     self._turn(control)
+            if self._measures:
+                self._measure()
         except BaseException as error:
             self._logs.tell(f"the supervisor failed: all that it started is ended: {error!r}")
             self._ended = EndRun(1, f"the supervisor failed: {error}")
@@ -256,12 +261,17 @@ class Supervisor:
             case "stop":
                 self._stop_asked = " ".join(request.words) or "asked to"
                 return {}
+            case "measure":
+                self._stop_asked, self._measures = "it is planned anew", True
+                return {}
             case "gone":
                 self._stop_asked = "its launcher is gone"
                 return {}
             case "tell":
                 return {"said": self._engine.tell(request.words)}
-        raise LaunchError(f"{request.verb!r} is no verb", hint="status, stop, tell, hello, goodbye")
+        raise LaunchError(
+            f"{request.verb!r} is no verb", hint="status, stop, measure, tell, hello, goodbye"
+        )
 
     def _status(self) -> Mapping[str, Any]:
         """The state, and what `roadtrain status` says of the run on worker 0's host."""
@@ -274,6 +284,16 @@ class Supervisor:
                 run = {"step": -1, "code": 1, "lines": [str(error)]}
         self._step = max(self._step, int(run["step"]))
         return {"state": msgspec.to_builtins(self._state()), "run": run}
+
+    def _measure(self) -> None:
+        """Nothing of the run is running; the engine still has its hosts."""
+        self._logs.tell("the links between the run's hosts are measured")
+        found = measure_run(self._engine, self._run, self._machine.worker_hosts)
+        for missing in found.missing:
+            self._logs.tell(f"not measured: {missing}")
+        replace_file(
+            self._home.path / FILE, msgspec.json.encode(found), "writing what was measured"
+        )
 
     # -- state --
 

@@ -1,0 +1,283 @@
+"""`roadtrain launch --replan NAME`: what a run has shown is used to plan it anew.
+
+1. The run is stopped at a committed step; its supervisor measures the links between its hosts
+   before it lets them go (measured_run.py).
+2. The cluster of its plan.toml gets the rates that differ (measured_cluster.py).
+3. The planner searches again, other orders of hosts and fewer of them too, for what the run can go
+   on as: the same placement and micro-batches. A store keeps its shape: the servers and their order
+   stay. Snapshots of stages take any stages, as long as the hosts that have their parts take part,
+   or share the run's directory.
+4. Where a step is shorter by BETTER than by the old plan on the same rates, the run's plan.toml is
+   replaced (the old one stays as plan.before-N.toml), and the run goes on by it.
+Whatever happens after 1, the run goes on: with the old plan, where there is no better one. With a
+name for a new run, other placements are tried too, and what comes of it is a plan for a run that
+begins anew. Does NOT change a job.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from roadtrain.config.cluster import Cluster
+from roadtrain.config.job import Job, load_job
+from roadtrain.config.machines import Machines
+from roadtrain.config.models import ModelShape
+from roadtrain.config.plan import Plan
+from roadtrain.config.plan_file import PlanFile, load_plan_file
+from roadtrain.errors import ConfigError, LaunchError
+from roadtrain.launch.control import ask_supervisor
+from roadtrain.launch.home import RunHome
+from roadtrain.launch.measured_cluster import RateChange, measured_cluster
+from roadtrain.launch.measured_run import FILE, MeasuredRun, run_seen
+from roadtrain.planner.arrangements import Arranged, best_arrangement
+from roadtrain.planner.machines_of import machines_of, predicted_of, why_not_run
+from roadtrain.planner.plan import words
+from roadtrain.planner.search import SearchResult, search
+from roadtrain.simulator.compute import Constants
+from roadtrain.simulator.run import simulate
+from roadtrain.storage.direct import replace_file
+from roadtrain.units import show_seconds
+
+BETTER = 0.03  # of a step: what a new plan takes off at least
+MEASURES_S = 900.0  # a step, the end of services, links of all hosts
+POLL_S = 0.2
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """`old_s`: of a step by the old plan with the measured rates; `new_s`: by the new one."""
+
+    plan_file: PlanFile
+    changes: Sequence[RateChange]
+    arranged: Arranged
+    old: Plan
+    old_s: float
+    new_s: float
+
+    @property
+    def better(self) -> bool:
+        return self.new_s < (1 - BETTER) * self.old_s
+
+
+@dataclass(frozen=True)
+class ReplanOptions:
+    """`write_plan`: a further file that the plan goes to. `new_run`: the plan is for a run that
+    begins anew. `placements`: that are tried for it; none: all."""
+
+    dry_run: bool = False
+    write_plan: str = ""
+    new_run: str = ""
+    placements: tuple[str, ...] = ()
+
+
+def replan(
+    home: RunHome,
+    options: ReplanOptions,
+    go_on: Callable[[], int],
+    report: Report = print,
+) -> int:
+    """go_on: starts the run again (`--resume`), and returns the command's exit code. Raises
+    RoadtrainError; a run that was alive goes on then too."""
+    alive = home.is_supervised()
+    if options.placements and not options.new_run:
+        raise ConfigError(
+            "--placements and a run that goes on: its state keeps its placement",
+            hint="--new-run NAME plans a run that begins anew",
+        )
+    if alive:
+        report(f"run {home.name} is stopped at its next step, to measure the links of its hosts")
+        measure(home)
+    try:
+        measured = measured_of(home)
+        found = replanned(home, measured, options)
+        for line in told(found, measured):
+            report(line)
+        _written(home, found, options, report)
+    except BaseException:
+        if alive:
+            report(f"run {home.name} goes on by its old plan")
+            go_on()
+        raise
+    if not alive:
+        report(f"run {home.name} does not run: `roadtrain launch --resume {home.name}`")
+        return 0
+    return go_on()
+
+
+def measure(home: RunHome) -> None:
+    """Stops the run; on return its home has measured.json. Raises LaunchError."""
+    (home.path / FILE).unlink(missing_ok=True)
+    ask_supervisor(home, "measure")
+    until = time.monotonic() + MEASURES_S
+    while home.is_supervised():
+        if time.monotonic() > until:
+            raise LaunchError(
+                f"the supervisor of {home.name} has not stopped and measured within"
+                f" {MEASURES_S:.0f} s",
+                hint=f"roadtrain launch --logs {home.name} shows what it waits for",
+            )
+        time.sleep(POLL_S)
+
+
+def measured_of(home: RunHome) -> MeasuredRun:
+    """Raises LaunchError where nothing was measured."""
+    path = home.path / FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=MeasuredRun)
+    except FileNotFoundError as cause:
+        raise LaunchError(
+            f"nothing of run {home.name!r} was measured: it does not run, {path} is not there",
+            hint=f"roadtrain launch --resume {home.name}, then --replan once it has made steps",
+        ) from cause
+    except (OSError, msgspec.MsgspecError) as error:
+        raise LaunchError(f"{path} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class SearchedAgain:
+    """The planner's search for a cluster: of plans that the run can go on as, or, for a new run,
+    of all that can be launched. `leaves_out`: whether hosts that computed may be left out."""
+
+    old: Plan
+    model: ModelShape
+    constants: Constants
+    options: ReplanOptions
+    leaves_out: bool
+
+    def __call__(self, cluster: Cluster) -> SearchResult:
+        """Raises ConfigError where no plan takes the batch."""
+        if not self.leaves_out and cluster.device_count < self.old.parallelism.devices:
+            raise ConfigError("hosts that are left out have parts of the run's state")
+        new = bool(self.options.new_run)
+        return search(
+            cluster,
+            self.model,
+            self.constants,
+            batch=self.old.samples,
+            placements=self.options.placements if new else (self.old.placement.name,),
+            headroom=self.old.headroom,
+            explain=False,
+            refuses=self._refuses,
+        )
+
+    def _refuses(self, plan: Plan, cluster: Cluster) -> str:
+        if why := why_not_run(plan, cluster):
+            return why
+        if self.options.new_run:
+            return ""
+        if plan.micro_batch != self.old.micro_batch:
+            return "micro-batches of another size are other losses"
+        old, new = self.old.packets, plan.packets
+        return "" if old.wire == new.wire else "gradients on another wire are other losses"
+
+
+def replanned(home: RunHome, measured: MeasuredRun, options: ReplanOptions) -> Replanned:
+    """Raises ConfigError for a plan without machines or without its cluster, and where no plan
+    fits what was measured."""
+    plan_file, job = load_plan_file(home.plan_path), load_job(home.job_path)
+    machines, cluster = plan_file.machines, plan_file.cluster
+    if machines is None or cluster is None:
+        raise ConfigError(
+            f"{home.plan_path} has no machines or no cluster, it cannot be planned anew",
+            hint="roadtrain plan CLUSTER.toml --job JOB.toml writes both",
+        )
+    old, of = plan_file.plan, Constants()
+    now, changes = measured_cluster(cluster, machines, run_seen(measured), of.network)
+    leaves_out = bool(options.new_run) or measured.shared or old.placement.served
+    search_again = SearchedAgain(old, shape_of_job(job), of, options, leaves_out)
+    arranged = best_arrangement(now, search_again)
+    pick = arranged.answer.pick
+    if pick is None:
+        raise ConfigError("no plan that the run can go on as fits what was measured")
+    before = simulate(old, now, search_again.model, of, checked=False)
+    whole = arranged.arrangement.whole
+    new = machines_of(pick.plan, whole)
+    if not options.new_run:
+        new = kept(machines, new)
+    file = PlanFile(pick.plan, new, predicted_of(pick.result), whole)
+    return Replanned(file, changes, arranged, old, before.seconds, pick.result.seconds)
+
+
+def shape_of_job(job: Job) -> ModelShape:
+    """Torch comes in by this alone."""
+    build = importlib.import_module("roadtrain.training.build")
+    counted = importlib.import_module("roadtrain.planner.model_config")
+    whole = job.model.pretrained or "vocab_size" in job.model.config
+    config = build.build_config(job if whole else job.changed({"model.config.vocab_size": 256}))
+    shape: ModelShape = counted.shape_of_config(config.to_dict(), seq_len=job.data.seq_len)
+    return shape
+
+
+def kept(old: Machines, new: Machines) -> Machines:
+    """The new plan's workers in their order; all that listens or stores as it was, as a store keeps
+    its shape; hosts that compute no more as spare ones."""
+    kinds = {host.name: host.kind for host in (*new.hosts, *new.spares)}
+    known = {host.name: host for host in (*old.hosts, *old.spares)}
+    workers = [
+        replace(known[one.name], workers=one.workers, kind=one.kind) for one in new.worker_hosts
+    ]
+    rest = [
+        replace(host, kind=kinds.get(host.name, host.kind))
+        for host in known.values()
+        if host.name not in {one.name for one in workers}
+    ]
+    services = [replace(host, workers=0) for host in rest if host.ports]
+    spares = [host for host in rest if not host.ports]
+    return replace(old, hosts=(*workers, *services), spares=tuple(spares))
+
+
+def told(found: Replanned, measured: MeasuredRun) -> list[str]:
+    """For people: rates, predictions, why."""
+    plan, pick = found.plan_file.plan, found.arranged.answer.pick
+    assert pick is not None
+    lines = [str(change) for change in found.changes]
+    lines = lines or ["all rates are within 15 % of what the plan's cluster says"]
+    if measured.seconds:
+        lines.append(f"a step took {show_seconds(measured.seconds)} (median of the last steps)")
+    top, share = max(pick.result.busy.items(), key=lambda pair: pair[1])
+    lines += [
+        f"by the plan that ran    {show_seconds(found.old_s)} a step: {words(found.old)}",
+        f"by the best one         {show_seconds(found.new_s)} a step: {words(plan)}",
+        f"                        {found.arranged.arrangement.said}; {found.arranged.tried}"
+        f" arrangements of hosts were tried; {top} is busy {share:.0%}",
+    ]
+    if not found.better:
+        shorter = 1 - found.new_s / found.old_s
+        lines.append(f"it takes {shorter:.1%} off a step, less than {BETTER:.0%}: the plan stays")
+    return lines
+
+
+def _written(home: RunHome, found: Replanned, options: ReplanOptions, report: Report) -> None:
+    """Where the plan goes: the run's own, where it is better and the run goes on by it."""
+    text = found.plan_file.to_toml().encode()
+    if options.write_plan or options.new_run:
+        path = Path(options.write_plan or f"{options.new_run}.plan.toml")
+        replace_file(path, text, "writing the plan")
+        report(f"plan    {path}")
+    if options.new_run:
+        report(
+            f"start   roadtrain launch {path} JOB.toml --name {options.new_run}, of a job with a"
+            " run.dir of its own: a store keeps its shape, so this run goes on as it is"
+        )
+    elif options.dry_run and found.better:
+        report("a dry run: the plan stays")
+    elif found.better:
+        names = (home.path / f"plan.before-{n}.toml" for n in itertools.count(1))
+        before = next(path for path in names if not path.exists())
+        replace_file(before, home.plan_path.read_bytes(), "keeping the plan before")
+        replace_file(home.plan_path, text, "writing the run's plan")
+        report(f"plan    {home.plan_path} (the one before: {before.name})")
+
+
+def replan_run(home: RunHome, options: Mapping[str, Any], go_on: Callable[[], int]) -> int:
+    """As `roadtrain launch` calls it; options: fields of ReplanOptions."""
+    return replan(home, ReplanOptions(**options), go_on)
