@@ -25,6 +25,7 @@ MODEL = {
     "vocab_size": 256,
     "tie_word_embeddings": False,
 }
+SOME = Speed(1, 1e12, 0.1, 5e9, 1e9, 1e10)
 LATENCY = "50us"
 EFFICIENCY = 0.5  # of a device's peak, as a plan assumes (simulator/compute.py)
 
@@ -52,18 +53,21 @@ class Scene:
     switches: tuple[dict[str, Any], ...] = ()
     accumulate: int = 4
     batch_size: int = 1
-    seq_len: int = 64
+    seq_len: int = 32
+    loopback: bool = False  # all hosts are this machine
     more: dict[str, Any] = field(default_factory=dict)
 
     @property
     def workers(self) -> int:
         return sum(host.count for host in self.hosts if host.computes)
 
-    def write(self, home: Path, steps: int) -> Speed:
-        """cluster.toml and job.toml."""
+    def write(self, home: Path, steps: int, on: str = "lab") -> Speed:
+        """cluster.toml and job.toml. on: "files": of machines that are not there."""
         home.mkdir(parents=True, exist_ok=True)
         (home / "job.toml").write_text(tomli_w.dumps(self._job(home, steps)))
-        now = speed(home / "job.toml", self.workers)
+        # a lab shares this machine's processors out among all of its hosts
+        many = sum(host.count for host in self.hosts) if on == "lab" else self.workers
+        now = SOME if on == "files" else speed(home / "job.toml", many)
         (home / "cluster.toml").write_text(tomli_w.dumps(self._cluster(home, now)))
         return now
 
@@ -118,19 +122,28 @@ class Scene:
 
 SERVER = Scene(
     "two workers and a server",
-    (HostKind("gpu", 100, 2), HostKind("spare", 100, computes=False)),
+    (
+        HostKind("gpu", 100, 2, addresses=("10.9.0.1", "10.9.0.2")),
+        HostKind("spare", 100, computes=False, addresses=("10.9.0.3",)),
+    ),
     "server",
 )
 CLUSTERS = Scene(
     "two clusters in stages",
-    (HostKind("left", 200, 2, switch="west"), HostKind("right", 200, 2, switch="east")),
+    (
+        HostKind("left", 200, 2, switch="west", addresses=("10.9.1.1", "10.9.1.2")),
+        HostKind("right", 200, 2, switch="east", addresses=("10.9.2.1", "10.9.2.2")),
+    ),
     "zero1",
     links=(("west", "east", 50),),
     switches=({"name": "west"}, {"name": "east"}),
 )
 SUMS = Scene(
     "two workers and two hosts that sum",
-    (HostKind("gpu", 100, 2), HostKind("spare", 100, 2, computes=False)),
+    (
+        HostKind("gpu", 100, 2, addresses=("10.9.0.1", "10.9.0.2")),
+        HostKind("spare", 100, 2, computes=False, addresses=("10.9.0.3", "10.9.0.4")),
+    ),
     "summation",
 )
-STAGES = Scene("four hosts in a lab", (HostKind("gpu", 100, 4),), "zero1", accumulate=4)
+STAGES = Scene("four hosts in a lab", (HostKind("gpu", 100, 4),), "zero1")

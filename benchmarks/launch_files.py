@@ -1,0 +1,91 @@
+"""Item `files` of `launch`: Slurm and Kubernetes files of three plans through their validators, and
+where every host name, path and port in them comes from."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.launch_bench import Bench, row
+from benchmarks.launch_run import LaunchedRun, command
+from benchmarks.launch_scene import CLUSTERS, SERVER, SUMS, Scene
+from benchmarks.report import Row
+from roadtrain.config.machines import Machines
+from roadtrain.errors import RoadtrainError
+
+KINDS = ("slurm", "kubernetes")
+PORT = re.compile(r"(?<=:)[1-9]\d{3,4}(?![\d.])")
+ADDRESS = re.compile(r"(?<![\d.])\d+\.\d+\.\d+\.\d+(?![\d.])")
+PATH = re.compile(r"(?<![\w.}/-])/[\w.-]+/[\w./-]+")
+SYSTEM = ("/bin/", "/usr/", "/dev/", "/proc/", "/tmp/", "/sys/", "/var/", "/etc/")
+
+
+def rows(bench: Bench) -> Iterator[Row]:
+    for number, scene in enumerate((SERVER, CLUSTERS, SUMS)):
+        home = bench.home / f"files{number}"
+        scene.write(home, 10, "files")
+        run = LaunchedRun(f"bench-files{number}", "lab", home)
+        run.plan("--placements", scene.placements)
+        machines = bench.plan_of(run).machines
+        assert machines is not None
+        for kind in KINDS:
+            yield from written(run, scene, kind, machines)
+
+
+def written(run: LaunchedRun, scene: Scene, kind: str, machines: Machines) -> Iterator[Row]:
+    out = run.home / kind
+    files = [str(run.home / name) for name in ("plan.toml", "job.toml")]
+    what = f"files of {kind} pass their validator"
+    try:
+        command("launch", *files, "--write", kind, "--out", str(out), "--name", run.name)
+    except RoadtrainError as error:
+        yield row(scene.name, f"{what}: {str(error).partition(chr(10))[0]}", "", None, "yes", False)
+        return
+    texts = {path: path.read_text() for path in sorted(out.rglob("*")) if path.is_file()}
+    wrong = [line for path, text in texts.items() for line in checked(kind, path, text)]
+    said = f": {wrong[0]}" if wrong else ""
+    yield row(scene.name, f"{what}{said}", "files", float(len(texts)), "yes", not wrong)
+    given = "".join(map(_read, files)) + str(run.home)
+    ports = {str(port) for host in machines.hosts for port in host.ports}
+    ports.add(str(machines.rendezvous_port))
+    every = "".join(texts.values())
+    for name, strange in (
+        ("ports", set(PORT.findall(every)) - ports),
+        ("addresses", {one for one in ADDRESS.findall(every) if one not in given}),
+        ("paths", {one for one in PATH.findall(every) if not _known(one, given)}),
+    ):
+        what = f"{kind}: {name} that are in neither file {', '.join(sorted(strange))}".rstrip()
+        yield row(scene.name, what, "", float(len(strange)), "0", not strange)
+
+
+def _known(path: str, given: str) -> bool:
+    """Whether it is of the two files, in a directory of theirs, or of every Linux."""
+    parents = [path, *map(str, Path(path).parents)][:-1]
+    return path.startswith(SYSTEM) or any(one in given for one in parents if one.count("/") > 1)
+
+
+def _read(path: str) -> str:
+    return Path(path).read_text()
+
+
+def checked(kind: str, path: Path, text: str) -> list[str]:
+    """What a validator says against a file; nothing of one that is no script or manifest."""
+    if kind == "slurm" and path.suffix == ".sbatch":
+        tools = [["bash", "-n"], ["shellcheck"], ["sbatch", "--test-only"]]
+        there = [[*words, str(path)] for words in tools if shutil.which(words[0])]
+        done = [subprocess.run(one, capture_output=True, text=True, check=False) for one in there]
+        return [" ".join((one.stdout + one.stderr).split()) for one in done if one.returncode]
+    if kind == "kubernetes" and path.suffix in (".yaml", ".yml"):
+        validator = importlib.import_module("kubernetes_validate")
+        said = []
+        for one in importlib.import_module("yaml").safe_load_all(text):
+            try:
+                validator.validate(one, validator.latest_version(), strict=True)
+            except Exception as error:  # whatever it is, it is what the validator says
+                said.append(f"{path.name}: {error}")
+        return said
+    return []

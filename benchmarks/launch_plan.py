@@ -1,0 +1,62 @@
+"""Item `plan` of `launch`: from cluster.toml and job.toml alone, planned and launched; a step
+beside its prediction; and with the processes of a host killed the run goes on with the same
+losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.launch_bench import START_S, STEP_S, Bench, differing, row
+from benchmarks.launch_ray import on_ray, ray_scene
+from benchmarks.launch_run import LaunchedRun
+from benchmarks.launch_scene import CLUSTERS, SERVER, SUMS
+from benchmarks.report import Row
+from roadtrain.errors import RoadtrainError
+
+WITHIN = 0.10
+
+
+def rows(bench: Bench) -> Iterator[Row]:
+    for name, scene in (("server", SERVER), ("clusters", CLUSTERS), ("sums", SUMS)):
+        try:
+            with bench.launched(scene, name, bench.steps) as run:
+                yield from run_and_kill(bench, run, scene.name)
+        except RoadtrainError as error:
+            yield failed(scene.name, error)
+    try:
+        with on_ray(bench.home / "ray-nodes") as address:
+            scene = ray_scene()
+            more = ("--ray-address", address)
+            with bench.launched(scene, "ray", bench.steps, "ray", *more) as run:
+                yield from run_and_kill(bench, run, scene.name, "ray")
+    except RoadtrainError as error:
+        yield failed("two Ray nodes", error)
+
+
+def failed(case: str, error: RoadtrainError) -> Row:
+    return row(case, str(error).partition("\n")[0], "", None, "it runs", False)
+
+
+def run_and_kill(bench: Bench, run: LaunchedRun, case: str, on: str = "lab") -> Iterator[Row]:
+    """`run`: is alive, and runs to its end."""
+    run.wait_end(bench.steps * STEP_S)
+    promised = bench.plan_of(run).predicted
+    assert promised is not None
+    took = run.step_s(0)
+    met = abs(took / promised.seconds - 1) <= WITHIN
+    beside = ("predicted", promised.seconds)
+    yield row(case, "a step", "s", took, f"within {WITHIN:.0%}", met, beside=beside)
+    with bench.again(run, f"{run.home.name}-killed", on) as killed:
+        killed.wait_step(bench.steps // 3, bench.steps * STEP_S)
+        victims = killed.agents()[:1] or killed.workers()[:1]
+        for one in victims:
+            one.kill()
+        at = killed.step
+        seconds = killed.wait_step(at + 2, START_S)
+        killed.wait_end(START_S + bench.steps * STEP_S)
+        apart = differing(run.losses(), killed.losses())
+        what = "processes of a host killed: seconds until the step after the next"
+        yield row(case, what, "s", seconds, "it goes on by itself", True)
+        whole = len(killed.losses()) == len(run.losses())
+        said = "steps whose loss is not as without the kill"
+        yield row(case, said, "", float(len(apart)), "0", not apart and whole)

@@ -1,0 +1,72 @@
+"""Item `replan` of `launch`: what was predicted beside what was measured of every stage; a link
+slowed to a quarter; `launch --replan`; and the next run's steps beside those of the old plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+
+from benchmarks.launch_bench import START_S, STEP_S, Bench, differing, row
+from benchmarks.launch_run import LaunchedRun, command
+from benchmarks.launch_scene import STAGES
+from benchmarks.report import Row
+from roadtrain.config.plan_file import load_plan_file
+from roadtrain.launch.control import ask_supervisor
+
+SLOWED, QUARTER = "gpu1", 0.25
+STEPS = 10_000  # more than are made
+
+
+def rows(bench: Bench) -> Iterator[Row]:
+    case = "a link is slowed to a quarter"
+    with bench.launched(STAGES, "replan", STEPS) as run:
+        run.wait_step(bench.steps, bench.steps * STEP_S)
+        first = run.step
+        yield from stages(bench, run, case)
+        yield row(case, "a step before", "s", run.step_s(0, first))
+        rate = STAGES.hosts[0].rate * QUARTER
+        words = ["rate", SLOWED, "0", f"{rate:g}Mbit/s"]
+        ask_supervisor(run.run_home, "tell", words)
+        slow = run.step
+        run.wait_step(slow + bench.steps, bench.steps * STEP_S)
+        old, before = run.step_s(slow, run.step), bench.plan_of(run)
+        yield row(case, "a step by the old plan, slowed", "s", old)
+        print(said := command("launch", "--replan", run.name, "--detach", within_s=1200.0))
+        new_plan = load_plan_file(run.run_home.plan_path)
+        again = run.step
+        run.wait_step(again + bench.steps, START_S + bench.steps * STEP_S)
+        new = run.step_s(again, run.step)
+        assert new_plan.predicted is not None
+        met = new < old and new_plan != before and "the plan stays" not in said
+        goal = "another plan, which is faster"
+        yield row(case, "a step by the new plan", "s", new, goal, met, beside=("old plan", old))
+        beside = ("predicted", new_plan.predicted.seconds)
+        yield row(case, "a step by the new plan", "s", new, beside=beside)
+        last = run.step
+        lossless = _same_losses(bench, run, last)
+        yield row(case, "steps whose loss differs by 1e-4", "", float(lossless), "0", not lossless)
+
+
+def _same_losses(bench: Bench, run: LaunchedRun, until: int) -> int:
+    """Beside a run whose link is not slowed. Sums are in another order, so losses agree to
+    rounding."""
+    with bench.again(run, "replan-plain") as plain:
+        plain.wait_step(until, START_S + until * STEP_S)
+        ours, theirs = run.losses(), plain.losses()
+        far = [one for one in differing(ours, theirs) if abs(ours[one] / theirs[one] - 1) > 1e-4]
+        return len([one for one in far if one <= until])
+
+
+def stages(bench: Bench, run: LaunchedRun, case: str) -> Iterator[Row]:
+    """Of each rank's metrics."""
+    plan = bench.plan_of(run)
+    for rank in range(plan.plan.parallelism.devices):
+        lines = run.lines(rank)[-bench.steps // 2 :]
+        if not lines or "predicted" not in lines[-1]:
+            yield row(case, f"rank {rank}: predicted", "", None, "in metrics.jsonl", False)
+            continue
+        told = lines[-1]["predicted"]
+        for name, seconds in told["stages"].items():
+            got = median(line["stages"].get(name, {}).get("seconds", 0.0) for line in lines)
+            where = f"{told['where']} (rank {rank}), {name}"
+            yield row(case, where, "s", got, beside=("predicted", seconds))
