@@ -40,7 +40,7 @@ class Bench:
         shutil.rmtree(home, ignore_errors=True)
         scene.write(home, steps, on)
         with LaunchedRun(f"bench-{name}", on, home, *more) as run:
-            run.plan("--placements", scene.placements)
+            run.plan("--placements", scene.placements, "--constants", scene.constants(on))
             run.start()
             run.wait_step(1, START_S)
             yield run

@@ -27,7 +27,6 @@ MODEL = {
 }
 SOME = Speed(1, 1e12, 0.1, 5e9, 1e9, 1e10)
 LATENCY = "50us"
-EFFICIENCY = 0.5  # of a device's peak, as a plan assumes (simulator/compute.py)
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Scene:
     placements: str
     links: tuple[tuple[str, str, float], ...] = ()
     switches: tuple[dict[str, Any], ...] = ()
-    accumulate: int = 4
+    accumulate: int = 16  # micro-batches of a step, of all workers together
     batch_size: int = 1
     seq_len: int = 32
     loopback: bool = False  # all hosts are this machine
@@ -60,6 +59,10 @@ class Scene:
     @property
     def workers(self) -> int:
         return sum(host.count for host in self.hosts if host.computes)
+
+    def constants(self, on: str) -> str:
+        """Devices are as fast as was measured; of a lab's cards TCP carries a part."""
+        return "lab" if on == "lab" else "measured"
 
     def write(self, home: Path, steps: int, on: str = "lab") -> Speed:
         """cluster.toml and job.toml. on: "files": of machines that are not there."""
@@ -111,7 +114,7 @@ class Scene:
         if kind.computes:
             device = {
                 "kind": "cpu",
-                "flops": f"{now.flops / EFFICIENCY / 1e9:.3f}GFLOP/s",
+                "flops": f"{now.flops / 1e9:.3f}GFLOP/s",
                 "memory": "3GB",
                 "memory_rate": f"{now.memory_rate:.0f}B/s",
                 "copy": f"{now.memory_rate:.0f}B/s",

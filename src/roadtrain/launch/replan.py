@@ -16,11 +16,11 @@ begins anew. Does NOT change a job.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +38,18 @@ from roadtrain.launch.home import RunHome
 from roadtrain.launch.measured_cluster import RateChange, measured_cluster
 from roadtrain.launch.measured_run import FILE, MeasuredRun, run_seen
 from roadtrain.planner.arrangements import Arranged, best_arrangement
-from roadtrain.planner.machines_of import machines_of, predicted_of, why_not_run
+from roadtrain.planner.job_plans import JobPlans, shape_of_job
+from roadtrain.planner.machines_of import machines_of, predicted_of
 from roadtrain.planner.plan import words
 from roadtrain.planner.search import SearchResult, search
-from roadtrain.simulator.compute import Constants
+from roadtrain.simulator.compute import Constants, constants
 from roadtrain.simulator.run import simulate
 from roadtrain.storage.direct import replace_file
 from roadtrain.units import show_seconds
 
 BETTER = 0.03  # of a step: what a new plan takes off at least
+KNOWN = ("measured", "lab")  # constants that a plan may have been made by, besides those assumed
+SAME = 1e-6
 MEASURES_S = 900.0  # a step, the end of services, links of all hosts
 POLL_S = 0.2
 Report = Callable[[str], None]
@@ -148,6 +151,7 @@ class SearchedAgain:
     of all that can be launched. `leaves_out`: whether hosts that computed may be left out."""
 
     old: Plan
+    job: Job
     model: ModelShape
     constants: Constants
     options: ReplanOptions
@@ -166,18 +170,18 @@ class SearchedAgain:
             placements=self.options.placements if new else (self.old.placement.name,),
             headroom=self.old.headroom,
             explain=False,
-            refuses=self._refuses,
+            fitted=partial(self._fitted, JobPlans(self.job, cluster)),
         )
 
-    def _refuses(self, plan: Plan, cluster: Cluster) -> str:
-        if why := why_not_run(plan, cluster):
-            return why
-        if self.options.new_run:
-            return ""
-        if plan.micro_batch != self.old.micro_batch:
+    def _fitted(self, plans: JobPlans, plan: Plan) -> Plan | str:
+        made = plans.fitted(plan)
+        if isinstance(made, str) or self.options.new_run:
+            return made
+        if made.micro_batch != self.old.micro_batch:
             return "micro-batches of another size are other losses"
-        old, new = self.old.packets, plan.packets
-        return "" if old.wire == new.wire else "gradients on another wire are other losses"
+        if made.packets.wire != self.old.packets.wire:
+            return "gradients on another wire are other losses"
+        return made
 
 
 def replanned(home: RunHome, measured: MeasuredRun, options: ReplanOptions) -> Replanned:
@@ -190,15 +194,16 @@ def replanned(home: RunHome, measured: MeasuredRun, options: ReplanOptions) -> R
             f"{home.plan_path} has no machines or no cluster, it cannot be planned anew",
             hint="roadtrain plan CLUSTER.toml --job JOB.toml writes both",
         )
-    old, of = plan_file.plan, Constants()
+    old, model = plan_file.plan, shape_of_job(job)
+    of = constants_of(plan_file, cluster, model)
     now, changes = measured_cluster(cluster, machines, run_seen(measured), of.network)
     leaves_out = bool(options.new_run) or measured.shared or old.placement.served
-    search_again = SearchedAgain(old, shape_of_job(job), of, options, leaves_out)
+    search_again = SearchedAgain(old, job, model, of, options, leaves_out)
     arranged = best_arrangement(now, search_again)
     pick = arranged.answer.pick
     if pick is None:
         raise ConfigError("no plan that the run can go on as fits what was measured")
-    before = simulate(old, now, search_again.model, of, checked=False)
+    before = simulate(old, now, model, of, checked=False)
     whole = arranged.arrangement.whole
     new = machines_of(pick.plan, whole)
     if not options.new_run:
@@ -207,14 +212,15 @@ def replanned(home: RunHome, measured: MeasuredRun, options: ReplanOptions) -> R
     return Replanned(file, changes, arranged, old, before.seconds, pick.result.seconds)
 
 
-def shape_of_job(job: Job) -> ModelShape:
-    """Torch comes in by this alone."""
-    build = importlib.import_module("roadtrain.training.build")
-    counted = importlib.import_module("roadtrain.planner.model_config")
-    whole = job.model.pretrained or "vocab_size" in job.model.config
-    config = build.build_config(job if whole else job.changed({"model.config.vocab_size": 256}))
-    shape: ModelShape = counted.shape_of_config(config.to_dict(), seq_len=job.data.seq_len)
-    return shape
+def constants_of(plan_file: PlanFile, cluster: Cluster, model: ModelShape) -> Constants:
+    """Those by which the plan was made: by which it is predicted what the file says."""
+    if plan_file.predicted is None:
+        return Constants()
+    for of in (Constants(), *map(constants, KNOWN)):
+        result = simulate(plan_file.plan, cluster, model, of, checked=False)
+        if abs(result.seconds - plan_file.predicted.seconds) <= SAME * result.seconds:
+            return of
+    return Constants()
 
 
 def kept(old: Machines, new: Machines) -> Machines:

@@ -109,8 +109,6 @@ class SearchOptions:
     late: Flag = False  # staleness 1 is tried too
     # the share of each device's and host's memory that plans leave free
     headroom: Number = Field(default=HEADROOM, lt=1)
-    # why a plan is none for this cluster, in one sentence; "" where it is one
-    refuses: Callable[[Plan, Cluster], str] | None = None
 
 
 def search(
@@ -300,9 +298,6 @@ class _Search:
     def _fitting(self, plan: Plan, family: Family) -> Scene | None:
         """The plan's scene, with other pipeline stages where only those fit; None where no
         memory would do: `family` says why."""
-        if self.asked.refuses is not None and (why := self.asked.refuses(plan, self.cluster)):
-            family.refuse(why)
-            return None
         try:
             scene = self.scene(plan)
         except ConfigError as error:
