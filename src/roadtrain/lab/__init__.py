@@ -8,10 +8,11 @@ from roadtrain.lab.hosts import LabHost
 from roadtrain.lab.leftovers import sweep
 from roadtrain.lab.made import PREFIX
 from roadtrain.lab.network import CARRIED, Network, loss_available, network_available
-from roadtrain.lab.nics import LabLink, LabNic, Traffic
+from roadtrain.lab.nics import CARD_MOST, LabLink, LabNic, Traffic
 from roadtrain.lab.storage import LoopDevice, Throttle, lab_available
 
 __all__ = [
+    "CARD_MOST",
     "CARRIED",
     "PREFIX",
     "CpuLimit",

@@ -24,6 +24,7 @@ MTU = 1500
 MIN_MTU, MAX_MTU = 68, 65535  # what the kernel's veth takes
 FILTER = "ingress pref 1 handle 1 bpf direct-action bytecode"
 RANDOM_BITS = 32
+CARD_MOST = 0.5e9  # bytes a second that processors which also compute still pass on
 # linux/filter.h: load a random word; where it is at least the bound pass (0), else drop (2)
 LOSING = "4,32 0 0 4294963256,53 0 1 {bound},6 0 0 0,6 0 0 2"
 

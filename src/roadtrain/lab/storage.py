@@ -4,7 +4,7 @@ Assumes Linux, root, cgroup v1 blkio: `lab_available()` says what is missing. Ra
 I/O only, buffered writes escape blkio. Latency is NOT emulated. Everything made is undone when its
 context ends, also by an error, else when the process ends; what a SIGKILL left is found by its name
 and removed by `sweep()`. The directory of a LoopDevice holds `mount/` and `backing`, a file with
-the path of the image.
+the path of the image (`kept`, where the image stays).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from roadtrain.lab.groups import ControlGroup, hierarchy
 from roadtrain.lab.made import Made, command, folder, insist, lacking
 from roadtrain.units import show_bytes
 
+FEW_FILES = ("-i", "262144")  # bytes a file, so that tables of files take little of a large one
 # a discard frees the blocks
 MKFS = ("-q", "-F", "-m", "0", "-E", "nodiscard,lazy_itable_init=0,lazy_journal_init=0")
 
@@ -43,14 +44,15 @@ class LoopDevice(Made):
 
     Inside the context `.mount` is the directory to write into and `.major_minor` names the device
     for a Throttle. The file must not exist before and must fit (ConfigError), and is removed with
-    the rest. RoadtrainError has a failed command's words.
+    the rest. RoadtrainError has a failed command's words. `keep`: the file stays, with what was
+    written; where it exists it is used as it is, and its room is taken as it is needed.
     """
 
-    def __init__(self, path: str | Path, nbytes: int) -> None:
-        self.path, self.nbytes = Path(path).absolute(), nbytes
+    def __init__(self, path: str | Path, nbytes: int, *, keep: bool = False) -> None:
+        self.path, self.nbytes, self.keep = Path(path).absolute(), nbytes, keep
 
     def _begin(self) -> Callable[[], None]:
-        if self.path.exists():
+        if self.path.exists() and not self.keep:
             raise ConfigError(
                 f"{self.path} exists", hint="name a file that does not: it is removed at the end"
             )
@@ -61,10 +63,13 @@ class LoopDevice(Made):
         self.mount = self.home / "mount"
         self.mount.mkdir()
         # before the file: sweep() needs no more than this
-        (self.home / "backing").write_text(str(self.path))
+        (self.home / ("kept" if self.keep else "backing")).write_text(str(self.path))
         try:
-            with self.path.open("xb") as image:
-                os.posix_fallocate(image.fileno(), 0, self.nbytes)
+            if not self.keep:
+                with self.path.open("xb") as image:
+                    os.posix_fallocate(image.fileno(), 0, self.nbytes)
+            elif not self.path.exists():
+                self._make_kept(self.path.with_name(f"{self.path.name}.new"))
         except OSError as cause:
             raise ConfigError(
                 f"{self.path} of {show_bytes(self.nbytes)}: {cause.strerror}",
@@ -72,8 +77,16 @@ class LoopDevice(Made):
             ) from cause
         device = command("losetup", "-f", "--show", "--direct-io=on", str(self.path)).strip()
         self.major_minor = Path(f"/sys/block/{Path(device).name}/dev").read_text().strip()
-        command("mkfs.ext4", *MKFS, device)
+        if not self.keep:
+            command("mkfs.ext4", *MKFS, device)
         command("mount", "-o", "noatime", device, str(self.mount))
+
+    def _make_kept(self, new: Path) -> None:
+        """The image has its name when it is whole: what a kill has left is no image."""
+        with new.open("wb") as image:
+            image.truncate(self.nbytes)
+        command("mkfs.ext4", *MKFS, *FEW_FILES, str(new))
+        new.rename(self.path)
 
 
 class Throttle(ControlGroup):
@@ -102,9 +115,11 @@ def undo_loop(home: Path) -> None:
         insist(lambda: command("umount", str(home / "mount")))
     if (home / "mount").exists():
         (home / "mount").rmdir()  # which also unmounts it for processes of other labs' hosts
-    backing = Path((home / "backing").read_text()) if (home / "backing").exists() else home / "none"
-    if backing.exists():
-        for line in command("losetup", "-j", str(backing)).splitlines():
-            command("losetup", "-d", line.split(":")[0])
-        backing.unlink()
+    for name in ("backing", "kept"):
+        image = Path((home / name).read_text()) if (home / name).exists() else home / "none"
+        if image.exists():
+            for line in command("losetup", "-j", str(image)).splitlines():
+                command("losetup", "-d", line.split(":")[0])
+            if name == "backing":
+                image.unlink()
     shutil.rmtree(home)

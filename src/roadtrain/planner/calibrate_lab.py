@@ -28,6 +28,7 @@ from roadtrain.config.cluster import Cluster, Host
 from roadtrain.config.job import Job
 from roadtrain.errors import BudgetError, ConfigError, DeadlineError, RoadtrainError
 from roadtrain.lab import (
+    CARD_MOST,
     CARRIED,
     LabNic,
     LoopDevice,
@@ -47,7 +48,6 @@ from roadtrain.units import MIB, show_bytes, show_rate
 
 EMULATED = Constants(efficiency=1.0, network=CARRIED, source="measured in the lab")
 TIMEOUT_S, PORT = 900.0, 7000
-CARD_MOST = 0.5e9  # bytes a second that processors which also compute still pass on
 Begin = Callable[..., subprocess.Popen[Any]]
 # bytes a parameter: of both slots, of a worker; and of a process besides
 STATE, WORKER, PROCESS = 32, 12, 400 * MIB

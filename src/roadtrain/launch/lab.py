@@ -1,0 +1,237 @@
+"""LabEngine: a LaunchEngine whose hosts are a lab made of the plan's cluster: network namespaces
+with the cards' rates, links between switches, SSDs with theirs, an even share of this machine's
+processors.
+
+Needs root, as labs do. Every host has directories of its own where its SSDs are mounted and in
+/dev/shm, and shares all others with this machine. What was written to these directories stays, in
+`directory` and in /dev/shm, so that the run can be resumed; all else is removed when the engine is
+closed, or when the next lab begins where a kill came before. Does NOT emulate devices or latency.
+
+    rate HOST NIC RATE      a card, from now on: `rate gpu0 0 100Mbit/s`
+    link SWITCH SWITCH RATE   a link between switches
+    hold HOST, comes HOST   as if it were switched off, and on
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from roadtrain.config.plan_file import PlanFile
+from roadtrain.errors import ConfigError, LaunchError, RoadtrainError
+from roadtrain.lab import (
+    LabHost,
+    LoopDevice,
+    Network,
+    Throttle,
+    cpus_available,
+    lab_available,
+    network_available,
+    sweep,
+)
+from roadtrain.launch.agent_link import AgentHost
+from roadtrain.launch.agents import HostAgents
+from roadtrain.launch.here import worker_threads
+from roadtrain.launch.lab_shape import LabSsd, check_rates, lab_shape
+from roadtrain.protocol.launch import Output
+from roadtrain.storage.direct import free_nbytes
+from roadtrain.storage.rates import storage_rates
+from roadtrain.units import GIB, parse_rate
+
+SSD_MOST = 16 * GIB  # bytes of an emulated SSD
+FREE = 0.8  # of what is free here, all SSDs together
+SHM = Path("/dev/shm")
+# pairs of directories, `--`, then the command: in this process's own namespace of mounts
+BIND = 'while [ "$1" != -- ]; do mount --bind "$1" "$2" || exit 1; shift 2; done; shift; exec "$@"'
+
+
+class LabEngine(HostAgents):
+    """`directory`: of this run; what its hosts write to their SSDs stays there.
+
+    Raises ConfigError for a cluster that no lab can be, LaunchError where an agent is not ready.
+    """
+
+    def __init__(self, plan_file: PlanFile, mark: str, directory: Path) -> None:
+        if plan_file.cluster is None or plan_file.machines is None:
+            raise ConfigError(
+                "the plan names no cluster or no machines, a lab is made of both",
+                hint="roadtrain plan CLUSTER.toml --job JOB.toml writes such a plan",
+            )
+        if why := network_available():
+            raise ConfigError(f"no lab can be made here: {why}", hint="root on Linux, or --on here")
+        self._shape = shape = lab_shape(plan_file.cluster, plan_file.machines)
+        self._directory = directory
+        self._threads = worker_threads(plan_file.machines)
+        self._binds: dict[str, list[str]] = {name: [] for name in shape.hosts}
+        self._throttles: dict[str, Throttle] = {}
+        self._notes: list[str] = [f"not emulated: {what}" for what in shape.left_out()]
+        self._made = ExitStack()
+        sweep()
+        with ExitStack() as stack:
+            stack.callback(self._tidy_shm, mark)
+            self._make_directories(mark, stack)
+            self._network = stack.enter_context(
+                Network(
+                    {name: shape.nics(name) for name in shape.hosts}, shape.links(), self._cpus()
+                )
+            )
+            super().__init__([self._agent_host(name) for name in shape.planned], mark)
+            self._made = stack.pop_all()
+        self._events += [Output("agent", "", note) for note in self._notes]
+
+    def close(self) -> None:
+        super().close()
+        self._made.close()
+
+    def addresses(self) -> dict[str, str]:
+        """Host -> by which the others reach it."""
+        return {name: self._address(name) for name in self._shape.hosts}
+
+    def tell(self, words: Sequence[str]) -> str:
+        match words:
+            case ["rate", host, nic, rate] if nic.isdecimal():
+                cards = self._lab_host(host).nics
+                if int(nic) >= len(cards):
+                    raise LaunchError(f"host {host} has {len(cards)} cards, 0 is the first")
+                cards[int(nic)].set_rate(_rate(rate))
+                return f"card {nic} of {host} carries {rate} from now on"
+            case ["link", one, other, rate]:
+                links = self._network.links
+                if (link := links.get((one, other)) or links.get((other, one))) is None:
+                    raise LaunchError(f"there is no link between {one!r} and {other!r}")
+                link.set_rate(_rate(rate))
+                return f"the link between {one} and {other} carries {rate} from now on"
+        try:
+            return super().tell(words)
+        except LaunchError as error:
+            more = (
+                "" if not error.hint.startswith("leaves") else ", rate HOST NIC RATE, link A B RATE"
+            )
+            raise LaunchError(str(error).partition("\nhint: ")[0], hint=error.hint + more) from None
+
+    def _new_host(self, name: str) -> AgentHost | None:
+        return self._agent_host(name) if name in self._shape.hosts else None
+
+    def _lab_host(self, name: str) -> LabHost:
+        if name not in self._network.hosts:
+            known = ", ".join(self._network.hosts)
+            raise LaunchError(f"the lab has no host {name!r}", hint=f"it has {known}")
+        return self._network.hosts[name]
+
+    def _address(self, name: str) -> str:
+        return self._network.hosts[name].nics[self._shape.cards[name]].address
+
+    def _cpus(self) -> dict[str, float]:
+        if why := cpus_available():
+            self._notes.append(f"processors are not shared out: {why}")
+            return {}
+        share = len(os.sched_getaffinity(0)) / len(self._shape.planned)
+        return dict.fromkeys(self._shape.hosts, share)
+
+    def _agent_host(self, name: str) -> AgentHost:
+        return AgentHost(
+            name,
+            self._address(name),
+            partial(self._begin_on, name),
+            self._shape.workers.get(name, self._shape.hosts[name].devices),
+            threads=self._threads,
+        )
+
+    def _begin_on(self, name: str, words: Sequence[str], **popen: Any) -> Any:
+        """As Popen, on a host of the lab, with its directories and the rates of its SSDs."""
+        argv = ["sh", "-c", BIND, "sh", *self._binds[name], "--", *words]
+        process = self._network.hosts[name].run(argv, **popen)
+        if (throttle := self._throttles.get(name)) is not None:
+            throttle.enter_process(process.pid)
+        return process
+
+    def _make_directories(self, mark: str, stack: ExitStack) -> None:
+        """What each host finds in /dev/shm and where its SSDs are mounted."""
+        for name in self._shape.hosts:
+            own = _own_shm(mark) / name
+            own.mkdir(parents=True, exist_ok=True)
+            self._binds[name] += [str(own), str(SHM)]
+        ssds = {name: self._shape.ssds(name) for name in self._shape.hosts}
+        every = [ssd for of_host in ssds.values() for ssd in of_host]
+        if not every:
+            return
+        self._directory.mkdir(parents=True, exist_ok=True)
+        if why := lab_available():
+            self._notes.append(f"SSDs are directories without rates: {why}")
+        else:
+            real = storage_rates(self._directory)
+            check_rates(every, real.read, real.write)
+        for name, of_host in ssds.items():
+            for n, ssd in enumerate(of_host):
+                source = self._directory / f"{name}.ssd{n}"
+                if not why:
+                    device = stack.enter_context(
+                        LoopDevice(f"{source}.img", self._room(ssd, len(every)), keep=True)
+                    )
+                    self._add_limits(name, Throttle([device], ssd.read, ssd.write))
+                    source = device.mount
+                source.mkdir(exist_ok=True)
+                _make_mount_point(Path(ssd.directory), stack)
+                self._binds[name] += [str(source), ssd.directory]
+        for throttle in self._throttles.values():
+            stack.enter_context(throttle)
+
+    def _add_limits(self, name: str, more: Throttle) -> None:
+        """A process is in one control group, which has the rates of all its host's SSDs."""
+        if name in self._throttles:
+            self._throttles[name].limits += more.limits
+        else:
+            self._throttles[name] = more
+
+    def _room(self, ssd: LabSsd, many: int) -> int:
+        free = int(free_nbytes(self._directory) * FREE) // many
+        return min(int(ssd.nbytes) or SSD_MOST, SSD_MOST, free)
+
+    @staticmethod
+    def _tidy_shm(mark: str) -> None:
+        """What killed processes have left of shared memory are files; stores are directories, and
+        stay."""
+        if not _own_shm(mark).exists():
+            return
+        for own in _own_shm(mark).iterdir():
+            for path in own.iterdir():
+                if not path.is_dir():
+                    path.unlink()
+            if not any(own.iterdir()):
+                own.rmdir()
+        if not any(_own_shm(mark).iterdir()):
+            shutil.rmtree(_own_shm(mark))
+
+
+def lab_engine(plan_file: PlanFile, mark: str, directory: Path) -> LabEngine:
+    return LabEngine(plan_file, mark, directory)
+
+
+def _own_shm(mark: str) -> Path:
+    return SHM / f"roadtrain-run-{hashlib.sha256(mark.encode()).hexdigest()[:16]}"
+
+
+def _make_mount_point(directory: Path, stack: ExitStack) -> None:
+    """What did not exist is removed again."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        stack.callback(_remove_empty, path)
+
+
+def _remove_empty(path: Path) -> None:
+    if path.is_dir() and not any(path.iterdir()):
+        path.rmdir()
+
+
+def _rate(text: str) -> float:
+    try:
+        return parse_rate(text)
+    except RoadtrainError as error:
+        raise LaunchError(str(error)) from None

@@ -1,0 +1,318 @@
+"""The lab as an engine: hosts, rates, directories of their own, what stays and what does not."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from roadtrain.config.cluster import make_cluster
+from roadtrain.config.machines import Machines, PlanHost
+from roadtrain.config.plan import make_plan
+from roadtrain.config.plan_file import PlanFile
+from roadtrain.errors import ConfigError, LaunchError
+from roadtrain.lab import PREFIX, lab_available, network_available, sweep
+from roadtrain.launch.lab import LabEngine
+from roadtrain.launch.processes import Process, Role
+from roadtrain.protocol.launch import HostCame, HostLost, Output, ProcessEnded
+
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.skipif(
+        network_available() is not None, reason=f"no network: {network_available()}"
+    ),
+]
+SIZE, FAST, SLOW = 4 << 20, 40e6, 5e6  # bytes, bytes a second
+SEND = (
+    "import socket, sys, time; began = time.monotonic()\n"
+    "for trial in range(200):\n"
+    "    try: peer = socket.create_connection((sys.argv[1], 5000)); break\n"
+    "    except OSError: time.sleep(0.05)\n"
+    "began = time.monotonic(); peer.sendall(bytes(int(sys.argv[2]))); peer.shutdown(1)\n"
+    "peer.recv(1); print('took', time.monotonic() - began)"
+)
+HEAR = (
+    "import socket\nwith socket.create_server(('0.0.0.0', 5000)) as listener:\n"
+    " while True:\n  peer = listener.accept()[0]\n"
+    "  while peer.recv(1 << 20): pass\n  peer.sendall(b'1'); peer.close()"
+)
+
+
+def plan_of(tmp_path, *, ssds=(), rate="40MB/s"):
+    cluster = make_cluster(
+        {
+            "hosts": [
+                {
+                    "name": "gpu",
+                    "count": 2,
+                    "device": {"flops": "1GFLOP/s", "memory": "1GB"},
+                    "memory": "1GB",
+                    "nics": [{"rate": "1MB/s"}, {"rate": rate, "switch": "rack"}],
+                    "ssds": list(ssds),
+                },
+                {
+                    "name": "spare",
+                    "memory": "1GB",
+                    "nics": [{"rate": rate, "latency": "1ms", "switch": "far"}],
+                },
+            ],
+            "switches": [{"name": "rack"}, {"name": "far"}],
+            "links": [{"between": ["rack", "far"], "rate": "20MB/s"}],
+        }
+    )
+    hosts = tuple(PlanHost(f"gpu{n}", "gpu", f"10.99.0.{n}", workers=1) for n in range(2))
+    return PlanFile(make_plan({"placement": "ddp"}), Machines(hosts=hosts), None, cluster)
+
+
+def process(name, host, code, *words, directory):
+    return Process(name, Role.SERVER, host, ("-c", code, *words), str(directory))
+
+
+def until(engine, kind, seen=None):
+    seen = [] if seen is None else seen
+    deadline = time.monotonic() + 30
+    while not any(isinstance(event, kind) for event in seen):
+        assert time.monotonic() < deadline, f"no {kind.__name__} in {seen}"
+        seen += engine.events(0.5)
+    return seen
+
+
+def said(engine, host, code, *words, directory):
+    """The lines of a process, which must end well."""
+    engine.start(process("asked", host, code, *words, directory=directory))
+    seen = until(engine, ProcessEnded)
+    (end,) = [event for event in seen if isinstance(event, ProcessEnded)]
+    assert end.code == 0, (end, seen)
+    return [event.line for event in seen if isinstance(event, Output) and event.name == "asked"]
+
+
+def left():
+    found = subprocess.run(["losetup", "-l"], capture_output=True, text=True, check=True).stdout
+    return [line for line in found.splitlines() if PREFIX in line], sorted(
+        path.name for path in Path("/tmp").glob(f"{PREFIX}*")
+    )
+
+
+@pytest.fixture
+def nothing_left():
+    before = left()
+    yield
+    assert left() == before
+
+
+def test_hosts_with_rates_that_go_and_come(tmp_path, nothing_left):
+    engine = LabEngine(plan_of(tmp_path), f"test {tmp_path}", tmp_path / "lab")
+    try:
+        addresses = engine.addresses()
+        assert {host.name: host.address for host in engine.hosts()} == {
+            name: addresses[name] for name in ("gpu0", "gpu1")
+        }
+        assert len(set(addresses.values())) == 3  # spare is there, and not yet used
+        assert "not emulated: the latency of cards and links" in [
+            event.line for event in until(engine, Output) if isinstance(event, Output)
+        ]
+        assert said(
+            engine, "gpu1", "import os; print(os.uname().nodename)", directory=tmp_path
+        ) == ["gpu1"]
+
+        engine.start(process("listener", "gpu1", HEAR, directory=tmp_path))
+        took = []
+        for rate in (FAST, SLOW):
+            engine.tell(["rate", "gpu0", "1", f"{rate / 1e6}MB/s"])
+            (line,) = said(engine, "gpu0", SEND, addresses["gpu1"], str(SIZE), directory=tmp_path)
+            took.append(float(line.split()[1]))
+        assert SIZE / SLOW * 0.8 < took[1] < SIZE / SLOW * 2
+        assert took[0] < took[1] / 3
+
+        engine.tell(["hold", "gpu1"])
+        assert [e.host for e in until(engine, HostLost) if isinstance(e, HostLost)] == ["gpu1"]
+        for name in ("gpu1", "spare"):
+            engine.tell(["comes", name])
+            came = [event for event in until(engine, HostCame) if isinstance(event, HostCame)]
+            assert [(one.host, one.address) for one in came] == [(name, addresses[name])]
+        engine.start(process("listener", "gpu1", HEAR, directory=tmp_path))
+        engine.tell(["link", "far", "rack", f"{SLOW / 1e6}MB/s"])
+        (line,) = said(engine, "spare", SEND, addresses["gpu1"], str(SIZE), directory=tmp_path)
+        assert SIZE / SLOW * 0.8 < float(line.split()[1]) < SIZE / SLOW * 2
+        with pytest.raises(LaunchError, match="no host 'gpu7'"):
+            engine.tell(["rate", "gpu7", "0", "1MB/s"])
+        with pytest.raises(LaunchError, match="no link between"):
+            engine.tell(["link", "a", "b", "1MB/s"])
+        with pytest.raises(LaunchError, match="is no verb"):
+            engine.tell(["dance"])
+    finally:
+        engine.close()
+
+
+@pytest.mark.skipif(lab_available() is not None, reason=f"{lab_available()}")
+def test_directories_are_each_hosts_own_and_stay(tmp_path, nothing_left):
+    mounted = tmp_path / "mnt" / "ssd0"
+    ssd = {"read": "20MB/s", "write": "10MB/s", "directories": [str(mounted)], "capacity": "64MB"}
+    write = (
+        "import os, sys, time, mmap\nbegan = time.monotonic()\n"
+        "file = os.open(sys.argv[1] + '/data', os.O_CREAT | os.O_WRONLY | os.O_DIRECT)\n"
+        "page = mmap.mmap(-1, 1 << 20)\n"
+        "for n in range(8): os.write(file, page)\n"
+        "os.mkdir('/dev/shm/store-of-test'); open('/dev/shm/forgotten', 'w').close()\n"
+        "os.fsync(file); print('took', time.monotonic() - began)"
+    )
+    look = "import os, sys; print(sorted(os.listdir(sys.argv[1])), os.listdir('/dev/shm'))"
+    for start in range(2):
+        engine = LabEngine(plan_of(tmp_path, ssds=[ssd]), f"test {tmp_path}", tmp_path / "lab")
+        try:
+            if start == 0:
+                (line,) = said(engine, "gpu0", write, str(mounted), directory=tmp_path)
+                assert float(line.split()[1]) > 0.6  # 8 MiB at 10 MB/s
+            (one,) = said(engine, "gpu0", look, str(mounted), directory=tmp_path)
+            assert "'data'" in one and "store-of-test" in one
+            assert ("forgotten" in one) == (start == 0)
+            (other,) = said(engine, "gpu1", look, str(mounted), directory=tmp_path)
+            assert other == "['lost+found'] []"
+            if start == 1:
+                again = f"import os; os.rmdir('/dev/shm/store-of-test'); {look}"
+                said(engine, "gpu0", again, str(mounted), directory=tmp_path)
+        finally:
+            engine.close()
+        assert not mounted.exists() and not Path("/dev/shm/store-of-test").exists()
+    assert not list(Path("/dev/shm").glob("roadtrain-run-*"))
+
+
+def test_what_cannot_be_emulated_is_refused(tmp_path, nothing_left):
+    with pytest.raises(ConfigError, match=r"card of 12\.50 GB/s of host gpu0 cannot be emulated"):
+        LabEngine(plan_of(tmp_path, rate="100Gbit/s"), "test", tmp_path / "lab")
+
+
+def test_a_kill_of_the_supervisor_leaves_nothing_that_the_next_lab_does_not_remove(tmp_path):
+    code = (
+        "import sys, time; sys.path.insert(0, sys.argv[1])\n"
+        "from pathlib import Path\nfrom test_launch_lab import LabEngine, plan_of\n"
+        "engine = LabEngine(plan_of(sys.argv[2]), 'test ' + sys.argv[2], Path(sys.argv[2], 'l'))\n"
+        "print('up', flush=True); time.sleep(60)"
+    )
+    words = [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, env=dict(os.environ)) as process:
+        assert process.stdout.readline() == b"up\n"
+        homes = set(Path("/tmp").glob(f"{PREFIX}{process.pid}-*"))
+        process.kill()
+    assert homes
+    LabEngine(plan_of(tmp_path), f"test {tmp_path}", tmp_path / "l").close()
+    assert not [home for home in homes if home.exists()]
+
+
+JOB = """
+[run]
+dir = "{home}/run"
+steps = 12
+log_every = 1
+[model]
+dtype = "fp32"
+[model.config]
+model_type = "llama"
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 2
+num_attention_heads = 2
+num_key_value_heads = 2
+max_position_embeddings = 32
+[data]
+paths = ["{home}/text.txt"]
+seq_len = 32
+batch_size = 2
+"""
+PLAN = """
+placement = "server"
+micro_batch = 2
+parallelism = {{ dp = 2 }}
+[machines]
+[[machines.hosts]]
+name = "gpu0"
+kind = "gpu"
+address = "10.99.0.1"
+workers = 1
+[[machines.hosts]]
+name = "gpu1"
+kind = "gpu"
+address = "10.99.0.2"
+workers = 1
+[[machines.hosts]]
+name = "spare"
+kind = "spare"
+address = "10.99.0.3"
+servers = [{{ store = "{home}/ssd0/store", port = 7000 }}]
+[cluster]
+[[cluster.hosts]]
+name = "gpu"
+count = 2
+memory = "2GB"
+device = {{ flops = "1GFLOP/s", memory = "2GB" }}
+nics = [{{ rate = "50MB/s" }}]
+[[cluster.hosts]]
+name = "spare"
+memory = "2GB"
+nics = [{{ rate = "50MB/s" }}]
+[[cluster.hosts.ssds]]
+read = "50MB/s"
+write = "50MB/s"
+capacity = "200MB"
+directories = ["{home}/ssd0"]
+"""
+
+
+def supervisors(home):
+    """Of the runs in this home."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (path / "cmdline").read_text().split("\0")
+            if "roadtrain.launch.supervise" in words and str(home) in words[-2]:
+                found.append(int(path.name))
+    return found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(lab_available() is not None, reason=f"{lab_available()}")
+def test_a_job_that_a_plan_runs_on_a_lab_survives_its_supervisor(tmp_path, nothing_left):
+    """Rule 3: losses as without the kill."""
+    (tmp_path / "text.txt").write_text("".join(f"line {n} of {n * n}\n" for n in range(2000)))
+    for name, text in (("job.toml", JOB), ("plan.toml", PLAN)):
+        (tmp_path / name).write_text(text.format(home=tmp_path))
+    environment = os.environ | {"HOME": str(tmp_path)}
+    words = [sys.executable, "-m", "roadtrain.cli", "launch"]
+    log = tmp_path / ".roadtrain" / "runs" / "job" / "all.log"
+
+    def launch(*more):
+        done = subprocess.run(
+            [*words, *more],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+
+    try:
+        launch("plan.toml", "job.toml", "--on", "lab", "--detach")
+        deadline = time.monotonic() + 120
+        while "step 4/12" not in log.read_text():
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        (pid,) = supervisors(tmp_path)
+        os.kill(pid, signal.SIGKILL)
+        launch("--resume", "job")
+    finally:
+        for pid in supervisors(tmp_path):
+            os.kill(pid, signal.SIGKILL)
+        sweep()
+    text = log.read_text()
+    assert int(re.findall(r"\): step (\d+), 2 worker", text)[-1]) >= 3
+    losses = {}
+    for step, loss in re.findall(r"step (\d+)/12 +loss (\S+)", text):
+        losses.setdefault(int(step), set()).add(loss)
+    assert sorted(losses) == list(range(1, 13))
+    assert all(len(once) == 1 for once in losses.values()), losses
