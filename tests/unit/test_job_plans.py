@@ -156,6 +156,7 @@ def test_the_command_writes_what_is_launched(
     made = load_job(one).changed({"parallelism.auto": False})
     for section, keys in job_keys(whole, {}).items():
         made = made.changed({f"{section}.{key}": value for key, value in keys.items()})
+    assert made.predicted.stages == whole.predicted.stages
     assert made.servers.addresses == (["10.0.0.9:7000"] if name == "server" else [])
     assert bool(made.parallelism.reducers) == (name == "summation")
     assert load_plan(out) == whole.plan  # which simulate reads

@@ -41,6 +41,9 @@ def job_keys(plan_file: PlanFile, addresses: Mapping[str, str]) -> dict[str, Any
     if why := why_not_run(plan, cluster):
         raise ConfigError(why)
     out: dict[str, Any] = {"data": {"batch_size": plan.micro_batch}}
+    if (promised := plan_file.predicted) is not None:
+        stages = {where: {**own} for where, own in promised.stages.items()}
+        out["predicted"] = {"seconds": promised.seconds, "stages": stages}
     if plan.placement.name in IN_STAGES:
         return out | {"parallelism": {"auto": False, **_parallelism(plan)}}
     out["optimizer"] = {"accumulate": plan.num_microbatches}
