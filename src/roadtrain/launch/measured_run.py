@@ -17,12 +17,13 @@ from pathlib import Path
 
 import msgspec
 
+from roadtrain.config.machines import host_port
 from roadtrain.errors import LaunchError
 from roadtrain.launch.engine import LaunchEngine
 from roadtrain.launch.measured_cluster import LinkSeen, RunSeen
 from roadtrain.launch.measured_host import MODULE, HostAnswer, Told, WorkerSeconds
 from roadtrain.launch.processes import HostFile, Process, Role
-from roadtrain.launch.resolve import ResolvedRun, at
+from roadtrain.launch.resolve import ResolvedRun
 from roadtrain.protocol.launch import ProcessEnded
 
 MOST = 8  # hosts whose links one asking host measures: 56 of them, about 40 s
@@ -104,7 +105,7 @@ def _listening(run: ResolvedRun, names: Sequence[str]) -> dict[str, tuple[Proces
     port = next(n for n in range(run.machines.rendezvous_port + 1, 65536) if n not in taken)
     token = f"{run.directory}/launch/token"
     for name in names:
-        where = at(run.address(name), port)
+        where = host_port(run.address(name), port)
         out[name] = (
             Process(
                 f"links of {name}",
