@@ -287,7 +287,9 @@ def first_step(state: RunState) -> str:
 
 def describe_run(plan_file: PlanFile, job_file: str, name: str, write: str, out: str) -> int:
     """--dry-run and --write: nothing is started."""
-    run = resolve(plan_file, load_job(job_file), name=name, addresses={}, token="")
+    # an engine knows the addresses that the plan does not say; names stand for them
+    names = {host.name: host.address or host.name for host in machines_of(plan_file).hosts}
+    run = resolve(plan_file, load_job(job_file), name=name, addresses=names, token="")
     if not write:
         print(function_of("roadtrain.launch.dry_run:dry_run")(run))
         return 0
