@@ -53,6 +53,8 @@ class PipelineSpec:
     on_files: tuple[int, ...] = ()  # stages whose state rests in files under `home`
     on_servers: dict = field(default_factory=dict)  # stage -> addresses
     replicas: int = 1
+    sums: dict = field(default_factory=dict)  # ParallelOptions that are about reducers
+    pace_s: float = 0.0  # a step takes at least so long
     again: bool = False  # each rank's agent has started it before, as often as its rank
 
     @property
@@ -71,9 +73,9 @@ def loss_of(result, batch):
     return functional.cross_entropy(result.flatten(0, 1), batch.target.flatten())
 
 
-def made(dropout=0.1):
+def made(dropout=0.1, width=32):
     torch.manual_seed(5)
-    model = Net(depth=4, width=32, dropout=dropout)
+    model = Net(depth=4, width=width, dropout=dropout)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
 
 
@@ -108,11 +110,11 @@ def train(spec, rank):
     home = spec.home / f"rank-{rank}" if spec.separate else spec.home
     home.mkdir(exist_ok=True, parents=True)
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank if spec.again else 0)
-    model, optimizer = made(spec.options.get("dropout", 0.1))
+    model, optimizer = made(**spec.options)
     stores = {stage: Files(spec.home / f"stage-{stage}") for stage in spec.on_files}
     stores |= {stage: Servers(where) for stage, where in spec.on_servers.items()}
     options = ParallelOptions(
-        spec.parallelism, MICROS, stores=stores, deadline_s=DEADLINE_S, seed=3
+        spec.parallelism, MICROS, stores=stores, deadline_s=DEADLINE_S, seed=3, **spec.sums
     )
     lines = open(spec.home / f"lines-{rank}", "a", buffering=1)  # noqa: SIM115
     training = roadtrain.parallelize(
@@ -134,6 +136,7 @@ def train(spec, rank):
             step = training.steps_done
             result = training.step(lambda number: micro(step, number), clip_norm=1.0)  # noqa: B023
             lines.write(f"{step} {float(result).hex()}\n")
+            time.sleep(spec.pace_s)
             if training.due():
                 training.snapshot({"position": str(training.steps_done).encode()})
 

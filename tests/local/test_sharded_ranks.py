@@ -7,6 +7,7 @@ import os
 import time
 from datetime import timedelta
 from functools import cache, partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,21 +73,41 @@ def values(model):
     return {n: p.detach().float().numpy().copy() for n, p in model.named_parameters()}
 
 
-def shard_child(case, overlap, micro, rank):
+class SummedAtAll:
+    """Stands for the summation service: each rank adds up what all have, in their order."""
+
+    def __init__(self, group):
+        self.group = group
+
+    def begin(self, number, grads, what):
+        rows = [torch.empty_like(grads) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(rows, grads, group=self.group)
+        return SimpleNamespace(wait=lambda: sum(rows[1:], rows[0]))
+
+    def close(self):
+        pass
+
+
+def shard_child(case, overlap, micro, rank, whole=False):
     group = joined()
+    sums = SummedAtAll(dist.new_group()) if whole else None
     model, user = built(case)
     said = []
     optimizer = ShardedOptimizer(
         model,
         user,
         group,
-        options=ShardedOptions(bucket_bytes=SMALL, overlap=overlap),
+        options=ShardedOptions(bucket_bytes=SMALL, overlap=overlap, sums=sums),
         report=said.append,
     )
     losses = train(model, optimizer, group, 0, STEPS, micro, case.clip)
     optimizer.wait_parameters()
     kept = sum(array.numel() for state in optimizer.states for array in state.arrays)
     out = losses, values(model), kept, len(optimizer.states), said
+    if whole:  # what is told is a share, what is taken is all: it is gone on with as it was
+        optimizer.load([optimizer.piece(one) for one in optimizer.wanted()], STEPS)
+        assert same(values(model), out[1])
+        out += ([(one.name, one.start, one.stop) for one in optimizer.extents()],)
     optimizer.close()
     return out
 
@@ -129,6 +150,23 @@ def test_two_ranks_have_the_bits_of_a_placed_run(name):  # Rule 1
     for rank in ranks:
         assert same(rank[1], theirs)
         assert rank[3] > 2 - 2 * case.frozen and not rank[4]
+
+
+def test_whole_sums_change_no_bit():  # Rules 1, 7
+    """Every rank keeps all and updates all; norms are of shares still, and so is what is told."""
+    case, width, micro = Case(clip=0.5, groups=True, dtype=torch.bfloat16), 3, 4
+    shares = run(width, partial(shard_child, case, True, micro))
+    ranks = run(width, partial(shard_child, case, True, micro, whole=True))
+    assert all(len(found) == 6 for found in ranks), ranks
+    for rank, share in zip(ranks, shares):
+        assert rank[0] == share[0] and same(rank[1], share[1])
+        assert rank[2] == width * share[2] and rank[3] == share[3] > 2
+    told = sorted(one for rank in ranks for one in rank[5])
+    ends = dict.fromkeys(ranks[0][1], 0)
+    for name, start, stop in told:
+        assert start == ends[name], "an element is told twice, or by nobody"
+        ends[name] = stop
+    assert ends == {name: value.size for name, value in ranks[0][1].items()}
 
 
 @pytest.mark.parametrize(

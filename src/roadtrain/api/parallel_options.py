@@ -33,6 +33,12 @@ class ParallelOptions:
     shorter by this fraction; None: they stay.
     stores: of a stage by its number: where its parameters and optimizer state rest, instead of
     beside the stage's ranks.
+    reducers: `roadtrain serve --sum` that add up the gradients beside the ranks: a list of
+    HOST:PORT, or the path of a file with a line HOST:PORT [RATE] each, which the first process
+    reads again and again: reducers come, go and die without a restart. Every rank keeps the whole
+    state. RATE: of its link, where a rank's is 1.
+    reducers_token_file: of the reducers' token, needed beyond this host.
+    reducers_alone: ranks sum nothing themselves while a reducer is there.
     networks: what the user knows of cards.
     data_groups: whether a stage's ranks may be in several clusters, whose slow network then
     carries gradients.
@@ -54,6 +60,9 @@ class ParallelOptions:
     stages: Literal["even", "measured", "paper"] = "even"
     resize_stages: float | None = None
     stores: Mapping[int, StageStore] = field(default_factory=dict)
+    reducers: Sequence[str] | str = ()
+    reducers_token_file: str | None = None
+    reducers_alone: bool = False
     networks: Sequence[NetworkStatement] = ()
     data_groups: DataGroups = DataGroups.IN_ONE_CLUSTER
     activations: torch.dtype | None = None
@@ -87,6 +96,12 @@ class ParallelOptions:
             )
         for stage, store in self.stores.items():
             self._check_store(stage, store)
+        if self.reducers and (given.pp > 1 or given.tp > 1 or self.stores):
+            raise ConfigError(
+                f"reducers sum for one stage of whole layers, there are {given.pp} stages, tensor"
+                f" groups of {given.tp} and {len(self.stores)} placed stages",
+                hint="pp = 1, tp = 1 and no placements; or leave reducers out",
+            )
         if self.activations not in (None, torch.bfloat16, torch.float16):
             raise ConfigError(
                 f"activations travel as {self.activations}", hint="torch.bfloat16 or torch.float16"
@@ -113,9 +128,10 @@ class ParallelOptions:
 
     def told(self) -> str:
         """What must be the same on all ranks, in words; a line each."""
-        apart = {"weights", "init", "deadline_s", "job"}  # each rank's own
+        apart = {"weights", "init", "deadline_s", "job", "reducers_token_file"}  # each rank's own
         said = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
         said["stores"] = {n: type(store).__name__ for n, store in sorted(self.stores.items())}
+        said["reducers"] = "of a file" if isinstance(self.reducers, str) else [*self.reducers]
         said["networks"] = [one.model_dump_json() for one in self.networks]
         said["parallelism"] = repr(self.parallelism)
         said["tensor_plan"] = sorted(self.tensor_plan or ())

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from roadtrain.api.parallel_options import ParallelOptions
 from roadtrain.api.place import check_fresh, groups_of, place
 from roadtrain.api.placed_stage import PlacedStage
+from roadtrain.api.service_sums import connect_sums
 from roadtrain.config.networks import CONTROL, stated
 from roadtrain.config.parallelism import RankPosition
 from roadtrain.errors import ConfigError
@@ -147,6 +148,11 @@ def make_stage_optimizer(
     split = split_layers(joined, stage_model)
     if split is not None:
         report(f"stage {stage}: {split}")
+    sums = None
+    if joined.options.reducers:
+        group = joined.groups.group_of(GroupKind.DATA, joined.rank)
+        address = joined.processes.networks[group.name].card_of(joined.rank).address
+        sums = connect_sums(joined.options, joined.control, address, report)
     masters = bring(stage_model.model, joined.device, joined.options.dtype)
     cut_over_ranks = ShardedOptimizer(
         stage_model.model,
@@ -156,6 +162,7 @@ def make_stage_optimizer(
         blocks=stage_model.own_modules,
         masters=masters,
         options=ShardedOptions(
+            sums=sums,
             overlap=joined.options.overlap,
             label=f"stage {stage}",
             counts=None if split is None else split.counts,

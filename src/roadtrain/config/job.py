@@ -440,7 +440,10 @@ def make_job(tree: Mapping[str, Any], report: Report = print, where: str = "job"
     files = [d.replace("{run}", job.run.dir) for d in here]
     left = [d.replace("{run}", job.run.dir) for d in job.store.moved_from]
     return job.model_copy(
-        update={"store": job.store.model_copy(update={"files": files, "moved_from": left})}
+        update={
+            "store": job.store.model_copy(update={"files": files, "moved_from": left}),
+            "parallelism": job.parallelism.of_run(job.run.dir),
+        }
     )
 
 

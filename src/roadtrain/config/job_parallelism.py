@@ -150,6 +150,14 @@ class ParallelismSection(Section):
         several = self.pp > 1 or self.tp > 1 or self.dp is not None
         return several or bool(self.widths) or bool(self.placements) or bool(self.reducers)
 
+    def of_run(self, directory: str) -> Self:
+        """With paths that name the run directory."""
+        reducers, token = self.reducers, self.reducers_token_file
+        if isinstance(reducers, str):
+            reducers = reducers.replace("{run}", directory)
+        token = token and token.replace("{run}", directory)
+        return self.model_copy(update={"reducers": reducers, "reducers_token_file": token})
+
     def degrees(self, processes: int) -> Parallelism:
         """For so many processes. Raises ConfigError where they do not divide."""
         dp = self.dp

@@ -31,8 +31,9 @@ import torch.distributed as dist
 from roadtrain.chunks import TRAINABLE
 from roadtrain.device.copies import own_device
 from roadtrain.errors import ConfigError, LoopError, PeerError, RoadtrainError, TwiceError
-from roadtrain.integrations.ddp import Named, Summation, described, key_of
+from roadtrain.integrations.ddp import Summation
 from roadtrain.runtime.agreement import OperationTicket
+from roadtrain.runtime.tensor_sums import Named, described, key_of
 from roadtrain.streaming.split import DTYPES, NAMES
 
 AT_ONCE = "unnamed, waited for"  # one call at a time: nothing to number

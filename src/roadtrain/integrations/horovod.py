@@ -31,7 +31,7 @@ from roadtrain.integrations.broadcast import (
     broadcast_tensors,
     broadcast_value,
 )
-from roadtrain.integrations.ddp import Summation, described
+from roadtrain.integrations.ddp import Summation
 from roadtrain.integrations.distributed import (
     Asynchronous,
     Distributed,
@@ -39,6 +39,7 @@ from roadtrain.integrations.distributed import (
     distribute_asynchronously,
 )
 from roadtrain.integrations.exchange import AT_ONCE, Exchange, Handle
+from roadtrain.runtime.tensor_sums import described
 
 __all__ = [
     "Average",

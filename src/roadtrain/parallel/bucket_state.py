@@ -1,9 +1,11 @@
-"""BucketState: one bucket's memory on one rank, and the update of this rank's share of it.
+"""BucketState: one bucket's memory on one rank, and the update of what this rank keeps of it: its
+share, or all.
 
 Bytes a parameter, with d ranks and a rule of k arrays: values in the dtype they compute in, 4 for
 gradients (always fp32: what several micro-batches and ranks give is added in fp32), and (4 k +
 4)/d for the state, of which the fp32 master costs nothing where the values are fp32: it is this
-rank's share of them.
+rank's share of them. Where each rank has the whole sum (`whole`) d is 1: every rank updates all,
+alike.
 
 The state is where the update runs: on the device with a rule that has a kernel there, else on the
 host, to which the share's gradient is copied. Does NOT communicate.
@@ -37,21 +39,33 @@ def update_device(rule: Rule, device: torch.device) -> torch.device:
 
 class BucketState:
     """values: [numel] of the compute dtype, grads: fp32 [numel], both parts of larger memory.
-    `spans`: this rank's, in elements of its share."""
+    `spans`: what this rank keeps, in elements of that. `share_spans`, `share_grads`: what it counts
+    and tells for the group, which has every element once."""
 
     def __init__(
-        self, bucket: Bucket, rank: int, values: torch.Tensor, grads: torch.Tensor, rule: Rule
+        self,
+        bucket: Bucket,
+        rank: int,
+        values: torch.Tensor,
+        grads: torch.Tensor,
+        rule: Rule,
+        *,
+        whole: bool = False,
     ) -> None:
         self.bucket, self.values, self.grads, self.rule = bucket, values, grads, rule
-        self.spans: tuple[Span, ...] = bucket.spans_of(rank)
+        self.share_spans: tuple[Span, ...] = bucket.spans_of(rank)
+        self.share_grads = grads[bucket.of_rank(rank)]
+        self.spans = bucket.spans if whole else self.share_spans
         self.dtype = NAMES[values.dtype]
-        self.own_values = values[bucket.of_rank(rank)]
-        self.own_grads = grads[bucket.of_rank(rank)]
+        kept = slice(0, bucket.numel) if whole else bucket.of_rank(rank)
+        self.own_values, self.own_grads = values[kept], grads[kept]
         self.where = update_device(rule, values.device)
         # the fp32 values themselves, where they are here
         in_place = self.dtype == "fp32" and self.where == values.device
-        self.master = self.own_values if in_place else torch.empty(bucket.share, device=self.where)
-        self.arrays = [torch.zeros(bucket.share, device=self.where) for _ in rule.arrays]
+        self.master = (
+            self.own_values if in_place else torch.empty(len(self.own_values), device=self.where)
+        )
+        self.arrays = [torch.zeros(len(self.own_values), device=self.where) for _ in rule.arrays]
         self.rows = np.zeros((len(self.spans), len(rule.scalars)))
 
     def begin(self, hyper: Sequence[float], masters: Mapping[int, torch.Tensor]) -> None:
@@ -77,15 +91,15 @@ class BucketState:
     def sum_squares(self, counts: Sequence[bool]) -> float:
         """Of this rank's share of the summed gradients, in float64. counts: of each of the
         stage's parameters, whether it is added."""
-        parts = [self.own_grads[s.start : s.stop] for s in self.spans if counts[s.param]]
-        if self.own_grads.device.type != "cpu":
+        parts = [self.share_grads[s.start : s.stop] for s in self.share_spans if counts[s.param]]
+        if self.share_grads.device.type != "cpu":
             return float(sum(part.double().square().sum() for part in parts))
         return sum(sums.sum_squares(part.numpy(), "fp32") for part in parts)
 
     def update(
         self, hyper: Sequence[float], scale: float, has_gradient: Callable[[int], bool]
     ) -> None:
-        """Of the parameters with a gradient; the share of the values is new after this."""
+        """Of the parameters with a gradient; what is kept of the values is new after this."""
         spans = [i for i, span in enumerate(self.spans) if has_gradient(span.param)]
         if self.where == self.values.device:
             copy = None if self.master is self.own_values else self.own_values
@@ -99,7 +113,7 @@ class BucketState:
         self.own_values.copy_(self.master if copy is None else copy)
 
     def publish(self) -> None:
-        """The share of the values is what the masters are, rounded."""
+        """What is kept of the values is what the masters are, rounded."""
         if self.master is not self.own_values:
             self.own_values.copy_(self.master)
 

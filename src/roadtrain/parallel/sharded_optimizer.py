@@ -13,6 +13,10 @@ values begins. A block of the next forward waits for its own parameters. The fir
 buckets go first, and does not overlap. A parameter that got no gradient on any rank is left as it
 is, as by torch.
 
+With `sums` gradients are summed elsewhere and every rank gets the whole sum of a bucket: each keeps
+all of the state and updates all, so there is no all-gather (placement `summation`, simulated so).
+What a rank counts and tells is its share still: norms and snapshots are the same, bit for bit.
+
 Without overlap the same operations run inside `step`, with the same bits. With two and more ranks
 on the host sums are in rank order (Rule 1). An infinite or NaN gradient is applied, as by torch;
 `sum_squares` shows it. Does NOT clip, average, or know about schedules.
@@ -44,6 +48,7 @@ from roadtrain.parallel.sharded_pieces import ShardedPieces
 from roadtrain.parallel.shared_copies import SharedCopies, links_of
 from roadtrain.parallel.side_stream import SideStream
 from roadtrain.parallel.stage_parameters import StageParameters, views_of_all
+from roadtrain.parallel.whole_sums import SumUnderWay, WholeSums
 from roadtrain.units import MIB
 
 
@@ -52,12 +57,13 @@ class ShardedOptions:
     """`bucket_bytes`: of fp32 gradients that travel at once. `overlap`: communication runs beside
     the computing, else inside `step`. `label`: this stage's name in errors. `counts(name)`: whether
     `sum_squares` has the parameter's gradient; None: it has all (ranks of a tensor group have some
-    alike, which one of them counts)."""
+    alike, which one of them counts). `sums`: sum gradients instead of the group."""
 
     bucket_bytes: int = 16 * MIB
     overlap: bool = True
     label: str = "the stage"
     counts: Callable[[str], bool] | None = None
+    sums: WholeSums | None = None
 
 
 class ShardedOptimizer:
@@ -92,7 +98,7 @@ class ShardedOptimizer:
         self.rules = rules_for(optimizer)
         self._group_sizes = _group_sizes(optimizer)
         self.parameters = StageParameters(stage, optimizer)
-        self.group = DataGroup(group, self.parameters.device)
+        self.group, self.sums = DataGroup(group, self.parameters.device), options.sums
         self.links = links_of(shared, self.parameters.trainable, self.group)
         self.layout = lay_out(
             self.parameters.specs,
@@ -135,14 +141,20 @@ class ShardedOptimizer:
         for b in layout.buckets:
             group, part = layout.runs[b.run].group, slice(b.start, b.stop)
             state = BucketState(
-                b, self.group.rank, values[b.run][part], grads[b.run][part], self.rules[group]
+                b,
+                self.group.rank,
+                values[b.run][part],
+                grads[b.run][part],
+                self.rules[group],
+                whole=self.sums is not None,
             )
             state.begin(hypers[group], firsts)
             self.states.append(state)
         rank, width = self.group.rank, self.group.width
         who = f"{self.options.label}, rank {rank} of {self.group}"
         self.pieces = ShardedPieces(self.states, names, frozen, rank, width, who)
-        largest = max((b.numel for b in layout.buckets), default=0) * self.group.exchanges
+        exchanges = self.group.exchanges and self.sums is None
+        largest = max((b.numel for b in layout.buckets), default=0) * exchanges
         self._arriving = [torch.empty(largest, device=device) for _ in range(UNDER_WAY + 1)]
 
     def _begin_alike(
@@ -170,7 +182,7 @@ class ShardedOptimizer:
     def _say_what_differs(self, report: Callable[[str], None]) -> None:
         """What is not as it may be expected (Rules 1 and 6)."""
         label, device = self.options.label, self.parameters.device
-        if not self.group.exact:
+        if self.sums is None and not self.group.exact:
             report(f"{label}: gradients are summed in the order of the device's own library")
         here = {s.rule.name for s in self.states if s.where != device}
         if here:
@@ -299,6 +311,9 @@ class ShardedOptimizer:
 
     def _reduce(self, index: int) -> None:
         """The bucket's gradients are whole on this rank."""
+        if self.sums is not None:
+            self._sum(index, self.sums)
+            return
         state, made = self.states[index], self.side.mark()
         arrived: list[torch.Tensor] = []
 
@@ -312,6 +327,21 @@ class ShardedOptimizer:
             self._arriving.append(arrived[0])
 
         self.courier.do(CourierJob(self._name("reduce-scatter", index, self.group), begin, end))
+
+    def _sum(self, index: int, sums: WholeSums) -> None:
+        """As `_reduce`, and every rank gets all of it."""
+        grads, made = self.states[index].grads, self.side.mark()
+        what, under_way = f"bucket {index} of {self.options.label}", list[SumUnderWay]()
+
+        def begin() -> SumUnderWay:
+            self.side.after(made)
+            under_way.append(sums.begin(index, grads, what))
+            return under_way[0]
+
+        def end() -> None:
+            grads.copy_(under_way[0].wait())  # the next step overwrites them, not the sum
+
+        self.courier.do(CourierJob(self._name("sum", index, self.group), begin, end))
 
     def _finish_gradients(self) -> None:
         """Hand on what backward left; which parameters have a gradient; copies of other stages."""
@@ -425,7 +455,7 @@ class ShardedOptimizer:
         def begin() -> Pending | None:
             self.side.after(made)
             prepare()
-            return self.group.all_gather(self.states[index].values)
+            return None if self.sums else self.group.all_gather(self.states[index].values)
 
         def end() -> None:
             self.side.leave_mark(index)
@@ -483,6 +513,8 @@ class ShardedOptimizer:
         self.waits.close()
         self.courier.close()
         self.side.join()
+        if self.sums is not None:
+            self.sums.close()
 
 
 def _group_sizes(optimizer: torch.optim.Optimizer) -> list[int]:

@@ -1,7 +1,8 @@
 """ShardedPieces: what one data-parallel rank keeps of a stage, told and taken in pieces: its shares
 of the parameters that train, with their state, and an even part of the frozen ones.
 
-Every rank has the frozen parameters whole: it tells a part of them, and takes all. Does NOT wait or
+Every rank has the frozen parameters whole, and where the gradients' sums are whole all that trains
+too: it tells its share of them, and takes all. Does NOT wait or
 communicate: whoever calls sees to it that no update is under way, and publishes what was taken.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from roadtrain.chunks import Span
 from roadtrain.errors import StoreError
 from roadtrain.parallel.bucket_state import BucketState
 from roadtrain.parallel.lacking import Lacking
@@ -36,11 +38,15 @@ class ShardedPieces:
         self._frozen, self._rank, self._width, self._who = frozen, rank, width, who
         # of each parameter that trains, where this rank has parts of it: spans of buckets
         self._kept: dict[str, list[tuple[BucketState, int, Extent]]] = {}
+        told: dict[str, list[Extent]] = {}
         for state in states:
             for i, span in enumerate(state.spans):
                 name = names[span.param]
-                extent = Extent(name, span.origin, span.origin + span.stop - span.start)
-                self._kept.setdefault(name, []).append((state, i, extent))
+                self._kept.setdefault(name, []).append((state, i, _extent(name, span)))
+            for span in state.share_spans:
+                name = names[span.param]
+                told.setdefault(name, []).append(_extent(name, span))
+        self._told = [extent for extents in told.values() for extent in extents]
 
     def extents(self) -> list[Extent]:
         """See StageOptimizer."""
@@ -49,15 +55,13 @@ class ShardedPieces:
             Extent(name, p.numel() * rank // width, p.numel() * (rank + 1) // width)
             for name, p in self._frozen.items()
         )
-        return [*self._own(), *(extent for extent in frozen if extent.numel)]
+        return [*self._told, *(extent for extent in frozen if extent.numel)]
 
     def wanted(self) -> list[Extent]:
         """See StageOptimizer."""
         frozen = [Extent(name, 0, p.numel()) for name, p in self._frozen.items() if p.numel()]
-        return [*self._own(), *frozen]
-
-    def _own(self) -> list[Extent]:
-        return [extent for kept in self._kept.values() for _, _, extent in kept]
+        own = [extent for kept in self._kept.values() for _, _, extent in kept]
+        return [*own, *frozen]
 
     def piece(self, extent: Extent) -> Piece:
         """See StageOptimizer. Raises StoreError for what this rank does not keep."""
@@ -88,3 +92,7 @@ class ShardedPieces:
             for state, i, _ in self._kept.get(extent.name, ()):
                 state.take(i, piece, hypers[groups[state.bucket.run]])
         lacking.check(self._who)
+
+
+def _extent(name: str, span: Span) -> Extent:
+    return Extent(name, span.origin, span.origin + span.stop - span.start)

@@ -131,12 +131,19 @@ class _Epoch:
 
 class Map:
     """Which reducer sums a part. All reducers that are or were there have a number. `fixed`: the
-    shares for ever, where nobody comes or goes."""
+    shares for ever, where nobody comes or goes. `separate`: workers sum only while there is no
+    spare host."""
 
     def __init__(
-        self, rates: Sequence[float], spares: Spares, fixed: Mapping[int, float] | None = None
+        self,
+        rates: Sequence[float],
+        spares: Spares,
+        fixed: Mapping[int, float] | None = None,
+        *,
+        separate: bool = False,
     ) -> None:
         self.rates = tuple(rates)  # of the workers' links, bytes a second
+        self.separate = separate
         self.spares = {number: rate for number, _, rate in spares}
         self.gone: set[int] = set()  # numbers of reducers; disjoint from `spares`
         # The oldest that a round may still go by first.
@@ -146,6 +153,10 @@ class Map:
         self._found: dict[tuple[int, int], tuple[int, list[int], list[bool]]] = {}
 
     def _best(self) -> dict[int, float]:
+        if self.separate and self.spares:
+            total = sum(self.spares.values())
+            there = {number: rate / total for number, rate in self.spares.items()}
+            return dict.fromkeys(range(len(self.rates)), 0.0) | there
         best = optimum(self.rates, list(self.spares.values())).all
         return dict(zip([*range(len(self.rates)), *self.spares], best))
 

@@ -72,17 +72,21 @@ def ask_all(addresses: Sequence[Address], options: TcpOptions) -> list[Said | Pe
 
 
 def rows(
-    names: Sequence[str], found: Sequence[Said | PeerError], switches: int = 0
+    names: Sequence[str],
+    found: Sequence[Said | PeerError],
+    switches: int = 0,
+    role: str = "server",
 ) -> list[tuple[str, str]]:
     """(node, what it waits for and since when), servers first; of a worker the longest wait
-    that a server knows of. switches: how many of the last ones are known to be switches."""
+    that a server knows of. switches: how many of the last ones are known to be switches; the others
+    are each a `role`."""
     out, workers = [], dict[str, tuple[float, str]]()
     for number, (name, one) in enumerate(zip(names, found)):
         if isinstance(one, PeerError):
-            known = "switch" if number >= len(names) - switches else "server"
+            known = "switch" if number >= len(names) - switches else role
             out.append((f"{known} {number}", f"does not answer: {str(one).splitlines()[0]}"))
             continue
-        kind = "switch" if one[0].startswith(SWITCH) else "server"
+        kind = "switch" if one[0].startswith(SWITCH) else role
         first, *more = one[0].removeprefix(SWITCH).split("\n")
         out += [(f"{kind} {number}", f"{name}, {first}"), *(("", line) for line in more)]
         for worker, (seconds, what) in one[1].items():
@@ -91,5 +95,5 @@ def rows(
                 (seconds, f"waits since {seconds:.1f} s for {what} of {name}" if what else ""),
             )
     return out + [
-        (worker, text or "waits for no server") for worker, (_, text) in sorted(workers.items())
+        (worker, text or f"waits for no {role}") for worker, (_, text) in sorted(workers.items())
     ]

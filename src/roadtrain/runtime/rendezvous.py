@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -92,6 +92,7 @@ class Start(msgspec.Struct, array_like=True):
 
     session: str
     spares: dict[str, float]
+    come: bool  # spare hosts may come that are not there yet
     inside: bool
     rates: list[float]
 
@@ -104,7 +105,7 @@ class Wanted:
 
     spares: Sequence[str] | str
     rates: Sequence[float] | None
-    token: bytes | None
+    token: bytes | None = field(repr=False)
     tls: Tls | None = None
 
     def own_token(self) -> bytes | None:
@@ -222,6 +223,8 @@ class SumSetup:
     deadline_s: float
     rates: Sequence[float] | None = None  # of the workers' links; None: all are alike
     roots: Sequence[int] | None = None  # which of a host's workers sum; None: by its topology
+    separate: bool = False  # workers sum only while there is no spare host
+    report: Callable[[str], None] = print  # of worker 0, hears of spare hosts that come and go
 
 
 def connect(
@@ -234,7 +237,8 @@ def connect(
         raise ConfigError(f"{len(rates)} rates for {setup.workers} workers", hint="one for each")
     spares = wanted.now() if setup.rank == 0 else {}
     optimum(rates, [*spares.values()])
-    mine = Start(secrets.token_hex(8), spares, setup.inside and setup.rule == "sum", rates)
+    inside, come = setup.inside and setup.rule == "sum", isinstance(wanted.spares, str)
+    mine = Start(secrets.token_hex(8), spares, come, inside, rates)
     start = _told(tell, mine)[0]
     homes = _told(tell, _home(wanted, setup.address))
     _check_homes(homes)
@@ -273,7 +277,10 @@ class _Rendezvous:
         rank, workers, start = self.setup.rank, self.setup.workers, self.start
         self.places = _told(tell, self._listen())
         hosts, groups = _groups(
-            self.names, self.places, inside=start.inside, spares=bool(start.spares)
+            self.names,
+            self.places,
+            inside=start.inside,
+            spares=start.come or bool(start.spares),
         )
         if hosts and groups:
             self.far.nbytes = self.near.nbytes = self.setup.nbytes // 2
@@ -281,7 +288,12 @@ class _Rendezvous:
         self.ends.append(partial(self.far.close, LEAVE_S))
         if rank == 0:
             self.far.coordinator = Coordinator(
-                start.session, workers, self.waits, elastic, self._spares(groups)
+                start.session,
+                workers,
+                self.waits,
+                elastic,
+                self._spares(groups),
+                self.setup.report,
             )
         tell(b"")  # all listen
         link = CoordinatorLink() if workers > 1 or elastic else None
@@ -354,6 +366,7 @@ class _Rendezvous:
                 self.spare,
                 self.setup.rule,
                 self.setup.deadline_s,
+                separate=self.setup.separate,
             ),
             coordinator,
         )
@@ -489,6 +502,7 @@ def _watch(wanted: Wanted, coordinator: Coordinator, options: TcpOptions) -> Cal
     not wanted any more. Returns what ends it."""
     # address -> next try, wait after
     over, again = threading.Event(), dict[str, tuple[float, float]]()
+    silent = dict[str, str]()  # address -> why it does not answer, as it was said
 
     def due(address: str) -> bool:
         """Waits grow: a host that comes and goes costs more than it gives."""
@@ -498,7 +512,12 @@ def _watch(wanted: Wanted, coordinator: Coordinator, options: TcpOptions) -> Cal
         return found
 
     def answers(address: str) -> bool:
-        return not isinstance(health.ask(address_of(address), options), PeerError)
+        found = health.ask(address_of(address), options)
+        why = str(found).splitlines()[0] if isinstance(found, PeerError) else ""
+        if why and silent.get(address) != why:
+            coordinator.report(f"spare host {address} is used as soon as it answers: {why}")
+        silent[address] = why
+        return not why
 
     def look() -> None:
         while not over.wait(LOOK_S):

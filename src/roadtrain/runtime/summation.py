@@ -64,6 +64,7 @@ class SumOptions:
     rule: str = "sum"  # protocol/reducer.py
     deadline_s: float = 600.0
     part_bytes: int = PART_BYTES
+    separate: bool = False  # workers sum only while there is no spare host
 
 
 class _ReducerLink:
@@ -127,7 +128,8 @@ class WorkerSums:
         self._spare = options.spare or options.reach
         self._hello = options.session, rank, len(reducers), options.rule
         self._lock = threading.Condition()
-        self._map = Map(rates, spares, dict.fromkeys(roots, 1.0))
+        fixed = dict.fromkeys(roots, 1.0)
+        self._map = Map(rates, spares, fixed, separate=options.separate)
         self._tensors: dict[int, TensorRound] = {}  # under way
         self._later: list[TensorRound] = []  # to be begun after the next change of spare hosts
         self._last: dict[int, TensorRound] = {}  # complete

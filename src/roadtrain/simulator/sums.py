@@ -35,18 +35,10 @@ class SimulatedSums:
         # Tensor -> the last round that all have begun: its sum is there between steps.
         self.rounds: dict[int, int] = {}
         self.reducers: dict[int, ReducerStateMachine] = {}  # of those that got a part so far
-        if separate:
-            numbered = list(enumerate(spares, self.workers))
-            fixed = dict.fromkeys(range(self.workers), 0.0)
-            fixed |= {number: rate / sum(spares) for number, rate in numbered}
-            there = tuple((number, f"spare {number}", rate) for number, rate in numbered)
-            self.map = Map(rates, there, fixed)
-        else:
-            self.map = Map(rates, ())
+        self.map = Map(rates, (), separate=separate)
         self.exchange = self._exchange()
-        if not separate:
-            for number, rate in enumerate(spares, self.workers):
-                self._agree(self.coordinator.offered(f"spare {number}", rate))
+        for number, rate in enumerate(spares, self.workers):
+            self._agree(self.coordinator.offered(f"spare {number}", rate))
 
     def leave(self, reducer: int) -> None:
         """Between steps: a spare host is gone."""

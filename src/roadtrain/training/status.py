@@ -1,6 +1,6 @@
 """status: step, loss, rates, bytes written so far, and how long the device endures it; from a run
-directory alone. Of a run on servers also each node, what it waits for and since when, and what its
-switches lose and lack; they are asked, and say so while they train.
+directory alone. Of a run on servers or with reducers also each node, what it waits for and since
+when, and what its switches lose and lack; they are asked, and say so while they train.
 
 Endurance: what the device may be written by its data sheet (TBW, decimal terabytes), over what this
 run writes. Counts what roadtrain wrote by itself, not what the device's own housekeeping multiplies
@@ -17,11 +17,13 @@ from typing import Any
 from roadtrain.config.job import Job, job_of_run
 from roadtrain.errors import PeerError
 from roadtrain.runtime import health
+from roadtrain.runtime.rendezvous import Wanted
 from roadtrain.training.metrics import read_metrics
 from roadtrain.training.predicted import RECENT, compared
 from roadtrain.training.progress import describe, show_table
 from roadtrain.transport.address import address_of, tls_of, token_of
 from roadtrain.transport.plugins import link_options
+from roadtrain.transport.tcp import TcpOptions
 from roadtrain.units import show_bytes, show_rate
 
 ASSUMED_TBW = 600.0  # terabytes: what makers state for a 1 TB consumer SSD
@@ -50,9 +52,13 @@ def command(
         key: TLS: PEM file of its key, likewise
         link: how the servers are reached, as they were told (tcp)
     """
+    found: list[Any] = []
+    reducers: list[tuple[str, str]] = []
     named = ":" in run and not Path(run).is_dir()  # servers
     if not named:
         job = job_of_run(run)
+        if job.parallelism.reducers:
+            reducers, found = ask_reducers(job, token_file)
         switches = len(job.servers.switches)
         table, servers = (
             rows(job, read_metrics(Path(run) / "metrics.jsonl"), endurance_tbw),
@@ -62,15 +68,26 @@ def command(
         cert, key = cert or job.servers.cert, key or job.servers.key
     else:
         table, servers, switches = [], run.split(","), 0
-    found: list[Any] = []
     if servers:
         options = link_options(link)(token=token_of(token_file), tls=tls_of(cert, key, ca))
-        found = health.ask_all([address_of(server) for server in servers], options)
-        table += health.rows(servers, found, switches)
-    show_table(table, report)
+        answers = health.ask_all([address_of(server) for server in servers], options)
+        table += health.rows(servers, answers, switches)
+        found += answers
+    show_table([*table, *reducers], report)
     for beside in [] if named else compared(Path(run)):
         show_table(beside, report)
     return int(any(isinstance(one, PeerError) for one in found))
+
+
+def ask_reducers(job: Job, token_file: str | None) -> tuple[list[tuple[str, str]], list[Any]]:
+    """Rows of the reducers that a job in stages names now, and what each said."""
+    asked = job.parallelism
+    names = [*Wanted(asked.reducers, None, None).now()]
+    if not names:
+        return [("reducers", "none now: the workers sum")], []
+    options = TcpOptions(token=token_of(token_file or asked.reducers_token_file))
+    found = health.ask_all([address_of(name) for name in names], options)
+    return health.rows(names, found, role="reducer"), found
 
 
 def rows(

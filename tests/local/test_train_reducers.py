@@ -1,0 +1,138 @@
+"""Data-parallel training whose gradients are summed by reducers, which die, come and go: the losses
+are those without reducers, bit for bit (Rule 1)."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from pipeline_job import PipelineProcesses, PipelineSpec, losses, resumed, start
+
+from roadtrain.api.parallel_options import ParallelOptions
+from roadtrain.config.parallelism import Parallelism
+from roadtrain.errors import ConfigError
+from roadtrain.runtime import health
+from roadtrain.transport.address import address_of, write_token
+from roadtrain.transport.tcp import TcpOptions
+
+SECRET = b"a secret of the job"
+WIDE = {"width": 96}  # gradients of several parts
+STEPS = 6
+
+
+@contextlib.contextmanager
+def reducer(token):
+    """`roadtrain serve --sum`: (process, its address)."""
+    command = [sys.executable, "-m", "roadtrain.cli", "serve", "127.0.0.1:0", "--sum"]
+    words = ["--budget", "64MiB", "--token-file", str(token)]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command + words, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            yield process, re.search(r"summing at (\S+),", process.stdout.readline())[1]
+        finally:
+            process.kill()
+
+
+def sums_for(where):
+    """How many jobs that reducer sums for."""
+    text = health.ask(address_of(where), TcpOptions(token=SECRET))[0]
+    return int(re.match(r"sums for (\d+) job", text)[1])
+
+
+def until(found, wait_s=30):
+    deadline = time.monotonic() + wait_s
+    while not found():
+        assert time.monotonic() < deadline, "it does not come about"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def token(tmp_path_factory):
+    path = tmp_path_factory.mktemp("token") / "token"
+    write_token(path, SECRET)
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Losses of two workers without reducers."""
+    spec = PipelineSpec(tmp_path_factory.mktemp("plain"), Parallelism(dp=2), STEPS, options=WIDE)
+    assert start(spec) == ["ended"] * 2
+    return losses(spec.home)
+
+
+def spec_of(home, token, reducers, **more):
+    sums = {"reducers": reducers, "reducers_token_file": str(token)}
+    return PipelineSpec(home, Parallelism(dp=2), STEPS, options=WIDE, sums=sums, **more)
+
+
+def said(spec):
+    return (spec.home / "lines-0").read_text()
+
+
+def test_reducers_die_and_come_while_training_goes_on(tmp_path, token, plain):  # Rules 1, 5
+    """It begins with one reducer, another is added to the file, and the first one is killed."""
+    listed = tmp_path / "reducers.txt"
+    with reducer(token) as (first, one), reducer(token) as (_, two):
+        listed.write_text(f"{one}\n")
+        processes = PipelineProcesses(spec_of(tmp_path / "run", token, str(listed), pace_s=0.7))
+        try:
+            processes.wait_for_step(1)
+            assert (sums_for(one), sums_for(two)) == (1, 0)
+            listed.write_text(f"{one}\n{two} 2  # of twice the rate\n")
+            until(lambda: sums_for(two) == 1)
+            first.kill()
+            assert processes.join() == ["ended"] * 2
+        finally:
+            processes.end()
+    assert losses(processes.spec.home) == plain
+    lines = said(processes.spec)
+    assert f"reducers: {one} ({listed}) sum gradients, so do workers" in lines
+    assert f"spare host {two} sums from now on" in lines
+    assert re.search(f"# spare host {one} .*: left out from now on", lines)
+
+
+@pytest.mark.slow
+def test_reducers_alone_sum_and_a_run_goes_on_without_them(tmp_path, token, plain):  # Rules 1, 3
+    """As placement parameter-server; what a rank has of a snapshot is its share all the same."""
+    with reducer(token) as (_, where):
+        spec = spec_of(tmp_path, token, [where])
+        spec.sums["reducers_alone"] = True
+        assert start(replace(spec, steps=4)) == ["ended"] * 2
+    assert f"reducers: {where} sum gradients, the workers sum where none is there" in said(spec)
+    assert start(replace(spec, sums={})) == ["ended"] * 2
+    assert (losses(tmp_path), resumed(tmp_path)) == (plain, [0, 4])
+
+
+def test_another_token_ends_the_start_with_a_sentence(tmp_path, token):  # Rule 8
+    write_token(tmp_path / "token", b"another secret of a job")
+    with reducer(token) as (_, where):
+        ends = start(spec_of(tmp_path, tmp_path / "token", [where]))
+    assert [end.partition(":")[0] for end in ends] == ["AuthError"] * 2, ends
+    assert all(where in end for end in ends)
+
+
+def test_a_file_of_reducers_that_is_not_there_is_said_by_all(tmp_path, token):  # Rules 5, 6
+    ends = start(spec_of(tmp_path, token, str(tmp_path / "none")))
+    assert ends[0].startswith("ConfigError: the spare hosts in") and "No such file" in ends[0]
+    assert ends[1].startswith("LostError: the reducers: rank 0") and "No such file" in ends[1]
+
+
+@pytest.mark.parametrize("given", [{"pp": 2}, {"tp": 2}])
+def test_what_reducers_do_not_sum_is_refused(given):  # Rule 6
+    with pytest.raises(ConfigError, match="reducers sum for one stage"):
+        ParallelOptions(Parallelism(dp=2, **given), 4, reducers=["h:1"])
+
+
+def test_one_worker_needs_no_reducers(tmp_path, token):  # Rule 6
+    """As where a run has shrunk to one host."""
+    spec = spec_of(tmp_path, token, ["127.0.0.1:1"])
+    spec = replace(spec, parallelism=Parallelism(), steps=1)
+    assert start(spec) == ["ended"]
+    assert "reducers: none is used, one worker has nothing to sum with others" in said(spec)
