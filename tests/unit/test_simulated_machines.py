@@ -40,7 +40,7 @@ SERVICE = {"ReducerStateMachine", "MembershipStateMachine"}
     [
         ("ddp", set()),
         ("summation", SERVICE),
-        ("parameter-server", {"ReducerStateMachine"}),
+        ("parameter-server", SERVICE),
         ("files", {"Prefetcher"}),
         ("smartnic", {"Prefetcher", "RelayStateMachine"}),
     ],
