@@ -4,6 +4,7 @@ are those without reducers, bit for bit (Rule 1)."""
 import contextlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -11,11 +12,14 @@ from dataclasses import replace
 
 import pytest
 from pipeline_job import PipelineProcesses, PipelineSpec, losses, resumed, start
+from test_parallel_job import losses as job_losses
+from test_parallel_job import torchrun
 
 from roadtrain.api.parallel_options import ParallelOptions
 from roadtrain.config.parallelism import Parallelism
 from roadtrain.errors import ConfigError
 from roadtrain.runtime import health
+from roadtrain.training import status
 from roadtrain.transport.address import address_of, write_token
 from roadtrain.transport.tcp import TcpOptions
 
@@ -136,3 +140,46 @@ def test_one_worker_needs_no_reducers(tmp_path, token):  # Rule 6
     spec = replace(spec, parallelism=Parallelism(), steps=1)
     assert start(spec) == ["ended"]
     assert "reducers: none is used, one worker has nothing to sum with others" in said(spec)
+
+
+JOB = """
+[run]
+dir = "{run}"
+steps = 3
+[model.config]
+model_type = "llama"
+num_hidden_layers = 2
+hidden_size = 32
+intermediate_size = 48
+num_attention_heads = 4
+[data]
+paths = ["{text}"]
+seq_len = 32
+batch_size = 2
+[optimizer]
+clip_norm = 0.5
+accumulate = 2
+"""
+
+
+@pytest.mark.slow
+def test_a_job_with_reducers(tmp_path, token):  # Rules 1 and 6
+    """The file of reducers is the run's; `status` of the run asks those that it names."""
+    text, path, run = tmp_path / "text.txt", tmp_path / "job.toml", tmp_path / "run"
+    text.write_text("A road train is one truck pulling many trailers. " * 400)
+    path.write_text(JOB.format(run=run, text=text))
+    torchrun(path, 2, "--parallelism.dp", "2")
+    plain = job_losses(path)
+    shutil.rmtree(run)
+    run.mkdir()
+    with reducer(token) as (_, where):
+        (run / "reducers.txt").write_text(where)
+        words = ["--parallelism.reducers", "{run}/reducers.txt"]
+        told = torchrun(path, 2, *words, "--parallelism.reducers_token_file", str(token))
+        table = list[str]()
+        assert status.command(str(run), report=table.append) == 0
+    assert f"reducers: {where} ({run}/reducers.txt) sum gradients" in told
+    assert job_losses(path) == plain and len(plain) == 3
+    assert any(re.match(rf"reducer 0 +{where}, sums for 0 job", line) for line in table), table
+    assert status.command(str(run), report=table.append) == 1  # it has ended
+    assert any(re.match(r"reducer 0 +does not answer", line) for line in table), table
