@@ -1,16 +1,18 @@
-"""The examples and the papers name commands, options and files that exist; shells and YAML
-parse. What runs them is not here to ask."""
+"""The examples and the papers name commands, options and files that exist."""
 
+import os
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 
 from roadtrain import cli
 from roadtrain.config.job import load_job
+from roadtrain.config.plan_file import load_plan_file
+from roadtrain.launch.resolve import resolve
+from roadtrain.launch.write_kubernetes import write_kubernetes
+from roadtrain.launch.write_slurm import write_slurm
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -30,42 +32,32 @@ def test_jobs_load(name):
     assert load_job(EXAMPLES / name).run.steps
 
 
-def test_the_slurm_script_is_bash_and_calls_what_exists():
-    path = EXAMPLES / "cluster" / "slurm.sbatch"
-    assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
-    text = path.read_text().replace("\\\n", " ")
-    calls = [
-        line for line in text.splitlines() if "roadtrain serve" in line or "roadtrain train" in line
-    ]
-    assert len(calls) == 2
-    for line in calls:
-        check_roadtrain(shlex.split(line.rstrip(" &")))
+def cluster_files(tmp_path):
+    """What the writers make of the example's plan and job."""
+    home = EXAMPLES / "cluster"
+    plan, job = load_plan_file(home / "plan.toml"), load_job(home / "job.toml")
+    run = resolve(plan, job, name="small", addresses={}, token="REPLACE")
+    write_slurm(run, tmp_path / "slurm")
+    (tmp_path / "slurm" / "token").unlink()  # which is not in the repository
+    write_kubernetes(run, tmp_path, "IMAGE")
+    (tmp_path / "run.yaml").rename(tmp_path / "kubernetes.yaml")
+    return {
+        path.relative_to(tmp_path): path.read_text()
+        for path in tmp_path.rglob("*.*")
+        if path.is_file()
+    }
 
 
-def test_the_kubernetes_objects_fit_each_other():
-    service, servers, workers = yaml.safe_load_all(
-        (EXAMPLES / "cluster" / "kubernetes.yaml").read_text()
-    )
-    assert [o["kind"] for o in (service, servers, workers)] == ["Service", "StatefulSet", "Job"]
-    for owner in (servers, workers):
-        pod = owner["spec"]["template"]
-        assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
-        (container,) = pod["spec"]["containers"]
-        check_roadtrain([str(word) for word in container["command"]])
-        volumes = {v["name"] for v in pod["spec"]["volumes"]} | {
-            claim["metadata"]["name"] for claim in owner["spec"].get("volumeClaimTemplates", ())
-        }
-        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
-    addresses = next(
-        w
-        for w in workers["spec"]["template"]["spec"]["containers"][0]["command"]
-        if "servers.addresses" in w
-    )
-    wanted = [
-        f"{servers['metadata']['name']}-{i}.{service['metadata']['name']}:7000"
-        for i in range(servers["spec"]["replicas"])
-    ]
-    assert addresses == f"--servers.addresses={','.join(wanted)}"
+def test_the_files_for_slurm_and_kubernetes_are_what_the_plan_gives(tmp_path):
+    """After a change of a writer: `UPDATE_EXAMPLES=1 pytest tests/unit/test_examples.py`."""
+    written = cluster_files(tmp_path)
+    assert len(written) == 3
+    for path, text in written.items():
+        kept = EXAMPLES / "cluster" / path
+        if os.environ.get("UPDATE_EXAMPLES"):
+            kept.parent.mkdir(exist_ok=True)
+            kept.write_text(text)
+        assert kept.read_text() == text
 
 
 def test_readme_fits_its_frame():

@@ -19,6 +19,7 @@ from roadtrain.errors import ConfigError
 Wire = Literal["int32", "int16", "int8"]
 WIDTH: Mapping[str, int] = {"int32": 4, "int16": 2, "int8": 1}  # bytes of an element on the wire
 MOST_CHILDREN = 64  # of one switch: who has come to a slot is one 64-bit word
+MOST_JOBS = 64  # of one switch, and its ports for datagrams: those above its own
 WINDOWS = range(8, 65537)  # numbers under way; a power of two
 WINDOW = 2048
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -39,10 +40,13 @@ from roadtrain.launch.home import (
     RunState,
 )
 from roadtrain.launch.logs import LogTail
-from roadtrain.launch.resolve import resolve
+from roadtrain.launch.resolve import ResolvedRun, resolve
 
-# --write KIND -> "module:function" of a ResolvedRun and the directory; it returns lines for people.
-WRITERS: Mapping[str, str] = {}
+# --write KIND -> "module:function" of a ResolvedRun, --out and --image; it returns lines to print.
+WRITERS: Mapping[str, str] = {
+    "slurm": "roadtrain.launch.write_slurm:write_slurm",
+    "kubernetes": "roadtrain.launch.write_kubernetes:write_kubernetes",
+}
 REPLAN = "roadtrain.launch.replan:replan_run"  # the planner comes in
 THEN = ("keep", "stop")  # of --if-launcher-dies
 POLL_S = 0.2
@@ -70,6 +74,7 @@ def command(
     if_launcher_dies: str = "keep",
     write: str = "",
     out: str = "",
+    image: str = "",
     stop: str = "",
     resume: str = "",
     replan: str = "",
@@ -93,6 +98,7 @@ def command(
         if_launcher_dies: keep: the run goes on; stop: it ends, its step committed (keep)
         write: slurm or kubernetes: write files that start the run there, start nothing
         out: directory that --write writes to
+        image: with --write kubernetes: the container image, whose `python` has roadtrain
         stop: NAME: end a run, its step committed
         resume: NAME: go on with a run that has ended, or whose supervisor was killed
         replan: NAME: plan again by what the run has measured
@@ -134,7 +140,10 @@ def command(
     plan_file = load_plan_file(plan)
     home = RunHome.of(name or Path(job).stem)
     if write or dry_run:
-        return describe_run(plan_file, job, home.name, write, out)
+        if write:
+            return write_files(plan_file, job, home.name, write, (out, image))
+        print(function_of("roadtrain.launch.dry_run:dry_run")(described(plan_file, job, home.name)))
+        return 0
     record = LaunchRecord(
         name=home.name,
         engine=on or default_engine(machines_of(plan_file)),
@@ -285,19 +294,30 @@ def first_step(state: RunState) -> str:
     return f"first step {stamps[STEPPED] - stamps[LAUNCHED]:.1f} s after launch: {', '.join(parts)}"
 
 
-def describe_run(plan_file: PlanFile, job_file: str, name: str, write: str, out: str) -> int:
-    """--dry-run and --write: nothing is started."""
-    # an engine knows the addresses that the plan does not say; names stand for them
+def described(plan_file: PlanFile, job_file: str, name: str) -> ResolvedRun:
+    """For --dry-run: an engine knows the addresses that the plan does not say; names stand for
+    them."""
     names = {host.name: host.address or host.name for host in machines_of(plan_file).hosts}
-    run = resolve(plan_file, load_job(job_file), name=name, addresses=names, token="")
-    if not write:
-        print(function_of("roadtrain.launch.dry_run:dry_run")(run))
-        return 0
-    if write not in WRITERS:
-        raise unknown_name("--write", write, WRITERS)
+    return resolve(plan_file, load_job(job_file), name=name, addresses=names, token="")
+
+
+def write_files(
+    plan_file: PlanFile, job_file: str, name: str, kind: str, told: tuple[str, str]
+) -> int:
+    """--write: nothing is started. told: --out, --image."""
+    out, image = told
+    if kind not in WRITERS:
+        raise unknown_name("--write", kind, WRITERS)
     if not out:
         raise ConfigError("--write needs a directory", hint="--out DIR")
-    for line in function_of(WRITERS[write])(run, Path(out)):
+    if (kind == "kubernetes") != bool(image):
+        raise ConfigError(
+            f"--write {kind} and --image {image or 'is not given'}",
+            hint="--image NAME belongs to --write kubernetes",
+        )
+    token = secrets.token_hex()
+    run = resolve(plan_file, load_job(job_file), name=name, addresses={}, token=token)
+    for line in function_of(WRITERS[kind])(run, Path(out), image):
         print(line)
     return 0
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 
-from roadtrain.config.fan_in import MOST_CHILDREN
+from roadtrain.config.fan_in import MOST_CHILDREN, MOST_JOBS
 from roadtrain.errors import (
     BusyError,
     ConfigError,
@@ -38,7 +38,6 @@ from roadtrain.transport.listener import Report
 from roadtrain.transport.tcp import Address, TcpOptions, listen
 from roadtrain.units import show_bytes
 
-MOST_JOBS = 64  # and ports for datagrams
 LEAST_NONCE, MOST_NONCE = 16, 64  # bytes
 MOST_NAME = 200  # characters of a session's name that are shown
 

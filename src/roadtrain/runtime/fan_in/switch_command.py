@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
-from roadtrain.runtime.fan_in.switch import MOST_JOBS, SwitchHost
+from roadtrain.config.fan_in import MOST_JOBS
+from roadtrain.runtime.fan_in.switch import SwitchHost
 from roadtrain.runtime.fan_in.xdp import XdpDevice
 from roadtrain.transport.listener import Report
 from roadtrain.transport.tcp import Address, TcpOptions

@@ -1,0 +1,119 @@
+"""TorchrunWorkers: the workers of a run as torchrun starts them, for the files that are written
+instead of a launch (write_slurm.py, write_kubernetes.py).
+
+torchrun runs on each host with the host's place in the order of ranks, and meets the others at the
+plan's address and port (static rendezvous), so ranks are the plan's. It starts its workers once:
+torchruns that start workers again count by themselves, lose count of each other, and the starts
+that they name differ. Whoever started the torchruns ends them all and starts them all again.
+Does NOT write files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from roadtrain.errors import ConfigError
+from roadtrain.launch.processes import HostFile, Process
+from roadtrain.launch.resolve import ResolvedRun
+
+TORCHRUN = ("-m", "torch.distributed.run")
+HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+SHUTDOWN_S = 100  # of the 120 s of a notice: torchrun kills workers that are not done by then
+# What torchrun says to each worker by itself.
+SAID_BY_TORCHRUN = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+)
+
+
+@dataclass(frozen=True)
+class TorchrunWorkers:
+    """hosts: with their number of workers, in the order of ranks. address, port: where they meet.
+    words: behind the interpreter, of each worker. environment: what torchrun does not say."""
+
+    hosts: Mapping[str, int]
+    address: str
+    port: int
+    words: tuple[str, ...]
+    environment: Mapping[str, str]
+    files: tuple[HostFile, ...]
+
+    @staticmethod
+    def of(run: ResolvedRun) -> TorchrunWorkers:
+        """Raises ConfigError for what such files cannot do."""
+        check_for_files(run)
+        processes = run.workers(run.worker_hosts, 0).processes
+        first, hosts = processes[0], Counter(one.host for one in processes)
+        assert all(_same(one, first) for one in processes), "workers differ in more than their rank"
+        return TorchrunWorkers(
+            hosts,
+            first.environment["MASTER_ADDR"],
+            int(first.environment["MASTER_PORT"]),
+            first.words,
+            _own_environment(first),
+            first.files,
+        )
+
+    def torchrun(self, node_rank: str, workers: str, start: str) -> tuple[str, ...]:
+        """Behind the interpreter, on one host; the words of a worker follow. start: the name of
+        this start of the workers."""
+        return (
+            *TORCHRUN,
+            f"--nnodes={len(self.hosts)}",
+            f"--node-rank={node_rank}",
+            f"--nproc-per-node={workers}",
+            f"--master-addr={self.address}",
+            f"--master-port={self.port}",
+            f"--rdzv-id={start}",
+            "--max-restarts=0",
+        )
+
+
+def check_for_files(run: ResolvedRun) -> None:
+    """Raises ConfigError."""
+    if run.job.run.new_store:
+        raise ConfigError(
+            "run.new_store is true: the files begin the run again whenever it ends too early, and"
+            " each time all that it has trained would be gone",
+            hint="leave run.new_store out of the job, and remove the stores' directories by hand",
+        )
+    for host in hosts_of(run):
+        if HOST_NAME.fullmatch(host) is None:
+            raise ConfigError(
+                f"the host {host!r} of the plan cannot be the name of a node",
+                hint="1 to 63 letters, digits, `-`, `_` and `.` are possible: name the hosts of the"
+                " cluster file as Slurm or Kubernetes names its nodes",
+            )
+
+
+def hosts_of(run: ResolvedRun) -> tuple[str, ...]:
+    """That run anything, in the order of the plan."""
+    used = {one.host for one in run.services()} | {*run.worker_hosts}
+    return tuple(host.name for host in run.machines.hosts if host.name in used)
+
+
+def files_of(run: ResolvedRun) -> tuple[HostFile, ...]:
+    """Of all processes, each once."""
+    processes = (*run.services(), *run.workers(run.worker_hosts, 0).processes)
+    return tuple({file.path: file for one in processes for file in one.files}.values())
+
+
+def not_done(run: ResolvedRun) -> list[str]:
+    """What the supervisor of a launched run would do, and nothing does here: for the user."""
+    spares = [host.name for host in run.machines.spares]
+    said = ["a host that is lost is waited for: the run goes on when it is back"]
+    return [f"spare hosts are not used: {', '.join(spares)}", *said] if spares else said
+
+
+def _own_environment(process: Process) -> dict[str, str]:
+    return {k: v for k, v in process.environment.items() if k not in SAID_BY_TORCHRUN}
+
+
+def _same(one: Process, other: Process) -> bool:
+    return (one.words, one.directory, one.files, _own_environment(one)) == (
+        *(other.words, other.directory, other.files),
+        _own_environment(other),
+    )

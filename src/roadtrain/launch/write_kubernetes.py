@@ -1,0 +1,335 @@
+"""`roadtrain launch --write kubernetes`: run.yaml, which `kubectl apply -f` runs the plan from.
+
+    Secret        the token
+    ConfigMap     job.toml, reducers.txt
+    Service       without an address of its own, over all pods: StatefulSets ask for one
+    StatefulSet   of each server, reducer and switch: begins again at its node, never twice at once
+    Job           of each host's workers: torchrun; its pod begins again until all workers are done
+
+A pod runs on the node that the plan names, in the node's network and shared memory: a plan is made
+for the hosts' links, and its addresses, ports and directories are theirs. So every host name, path
+and port in the file is of the plan or the job, and nothing is looked up in the cluster's DNS. Such
+pods need a namespace that allows hostNetwork, hostIPC and hostPath.
+
+An indexed Job has one template for all, so it knows no order of nodes: hence a Job each host.
+Names of hosts are taken for names of nodes. Does NOT ask Kubernetes, nor make an image.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from roadtrain.config.fan_in import MOST_JOBS
+from roadtrain.config.job import DataSection, Job
+from roadtrain.launch.processes import HostFile, Process, Role
+from roadtrain.launch.resolve import ResolvedRun
+from roadtrain.launch.torchrun import (
+    SHUTDOWN_S,
+    TorchrunWorkers,
+    check_for_files,
+    files_of,
+    hosts_of,
+    not_done,
+)
+from roadtrain.transport.address import write_token
+
+Tree = dict[str, Any]
+PYTHON = "python"  # of the image
+NOTICE_S = 120  # from SIGTERM to SIGKILL
+MOST_STARTS = 100  # of a host's workers, before Kubernetes gives a run up
+LONGEST_NAME = 52  # of an object: Kubernetes puts up to 11 characters behind it
+GLOB = re.compile(r"[*?\[]")
+
+
+def write_kubernetes(run: ResolvedRun, out: Path, image: str) -> list[str]:
+    """What is to be told the user. Raises ConfigError for what Kubernetes cannot do."""
+    objects = kubernetes_objects(run, image)
+    out.mkdir(parents=True, exist_ok=True)
+    write_token(out / "run.yaml", as_yaml(objects).encode())  # the token is in it
+    return [
+        f"{len(hosts_of(run))} hosts; start it with: kubectl apply -f {out / 'run.yaml'}",
+        "servers stay when the workers are done, until kubectl delete -f",
+        *_unknown_devices(run),
+        *not_done(run),
+    ]
+
+
+def as_yaml(objects: Iterable[Tree]) -> str:
+    head = (
+        "# Written by `roadtrain launch --write kubernetes`: change the plan or the job, and write"
+    )
+    text = yaml.dump_all(
+        objects, Dumper=_Readable, sort_keys=False, default_flow_style=False, width=100
+    )
+    return f"{head} anew.\n{text}"
+
+
+class _Readable(yaml.SafeDumper):
+    """Writes texts of several lines as such."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Readable.add_representer(str, _text)
+
+
+def kubernetes_objects(run: ResolvedRun, image: str) -> list[Tree]:
+    """Raises ConfigError."""
+    check_for_files(run)
+    return _RunObjects(run, image).all()
+
+
+def name_of(text: str) -> str:
+    """A name of an object or a label (RFC 1123) for `text`. A space is as good as a dash; texts
+    that differ in more have different names."""
+    plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    if plain == text.replace(" ", "-") and len(plain) <= LONGEST_NAME:
+        return plain
+    mark = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return f"{plain[: LONGEST_NAME - 9].strip('-')}-{mark}".strip("-")
+
+
+class _RunObjects:
+    """The objects of one run."""
+
+    def __init__(self, run: ResolvedRun, image: str) -> None:
+        self.run, self.image = run, image
+        self.name = name_of(run.name)
+        self.workers = TorchrunWorkers.of(run)
+
+    def all(self) -> list[Tree]:
+        services = self.run.services()
+        return [
+            self._secret(),
+            self._config_map(),
+            self._service(services),
+            *map(self._stateful_set, services),
+            *(self._job(host, rank) for rank, host in enumerate(self.workers.hosts)),
+        ]
+
+    def _labels(self, process: str = "") -> Tree:
+        of_run = {"app.kubernetes.io/name": "roadtrain", "app.kubernetes.io/instance": self.name}
+        return {**of_run, "app.kubernetes.io/component": name_of(process)} if process else of_run
+
+    def _about(self, name: str, process: str = "") -> Tree:
+        return {"name": name, "labels": self._labels(process)}
+
+    def _secret(self) -> Tree:
+        held = {
+            PurePosixPath(file.path).name: base64.b64encode(file.content.encode()).decode()
+            for file in files_of(self.run)
+            if file.secret
+        }
+        about = self._about(self.name)
+        return {"apiVersion": "v1", "kind": "Secret", "metadata": about, "data": held}
+
+    def _config_map(self) -> Tree:
+        held = {
+            PurePosixPath(file.path).name: file.content
+            for file in files_of(self.run)
+            if not file.secret
+        }
+        about = self._about(self.name)
+        return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": held}
+
+    def _service(self, services: Iterable[Process]) -> Tree:
+        ports = dict.fromkeys(port for one in services for port in one.ports)
+        listed = [_port("tcp", port, "port") for port in (*ports, self.workers.port)]
+        spec = {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": self._labels(),
+            "ports": listed,
+        }
+        about = self._about(self.name)
+        return {"apiVersion": "v1", "kind": "Service", "metadata": about, "spec": spec}
+
+    def _stateful_set(self, process: Process) -> Tree:
+        name = name_of(f"{self.run.name} {process.name}")
+        container = {
+            "name": str(process.role),
+            "image": self.image,
+            "command": [PYTHON, *process.words],
+            "workingDir": process.directory,
+            "env": _env(process.environment),
+            "ports": _ports(process),
+        }
+        spec = {
+            "serviceName": self.name,
+            "replicas": 1,
+            "podManagementPolicy": "Parallel",
+            "selector": {"matchLabels": self._labels(process.name)},
+            "template": self._pod(
+                process.name, process.host, container, process.files, self._made_by(process)
+            ),
+        }
+        return {
+            "apiVersion": "apps/v1",
+            "kind": "StatefulSet",
+            "metadata": self._about(name, process.name),
+            "spec": spec,
+        }
+
+    def _job(self, host: str, rank: int) -> Tree:
+        process, count = f"workers {host}", self.workers.hosts[host]
+        torchrun = self.workers.torchrun(str(rank), str(count), self.run.name)
+        assert self.workers.words[:2] == ("-m", "roadtrain.cli")
+        words = ("-m", "roadtrain.launch.pod", *self.workers.words[2:])
+        environment = {
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S),
+            **self.workers.environment,
+        }
+        container: Tree = {
+            "name": "workers",
+            "image": self.image,
+            "command": [PYTHON, *torchrun, *words],
+            "workingDir": self.run.directory,
+            "env": _env(environment),
+        }
+        if rank == 0:
+            container["ports"] = [_port("tcp", self.workers.port, "containerPort")]
+        if _has_gpus(self.run, host):
+            container["resources"] = {"limits": {"nvidia.com/gpu": count}}
+        pod = self._pod(
+            process,
+            host,
+            container,
+            self.workers.files,
+            _stores_of(self.run.job),
+            _read_by(self.run.job),
+        )
+        pod["spec"] = {"restartPolicy": "OnFailure", **pod["spec"]}
+        return {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": self._about(name_of(f"{self.run.name} {process}"), process),
+            "spec": {"backoffLimit": MOST_STARTS, "template": pod},
+        }
+
+    def _pod(
+        self,
+        process: str,
+        host: str,
+        container: Tree,
+        files: Iterable[HostFile],
+        made: Iterable[str],
+        read: Iterable[str] = (),
+    ) -> Tree:
+        """made, read: directories of the node, which are the same in the container."""
+        made = [self.run.directory, *made]
+        roots = _roots([*made, *read])
+        on_node = {f"path-{number}": path for number, path in enumerate(roots)}
+        (handed_out,) = {str(PurePosixPath(file.path).parent) for file in files}
+        mounts: list[Tree] = [{"name": name, "mountPath": path} for name, path in on_node.items()]
+        mounts.append({"name": "files", "mountPath": handed_out, "readOnly": True})
+        volumes: list[Tree] = [
+            {"name": name, "hostPath": {"path": path, "type": _kind_of(path, made)}}
+            for name, path in on_node.items()
+        ]
+        volumes.append({"name": "files", "projected": {"sources": self._sources(files)}})
+        spec = {
+            "nodeSelector": {"kubernetes.io/hostname": host},
+            "hostNetwork": True,
+            "hostIPC": True,
+            "dnsPolicy": "ClusterFirstWithHostNet",
+            "terminationGracePeriodSeconds": NOTICE_S,
+            "securityContext": {"runAsUser": 0},  # of the directories that the node makes
+            "containers": [{**container, "volumeMounts": mounts}],
+            "volumes": volumes,
+        }
+        return {"metadata": {"labels": self._labels(process)}, "spec": spec}
+
+    def _sources(self, files: Iterable[HostFile]) -> list[Tree]:
+        """The files that a process reads, as they are now: Kubernetes follows a change."""
+        sources: list[Tree] = []
+        for kind, secret in (("secret", True), ("configMap", False)):
+            names = [PurePosixPath(file.path).name for file in files if file.secret == secret]
+            mode: Tree = {"mode": 0o600} if secret else {}
+            items = [{"key": name, "path": name, **mode} for name in names]
+            if items:
+                sources.append({kind: {"name": self.name, "items": items}})
+        return sources
+
+    def _made_by(self, process: Process) -> list[str]:
+        """Directories of a server on its node."""
+        host = self.run.host(process.host)
+        places = [one for one in host.servers if one.port in process.ports]
+        stores = places if process.role == Role.SERVER else []
+        return [path for one in stores for path in (one.store, one.snapshot) if path]
+
+
+def _kind_of(path: str, made: Iterable[str]) -> str:
+    """What a run writes may be made; what it only reads is there, or the pod does not start."""
+    return "DirectoryOrCreate" if path in made else "Directory"
+
+
+def _port(protocol: str, port: int, key: str) -> Tree:
+    return {"name": f"{protocol}-{port}", key: port, "protocol": protocol.upper()}
+
+
+def _ports(process: Process) -> list[Tree]:
+    """A switch has a UDP port for each job, above its own."""
+    tcp = [_port("tcp", port, "containerPort") for port in process.ports]
+    if process.role != Role.SWITCH:
+        return tcp
+    udp = [port + 1 + job for port in process.ports for job in range(MOST_JOBS)]
+    return tcp + [_port("udp", port, "containerPort") for port in udp]
+
+
+def _env(environment: Mapping[str, str]) -> list[Tree]:
+    return [{"name": name, "value": value} for name, value in environment.items()]
+
+
+def _roots(paths: Iterable[str]) -> list[str]:
+    """Those that lie in no other of them, each once."""
+    known = [PurePosixPath(path) for path in dict.fromkeys(paths)]
+    return [str(one) for one in known if not any(other in one.parents for other in known)]
+
+
+def _stores_of(job: Job) -> list[str]:
+    """Directories on workers' nodes in which state rests."""
+    of_stages = [path for one in job.parallelism.placements for path in one.files]
+    return of_stages if job.servers.addresses else [*of_stages, *job.store.files]
+
+
+def _read_by(job: Job) -> list[str]:
+    """Directories that workers read on their nodes. What this Python has, an image's has too."""
+    own, tls = DataSection().paths, (job.servers.ca, job.servers.cert, job.servers.key)
+    paths = [path for path in job.data.paths if path not in own]
+    paths += [job.data.tokenizer] if job.data.tokenizer != "bytes" else []
+    paths += [path for path in (*tls, job.model.pretrained) if path]
+    return [_directory_of(path) for path in paths]
+
+
+def _directory_of(path: str) -> str:
+    """That holds all that a glob, or a file's path, means."""
+    parts = PurePosixPath(path).parts
+    fixed = next((i for i, part in enumerate(parts) if GLOB.search(part)), len(parts))
+    whole = PurePosixPath(*parts[:fixed])
+    return str(whole.parent if fixed == len(parts) and whole.suffix else whole)
+
+
+def _has_gpus(run: ResolvedRun, host: str) -> bool:
+    cluster = run.plan_file.cluster
+    kinds = {one.name: one.device for one in cluster.hosts} if cluster else {}
+    device = kinds.get(run.host(host).kind)
+    return run.job.run.device != "cpu" and device is not None and device.kind != "cpu"
+
+
+def _unknown_devices(run: ResolvedRun) -> list[str]:
+    if run.plan_file.cluster is not None or run.job.run.device == "cpu":
+        return []
+    return ["the plan has no cluster, so no GPU is asked for: put nvidia.com/gpu into the Jobs"]
