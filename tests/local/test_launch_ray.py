@@ -219,6 +219,16 @@ def test_a_run_starts_from_its_two_files_and_runs_to_its_end(
     wait_for(lambda: not run.pids("roadtrain"), "a process of the run is left")
 
 
+def test_a_cluster_that_is_not_there_is_one_sentence(run: LaunchedRun) -> None:
+    """Rule 5: Ray itself would try for minutes."""
+    where = f"127.0.0.1:{free_port()}"
+    words = ("--on", "ray", "--ray-address", where, "--name", "r")
+    process = run.launch(str(run.plan()), "job.toml", *words)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert f"no Ray cluster is reached at {where}" in out and "Traceback" not in out
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_whatever_is_killed_the_run_goes_on_with_the_losses_of_one_that_nobody_kills(

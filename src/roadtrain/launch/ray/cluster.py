@@ -7,6 +7,7 @@ spot machines through the autoscaler); `get_draining_nodes` is what Ray Train it
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from typing import Any
 
@@ -17,14 +18,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roadtrain.errors import LaunchError
 from roadtrain.launch.ray.nodes import LABEL, NOTICE_S, RayNode
+from roadtrain.transport.address import address_of
 
 NAMESPACE = "roadtrain"  # of all our actors
+CONNECT_S = 10.0
 HEAD = "node:__internal_head__"  # a resource of the head alone
 
 
 def connect(address: str) -> None:
     """This process becomes a driver of the cluster. address: of its head, HOST:PORT; "" or "auto":
-    the one that this host is a node of. Raises LaunchError."""
+    the one that this host is a node of. Raises LaunchError, ConfigError."""
+    _answers(address)
     try:
         ray.init(
             address=address or "auto",
@@ -37,6 +41,19 @@ def connect(address: str) -> None:
         raise LaunchError(
             f"no Ray cluster is reached at {address or 'auto'}: {first}",
             hint="`ray start --head` begins one; --ray-address HOST:PORT names it",
+        ) from error
+
+
+def _answers(address: str) -> None:
+    """Raises LaunchError soon: Ray itself tries for minutes."""
+    if address in ("", "auto"):
+        return
+    try:
+        socket.create_connection(address_of(address), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise LaunchError(
+            f"no Ray cluster is reached at {address}: {error}",
+            hint="`ray start --head --port=PORT` begins one",
         ) from error
 
 
