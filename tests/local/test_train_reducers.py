@@ -162,7 +162,7 @@ accumulate = 2
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_job_with_reducers(tmp_path, token):  # Rules 1 and 6
     """The file of reducers is the run's; `status` of the run asks those that it names."""
     text, path, run = tmp_path / "text.txt", tmp_path / "job.toml", tmp_path / "run"
