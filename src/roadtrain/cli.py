@@ -3,7 +3,7 @@
 A command is a typed function; its options stand under `Args:` in its docstring. Both are read from
 the source: a module is imported only when its command is to run, so help and mistakes are answered
 before torch has been imported (docs/decisions/0029). Errors made on purpose end in one message and
-exit code 2. Does NO work itself.
+exit code 2, or 3 where another process failed and the same command may go on. Does NO work itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from roadtrain.config.names import unknown_name
-from roadtrain.errors import ConfigError, RoadtrainError
+from roadtrain.errors import AuthError, ConfigError, PeerError, RoadtrainError
+
+REFUSED, PEER_FAILED = 2, 3  # exit codes of errors made on purpose
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(list(sys.argv[1:] if argv is None else argv))
     except RoadtrainError as error:
         print(f"roadtrain: {error}", file=sys.stderr)
-        return 2
+        another = isinstance(error, PeerError) and not isinstance(error, AuthError)
+        return PEER_FAILED if another else REFUSED
     except KeyboardInterrupt:
         print("roadtrain: interrupted", file=sys.stderr)
         return 130
