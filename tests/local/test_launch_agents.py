@@ -238,20 +238,62 @@ def test_asking(agents, tmp_path):
     assert (tmp_path / "x" / "reducers.txt").read_text() == "10.0.0.1:7000\n"
 
 
+SUPERVISOR = (
+    "import sys, time\n"
+    "from roadtrain.launch.agents import HostAgents, AgentHost\n"
+    "from roadtrain.launch.processes import Process, Role\n"
+    "agents = HostAgents([AgentHost('a', '')], sys.argv[1])\n"
+    f"words = ('-c', {DAEMON!r}, sys.argv[2])\n"
+    "agents.start(Process('server a', Role.SERVER, 'a', words, '/tmp'))\n"
+    "print(agents.events(30), flush=True)\ntime.sleep(60)"
+)
+
+
 def test_nothing_is_left_when_the_supervisor_is_killed(mark, tmp_path):
     """Rule 3: a kill at any moment is what a run is made for."""
-    supervisor = (
-        "import sys, time\n"
-        "from roadtrain.launch.agents import HostAgents, AgentHost\n"
-        "from roadtrain.launch.processes import Process, Role\n"
-        "agents = HostAgents([AgentHost('a', '')], sys.argv[1])\n"
-        f"words = ('-c', {DAEMON!r}, sys.argv[2])\n"
-        "agents.start(Process('server a', Role.SERVER, 'a', words, '/tmp'))\n"
-        "print(agents.events(30), flush=True)\ntime.sleep(60)"
-    )
-    words = [sys.executable, "-c", supervisor, mark, str(tmp_path)]
+    words = [sys.executable, "-c", SUPERVISOR, mark, str(tmp_path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
         assert b"up" in process.stdout.readline()
         wait_until(lambda: running(f"daemon of {tmp_path}"), "the daemon does not run")
         process.kill()
     wait_until(lambda: not running(str(tmp_path)), "something is left")
+
+
+def test_the_next_supervisor_ends_an_agent_that_stood_still(mark, tmp_path):
+    """There are never two of anything: a supervisor is killed while its agent is stopped, and the
+    run is resumed at once."""
+    words = [sys.executable, "-c", SUPERVISOR, mark, str(tmp_path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as before:
+        assert b"up" in before.stdout.readline()
+        (old,) = running(f"{mark}/a")
+        os.kill(old, signal.SIGSTOP)
+        before.kill()
+    assert running(str(tmp_path))
+    after = HostAgents([AgentHost("a", "")], mark)
+    try:
+        assert old not in running(f"{mark}/a")
+        after.start(process("server a", SLEEP))
+        assert [e.line for e in events_until(after, Output) if isinstance(e, Output)] == ["up"]
+        assert after.events(0.5) == []
+        # an agent that stands still when its run ends: all that it had started ends, too
+        after.start(process("server b", DAEMON, str(tmp_path)))
+        events_until(after, Output)
+        (agent,) = running(f"{mark}/a")
+        os.kill(agent, signal.SIGKILL)
+    finally:
+        after.close()
+    wait_until(lambda: not running(str(tmp_path)), "something is left")
+
+
+def test_an_agent_that_ends_again_and_again_is_started_ever_later(agents, mark):
+    def lose():
+        (agent,) = running(f"{mark}/a")
+        os.kill(agent, signal.SIGKILL)
+        events_until(agents, HostLost)
+
+    lose()
+    events_until(agents, HostCame)
+    lose()
+    then = time.monotonic()
+    events_until(agents, HostCame)
+    assert time.monotonic() - then > 0.9

@@ -23,6 +23,7 @@ from roadtrain.launch.agent_messages import (
     decode_from_agent,
     encode_line,
 )
+from roadtrain.launch.descendants import MARK
 from roadtrain.units import KIB
 
 READ = 256 * KIB  # bytes at once
@@ -61,7 +62,7 @@ class AgentLink:
         words = [sys.executable, "-m", "roadtrain.launch.agent", f"{mark}/{host.name}"]
         self._process = host.begin(
             words,
-            env={**os.environ, **host.environment},
+            env={**os.environ, **host.environment, MARK: f"{mark}/{host.name}@"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -50,6 +50,7 @@ ANSWER_S = 10.0  # an answer comes so long after its deadline, or the agent is e
 UNSENT_S = 0.02  # between tries to send to an agent that is slow
 WAIT_MOST_S = 1.0  # between looks at agents that may be silent
 AGAIN_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before an agent is started again
+STAYS_S = 60.0  # an agent that was there so long is started again at once
 KILLED = -9
 BATCH = 2000  # events of one call, about
 
@@ -62,7 +63,8 @@ class _HostState:
     link: AgentLink | None = None
     lost: bool = False  # HostLost was told, HostCame was not
     held: bool = False  # no agent is started here
-    starts: int = 0  # in a row that came to nothing
+    starts: int = 0  # in a row, of agents that did not stay
+    ready_at: float = float("inf")  # since when the agent is
     start_at: float = 0.0  # where there is no agent
 
     @property
@@ -88,6 +90,9 @@ class HostAgents:
         self._services: dict[str, str] = {}  # name -> host, of those that run
         self._workers: WorkerRun | None = None
         self._leaving: dict[str, float] = {}  # host -> when it will be gone
+        # A supervisor before this one may have been killed a moment ago, or have had an agent that
+        # stood still: nothing of it may run beside what is started now, nor end it.
+        kill_marked(f"{mark}/", more=True)
         try:
             self._begin_all()
         except BaseException:
@@ -290,6 +295,7 @@ class HostAgents:
         for place in self._places.values():
             if place.link is not None:
                 self._forget(place)
+        kill_marked(f"{self._mark}/", more=True)  # of an agent that had to be killed
         self._selector.close()
         self._places.clear()
 
@@ -344,7 +350,7 @@ class HostAgents:
         if messages is None:
             return self._lose(place, "")
         if came and place.usable:
-            place.starts = 0
+            place.ready_at = time.monotonic()
             if place.lost:
                 place.lost = False
                 host = place.host
@@ -388,6 +394,9 @@ class HostAgents:
         name, at = place.host.name, time.monotonic()
         how = self._forget(place) if place.link is not None else ""
         kill_marked(f"{self._mark}/{name}#", more=True)
+        if at - place.ready_at > STAYS_S:
+            place.starts = 0
+        place.ready_at = float("inf")
         place.start_at = at + AGAIN_S[min(place.starts, len(AGAIN_S) - 1)]
         place.starts += 1
         if not place.lost:

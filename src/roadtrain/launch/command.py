@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ REPLAN = "roadtrain.launch.replan:replan_run"  # the planner comes in
 THEN = ("keep", "stop")  # of --if-launcher-dies
 POLL_S = 0.2
 STARTS_S = 30.0  # the supervisor's process has the run's lock within it
+CHECKS_S = 600.0  # a supervisor has checked its hosts and listens within it
 STOPS_S = 600.0  # a run that is asked to stop has ended within it: a step, its services
 WHAT_TOOK = {
     CHECKED: "the engine and the checks",
@@ -156,8 +157,10 @@ def command(
         raise unknown_name("--on", record.engine, ENGINES)
     if detach and if_launcher_dies == "stop":
         raise ConfigError("--detach and --if-launcher-dies stop: the launcher does not stay")
-    begin(home, record, Path(plan).read_text(), load_job(job).to_toml())
-    return started(home, record, detach)
+    with home.starting():
+        begin(home, record, Path(plan).read_text(), load_job(job).to_toml())
+        start(home, record)
+    return followed(home, record, detach)
 
 
 def begin(home: RunHome, record: LaunchRecord, plan: str, job: str) -> None:
@@ -172,12 +175,16 @@ def begin(home: RunHome, record: LaunchRecord, plan: str, job: str) -> None:
     home.write(record, plan, job)
 
 
-def started(home: RunHome, record: LaunchRecord, detach: bool, offset: int = 0) -> int:
-    """Start the supervisor; follow the run to its end, unless `detach`."""
+def start(home: RunHome, record: LaunchRecord) -> None:
+    """The supervisor."""
     if supervise := ENGINES[record.engine].supervise:
         function_of(supervise)(home)
     else:
         start_supervisor(home)
+
+
+def followed(home: RunHome, record: LaunchRecord, detach: bool, offset: int = 0) -> int:
+    """Follow a run that was started to its end, unless `detach`."""
     if detach:
         print(f"run {home.name} is starting: roadtrain status {home.name}")
         return 0
@@ -205,15 +212,20 @@ def start_supervisor(home: RunHome) -> None:
             start_new_session=True,
         )
     deadline = time.monotonic() + STARTS_S
-    while not home.is_supervised():
-        if process.poll() is not None:
-            if home.state().phase == "ended":
-                return  # refused already
-            raise LaunchError(f"the supervisor ended (code {process.returncode}): {log} says why")
-        if time.monotonic() > deadline:
-            process.kill()
-            raise LaunchError(f"the supervisor did not begin within {STARTS_S:.0f} s: {log}")
-        time.sleep(0.02)
+    try:
+        while not home.is_supervised():
+            if process.poll() is not None:
+                if home.state().phase == "ended":
+                    return  # refused already
+                raise LaunchError(
+                    f"the supervisor ended (code {process.returncode}): {log} says why"
+                )
+            if time.monotonic() > deadline:
+                raise LaunchError(f"the supervisor did not begin within {STARTS_S:.0f} s: {log}")
+            time.sleep(0.02)
+    except BaseException:  # a Ctrl-C, too: nobody would know that the run begins
+        process.kill()
+        raise
 
 
 def follow(home: RunHome, record: LaunchRecord, offset: int = 0) -> int:
@@ -223,7 +235,8 @@ def follow(home: RunHome, record: LaunchRecord, offset: int = 0) -> int:
         try:
             if stops:
                 client = stack.enter_context(patient_client(home))
-                client.ask("hello")
+                if client is not None:
+                    client.ask("hello")
             shown_until_end(home, offset)
         except KeyboardInterrupt:
             if not stops:
@@ -233,24 +246,41 @@ def follow(home: RunHome, record: LaunchRecord, offset: int = 0) -> int:
                 )
                 return 130
             print("\nstopping after this step")
-            ask_supervisor(home, "stop", ["the user asked for it"])
-            shown_until_end(home, home.all_log.stat().st_size)
+            offset = log_size(home)
+            ask_to_stop(home)
+            shown_until_end(home, offset)
     return told_end(home)
 
 
 @contextmanager
-def patient_client(home: RunHome) -> Iterator[ControlClient]:
-    """Of a supervisor that may still be checking hosts."""
-    while True:
+def patient_client(home: RunHome) -> Iterator[ControlClient | None]:
+    """Of a supervisor that may still be checking hosts; None: it has ended."""
+    deadline, client = time.monotonic() + CHECKS_S, None
+    while client is None:
         try:
             client = ControlClient(home)
-            break
-        except LaunchError:
+        except LaunchError as error:
             if not is_alive(home):
-                raise
+                break
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"the supervisor of {home.name!r} is there, and has not listened within"
+                    f" {CHECKS_S:.0f} s",
+                    hint=f"{home.all_log} says what it waits for",
+                ) from error
             time.sleep(POLL_S)
-    with client:
+    with client or nullcontext():
         yield client
+
+
+def ask_to_stop(home: RunHome) -> None:
+    with patient_client(home) as client:
+        if client is not None:
+            client.ask("stop", "the user asked for it")
+
+
+def log_size(home: RunHome) -> int:
+    return home.all_log.stat().st_size if home.all_log.exists() else 0
 
 
 def shown_until_end(home: RunHome, offset: int) -> None:
@@ -345,9 +375,8 @@ def stop_run(name: str) -> int:
     if not is_alive(home):
         print(f"run {name} does not run: {home.state().phase}")
         return 0
-    offset = home.all_log.stat().st_size if home.all_log.exists() else 0
-    with patient_client(home) as client:
-        client.ask("stop", "the user asked for it")
+    offset = log_size(home)
+    ask_to_stop(home)
     tail, deadline = LogTail(home, offset), time.monotonic() + STOPS_S
     while is_alive(home):
         if time.monotonic() > deadline:
@@ -361,9 +390,18 @@ def stop_run(name: str) -> int:
 
 def resume_run(name: str, if_launcher_dies: str, detach: bool) -> int:
     home = RunHome.of(name)
+    home.record()
+    with home.starting():
+        record, offset = renew(home, if_launcher_dies), log_size(home)
+        start(home, record)
+    return followed(home, record, detach, offset)
+
+
+def renew(home: RunHome, if_launcher_dies: str) -> LaunchRecord:
+    """The files of another start of a run. Raises ConfigError where it is alive."""
     record = home.record()
     if is_alive(home):
-        raise ConfigError(f"run {name!r} is alive", hint=f"roadtrain status {name}")
+        raise ConfigError(f"run {home.name!r} is alive", hint=f"roadtrain status {home.name}")
     record = msgspec.structs.replace(
         record,
         start=record.start + 1,
@@ -375,8 +413,7 @@ def resume_run(name: str, if_launcher_dies: str, detach: bool) -> int:
         RunState(attempt=state.attempt, step=state.step, stamps={LAUNCHED: record.launched})
     )
     home.write_record(record)
-    offset = home.all_log.stat().st_size if home.all_log.exists() else 0
-    return started(home, record, detach, offset)
+    return record
 
 
 def replan_run(name: str, options: Mapping[str, Any], go_on: Callable[[], int]) -> int:

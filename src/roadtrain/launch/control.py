@@ -94,7 +94,8 @@ class ControlSocket:
 
     def requests(self) -> list[ControlRequest]:
         """Those that have come since the last call."""
-        with contextlib.suppress(BlockingIOError):
+        # nobody waits; or too many descriptors are open, which must not end a run
+        with contextlib.suppress(OSError):
             while True:
                 accepted, _ = self._listener.accept()
                 accepted.setblocking(False)

@@ -7,6 +7,7 @@ token            the secret of the run's processes (mode 600)
 state.json       of the supervisor (`RunState`): processes, and when the start's phases were done
 control          Unix socket of the supervisor (mode 600, control.py)
 lock             locked while the supervisor is alive
+starting         locked while a command writes the files above and starts the supervisor
 all.log          every line of every process, with its role and host
 log/PROCESS.log  the lines of one process; log/supervisor.log what the supervisor says when it fails
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,10 +29,11 @@ from typing import TypeVar
 import msgspec
 
 from roadtrain.errors import ConfigError, LaunchError
-from roadtrain.storage.direct import make_directory, replace_file
+from roadtrain.storage.direct import make_directory, replace_file, typed_errors
 from roadtrain.transport.address import write_token
 
 Struct = TypeVar("Struct")
+PROBED_S = 0.5  # a probe of the lock (`is_supervised`) is over within it
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # The phases of a start, in their order; `RunState.stamps` says when each was done.
 LAUNCHED = "launched"  # the command was typed
@@ -122,14 +125,18 @@ class RunHome:
 
     def write(self, record: LaunchRecord, plan: str, job: str) -> None:
         """A run that is launched anew. Raises StoreError where the directory cannot be written."""
-        make_directory(self.path)
-        self.path.chmod(0o700)
+        self._make()
         make_directory(self.log_directory)
         write_token(self.token_path)
         replace_file(self.plan_path, plan.encode(), "writing the run's plan")
         replace_file(self.job_path, job.encode(), "writing the run's job")
         self.write_state(RunState(stamps={LAUNCHED: record.launched}))
         self.write_record(record)
+
+    def _make(self) -> None:
+        make_directory(self.path)
+        with typed_errors(self.path, "keeping it from others"):
+            self.path.chmod(0o700)
 
     def write_record(self, record: LaunchRecord) -> None:
         body = msgspec.json.format(msgspec.json.encode(record), indent=2)
@@ -153,30 +160,57 @@ class RunHome:
         return _decoded(self.path / "state.json", RunState)
 
     @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Inside, no other command writes this run's files or starts its supervisor. Raises
+        LaunchError where another does, StoreError where the directory cannot be written."""
+        self._make()
+        with _opened(self.path / "starting", os.O_CREAT) as descriptor:
+            if not _lock(descriptor, fcntl.LOCK_EX):
+                raise LaunchError(
+                    f"run {self.name!r} is being launched by another command just now",
+                    hint=f"roadtrain status {self.name}, or another --name",
+                )
+            yield
+
+    @contextmanager
     def supervised(self) -> Iterator[None]:
         """Inside, this process is the run's supervisor. Raises LaunchError where another is."""
-        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as cause:
-                raise LaunchError(
-                    f"run {self.name!r} has a supervisor already",
-                    hint=f"roadtrain launch --stop {self.name}",
-                ) from cause
+        with _opened(self.path / "lock", os.O_CREAT) as descriptor:
+            deadline = time.monotonic() + PROBED_S
+            while not _lock(descriptor, fcntl.LOCK_EX):
+                if time.monotonic() > deadline:
+                    raise LaunchError(
+                        f"run {self.name!r} has a supervisor already",
+                        hint=f"roadtrain launch --stop {self.name}",
+                    )
+                time.sleep(0.01)
             yield
-        finally:
-            os.close(descriptor)
 
     def is_supervised(self) -> bool:
         """Whether a supervisor is alive, on this host."""
         try:
-            with self.supervised():
-                return False
-        except LaunchError:
-            return True
+            with _opened(self.path / "lock") as descriptor:
+                return not _lock(descriptor, fcntl.LOCK_SH)  # shared: two probes do not meet
         except FileNotFoundError:
             return False
+
+
+@contextmanager
+def _opened(path: Path, more: int = 0) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | more, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, how: int) -> bool:
+    """Until it is closed; whether nobody else has it."""
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _decoded(path: Path, kind: type[Struct]) -> Struct:

@@ -24,8 +24,16 @@ class RunLogs:
         self._directory = home.log_directory
         self._files: dict[str, IO[str]] = {}
         self._all = _opened(home.all_log)
+        self._lost, self._why = 0, ""  # lines that could not be written, and why
 
     def write(self, name: str, host: str, line: str) -> None:
+        """A full disk must not end a run: lines are lost then, which is told once there is room."""
+        try:
+            self._write(name, host, line)
+        except OSError as error:
+            self._lost, self._why = self._lost + 1, f"{error.strerror or error}"
+
+    def _write(self, name: str, host: str, line: str) -> None:
         self._all.write(f"[{f'{name} {host}'.strip()}] {line}\n")
         if name not in self._files:
             plain = "".join(c if c.isalnum() or c in ".-_" else "_" for c in name)
@@ -37,10 +45,14 @@ class RunLogs:
         self.write(OURS, "", f"{time.strftime('%H:%M:%S')} {text}")
 
     def flush(self) -> None:
-        """A full disk must not end a run: lines are lost then, and all else goes on."""
-        for file in (self._all, *self._files.values()):
-            with contextlib.suppress(OSError):
+        try:
+            for file in (self._all, *self._files.values()):
                 file.flush()
+        except OSError:
+            return  # what waits is bounded, and written later
+        if self._lost:
+            lost, self._lost = self._lost, 0
+            self.tell(f"{lost} or more lines of these logs were lost: {self._why}")
 
     def __enter__(self) -> Self:
         return self

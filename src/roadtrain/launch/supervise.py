@@ -17,7 +17,7 @@ import msgspec
 
 from roadtrain.config.job import load_job
 from roadtrain.config.plan_file import load_plan_file
-from roadtrain.errors import RoadtrainError
+from roadtrain.errors import LaunchError, RoadtrainError, StoreError
 from roadtrain.launch.checks import check, directory_is_shared
 from roadtrain.launch.engine import LaunchEngine
 from roadtrain.launch.engines import ENGINES
@@ -26,27 +26,46 @@ from roadtrain.launch.logs import RunLogs
 from roadtrain.launch.resolve import ResolvedRun, resolve
 from roadtrain.launch.supervisor import REFUSED, Supervisor
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 def supervise(home: RunHome, engine: LaunchEngine | None = None) -> int:
     """The run's exit code. `engine`: None: that of the record."""
     with home.supervised(), RunLogs(home) as logs:
-        record = home.record()
-        os.chdir(record.directory)
+        for number in SIGNALS:
+            signal.signal(number, not_started)
         try:
+            record = home.record()
+            os.chdir(record.directory)
             run, engine = begun(home, record, engine, logs)
-        except RoadtrainError as error:
+        except (RoadtrainError, OSError) as error:
             logs.tell("nothing was started")
-            refused = msgspec.structs.replace(
-                home.state(), phase="ended", code=REFUSED, why=str(error)
-            )
-            home.write_state(refused)
+            refuse(home, logs, str(error))
             return REFUSED
         supervisor = Supervisor(
             run, engine, home, logs, ends_with_launcher=record.if_launcher_dies == "stop"
         )
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
             signal.signal(number, lambda n, _: supervisor.stop(f"signal {n}"))
         return supervisor.run()
+
+
+def not_started(number: int, _: object) -> None:
+    """A signal that comes while hosts are checked."""
+    raise LaunchError(f"signal {number} came before anything was started")
+
+
+def refuse(home: RunHome, logs: RunLogs, why: str) -> None:
+    refused = RunState(phase="ended", code=REFUSED, why=why)
+    try:
+        before = home.state()
+        refused = msgspec.structs.replace(before, phase="ended", code=REFUSED, why=why)
+    except LaunchError as error:
+        logs.tell(str(error))
+    try:
+        home.write_state(refused)
+    except StoreError as error:  # a full disk; whoever follows the logs finds it there
+        logs.tell(f"{why}; and state.json is not written: {error}")
 
 
 def begun(
@@ -70,12 +89,12 @@ def begun(
             logs.tell(line)
         if run.job.parallelism.used:
             run = replace(run, shared=directory_is_shared(run, engine))
+        state = home.state()
+        stamps = {**state.stamps, CHECKED: time.time()}
+        home.write_state(RunState(attempt=state.attempt, step=state.step, stamps=stamps))
     except BaseException:
         engine.close()
         raise
-    state = home.state()
-    stamps = {**state.stamps, CHECKED: time.time()}
-    home.write_state(RunState(attempt=state.attempt, step=state.step, stamps=stamps))
     return run, engine
 
 

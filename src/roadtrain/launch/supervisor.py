@@ -58,6 +58,7 @@ from roadtrain.storage.direct import replace_file
 
 TURN_S = 0.2  # between looks at the control socket
 HELLO_S = 60.0  # a launcher that the run is to end with has said hello by then
+WRITE_AGAIN_S = 10.0  # after a state.json that could not be written
 STEP = "step "  # how worker 0's line of a step begins
 REFUSED = 2  # the exit code of workers whose start was refused here
 STATUS = ("-m", "roadtrain.launch.run_status")
@@ -108,6 +109,7 @@ class Supervisor:
         self._failed: deque[RunEvent] = deque()  # of actions that could not be carried out
         self._ended: EndRun | None = None
         self._written: RunState | None = None
+        self._write_at = 0.0  # not before, where it could not be written
         self._ends_with_launcher = ends_with_launcher
         self._began = time.monotonic()
         self._stop_asked = ""
@@ -129,9 +131,11 @@ class Supervisor:
             self._ended = EndRun(1, f"the supervisor failed: {error}")
             raise
         finally:
-            self._engine.close()
-            self._write_state()
-            self._logs.flush()
+            try:
+                self._engine.close()
+            finally:
+                self._write_state(now=True)
+                self._logs.flush()
         return self._ended.code
 
     def stop(self, why: str) -> None:
@@ -226,7 +230,9 @@ class Supervisor:
         return known.get(name) or self._run.reducer(self._machine.places[name].host)
 
     def _start_workers(self, attempt: int, hosts: Sequence[str]) -> None:
-        self._write_state()  # with this attempt's number: it is not used again, whatever happens
+        self._write_state(
+            now=True
+        )  # with this attempt's number: it is not used again, whatever happens
         try:
             self._workers = self._run.workers(hosts, attempt, self._machine.reducers)
             self._stamps.setdefault(SERVICES, time.time())
@@ -327,13 +333,15 @@ class Supervisor:
         ]
         return (*services, *workers)
 
-    def _write_state(self) -> None:
-        """A full disk must not end a run: the file is older then than what it tells of."""
+    def _write_state(self, now: bool = False) -> None:
+        """A full disk must not end a run: the file is older then than what it tells of, and tried
+        again after a while."""
         state = self._state()
-        if state == self._written:
+        if state == self._written or (time.monotonic() < self._write_at and not now):
             return
         try:
             self._home.write_state(state)
+            self._written = state
         except StoreError as error:
             self._logs.tell(f"state.json is not written: {error}")
-        self._written = state
+            self._write_at = time.monotonic() + WRITE_AGAIN_S

@@ -1,0 +1,157 @@
+"""What goes wrong around a launched run: probes, full disks, commands at the same moment."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roadtrain.errors import FullError, LaunchError
+from roadtrain.launch import command, supervise
+from roadtrain.launch.control import ControlClient, ControlSocket
+from roadtrain.launch.home import LaunchRecord, RunHome, RunState
+from roadtrain.launch.logs import RunLogs
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> RunHome:
+    home = RunHome(tmp_path / "r")
+    home.write(
+        LaunchRecord(name="r", engine="here", launched=time.time(), directory=str(tmp_path)), "", ""
+    )
+    return home
+
+
+@contextmanager
+def full_disk(nbytes: int) -> Iterator[None]:
+    """No file grows beyond `nbytes`."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_supervisor_begins_though_its_lock_is_probed_all_the_time(home: RunHome) -> None:
+    probing, seen = True, set[bool]()
+
+    def probe() -> None:
+        while probing:
+            seen.add(home.is_supervised())
+
+    threads = [threading.Thread(target=probe) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        time.sleep(0.05)
+        assert seen <= {False}  # probes do not take each other for a supervisor
+        for _ in range(50):
+            with home.supervised():
+                pass
+    finally:
+        probing = False
+        for thread in threads:
+            thread.join()
+
+
+def test_one_command_at_a_time_launches_a_run(home: RunHome) -> None:
+    with home.starting():
+        with pytest.raises(LaunchError, match="another command just now"), home.starting():
+            pass
+        with pytest.raises(LaunchError, match="another command just now"):
+            command.resume_run("r", "keep", True)
+    assert home.record().start == 0
+
+
+@pytest.fixture(autouse=True)
+def runs_are_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(RunHome, "of", staticmethod(lambda name: RunHome(tmp_path / name)))
+
+
+def test_logs_on_a_full_disk(home: RunHome) -> None:
+    """A run outlives it, and what is lost is said."""
+    with RunLogs(home) as logs:
+        with full_disk(5000):
+            for n in range(2000):
+                logs.write("worker 0", "a", f"line {n} of a worker that says a lot")
+            logs.flush()
+        logs.flush()
+        logs.tell("there is room again")
+    text = home.all_log.read_text()
+    assert "lines of these logs were lost: File too large" in text
+    assert "there is room again" in text
+
+
+def test_a_refusal_on_a_full_disk_is_in_the_log(
+    home: RunHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = []
+
+    class Engine:
+        goes_on = True
+
+        def hosts(self) -> list[Any]:
+            return []
+
+        def close(self) -> None:
+            closed.append(True)
+
+    def full(self: RunHome, state: RunState) -> None:
+        raise FullError("state.json: 0 B are free")
+
+    monkeypatch.setattr(RunHome, "write_state", full)
+    monkeypatch.setattr(supervise, "load_plan_file", lambda path: None)
+    monkeypatch.setattr(supervise, "load_job", lambda path, report: None)
+    monkeypatch.setattr(supervise, "resolve", lambda *_, **__: _Run())
+    monkeypatch.setattr(supervise, "replace", lambda run, **_: run)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert supervise.supervise(home, Engine()) == 2  # type: ignore[arg-type]
+    assert closed
+    assert "0 B are free" in home.all_log.read_text()
+
+
+class _Run:
+    class job:
+        class parallelism:
+            used = False
+
+
+def test_a_directory_that_is_gone_is_said(home: RunHome, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    gone = LaunchRecord(name="r", engine="here", launched=0.0, directory="/not/there")
+    home.write_record(gone)
+    assert supervise.supervise(home) == 2
+    assert "/not/there" in home.state().why
+    # the launcher that ends with it, too, says what the supervisor refused
+    with pytest.raises(LaunchError, match="/not/there"):
+        command.follow(home, LaunchRecord(**{**_fields(gone), "if_launcher_dies": "stop"}))
+
+
+def _fields(record: LaunchRecord) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__struct_fields__}
+
+
+def test_a_supervisor_that_never_listens_is_not_waited_for(
+    home: RunHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "CHECKS_S", 0.3)
+    with home.supervised(), pytest.raises(LaunchError, match=r"not listened within 0 s"):
+        command.ask_to_stop(home)  # Rule 5
+
+
+def test_too_many_open_files_do_not_end_a_supervisor(home: RunHome) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ControlSocket(home) as control, ControlClient(home):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+        try:
+            assert control.requests() == []
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
