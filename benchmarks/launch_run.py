@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from roadtrain.errors import DeadlineError, RoadtrainError
@@ -26,6 +26,7 @@ from roadtrain.training.metrics import read_metrics
 CLI = (sys.executable, "-m", "roadtrain.cli")
 COMMAND_S = 300.0  # a command that a user waits for
 TURN_S = 0.1
+MOST_RANKS = 8  # of any scene
 FIRST_STEPS = 4  # of a start, which are no steady ones
 
 
@@ -121,7 +122,13 @@ class LaunchedRun:
         return int(lines[-1]["step"]) if lines else 0
 
     def losses(self) -> dict[int, float]:
-        return {int(line["step"]): float(line["loss"]) for line in self.lines()}
+        """Step -> the mean over all ranks: a data-parallel rank's line tells of its own
+        micro-batches, which are others where ranks are more or fewer."""
+        of_step: dict[int, list[float]] = {}
+        for rank in range(MOST_RANKS):
+            for line in self.lines(rank):
+                of_step.setdefault(int(line["step"]), []).append(float(line["loss"]))
+        return {step: fmean(losses) for step, losses in of_step.items()}
 
     def step_s(self, after: int, until: int | None = None) -> float:
         """The median of steps behind `after`, the first ones left out."""
