@@ -100,6 +100,18 @@ def show_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
+def show_params(count: float) -> str:
+    """How many parameters, for a person: `6.74 B`, `2.8 M`, `512`."""
+    if count >= 1e9:
+        return f"{count / 1e9:.2f} B"
+    return f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count:,.0f}"
+
+
+def show_count(count: int, one: str) -> str:
+    """`1 host`, `2 hosts`."""
+    return f"{count} {one}{'' if count == 1 else 's'}"
+
+
 def round_up(n: int, to: int) -> int:
     """The least multiple of `to` that is not below `n`."""
     return -(-n // to) * to

@@ -334,7 +334,9 @@ def test_a_run_goes_on_when_its_server_and_worker_are_killed(tmp_path: Path) -> 
         assert "run tiny is done: all workers are done" in printed
         state = run.home.state()
         assert {one.name: one.restarts for one in state.processes}["server s0 0"] == 1
-        assert run.run("status", "tiny")[0] == 0
+        code, said = run.run("status", "tiny")
+        assert code == 0 and f"{steps} of {steps}" in said, said
+        assert "does not answer" not in said  # its server has ended with it
         assert run.losses() == plain_losses(tmp_path, steps)
 
 

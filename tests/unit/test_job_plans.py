@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +195,9 @@ def test_the_model_is_the_jobs(files: tuple[Path, Path]) -> None:
     assert shape.params == 2 * layer + 2 * 256 * 64 + 64 and shape.tokens == 64
     with pytest.raises(ConfigError, match="vocab_size"):
         shape_of_job(load_job(files[1], {"data.tokenizer": "tokenizer.json"}))
+
+
+def test_a_machine_alone_has_no_servers_to_plan() -> None:
+    alone = make_cluster({"hosts": [tomllib.loads(CLUSTER)["hosts"][0]]})
+    found = JobPlans(job(), alone).fitted(Plan(placement("server"), Parallelism(dp=2)))
+    assert found == "placement server needs a host without devices, the cluster has none"

@@ -156,7 +156,7 @@ def test_a_host_that_does_not_answer(tmp_path: Path) -> None:  # Rule 5
 
 def test_too_few_devices(tmp_path: Path) -> None:
     run = a_run(tmp_path, workers=2, run={"dir": str(tmp_path / "run"), "device": "cuda"})
-    said = "host gpu0 has 1 devices, the plan has 2 workers there"
+    said = "host gpu0 has 1 device, the plan has 2 workers there"
     assert wrong(run, an_engine(run, devices=1)) == said
     assert check(run, an_engine(run, devices=2)) == []
 

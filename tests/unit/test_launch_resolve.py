@@ -285,6 +285,7 @@ def test_a_dry_run_names_what_starts_where_and_what_is_written() -> None:
     run = replace(served(), token=TOKEN)
     said = dry_run(run)
     assert TOKEN not in said  # Rule 8
+    assert said.startswith("run x: 4 workers and 1 service on 3 hosts, spare hosts: gpu9\n")
     lines = [" ".join(line.split()) for line in said.splitlines()]
     launched = os.path.abspath("runs/x/launch")
     assert (

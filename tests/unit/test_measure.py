@@ -81,6 +81,6 @@ def test_simulate_takes_a_function(
         )
         == 0
     )
-    assert "on_meta (0.00 B parameters)" in capsys.readouterr().out
+    assert "on_meta (0.2 M parameters)" in capsys.readouterr().out
     assert cli.main(["simulate", "workstation", "--model", "test_measure:nothing"]) == 2
     assert "gives no model and arguments" in capsys.readouterr().err

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from roadtrain.config.job import make_job
-from roadtrain.training.summary import Summary, Totals, rows
+from roadtrain.config.machines import LAUNCHED_AS
+from roadtrain.training.summary import Summary, Totals, going_on, rows
 
 MODEL = {"model": {"config": {"model_type": "llama"}}}
 FILES = {"store": {"files": ["a", "b"]}}
@@ -40,3 +41,11 @@ def test_what_limited_a_step(
     assert table["a step took"] == (
         f"10.0 s: computing {10 - waited:.1f} s, waiting {waited:.1f} s; limited by {limit}"
     )
+
+
+def test_a_launched_run_is_gone_on_with_by_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped, done = (Summary(3, 2.0, 1.0, None, why) for why in ("interrupted", ""))
+    assert going_on(stopped, "roadtrain train job.toml") == "roadtrain train job.toml"
+    monkeypatch.setenv(LAUNCHED_AS, "first")
+    assert going_on(stopped, "roadtrain train job.toml") == "roadtrain launch --resume first"
+    assert "run.steps" in going_on(done, "") and going_on(done, "").endswith("--name first")

@@ -32,6 +32,7 @@ from roadtrain.errors import ConfigError
 
 PORT = 7000  # the first port of a host's processes that listen
 RENDEZVOUS_PORT = 29500
+LAUNCHED_AS = "ROADTRAIN_RUN"  # tells a worker the name of its run, where a supervisor is
 FILES = "launch"  # the directory, in the run's, with what a launch writes there
 Port = Annotated[Integer, Field(ge=1, le=65535)]
 

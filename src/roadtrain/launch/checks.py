@@ -35,7 +35,7 @@ from roadtrain.launch.look import (
 from roadtrain.launch.processes import Process, Role
 from roadtrain.launch.resolve import ResolvedRun
 from roadtrain.simulator.memory import USABLE, cut, file_bytes, host_bytes
-from roadtrain.units import show_bytes
+from roadtrain.units import show_bytes, show_count
 
 LOOK = ("-m", "roadtrain.launch.look")
 DATAGRAM_PORTS = 64  # above a switch's own, for its jobs
@@ -198,7 +198,10 @@ def _lacking_hardware(run: ResolvedRun, host: SeenHost, shape: ModelShape | None
     device = run.job.run.device
     on_devices = device.startswith("cuda") or (not device and seen.devices)
     if on_devices and workers > seen.devices:
-        yield f"host {host.name} has {seen.devices} devices, the plan has {workers} workers there"
+        yield (
+            f"host {host.name} has {show_count(seen.devices, 'device')}, the plan has"
+            f" {show_count(workers, 'worker')} there"
+        )
     if shape is None or not workers:
         return
     plan = run.plan_file.plan

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from roadtrain.launch.checks import CHECKED
 from roadtrain.launch.processes import HostFile, Process
 from roadtrain.launch.resolve import ResolvedRun
+from roadtrain.units import show_count
 
 ALIKE = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
@@ -20,8 +21,9 @@ def dry_run(run: ResolvedRun) -> str:
     hosts = run.machines.hosts
     spares = ", ".join(one.name for one in run.machines.spares) or "none"
     lines = [
-        f"run {run.name}: {len(workers)} workers and {len(services)} services on {len(hosts)}"
-        f" hosts, spare hosts: {spares}",
+        f"run {run.name}: {show_count(len(workers), 'worker')} and"
+        f" {show_count(len(services), 'service')} on {show_count(len(hosts), 'host')},"
+        f" spare hosts: {spares}",
         "",
         "checked before anything starts",
         *(f"  {number}. {what}" for number, what in enumerate(CHECKED, 1)),

@@ -20,7 +20,7 @@ from typing import Any
 
 from roadtrain.config.job import Job, moved
 from roadtrain.config.job_parallelism import ParallelismSection
-from roadtrain.config.machines import FILES, PORT, Machines, PlanHost, host_port
+from roadtrain.config.machines import FILES, LAUNCHED_AS, PORT, Machines, PlanHost, host_port
 from roadtrain.config.models import KEYS
 from roadtrain.config.plan import Plan
 from roadtrain.config.plan_file import PlanFile
@@ -175,6 +175,8 @@ class ResolvedRun:
             "TORCHELASTIC_RUN_ID": f"{self.name}:{self.start}" if self.start else self.name,
             "TORCHELASTIC_RESTART_COUNT": attempt,
         }
+        if self.start:  # a supervisor's: what was written for others goes on as they do
+            about[LAUNCHED_AS] = self.name
         places = [(i, local) for i, count in enumerate(each) for local in range(count)]
         meets = self.job.parallelism.used  # others meet at their servers
         processes = []

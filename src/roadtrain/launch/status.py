@@ -14,7 +14,6 @@ from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.launch.control import ask_supervisor
 from roadtrain.launch.engines import ENGINES
 from roadtrain.launch.home import LaunchRecord, ProcessRow, RunHome, RunState
-from roadtrain.launch.run_status import run_status
 from roadtrain.training import status
 from roadtrain.training.progress import show_table
 from roadtrain.units import show_seconds
@@ -88,8 +87,9 @@ def _without_supervisor(home: RunHome, record: LaunchRecord, report: Callable[[s
     report(f"run {home.name} on {record.engine}: ended, {state.why}")
     if not ENGINES[record.engine].supervise:  # its hosts were this one
         job = load_job(home.job_path, report=lambda _: None)
-        for line in run_status(str(Path(record.directory, job.run.dir)))["lines"]:
-            report(line)
+        directory = Path(record.directory, job.run.dir)
+        if (directory / "job.toml").is_file():
+            status.of_ended(str(directory), report)
     return int(state.code not in (0, 130))
 
 

@@ -82,7 +82,7 @@ def machines_of(plan: Plan, cluster: Cluster) -> Machines:
     hosts = {host.name: host for host in workers}
     name, ports = plan.placement.name, Counter[str]()
     if plan.placement.served:
-        for one, about in _each(cluster.spares[0]):
+        for one, about in _each(_serving(name, cluster)):
             hosts[one.name] = replace(one, servers=_servers(one, about, ports))
     if name == "smartnic":
         kinds = {kind.name: kind for kind in cluster.hosts}
@@ -130,6 +130,14 @@ def directories_of(host: Host, machine: str) -> list[str]:
 def store_in(directory: str, machine: str) -> str:
     """A directory of its own for a run, in one that others may use too."""
     return f"{directory.rstrip('/')}/roadtrain-{re.sub(r'[^A-Za-z0-9._-]', '-', machine)}"
+
+
+def _serving(placement: str, cluster: Cluster) -> Host:
+    if not cluster.spares:
+        raise ConfigError(
+            f"placement {placement} needs a host without devices, the cluster has none"
+        )
+    return cluster.spares[0]
 
 
 def _each(host: Host) -> Iterator[tuple[PlanHost, Host]]:

@@ -28,6 +28,7 @@ from roadtrain.config.models import KEYS, BlockShape, ModelShape, chosen_length
 from roadtrain.errors import ConfigError
 from roadtrain.planner.measure import Counts, counted
 from roadtrain.streaming.split import Split, split
+from roadtrain.units import show_params
 
 OWN = "--model MODULE:FUNCTION: a function that returns the model (on `meta`) and a batch"
 # without which a config says nothing of its size
@@ -360,7 +361,7 @@ def _forward(kind: str, model: Any, parts: Split, given: Mapping[str, Any]) -> C
     except FAILURES as cause:
         params = sum(p.numel() for p in model.parameters())
         raise ConfigError(
-            f"the forward of a `{kind}` ({params / 1e9:.2f} B parameters) cannot be run without"
+            f"the forward of a `{kind}` ({show_params(params)} parameters) cannot be run without"
             f" data: {_line(cause)}",
             hint=OWN,
         ) from cause

@@ -45,7 +45,7 @@ from roadtrain.simulator.compute import constants as named
 from roadtrain.simulator.memory import kept_free
 from roadtrain.simulator.run import simulate
 from roadtrain.storage.direct import replace_file
-from roadtrain.units import show_bytes
+from roadtrain.units import show_bytes, show_params
 
 UNITS = {"time": "s", "cost": "", "energy": "J"}
 
@@ -197,7 +197,7 @@ def fate(family: Family, pick: Found | None) -> str:
 def nothing(answer: SearchResult, cluster: Cluster, model: ModelShape, of: Constants) -> str:
     """Where nothing fits: both numbers and the least change."""
     lines = [
-        f"no plan fits: {model.name} ({model.params / 1e9:.2f} B parameters) on {cluster.name}"
+        f"no plan fits: {model.name} ({show_params(model.params)} parameters) on {cluster.name}"
     ]
     if (near := least_change(answer)) is not None:
         need, plan = near

@@ -27,7 +27,7 @@ from roadtrain.simulator.fabric import INSIDE_S, UPDATE_BYTES
 from roadtrain.simulator.memory import kept_free
 from roadtrain.simulator.run import Result, simulate
 from roadtrain.storage.direct import replace_file
-from roadtrain.units import show_bytes, show_seconds
+from roadtrain.units import show_bytes, show_params, show_seconds
 
 SCHEMA = 1
 # of replicas that are simulated each by itself: what hosts' cards and links of switches carry
@@ -178,7 +178,7 @@ def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -
     )
     lines = [
         (
-            f"{model.name} ({model.params / 1e9:.2f} B parameters) on {cluster.name}: placement"
+            f"{model.name} ({show_params(model.params)} parameters) on {cluster.name}: placement"
             f" {', '.join(plan.stage_placements) or plan.placement.name}, {parallelism},"
             f" micro-batch {plan.micro_batch} x {plan.num_microbatches}"
             + (" over all replicas" if parallelism.widths else "")

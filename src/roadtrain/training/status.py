@@ -90,6 +90,14 @@ def ask_reducers(job: Job, token_file: str | None) -> tuple[list[tuple[str, str]
     return health.rows(names, found, role="reducer"), found
 
 
+def of_ended(run: str, report: Callable[[str], None]) -> None:
+    """Of a run directory whose servers have ended with the run: they are not asked. Raises
+    ConfigError."""
+    show_table(rows(job_of_run(run), read_metrics(Path(run) / "metrics.jsonl"), None), report)
+    for beside in compared(Path(run)):
+        show_table(beside, report)
+
+
 def rows(
     job: Job, lines: list[dict[str, Any]], endurance_tbw: float | None
 ) -> list[tuple[str, str]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from roadtrain.config.job import Job
+from roadtrain.config.machines import LAUNCHED_AS
 from roadtrain.training import memory_limit
 from roadtrain.units import show_bytes, show_rate
 
@@ -111,7 +112,9 @@ def rows(
         out += [("moved in this run", _moved(job, totals)), ("a step took", _step(job, totals))]
     if used := disk_bytes(job):
         out.append(("on disk", f"{show_bytes(used)}; rm -r {job.run.dir} removes it"))
-    return [*out, ("to go on", _next(job, summary, program))]
+    again = shlex.join([program, "train", str(job.run_dir / "job.toml")])
+    again += "" if summary.stopped else f" --run.steps {2 * job.run.steps}"
+    return [*out, ("to go on", going_on(summary, again))]
 
 
 def disk_bytes(job: Job) -> int:
@@ -141,6 +144,11 @@ def _step(job: Job, totals: Totals) -> str:
     )
 
 
-def _next(job: Job, summary: Summary, program: str) -> str:
-    more = "" if summary.stopped else f" --run.steps {2 * job.run.steps}"
-    return shlex.join([program, "train", str(job.run_dir / "job.toml")]) + more
+def going_on(summary: Summary, typed: str) -> str:
+    """What the user types to train on: `typed`, or of a run that was launched the launcher's."""
+    name = os.environ.get(LAUNCHED_AS)
+    if not name:
+        return typed
+    if summary.stopped:
+        return f"roadtrain launch --resume {name}"
+    return f"more run.steps in the job, then roadtrain launch PLAN.toml JOB.toml --name {name}"

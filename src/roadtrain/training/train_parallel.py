@@ -41,7 +41,7 @@ from roadtrain.training.predicted import promised
 from roadtrain.training.progress import progress, show_table
 from roadtrain.training.schedule import learning_rate
 from roadtrain.training.stop import Stop
-from roadtrain.training.summary import Summary, Totals
+from roadtrain.training.summary import Summary, Totals, going_on
 from roadtrain.training.train import RETRY_S, mark_of, silent, write_job
 from roadtrain.transport.address import token_of
 
@@ -344,4 +344,4 @@ def rows(
         )
     out.append(("committed", f"step {staged.training.committed_step}, in {job.run_dir}"))
     command = f"torchrun ... {program} train {job.run_dir / 'job.toml'}"
-    return [*out, ("to go on", command)]
+    return [*out, ("to go on", going_on(summary, command))]
