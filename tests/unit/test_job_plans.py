@@ -152,6 +152,7 @@ def test_the_command_writes_what_is_launched(
     assert f"roadtrain launch {out} {one}" in said and "batch   8 samples" in said
     whole = load_plan_file(out)
     assert whole.plan.samples == 8 and whole.cluster == load_cluster(cluster)
+    assert whole.model is not None and whole.model.layers == 2 and whole.model.seq_len > 0
     assert whole.predicted is not None and whole.predicted.seconds > 0
     assert whole.predicted.stages["stage 0"]["Forward"] > 0
     made = load_job(one).changed({"parallelism.auto": False})

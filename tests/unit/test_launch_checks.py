@@ -19,6 +19,7 @@ import pytest
 
 from roadtrain.chunks import ParamSpec
 from roadtrain.config.job import make_job
+from roadtrain.config.job_model import shape_of
 from roadtrain.config.machines import Machines, PlanHost, ServerPlace
 from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, placement
@@ -26,7 +27,7 @@ from roadtrain.config.plan_file import PlanFile
 from roadtrain.device.buffers import Buffer
 from roadtrain.errors import LaunchError
 from roadtrain.launch import checks
-from roadtrain.launch.checks import check, directory_is_shared, shape_of
+from roadtrain.launch.checks import check, directory_is_shared
 from roadtrain.launch.engine import HostSeen
 from roadtrain.launch.look import HostQuestion, look
 from roadtrain.launch.resolve import ResolvedRun, resolve

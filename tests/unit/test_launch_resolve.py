@@ -11,7 +11,7 @@ import pytest
 
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.job import Job, make_job
-from roadtrain.config.machines import Machines, PlanHost, ServerPlace, SwitchPlace
+from roadtrain.config.machines import Machines, PlanHost, PlannedModel, ServerPlace, SwitchPlace
 from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, placement
 from roadtrain.config.plan_file import PlanFile
@@ -333,3 +333,29 @@ def test_a_tree_of_switches_names_workers_by_rank() -> None:
 def test_workers_that_would_each_train_by_themselves_are_refused() -> None:
     with pytest.raises(ConfigError, match="each would train by itself"):
         of(a_plan("files", TWO[:1], parallelism=Parallelism(dp=2)), a_job())
+
+
+GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 256}
+GPT2 |= {"n_positions": 64}
+GPT2_PARAMS = 256 * 8 + 64 * 8 + 2 * (12 * 64 + 13 * 8) + 2 * 8
+
+
+@pytest.mark.parametrize(
+    ("planned", "said"),
+    [
+        (PlannedModel(GPT2_PARAMS, 32, 2), ""),
+        (PlannedModel(GPT2_PARAMS, 32), ""),
+        (PlannedModel(GPT2_PARAMS, 32, 3), "it has 3 layers, the job's has 2"),
+        (PlannedModel(99, 32), f"it has 99 parameters, the job's has {GPT2_PARAMS:,}"),
+        (PlannedModel(GPT2_PARAMS, 64), "it has 64 tokens a sample, the job's has 32"),
+    ],
+)
+def test_a_plan_is_launched_for_its_model_alone(planned: PlannedModel, said: str) -> None:
+    mine = a_job(model={"config": GPT2}, data={"seq_len": 32})
+    plan = replace(FOUR, model=planned)
+    if not said:
+        assert of(plan, mine).worker_count == 4
+        return
+    with pytest.raises(ConfigError) as caught:
+        of(plan, mine)
+    assert str(caught.value).startswith(f"the plan is for another model: {said}\n")

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from roadtrain.config.cluster import load_cluster, make_cluster
-from roadtrain.config.machines import Machines, PlanHost, Predicted, ServerPlace, SwitchPlace
+from roadtrain.config.machines import (
+    Machines,
+    PlanHost,
+    PlannedModel,
+    Predicted,
+    ServerPlace,
+    SwitchPlace,
+)
 from roadtrain.config.plan import Plan, load_plan, placement
 from roadtrain.config.plan_file import PlanFile, load_plan_file, make_plan_file
 from roadtrain.errors import ConfigError
@@ -31,7 +38,7 @@ PREDICTED = Predicted(1.25, {"stage 0": {"Forward": 0.5, "Wait": 0.75}})
 def test_a_plan_file_is_read_as_it_was_written(name, tmp_path):
     cluster = load_cluster(name)
     plan = Plan(placement("server"), networks={"dp": "ethernet"}, headroom=0.1)
-    whole = PlanFile(plan, MACHINES, PREDICTED, cluster)
+    whole = PlanFile(plan, MACHINES, PREDICTED, cluster, PlannedModel(1000, 64, 2))
     file = tmp_path / "plan.toml"
     file.write_text(whole.to_toml())
     read = load_plan_file(file)
@@ -56,6 +63,7 @@ def test_mistakes_name_the_table_and_the_key():
     said = refused({"placement": "server", "cluster": {"hosts": [{"name": "a"}]}})
     assert "plan.toml, [cluster]" in said and "memory" in said
     assert "seconds" in refused({"placement": "server", "predicted": {}})
+    assert "parameters" in refused({"placement": "server", "model": {"seq_len": 64}})
 
 
 @pytest.mark.parametrize(

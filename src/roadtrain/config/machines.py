@@ -1,5 +1,6 @@
 """The machines of a plan: which host runs which processes, in which directories, at which ports;
-and what the planner promised of it. <-> the tables `machines` and `predicted` of a plan.toml
+and what the planner promised of it, for which model. <-> the tables `machines`, `predicted` and
+`model` of a plan.toml
 
     [machines]
     rendezvous_port = 29500
@@ -151,3 +152,12 @@ class Predicted:
     seconds: Number
     # where ("stage 0") -> stage of the step ("Forward") -> seconds of a step
     stages: Mapping[str, Mapping[str, Number]] = field(default_factory=dict, hash=False)
+
+
+@value
+class PlannedModel:
+    """What the plan is for, so that it is not launched for another."""
+
+    parameters: Whole
+    seq_len: Whole  # tokens of a sample; 1 where it has none
+    layers: Whole = 0  # 0: the planner was told none

@@ -288,7 +288,7 @@ PARTS = {
     )
 }
 # what a plan.toml has beside the plan (config/plan_file.py)
-OTHER_TABLES = ("machines", "predicted", "cluster")
+OTHER_TABLES = ("machines", "predicted", "cluster", "model")
 # keys of the first edition's plan.toml, which had no parts
 FORMER_KEYS = {
     "layout": Former("parallelism"),

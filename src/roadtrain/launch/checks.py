@@ -11,7 +11,6 @@ what starts when all is well, nor why a host that does not answer is gone.
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +18,9 @@ from pathlib import Path
 
 import msgspec
 
-from roadtrain.config.job import Job
+from roadtrain.config.job_model import shape_of
 from roadtrain.config.machines import PlanHost
-from roadtrain.config.models import ModelShape, from_config
+from roadtrain.config.models import ModelShape
 from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.launch.engine import HostSeen, LaunchEngine
 from roadtrain.launch.look import (
@@ -40,7 +39,6 @@ from roadtrain.units import show_bytes, show_count
 LOOK = ("-m", "roadtrain.launch.look")
 DATAGRAM_PORTS = 64  # above a switch's own, for its jobs
 LEAVE_S = (2.0, 3.0)  # a run that has just ended may hold its stores and ports for so long
-BYTES_OF_BYTES = 256  # tokens where text is read as bytes
 # in the order of the sentences
 CHECKED = (
     "the plan's hosts are there, and answer",
@@ -114,22 +112,6 @@ def directory_is_shared(run: ResolvedRun, engine: LaunchEngine) -> bool:
 
 def _answer(engine: LaunchEngine, host: str, asked: HostQuestion) -> HostLook:
     return msgspec.convert(engine.ask(host, LOOK, msgspec.to_builtins(asked)), HostLook)
-
-
-def shape_of(job: Job) -> ModelShape | None:
-    """Where a formula has it; torch is not imported for the others."""
-    config = dict(job.model.config)
-    if job.model.pretrained:
-        try:
-            config = json.loads(Path(job.model.pretrained, "config.json").read_text())
-        except (OSError, ValueError):
-            return None  # `_lacking_files` says so
-    elif "vocab_size" not in config and job.data.tokenizer == "bytes":
-        config["vocab_size"] = BYTES_OF_BYTES
-    try:
-        return from_config(config, seq_len=job.data.seq_len)
-    except ConfigError:
-        return None
 
 
 def _absent(run: ResolvedRun, there: Mapping[str, HostSeen]) -> Iterator[str]:

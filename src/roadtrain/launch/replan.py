@@ -208,7 +208,7 @@ def replanned(home: RunHome, measured: MeasuredRun, options: ReplanOptions) -> R
     new = machines_of(pick.plan, whole)
     if not options.new_run:
         new = kept(machines, new)
-    file = PlanFile(pick.plan, new, predicted_of(pick.result), whole)
+    file = PlanFile(pick.plan, new, predicted_of(pick.result), whole, plan_file.model)
     return Replanned(file, changes, arranged, old, before.seconds, pick.result.seconds)
 
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from roadtrain.config.job import Job, moved
+from roadtrain.config.job_model import check_model, layers_of
 from roadtrain.config.job_parallelism import ParallelismSection
 from roadtrain.config.machines import FILES, LAUNCHED_AS, PORT, Machines, PlanHost, host_port
-from roadtrain.config.models import KEYS
 from roadtrain.config.plan import Plan
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.config.schema import flat
@@ -292,6 +292,8 @@ def resolve(
             hint="roadtrain plan CLUSTER.toml --job JOB.toml writes one that is launched",
         )
     _check_plan(plan_file.plan, machines, job)
+    if plan_file.model is not None:
+        check_model(plan_file.model, job)
     job = absolute_job(job)
     directory = job.run.dir
     for host in machines.hosts:
@@ -372,9 +374,8 @@ def _check_plan(plan: Plan, machines: Machines, job: Job) -> None:
             f"the plan has {ranks} ranks ({plan.parallelism}), its machines have {workers} workers"
         )
     stages = plan.parallelism.stages
-    names = KEYS["num_hidden_layers"]
-    layers = next((job.model.config[key] for key in names if key in job.model.config), None)
-    if stages and layers is not None and sum(stages) != layers:
+    layers = layers_of(job)
+    if stages and layers and sum(stages) != layers:
         raise ConfigError(
             f"the plan is for another model: it has {sum(stages)} layers, the job's has {layers}",
             hint="plan anew for this job",

@@ -20,6 +20,8 @@ import tomli_w
 
 from roadtrain.config.cluster import Cluster, load_cluster
 from roadtrain.config.job import load_job
+from roadtrain.config.job_model import layers_of
+from roadtrain.config.machines import PlannedModel
 from roadtrain.config.models import ModelShape
 from roadtrain.config.plan import HEADROOM, Plan
 from roadtrain.config.plan_file import PlanFile
@@ -295,14 +297,14 @@ def job_text(plan: Plan, cluster: Cluster | None = None) -> str | None:
     return tomli_w.dumps({**own, **where[plan.placement.name]})
 
 
-def launchable(found: Found, cluster: Cluster) -> tuple[PlanFile, str]:
+def launchable(found: Found, cluster: Cluster, model: PlannedModel) -> tuple[PlanFile, str]:
     """The whole plan.toml; and why it has no machines, where it cannot be launched."""
     predicted = predicted_of(found.result)
     try:
         machines = machines_of(found.plan, cluster)
     except ConfigError as error:
-        return PlanFile(found.plan, None, predicted, cluster), str(error).partition("\n")[0]
-    return PlanFile(found.plan, machines, predicted, cluster), ""
+        return PlanFile(found.plan, None, predicted, cluster, model), str(error).partition("\n")[0]
+    return PlanFile(found.plan, machines, predicted, cluster, model), ""
 
 
 def write_job_file(path: str, plan: Plan, cluster: Cluster) -> None:
@@ -439,7 +441,8 @@ def command(
         replace_file(Path(html), shown.encode(), "writing")
     if answer.pick is None:
         return 1
-    planned, lacking = launchable(answer.pick, cluster)
+    planned_for = PlannedModel(one.params, one.tokens, layers_of(asked) if asked else 0)
+    planned, lacking = launchable(answer.pick, cluster, planned_for)
     replace_file(Path(out), planned.to_toml().encode(), "writing")
     again = f"simulate {cluster_file} --model {model} --plan {out}"
     lines = [f"plan    {out} (roadtrain {f'launch {out} {job}' if job else again})"]
