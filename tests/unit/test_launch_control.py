@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import stat
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from roadtrain.errors import ConfigError, LaunchError
+from roadtrain.launch.command import Greeting, first_step
 from roadtrain.launch.control import ControlClient, ControlSocket, short_path
 from roadtrain.launch.home import LaunchRecord, RunHome, RunState
 from roadtrain.launch.logs import LogTail, RunLogs
@@ -99,3 +102,40 @@ def test_a_launcher_that_is_gone_without_a_goodbye(home: RunHome) -> None:
                 client.sendall(b'{"verb": "hello"}\n{"verb": "%s"}\n' % last)
                 assert control.requests() == [] and control.greeted
             assert [request.verb for request in control.requests()] == expected
+
+
+def test_a_launcher_says_hello_also_to_the_next_supervisor(home: RunHome) -> None:
+    """A supervisor that is started again must not end the run for want of a launcher."""
+    with Greeting(home) as greeting:
+        greeting.say()  # to nobody, for now
+        for _ in range(2):
+            with ControlSocket(home) as control:
+                assert heard_hello(control, greeting)
+                greeting.say()
+                assert not control.requests()
+    with ControlSocket(home) as control:
+        assert not control.requests() and not control.greeted
+
+
+def heard_hello(control: ControlSocket, greeting: Greeting) -> bool:
+    thread = threading.Thread(target=greeting.say)
+    thread.start()
+    deadline = time.monotonic() + 10
+    while thread.is_alive() and time.monotonic() < deadline:
+        control.requests()
+    thread.join(1)
+    return control.greeted
+
+
+def test_whose_the_time_to_the_first_step_was() -> None:
+    stamps = {"launched": 1.0, "ready": 6.0, "checked": 7.0, "services": 7.0, "workers": 8.0}
+    assert not first_step(RunState(stamps=stamps), "ray")
+    stamps |= {"placed": 12.0, "imported": 17.5, "joined": 18.0, "stepped": 20.0}
+    text = first_step(RunState(stamps=stamps), "ray")
+    assert text.startswith(
+        "first step 19.0 s after launch: Ray 9.0 s, Python and imports 5.5 s, ours 4.5 s ("
+    )
+    assert "places of workers 4.0 s" in text
+    del stamps["placed"]  # an engine that looks for no places
+    text = first_step(RunState(stamps=stamps), "here")
+    assert "engine `here` 5.0 s, Python and imports 9.5 s, ours 4.5 s" in text

@@ -32,6 +32,8 @@ from roadtrain.launch.home import (
     JOINED,
     LAUNCHED,
     PHASES,
+    PLACED,
+    READY,
     SERVICES,
     STEPPED,
     WORKERS,
@@ -54,13 +56,16 @@ STARTS_S = 30.0  # the supervisor's process has the run's lock within it
 CHECKS_S = 600.0  # a supervisor has checked its hosts and listens within it
 STOPS_S = 600.0  # a run that is asked to stop has ended within it: a step, its services
 WHAT_TOOK = {
-    CHECKED: "the engine and the checks",
+    READY: "the supervisor and its engine",
+    CHECKED: "the checks",
     SERVICES: "starting services",
     WORKERS: "starting workers",
+    PLACED: "places of workers",
     IMPORTED: "Python and imports of worker 0",
     JOINED: "text, model and servers",
     STEPPED: "the first step",
 }
+WHOSE = {READY: "engine", PLACED: "engine", IMPORTED: "Python and imports"}  # else ours
 
 
 def command(
@@ -233,11 +238,8 @@ def follow(home: RunHome, record: LaunchRecord, offset: int = 0) -> int:
     stops = record.if_launcher_dies == "stop"
     with ExitStack() as stack:
         try:
-            if stops:
-                client = stack.enter_context(patient_client(home))
-                if client is not None:
-                    client.ask("hello")
-            shown_until_end(home, offset)
+            greeting = stack.enter_context(Greeting(home)) if stops else None
+            shown_until_end(home, offset, greeting)
         except KeyboardInterrupt:
             if not stops:
                 print(
@@ -283,13 +285,49 @@ def log_size(home: RunHome) -> int:
     return home.all_log.stat().st_size if home.all_log.exists() else 0
 
 
-def shown_until_end(home: RunHome, offset: int) -> None:
+class Greeting:
+    """The hello of a launcher that the run is to end with: also to a supervisor that was started
+    again."""
+
+    def __init__(self, home: RunHome) -> None:
+        self._home = home
+        self._client: ControlClient | None = None
+
+    def say(self) -> None:
+        """Unless the supervisor has heard it, or there is none now."""
+        if self._client is not None and not self._client.gone:
+            return
+        self.close()
+        with suppress(LaunchError):
+            client = ControlClient(self._home)
+            try:
+                client.ask("hello")
+            except LaunchError:
+                client.close()
+            else:
+                self._client = client
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+        self._client = None
+
+    def __enter__(self) -> Greeting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def shown_until_end(home: RunHome, offset: int, greeting: Greeting | None = None) -> None:
     tail, told = LogTail(home, offset), False
     while True:
+        if greeting is not None:
+            greeting.say()
         alive = is_alive(home)  # before its last lines are read
         for line in tail.lines():
             print(line)
-        if not told and (text := first_step(home.state())):
+        if not told and (text := first_step(home.state(), home.record().engine)):
             told = True
             print(text)
         if not alive:
@@ -312,16 +350,21 @@ def told_end(home: RunHome) -> int:
     return state.code if state.code in (0, 130) else 1
 
 
-def first_step(state: RunState) -> str:
-    """What the time from nothing to the first step was, once it is known."""
+def first_step(state: RunState, engine: str) -> str:
+    """What the time from nothing to the first step was, once it is known: whose it was, and for
+    what."""
     stamps = state.stamps
-    if not all(phase in stamps for phase in PHASES):
+    if not {LAUNCHED, STEPPED} <= stamps.keys():
         return ""
-    parts = [
-        f"{WHAT_TOOK[after]} {max(0.0, stamps[after] - stamps[before]):.1f} s"
-        for before, after in itertools.pairwise(PHASES)
-    ]
-    return f"first step {stamps[STEPPED] - stamps[LAUNCHED]:.1f} s after launch: {', '.join(parts)}"
+    whose, parts = dict.fromkeys(("engine", "Python and imports", "ours"), 0.0), []
+    for before, after in itertools.pairwise(phase for phase in PHASES if phase in stamps):
+        took_s = max(0.0, stamps[after] - stamps[before])
+        whose[WHOSE.get(after, "ours")] += took_s
+        parts.append(f"{WHAT_TOOK[after]} {took_s:.1f} s")
+    names = {"engine": "Ray" if engine == "ray" else f"engine `{engine}`"}
+    sums = ", ".join(f"{names.get(name, name)} {took_s:.1f} s" for name, took_s in whose.items())
+    whole_s = stamps[STEPPED] - stamps[LAUNCHED]
+    return f"first step {whole_s:.1f} s after launch: {sums} ({', '.join(parts)})"
 
 
 def described(plan_file: PlanFile, job_file: str, name: str) -> ResolvedRun:

@@ -154,6 +154,16 @@ class ControlClient:
             ) from cause
         self._file = self._socket.makefile("rb")
 
+    @property
+    def gone(self) -> bool:
+        """Whether the supervisor has closed it. Only where no answer is awaited."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def ask(self, verb: str, *words: str) -> Mapping[str, Any]:
         """Raises LaunchError: what the supervisor refused, or that it is gone."""
         try:
@@ -174,6 +184,9 @@ class ControlClient:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._file.close()
         self._socket.close()
 

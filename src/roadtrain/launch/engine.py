@@ -30,8 +30,8 @@ class LaunchEngine(Protocol):
     """All calls return soon, but `ask`, which takes as long as its command."""
 
     goes_on: bool
-    """Services of this run are there already: an engine before this one started them, and they
-    outlived it. So stores and ports are in use, and nothing is checked anew."""
+    """An engine before this one had begun this run, and what it started may have outlived it. So
+    stores and ports may be in use, and nothing is checked anew."""
 
     def hosts(self) -> Sequence[HostSeen]:
         """Those that are alive."""

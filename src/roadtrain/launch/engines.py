@@ -16,7 +16,7 @@ from roadtrain.config.machines import Machines
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError
 from roadtrain.launch.engine import LaunchEngine
-from roadtrain.launch.home import LaunchRecord, RunHome
+from roadtrain.launch.home import CHECKED, LaunchRecord, RunHome
 
 LOCAL = ("localhost", "")
 
@@ -62,7 +62,10 @@ def _lab(plan_file: PlanFile, record: LaunchRecord) -> LaunchEngine:
 def _ray(plan_file: PlanFile, record: LaunchRecord) -> LaunchEngine:
     make = importlib.import_module("roadtrain.launch.ray.engine").ray_engine
     engine: LaunchEngine = make(
-        machines_of(plan_file), f"roadtrain:{record.name}", record.ray_address
+        machines_of(plan_file),
+        f"roadtrain:{record.name}",
+        record.ray_address,
+        begun=CHECKED in RunHome.of(record.name).state().stamps,
     )
     return engine
 

@@ -4,6 +4,7 @@ launch.json      what was launched (`LaunchRecord`)
 plan.toml        as it was given
 job.toml         the user's, with its run.dir
 token            the secret of the run's processes (mode 600)
+addresses.json   of the hosts, as the engine knew them when the run began
 state.json       of the supervisor (`RunState`): processes, and when the start's phases were done
 control          Unix socket of the supervisor (mode 600, control.py)
 lock             locked while the supervisor is alive
@@ -20,7 +21,7 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,13 +38,15 @@ PROBED_S = 0.5  # a probe of the lock (`is_supervised`) is over within it
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # The phases of a start, in their order; `RunState.stamps` says when each was done.
 LAUNCHED = "launched"  # the command was typed
-CHECKED = "checked"  # the engine is there, and nothing is wrong with its hosts
+READY = "ready"  # the engine and the plan's hosts are there
+CHECKED = "checked"  # nothing is wrong with the hosts
 SERVICES = "services"  # servers, reducers and switches were told to start
 WORKERS = "workers"  # workers were told to start
+PLACED = "placed"  # an engine that looks for workers' places has them; other engines skip it
 IMPORTED = "imported"  # worker 0 said its first line: python and its modules are there
 JOINED = "joined"  # worker 0 said its last line before a step: its servers and peers are there
 STEPPED = "stepped"  # worker 0 said its first step
-PHASES = (LAUNCHED, CHECKED, SERVICES, WORKERS, IMPORTED, JOINED, STEPPED)
+PHASES = (LAUNCHED, READY, CHECKED, SERVICES, WORKERS, PLACED, IMPORTED, JOINED, STEPPED)
 
 
 class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,6 +161,16 @@ class RunHome:
     def state(self) -> RunState:
         """Raises LaunchError where it cannot be read."""
         return _decoded(self.path / "state.json", RunState)
+
+    def write_addresses(self, addresses: Mapping[str, str]) -> None:
+        """host -> address."""
+        body = msgspec.json.encode(addresses)
+        replace_file(self.path / "addresses.json", body, "writing the hosts' addresses")
+
+    def addresses(self) -> dict[str, str]:
+        """None where no engine has begun the run."""
+        path = self.path / "addresses.json"
+        return _decoded(path, dict[str, str]) if path.exists() else {}
 
     @contextmanager
     def starting(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ from roadtrain.errors import LaunchError, RoadtrainError, StoreError
 from roadtrain.launch.checks import check, directory_is_shared
 from roadtrain.launch.engine import LaunchEngine
 from roadtrain.launch.engines import ENGINES
-from roadtrain.launch.home import CHECKED, LaunchRecord, RunHome, RunState
+from roadtrain.launch.home import CHECKED, READY, LaunchRecord, RunHome, RunState
 from roadtrain.launch.logs import RunLogs
 from roadtrain.launch.resolve import ResolvedRun, resolve
 from roadtrain.launch.supervisor import REFUSED, Supervisor
@@ -77,11 +77,16 @@ def begun(
     job = load_job(home.job_path, report=logs.tell)
     engine = engine or ENGINES[record.engine].make(plan_file, record)
     try:
+        addresses = {seen.name: seen.address for seen in engine.hosts()}
+        if engine.goes_on:  # a host may be gone, for now
+            addresses = {**home.addresses(), **addresses}
+        home.write_addresses(addresses)
+        stamps = {READY: time.time()}  # as of the first supervisor of this start
         run = resolve(
             plan_file,
             job,
             name=record.name,
-            addresses={seen.name: seen.address for seen in engine.hosts()},
+            addresses=addresses,
             token=home.token_path.read_text(),
         )
         run = replace(run, start=f"{record.launched:.3f}")
@@ -90,7 +95,7 @@ def begun(
         if run.job.parallelism.used:
             run = replace(run, shared=directory_is_shared(run, engine))
         state = home.state()
-        stamps = {**state.stamps, CHECKED: time.time()}
+        stamps |= {CHECKED: time.time(), **state.stamps}
         home.write_state(RunState(attempt=state.attempt, step=state.step, stamps=stamps))
     except BaseException:
         engine.close()

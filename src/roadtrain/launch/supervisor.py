@@ -23,6 +23,7 @@ from roadtrain.launch.engine import LaunchEngine
 from roadtrain.launch.home import (
     IMPORTED,
     JOINED,
+    PLACED,
     SERVICES,
     STEPPED,
     WORKERS,
@@ -52,6 +53,7 @@ from roadtrain.protocol.launch import (
     TellUser,
     TimePassed,
     WorkersEnded,
+    WorkersPlaced,
 )
 from roadtrain.protocol.run_state import ProcessState, RunPhase, RunStateMachine
 from roadtrain.storage.direct import replace_file
@@ -165,6 +167,9 @@ class Supervisor:
                 self._logs.write(name, host, line)
                 if name == PLAIN and STEPPED not in self._stamps:
                     self._stamp_line(line)
+                return
+            case WorkersPlaced():
+                self._stamps.setdefault(PLACED, time.time())
                 return
             case ProcessEnded() | WorkersEnded() if self._machine.phase is RunPhase.GOING:
                 self._ask_step(self._machine.worker_hosts)

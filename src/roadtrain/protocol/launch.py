@@ -49,6 +49,15 @@ class WorkersEnded:
 
 
 @dataclass(frozen=True)
+class WorkersPlaced:
+    """An engine that has to look for places has found that of worker 0, whose process begins. For
+    people: the state machine does not look at it."""
+
+    attempt: int
+    at: float
+
+
+@dataclass(frozen=True)
 class HostLost:
     """A host answers no more, with all that ran there."""
 
@@ -112,6 +121,7 @@ RunEvent = (
     ProcessEnded
     | ProcessRestarted
     | WorkersEnded
+    | WorkersPlaced
     | HostLost
     | HostCame
     | HostLeaves

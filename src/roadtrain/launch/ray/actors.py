@@ -2,59 +2,79 @@
 WorkerMailbox: between the supervisor and the workers of Ray Train, which have no name of their own.
 
     what they say    `news` waits for it: the supervisor may be away meanwhile, and another
-                     one may ask for it; the last lines are kept
+                     one may ask for it; the last lines are kept, and how many are not is told
     Ray              starts a ServedProcess again that was killed, and with it its process
     the supervisor   starts a process again that ended (`begin`), as on every engine; while there
                      is none, the actor does so itself after ALONE_S
+    a service        ends itself where there never will be a supervisor again: Ray does not start
+                     that one's actor anew, as its node is gone for good
 
 Arguments hold the run's token: Ray carries it as it carries all (docs/guides/launch.md).
 """
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import ray
+from ray.exceptions import RayError
 
 from roadtrain.launch.processes import Process
 from roadtrain.launch.ray.held_process import END_S, HeldProcess, Said, to_ray_log
-from roadtrain.protocol.launch import ProcessEnded, ProcessRestarted
+from roadtrain.protocol.launch import Output, ProcessEnded, ProcessRestarted
 
-KEPT = 5000  # lines and ends that wait for the supervisor
+KEPT = 5000  # lines that wait for the supervisor, and as many ends
 BATCH = 1000  # of one answer
 ALONE_S = 60.0  # longer than the supervisor waits before it starts a process again
+ORPHAN_S = 300.0  # a service ends when it was not asked for news for so long, and nobody will
 
-Told = Said | ProcessRestarted
+
+@dataclass(frozen=True)
+class WorkerTaken:
+    """A train function has begun on its node, and the process of a worker does now."""
+
+    name: str
+
+
+Told = Said | ProcessRestarted | WorkerTaken
 
 
 @dataclass(frozen=True)
 class News:
     """What an actor has to say. life: another one for each start of the actor. then: where the
-    next question goes on."""
+    next question goes on. left_out: lines before or among these that are not kept any more. more:
+    there is news after these."""
 
     life: str
     then: int
     events: tuple[Told, ...]
+    left_out: int = 0
+    more: bool = False
 
 
-class _Told:
-    """What was told, for those that ask later. Thread-safe. Invariant: at most KEPT are kept."""
+class KeptNews:
+    """What was told, for those that ask later. Thread-safe. Lines never push out what is none.
+    Invariant: at most KEPT of each are kept, with their numbers, which count all from 0 on."""
 
     def __init__(self) -> None:
         self._life = uuid.uuid4().hex
-        self._kept: deque[Told] = deque(maxlen=KEPT)
+        self._lines: deque[tuple[int, Told]] = deque(maxlen=KEPT)
+        self._others: deque[tuple[int, Told]] = deque(maxlen=KEPT)
         self._count = 0  # ever
         self._changed = threading.Condition()
 
     def add(self, *events: Told) -> None:
         with self._changed:
-            self._kept.extend(events)
-            self._count += len(events)
+            for event in events:
+                kept = self._lines if isinstance(event, Output) else self._others
+                kept.append((self._count, event))
+                self._count += 1
             self._changed.notify_all()
 
     def news(self, life: str, after: int, patience_s: float) -> News:
@@ -66,10 +86,12 @@ class _Told:
                 after = 0
             if life == self._life:
                 self._changed.wait_for(lambda: self._count > after, patience_s)
-            first = self._count - len(self._kept)
-            skipped = max(0, after - first)
-            events = tuple(self._kept)[skipped : skipped + BATCH]
-            return News(self._life, max(after, first) + len(events), events)
+            kept = [one for one in heapq.merge(self._others, self._lines) if one[0] >= after]
+            batch = kept[:BATCH]
+            more = len(kept) > BATCH
+            then = batch[-1][0] + 1 if more else self._count
+            events = tuple(event for _, event in batch)
+            return News(self._life, then, events, then - after - len(events), more)
 
 
 class ServedProcess:
@@ -77,11 +99,12 @@ class ServedProcess:
 
     def __init__(self, process: Process, mark: str) -> None:
         self._mark = mark
-        self._told = _Told()
+        self._told = KeptNews()
         self._lock = threading.Lock()
         self._stopped = False  # it was asked to end
         self._ended_at: float | None = None
         self._place = {"host": process.host}
+        self._asked_at = time.monotonic()  # for news
         self._held = HeldProcess(process, mark, self._tell)
         threading.Thread(target=self._mind, name="alone", daemon=True).start()
 
@@ -101,6 +124,7 @@ class ServedProcess:
             self._held.stop(grace_s)
 
     def news(self, life: str, after: int, patience_s: float) -> News:
+        self._asked_at = time.monotonic()
         return self._told.news(life, after, patience_s)
 
     def place(self) -> tuple[Process, str]:
@@ -114,17 +138,33 @@ class ServedProcess:
             self._ended_at = time.monotonic()
 
     def _mind(self) -> None:
-        """Starts it again while there is no supervisor that would."""
         while True:
             time.sleep(1.0)
-            with self._lock:
-                ended_at = self._ended_at
-                if self._stopped or ended_at is None or self._held.alive:
-                    continue
-                if time.monotonic() - ended_at > ALONE_S:
-                    process, self._ended_at = self._held.process, None
-                    self._held = HeldProcess(process, self._mark, self._tell)
-                    self._told.add(ProcessRestarted(process.name, time.monotonic()))
+            self.look_after(time.monotonic())
+
+    def look_after(self, now: float) -> None:
+        """Starts it again while there is no supervisor that would; ends it where there will be
+        none."""
+        if now - self._asked_at > ORPHAN_S:
+            self._asked_at = now  # and not at each look
+            if not is_there(self._mark):
+                self._end()
+                return
+        with self._lock:
+            ended_at = self._ended_at
+            if self._stopped or ended_at is None or self._held.alive:
+                return
+            if now - ended_at > ALONE_S:
+                process, self._ended_at = self._held.process, None
+                self._held = HeldProcess(process, self._mark, self._tell)
+                self._told.add(ProcessRestarted(process.name, now))
+
+    def _end(self) -> None:
+        with self._lock:
+            self._stopped = True
+            self._held.stop(END_S)
+            self._held.wait(2 * END_S)
+        kill_named(service_actor(self._mark, self._held.process.name))
 
 
 @dataclass
@@ -134,14 +174,13 @@ class _Attempt:
     number: int
     places: dict[str, list[Process]]  # node -> its workers that nobody runs yet
     grace_s: float | None = None  # they were asked to end
-    running: set[str] = field(default_factory=set)
 
 
 class WorkerMailbox:
     """Workers take what they run from here, say what it says, and hear when they are to end."""
 
     def __init__(self) -> None:
-        self._told = _Told()
+        self._told = KeptNews()
         self._lock = threading.Lock()
         self._attempt = _Attempt(-1, {})
 
@@ -157,7 +196,7 @@ class WorkerMailbox:
             if attempt != self._attempt.number or not left:
                 return None
             process = left.pop(0)
-            self._attempt.running.add(process.name)
+            self._told.add(WorkerTaken(process.name))
             return process
 
     def post(self, attempt: int, events: Sequence[Said]) -> float | None:
@@ -175,3 +214,31 @@ class WorkerMailbox:
 
     def news(self, life: str, after: int, patience_s: float) -> News:
         return self._told.news(life, after, patience_s)
+
+
+def service_actor(run: str, process: str) -> str:
+    """The name of a service's actor. run: that of the run's supervisor."""
+    return f"{run}:{process}"
+
+
+def service_actors(run: str) -> list[str]:
+    """The names of those of a run that are there."""
+    return [one for one in ray.util.list_named_actors() if one.startswith(service_actor(run, ""))]
+
+
+def is_there(actor: str) -> bool:
+    """Whether an actor of this name runs or is started again, or nobody can tell."""
+    try:
+        ray.get_actor(actor)
+    except ValueError:
+        return False
+    except (RayError, ConnectionError, RuntimeError):
+        pass
+    return True
+
+
+def kill_named(actor: str) -> None:
+    try:
+        ray.kill(ray.get_actor(actor), no_restart=True)
+    except ValueError:
+        pass  # it has ended

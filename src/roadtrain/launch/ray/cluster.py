@@ -11,6 +11,7 @@ import socket
 import time
 from typing import Any
 
+import psutil
 import ray
 from ray._private.state import state as ray_state
 from ray.exceptions import RayError
@@ -22,6 +23,7 @@ from roadtrain.transport.address import address_of
 
 NAMESPACE = "roadtrain"  # of all our actors
 CONNECT_S = 10.0
+NODE_PROCESS, HEADS_ADDRESS = "raylet", "--gcs-address="  # Ray's process of a node
 HEAD = "node:__internal_head__"  # a resource of the head alone
 
 
@@ -55,6 +57,19 @@ def _answers(address: str) -> None:
             f"no Ray cluster is reached at {address}: {error}",
             hint="`ray start --head --port=PORT` begins one",
         ) from error
+
+
+def has_node_here(address: str) -> bool:
+    """Whether a node of the cluster runs on this host, though its head may not answer. address: as
+    of `connect`."""
+    port = "" if address in ("", "auto") else f":{address_of(address)[1]}"
+    words = (
+        word
+        for process in psutil.process_iter(["name", "cmdline"])
+        if process.info["name"] == NODE_PROCESS
+        for word in process.info["cmdline"] or ()
+    )
+    return any(word.startswith(HEADS_ADDRESS) and word.endswith(port) for word in words)
 
 
 def disconnect() -> None:

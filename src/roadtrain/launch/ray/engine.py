@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from roadtrain.config.machines import Machines, PlanHost
 from roadtrain.errors import LaunchError
@@ -28,9 +28,18 @@ from roadtrain.launch.agent import put_file
 from roadtrain.launch.engine import HostSeen
 from roadtrain.launch.processes import HostFile, Process, WorkerSet
 from roadtrain.launch.ray import cluster
-from roadtrain.launch.ray.actors import News, ServedProcess, WorkerMailbox
+from roadtrain.launch.ray.actors import (
+    News,
+    ServedProcess,
+    WorkerMailbox,
+    WorkerTaken,
+    is_there,
+    kill_named,
+    service_actor,
+    service_actors,
+)
 from roadtrain.launch.ray.nodes import HostMap, RayNode
-from roadtrain.launch.ray.workers import RayWorkers, set_environment
+from roadtrain.launch.ray.workers import RayWorkers, ray_workers, set_environment
 from roadtrain.protocol.launch import (
     HostCame,
     HostLeaves,
@@ -39,6 +48,7 @@ from roadtrain.protocol.launch import (
     ProcessEnded,
     ProcessRestarted,
     RunEvent,
+    WorkersPlaced,
 )
 
 WORKERS = "workers"  # all of them, as `stop` calls them
@@ -46,6 +56,9 @@ ASK_S, PUT_S = 120.0, 60.0
 BEGIN_S = 60.0  # an actor runs so long after it was created
 LOOK_S = 0.5  # between looks at the nodes
 PATIENCE_S = 2.0  # of a question for news
+AGAIN_S = 0.5  # until an actor that could not be asked is asked again
+SILENT_S = 60.0  # an actor that answers no question for so long is given up
+DRAIN_S = 30.0  # the mailbox has said all within it
 NAME_S = 15.0  # the name of a killed actor is free within it
 KILLED = -9
 
@@ -60,6 +73,9 @@ class _Heard:
     life: str = ""  # of the actor, by its last answer
     after: int = 0  # of its news, those that are known
     asks: Any = None
+    ask_at: float = 0.0  # no sooner
+    silent_since: float | None = None  # when it was asked what it has not answered
+    failing: bool = False  # Ray could not ask it the last time
     stopping: bool = False
 
     def runs_on(self, host: str) -> bool:
@@ -69,16 +85,17 @@ class _Heard:
 
 class RayEngine:
     """hosts: the plan's, spare ones too. mark: names this run on the cluster. The process must be
-    connected (cluster.connect). Raises LaunchError where a host of the plan has no node."""
+    connected (cluster.connect). begun: an engine before this one had begun the run. Raises
+    LaunchError where a host of the plan has no node and the run has not begun."""
 
-    def __init__(self, hosts: Sequence[PlanHost], mark: str) -> None:
+    def __init__(self, hosts: Sequence[PlanHost], mark: str, *, begun: bool = False) -> None:
         set_environment()
         self._mark = mark
         self._events: list[RunEvent] = []
         self._map = HostMap(hosts)
         self._services: dict[str, _Heard] = {}
         found = _found(mark)
-        self.goes_on = bool(found)
+        self.goes_on = begun or bool(found)
         self._workers: RayWorkers | None = None
         self._looked_at = 0.0
         for name, (actor, process, node) in found.items():
@@ -86,13 +103,25 @@ class RayEngine:
             self._services[name] = _Heard(actor, process, after=-1)
         self._look()
         if missing := self._map.missing():
-            if not found:
+            if not self.goes_on:
                 raise LaunchError(_no_node(missing[0], cluster.nodes()))
             why = "it is no node of the cluster"
             self._events += [HostLost(host.name, why, time.monotonic()) for host in missing]
+        self._events += self._others_with_services(hosts)
         here = cluster.on_node(ray.get_runtime_context().get_node_id())
-        mailbox = ray.remote(num_cpus=0, max_concurrency=64)(WorkerMailbox)
+        # One that is killed comes again and knows no attempt: so the workers of this one end.
+        mailbox = ray.remote(num_cpus=0, max_concurrency=64, max_restarts=-1)(WorkerMailbox)
         self._mailbox = _Heard(mailbox.options(scheduling_strategy=here).remote(), None)
+
+    def _others_with_services(self, plan: Sequence[PlanHost]) -> list[RunEvent]:
+        """Hosts that came to an engine before this one, and still sum."""
+        known, at = {host.name for host in plan}, time.monotonic()
+        services = {one.process.host for one in self._services.values() if one.process}
+        return [
+            HostCame(name, node.address, self._map.workers_of(name), at)
+            for name, node in self._map.hosts.items()
+            if name in services - known
+        ]
 
     def hosts(self) -> Sequence[HostSeen]:
         self._look()
@@ -170,7 +199,7 @@ class RayEngine:
     def _create(self, process: Process, node: RayNode) -> Any:
         served = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=8)(ServedProcess)
         named = served.options(
-            name=_name(self._mark, process.name),
+            name=service_actor(self._mark, process.name),
             lifetime="detached",
             scheduling_strategy=cluster.on_node(node.node_id),
         )
@@ -181,17 +210,17 @@ class RayEngine:
             except ValueError:  # the actor that had the name is still ending
                 if time.monotonic() > deadline:
                     raise LaunchError(
-                        f"an actor {_name(self._mark, process.name)} has not ended within"
+                        f"an actor {service_actor(self._mark, process.name)} has not ended within"
                         f" {NAME_S:.0f} s"
                     ) from None
-                _kill_named(_name(self._mark, process.name))
+                kill_named(service_actor(self._mark, process.name))
                 time.sleep(0.1)
 
     def start_workers(self, workers: WorkerSet) -> None:
         assert self._workers is None, "the workers of the attempt before have not ended"
         for process in workers.processes:
             self._node(process.host)
-        self._workers = RayWorkers(workers, self._map.hosts, self._mailbox.actor, self._mark)
+        self._workers = ray_workers(workers, self._map.hosts, self._mailbox.actor, self._mark)
 
     def stop(self, name: str, grace_s: float) -> None:
         if name == WORKERS:
@@ -208,10 +237,10 @@ class RayEngine:
                 self._look()
             left = deadline - time.monotonic()
             self._hear(0.0 if self._events else max(0.0, min(left, LOOK_S)))
-            if self._workers is not None and (ended := self._workers.ended()) is not None:
-                self._hear(0.0)
+            if self._workers is not None and self._workers.is_over():
+                self._hear_all_of_workers()
+                self._events.append(self._workers.ended())
                 self._workers = None
-                self._events.append(ended)
             if self._events or left <= 0:
                 events, self._events = self._events, []
                 return events
@@ -235,9 +264,13 @@ class RayEngine:
         """What actors have to say."""
         asked = {}
         for service in (self._mailbox, *self._services.values()):
-            if service.asks is None:
-                service.asks = service.actor.news.remote(service.life, service.after, PATIENCE_S)
-            asked[service.asks] = service
+            if service.asks is None and time.monotonic() >= service.ask_at:
+                self._ask_news(service, PATIENCE_S)
+            if service.asks is not None:
+                asked[service.asks] = service
+        if not asked:
+            time.sleep(min(patience_s, AGAIN_S))
+            return
         ready, _ = ray.wait(list(asked), num_returns=1, timeout=patience_s)
         if ready:  # and others that are, too
             ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0)
@@ -246,43 +279,96 @@ class RayEngine:
             service.asks = None
             try:
                 self._take(service, ray.get(ref))
-            except ActorUnavailableError:
-                pass  # it is being started again, or its node is slow
             except RayError as error:
-                self._actor_gone(service, error)
+                now = time.monotonic()
+                service.ask_at = now + AGAIN_S
+                if not service.failing:
+                    service.failing, service.silent_since = True, now
+                self._actor_failed(service, error)
+        for service in asked.values():  # their answers, where there were any, are taken
+            since = service.silent_since
+            if since is not None and time.monotonic() - since > SILENT_S:
+                self._actor_silent(service)
 
-    def _actor_gone(self, service: _Heard, error: RayError) -> None:
+    def _ask_news(self, service: _Heard, patience_s: float) -> None:
+        service.silent_since = service.silent_since or time.monotonic()
+        service.asks = service.actor.news.remote(service.life, service.after, patience_s)
+
+    def _hear_all_of_workers(self) -> None:
+        """They have ended: all that they said is in the mailbox."""
+        mailbox, deadline, more = self._mailbox, time.monotonic() + DRAIN_S, True
+        while more:
+            asked_before = mailbox.asks is not None
+            if not asked_before:
+                self._ask_news(mailbox, 0.0)
+            ref, mailbox.asks = mailbox.asks, None
+            try:
+                news = ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
+            except RayError as error:  # their ends are those that Ray Train told
+                why = f"what the workers said last is not known: {_first_line(error)}"
+                self._events.append(Output(WORKERS, "", f"[{why}]"))
+                return
+            self._take(mailbox, news)
+            more = news.more or asked_before
+
+    def _actor_failed(self, service: _Heard, error: RayError) -> None:
         """For good, or until Ray has started it again: then it answers the next question."""
         if service.process is None:
-            raise LaunchError("the mailbox of the workers is gone") from error
+            return  # Ray starts the mailbox again; the workers find that and end
         self._look()  # maybe with its host
         name = service.process.name
-        if self._services.get(name) is not service or _is_there(_name(self._mark, name)):
+        if self._services.get(name) is not service or is_there(service_actor(self._mark, name)):
             return
         del self._services[name]
         self._events.append(
             ProcessEnded(name, KILLED, time.monotonic(), f"its actor is gone: {_first_line(error)}")
         )
 
+    def _actor_silent(self, service: _Heard) -> None:
+        """Rule 5. Another actor takes its place; its process ends with it."""
+        why = f"its actor has not answered for {SILENT_S:.0f} s"
+        if service.process is None:
+            self._events.append(Output(WORKERS, "", f"[their mailbox begins again: {why}]"))
+            service.silent_since = service.asks = None
+            ray.kill(service.actor, no_restart=False)
+            return
+        name = service.process.name
+        if self._services.get(name) is not service:
+            return
+        del self._services[name]
+        ray.kill(service.actor, no_restart=True)
+        self._events.append(ProcessEnded(name, KILLED, time.monotonic(), why))
+
     def _take(self, service: _Heard, news: News) -> None:
         at, name = time.monotonic(), service.process.name if service.process else ""
         if service.life and service.life != news.life:
             self._events.append(ProcessRestarted(name, at))
         service.life, service.after = news.life, news.then
+        service.silent_since, service.failing = None, False
+        if news.left_out:
+            host = service.process.host if service.process else ""
+            text = f"[{news.left_out} lines left out: the supervisor was away, or slow]"
+            self._events.append(Output(name or WORKERS, host, text))
         for event in news.events:
             match event:
                 case Output():
                     self._events.append(event)
+                case WorkerTaken():
+                    if self._workers is not None and self._workers.begun(event.name):
+                        self._events.append(WorkersPlaced(self._workers.attempt, at))
                 case ProcessRestarted():
                     self._events.append(replace(event, at=at))
-                case ProcessEnded() if service.process is None:
-                    if self._workers is not None:
-                        self._workers.take(event)
                 case ProcessEnded():
-                    self._events.append(replace(event, at=at))
-                    if service.stopping and name in self._services:
-                        del self._services[name]
-                        ray.kill(service.actor, no_restart=True)
+                    self._take_end(service, replace(event, at=at))
+
+    def _take_end(self, service: _Heard, ended: ProcessEnded) -> None:
+        if service.process is None:
+            if self._workers is not None:
+                self._workers.take(ended)
+            return
+        self._events.append(ended)
+        if service.stopping and self._services.pop(service.process.name, None) is not None:
+            ray.kill(service.actor, no_restart=True)
 
     def close(self) -> None:
         """Workers end with Ray Train's worker processes; services with their actors."""
@@ -320,39 +406,18 @@ def ask_here(words: Sequence[str], told: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, said[-1] if said else ""
 
 
-def _name(mark: str, process: str) -> str:
-    return f"{mark}:{process}"
-
-
 def _found(mark: str) -> dict[str, tuple[Any, Process, str]]:
     """The services of this run whose actors are there: name -> actor, process, node."""
     found = {}
-    for actor in ray.util.list_named_actors():
-        if actor.startswith(f"{mark}:"):
-            try:
-                handle = ray.get_actor(actor)
-                process, node = ray.get(handle.place.remote(), timeout=BEGIN_S)
-            except (ValueError, RayError):
-                _kill_named(actor)  # it is started anew
-                continue
-            found[process.name] = (handle, process, node)
+    for actor in service_actors(mark):
+        try:
+            handle = ray.get_actor(actor)
+            process, node = ray.get(handle.place.remote(), timeout=BEGIN_S)
+        except (ValueError, RayError):
+            kill_named(actor)  # it is started anew
+            continue
+        found[process.name] = (handle, process, node)
     return found
-
-
-def _is_there(actor: str) -> bool:
-    """Whether an actor of this name runs or is started again."""
-    try:
-        ray.get_actor(actor)
-    except ValueError:
-        return False
-    return True
-
-
-def _kill_named(actor: str) -> None:
-    try:
-        ray.kill(ray.get_actor(actor), no_restart=True)
-    except ValueError:
-        pass  # it has ended
 
 
 def _first_line(error: Exception) -> str:
@@ -368,7 +433,7 @@ def _no_node(host: PlanHost, nodes: Sequence[RayNode]) -> str:
     )
 
 
-def ray_engine(machines: Machines, mark: str, address: str) -> RayEngine:
+def ray_engine(machines: Machines, mark: str, address: str, *, begun: bool) -> RayEngine:
     """This process becomes a driver of the cluster. Raises LaunchError."""
     cluster.connect(address)
-    return RayEngine((*machines.hosts, *machines.spares), mark)
+    return RayEngine((*machines.hosts, *machines.spares), mark, begun=begun)

@@ -8,6 +8,7 @@ One thread does all. Does NOT start a process again.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sys
 import threading
@@ -51,21 +52,24 @@ class HeldProcess:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        process = self.process
-        ended = ProcessEnded(process.name, KILLED, time.monotonic(), "its agent was lost")
+        """Whatever happens, its end is told: nobody else would."""
+        name = self.process.name
+        ended = ProcessEnded(name, KILLED, time.monotonic(), "its agent was lost")
         try:
-            agents = HostAgents([AgentHost(process.host, "")], self._mark)
-        except RoadtrainError as error:
-            self._tell(replace(ended, said=str(error)))
-            return
-        try:
-            agents.start(process)
-            ended = self._watch(agents) or ended
+            ended = self._held() or ended
         except (RoadtrainError, OSError) as error:
             ended = replace(ended, said=str(error))
+        except Exception as error:  # a fault of ours
+            ended = replace(ended, said=f"what holds {name} failed: {error!r}")
+        self._tell(ended)
+
+    def _held(self) -> ProcessEnded | None:
+        agents = HostAgents([AgentHost(self.process.host, "")], self._mark)
+        try:
+            agents.start(self.process)
+            return self._watch(agents)
         finally:
             agents.close()
-        self._tell(ended)
 
     def _watch(self, agents: HostAgents) -> ProcessEnded | None:
         while True:
@@ -84,4 +88,5 @@ class HeldProcess:
 def to_ray_log(event: Said, place: Mapping[str, str]) -> None:
     """A line for Ray's own log of this process and its dashboard, with role and host."""
     said = event.line if isinstance(event, Output) else f"ended with code {event.code}"
-    print(f"[{event.name} {place['host']}] {said}", file=sys.stdout, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # a log that is full or closed ends nothing
+        print(f"[{event.name} {place['host']}] {said}", file=sys.stdout, flush=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ from roadtrain.errors import LaunchError
 from roadtrain.launch.home import RunHome
 from roadtrain.launch.processes import Process, Role
 from roadtrain.launch.ray import cluster
+from roadtrain.launch.ray.actors import is_there, kill_named, service_actors
 from roadtrain.launch.ray.held_process import HeldProcess, Said, to_ray_log
 from roadtrain.protocol.launch import ProcessEnded
 
@@ -53,20 +55,36 @@ class SupervisedRun:
         """Answers when the actor is there."""
 
     def _run(self) -> None:
+        try:
+            self._supervise()
+        finally:  # a supervisor that was killed has left its services
+            for service in service_actors(self._name):
+                kill_named(service)
+            kill_named(self._name)
+
+    def _supervise(self) -> None:
+        """Until the run has ended, or its supervisor is given up."""
         failed = 0
-        while self._home.state().phase != "ended":
+        while not self._has_ended():
             began = time.monotonic()
             held = HeldProcess(self._process, self._name, self._tell)
             while held.alive:
                 held.wait(SOON_S)
             failed = failed + 1 if time.monotonic() - began < SOON_S else 0
-            if failed >= TRIES:
+            if failed >= TRIES and not self._has_ended():
                 why = f"the supervisor ended {failed} times in a row: {self._said}"
-                self._home.write_state(
-                    msgspec.structs.replace(self._home.state(), phase="ended", code=1, why=why)
-                )
+                state = msgspec.structs.replace(self._home.state(), phase="ended", code=1, why=why)
+                self._home.write_state(state)
+                return
             time.sleep(AGAIN_S)
-        ray.kill(ray.get_actor(self._name), no_restart=True)
+
+    def _has_ended(self) -> bool:
+        """Raises LaunchError where that cannot be read, also not a little later."""
+        for _ in range(TRIES - 1):
+            with suppress(LaunchError):
+                return self._home.state().phase == "ended"
+            time.sleep(AGAIN_S)
+        return self._home.state().phase == "ended"
 
     def _tell(self, event: Said) -> None:
         to_ray_log(event, {"host": self._process.host})
@@ -115,15 +133,12 @@ def is_alive(home: RunHome) -> bool:
     record = home.record()
     try:
         cluster.connect(record.ray_address)
-    except LaunchError:
-        return False
+    except LaunchError:  # the actor is on this host: it may come again while its node is there
+        return cluster.has_node_here(record.ray_address)
     try:
-        ray.get_actor(actor_name(record.name))
-    except ValueError:
-        return False
+        return is_there(actor_name(record.name))
     finally:
         cluster.disconnect()
-    return True
 
 
 def actor_name(run: str) -> str:

@@ -20,7 +20,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,13 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from roadtrain.errors import LaunchError
 from roadtrain.launch.processes import Process, WorkerSet
-from roadtrain.launch.ray.held_process import END_S, HeldProcess, Said, to_ray_log
+from roadtrain.launch.ray.held_process import (
+    END_S,
+    KILLED,
+    HeldProcess,
+    Said,
+    to_ray_log,
+)
 from roadtrain.launch.ray.nodes import RayNode
 from roadtrain.launch.worker_run import WorkerRun
 from roadtrain.protocol.launch import ProcessEnded, WorkersEnded
@@ -39,12 +45,17 @@ from roadtrain.protocol.launch import ProcessEnded, WorkersEnded
 ANSWER_S = 60.0  # an actor that is alive answers within it
 TURN_S = 0.2  # between a worker's questions whether it is to end
 HEALTH_S = "0.5"  # between looks of Ray Train at its workers
+START_S = 60  # Ray Train gives up workers that have no place within it
+BEGIN_S = 3.0 * START_S  # and we give up Ray Train that neither begins them nor says why
+LET_GO_S = 90.0  # all have ended, or were killed: Ray Train has said so within it
 FAILED = 1
 LEFT_OUT = {"PlacementGroupCleanerCallback"}
+# Where a worker asks Ray for no device, it sees those of its node, whatever the node was told.
+SEES_DEVICES = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": HEALTH_S,
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{START_S}",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
 }
 
@@ -100,6 +111,8 @@ def _follow(
         for event in events:
             if isinstance(event, ProcessEnded):
                 return event
+        if not held.alive and said.empty():
+            return ProcessEnded(held.process.name, KILLED, time.monotonic(), "nobody told its end")
         if grace_s is not None and grace_s != obeyed:
             obeyed = grace_s
             held.stop(grace_s)
@@ -116,38 +129,40 @@ def _drained(said: queue.SimpleQueue[Said]) -> list[Said]:
 
 
 class RayWorkers:
-    """The workers of an attempt, as the supervisor sees them. mailbox: an actor WorkerMailbox."""
+    """The workers of an attempt, as the supervisor sees them. mailbox: an actor WorkerMailbox that
+    offers them. fit: runs them, to the end of the last."""
 
-    def __init__(self, workers: WorkerSet, nodes: Mapping[str, RayNode], mailbox: Any, mark: str):
+    def __init__(self, workers: WorkerSet, mailbox: Any, fit: Callable[[], object]) -> None:
         self.attempt = workers.attempt
         self._mailbox = mailbox
         self._run = WorkerRun(
             workers.attempt, {process.name: process.host for process in workers.processes}
         )
+        self._first = workers.processes[0].name
+        self._waited_for = set(self._run.hosts)  # those that have not begun
+        self._begin_by = time.monotonic() + BEGIN_S
+        self._let_go_by: float | None = None  # all have ended, or are to
         self._ended: WorkersEnded | None = None
-        self._why = ""  # Ray Train's word on its end
-        self._order_failed: list[Any] = []
-        places: dict[str, list[Process]] = {}
-        for process in workers.processes:
-            places.setdefault(nodes[process.host].node_id, []).append(process)
-        mailbox.offer.remote(self.attempt, places)
-        trainer = _trainer(
-            places, nodes, {"mailbox": mailbox, "attempt": self.attempt, "mark": mark}, mark
-        )
+        self._why = ""  # the last word on the end of those whose own was not heard
         self._thread = threading.Thread(
-            target=self._fit, args=(trainer,), name=f"attempt {self.attempt}", daemon=True
+            target=self._fit, args=(fit,), name=f"attempt {self.attempt}", daemon=True
         )
         self._thread.start()
 
-    def _fit(self, trainer: WorkerTrainer) -> None:
+    def _fit(self, fit: Callable[[], object]) -> None:
         try:
-            trainer.fit()
+            fit()
         except Exception as error:
-            self._why = _last_line(error) or repr(error)
+            self._why = self._why or _last_line(error) or repr(error)
 
     def stop(self, grace_s: float) -> None:
         self._run.asked = True
         self._mailbox.order.remote(self.attempt, grace_s)
+
+    def begun(self, name: str) -> bool:
+        """A worker has begun. Returns whether it is that of rank 0."""
+        self._waited_for.discard(name)
+        return name == self._first
 
     def take(self, ended: ProcessEnded) -> None:
         """A worker has ended."""
@@ -157,24 +172,55 @@ class RayWorkers:
         kill = self._run.end(ended.name, ended.code, ended.said, time.monotonic())
         if last:
             self._ended = self._run.ended(time.monotonic())
+            self._let_go_by = self._let_go_by or time.monotonic() + LET_GO_S
         elif kill:
-            self._mailbox.order.remote(self.attempt, 0.0)
+            self._kill(time.monotonic())
 
-    def ended(self) -> WorkersEnded | None:
-        """Where all have ended, and Ray Train has let go of their places."""
+    def _kill(self, at: float) -> None:
+        self._mailbox.order.remote(self.attempt, 0.0)
+        self._let_go_by = self._let_go_by or at + LET_GO_S
+
+    def is_over(self) -> bool:
+        """Whether Ray Train has let go of their places, or is given up: all that they said is in
+        the mailbox. Rule 5: no wait for it is without a deadline."""
         at = time.monotonic()
+        if not self._thread.is_alive():
+            return True
         if self._run.end_late(at):
-            self._mailbox.order.remote(self.attempt, 0.0)
-        if self._thread.is_alive():
-            return None
+            self._kill(at)
+        if self._waited_for and self._let_go_by is None and at > self._begin_by:
+            late = ", ".join(sorted(self._waited_for))
+            self._why = f"Ray Train has not begun {late} within {BEGIN_S:.0f} s"
+            self._kill(at)
+        if self._let_go_by is None or at < self._let_go_by:
+            return False
+        self._why = self._why or f"Ray Train has not let go of it within {LET_GO_S:.0f} s"
+        return True
+
+    def ended(self) -> WorkersEnded:
+        """Of workers that are over, all whose news was taken."""
+        at = time.monotonic()
         for name in list(self._run.hosts):  # lost with their nodes, or never begun
-            self._run.end(name, -9 if self._why else FAILED, self._why, at)
+            self._run.end(name, KILLED if self._why else FAILED, self._why, at)
         self._ended = self._ended or self._run.ended(at)
         assert self._ended is not None
         return replace(self._ended, at=at)
 
 
-def _trainer(
+def ray_workers(
+    workers: WorkerSet, nodes: Mapping[str, RayNode], mailbox: Any, mark: str
+) -> RayWorkers:
+    """Begins them. Raises LaunchError where a node has too few devices for them."""
+    places: dict[str, list[Process]] = {}
+    for process in workers.processes:
+        places.setdefault(nodes[process.host].node_id, []).append(process)
+    config = {"mailbox": mailbox, "attempt": workers.attempt, "mark": mark}
+    trainer = trainer_of(places, nodes, config, mark)
+    mailbox.offer.remote(workers.attempt, places)
+    return RayWorkers(workers, mailbox, trainer.fit)
+
+
+def trainer_of(
     places: Mapping[str, Sequence[Process]],
     nodes: Mapping[str, RayNode],
     config: Mapping[str, Any],
@@ -182,7 +228,9 @@ def _trainer(
 ) -> WorkerTrainer:
     by_id = {node.node_id: node for node in nodes.values()}
     each = {"CPU": 1}
-    if all(by_id[node].devices for node in places):
+    with_devices = sum(by_id[node].devices > 0 for node in places)
+    mixed = 0 < with_devices < len(places)  # Ray Train asks for the same for each worker
+    if with_devices == len(places):
         each["GPU"] = 1
     for node, processes in places.items():
         has = {"CPU": by_id[node].processors, "GPU": by_id[node].devices}
@@ -199,6 +247,7 @@ def _trainer(
         backend_config=NoGroups(),
         scaling_config=ScalingConfig(
             num_workers=sum(map(len, places.values())),
+            use_gpu="GPU" in each,
             resources_per_worker=each,
             label_selector=[
                 {ray._raylet.RAY_NODE_ID_KEY: node}
@@ -211,6 +260,7 @@ def _trainer(
             failure_config=FailureConfig(
                 max_failures=0, controller_failure_limit=0, max_preemption_failures=0
             ),
+            worker_runtime_env={"env_vars": SEES_DEVICES} if mixed else None,
         ),
     )
 
