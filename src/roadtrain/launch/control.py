@@ -157,12 +157,15 @@ class ControlClient:
     @property
     def gone(self) -> bool:
         """Whether the supervisor has closed it. Only where no answer is awaited."""
+        self._socket.setblocking(False)
         try:
-            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return not self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return False
         except OSError:
             return True
+        finally:
+            self._socket.settimeout(ANSWER_S)
 
     def ask(self, verb: str, *words: str) -> Mapping[str, Any]:
         """Raises LaunchError: what the supervisor refused, or that it is gone."""
