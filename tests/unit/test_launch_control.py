@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from roadtrain.errors import ConfigError, LaunchError
-from roadtrain.launch.command import Greeting, first_step
+from roadtrain.launch.command import LauncherHello, first_step
 from roadtrain.launch.control import ControlClient, ControlSocket, short_path
 from roadtrain.launch.home import LaunchRecord, RunHome, RunState
 from roadtrain.launch.logs import LogTail, RunLogs
@@ -106,7 +106,7 @@ def test_a_launcher_that_is_gone_without_a_goodbye(home: RunHome) -> None:
 
 def test_a_launcher_says_hello_also_to_the_next_supervisor(home: RunHome) -> None:
     """A supervisor that is started again must not end the run for want of a launcher."""
-    with Greeting(home) as greeting:
+    with LauncherHello(home) as greeting:
         greeting.say()  # to nobody, for now
         for _ in range(2):
             with ControlSocket(home) as control:
@@ -117,7 +117,7 @@ def test_a_launcher_says_hello_also_to_the_next_supervisor(home: RunHome) -> Non
         assert not control.requests() and not control.greeted
 
 
-def heard_hello(control: ControlSocket, greeting: Greeting) -> bool:
+def heard_hello(control: ControlSocket, greeting: LauncherHello) -> bool:
     thread = threading.Thread(target=greeting.say)
     thread.start()
     deadline = time.monotonic() + 10

@@ -238,7 +238,7 @@ def follow(home: RunHome, record: LaunchRecord, offset: int = 0) -> int:
     stops = record.if_launcher_dies == "stop"
     with ExitStack() as stack:
         try:
-            greeting = stack.enter_context(Greeting(home)) if stops else None
+            greeting = stack.enter_context(LauncherHello(home)) if stops else None
             shown_until_end(home, offset, greeting)
         except KeyboardInterrupt:
             if not stops:
@@ -285,7 +285,7 @@ def log_size(home: RunHome) -> int:
     return home.all_log.stat().st_size if home.all_log.exists() else 0
 
 
-class Greeting:
+class LauncherHello:
     """The hello of a launcher that the run is to end with: also to a supervisor that was started
     again."""
 
@@ -312,14 +312,14 @@ class Greeting:
             self._client.close()
         self._client = None
 
-    def __enter__(self) -> Greeting:
+    def __enter__(self) -> LauncherHello:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def shown_until_end(home: RunHome, offset: int, greeting: Greeting | None = None) -> None:
+def shown_until_end(home: RunHome, offset: int, greeting: LauncherHello | None = None) -> None:
     tail, told = LogTail(home, offset), False
     while True:
         if greeting is not None:
