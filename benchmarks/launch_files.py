@@ -41,7 +41,9 @@ def written(run: LaunchedRun, scene: Scene, kind: str, machines: Machines) -> It
     files = [str(run.home / name) for name in ("plan.toml", "job.toml")]
     what = f"files of {kind} pass their validator"
     try:
-        command("launch", *files, "--write", kind, "--out", str(out), "--name", run.name)
+        image = ["--image", "roadtrain:0.2"] if kind == "kubernetes" else []
+        words = ["--write", kind, "--out", str(out), "--name", run.name, *image]
+        command("launch", *files, *words)
     except RoadtrainError as error:
         yield row(scene.name, f"{what}: {str(error).partition(chr(10))[0]}", "", None, "yes", False)
         return

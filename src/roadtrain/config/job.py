@@ -365,10 +365,12 @@ class Job(Section):
         words = in_words_of_now(overrides, FORMER_KEYS, lambda _: None)
         return make_job(merged(self.model_dump(exclude_none=True), words))
 
-    def to_toml(self) -> str:
+    def to_toml(self, leave_out: Iterable[tuple[str, str]] = ()) -> str:
         """Directories inside the run directory are written as `{run}`, so that a copy of it
-        means its own."""
+        means its own. leave_out: (section, key) pairs that are not written."""
         tree = self.model_dump(mode="json", exclude_none=True)
+        for section, name in leave_out:
+            tree[section].pop(name, None)
         for key in ("files", "moved_from"):
             tree["store"][key] = [moved(d, self.run.dir, "{run}") for d in tree["store"][key]]
         return tomli_w.dumps(tree)

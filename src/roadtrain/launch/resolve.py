@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roadtrain.config.job import Job, moved
+from roadtrain.config.job import DataSection, Job, moved
 from roadtrain.config.job_model import check_model, layers_of
 from roadtrain.config.job_parallelism import ParallelismSection
 from roadtrain.config.machines import FILES, LAUNCHED_AS, PORT, Machines, PlanHost, host_port
@@ -202,7 +202,7 @@ class ResolvedRun:
     ) -> tuple[HostFile, ...]:
         job = self._job_on(hosts)
         files = [
-            HostFile(self._path("job.toml"), job.to_toml()),
+            HostFile(self._path("job.toml"), _text_of(job)),
             HostFile(self._path("token"), self.token, secret=True),
         ]
         if self.sums_at_reducers:
@@ -345,6 +345,13 @@ def _check_contradictions(job: Job, keys: Mapping[str, Any]) -> None:
                 f"{key} is {mine} in the job, and {planned or 'not said'} in the plan",
                 hint="leave it out of the job, or plan anew for this job",
             )
+
+
+def _text_of(job: Job) -> str:
+    """A job.toml for any host. The text that is trained on where a job names none is each host's
+    own; that all have the same is checked when workers meet, and before a start."""
+    default = job.data.paths == DataSection().paths
+    return job.to_toml([("data", "paths")] if default else [])
 
 
 def absolute_job(job: Job) -> Job:
