@@ -4,15 +4,18 @@ where every host name, path and port in them comes from."""
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from benchmarks.launch_bench import Bench, row
 from benchmarks.launch_run import LaunchedRun, command
 from benchmarks.launch_scene import CLUSTERS, SERVER, SUMS, Scene
+from benchmarks.local_slurm import MISSING, LocalSlurm
 from benchmarks.report import Row
 from roadtrain.config.machines import Machines
 from roadtrain.errors import RoadtrainError
@@ -49,6 +52,8 @@ def written(run: LaunchedRun, scene: Scene, kind: str, machines: Machines) -> It
         return
     texts = {path: path.read_text() for path in sorted(out.rglob("*")) if path.is_file()}
     wrong = [line for path, text in texts.items() for line in checked(kind, path, text)]
+    if kind == "slurm":
+        yield tried(out, [host.name for host in machines.hosts])
     said = f": {wrong[0]}" if wrong else ""
     yield row(scene.name, f"{what}{said}", "files", float(len(texts)), "yes", not wrong)
     given = "".join(map(_read, files)) + str(run.home)
@@ -74,10 +79,25 @@ def _read(path: str) -> str:
     return Path(path).read_text()
 
 
+def tried(files: Path, hosts: Sequence[str]) -> Row:
+    """What `sbatch --test-only` says on a Slurm that knows the hosts of the plan."""
+    what, unit = "sbatch --test-only takes the script", "hosts"
+    lacking = f"{', '.join(MISSING)} not installed" if MISSING else ""
+    if lacking or os.geteuid():
+        why = lacking or "Slurm's daemons need root"
+        return row("slurm", f"{what}: {why}", unit, None, "yes", False)
+    with TemporaryDirectory(prefix="roadtrain-slurm-") as home:
+        with LocalSlurm(Path(home), hosts) as slurm:
+            said = slurm.ask("sbatch", "--test-only", "run.sbatch", cwd=files)
+    met = "to start at" in said
+    said = "" if met else f": {' '.join(said.split())}"
+    return row("slurm", f"{what}{said}", unit, float(len(hosts)), "yes", met)
+
+
 def checked(kind: str, path: Path, text: str) -> list[str]:
     """What a validator says against a file; nothing of one that is no script or manifest."""
     if kind == "slurm" and path.suffix == ".sbatch":
-        tools = [["bash", "-n"], ["shellcheck"], ["sbatch", "--test-only"]]
+        tools = [["bash", "-n"], ["shellcheck"]]
         there = [[*words, str(path)] for words in tools if shutil.which(words[0])]
         done = [subprocess.run(one, capture_output=True, text=True, check=False) for one in there]
         return [" ".join((one.stdout + one.stderr).split()) for one in done if one.returncode]
