@@ -86,9 +86,11 @@ def tried(files: Path, hosts: Sequence[str]) -> Row:
     if lacking or os.geteuid():
         why = lacking or "Slurm's daemons need root"
         return row("slurm", f"{what}: {why}", unit, None, "yes", False)
-    with TemporaryDirectory(prefix="roadtrain-slurm-") as home:
-        with LocalSlurm(Path(home), hosts) as slurm:
-            said = slurm.ask("sbatch", "--test-only", "run.sbatch", cwd=files)
+    with (
+        TemporaryDirectory(prefix="roadtrain-slurm-") as home,
+        LocalSlurm(Path(home), hosts) as slurm,
+    ):
+        said = slurm.ask("sbatch", "--test-only", "run.sbatch", cwd=files)
     met = "to start at" in said
     said = "" if met else f": {' '.join(said.split())}"
     return row("slurm", f"{what}{said}", unit, float(len(hosts)), "yes", met)

@@ -1,6 +1,6 @@
 """A Slurm on this machine: a controller, and a daemon for each node that it is to know, for the
-files that `roadtrain launch --write slurm` makes. Needs root, and Debian's slurm-wlm and munge. Does NOT
-touch a Slurm that is there already."""
+files that `roadtrain launch --write slurm` makes. Needs root, and Debian's slurm-wlm and munge.
+Does NOT touch a Slurm that is there already."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from roadtrain.config.plan import Plan, load_plan, placement
 from roadtrain.config.plan_file import load_plan_file
 from roadtrain.errors import ConfigError
 from roadtrain.planner import plan as planner
-from roadtrain.planner.job_keys import job_keys
-from roadtrain.planner.job_plans import JobPlans, batch_of_job, shape_of_job
+from roadtrain.planner.job_keys import batch_of_job, job_keys
+from roadtrain.planner.job_plans import JobPlans, shape_of_job
 
 CLUSTER = """
 [[hosts]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -33,6 +34,9 @@ from roadtrain.protocol.launch import (
 from roadtrain.protocol.run_state import ProcessPhase, RunPhase, RunStateMachine
 
 SERVER, REDUCER = RunService("server s0 0", "s0"), RunService("reducer r0", "r0", reducer=True)
+REPLICATED = tuple(
+    RunService(f"server {host} 0", host, replicated=True) for host in ("s0", "s1", "s2")
+)
 
 
 def facts(**changes) -> RunFacts:
@@ -274,10 +278,18 @@ def test_a_server_host_is_lost() -> None:
 
 
 def test_a_server_host_is_lost_whose_chunks_others_have_too() -> None:
-    run = Driven(replicas=True)
-    assert run.lost("s0") == []
+    run = Driven(services=REPLICATED)
+    assert run.lost("s0") == [] and "the others go on" in run.told[-1]
     assert run.failed(1) == [StartWorkers(1, ("a", "b"))]
     assert run.came("s0") == [start("server s0 0")]
+
+
+def test_two_server_hosts_are_lost_that_may_have_had_a_chunk_alone() -> None:
+    run = Driven(services=REPLICATED)
+    run.lost("s0")
+    assert run.lost("s1") == [] and "workers wait until it is back" in run.told[-1]
+    assert run.failed(1) == []  # Rule 3: they would begin without what both had
+    assert run.came("s1") == [start("server s1 0"), StartWorkers(1, ("a", "b"))]
 
 
 def test_a_reducer_host_is_lost_and_comes_back() -> None:
@@ -423,7 +435,9 @@ class FakeEngine:
 OPTIONS = st.fixed_dictionaries(
     {
         "shrink": st.booleans(),
-        "replicas": st.booleans(),
+        "services": st.sampled_from(
+            [(SERVER, REDUCER), (replace(SERVER, replicated=True), REDUCER)]
+        ),
         "sums_at_reducers": st.booleans(),
         "can_run_on": st.sampled_from([lambda hosts: "", lambda hosts: "too few"]),
     }

@@ -16,6 +16,7 @@ from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, placement
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError
+from roadtrain.launch.command import check_batch
 from roadtrain.launch.dry_run import dry_run
 from roadtrain.launch.processes import Role
 from roadtrain.launch.resolve import ResolvedRun, absolute_job, resolve
@@ -359,3 +360,30 @@ def test_a_plan_is_launched_for_its_model_alone(planned: PlannedModel, said: str
     with pytest.raises(ConfigError) as caught:
         of(plan, mine)
     assert str(caught.value).startswith(f"the plan is for another model: {said}\n")
+
+
+def test_files_of_a_stage_are_where_the_user_stands() -> None:
+    placements = [
+        {"stage": 0, "files": ["disk/run", "{run}/store"]},
+        {"stage": 1, "servers": ["10.0.0.9:7000"], "token_file": "token"},
+    ]
+    job = absolute_job(a_job(parallelism={"pp": 2, "placements": placements}))
+    here, (files, servers) = os.getcwd(), job.parallelism.placements
+    assert files.files == [f"{here}/disk/run", f"{here}/runs/x/store"]
+    assert servers.token_file == f"{here}/token"
+
+
+def test_a_host_with_both_copies_of_a_chunk_is_not_left() -> None:  # Rule 3
+    two = (ServerPlace("/mnt/a", 7000), ServerPlace("/mnt/b", 7001))
+    both = replace(TWO[1], servers=two)
+    plan = a_plan("server", (TWO[0], both), parallelism=DP4, num_microbatches=2)
+    run = of(plan, a_job(servers={"replicas": 2}))
+    assert "servers on the workers' hosts" in run.can_run_on(["gpu0"])
+
+
+def test_a_batch_that_the_job_states_is_the_plan_s() -> None:
+    stated = a_job(data={"batch_size": 16}, optimizer={"accumulate": 4})
+    with pytest.raises(ConfigError, match=r"64 samples .* of the plan 8"):
+        check_batch(FOUR, stated)
+    check_batch(FOUR, a_job())
+    check_batch(FOUR, a_job(data={"batch_size": 8}))

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from roadtrain.config.job import load_job
+from roadtrain.config.job import Job, load_job
 from roadtrain.config.names import unknown_name
 from roadtrain.config.plan_file import PlanFile, load_plan_file
 from roadtrain.errors import ConfigError, LaunchError
@@ -43,6 +43,7 @@ from roadtrain.launch.home import (
 )
 from roadtrain.launch.logs import LogTail
 from roadtrain.launch.resolve import ResolvedRun, resolve
+from roadtrain.planner.job_keys import batch_of_job
 
 # --write KIND -> "module:function" of a ResolvedRun, --out and --image; it returns lines to print.
 WRITERS: Mapping[str, str] = {
@@ -144,6 +145,7 @@ def command(
     if if_launcher_dies not in THEN:
         raise unknown_name("--if-launcher-dies", if_launcher_dies, THEN)
     plan_file = load_plan_file(plan)
+    check_batch(plan_file, load_job(job))
     home = RunHome.of(name or Path(job).stem)
     if write or dry_run:
         if write:
@@ -166,6 +168,19 @@ def command(
         begin(home, record, Path(plan).read_text(), load_job(job).to_toml())
         start(home, record)
     return followed(home, record, detach)
+
+
+def check_batch(plan_file: PlanFile, job: Job) -> None:
+    """Raises ConfigError where a step of the job is of other samples than the plan's. Only the file
+    that the user wrote tells what it states and what is a default."""
+    asked, planned = batch_of_job(job), plan_file.plan.samples
+    if asked not in (None, planned):
+        raise ConfigError(
+            f"a step of the job is {asked} samples (data.batch_size x passes), of the plan"
+            f" {planned}",
+            hint="plan anew for this job (roadtrain plan CLUSTER.toml --job JOB.toml), or leave"
+            " batch_size and accumulate out of it",
+        )
 
 
 def begin(home: RunHome, record: LaunchRecord, plan: str, job: str) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from roadtrain.config.job import DataSection, Job, moved
 from roadtrain.config.job_model import check_model, layers_of
-from roadtrain.config.job_parallelism import ParallelismSection
+from roadtrain.config.job_parallelism import ParallelismSection, StagePlacement
 from roadtrain.config.machines import FILES, LAUNCHED_AS, PORT, Machines, PlanHost, host_port
 from roadtrain.config.plan import Plan
 from roadtrain.config.plan_file import PlanFile
@@ -225,7 +225,7 @@ class ResolvedRun:
     def _state_of_workers(self, lost: Sequence[str]) -> str:
         """What of a run's state is lost with these hosts, in words; "" where nothing is."""
         job = self.job
-        serving = [name for name in lost if self.host(name).servers]
+        serving = [place for name in lost for place in self.host(name).servers]
         if len(serving) >= job.servers.replicas:
             return "servers on the workers' hosts have the state"
         if job.compress.error_feedback:
@@ -370,7 +370,20 @@ def absolute_job(job: Job) -> Job:
     for key in ("ca", "cert", "key"):
         if path := getattr(job.servers, key):
             words[f"servers.{key}"] = os.path.abspath(path)
+    if job.parallelism.placements:
+        words["parallelism.placements"] = [
+            _absolute_placement(one, job.run.dir, directory) for one in job.parallelism.placements
+        ]
     return job.changed(words)
+
+
+def _absolute_placement(one: StagePlacement, run: str, directory: str) -> dict[str, Any]:
+    tree = one.model_dump(exclude_none=True)
+    inside = (moved(path.replace("{run}", directory), run, directory) for path in one.files)
+    tree["files"] = [os.path.abspath(path) for path in inside]
+    if one.token_file:
+        tree["token_file"] = os.path.abspath(one.token_file)
+    return tree
 
 
 def _check_plan(plan: Plan, machines: Machines, job: Job) -> None:

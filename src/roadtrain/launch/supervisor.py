@@ -71,16 +71,21 @@ def facts_of(
     run: ResolvedRun, first_attempt: int, can_run_on: Callable[[Sequence[str]], str]
 ) -> RunFacts:
     """What the state machine knows of a run."""
-    machines = run.machines
+    machines, replicated = run.machines, run.job.servers.replicas > 1
     return RunFacts(
         services=tuple(
-            RunService(one.name, one.host, one.role is Role.REDUCER) for one in run.services()
+            RunService(
+                one.name,
+                one.host,
+                reducer=one.role is Role.REDUCER,
+                replicated=replicated and one.role is Role.SERVER,
+            )
+            for one in run.services()
         ),
         workers={host.name: host.workers for host in machines.hosts if host.workers},
         can_run_on=can_run_on,
         spares={host.name: host.workers for host in machines.spares},
         shrink=machines.lost_host is LostHost.SHRINK,
-        replicas=run.job.servers.replicas > 1,
         sums_at_reducers=any(host.reducer for host in machines.hosts),
         first_attempt=first_attempt,
     )

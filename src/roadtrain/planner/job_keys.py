@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from roadtrain.config.job import Job
 from roadtrain.config.machines import FILES, Machines, host_port
 from roadtrain.config.plan import Plan
 from roadtrain.config.plan_file import PlanFile
@@ -115,3 +116,15 @@ def _store(plan_file: PlanFile, machines: Machines) -> dict[str, Any]:
     if not any(ssd.directories for ssd in kind.ssds):
         return {}
     return {"store": {"files": [store_in(d, host.name) for d in directories_of(kind, host.name)]}}
+
+
+def batch_of_job(job: Job) -> int | None:
+    """Samples of a step, as one process alone would train them; None where the job leaves it
+    open."""
+    stated = {"batch_size"} & job.data.model_fields_set | (
+        {"accumulate"} & job.optimizer.model_fields_set
+    )
+    passes = job.parallelism.num_microbatches
+    if passes is None and not stated:
+        return None
+    return job.data.batch_size * (passes or job.optimizer.accumulate)

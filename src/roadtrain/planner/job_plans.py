@@ -46,18 +46,6 @@ def shape_of_job(job: Job) -> ModelShape:
     return counted
 
 
-def batch_of_job(job: Job) -> int | None:
-    """Samples of a step, as one process alone would train them; None where the job leaves it
-    open."""
-    stated = {"batch_size"} & job.data.model_fields_set | (
-        {"accumulate"} & job.optimizer.model_fields_set
-    )
-    passes = job.parallelism.num_microbatches
-    if passes is None and not stated:
-        return None
-    return job.data.batch_size * (passes or job.optimizer.accumulate)
-
-
 @dataclass(frozen=True)
 class JobPlans:
     """Plans of a job on a cluster."""

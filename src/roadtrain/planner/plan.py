@@ -28,8 +28,8 @@ from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
 from roadtrain.planner.candidates import EVERY
-from roadtrain.planner.job_keys import degrees
-from roadtrain.planner.job_plans import JobPlans, batch_of_job, shape_of_job
+from roadtrain.planner.job_keys import batch_of_job, degrees
+from roadtrain.planner.job_plans import JobPlans, shape_of_job
 from roadtrain.planner.machines_of import machines_of, predicted_of
 from roadtrain.planner.page import Point, page
 from roadtrain.planner.search import Family, Found, SearchResult, least_change, search

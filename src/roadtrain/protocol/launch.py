@@ -187,6 +187,8 @@ class RunService:
     host: str
     # Workers go on without it: it is left out of the file of reducers while its host is gone.
     reducer: bool = False
+    # A server whose chunks another one has too: workers go on without one such.
+    replicated: bool = False
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,6 @@ class RunFacts:
     can_run_on: Callable[[Sequence[str]], str]
     spares: Mapping[str, int] = field(default_factory=dict)  # host -> workers it can run
     shrink: bool = True  # whether workers go on without the lost hosts; else they wait
-    replicas: bool = False  # whether the servers go on when one of them is gone
     sums_at_reducers: bool = False  # a host that comes can sum, without a restart of workers
     first_attempt: int = 0  # of the workers; others were in starts of this run before
 

@@ -462,13 +462,19 @@ class RunStateMachine:
 
     def _lacking(self) -> list[str]:
         """Servers and switches that workers cannot begin without."""
-        return [
+        lacking = [
             name
             for name, service in self.services.items()
-            if service.phase is not ProcessPhase.RUNNING
-            and not self.places[name].reducer
-            and not (self.facts.replicas and self.places[name].host not in self.here)
+            if service.phase is not ProcessPhase.RUNNING and not self.places[name].reducer
         ]
+        lost = self._lost_replicated()
+        return [name for name in lacking if name not in lost] if len(lost) == 1 else lacking
+
+    def _lost_replicated(self) -> list[str]:
+        """Servers on lost hosts whose chunks another one has too: of two lost ones no third may
+        have them."""
+        places = self.places.items()
+        return [name for name, one in places if one.replicated and one.host not in self.here]
 
     def _reducers(self) -> tuple[str, ...]:
         return tuple(
@@ -493,7 +499,9 @@ class RunStateMachine:
         names = [name for name in self._services_on(host) if not self.places[name].reducer]
         if not names:
             return ""
-        then = "the others go on" if self.facts.replicas else "workers wait until it is back"
+        lost = {*self._lost_replicated(), *(one for one in names if self.places[one].replicated)}
+        alone = lost == {*names} and len(names) == 1
+        then = "the others go on" if alone else "workers wait until it is back"
         return f"; with it {', '.join(names)}: {then}"
 
     def _tell(self, text: str) -> None:
