@@ -1,168 +1,267 @@
-"""Item `faults` of `launch`: 30 scripted faults of launched runs: what was done, whether the run
-went on by itself, how long until a step was done after it, and whether the losses are those of a
-run without faults, bit for bit.
+"""Item `faults` of `launch`: scripted faults of launched runs, one after the other: whether a run
+goes on by itself, seconds until the next step, how many steps are done again, and losses against
+those of a run without faults, on this host.
 
-The runs: two workers and a server in the lab, two workers and two hosts that sum in the lab, two
-stages on this host, two Ray nodes. A fault comes once the one before is over. Needs root.
+    lab    two workers and a server; two workers and hosts that sum
+    here   two workers that meet, and a spare host
+    ray    two workers and a server on three Ray nodes
+
+Losses are the same bit for bit until fewer workers run than the plan has (Rule 1); from then on
+within ROUNDING: other sums are in another order, and a difference grows with the steps. Needs root.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from benchmarks.launch_bench import START_S, STEP_S, Bench, differing, row
-from benchmarks.launch_ray import on_ray, ray_scene
-from benchmarks.launch_run import LaunchedRun, command
-from benchmarks.launch_scene import SERVER, SUMS, HostKind, Scene
+from benchmarks import launch_fault as fault
+from benchmarks.launch_bench import START_S, STEP_S, Bench, row
+from benchmarks.launch_fault import Fault, Followed, Scenery, strike
+from benchmarks.launch_ray import on_nodes, own_address
+from benchmarks.launch_run import LaunchedRun
+from benchmarks.launch_scene import MODEL, HostKind, Scene
 from benchmarks.report import Row
+from roadtrain.config.machines import PlanHost
+from roadtrain.config.plan_file import load_plan_file
 from roadtrain.errors import RoadtrainError
 
-BETWEEN = 4  # steps
-AFTER = 2  # steps after a fault until it is over
-HERE = Scene(
-    "two stages on this host",
-    (HostKind("gpu", 1000, 2, addresses=("127.0.0.1", "127.0.0.2")),),
-    "zero1",
-)
-Do = Callable[[LaunchedRun], None]
+BETWEEN = 4  # steps before each fault
+STEPS = 100_000  # more than any run of these makes
+ROUNDING = 1e-3  # of a loss
+TINY = MODEL | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+MORE = {"model": {"config": TINY}, "run": {"log_every": 1}}
+KEPT = MORE | {"parallelism": {"snapshot_every": 4}}
+GPUS = ("10.9.0.1", "10.9.0.2")
+LOOPBACK = "127.1.0."  # where the run without faults has addresses of a lab
 
 
 @dataclass(frozen=True)
-class Fault:
-    """`by_itself`: False: a user goes on with it (`--resume`), as is promised of a supervisor that
-    is killed."""
+class FaultScene:
+    """`nodes`: of a Ray cluster. `spares`, `later`: hosts that the plan made has workers or
+    reducers on: spare ones of the run's plan, and such that only its cluster has."""
 
-    what: str
-    do: Do
-    by_itself: bool = True
-
-
-def kill_worker(rank: int) -> Fault:
-    return Fault(f"worker {rank} is killed", lambda run: run.workers()[rank].kill())
-
-
-def kill_service(what: str, word: str, number: int = 0) -> Fault:
-    return Fault(f"{what} {number} is killed", lambda run: run.services(word)[number].kill())
+    name: str
+    scene: Scene
+    on: str
+    faults: Sequence[Fault]
+    nodes: tuple[str, ...] = ()
+    spares: tuple[PlanHost, ...] = ()
+    later: tuple[str, ...] = ()
 
 
-def kill_agent(number: int) -> Fault:
-    def do(run: LaunchedRun) -> None:
-        sorted(run.agents(), key=lambda one: one.words)[number].kill()
-
-    return Fault(f"the agent of host {number} is killed, with all on its host", do)
-
-
-def _kill_supervisor(run: LaunchedRun) -> None:
-    for one in run.supervisors():
-        one.kill()
-    run.wait(lambda: not run.run_home.is_supervised(), "the end of its supervisor", 60, ended=True)
-    time.sleep(1.0)  # what it has started sees that it is gone
-    run.resume()
-
-
-def leave(host: str) -> Fault:
-    def do(run: LaunchedRun) -> None:
-        command("launch", "--leaves", f"{run.name}:{host}", "--notice", "5")
-        time.sleep(8.0)
-        command("launch", "--comes", f"{run.name}:{host}")
-
-    return Fault(f"host {host} leaves with 5 s of notice, and comes back", do)
-
-
-SUPERVISOR = Fault("the supervisor is killed; --resume", _kill_supervisor, by_itself=False)
-OF_SERVER: Sequence[Fault] = (
-    kill_worker(0),
-    kill_service("server", "--store"),
-    kill_worker(1),
-    kill_agent(0),
-    kill_agent(2),
-    leave("gpu1"),
-    kill_service("server", "--store"),
-    SUPERVISOR,
-    kill_worker(1),
-    kill_agent(1),
+SERVER = FaultScene(
+    "server",
+    Scene(
+        "lab: two workers and a server",
+        (
+            HostKind("gpu", 40, 2, addresses=GPUS),
+            HostKind("spare", 40, computes=False, addresses=("10.9.0.3",)),
+        ),
+        "server",
+        accumulate=2,
+        more=MORE,
+    ),
+    "lab",
+    (
+        fault.launcher_killed(),
+        fault.worker_killed(0),
+        fault.server_killed(),
+        fault.worker_killed_twice(1),
+        fault.agent_killed("gpu0"),
+        fault.agent_killed("spare"),
+        fault.server_and_worker_killed(),
+        fault.supervisor_killed(),
+        fault.launcher_killed_that_stops(),
+        fault.host_taken("gpu1", "worker 0 goes on alone", fewer=True),
+        fault.host_comes("gpu1", "two workers again", fewer=True),
+        fault.host_leaves("gpu1", 5.0, "worker 0 goes on alone", fewer=True),
+        fault.host_comes("gpu1", "two workers again", fewer=True),
+    ),
 )
-OF_SUMS: Sequence[Fault] = (
-    kill_service("reducer", "--sum", 0),
-    kill_service("reducer", "--sum", 1),
-    kill_worker(0),
-    leave("spare0"),
-    kill_agent(3),
-    kill_worker(1),
-    leave("spare1"),
-    kill_agent(0),
+SUMS = FaultScene(
+    "sums",
+    Scene(
+        "lab: two workers and hosts that sum",
+        (
+            HostKind("gpu", 40, 2, addresses=GPUS),
+            HostKind(
+                "spare", 40, 3, computes=False, addresses=("10.9.0.3", "10.9.0.4", "10.9.0.5")
+            ),
+        ),
+        "summation",
+        accumulate=2,
+        more=KEPT,
+    ),
+    "lab",
+    (
+        fault.reducer_killed(0),
+        fault.worker_killed(1),
+        fault.agent_killed("spare1", restarts=False),
+        fault.host_comes("spare2", "it sums, too", restarts=False),
+        fault.host_taken("spare0", "the others sum", restarts=False),
+        fault.host_comes("spare0", "it sums again", restarts=False),
+        fault.host_leaves("spare1", 5.0, "the others sum", restarts=False),
+        fault.reducer_killed(1),
+        fault.agent_killed("gpu1"),
+    ),
+    later=("spare2",),
 )
-OF_STAGES: Sequence[Fault] = (
-    kill_worker(0),
-    kill_worker(1),
-    kill_agent(0),
-    kill_agent(1),
-    leave("gpu1"),
-    SUPERVISOR,
+MEET = FaultScene(
+    "here",
+    Scene(
+        "here: two workers that meet, a spare host",
+        (HostKind("gpu", 1000, 2, addresses=("127.0.0.1", "127.0.0.2")),),
+        "zero1",
+        accumulate=64,
+        more=KEPT,
+    ),
+    "here",
+    (
+        fault.worker_killed(1),
+        fault.agent_killed("gpu1"),
+        fault.supervisor_killed(),
+        fault.host_taken("gpu1", "a spare host takes its place"),
+    ),
+    spares=(PlanHost("gpu2", "gpu", "127.0.0.3", workers=1),),
 )
-OF_RAY: Sequence[Fault] = (
-    kill_worker(0),
-    kill_worker(1),
-    kill_worker(0),
-    kill_worker(1),
-    kill_worker(0),
-    kill_worker(1),
-)
+
+
+def ray() -> FaultScene:
+    return FaultScene(
+        "ray",
+        Scene(
+            "Ray: two workers and a server on three nodes",
+            (
+                HostKind("gpu", 1000, 2, addresses=(own_address(),) * 2),
+                HostKind("spare", 1000, computes=False, addresses=(own_address(),)),
+            ),
+            "server",
+            accumulate=64,
+            more=MORE,
+        ),
+        "ray",
+        (
+            fault.launcher_killed(),
+            fault.worker_killed(1),
+            fault.server_killed(),
+            fault.actor_killed("the server", ["serve"]),
+            fault.supervisor_killed_on_ray(),
+            fault.actor_killed("the supervisor", ["roadtrain.launch.supervise"]),
+            fault.node_killed("gpu1"),
+            fault.raylet_killed("gpu1"),
+            fault.node_added("late"),
+            fault.node_taken("gpu1", "the added one takes its place"),
+        ),
+        nodes=("spare", "gpu0", "gpu1"),
+    )
 
 
 def rows(bench: Bench) -> Iterator[Row]:
-    scenes: Sequence[tuple[str, Scene, str, Sequence[Fault]]] = (
-        ("f-server", SERVER, "lab", OF_SERVER),
-        ("f-sums", SUMS, "lab", OF_SUMS),
-        ("f-stages", HERE, "here", OF_STAGES),
-    )
-    for name, scene, on, faults in scenes:
-        yield from tried(bench, name, scene, on, faults[:2] if bench.quick else faults)
+    for scene in (SERVER, SUMS, MEET, ray()):
+        yield from tried(bench, replace(scene, faults=scene.faults[: 2 if bench.quick else None]))
+
+
+def tried(bench: Bench, scene: FaultScene) -> Iterator[Row]:
+    """All of a scene's. A fault that the run does not survive is a missed goal; those after it are
+    tried in a run that is resumed."""
+    case = scene.scene.name
+    found: list[Followed] = []
+    failed: dict[Fault, str] = {}
+    losses: dict[int, float] = {}
+    theirs: dict[int, float] = {}
     try:
-        with on_ray(bench.home / "fault-nodes") as address:
-            more = ("--ray-address", address)
-            yield from tried(bench, "f-ray", ray_scene(), "ray", OF_RAY, *more)
-    except RoadtrainError as error:
-        yield row("two Ray nodes", str(error).partition("\n")[0], "", None, "it runs", False)
+        losses = struck(bench, scene, found, failed)
+        theirs = without_faults(bench, scene, max(losses))
+    except (RoadtrainError, OSError) as error:
+        for one in scene.faults:
+            failed.setdefault(one, f"the scene ended: {_first(error)}")
+    for one in scene.faults:
+        goal = "it goes on with --resume" if one.again else "it goes on by itself"
+        if one in failed:
+            yield row(case, f"{one.what}: {failed[one]}", "s", None, goal, False)
+    same, apart, worst = True, 0, 0.0
+    for number, after in enumerate(found):
+        same = same and not after.fault.fewer
+        until = found[number + 1].step if number + 1 < len(found) else max(losses)
+        off = [_off(losses, theirs, step) for step in range(after.step + 1, until + 1)]
+        worst = max([worst, *off])
+        good = max(off, default=0.0) <= (0.0 if same else ROUNDING)
+        apart += not good
+        said = "losses bit for bit" if same else f"losses within {ROUNDING:g}"
+        goal = "it goes on with --resume" if after.fault.again else "it goes on by itself"
+        what = f"{after.fault.what}; {after.repeated} steps again"
+        yield row(case, what, "s", after.seconds, f"{goal}, {said}", good)
+    if losses and theirs:
+        what = f"{len(found)} faults, {max(losses)} steps: largest difference of a loss"
+        yield row(case, what, "of it", worst, f"0, {ROUNDING:g} after fewer workers", not apart)
 
 
-def tried(
-    bench: Bench, name: str, scene: Scene, on: str, faults: Sequence[Fault], *more: str
-) -> Iterator[Row]:
-    """All of a scene's, one after the other; what cannot be tried any more is a missed goal."""
-    steps = (len(faults) + 2) * (BETWEEN + AFTER + 4)
-    left = list(faults)
-    try:
-        with bench.launched(scene, name, steps, on, *more) as run:
-            for fault in faults:
-                yield once(scene, run, fault)
-                left.remove(fault)
-            last = run.step
-            losses = run.losses()
-            run.stop()
-            with bench.again(run, f"{name}-plain", on) as plain:
-                plain.wait_step(last, START_S + last * STEP_S)
-                theirs = plain.losses()
-        apart = [step for step in differing(losses, theirs) if step <= last]
-        what = f"{len(faults)} faults, {last} steps: steps whose loss is not as without them"
-        yield row(scene.name, what, "", float(len(apart)), "0", not apart)
-    except RoadtrainError as error:
-        why = str(error).partition("\n")[0]
-        for fault in left or faults[-1:]:
-            goal = "it goes on by itself"
-            yield row(scene.name, f"{fault.what}: {why}", "s", None, goal, False)
-            why = "not tried, the run is gone"
+def struck(
+    bench: Bench, scene: FaultScene, found: list[Followed], failed: dict[Fault, str]
+) -> dict[int, float]:
+    """The losses of a run that all of the faults strike; what followed from each."""
+    with ExitStack() as stack:
+        nodes = stack.enter_context(on_nodes(*scene.nodes)) if scene.nodes else None
+        more = ("--ray-address", nodes.address) if nodes else ()
+        run = stack.enter_context(planned(bench, scene, f"f-{scene.name}", scene.on, *more))
+        run.follow()
+        run.wait_log_step(0, START_S)
+        scenery = Scenery(run, nodes)
+        for one in scene.faults:
+            try:
+                run.wait_step(run.step + BETWEEN, START_S)
+                found.append(strike(scenery, one))
+                said = f"{found[-1].seconds:.1f} s, {found[-1].repeated} steps again"
+            except (RoadtrainError, OSError) as error:
+                failed[one] = said = _first(error)
+                go_on(run)
+            print(f"{scene.scene.name}: step {run.step}: {one.what}: {said}", flush=True)
+        run.wait_step(run.step + BETWEEN, START_S)
+        run.stop()
+        shutil.copyfile(run.run_home.all_log, Path("/tmp") / f"launch-faults-{scene.name}.log")
+        return run.losses()
 
 
-def once(scene: Scene, run: LaunchedRun, fault: Fault) -> Row:
-    """Seconds from the fault until AFTER more steps are done."""
-    run.wait_step(run.step + BETWEEN, START_S + BETWEEN * STEP_S)
-    at, then = run.step, time.monotonic()
-    fault.do(run)
-    run.wait_step(at + AFTER, START_S)
-    goal = "it goes on by itself" if fault.by_itself else "it goes on with --resume"
-    seconds = time.monotonic() - then
-    print(f"{scene.name}: {fault.what}: {seconds:.1f} s", flush=True)
-    return row(scene.name, fault.what, "s", seconds, goal, True)
+def go_on(run: LaunchedRun) -> None:
+    if run.state().phase == "ended" or not run.run_home.is_supervised():
+        run.resume()
+
+
+def without_faults(bench: Bench, scene: FaultScene, last: int) -> dict[int, float]:
+    """The losses of a run on this host."""
+    with planned(bench, scene, f"f-{scene.name}-plain", "here") as run:
+        run.start()
+        run.wait_step(last, START_S + last * STEP_S)
+        return run.losses()
+
+
+def planned(bench: Bench, scene: FaultScene, name: str, on: str, *more: str) -> LaunchedRun:
+    """From the two files to a plan, whose stores are in this benchmark's directory."""
+    home = bench.home / name
+    shutil.rmtree(home, ignore_errors=True)
+    scene.scene.write(home, STEPS, "files")
+    run = LaunchedRun(f"bench-{name}", on, home, *more)
+    shutil.rmtree(run.run_home.path, ignore_errors=True)
+    run.plan("--placements", scene.scene.placements, "--constants", "lab")
+    plan = load_plan_file(home / "plan.toml")
+    assert plan.machines is not None
+    hosts = tuple(host for host in plan.machines.hosts if host.name not in scene.later)
+    machines = replace(plan.machines, hosts=hosts, spares=(*plan.machines.spares, *scene.spares))
+    text = replace(plan, machines=machines).to_toml().replace("/dev/shm/", f"{home}/")
+    if on == "here":
+        text = text.replace("10.9.0.", LOOPBACK)
+    (home / "plan.toml").write_text(text)
+    return run
+
+
+def _off(losses: dict[int, float], theirs: dict[int, float], step: int) -> float:
+    """How far apart a step's losses are; 0: not a bit."""
+    return abs(losses[step] - theirs[step]) / abs(theirs[step])
+
+
+def _first(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -20,6 +20,7 @@ from statistics import fmean, median
 from typing import Any
 
 from roadtrain.errors import DeadlineError, RoadtrainError
+from roadtrain.launch.descendants import MARK
 from roadtrain.launch.home import RunHome, RunState
 from roadtrain.training.metrics import read_metrics
 
@@ -74,6 +75,7 @@ class LaunchedRun:
     def __init__(self, name: str, on: str, home: Path, *more: str) -> None:
         self.name, self.on, self.home, self.more = name, on, home, more
         self.run_home = RunHome.of(name)
+        self.launcher: subprocess.Popen[bytes] | None = None  # that follows the run
 
     # commands
 
@@ -85,10 +87,36 @@ class LaunchedRun:
     def start(self) -> float:
         """Seconds since the epoch at which the command was typed."""
         then = time.time()
-        plan, job = self.home / "plan.toml", self.home / "job.toml"
-        words = ["launch", str(plan), str(job), "--on", self.on, "--name", self.name, "--detach"]
-        command(*words, *self.more)
+        command(*self._words(), "--detach")
         return then
+
+    def follow(self, *words: str) -> None:
+        """As `start`, or `roadtrain WORDS`, by a launcher that stays. Returns when the run has
+        begun. Raises RoadtrainError."""
+        self._let_go()
+        self.launcher = subprocess.Popen(
+            [*CLI, *(words or self._words())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + COMMAND_S
+        while not self.run_home.is_supervised():
+            if self.launcher.poll() is not None or time.monotonic() > deadline:
+                raise RoadtrainError(f"run {self.name} was not started: its launcher has ended")
+            time.sleep(TURN_S)
+
+    def _words(self) -> list[str]:
+        files = [str(self.home / name) for name in ("plan.toml", "job.toml")]
+        return ["launch", *files, "--on", self.on, "--name", self.name, *self.more]
+
+    def _let_go(self) -> None:
+        """The launcher that stays is killed."""
+        if self.launcher is not None:
+            self.launcher.kill()
+            self.launcher.wait()
+            self.launcher = None
 
     def stop(self) -> None:
         command("launch", "--stop", self.name, ok=(0, 130, 1, 2))
@@ -103,6 +131,7 @@ class LaunchedRun:
         if self.run_home.is_supervised():
             with contextlib.suppress(RoadtrainError, subprocess.TimeoutExpired):
                 self.stop()
+        self._let_go()
         for one in processes(self._mine):
             one.kill()
 
@@ -113,8 +142,18 @@ class LaunchedRun:
 
     def lines(self, rank: int = 0) -> list[dict[str, Any]]:
         """Of the metrics of a rank."""
-        name = f"metrics.{rank}.jsonl" if rank else "metrics.jsonl"
-        return read_metrics(self.home / "run" / name)
+        return read_metrics(self._metrics(rank))
+
+    def _metrics(self, rank: int) -> Path:
+        return self.home / "run" / (f"metrics.{rank}.jsonl" if rank else "metrics.jsonl")
+
+    def all_lines(self, rank: int) -> dict[int, dict[str, Any]]:
+        """Step -> its line, also those of before the rank was away for some steps."""
+        last, number, found = self._metrics(rank), 1, dict[int, dict[str, Any]]()
+        while (before := last.with_name(f"{last.stem}.before-{number}.jsonl")).exists():
+            found |= {int(line["step"]): line for line in read_metrics(before)}
+            number += 1
+        return found | {int(line["step"]): line for line in self.lines(rank)}
 
     @property
     def step(self) -> int:
@@ -126,8 +165,8 @@ class LaunchedRun:
         micro-batches, which are others where ranks are more or fewer."""
         of_step: dict[int, list[float]] = {}
         for rank in range(MOST_RANKS):
-            for line in self.lines(rank):
-                of_step.setdefault(int(line["step"]), []).append(float(line["loss"]))
+            for step, line in self.all_lines(rank).items():
+                of_step.setdefault(step, []).append(float(line["loss"]))
         return {step: fmean(losses) for step, losses in of_step.items()}
 
     def step_s(self, after: int, until: int | None = None) -> float:
@@ -150,6 +189,14 @@ class LaunchedRun:
             return self.step >= step
 
         return self.wait(done, f"step {step}", within_s)
+
+    def wait_log_step(self, offset: int, within_s: float) -> None:
+        """Until worker 0 has said a step in what all.log has from `offset` on."""
+
+        def said() -> bool:
+            return self.run_home.all_log.exists() and "] step " in self.log()[offset:]
+
+        self.wait(said, "a step", within_s)
 
     def wait_end(self, within_s: float) -> int:
         """The run's code."""
@@ -178,9 +225,10 @@ class LaunchedRun:
     # its processes
 
     def _mine(self, one: FoundProcess) -> bool:
-        mark = str(self.run_home.path)
-        return mark in one.environment.get("ROADTRAIN_STARTED_FOR", "") or (
-            "roadtrain.launch.supervise" in one.words and mark in one.words
+        home = str(self.run_home.path)
+        mark = one.environment.get(MARK, "")
+        return mark.startswith((f"roadtrain:{home}/", f"roadtrain:{self.name}/")) or (
+            "roadtrain.launch.supervise" in one.words and home in one.words
         )
 
     def workers(self) -> list[FoundProcess]:
@@ -200,6 +248,14 @@ class LaunchedRun:
 
     def agents(self) -> list[FoundProcess]:
         return [one for one in processes(self._mine) if "roadtrain.launch.agent" in one.words]
+
+    def held(self) -> list[FoundProcess]:
+        """All that an agent has started, and the supervisor."""
+        return [
+            one
+            for one in processes(lambda one: self._started(one) or self._mine(one))
+            if "roadtrain.launch.agent" not in one.words
+        ]
 
     def supervisors(self) -> list[FoundProcess]:
         return [one for one in processes(self._mine) if "roadtrain.launch.supervise" in one.words]

@@ -1,52 +1,105 @@
 """Item `start` of `launch`: from nothing to the first step on two Ray nodes, by part; beside it how
-long torchrun's own start takes for two processes that only meet."""
+long torchrun takes to the first step of the same job, on this host alone.
+
+A part ends when the process that the next one is about begins, or when a phase of the start is done
+(roadtrain.launch.home.PHASES).
+"""
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
-from benchmarks.launch_bench import Bench, row
+import psutil
+
+from benchmarks.launch_bench import START_S, Bench, row
 from benchmarks.launch_ray import on_ray, ray_scene
+from benchmarks.launch_run import FoundProcess, LaunchedRun
 from benchmarks.report import Row
-from roadtrain.launch.home import PHASES
+from roadtrain.errors import DeadlineError
+from roadtrain.launch.home import CHECKED, IMPORTED, JOINED, STEPPED, WORKERS
+from roadtrain.training.metrics import read_metrics
 
 MOST_S = 60.0
-MEET = (
-    "import torch.distributed as dist; dist.init_process_group('gloo');"
-    "dist.barrier(); dist.destroy_process_group()"
-)
+STEPS = 1000  # the run is stopped after the first few
+SUPERVISOR, AGENT, WORKER = "supervisor's process", "agent's process", "worker's process"
+# What ends each part -> whose it is.
+PARTS: Mapping[str, str] = {
+    SUPERVISOR: "the command: Python, Ray's connection and its actor",
+    CHECKED: "ours: the supervisor's Python, its engine, checks on both hosts",
+    WORKERS: "ours: files and words of the workers",
+    AGENT: "Ray's trainer: placement, two worker processes and their imports",
+    WORKER: "ours: the agent that holds worker 0",
+    IMPORTED: "Python's: worker 0 and its imports",
+    JOINED: "ours: text, model, the workers meet",
+    STEPPED: "the first step",
+}
 
 
 def rows(bench: Bench) -> Iterator[Row]:
     case = "from nothing to the first step on two Ray nodes"
-    then = time.perf_counter()
+    home = bench.home / "start"
+    ray_scene().write(home, STEPS, "files")
+    then = time.time()
     with on_ray(bench.home / "nodes") as address:
-        yield row(case, "the Ray cluster itself", "s", time.perf_counter() - then)
-        more = ("--ray-address", address)
-        with bench.launched(ray_scene(), "start", 3, "ray", *more) as run:
-            run.wait(lambda: "stepped" in run.state().stamps, "its first step told", MOST_S)
-            stamps = run.state().stamps
-    for before, after in itertools.pairwise(phase for phase in PHASES if phase in stamps):
-        yield row(case, f"{before} to {after}", "s", stamps[after] - stamps[before])
-    whole = stamps[PHASES[-1]] - stamps[PHASES[0]]
-    beside = ("torchrun, two processes that meet", torchrun_s())
+        cluster_s = time.time() - then
+        with LaunchedRun("bench-start", "ray", home, "--ray-address", address) as run:
+            run.plan("--placements", ray_scene().placements, "--constants", "measured")
+            began = run.start()
+            run.wait(lambda: STEPPED in run.state().stamps, "its first step told", START_S)
+            ends = {**run.state().stamps, **_begun(run)}
+            run.stop()
+            job = (home / "run" / "launch" / "job.toml").read_text()
+    yield row(case, "Ray's: the cluster of two nodes", "s", cluster_s)
+    last = began
+    for end, whose in PARTS.items():
+        yield row(case, whose, "s", ends[end] - last)
+        last = ends[end]
+    whole = cluster_s + last - began
+    beside = ("torchrun", torchrun_s(job, home))
     yield row(case, "whole", "s", whole, f"< {MOST_S:.0f} s", whole < MOST_S, beside=beside)
 
 
-def torchrun_s() -> float:
-    """Of two processes on this host, which import torch, meet and end."""
+def _begun(run: LaunchedRun) -> dict[str, float]:
+    """When the processes of a run began, seconds since 1970."""
+    worker = run.workers()[0]
+    agent = psutil.Process(worker.pid).parent()
+    assert agent is not None
+    return {
+        SUPERVISOR: min(map(_began, run.supervisors())),
+        AGENT: agent.create_time(),
+        WORKER: _began(worker),
+    }
+
+
+def _began(one: FoundProcess) -> float:
+    return psutil.Process(one.pid).create_time()
+
+
+def torchrun_s(job: str, home: Path) -> float:
+    """From the command to the first step of a job of two workers. job: the file's content, of a run
+    in `home`/run. Raises DeadlineError."""
+    directory = home / "torchrun"
+    directory.mkdir()
+    (home / "torchrun.toml").write_text(job.replace(f'"{home}/run"', f'"{directory}"'))
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    then = time.perf_counter()
-    subprocess.run(
-        [*words, "--no-python", sys.executable, "-c", MEET],
-        check=True,
-        capture_output=True,
-        timeout=300,
+    then = time.monotonic()
+    process = subprocess.Popen(
+        [*words, "-m", "roadtrain.cli", "train", str(home / "torchrun.toml")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    return time.perf_counter() - then
+    try:
+        while not read_metrics(directory / "metrics.jsonl"):
+            if process.poll() is not None or time.monotonic() > then + START_S:
+                raise DeadlineError(f"torchrun made no step within {START_S:.0f} s")
+            time.sleep(0.05)
+        return time.monotonic() - then
+    finally:
+        process.terminate()  # it ends its workers
+        process.wait(START_S)

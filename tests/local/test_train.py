@@ -245,6 +245,18 @@ def test_servers_that_hold_no_store_or_an_older_one(path: Path, hosts: Any) -> N
     assert len(lines_of(job)) == 5
 
 
+def test_a_worker_of_servers_that_was_away_goes_on(path: Path, hosts: Any) -> None:
+    """Others went on without its host: the lines that it wrote before are kept beside (Rule 3)."""
+    job = job_of(path, store__servers=[hosts(1)[0].where])
+    stop_after(job, 3)
+    file = job.run_dir / "metrics.jsonl"
+    before = file.read_text().splitlines(keepends=True)[:1]
+    file.write_text("".join(before))
+    train(job, quiet)
+    assert [line["step"] for line in lines_of(job)] == [4, 5]
+    assert file.with_name("metrics.before-1.jsonl").read_text() == "".join(before)
+
+
 def other_run(job: Job, host: Any) -> Path:
     """A run directory whose job is served by `host`."""
     run = job.run_dir.parent / "other"

@@ -141,6 +141,13 @@ def committed_by(path: Path) -> int:
     return max(0, int(lines[-1]["step"]) - open_steps)
 
 
+def was_away(path: Path, done: int) -> bool:
+    """Whether this file's last line is of a step before `done`: with other stages or hosts, this
+    rank, or this host as the first one, was not there in the steps since."""
+    known = read_metrics(path)
+    return bool(known) and known[-1]["step"] < done
+
+
 def _rename_aside(path: Path) -> Path | None:
     """The file's new name; None where it holds nothing."""
     if not path.exists() or not path.stat().st_size:

@@ -33,7 +33,7 @@ from roadtrain.streaming.split import DTYPES
 from roadtrain.training.build import build_model, build_optimizer, fitted
 from roadtrain.training.data import Tokens
 from roadtrain.training.memory_limit import ENFORCED_BY, limited
-from roadtrain.training.metrics import Metrics, committed_by
+from roadtrain.training.metrics import Metrics, committed_by, was_away
 from roadtrain.training.predicted import promised
 from roadtrain.training.progress import progress, show_table
 from roadtrain.training.schedule import learning_rate
@@ -94,7 +94,9 @@ def _train(job: Job, report: Report, program: str) -> Summary:
     rank = optimizer.group.rank
     # of one worker each
     lines = job.run_dir / (f"metrics.{rank}.jsonl" if rank else "metrics.jsonl")
-    with optimizer, Metrics(lines, optimizer.steps_done, fresh=mark.fresh) as metrics, stop.heard():
+    done = optimizer.steps_done
+    away = bool(job.servers.addresses) and was_away(lines, done)  # others went on without it
+    with optimizer, Metrics(lines, done, fresh=mark.fresh or away) as metrics, stop.heard():
         if rank == 0:
             write_job(training.job)  # now that nothing was refused
             mark.advance(optimizer.steps_done)

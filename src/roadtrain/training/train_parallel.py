@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from roadtrain.streaming.split import DTYPES
 from roadtrain.training.build import build_model, build_optimizer, fitted
 from roadtrain.training.data import Tokens
 from roadtrain.training.memory_limit import limited
-from roadtrain.training.metrics import Metrics, read_metrics
+from roadtrain.training.metrics import Metrics, was_away
 from roadtrain.training.predicted import promised
 from roadtrain.training.progress import progress, show_table
 from roadtrain.training.schedule import learning_rate
@@ -313,13 +312,6 @@ def why_of_all(training: ParallelTraining, why: str) -> str:
     if "interrupted" in told:
         return why if why == "interrupted" else "another process was interrupted"
     return str(max(told))
-
-
-def was_away(lines: Path, done: int) -> bool:
-    """Whether this file's last line is of a step before `done`: with other stages or hosts, this
-    rank, or this host as the first one, was not there in the steps since."""
-    known = read_metrics(lines)
-    return bool(known) and known[-1]["step"] < done
 
 
 def rows(

@@ -1,0 +1,285 @@
+"""A fault of a launched run: what is done to it, and what follows: whether steps go on, after how
+many seconds, how many steps are done again.
+
+What follows is read from the lines of worker 0 in all.log. Does NOT judge losses.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from benchmarks.launch_bench import START_S
+from benchmarks.launch_ray import RayNodes
+from benchmarks.launch_run import FoundProcess, LaunchedRun, command
+from roadtrain.errors import RoadtrainError
+from roadtrain.launch.control import ask_supervisor
+
+STEP = re.compile(r"^\[worker 0 \S+\] step (\d+)/", re.MULTILINE)
+STARTED = re.compile(r"starting workers on .*")
+TURN_S = 0.05
+BACK_S = 60.0  # a host that is taken away is known to be lost within it
+SERVE, TRAIN = "serve", "train"
+
+
+@dataclass
+class Scenery:
+    """A run and what it runs on."""
+
+    run: LaunchedRun
+    nodes: RayNodes | None = None
+
+    @property
+    def ray(self) -> RayNodes:
+        assert self.nodes is not None
+        return self.nodes
+
+    def wait_log(self, text: str, offset: int, within_s: float) -> None:
+        """Until the run's lines from `offset` on have this text."""
+
+        def there() -> bool:
+            return text in self.run.log()[offset:]
+
+        self.run.wait(there, f"the line {text!r}", within_s)
+
+    def launcher_dies(self) -> None:
+        assert self.run.launcher is not None
+        self.run.launcher.kill()
+
+    def supervisor_dies(self) -> None:
+        for one in self.run.supervisors():
+            one.kill()
+
+    def tell(self, *words: str) -> None:
+        """Verbs of the engine that `roadtrain launch` has no word for."""
+        ask_supervisor(self.run.run_home, "tell", words)
+
+
+Do = Callable[[Scenery], None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`restarts`: workers begin again. `again`: it takes a user's command until the run goes on.
+    `fewer`: until the next fault fewer workers run, or have run."""
+
+    what: str
+    do: Do
+    restarts: bool = True
+    again: bool = False
+    fewer: bool = False
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What followed from a fault. `step`: the last that was done before it; `seconds`: until a step
+    was done, in an attempt that began after it where workers begin again; `repeated`: steps that
+    were done twice, but for the one that was being done."""
+
+    fault: Fault
+    step: int
+    seconds: float
+    repeated: int
+
+
+def strike(scenery: Scenery, fault: Fault) -> Followed:
+    """Raises DeadlineError, RoadtrainError where the run does not go on."""
+    run = scenery.run
+    before = run.log()
+    step, then = int(STEP.findall(before)[-1]), time.monotonic()
+    fault.do(scenery)
+    while True:
+        text = run.log()[len(before) :]
+        starts = list(STARTED.finditer(text))
+        if starts or not fault.restarts:
+            since = starts[-1].end() if starts else 0
+            if found := STEP.search(text, since):
+                break
+        if time.monotonic() > then + START_S:
+            raise RoadtrainError(f"no step within {START_S:.0f} s: {' | '.join(_last(text))}")
+        state = run.state()
+        if state.phase == "ended":
+            raise RoadtrainError(f"the run has ended with {state.code}: {state.why}")
+        time.sleep(TURN_S)
+    seconds = time.monotonic() - then
+    done = STEP.findall(text[:since])
+    last = int(done[-1]) if done else step
+    return Followed(fault, step, seconds, max(0, last - int(found[1]) + 1))
+
+
+def _last(text: str) -> Sequence[str]:
+    lines = [line for line in text.splitlines() if STEP.match(line) is None]
+    return lines[-3:]
+
+
+def _one(found: Sequence[FoundProcess], what: str) -> FoundProcess:
+    if not found:
+        raise RoadtrainError(f"there is no {what}")
+    return found[0]
+
+
+def worker_killed(rank: int) -> Fault:
+    def do(scene: Scenery) -> None:
+        named = [one for one in scene.run.workers() if one.environment["RANK"] == str(rank)]
+        _one(named, f"worker {rank}").kill()
+
+    return Fault(f"worker {rank} is killed", do)
+
+
+def worker_killed_twice(rank: int) -> Fault:
+    def do(scene: Scenery) -> None:
+        once, offset = worker_killed(rank), len(scene.run.log())
+        once.do(scene)
+        scene.wait_log("starting workers on", offset, BACK_S)
+        time.sleep(1.0)
+        once.do(scene)
+
+    return Fault(f"worker {rank} is killed, and again while it starts", do)
+
+
+def server_killed() -> Fault:
+    def do(scene: Scenery) -> None:
+        _one(scene.run.services("--store"), "server").kill()
+
+    return Fault("the server is killed", do)
+
+
+def server_and_worker_killed() -> Fault:
+    def do(scene: Scenery) -> None:
+        server_killed().do(scene)
+        worker_killed(0).do(scene)
+
+    return Fault("the server and worker 0 are killed at once", do)
+
+
+def reducer_killed(number: int) -> Fault:
+    def do(scene: Scenery) -> None:
+        found = sorted(scene.run.services("--sum"), key=lambda one: one.words)
+        _one(found[number:], f"reducer {number}").kill()
+
+    return Fault(f"reducer {number} is killed", do, restarts=False)
+
+
+def agent_killed(host: str, restarts: bool = True) -> Fault:
+    def do(scene: Scenery) -> None:
+        found = [one for one in scene.run.agents() if one.words[-1].endswith(f"/{host}")]
+        _one(found, f"agent of {host}").kill()
+
+    return Fault(f"the agent of {host} is killed, with all that runs there", do, restarts)
+
+
+def actor_killed(what: str, words: Sequence[str]) -> Fault:
+    """The Ray process that holds a process with these words: the parent of its agent."""
+
+    def do(scene: Scenery) -> None:
+        here = [one for one in scene.run.held() if all(word in one.words for word in words)]
+        agent = psutil.Process(_one(here, what).pid).parent()
+        actor = agent.parent() if agent else None
+        assert actor is not None
+        actor.kill()
+
+    return Fault(f"the Ray actor of {what} is killed", do)
+
+
+def launcher_killed() -> Fault:
+    return Fault("the launcher is killed, the run goes on", Scenery.launcher_dies, restarts=False)
+
+
+def launcher_killed_that_stops() -> Fault:
+    """Of a run that is started once more, with --if-launcher-dies stop."""
+
+    def do(scene: Scenery) -> None:
+        run = scene.run
+        run.stop()
+        offset = len(run.log())
+        run.follow("launch", "--resume", run.name, "--if-launcher-dies", "stop")
+        run.wait_log_step(offset, START_S)
+        scene.launcher_dies()
+        code = run.wait_end(START_S)
+        if code != 130:
+            raise RoadtrainError(f"the run ended with {code}, 130 is a clean end")
+        run.resume()
+
+    return Fault("the launcher that the run ends with is killed; --resume", do, again=True)
+
+
+def supervisor_killed() -> Fault:
+    def do(scene: Scenery) -> None:
+        scene.supervisor_dies()
+        run = scene.run
+        run.wait(lambda: not run.run_home.is_supervised(), "the supervisor's end", BACK_S)
+        run.resume()
+
+    return Fault("the supervisor is killed; --resume", do, again=True)
+
+
+def supervisor_killed_on_ray() -> Fault:
+    return Fault("the supervisor is killed, Ray starts it again", Scenery.supervisor_dies)
+
+
+def host_taken(host: str, then: str, restarts: bool = True, fewer: bool = False) -> Fault:
+    def do(scene: Scenery) -> None:
+        offset = len(scene.run.log())
+        scene.tell("hold", host)
+        scene.wait_log(f"host {host} is lost", offset, BACK_S)
+
+    return Fault(f"host {host} is taken away: {then}", do, restarts, fewer=fewer)
+
+
+def host_comes(host: str, then: str, restarts: bool = True, fewer: bool = False) -> Fault:
+    def do(scene: Scenery) -> None:
+        offset = len(scene.run.log())
+        command("launch", "--comes", f"{scene.run.name}:{host}")
+        scene.wait_log(f"host {host} ", offset, BACK_S)
+
+    return Fault(f"host {host} comes: {then}", do, restarts, fewer=fewer)
+
+
+def host_leaves(
+    host: str, notice_s: float, then: str, restarts: bool = True, fewer: bool = False
+) -> Fault:
+    def do(scene: Scenery) -> None:
+        offset = len(scene.run.log())
+        command("launch", "--leaves", f"{scene.run.name}:{host}", "--notice", f"{notice_s:g}")
+        scene.wait_log(f"host {host} is lost", offset, notice_s + BACK_S)
+
+    what = f"host {host} leaves with {notice_s:g} s of notice: {then}"
+    return Fault(what, do, restarts, fewer=fewer)
+
+
+def node_killed(name: str) -> Fault:
+    def do(scene: Scenery) -> None:
+        scene.ray.kill(name)
+        scene.ray.add(name)
+
+    return Fault(f"all processes of Ray node {name} are killed, a node is added for it", do)
+
+
+def raylet_killed(name: str) -> Fault:
+    def do(scene: Scenery) -> None:
+        scene.ray.kill_raylet(name)
+        scene.ray.add(name)
+
+    return Fault(f"the raylet of Ray node {name} is killed, a node is added for it", do)
+
+
+def node_added(name: str) -> Fault:
+    def do(scene: Scenery) -> None:
+        offset = len(scene.run.log())
+        scene.ray.add(name)
+        scene.wait_log(f"host {name} came", offset, BACK_S)
+
+    return Fault(f"Ray node {name} is added: it is a spare one", do, restarts=False)
+
+
+def node_taken(name: str, then: str) -> Fault:
+    def do(scene: Scenery) -> None:
+        offset = len(scene.run.log())
+        scene.ray.kill(name)
+        scene.wait_log(f"host {name} is lost", offset, BACK_S)
+
+    return Fault(f"Ray node {name} is taken away: {then}", do)
