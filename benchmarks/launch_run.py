@@ -161,13 +161,21 @@ class LaunchedRun:
         return int(lines[-1]["step"]) if lines else 0
 
     def losses(self) -> dict[int, float]:
-        """Step -> the mean over all ranks: a data-parallel rank's line tells of its own
-        micro-batches, which are others where ranks are more or fewer."""
-        of_step: dict[int, list[float]] = {}
-        for rank in range(MOST_RANKS):
-            for step, line in self.all_lines(rank).items():
-                of_step.setdefault(step, []).append(float(line["loss"]))
-        return {step: fmean(losses) for step, losses in of_step.items()}
+        """Step -> the mean over its ranks: a data-parallel rank's line tells of its own
+        micro-batches. Where fewer ranks ran, each has more of a step's tokens: lines that the
+        others wrote of such a step before it was done again do not count."""
+        of_rank = [self.all_lines(rank) for rank in range(MOST_RANKS)]
+        steps = sorted(of_rank[0])
+        whole = sum(int(lines[steps[0]]["tokens"]) for lines in of_rank if steps[0] in lines)
+        out: dict[int, float] = {}
+        for step in steps:
+            losses, tokens = list[float](), 0
+            for line in (lines[step] for lines in of_rank if step in lines):
+                if tokens < whole:
+                    losses.append(float(line["loss"]))
+                    tokens += int(line["tokens"])
+            out[step] = fmean(losses)
+        return out
 
     def step_s(self, after: int, until: int | None = None) -> float:
         """The median of steps behind `after`, the first ones left out."""
