@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -58,13 +57,13 @@ def rows(bench: Bench) -> Iterator[Row]:
             run.stop()
             job = (home / "run" / "launch" / "job.toml").read_text()
     yield row(case, f"{RAY}: the cluster of two nodes", "s", cluster_s)
-    of, last = Counter({RAY: cluster_s}), began
+    of, last = {RAY: cluster_s, PYTHON: 0.0, OURS: 0.0}, began
     for end, (whose, what) in PARTS.items():
         yield row(case, f"{whose}: {what}", "s", ends[end] - last)
         of[whose] += ends[end] - last
         last = ends[end]
-    for whose in (RAY, PYTHON, OURS):
-        yield row(case, f"all that is {whose}", "s", of[whose])
+    for whose, seconds in of.items():
+        yield row(case, f"all that is {whose}", "s", seconds)
     whole = cluster_s + last - began
     beside = ("torchrun", torchrun_s(job, home))
     yield row(case, "whole", "s", whole, f"< {MOST_S:.0f} s", whole < MOST_S, beside=beside)
