@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from roadtrain import cli
 from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.launch.command import LauncherHello, first_step
 from roadtrain.launch.control import ControlClient, ControlSocket, short_path
@@ -139,3 +140,8 @@ def test_whose_the_time_to_the_first_step_was() -> None:
     del stamps["placed"]  # an engine that looks for no places
     text = first_step(RunState(stamps=stamps), "here")
     assert "engine `here` 5.0 s, Python and imports 9.5 s, ours 4.5 s" in text
+
+
+def test_a_notice_is_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", "--leaves", "run:gpu1", "--notice", "-1"]) == 2
+    assert "--notice -1: 0 seconds or more" in capsys.readouterr().err

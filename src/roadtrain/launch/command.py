@@ -138,6 +138,8 @@ def command(
     if len(given) > 1 or (given and plan):
         also = plan or f"--{given[1][0]}"
         raise ConfigError(f"--{given[0][0]} and {also}: one of them at a time")
+    if notice < 0:
+        raise ConfigError(f"--notice {notice:g}: 0 seconds or more", hint="--notice 120")
     if given:
         return given[0][2](given[0][1])
     if not plan or not job:
