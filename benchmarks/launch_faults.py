@@ -21,7 +21,7 @@ from pathlib import Path
 from benchmarks import launch_fault as fault
 from benchmarks.launch_bench import START_S, STEP_S, Bench, row
 from benchmarks.launch_fault import Fault, Followed, Scenery, strike
-from benchmarks.launch_ray import on_nodes, own_address
+from benchmarks.launch_ray import on_nodes
 from benchmarks.launch_run import LaunchedRun
 from benchmarks.launch_scene import MODEL, HostKind, Scene
 from benchmarks.report import Row
@@ -130,38 +130,37 @@ MEET = FaultScene(
 )
 
 
-def ray() -> FaultScene:
-    return FaultScene(
-        "ray",
-        Scene(
-            "Ray: two workers and a server on three nodes",
-            (
-                HostKind("gpu", 1000, 2, addresses=(own_address(),) * 2),
-                HostKind("spare", 1000, computes=False, addresses=(own_address(),)),
-            ),
-            "server",
-            accumulate=64,
-            more=MORE,
-        ),
-        "ray",
+RAY = FaultScene(
+    "ray",
+    Scene(
+        "Ray: two workers and a server on three nodes",
         (
-            fault.launcher_killed(),
-            fault.worker_killed(1),
-            fault.server_killed(),
-            fault.actor_killed("the server", ["serve"]),
-            fault.supervisor_killed_on_ray(),
-            fault.actor_killed("the supervisor", ["roadtrain.launch.supervise"]),
-            fault.node_killed("gpu1"),
-            fault.raylet_killed("gpu1"),
-            fault.node_added("late"),
-            fault.node_taken("gpu1", "the added one takes its place"),
+            HostKind("gpu", 1000, 2),
+            HostKind("spare", 1000, computes=False),
         ),
-        nodes=("spare", "gpu0", "gpu1"),
-    )
+        "server",
+        accumulate=64,
+        more=MORE,
+    ),
+    "ray",
+    (
+        fault.launcher_killed(),
+        fault.worker_killed(1),
+        fault.server_killed(),
+        fault.actor_killed("the server", ["serve"]),
+        fault.supervisor_killed_on_ray(),
+        fault.actor_killed("the supervisor", ["roadtrain.launch.supervise"]),
+        fault.node_killed("gpu1"),
+        fault.raylet_killed("gpu1"),
+        fault.node_added("late"),
+        fault.node_taken("gpu1", "the added one takes its place"),
+    ),
+    nodes=("spare", "gpu0", "gpu1"),
+)
 
 
 def rows(bench: Bench) -> Iterator[Row]:
-    for scene in (SERVER, SUMS, MEET, ray()):
+    for scene in (SERVER, SUMS, MEET, RAY):
         yield from tried(bench, replace(scene, faults=scene.faults[: 2 if bench.quick else None]))
 
 
@@ -260,6 +259,8 @@ def planned(bench: Bench, scene: FaultScene, name: str, on: str, *more: str) -> 
 
 def _off(losses: dict[int, float], theirs: dict[int, float], step: int) -> float:
     """How far apart a step's losses are; 0: not a bit."""
+    if step not in losses or step not in theirs:
+        return float("inf")
     return abs(losses[step] - theirs[step]) / abs(theirs[step])
 
 
