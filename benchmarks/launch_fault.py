@@ -77,8 +77,8 @@ class Fault:
 @dataclass(frozen=True)
 class Followed:
     """What followed from a fault. `step`: the last that was done before it; `seconds`: until a step
-    was done, in an attempt that began after it where workers begin again; `repeated`: steps that
-    were done twice, but for the one that was being done."""
+    was done that had not begun, in another attempt where workers begin again; `repeated`: steps
+    that were done twice, but for the one that was being done."""
 
     fault: Fault
     step: int
@@ -97,7 +97,8 @@ def strike(scenery: Scenery, fault: Fault) -> Followed:
         starts = list(STARTED.finditer(text))
         if starts or not fault.restarts:
             since = starts[-1].end() if starts else 0
-            if found := STEP.search(text, since):
+            found = STEP.findall(text, since)
+            if len(found) > (not starts):
                 break
         if time.monotonic() > then + START_S:
             raise RoadtrainError(f"no step within {START_S:.0f} s: {' | '.join(_last(text))}")
@@ -108,7 +109,7 @@ def strike(scenery: Scenery, fault: Fault) -> Followed:
     seconds = time.monotonic() - then
     done = STEP.findall(text[:since])
     last = int(done[-1]) if done else step
-    return Followed(fault, step, seconds, max(0, last - int(found[1]) + 1))
+    return Followed(fault, step, seconds, max(0, last - int(found[0]) + 1))
 
 
 def _last(text: str) -> Sequence[str]:
