@@ -127,7 +127,8 @@ def command(
                 run,
                 {"dry_run": dry_run, "write_plan": write_plan, "new_run": new_run}
                 | {"placements": tuple(name for name in placements.split(",") if name)},
-                lambda: resume_run(run, if_launcher_dies, detach),
+                # a dry run goes on as it was, and this command ends
+                lambda: resume_run(run, if_launcher_dies, detach or dry_run),
             ),
         ),
         "logs": (logs, show_logs),
