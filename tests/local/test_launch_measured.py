@@ -61,7 +61,7 @@ def test_links_and_steps_of_a_runs_hosts(tmp_path: Path) -> None:
 def test_hosts_that_share_an_address_have_no_link(tmp_path: Path) -> None:
     machines = Machines((PlanHost(name="a", kind="gpu", address="127.0.0.1", workers=1),))
     job = make_job({"run": {"dir": str(tmp_path)}, "model": {"config": {"model_type": "llama"}}})
-    plan = PlanFile(Plan(placement("files")), machines)
+    plan = PlanFile(Plan(placement("zero1")), machines)
     run = resolve(plan, job, name="alone", addresses={}, token="t" * 32)
     engine = here_engine(machines, f"test:{tmp_path}")
     try:

@@ -110,7 +110,7 @@ class LaunchedRun:
         job = {
             "run": {"dir": str(directory / "run"), "steps": steps, "log_every": 1},
             "model": {"dtype": "fp32", "config": MODEL},
-            "data": {"paths": [str(directory / "text")], "seq_len": 32, "batch_size": 2},
+            "data": {"paths": [str(directory / "text")], "seq_len": 32, "batch_size": 4},
             "optimizer": {"name": "adamw", "lr": 1e-3},
         }
         (directory / "job.toml").write_text(tomli_w.dumps(job))

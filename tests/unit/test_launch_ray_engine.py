@@ -356,6 +356,7 @@ def test_a_service_ends_where_there_never_will_be_a_supervisor(
     assert not own.killed
     served.look_after(time.monotonic() + actors.ORPHAN_S + 1)
     assert bool(own.killed) != supervised and bool(stops) != supervised
+    served.close()  # its thread would ask a Ray that is no longer the fake one
 
 
 # -- the supervisor's actor --

@@ -105,6 +105,7 @@ class ServedProcess:
         self._ended_at: float | None = None
         self._place = {"host": process.host}
         self._asked_at = time.monotonic()  # for news
+        self._over = threading.Event()  # nothing is looked after any more
         self._held = HeldProcess(process, mark, self._tell)
         threading.Thread(target=self._mind, name="alone", daemon=True).start()
 
@@ -138,9 +139,12 @@ class ServedProcess:
             self._ended_at = time.monotonic()
 
     def _mind(self) -> None:
-        while True:
-            time.sleep(1.0)
+        while not self._over.wait(1.0):
             self.look_after(time.monotonic())
+
+    def close(self) -> None:
+        """Nothing is looked after any more; its process is left as it is."""
+        self._over.set()
 
     def look_after(self, now: float) -> None:
         """Starts it again while there is no supervisor that would; ends it where there will be
@@ -164,6 +168,7 @@ class ServedProcess:
             self._stopped = True
             self._held.stop(END_S)
             self._held.wait(2 * END_S)
+        self.close()
         kill_named(service_actor(self._mark, self._held.process.name))
 
 
