@@ -44,7 +44,10 @@ def test_a_stopped_worker_is_named_by_all_who_wait_for_it(host, tmp_path, capsys
         asked(capsys, host.where, token, "step [1-9].* 2 worker")
         os.kill(workers.processes[1].pid, signal.SIGSTOP)
         out = asked(
-            capsys, host.where, token, r"waits since [2-9]\.\d s for the (gradient|release|end)"
+            capsys,
+            host.where,
+            token,
+            r"waits since [2-9]\.\d s for the (gradient|release|end|update)",
         )
         server = re.search(
             r"(server 0.*?)worker 0 .*worker 1 \(127.0.0.1\) waits for no server", out

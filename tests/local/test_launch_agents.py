@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from roadtrain.errors import LaunchError
@@ -199,7 +200,9 @@ def test_an_agent_that_is_killed_is_a_lost_host_that_comes_back(agents, mark, tm
     agents.start(process("server a", DAEMON, str(tmp_path)))
     agents.start_workers(worker_set(SLEEP, SLEEP))
     wait_until(lambda: running(f"daemon of {tmp_path}"), "the daemon does not run")
-    (pid,) = [p for p in running(f"{mark}/a") if "agent" in Path(f"/proc/{p}/cmdline").read_text()]
+    found = [p for p in running(f"{mark}/a") if "agent" in Path(f"/proc/{p}/cmdline").read_text()]
+    # what it starts looks like it until it has become another program
+    (pid,) = [p for p in found if psutil.Process(p).ppid() == os.getpid()]
     os.kill(pid, signal.SIGKILL)
     seen = events_until(agents, HostCame, events_until(agents, WorkersEnded))
     lost, came, workers = (only(seen, kind) for kind in (HostLost, HostCame, WorkersEnded))

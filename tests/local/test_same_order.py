@@ -67,7 +67,7 @@ def real(monkeypatch, store, staleness, slots):
         # as on the virtual clock, where holding takes no time
         def once_all_is_held(*args, **kwargs):
             calm, deadline = 0, time.monotonic() + 20
-            while calm < 5:
+            while calm < 15:
                 assert time.monotonic() < deadline
                 time.sleep(0.002)
                 busy = any(

@@ -31,7 +31,8 @@ from roadtrain.protocol.launch import (
     TimePassed,
     WorkersEnded,
 )
-from roadtrain.protocol.run_state import ProcessPhase, RunPhase, RunStateMachine
+from roadtrain.protocol.run_phases import ProcessPhase, RunPhase
+from roadtrain.protocol.run_state import RunStateMachine
 
 SERVER, REDUCER = RunService("server s0 0", "s0"), RunService("reducer r0", "r0", reducer=True)
 REPLICATED = tuple(
@@ -147,6 +148,56 @@ def test_a_service_that_ends_six_times() -> None:
     )
 
 
+def test_workers_sum_without_a_reducer_that_ends_six_times() -> None:
+    run = Driven()
+    for _ in range(5):
+        run.ended("reducer r0", 1)
+        run.later(31)
+    assert run.ended("reducer r0", 1, "port 7000 is taken") == [SetReducers(())]
+    assert "port 7000 is taken; workers sum without it" in run.told[-2]
+    assert run.machine.phase is RunPhase.GOING and run.later(599) == []
+    assert run.later(2) == [start("reducer r0"), SetReducers(("r0",))]
+
+
+def test_a_host_that_comes_and_goes_ends_the_run_at_last() -> None:
+    """Rule 5; a committed step between says that there is progress."""
+    run = Driven(spares={}, shrink=False)
+
+    def lose_and_come() -> None:
+        run.lost("b")
+        run.failed(-9)
+        run.came("b")
+        run.later(31)
+
+    for step in range(2):
+        for _ in range(5):
+            lose_and_come()
+        run(Committed(step, run.at))
+    for _ in range(6):
+        assert run.machine.phase is RunPhase.GOING
+        lose_and_come()
+    assert run.machine.why == "hosts were lost 6 times without a committed step"
+
+
+def test_a_resumed_run_knows_its_committed_step() -> None:
+    """Its first exit code 2 is no mistake in the job: it has trained."""
+    run = Driven(first_attempt=3, committed=7)
+    run.failed(2, "roadtrain: no answer")
+    assert run.machine.phase is RunPhase.GOING
+
+
+def test_workers_have_as_long_as_a_step_takes() -> None:
+    run = Driven(step_grace_s=900.0)
+    assert run(StopAsked("asked", 1.0))[0] == stop_workers(900)
+
+
+def test_workers_that_were_killed_before_their_step_was_committed_are_told() -> None:
+    run = Driven(spares={})
+    run.leaves("b")
+    run.failed(-9)
+    assert "worker 1 was killed before it had committed its step" in run.told
+
+
 def test_the_engine_starts_a_service_again() -> None:
     run = Driven()
     assert run(ProcessRestarted("server s0 0", 1.0)) == []
@@ -218,7 +269,8 @@ def test_a_worker_host_is_lost_and_a_spare_one_takes_its_place() -> None:
     assert run.told[-1] == "host b is lost: workers end and begin again on a, spare (2 workers)"
     assert run.failed(-9) == [StartWorkers(1, ("a", "spare"))]
     assert run.came("b") == []  # as wide as before
-    assert run.failed(-9) == [StartWorkers(2, ("a", "b"))]
+    assert run.failed(-9) == []  # the second time without a committed step
+    assert run.later(1) == [StartWorkers(2, ("a", "b"))]
 
 
 def test_a_worker_host_is_lost_and_the_others_go_on() -> None:
@@ -249,9 +301,16 @@ def test_a_worker_host_is_lost_and_all_wait_for_it(changes) -> None:
 def test_all_worker_hosts_are_lost() -> None:
     run = Driven(spares={})
     run.lost("a")
-    assert run.lost("b") == [] and run.machine.workers.phase is ProcessPhase.WAITING
-    assert run.came("a") == []
+    assert run.lost("b") == [] and run.machine.workers.phase is ProcessPhase.STOPPING
+    assert run.came("a") == [] and run.failed(-9) == []
     assert run.later(15) == [StartWorkers(1, ("a",))]
+
+
+def test_the_last_worker_host_is_lost_and_a_spare_one_waits_for_the_end_of_its_workers() -> None:
+    """There are never two attempts at once."""
+    run = Driven(workers={"a": 1}, services=())
+    assert run.lost("a") == [stop_workers(5)]
+    assert run.failed(-9) == [StartWorkers(1, ("spare",))]
 
 
 def test_a_worker_host_is_back_before_the_others_go_on() -> None:
@@ -265,7 +324,8 @@ def test_all_worker_hosts_are_lost_while_the_run_ends() -> None:
     run = Driven(services=())
     run(StopAsked("asked", 0.0))
     run.lost("a")
-    assert run.lost("b") == [EndRun(130, "asked")]
+    assert run.lost("b") == []
+    assert run.failed(-9) == [EndRun(130, "asked")]
 
 
 def test_a_server_host_is_lost() -> None:
@@ -330,7 +390,7 @@ def test_two_hosts_are_lost_at_once() -> None:
     run = Driven(shrink=True)
     run.lost("a")
     run.lost("r0")
-    assert run.lost("b") == []
+    assert run.lost("b") == [] and run.failed(-9) == []
     assert run.later(15) == [StartWorkers(1, ("spare",))]
 
 
@@ -423,9 +483,9 @@ class FakeEngine:
             return
         self.up.discard(host)
         self.running = {n for n in self.running if self.machine.places[n].host != host}
-        if self.attempt is not None and not self.up & {*self.worker_hosts}:
-            self.attempt = None
         self.feed(HostLost(host, "gone", self.at))
+        if self.attempt is not None and not self.up & {*self.worker_hosts}:
+            self.end_workers(-9)
 
     def wait(self, seconds: float) -> None:
         self.at += seconds

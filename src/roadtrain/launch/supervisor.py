@@ -55,7 +55,8 @@ from roadtrain.protocol.launch import (
     WorkersEnded,
     WorkersPlaced,
 )
-from roadtrain.protocol.run_state import ProcessState, RunPhase, RunStateMachine
+from roadtrain.protocol.run_phases import ProcessState, RunPhase
+from roadtrain.protocol.run_state import RunStateMachine
 from roadtrain.storage.direct import replace_file
 
 TURN_S = 0.2  # between looks at the control socket

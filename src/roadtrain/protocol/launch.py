@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+STEP_GRACE_S = 120.0  # in which workers finish a step and commit it, where no more is known
+
 
 @dataclass(frozen=True)
 class ProcessEnded:
@@ -204,6 +206,8 @@ class RunFacts:
     shrink: bool = True  # whether workers go on without the lost hosts; else they wait
     sums_at_reducers: bool = False  # a host that comes can sum, without a restart of workers
     first_attempt: int = 0  # of the workers; others were in starts of this run before
+    committed: int = -1  # the last step that is known to be committed by starts before
+    step_grace_s: float = STEP_GRACE_S  # for workers to finish a step and commit it
 
     def workers_of(self, offered: int) -> int:
         """How many workers a host runs that the plan does not have and that can run `offered`."""

@@ -10,15 +10,13 @@ fault are reported.
                             -> STOPPING -> WAITING ..  (they are to run on other hosts)
     the run     GOING -> ENDING -> ENDED
 
-Assumes that an engine tells the end of all that it was told to start, but for what ran on a lost
+Assumes that an engine tells the end of all that it was told to start, but for services on a lost
 host. Does NOT judge whether a run makes sense on other hosts: `RunFacts.can_run_on` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Sequence
 
 from roadtrain.protocol.launch import (
     Committed,
@@ -41,10 +39,14 @@ from roadtrain.protocol.launch import (
     TellUser,
     WorkersEnded,
 )
+from roadtrain.protocol.run_phases import (
+    NEXT_RUN_PHASES,
+    ProcessPhase,
+    ProcessState,
+    RunPhase,
+)
 
 ENDS_AT_MOST = 6  # of one service, or of the workers, without a committed step between
-DELAYS_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before the first, second, ... start again
-STEP_GRACE_S = 120.0  # workers finish their step and commit it
 SERVICE_GRACE_S = 20.0
 LOST_GRACE_S = 5.0  # workers whose peers are gone cannot finish their step
 # A lost host has so long to be there again before others go on without it: with fewer workers sums
@@ -52,73 +54,12 @@ LOST_GRACE_S = 5.0  # workers whose peers are gone cannot finish their step
 # that it leaves.
 BACK_S = 15.0
 KILL_S = 20.0  # from being killed to its end being told
+KILLED = -9
+LEFT_OUT_S = 600.0  # a reducer that ends again and again is tried again after it
 STOPS_AT_MOST = 3  # then a process that does not end is given up
 USERS_MISTAKE = 2  # exit code of `roadtrain: ...`
 INTERRUPTED = 130
 WORKERS = "workers"  # the name of all of them in StopProcess
-
-
-class ProcessPhase(Enum):
-    """Of a service, or of all workers together."""
-
-    WAITING = "waiting"  # to be started: it is not due yet, or something that it needs is not there
-    RUNNING = "running"
-    STOPPING = "stopping"  # it was asked to end
-    ENDED = "ended"  # for good
-
-
-class RunPhase(Enum):
-    GOING = "going"
-    ENDING = "ending"  # workers end, then services
-    ENDED = "ended"
-
-
-NEXT_PROCESS_PHASES: Mapping[ProcessPhase, frozenset[ProcessPhase]] = {
-    ProcessPhase.WAITING: frozenset({ProcessPhase.RUNNING, ProcessPhase.ENDED}),
-    ProcessPhase.RUNNING: frozenset(
-        {ProcessPhase.WAITING, ProcessPhase.STOPPING, ProcessPhase.ENDED}
-    ),
-    ProcessPhase.STOPPING: frozenset({ProcessPhase.WAITING, ProcessPhase.ENDED}),
-    ProcessPhase.ENDED: frozenset(),
-}
-NEXT_RUN_PHASES: Mapping[RunPhase, frozenset[RunPhase]] = {
-    RunPhase.GOING: frozenset({RunPhase.ENDING}),
-    RunPhase.ENDING: frozenset({RunPhase.ENDED}),
-    RunPhase.ENDED: frozenset(),
-}
-
-
-@dataclass(slots=True)
-class ProcessState:
-    """Of a service, or of all workers together."""
-
-    name: str
-    phase: ProcessPhase = ProcessPhase.WAITING
-    since: float = 0.0  # of the phase
-    due: float = 0.0  # it starts no sooner
-    starts: int = 0
-    ends: int = 0  # by itself, since a step was committed
-    stop_until: float | None = None  # when its end should have been told; only while STOPPING
-    stops: int = 0  # how often it was asked to end, while STOPPING
-
-    def enter(self, phase: ProcessPhase, at: float) -> None:
-        assert phase in NEXT_PROCESS_PHASES[self.phase], (
-            f"{self.name}: {self.phase} cannot become {phase}"
-        )
-        self.phase, self.since = phase, at
-        self.stop_until, self.stops = None, 0
-        if phase is ProcessPhase.RUNNING:
-            self.starts += 1
-
-    @property
-    def restarts(self) -> int:
-        return max(0, self.starts - 1)
-
-    def ended_by_itself(self, at: float) -> str:
-        """Count it; when it starts again, for people."""
-        delay = DELAYS_S[min(self.ends, len(DELAYS_S) - 1)]
-        self.ends, self.due = self.ends + 1, at + delay
-        return f"in {delay:g} s" if delay else "at once"
 
 
 class RunStateMachine:
@@ -126,7 +67,7 @@ class RunStateMachine:
         self.facts = facts
         self.phase = RunPhase.GOING
         self.now = 0.0  # of the last event
-        self.step = -1  # the last that is known to be committed
+        self.step = facts.committed  # the last that is known to be committed
         # By name: those of the plan, then the reducers of hosts that came.
         self.places: dict[str, RunService] = {one.name: one for one in facts.services}
         self.services = {one.name: ProcessState(one.name) for one in facts.services}
@@ -139,6 +80,10 @@ class RunStateMachine:
         self.leaving: set[str] = set()
         # Lost host with workers -> from then on the others go on without it, if they can.
         self.without_from: dict[str, float] = {}
+        # Reducers that ended again and again: workers sum without them until they start again.
+        self.left_out: set[str] = set()
+        # Workers were asked to end because a host was lost: their end is a fault.
+        self.lost_some = False
         self.reducers = self._reducers()  # hosts that workers were told
         self.code, self.why = 0, ""  # of the run's end
         self._waits_for = ""  # why workers are not started, as it was told last
@@ -181,10 +126,18 @@ class RunStateMachine:
         service.enter(ProcessPhase.WAITING, self.now)
         when = service.ended_by_itself(self.now)
         what = f"{event.name} on {self.places[event.name].host} ended ({how(event.code)})"
-        if service.ends >= ENDS_AT_MOST:
-            self._end(1, f"{what}, {service.ends} times without a committed step: {event.said}")
+        often = f"{what}, {service.ends} times without a committed step: {event.said}"
+        if service.ends >= ENDS_AT_MOST and self.places[event.name].reducer:
+            self._leave_out(service)
+            self._tell(f"{often}; workers sum without it, it starts again in {LEFT_OUT_S:g} s")
+        elif service.ends >= ENDS_AT_MOST:
+            self._end(1, often)
         else:
             self._tell(f"{what}, it starts again {when}{_quoted(event.said)}")
+
+    def _leave_out(self, reducer: ProcessState) -> None:
+        reducer.ends, reducer.due = 0, self.now + LEFT_OUT_S
+        self.left_out.add(reducer.name)
 
     def _service_restarted(self, name: str) -> None:
         service = self.services.get(name)
@@ -195,6 +148,7 @@ class RunStateMachine:
         if self.places[name].host in self.here:
             self._tell(f"{name} on {self.places[name].host} was started again by the engine")
             service.enter(ProcessPhase.RUNNING, self.now)
+            self.left_out.discard(name)
 
     def _workers_ended(self, event: WorkersEnded) -> None:
         workers = self.workers
@@ -210,6 +164,7 @@ class RunStateMachine:
         workers.enter(ProcessPhase.WAITING, self.now)
         workers.due = self.now
         if asked:
+            self._asked_workers_ended(event)
             return
         what = f"{event.first} ended ({how(event.code)})"
         if event.code == INTERRUPTED:
@@ -227,6 +182,19 @@ class RunStateMachine:
                 f"{_quoted(event.said)}"
             )
 
+    def _asked_workers_ended(self, event: WorkersEnded) -> None:
+        """To be started elsewhere. Those that lost a host count as failed, so that a host which
+        comes and goes does not keep a run from its end for ever."""
+        workers = self.workers
+        if not self.lost_some:
+            if event.code == KILLED:
+                self._tell(f"{event.first} was killed before it had committed its step")
+            return
+        self.lost_some = False
+        workers.ended_by_itself(self.now)
+        if workers.ends >= ENDS_AT_MOST:
+            self._end(1, f"hosts were lost {workers.ends} times without a committed step")
+
     def _host_lost(self, event: HostLost) -> None:
         host = event.host
         if host not in self.here:
@@ -241,12 +209,10 @@ class RunStateMachine:
                 service.enter(ProcessPhase.WAITING, self.now)
             elif service.phase is ProcessPhase.STOPPING:
                 service.enter(ProcessPhase.ENDED, self.now)
-        if host in self.worker_hosts and self.phase is RunPhase.GOING:
+        workers_run = self.workers.phase is ProcessPhase.RUNNING
+        if host in self.worker_hosts and workers_run and self.phase is RunPhase.GOING:
+            self.lost_some = True
             self._move_workers(f"host {host} is lost", LOST_GRACE_S)
-        if self.workers.phase is ProcessPhase.STOPPING and not self.here & {*self.worker_hosts}:
-            # nobody is left to tell their end
-            going = self.phase is RunPhase.GOING
-            self.workers.enter(ProcessPhase.WAITING if going else ProcessPhase.ENDED, self.now)
 
     def _host_came(self, event: HostCame) -> None:
         host = event.host
@@ -260,6 +226,7 @@ class RunStateMachine:
             self._tell(f"host {host} is there again")
             for name in self._services_on(host):
                 self.services[name].due = self.now
+                self.left_out.discard(name)
             return
         self.spares[host] = self.facts.workers_of(event.workers)
         if not self.facts.sums_at_reducers:
@@ -313,6 +280,7 @@ class RunStateMachine:
             )
         for service in due:
             service.enter(ProcessPhase.RUNNING, self.now)
+            self.left_out.discard(service.name)
             self._out.append(StartService(service.name))
 
     def _set_reducers(self) -> None:
@@ -332,7 +300,7 @@ class RunStateMachine:
                 self._stop(
                     workers,
                     f"workers begin again on {self._described(hosts)} after this step",
-                    STEP_GRACE_S,
+                    self.facts.step_grace_s,
                 )
         elif workers.phase is ProcessPhase.WAITING and workers.due <= self.now:
             self._start_workers()
@@ -379,7 +347,7 @@ class RunStateMachine:
 
     def _bring_down(self) -> None:
         """Workers first: they need the services to commit their step."""
-        if not self._is_down(self.workers, STEP_GRACE_S):
+        if not self._is_down(self.workers, self.facts.step_grace_s):
             return
         down = [self._is_down(one, SERVICE_GRACE_S) for one in reversed(self.services.values())]
         if all(down):
@@ -479,8 +447,8 @@ class RunStateMachine:
     def _reducers(self) -> tuple[str, ...]:
         return tuple(
             place.host
-            for place in self.places.values()
-            if place.reducer and self._is_usable(place.host)
+            for name, place in self.places.items()
+            if place.reducer and name not in self.left_out and self._is_usable(place.host)
         )
 
     def _services_on(self, host: str) -> list[str]:
@@ -513,6 +481,8 @@ class RunStateMachine:
         assert self.services.keys() == self.places.keys()
         assert self.leaving <= self.here
         assert not self.without_from.keys() & self.here
+        assert all(self.places[name].reducer for name in self.left_out)
+        assert not self.lost_some or self.workers.phase is not ProcessPhase.RUNNING
         for process in processes:
             assert (process.stop_until is not None) == (process.phase is ProcessPhase.STOPPING)
             assert process.ends < ENDS_AT_MOST or self.phase is not RunPhase.GOING
