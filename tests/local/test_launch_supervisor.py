@@ -28,7 +28,14 @@ from roadtrain.launch.logs import RunLogs
 from roadtrain.launch.processes import HostFile, Process, WorkerSet
 from roadtrain.launch.resolve import ResolvedRun, resolve
 from roadtrain.launch.supervisor import Supervisor
-from roadtrain.protocol.launch import Output, ProcessEnded, RunEvent, WorkersEnded
+from roadtrain.protocol.launch import (
+    HostCame,
+    HostLost,
+    Output,
+    ProcessEnded,
+    RunEvent,
+    WorkersEnded,
+)
 from roadtrain.training.metrics import read_metrics
 from roadtrain.training.train import train
 
@@ -88,13 +95,16 @@ class SmallProcesses:
         self.put_files: list[HostFile] = []
         self.step = -1
         self.refuses = 0  # so many starts of a service
+        self.finishes_its_step = False  # though it was asked to end
+        self.happened: list[RunEvent] = []  # that is told next
         self.closed = False
 
     def hosts(self) -> Sequence[HostSeen]:
         return [HostSeen(name, "127.0.0.1", 0, 1, 1 << 30) for name in ("gpu0", "s0")]
 
     def ask(self, host: str, words: Sequence[str], told: Any) -> Any:
-        return {"step": self.step, "code": 0, "lines": [f"asked on {host}"]}
+        stages = [[["stage 0", "predicted", "measured", "ratio"]]]
+        return {"step": self.step, "code": 0, "lines": [f"asked on {host}"], "stages": stages}
 
     def put(self, host: str, file: HostFile) -> None:
         self.put_files.append(file)
@@ -114,12 +124,14 @@ class SmallProcesses:
         self.workers = workers.attempt, run
 
     def stop(self, name: str, grace_s: float) -> None:
+        if self.finishes_its_step:
+            return
         for process in self.workers[1] if name == "workers" else [self.services[name]]:
             process.kill()
 
     def events(self, timeout_s: float) -> Sequence[RunEvent]:
         time.sleep(min(0.02, timeout_s))
-        out: list[RunEvent] = []
+        out, self.happened = self.happened, list[RunEvent]()
         for name, process in list(self.services.items()):
             if (code := process.poll()) is not None:
                 del self.services[name]
@@ -207,6 +219,7 @@ def test_a_service_is_started_again_and_status_says_so(tmp_path: Path) -> None:
 
         reply = wait_for(restarted, "a restart")
         assert reply["run"]["lines"] == ["asked on gpu0"]
+        assert [table[0][0] for table in reply["run"]["stages"]] == ["stage 0"]
         ask_supervisor(run.home, "stop", ["enough"])
         state = run.ended()
     assert (state.code, state.why) == (130, "enough")
@@ -219,6 +232,43 @@ def test_a_start_that_the_engine_refuses_is_tried_again(tmp_path: Path) -> None:
     with run:
         assert run.ended().code == 0
     assert "host s0 cannot be reached" in run.log()
+
+
+def test_a_host_that_is_lost_before_the_first_turn_gets_nothing(tmp_path: Path) -> None:
+    """As a supervisor finds it that was started again."""
+    run = Supervised(tmp_path, "exit 0")
+    run.engine.happened.append(HostLost("gpu0", "it is gone", 0.0))
+    with run:
+        wait_for(lambda: "workers wait: gpu0 must be there" in run.log(), "a word")
+        assert run.engine.workers is None
+        run.engine.happened.append(HostCame("gpu0", "127.0.0.1", 1, time.monotonic()))
+        assert run.ended().code == 0
+
+
+def test_a_host_that_came_and_cannot_run_workers_is_told(tmp_path: Path) -> None:
+    run = Supervised(tmp_path, "exec sleep 1000")
+    with run:
+        wait_for(lambda: run.engine.workers, "workers")
+        run.engine.happened.append(HostCame("new", "127.0.0.2", 1, time.monotonic()))
+        said = "host new came and is not used for workers: it does not answer"
+        wait_for(lambda: said in run.log(), "a word")
+        ask_supervisor(run.home, "stop")
+        assert run.ended().code == 130
+
+
+def test_a_user_stops_a_run_that_is_being_measured(tmp_path: Path) -> None:
+    """Who asked for the measurement finds that it is not to go on."""
+    run = Supervised(tmp_path, "exec sleep 1000")
+    run.engine.finishes_its_step = True
+    with run:
+        workers = wait_for(lambda: run.engine.workers, "workers")
+        ask_supervisor(run.home, "measure")
+        ask_supervisor(run.home, "stop", ["the user asked for it"])
+        run.engine.finishes_its_step = False
+        workers[1][0].kill()
+        state = run.ended()
+    assert (state.code, state.why) == (130, "the user asked for it")
+    assert not run.home.measured_path.exists()
 
 
 def test_a_launcher_that_is_gone_ends_the_run(tmp_path: Path) -> None:

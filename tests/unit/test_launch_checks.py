@@ -27,7 +27,7 @@ from roadtrain.config.plan_file import PlanFile
 from roadtrain.device.buffers import Buffer
 from roadtrain.errors import LaunchError
 from roadtrain.launch import checks
-from roadtrain.launch.checks import check, directory_is_shared
+from roadtrain.launch.checks import check, directory_is_shared, without_unfit_spares
 from roadtrain.launch.engine import HostSeen
 from roadtrain.launch.look import HostQuestion, look
 from roadtrain.launch.resolve import ResolvedRun, resolve
@@ -328,6 +328,53 @@ def test_a_directory_of_all_hosts(tmp_path: Path) -> None:
     assert directory_is_shared(run, an_engine(run))
     assert not directory_is_shared(run, an_engine(run, changed={"gpu1": {"machine": "another"}}))
     assert not directory_is_shared(run, an_engine(run, silent=("gpu1",)))
+
+
+def meeting(tmp_path: Path) -> ResolvedRun:
+    """One worker, whose snapshots rest in the run's directory, and a spare host."""
+    run = a_run(tmp_path)
+    spare = PlanHost("gpu1", "gpu", "127.0.0.1", 1)
+    machines = Machines((PlanHost("gpu0", "gpu", "127.0.0.1", 1),), (spare,))
+    plan = PlanFile(Plan(placement("zero1")), machines)
+    job = run.job.changed({"parallelism.dp": 1, "servers.addresses": []})
+    assert job.parallelism.used
+    return replace(run, plan_file=plan, job=job, shared=True)
+
+
+def with_spare(run: ResolvedRun, **about: Any) -> OneProcess:
+    engine = an_engine(run, **about)
+    engine.seen["gpu1"] = replace(engine.seen["gpu0"], name="gpu1")
+    return engine
+
+
+def test_a_spare_host_without_the_runs_directory_runs_no_workers(tmp_path: Path) -> None:
+    """Rule 3: it would begin at step 0."""
+    run = meeting(tmp_path)
+    used, lines = without_unfit_spares(run, with_spare(run))
+    assert [one.name for one in used.machines.spares] == ["gpu1"] and not lines
+    apart = {"gpu1": {"machine": "another"}}
+    used, (line,) = without_unfit_spares(run, with_spare(run, changed=apart))
+    assert not used.machines.spares
+    assert line.startswith("spare host gpu1 is not used for workers: host gpu1 has another")
+    used, (line,) = without_unfit_spares(run, with_spare(run, silent=("gpu1",)))
+    assert not used.machines.spares and "answered nothing" in line
+
+
+def test_a_spare_host_that_lacks_the_text_runs_no_workers(tmp_path: Path) -> None:
+    run = meeting(tmp_path)
+    lacking = {"gpu1": {"lacking": ["/data/text"]}}
+    _, (line,) = without_unfit_spares(run, with_spare(run, changed=lacking))
+    assert "host gpu1 lacks /data/text, which the job names" in line
+
+
+def test_hosts_that_do_not_answer_share_a_directory_of_a_network(tmp_path: Path) -> None:
+    run = meeting(tmp_path)
+    about = msgspec.to_builtins(look(HostQuestion(run.directory)))
+    about["directory"]["files"] = "nfs server:/runs /runs"
+    engine = with_spare(run, changed={"gpu0": about}, silent=("gpu1",))
+    assert directory_is_shared(run, engine, ("gpu1",))
+    engine = with_spare(run, silent=("gpu1",))
+    assert not directory_is_shared(run, engine, ("gpu1",))
 
 
 def test_look_is_a_command_that_imports_no_torch(tmp_path: Path) -> None:

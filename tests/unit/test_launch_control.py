@@ -142,6 +142,40 @@ def test_whose_the_time_to_the_first_step_was() -> None:
     assert "engine `here` 5.0 s, Python and imports 9.5 s, ours 4.5 s" in text
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--resume", "x", "--dry-run"], "--dry-run and --resume do not go together"),
+        (["--stop", "x", "--dry-run"], "--dry-run and --stop do not go together"),
+        (["p", "j", "--write", "slurm", "--dry-run"], "--dry-run and --write do not go together"),
+        (["--resume", "x", "--if-launcher-dies", "Stop"], "did you mean `stop`?"),
+        (["--resume", "x", "--detach", "--if-launcher-dies", "stop"], "does not stay"),
+    ],
+)
+def test_words_that_do_not_go_together(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["launch", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_launch_that_was_cut_off_is_no_run(
+    home: RunHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule 6: the files of two launches are never mixed."""
+    record = LaunchRecord(name=home.name, engine="here", launched=1.0, directory="/")
+    home.write(record, "a plan", "a job")
+    assert home.exists
+    monkeypatch.setattr(RunHome, "write_record", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        home.write(record, "another plan", "another job")
+    assert not home.exists
+
+
+def cut_off(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_notice_is_a_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["launch", "--leaves", "run:gpu1", "--notice", "-1"]) == 2
     assert "--notice -1: 0 seconds or more" in capsys.readouterr().err

@@ -112,6 +112,7 @@ def test_a_refusal_on_a_full_disk_is_in_the_log(
     monkeypatch.setattr(supervise, "load_job", lambda path, report: None)
     monkeypatch.setattr(supervise, "resolve", lambda *_, **__: _Run())
     monkeypatch.setattr(supervise, "replace", lambda run, **_: run)
+    monkeypatch.setattr(supervise, "without_unfit_spares", lambda run, _: (run, []))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     assert supervise.supervise(home, Engine()) == 2  # type: ignore[arg-type]
     assert closed

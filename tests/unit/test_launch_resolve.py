@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tomllib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError
 from roadtrain.launch.command import check_batch
 from roadtrain.launch.dry_run import dry_run
+from roadtrain.launch.home import RunHome
 from roadtrain.launch.processes import Role
 from roadtrain.launch.resolve import ResolvedRun, absolute_job, resolve
 from roadtrain.planner.machines_of import machines_of
@@ -282,9 +284,28 @@ def test_reducers_are_told_to_workers_in_a_file_that_is_read_again() -> None:
     assert files[run.reducers_path] == ""
 
 
-def test_a_dry_run_names_what_starts_where_and_what_is_written() -> None:
-    run = replace(served(), token=TOKEN)
-    said = dry_run(run)
+def test_the_hosts_that_know_of_a_stage() -> None:
+    assert staged().hosts_of_stages(("gpu0", "gpu1")) == ["gpu0", "gpu1"]
+    assert served().hosts_of_stages(("gpu0", "gpu1")) == ["gpu0"]
+    assert staged().hosts_of_stages(()) == []
+
+
+def test_workers_are_told_the_committed_step() -> None:
+    """Rule 3: on a host that has nothing of the run they do not begin at step 0."""
+    files = served().workers(("gpu0", "gpu1"), 1, committed=7).processes[0].files
+    (text,) = (one.content for one in files if one.path.endswith("job.toml"))
+    assert make_job(tomllib.loads(text)).launched.committed == 7
+
+
+def test_a_server_whose_host_is_back_at_another_address() -> None:
+    run = served().with_host("spare0", "10.9.9.9", 0)
+    assert run.services()[0].words[3] == "10.9.9.9:7000"
+    assert run.job.servers.addresses == ["10.9.9.9:7000"]
+
+
+def test_a_dry_run_names_what_starts_where_and_what_is_written(tmp_path: Path) -> None:
+    run, home = replace(served(), token=TOKEN), RunHome(tmp_path / "x")
+    said = dry_run(run, home)
     assert TOKEN not in said  # Rule 8
     assert said.startswith("run x: 4 workers and 1 service on 3 hosts, spare hosts: gpu9\n")
     lines = [" ".join(line.split()) for line in said.splitlines()]
@@ -301,7 +322,8 @@ def test_a_dry_run_names_what_starts_where_and_what_is_written() -> None:
         assert f"{host} {launched}/token mode 600, a secret that is made at the start" in lines
     assert f"gpu1 {launched}/job.toml mode 644" in lines
     assert "spare0 /mnt/ssd0/run/ by its server" in lines
-    assert not os.path.exists(launched)
+    assert f"here {home.token_path} mode 600, a secret that is made at the start" in lines
+    assert not os.path.exists(launched) and not home.path.exists()
 
 
 def test_paths_of_a_job_are_those_where_it_is_launched() -> None:

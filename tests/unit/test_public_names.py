@@ -226,6 +226,7 @@ def test_keys_of_a_job() -> None:
         "parallelism.reducers_alone",
         "predicted.seconds",
         "predicted.stages",
+        "launched.committed",
     ]
 
 

@@ -299,6 +299,15 @@ class PredictedSection(Section):
     )
 
 
+class LaunchedSection(Section):
+    """What `roadtrain launch` knows of the run that it starts; it writes this."""
+
+    committed: Whole = Field(
+        default=0,
+        description="a step that the run has committed: a start that finds less is refused",
+    )
+
+
 def _parallelism_table(given: object) -> object:
     return {"auto": True} if given == "auto" else given
 
@@ -331,6 +340,7 @@ class Job(Section):
         ParallelismSection()
     )
     predicted: PredictedSection = PredictedSection()
+    launched: LaunchedSection = LaunchedSection()
 
     @property
     def run_dir(self) -> Path:

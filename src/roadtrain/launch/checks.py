@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -49,7 +50,8 @@ CHECKED = (
     "stores can be written, are whole, of this model, and in use by nobody",
     "no two servers have one directory; the stores are those that this run has trained",
     "what will be stored fits",
-    "said only: other versions of Python, torch or roadtrain, fewer processors than workers",
+    "said only: other versions of Python, torch or roadtrain, fewer processors than workers; spare"
+    " hosts that cannot run workers, which are left out",
 )
 
 
@@ -95,19 +97,61 @@ def check(run: ResolvedRun, engine: LaunchEngine) -> list[str]:
     return [*_lines(run, there, hosts)]
 
 
-def directory_is_shared(run: ResolvedRun, engine: LaunchEngine) -> bool:
-    """Whether the run's directory is one and the same on all hosts with workers: what one of them
-    wrote there is not lost with it. What `ResolvedRun.shared` says."""
-    places = set()
-    for host in run.worker_hosts:
-        try:
-            look = _answer(engine, host, HostQuestion(run.directory))
-        except (LaunchError, msgspec.ValidationError):
-            return False
+class DirectoryPlace(NamedTuple):
+    """Where a host has the run's directory: two that are equal are one directory."""
+
+    where: tuple[str, ...]
+    network: bool  # on a file system that hosts share
+
+    @staticmethod
+    def of(look: HostLook) -> DirectoryPlace:
         at = look.directory
         own = (look.machine, str(at.device), str(at.inode))
-        places.add((*((at.files, at.exists, "") if at.files else own), at.rest))
-    return len(places) == 1
+        where = (at.files, at.exists) if at.files else own
+        return DirectoryPlace((*where, at.rest), bool(at.files))
+
+
+def directory_is_shared(run: ResolvedRun, engine: LaunchEngine, hosts: Sequence[str] = ()) -> bool:
+    """Whether the run's directory is one and the same on all of the plan's hosts with workers, and
+    on `hosts`: what one of them wrote there is not lost with it. Hosts that do not answer now have
+    a directory that is on a network too."""
+    places, silent = set[DirectoryPlace](), 0
+    for host in (*run.worker_hosts, *hosts):
+        try:
+            places.add(DirectoryPlace.of(_answer(engine, host, HostQuestion(run.directory))))
+        except (LaunchError, msgspec.ValidationError):
+            silent += 1
+    return len(places) == 1 and (not silent or all(place.network for place in places))
+
+
+def without_unfit_spares(run: ResolvedRun, engine: LaunchEngine) -> tuple[ResolvedRun, list[str]]:
+    """The run without those spare hosts that cannot run workers, and a sentence for each."""
+    there = {one.name for one in engine.hosts()}
+    unfit = {
+        one.name: why
+        for one in run.machines.spares
+        if one.workers and one.name in there and (why := why_unfit(run, engine, one.name))
+    }
+    lines = [f"spare host {name} is not used for workers: {why}" for name, why in unfit.items()]
+    return run.without_spares(unfit), lines
+
+
+def why_unfit(run: ResolvedRun, engine: LaunchEngine, host: str) -> str:
+    """Why a spare host, or one that came, can run no workers; "" where it can."""
+    there = {one.name: one for one in engine.hosts()}
+    if host not in there:
+        return "it does not answer"
+    place = run.host(host)
+    try:
+        asked = _question(run, place, [])
+        seen = SeenHost(place, there[host], asked, _answer(engine, host, asked))
+    except (LaunchError, msgspec.ValidationError) as error:
+        return str(error).partition("\n")[0]
+    wrong = [*_lacking_hardware(run, seen, None), *_lacking_files(seen)]
+    if not wrong and run.shared and run.snapshots_at_workers:
+        at = f"host {host} has another {run.directory} than the workers, whose snapshots rest there"
+        wrong += [] if directory_is_shared(run, engine, (host,)) else [at]
+    return "; ".join(wrong)
 
 
 def _answer(engine: LaunchEngine, host: str, asked: HostQuestion) -> HostLook:

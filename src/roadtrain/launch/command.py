@@ -6,7 +6,6 @@ Does NOT start any process of the run.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import secrets
@@ -25,7 +24,13 @@ from roadtrain.config.names import unknown_name
 from roadtrain.config.plan_file import PlanFile, load_plan_file
 from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.launch.control import ControlClient, ask_supervisor
-from roadtrain.launch.engines import ENGINES, default_engine, machines_of
+from roadtrain.launch.engines import (
+    ENGINES,
+    default_engine,
+    function_of,
+    is_alive,
+    machines_of,
+)
 from roadtrain.launch.home import (
     CHECKED,
     IMPORTED,
@@ -141,19 +146,27 @@ def command(
         raise ConfigError(f"--{given[0][0]} and {also}: one of them at a time")
     if notice < 0:
         raise ConfigError(f"--notice {notice:g}: 0 seconds or more", hint="--notice 120")
+    if if_launcher_dies not in THEN:
+        raise unknown_name("--if-launcher-dies", if_launcher_dies, THEN)
+    if detach and if_launcher_dies == "stop":
+        raise ConfigError("--detach and --if-launcher-dies stop: the launcher does not stay")
+    if dry_run and (write or (given and not replan)):
+        raise ConfigError(
+            f"--dry-run and --{'write' if write else given[0][0]} do not go together",
+            hint="--dry-run belongs to PLAN.toml JOB.toml, or to --replan",
+        )
     if given:
         return given[0][2](given[0][1])
     if not plan or not job:
         raise ConfigError("what is to be launched?", hint="roadtrain launch PLAN.toml JOB.toml")
-    if if_launcher_dies not in THEN:
-        raise unknown_name("--if-launcher-dies", if_launcher_dies, THEN)
     plan_file = load_plan_file(plan)
     check_batch(plan_file, load_job(job))
     home = RunHome.of(name or Path(job).stem)
     if write or dry_run:
         if write:
             return write_files(plan_file, job, home.name, write, (out, image))
-        print(function_of("roadtrain.launch.dry_run:dry_run")(described(plan_file, job, home.name)))
+        run = described(plan_file, job, home.name)
+        print(function_of("roadtrain.launch.dry_run:dry_run")(run, home))
         return 0
     record = LaunchRecord(
         name=home.name,
@@ -165,8 +178,6 @@ def command(
     )
     if record.engine not in ENGINES:
         raise unknown_name("--on", record.engine, ENGINES)
-    if detach and if_launcher_dies == "stop":
-        raise ConfigError("--detach and --if-launcher-dies stop: the launcher does not stay")
     with home.starting():
         begin(home, record, Path(plan).read_text(), load_job(job).to_toml())
         start(home, record)
@@ -193,8 +204,6 @@ def begin(home: RunHome, record: LaunchRecord, plan: str, job: str) -> None:
             f"run {home.name!r} is alive",
             hint=f"another --name, or roadtrain launch --stop {home.name}",
         )
-    for log in (home.all_log, *home.log_directory.glob("*.log")):
-        log.unlink(missing_ok=True)
     home.write(record, plan, job)
 
 
@@ -212,14 +221,6 @@ def followed(home: RunHome, record: LaunchRecord, detach: bool, offset: int = 0)
         print(f"run {home.name} is starting: roadtrain status {home.name}")
         return 0
     return follow(home, record, offset)
-
-
-def is_alive(home: RunHome) -> bool:
-    """Whether it has a supervisor, or will have one again by itself."""
-    if home.is_supervised():
-        return True
-    alive = ENGINES[home.record().engine].alive
-    return bool(alive) and home.state().phase != "ended" and bool(function_of(alive)(home))
 
 
 def start_supervisor(home: RunHome) -> None:
@@ -413,20 +414,6 @@ def write_files(
     return 0
 
 
-def function_of(target: str) -> Callable[..., Any]:
-    """`module:function`: modules of one engine or format are imported when they are used."""
-    module, _, function = target.partition(":")
-    try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    except ModuleNotFoundError as cause:
-        if not cause.name or cause.name.startswith("roadtrain"):
-            raise
-        raise LaunchError(
-            f"{cause.name} is not installed here", hint=f"pip install 'roadtrain[{cause.name}]'"
-        ) from cause
-    return found
-
-
 # -- of a run by its name --
 
 
@@ -470,6 +457,7 @@ def renew(home: RunHome, if_launcher_dies: str) -> LaunchRecord:
         if_launcher_dies=if_launcher_dies,
     )
     state = home.state()
+    home.measured_path.unlink(missing_ok=True)  # of a plan that may not be this one
     home.write_state(
         RunState(attempt=state.attempt, step=state.step, stamps={LAUNCHED: record.launched})
     )

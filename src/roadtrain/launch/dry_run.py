@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from roadtrain.launch.checks import CHECKED
+from roadtrain.launch.home import RunHome
 from roadtrain.launch.processes import HostFile, Process
 from roadtrain.launch.resolve import ResolvedRun
 from roadtrain.units import show_count
@@ -14,8 +15,8 @@ from roadtrain.units import show_count
 ALIKE = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
 
-def dry_run(run: ResolvedRun) -> str:
-    """Raises ConfigError, as `ResolvedRun.workers`."""
+def dry_run(run: ResolvedRun, home: RunHome) -> str:
+    """home: which the launch would write here. Raises ConfigError, as `ResolvedRun.workers`."""
     services = run.services()
     workers = run.workers(run.worker_hosts, 0).processes
     hosts = run.machines.hosts
@@ -36,7 +37,7 @@ def dry_run(run: ResolvedRun) -> str:
         *_table([(one.name, _own(one)) for one in workers]),
         "",
         "written",
-        *_table([*_written(run, (*services, *workers))]),
+        *_table([*_written_here(home), *_written(run, (*services, *workers))]),
     ]
     return "\n".join(line.rstrip() for line in lines)
 
@@ -52,6 +53,16 @@ def _told(process: Process, names: Sequence[str]) -> str:
 
 def _own(process: Process) -> str:
     return _told(process, [name for name in process.environment if name not in ALIKE])
+
+
+def _written_here(home: RunHome) -> Iterator[tuple[str, str, str]]:
+    before = ", those of the run of this name before are removed" if home.exists else ""
+    files = (home.plan_path, home.job_path, home.path / "launch.json", home.path / "state.json")
+    for path in files:
+        yield "here", str(path), "in a directory of mode 700"
+    yield "here", str(home.token_path), "mode 600, a secret that is made at the start"
+    yield "here", str(home.all_log), f"all lines{before}"
+    yield "here", f"{home.log_directory}/", f"the lines of each process{before}"
 
 
 def _written(run: ResolvedRun, processes: Sequence[Process]) -> Iterator[tuple[str, str, str]]:

@@ -5,6 +5,7 @@ plan.toml        as it was given
 job.toml         the user's, with its run.dir
 token            the secret of the run's processes (mode 600)
 addresses.json   of the hosts, as the engine knew them when the run began
+measured.json    links and steps, as the last --replan found them
 state.json       of the supervisor (`RunState`): processes, and when the start's phases were done
 control          Unix socket of the supervisor (mode 600, control.py)
 lock             locked while the supervisor is alive
@@ -119,6 +120,10 @@ class RunHome:
         return self.path / "token"
 
     @property
+    def measured_path(self) -> Path:
+        return self.path / "measured.json"
+
+    @property
     def all_log(self) -> Path:
         return self.path / "all.log"
 
@@ -127,9 +132,15 @@ class RunHome:
         return self.path / "log"
 
     def write(self, record: LaunchRecord, plan: str, job: str) -> None:
-        """A run that is launched anew. Raises StoreError where the directory cannot be written."""
+        """A run that is launched anew. launch.json goes first and comes last: what a launch that
+        was cut off has left is no run. Raises StoreError where the directory cannot be written."""
         self._make()
         make_directory(self.log_directory)
+        with typed_errors(self.path, "removing what the run before has left"):
+            for left in (self.path / "launch.json", self.measured_path, self.all_log):
+                left.unlink(missing_ok=True)
+            for log in self.log_directory.glob("*.log"):
+                log.unlink(missing_ok=True)
         write_token(self.token_path)
         replace_file(self.plan_path, plan.encode(), "writing the run's plan")
         replace_file(self.job_path, job.encode(), "writing the run's job")
@@ -168,7 +179,7 @@ class RunHome:
         replace_file(self.path / "addresses.json", body, "writing the hosts' addresses")
 
     def addresses(self) -> dict[str, str]:
-        """None where no engine has begun the run."""
+        """Empty where no engine has begun the run."""
         path = self.path / "addresses.json"
         return _decoded(path, dict[str, str]) if path.exists() else {}
 

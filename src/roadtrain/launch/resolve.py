@@ -14,7 +14,7 @@ Does NOT look whether all that is possible on the hosts: checks.py does.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,8 +40,8 @@ class ResolvedRun:
     """name: of the run. job: the user's, with what the plan decides. directory: absolute, the same
     on every host: the run's files (job.toml, token, reducers.txt) stand in it. addresses: of each
     host, by name. token: as text; "" in a dry run. start: which start of the run it is, another
-    one for each supervisor. shared: the directory is one and the same on all hosts, so that what
-    a lost host wrote there is not lost (checks.py finds out)."""
+    one for each supervisor. shared: the directory is one and the same on all hosts that workers
+    run on, so that what a lost host wrote there is not lost (checks.py finds out)."""
 
     name: str
     plan_file: PlanFile
@@ -93,16 +93,31 @@ class ResolvedRun:
 
     def with_host(self, name: str, address: str, workers: int) -> ResolvedRun:
         """Also with a spare host that the plan does not have, or with another address of one."""
-        known = any(one.name == name for one in (*self.machines.hosts, *self.machines.spares))
         machines = self.machines
-        if not known:
+        if not self.knows(name):
             new = PlanHost(name, "", address, workers)
             machines = replace(machines, spares=(*machines.spares, new))
-        return replace(
-            self,
-            plan_file=replace(self.plan_file, machines=machines),
-            addresses={**self.addresses, name: address},
-        )
+        plan_file = replace(self.plan_file, machines=machines)
+        addresses = {**self.addresses, name: address}
+        job = self.job.changed(_planned_keys(plan_file, addresses, self.directory))
+        return replace(self, plan_file=plan_file, job=job, addresses=addresses)
+
+    def without_spares(self, names: Collection[str]) -> ResolvedRun:
+        """These hosts are never used."""
+        left = tuple(one for one in self.machines.spares if one.name not in names)
+        machines = replace(self.machines, spares=left)
+        return replace(self, plan_file=replace(self.plan_file, machines=machines))
+
+    def knows(self, name: str) -> bool:
+        return any(one.name == name for one in (*self.machines.hosts, *self.machines.spares))
+
+    @property
+    def snapshots_at_workers(self) -> bool:
+        """Whether state rests in the run's directory on the workers' hosts: who takes the place of
+        one needs that directory."""
+        asked = self.job.parallelism
+        served = {one.stage for one in asked.placements if one.servers}
+        return asked.used and served != set(range(asked.pp))
 
     def stores_of_workers(self, host: str) -> list[str]:
         """Directories that the workers of a host of the plan open themselves."""
@@ -158,15 +173,20 @@ class ResolvedRun:
         )
 
     def workers(
-        self, hosts: Sequence[str], attempt: int, reducers: Sequence[str] | None = None
+        self,
+        hosts: Sequence[str],
+        attempt: int,
+        reducers: Sequence[str] | None = None,
+        committed: int = -1,
     ) -> WorkerSet:
         """hosts: with workers, in the order of ranks; maybe fewer than the plan's, or spare ones.
-        reducers: the hosts whose reducers are used; None: the plan's. Raises ConfigError where the
-        batch or the stages do not divide among them."""
+        reducers: the hosts whose reducers are used; None: the plan's. committed: the step from
+        which they go on, or a later one; -1: nothing is known. Raises ConfigError where the batch
+        or the stages do not divide among them."""
         if why := self.can_run_on(hosts):
             raise ConfigError(why, hint="wait for the hosts of the plan")
         each = [host.workers for host in self._workers_on(hosts)]
-        files = self._worker_files(hosts, reducers)
+        files = self._worker_files(hosts, reducers, committed)
         about = {
             "WORLD_SIZE": sum(each),
             "GROUP_WORLD_SIZE": len(hosts),
@@ -198,9 +218,11 @@ class ResolvedRun:
         return WorkerSet(attempt, tuple(processes))
 
     def _worker_files(
-        self, hosts: Sequence[str], reducers: Sequence[str] | None
+        self, hosts: Sequence[str], reducers: Sequence[str] | None, committed: int
     ) -> tuple[HostFile, ...]:
         job = self._job_on(hosts)
+        if committed > 0:
+            job = job.changed({"launched.committed": committed})
         files = [
             HostFile(self._path("job.toml"), _text_of(job)),
             HostFile(self._path("token"), self.token, secret=True),
@@ -210,6 +232,18 @@ class ResolvedRun:
             used = planned if reducers is None else reducers
             files.append(HostFile(self.reducers_path, self.reducer_lines(used)))
         return tuple(files)
+
+    def hosts_of_stages(self, hosts: Sequence[str]) -> list[str]:
+        """Of workers on these hosts, the first host of each stage. Raises ConfigError."""
+        if not hosts or not self.job.parallelism.used:
+            return [*hosts[:1]]
+        there = self._workers_on(hosts)
+        ranks = [host.name for host in there for _ in range(host.workers)]
+        degrees = self._job_on(hosts).parallelism.degrees(len(ranks))
+        first: dict[int, str] = {}
+        for rank, host in enumerate(ranks):
+            first.setdefault(degrees.position(rank).stage, host)
+        return list(dict.fromkeys([ranks[0], *first.values()]))
 
     def can_run_on(self, hosts: Sequence[str]) -> str:
         """Why workers cannot run on these hosts, in one sentence; "" where they can."""
@@ -301,10 +335,9 @@ def resolve(
             raise ConfigError(
                 f"host {host.name} of the plan has no address", hint="give it in machines.hosts"
             )
-    keys = flat(job_keys(plan_file, addresses))
-    _check_contradictions(job, keys)
-    words = {**keys, **_secrets(plan_file, keys, directory)}
-    run = ResolvedRun(name, plan_file, job.changed(words), directory, addresses, token)
+    _check_contradictions(job, flat(job_keys(plan_file, addresses)))
+    job = job.changed(_planned_keys(plan_file, addresses, directory))
+    run = ResolvedRun(name, plan_file, job, directory, addresses, token)
     alone = not run.job.parallelism.used and not run.job.servers.addresses
     if alone and run.worker_count > 1:
         raise ConfigError(
@@ -315,6 +348,14 @@ def resolve(
     if why := run.can_run_on(run.worker_hosts):
         raise ConfigError(f"the job cannot run on the machines of the plan: {why}")
     return run
+
+
+def _planned_keys(
+    plan_file: PlanFile, addresses: Mapping[str, str], directory: str
+) -> dict[str, Any]:
+    """Dotted key -> value of the job: what the plan decides, with hosts at their addresses."""
+    keys = flat(job_keys(plan_file, addresses))
+    return {**keys, **_secrets(plan_file, keys, directory)}
 
 
 def _secrets(plan_file: PlanFile, keys: Mapping[str, Any], directory: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import msgspec
 from roadtrain.config.job import load_job
 from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.launch.control import ask_supervisor
-from roadtrain.launch.engines import ENGINES
+from roadtrain.launch.engines import ENGINES, is_alive
 from roadtrain.launch.home import LaunchRecord, ProcessRow, RunHome, RunState
 from roadtrain.training import status
 from roadtrain.training.progress import show_table
@@ -58,6 +58,9 @@ def launched(name: str) -> RunHome | None:
 def of_launched(home: RunHome, report: Callable[[str], None] = print) -> int:
     record = home.record()
     if not home.is_supervised():
+        if is_alive(home):
+            report(f"run {home.name} on {record.engine}: its supervisor is being started again")
+            return 1
         return _without_supervisor(home, record, report)
     try:
         reply = ask_supervisor(home, "status")
@@ -69,6 +72,8 @@ def of_launched(home: RunHome, report: Callable[[str], None] = print) -> int:
     show_table(rows(state.processes), report)
     for line in reply["run"]["lines"]:
         report(line)
+    for beside in reply["run"]["stages"]:
+        show_table(beside, report)
     down = [one.name for one in state.processes if one.state != UP]
     if down:
         report(f"down: {', '.join(down)}")

@@ -18,13 +18,13 @@ import msgspec
 from roadtrain.config.job import load_job
 from roadtrain.config.plan_file import load_plan_file
 from roadtrain.errors import LaunchError, RoadtrainError, StoreError
-from roadtrain.launch.checks import check, directory_is_shared
+from roadtrain.launch.checks import check, directory_is_shared, without_unfit_spares
 from roadtrain.launch.engine import LaunchEngine
 from roadtrain.launch.engines import ENGINES
 from roadtrain.launch.home import CHECKED, READY, LaunchRecord, RunHome, RunState
 from roadtrain.launch.logs import RunLogs
 from roadtrain.launch.resolve import ResolvedRun, resolve
-from roadtrain.launch.supervisor import REFUSED, Supervisor
+from roadtrain.launch.supervisor import FAILED, REFUSED, Supervisor
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -39,6 +39,9 @@ def supervise(home: RunHome, engine: LaunchEngine | None = None) -> int:
             os.chdir(record.directory)
             run, engine = begun(home, record, engine, logs)
         except (RoadtrainError, OSError) as error:
+            if had_begun(home):  # whoever started this process again tries once more
+                logs.tell(f"the supervisor cannot go on: {error}")
+                return FAILED
             logs.tell("nothing was started")
             refuse(home, logs, str(error))
             return REFUSED
@@ -48,6 +51,15 @@ def supervise(home: RunHome, engine: LaunchEngine | None = None) -> int:
         for number in SIGNALS:
             signal.signal(number, lambda n, _: supervisor.stop(f"signal {n}"))
         return supervisor.run()
+
+
+def had_begun(home: RunHome) -> bool:
+    """Whether a supervisor before this one had begun this start of the run: its services may still
+    run, so this is no refusal of what was launched."""
+    try:
+        return CHECKED in home.state().stamps
+    except LaunchError:
+        return False
 
 
 def not_started(number: int, _: object) -> None:
@@ -90,10 +102,12 @@ def begun(
             token=home.token_path.read_text(),
         )
         run = replace(run, start=f"{record.launched:.3f}")
-        for line in [] if engine.goes_on else check(run, engine):
-            logs.tell(line)
+        told = [] if engine.goes_on else check(run, engine)
         if run.job.parallelism.used:
             run = replace(run, shared=directory_is_shared(run, engine))
+        run, unfit = without_unfit_spares(run, engine)
+        for line in (*told, *unfit):
+            logs.tell(line)
         state = home.state()
         stamps |= {CHECKED: time.time(), **state.stamps}
         home.write_state(RunState(attempt=state.attempt, step=state.step, stamps=stamps))

@@ -12,12 +12,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from roadtrain.config.machines import LostHost
-from roadtrain.errors import LaunchError, RoadtrainError, StoreError
+from roadtrain.errors import ConfigError, LaunchError, RoadtrainError, StoreError
+from roadtrain.launch.checks import why_unfit
 from roadtrain.launch.control import ControlRequest, ControlSocket
 from roadtrain.launch.engine import LaunchEngine
 from roadtrain.launch.home import (
@@ -36,6 +38,7 @@ from roadtrain.launch.measured_run import FILE, measure_run
 from roadtrain.launch.processes import HostFile, Process, Role, WorkerSet
 from roadtrain.launch.resolve import ResolvedRun
 from roadtrain.protocol.launch import (
+    STEP_GRACE_S,
     Committed,
     EndRun,
     HostCame,
@@ -56,23 +59,30 @@ from roadtrain.protocol.launch import (
     WorkersPlaced,
 )
 from roadtrain.protocol.run_phases import ProcessState, RunPhase
-from roadtrain.protocol.run_state import RunStateMachine
+from roadtrain.protocol.run_state import INTERRUPTED, RunStateMachine
 from roadtrain.storage.direct import replace_file
 
 TURN_S = 0.2  # between looks at the control socket
 HELLO_S = 60.0  # a launcher that the run is to end with has said hello by then
 WRITE_AGAIN_S = 10.0  # after a state.json that could not be written
 STEP = "step "  # how worker 0's line of a step begins
-REFUSED = 2  # the exit code of workers whose start was refused here
+GRACE_STEPS = 4  # workers that are to end have as long as so many predicted steps
+END_TRIES = 6  # to write the last state.json, on a disk that is full
+PLANNED_ANEW = "it is planned anew"  # why a run ended that was stopped to be measured
+REFUSED, FAILED = 2, 1  # exit codes of workers whose start was refused here, or failed
 STATUS = ("-m", "roadtrain.launch.run_status")
 COMMITTED = ("-m", "roadtrain.launch.committed")
 
 
 def facts_of(
-    run: ResolvedRun, first_attempt: int, can_run_on: Callable[[Sequence[str]], str]
+    run: ResolvedRun,
+    first_attempt: int,
+    committed: int,
+    can_run_on: Callable[[Sequence[str]], str],
 ) -> RunFacts:
-    """What the state machine knows of a run."""
+    """What the state machine knows of a run. committed: the step, -1 where none is known."""
     machines, replicated = run.machines, run.job.servers.replicas > 1
+    grace_s = max(STEP_GRACE_S, GRACE_STEPS * run.job.predicted.seconds)
     return RunFacts(
         services=tuple(
             RunService(
@@ -89,6 +99,8 @@ def facts_of(
         shrink=machines.lost_host is LostHost.SHRINK,
         sums_at_reducers=any(host.reducer for host in machines.hosts),
         first_attempt=first_attempt,
+        committed=committed,
+        step_grace_s=grace_s,
     )
 
 
@@ -107,11 +119,12 @@ class Supervisor:
     ) -> None:
         before = home.state()
         self._run, self._engine, self._home, self._logs = run, engine, home, logs
+        # The last step that is known to be committed. A new store is a new beginning.
+        self._step = -1 if self._begins_anew(before) else before.step
         self._machine = RunStateMachine(
-            facts_of(run, before.attempt + 1, lambda hosts: self._run.can_run_on(hosts))
+            facts_of(run, before.attempt + 1, self._step, lambda hosts: self._run.can_run_on(hosts))
         )
         self._stamps = dict(before.stamps)
-        self._step = before.step  # the last that is known to be committed
         self._workers = WorkerSet(before.attempt, ())  # of the last attempt
         self._said_at = 0.0  # when worker 0 said its last line, before its first step
         self._failed: deque[RunEvent] = deque()  # of actions that could not be carried out
@@ -122,13 +135,20 @@ class Supervisor:
         self._began = time.monotonic()
         self._stop_asked = ""
         self._measures = False  # once the run has stopped
+        self._user_stops = ""  # why, where a user asked for the end after all
+
+    def _begins_anew(self, before: RunState) -> bool:
+        return self._run.job.run.new_store and before.attempt < 0
 
     def run(self) -> int:
         """Until the run has ended; its exit code. Whatever happens, nothing that the engine has
         started is left."""
         try:
             with ControlSocket(self._home) as control:
-                self._ask_step([host.name for host in self._run.machines.hosts if host.workers])
+                if not self._begins_anew(self._home.state()):
+                    self._ask_step(self._run.worker_hosts)
+                for event in self._engine.events(0.0):  # a host may be gone already
+                    self._take(event)
                 self._feed(TimePassed(time.monotonic()))
                 while self._ended is None:
                     self._turn(control)
@@ -142,9 +162,17 @@ class Supervisor:
             try:
                 self._engine.close()
             finally:
-                self._write_state(now=True)
+                self._write_end()
                 self._logs.flush()
         return self._ended.code
+
+    def _write_end(self) -> None:
+        """Without it a run that is done would be taken for one whose supervisor was killed."""
+        for _ in range(END_TRIES):
+            self._write_state(now=True)
+            if self._written == self._state():
+                return
+            time.sleep(WRITE_AGAIN_S)
 
     def stop(self, why: str) -> None:
         """From a signal handler."""
@@ -179,10 +207,20 @@ class Supervisor:
                 return
             case ProcessEnded() | WorkersEnded() if self._machine.phase is RunPhase.GOING:
                 self._ask_step(self._machine.worker_hosts)
-            case HostCame(host, address, workers):
-                count = self._machine.facts.workers_of(workers)
-                self._run = self._run.with_host(host, address, count)
+            case HostCame():
+                event = self._known(event)
         self._feed(event)
+
+    def _known(self, event: HostCame) -> HostCame:
+        """A host is of the run from now on: a spare one that cannot run workers with none."""
+        count = self._machine.facts.workers_of(event.workers)
+        self._run = self._run.with_host(event.host, event.address, count)
+        spare = any(one.name == event.host for one in self._run.machines.spares)
+        why = why_unfit(self._run, self._engine, event.host) if spare and event.workers else ""
+        if why:
+            self._logs.tell(f"host {event.host} came and is not used for workers: {why}")
+            return replace(event, workers=0)
+        return event
 
     def _stamp_line(self, line: str) -> None:
         now = time.time()
@@ -203,10 +241,12 @@ class Supervisor:
         except LaunchError as error:
             self._logs.tell(f"the step is not known: {error}")
             return
-        if step > self._step:
-            self._step = step
-            if self._machine.attempt >= self._machine.facts.first_attempt:
-                self._feed(Committed(step, time.monotonic()))
+        self._learn_step(step)
+
+    def _learn_step(self, step: int) -> None:
+        self._step = max(self._step, step)
+        if self._machine.attempt >= self._machine.facts.first_attempt:
+            self._feed(Committed(self._step, time.monotonic()))
 
     def _feed(self, event: RunEvent) -> None:
         for action in self._machine.handle(event):
@@ -233,8 +273,9 @@ class Supervisor:
                 self._engine.stop(name, grace_s)
             case SetReducers(hosts):
                 self._set_reducers(hosts)
-            case EndRun():
-                self._ended = action
+            case EndRun(code):
+                asked = code == INTERRUPTED and self._user_stops
+                self._ended = replace(action, why=self._user_stops) if asked else action
 
     def _service(self, name: str) -> Process:
         known = {process.name: process for process in self._run.services()}
@@ -244,13 +285,16 @@ class Supervisor:
         self._write_state(
             now=True
         )  # with this attempt's number: it is not used again, whatever happens
+        if attempt > self._machine.facts.first_attempt:
+            self._ask_step(hosts)
         try:
-            self._workers = self._run.workers(hosts, attempt, self._machine.reducers)
+            self._workers = self._run.workers(hosts, attempt, self._machine.reducers, self._step)
             self._stamps.setdefault(SERVICES, time.time())
             self._engine.start_workers(self._workers)
         except RoadtrainError as error:
+            code = REFUSED if isinstance(error, ConfigError) else FAILED
             self._failed.append(
-                WorkersEnded(attempt, REFUSED, "workers", time.monotonic(), str(error))
+                WorkersEnded(attempt, code, "workers", time.monotonic(), str(error))
             )
         self._stamps.setdefault(WORKERS, time.time())
 
@@ -276,10 +320,11 @@ class Supervisor:
             case "status":
                 return self._status()
             case "stop":
-                self._stop_asked = " ".join(request.words) or "asked to"
+                self._stop_asked = self._user_stops = " ".join(request.words) or "asked to"
+                self._measures = False
                 return {}
             case "measure":
-                self._stop_asked, self._measures = "it is planned anew", True
+                self._stop_asked, self._measures = PLANNED_ANEW, True
                 return {}
             case "gone":
                 self._stop_asked = "its launcher is gone"
@@ -291,15 +336,23 @@ class Supervisor:
         )
 
     def _status(self) -> Mapping[str, Any]:
-        """The state, and what `roadtrain status` says of the run on worker 0's host."""
-        hosts = [host for host in self._machine.worker_hosts[:1] if host in self._machine.here]
-        run: Mapping[str, Any] = {"step": -1, "code": 1, "lines": ["no worker has started"]}
-        if hosts:
+        """The state, and what `roadtrain status` says of the run on worker 0's host and, of each
+        stage, on its first one."""
+        hosts = self._run.hosts_of_stages(self._machine.worker_hosts)
+        hosts = [host for host in hosts if host in self._machine.here]
+        run: dict[str, Any] = {"step": -1, "code": 1, "lines": ["no worker has started"]}
+        tables: dict[str, Any] = {}
+        for host in hosts:
+            told = {"directory": self._run.directory, "first": host == hosts[0]}
             try:
-                run = self._engine.ask(hosts[0], STATUS, {"directory": self._run.directory})
+                said = self._engine.ask(host, STATUS, told)
             except LaunchError as error:
-                run = {"step": -1, "code": 1, "lines": [str(error)]}
-        self._step = max(self._step, int(run["step"]))
+                said = {"step": -1, "code": 1, "lines": [str(error)], "stages": []}
+            run = said if host == hosts[0] else run
+            for table in said["stages"]:  # of a directory that hosts share, once
+                tables.setdefault(table[0][0], table)
+        self._learn_step(int(run["step"]))
+        run["stages"] = [table for _, table in sorted(tables.items())]
         return {"state": msgspec.to_builtins(self._state()), "run": run}
 
     def _measure(self) -> None:

@@ -224,6 +224,8 @@ class RunStateMachine:
         self.without_from.pop(host, None)
         if known:
             self._tell(f"host {host} is there again")
+            if host in self.spares:
+                self.spares[host] = self.facts.workers_of(event.workers)
             for name in self._services_on(host):
                 self.services[name].due = self.now
                 self.left_out.discard(name)

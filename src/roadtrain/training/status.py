@@ -52,10 +52,30 @@ def command(
         key: TLS: PEM file of its key, likewise
         link: how the servers are reached, as they were told (tcp)
     """
+    code = without_stages(run, endurance_tbw, token_file, ca, cert, key, link, report)
+    for beside in [] if names_servers(run) else compared(Path(run)):
+        show_table(beside, report)
+    return code
+
+
+def names_servers(run: str) -> bool:
+    return ":" in run and not Path(run).is_dir()
+
+
+def without_stages(
+    run: str,
+    endurance_tbw: float | None = None,
+    token_file: str | None = None,
+    ca: str | None = None,
+    cert: str | None = None,
+    key: str | None = None,
+    link: str = "tcp",
+    report: Callable[[str], None] = print,
+) -> int:
+    """As `command`, but for what was predicted of each stage."""
     found: list[Any] = []
     reducers: list[tuple[str, str]] = []
-    named = ":" in run and not Path(run).is_dir()  # servers
-    if not named:
+    if not names_servers(run):
         job = job_of_run(run)
         if job.parallelism.reducers:
             reducers, found = ask_reducers(job, token_file)
@@ -74,8 +94,6 @@ def command(
         table += health.rows(servers, answers, switches)
         found += answers
     show_table([*table, *reducers], report)
-    for beside in [] if named else compared(Path(run)):
-        show_table(beside, report)
     return int(any(isinstance(one, PeerError) for one in found))
 
 

@@ -216,10 +216,10 @@ def held_out_loss(training: Training, batches: int = HELD_OUT_BATCHES) -> float 
 
 
 def mark_of(job: Job, report: Report = print, *, reads: bool = False) -> Mark:
-    """What the job's run directory knows of its store. `reads`: none shall be made. A worker
-    that was started again has said `new_store` once before."""
+    """What the job's run directory, or its launcher, knows of its store. `reads`: none shall be
+    made. A worker that was started again has said `new_store` once before."""
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    witness = committed_by(job.run_dir / "metrics.jsonl")
+    witness = max(committed_by(job.run_dir / "metrics.jsonl"), job.launched.committed or -1)
     return Mark(
         job.run_dir,
         witness=witness,
@@ -369,7 +369,12 @@ def _line(
 
 def write_job(job: Job) -> None:
     said_once = job.changed(
-        {"run.new_store": None, "store.moved_from": None, "servers.give_up": None}
+        {
+            "run.new_store": None,
+            "launched.committed": None,
+            "store.moved_from": None,
+            "servers.give_up": None,
+        }
     )
     replace_file(job.run_dir / "job.toml", said_once.to_toml().encode(), "writing")
     if job.data.tokenizer != "bytes":
