@@ -6,7 +6,6 @@ Does NOT start any process of the run.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import secrets
@@ -25,7 +24,13 @@ from roadtrain.config.names import unknown_name
 from roadtrain.config.plan_file import PlanFile, load_plan_file
 from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.launch.control import ControlClient, ask_supervisor
-from roadtrain.launch.engines import ENGINES, default_engine, machines_of
+from roadtrain.launch.engines import (
+    ENGINES,
+    default_engine,
+    function_of,
+    is_alive,
+    machines_of,
+)
 from roadtrain.launch.home import (
     CHECKED,
     IMPORTED,
@@ -212,14 +217,6 @@ def followed(home: RunHome, record: LaunchRecord, detach: bool, offset: int = 0)
         print(f"run {home.name} is starting: roadtrain status {home.name}")
         return 0
     return follow(home, record, offset)
-
-
-def is_alive(home: RunHome) -> bool:
-    """Whether it has a supervisor, or will have one again by itself."""
-    if home.is_supervised():
-        return True
-    alive = ENGINES[home.record().engine].alive
-    return bool(alive) and home.state().phase != "ended" and bool(function_of(alive)(home))
 
 
 def start_supervisor(home: RunHome) -> None:
@@ -411,20 +408,6 @@ def write_files(
     for line in function_of(WRITERS[kind])(run, Path(out), image):
         print(line)
     return 0
-
-
-def function_of(target: str) -> Callable[..., Any]:
-    """`module:function`: modules of one engine or format are imported when they are used."""
-    module, _, function = target.partition(":")
-    try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    except ModuleNotFoundError as cause:
-        if not cause.name or cause.name.startswith("roadtrain"):
-            raise
-        raise LaunchError(
-            f"{cause.name} is not installed here", hint=f"pip install 'roadtrain[{cause.name}]'"
-        ) from cause
-    return found
 
 
 # -- of a run by its name --

@@ -9,12 +9,13 @@ import ipaddress
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
 from roadtrain.config.machines import Machines
 from roadtrain.config.plan_file import PlanFile
-from roadtrain.errors import ConfigError
+from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.launch.engine import LaunchEngine
 from roadtrain.launch.home import CHECKED, LaunchRecord, RunHome
 
@@ -99,3 +100,25 @@ def _is_own(address: str, own: set[str]) -> bool:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
+
+
+def is_alive(home: RunHome) -> bool:
+    """Whether it has a supervisor, or will have one again by itself."""
+    if home.is_supervised():
+        return True
+    alive = ENGINES[home.record().engine].alive
+    return bool(alive) and home.state().phase != "ended" and bool(function_of(alive)(home))
+
+
+def function_of(target: str) -> Callable[..., Any]:
+    """`module:function`: modules of one engine or format are imported when they are used."""
+    module, _, function = target.partition(":")
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as cause:
+        if not cause.name or cause.name.startswith("roadtrain"):
+            raise
+        raise LaunchError(
+            f"{cause.name} is not installed here", hint=f"pip install 'roadtrain[{cause.name}]'"
+        ) from cause
+    return found
