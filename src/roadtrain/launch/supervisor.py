@@ -61,6 +61,7 @@ from roadtrain.storage.direct import replace_file
 TURN_S = 0.2  # between looks at the control socket
 HELLO_S = 60.0  # a launcher that the run is to end with has said hello by then
 WRITE_AGAIN_S = 10.0  # after a state.json that could not be written
+PLANNED_ANEW = "it is planned anew"  # why a run ends that `launch --replan` goes on with
 STEP = "step "  # how worker 0's line of a step begins
 REFUSED = 2  # the exit code of workers whose start was refused here
 STATUS = ("-m", "roadtrain.launch.run_status")
@@ -278,7 +279,7 @@ class Supervisor:
                 self._stop_asked = " ".join(request.words) or "asked to"
                 return {}
             case "measure":
-                self._stop_asked, self._measures = "it is planned anew", True
+                self._stop_asked, self._measures = PLANNED_ANEW, True
                 return {}
             case "gone":
                 self._stop_asked = "its launcher is gone"
