@@ -256,6 +256,33 @@ def test_medians_of_a_workers_last_steps(tmp_path: Path) -> None:
     assert seconds_of(tmp_path / "none.jsonl") is None
 
 
+def test_steps_of_the_plan_before_do_not_count_with_those_of_the_last_one(tmp_path: Path) -> None:
+    """Nor those at full width with those of fewer hosts, of which nothing is predicted."""
+    path = tmp_path / "metrics.jsonl"
+
+    def written(*predicted: float) -> None:
+        lines = [
+            {
+                "step": n,
+                "seconds": seconds or 9.0,
+                "stages": {"Forward": {"seconds": seconds or 9.0, "bytes": 0}},
+                **({"predicted": {"stages": {"Forward": seconds}}} if seconds else {}),
+            }
+            for n, seconds in enumerate(predicted, 1)
+        ]
+        path.write_text("".join(msgspec.json.encode(line).decode() + "\n" for line in lines))
+
+    written(*[4.0] * 15, *[1.0] * 3)
+    found = seconds_of(path)
+    assert found is not None
+    assert (found.step, found.steps, found.seconds) == (18, 3, 1.0)
+    assert (found.stages, found.predicted) == ({"Forward": 1.0}, {"Forward": 1.0})
+    written(*[4.0] * 15, *[0.0] * 2)
+    found = seconds_of(path)
+    assert found is not None
+    assert (found.steps, found.seconds, found.predicted) == (2, 9.0, {})
+
+
 def test_hosts_measure_their_links_with_the_token_told_on_standard_input(tmp_path: Path) -> None:
     """Rule 8: no token in words. Two listening hosts and the one that asks, as an engine runs
     them; those that listen end by themselves."""
