@@ -49,8 +49,8 @@ class Told(msgspec.Struct):
 
 
 class WorkerSeconds(msgspec.Struct):
-    """Of a worker's last steps by one plan: medians. `predicted`: what the plan promised of the same stages;
-    none where the file does not say."""
+    """Of a worker's last steps by one plan: medians. `predicted`: what the plan promised of the
+    same stages; none where the file does not say."""
 
     file: str
     step: int  # the last one
