@@ -480,6 +480,10 @@ def test_delay_and_compression_of_a_run_stay(home: RunHome) -> None:  # Rule 2
         old = Plan(placement("server"), Parallelism(dp=4), num_microbatches=4, staleness=delay)
         pick = SearchedAgain(old, frozenset(), run.job, run.model, *of)(cluster).pick
         assert pick is not None and pick.plan.staleness == delay
+    job = run.job.changed({"optimizer.delay": 1})
+    found = SearchedAgain(old.changed(staleness=0), frozenset(), job, run.model, *of)(cluster)
+    assert found.pick is None
+    assert "updates 1 steps late are other losses" in str(found.families["server"].refused)
     old = old.changed(staleness=0, keep=0.1)
     found = SearchedAgain(old, frozenset(), run.job, run.model, *of)(cluster)
     assert found.pick is None
