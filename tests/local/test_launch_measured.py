@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
 import pytest
+from processes import free_port
+from test_launch_supervisor import job_tree, launched
 
+from roadtrain.config.cluster import make_cluster
 from roadtrain.config.job import make_job
 from roadtrain.config.machines import Machines, PlanHost
 from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, placement
-from roadtrain.config.plan_file import PlanFile
+from roadtrain.config.plan_file import PlanFile, load_plan_file
 from roadtrain.launch.here import here_engine
 from roadtrain.launch.measured_run import measure_run, run_seen
+from roadtrain.launch.replan import measured_of
 from roadtrain.launch.resolve import resolve
+from roadtrain.planner.machines_of import machines_of
 
 pytestmark = pytest.mark.slow
 NAMES = ("a", "b", "c")
@@ -69,3 +75,41 @@ def test_hosts_that_share_an_address_have_no_link(tmp_path: Path) -> None:
     finally:
         engine.close()
     assert not found.links and not found.workers and not found.missing
+
+
+@pytest.mark.exhaustive
+def test_a_dry_run_stops_a_run_measures_its_links_and_lets_it_go_on(tmp_path: Path) -> None:
+    """By the command. Two hosts at two addresses of this one."""
+    device = {"kind": "cpu", "flops": "10GFLOP/s", "memory": "4GB", "memory_rate": "10GB/s"}
+    cluster = make_cluster(
+        {
+            "hosts": [
+                {
+                    "name": "gpu",
+                    "count": 2,
+                    "addresses": ["127.0.0.1", "127.0.0.2"],
+                    "device": device,
+                    "memory": "4GB",
+                    "memory_rate": "10GB/s",
+                    "updates": "2GB/s",
+                    "sums": "2GB/s",
+                    "nics": [{"rate": "10Gbit/s"}],
+                }
+            ]
+        }
+    )
+    plan = Plan(placement("zero1"), Parallelism(dp=2), micro_batch=2)
+    machines = replace(machines_of(plan, cluster), rendezvous_port=free_port())
+    with launched(tmp_path, 1, 3000) as run:
+        run.plan.write_text(PlanFile(plan, machines, None, cluster).to_toml())
+        job = make_job(job_tree(tmp_path, 3000)).changed({"optimizer.accumulate": 2})
+        run.job.write_text(job.to_toml([("optimizer", "accumulate"), ("data", "batch_size")]))
+        words = ("launch", str(run.plan), str(run.job), "--name", "tiny", "--detach")
+        assert run.run(*words)[0] == 0
+        run.step_reached(5)
+        code, said = run.run("launch", "--replan", "tiny", "--dry-run")
+        assert code == 0 and "by the plan that ran" in said and "not measured" not in said, said
+        run.step_reached(len(run.lines) + 5)
+        assert run.home.is_supervised() and load_plan_file(run.home.plan_path).plan == plan
+        assert len(measured_of(run.home).links) == 2
+        assert run.run("launch", "--stop", "tiny")[0] == 0

@@ -297,7 +297,8 @@ class Launched:
         self.home = RunHome(directory / ".roadtrain" / "runs" / "tiny")
         self.plan, self.job = directory / "plan.toml", directory / "job.toml"
         self.plan.write_text(make_plan_file(plan_tree(directory, workers)).to_toml())
-        self.job.write_text(make_job(job_tree(directory, steps)).to_toml())
+        job = make_job(job_tree(directory, steps)).changed({"data.batch_size": 2 * workers})
+        self.job.write_text(job.to_toml())  # of a step, as the plan's
 
     def command(self, *words: str) -> list[str]:
         return [sys.executable, "-m", "roadtrain.cli", *words]
@@ -446,4 +447,5 @@ def test_a_run_is_stopped_and_refused_by_name(tmp_path: Path) -> None:
         (tmp_path / "store").rename(tmp_path / "elsewhere")
         code, said = run.run("launch", "--resume", "tiny")
         assert code == 2 and "are their disks mounted?" in said
-        assert run.nothing_runs() and len(run.lines) == done
+        wait_for(run.nothing_runs, "the end of a supervisor that has refused")
+        assert len(run.lines) == done

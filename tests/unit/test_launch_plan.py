@@ -12,7 +12,7 @@ from roadtrain.config.job import load_job, make_job
 from roadtrain.errors import ConfigError
 from roadtrain.training import status
 from roadtrain.training.command import command as train
-from roadtrain.training.predicted import promised
+from roadtrain.training.predicted import compared, promised
 
 MODEL: dict[str, Any] = {"config": {"model_type": "llama"}}
 STAGES = {"stage 0": {"Forward": 0.1, "Wait": 0.4}, "stage 1": {"Forward": 0.3, "Backward": 0.5}}
@@ -81,3 +81,15 @@ def test_status_shows_predicted_beside_measured_of_every_stage(tmp_path: Path):
         "Forward 300 ms 150 ms 0.50",
         "Backward 500 ms - -",
     ]
+
+
+def test_steps_by_the_plan_before_and_files_put_aside_are_not_compared(tmp_path: Path):
+    def of(seconds: float) -> Any:
+        told = {"seconds": seconds, "stages": STAGES}
+        return make_job({"run": {"dir": str(tmp_path)}, "model": MODEL, "predicted": told})
+
+    last = lines(of(2.0), 0, 0.2).splitlines()[-3:]
+    (tmp_path / "metrics.jsonl").write_text(lines(of(9.0), 0, 9.0) + "\n".join(last) + "\n")
+    (tmp_path / "metrics.1.before-1.jsonl").write_text(lines(of(9.0), 1, 9.0))
+    [table] = compared(tmp_path)
+    assert table[1:3] == [("a step", "2 s", "2 s", "1.00"), ("Forward", "100 ms", "200 ms", "2.00")]

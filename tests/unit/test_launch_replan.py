@@ -5,8 +5,12 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
+import time
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -19,11 +23,15 @@ from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, placement
 from roadtrain.config.plan_file import PlanFile, load_plan_file
 from roadtrain.errors import ConfigError, LaunchError
-from roadtrain.launch.home import RunHome
+from roadtrain.launch import command, paused_run
+from roadtrain.launch.control import ControlSocket
+from roadtrain.launch.engines import ENGINES, EngineKind
+from roadtrain.launch.home import CHECKED, LaunchRecord, RunHome, RunState
 from roadtrain.launch.measured_cluster import LinkSeen, RunSeen, measured_cluster
-from roadtrain.launch.measured_host import MODULE, HostAnswer, Told, seconds_of
-from roadtrain.launch.measured_run import FILE, MeasuredRun
-from roadtrain.launch.replan import ReplanOptions, kept, replan
+from roadtrain.launch.measured_host import MODULE, HostAnswer, Told, WorkerSeconds, seconds_of
+from roadtrain.launch.measured_run import FILE, MeasuredRun, MeasuredWorker
+from roadtrain.launch.replan import ReplanOptions, SearchedAgain, kept, planned_run, replan
+from roadtrain.launch.supervisor import PLANNED_ANEW
 from roadtrain.planner.arrangements import MOST, arrangements, best_arrangement
 from roadtrain.planner.machines_of import machines_of, predicted_of
 from roadtrain.planner.search import SearchResult, search
@@ -256,6 +264,33 @@ def test_medians_of_a_workers_last_steps(tmp_path: Path) -> None:
     assert seconds_of(tmp_path / "none.jsonl") is None
 
 
+def test_steps_of_the_plan_before_do_not_count_with_those_of_the_last_one(tmp_path: Path) -> None:
+    """Nor those at full width with those of fewer hosts, of which nothing is predicted."""
+    path = tmp_path / "metrics.jsonl"
+
+    def written(*predicted: float) -> None:
+        lines = [
+            {
+                "step": n,
+                "seconds": seconds or 9.0,
+                "stages": {"Forward": {"seconds": seconds or 9.0, "bytes": 0}},
+                **({"predicted": {"stages": {"Forward": seconds}}} if seconds else {}),
+            }
+            for n, seconds in enumerate(predicted, 1)
+        ]
+        path.write_text("".join(msgspec.json.encode(line).decode() + "\n" for line in lines))
+
+    written(*[4.0] * 15, *[1.0] * 3)
+    found = seconds_of(path)
+    assert found is not None
+    assert (found.step, found.steps, found.seconds) == (18, 3, 1.0)
+    assert (found.stages, found.predicted) == ({"Forward": 1.0}, {"Forward": 1.0})
+    written(*[4.0] * 15, *[0.0] * 2)
+    found = seconds_of(path)
+    assert found is not None
+    assert (found.steps, found.seconds, found.predicted) == (2, 9.0, {})
+
+
 def test_hosts_measure_their_links_with_the_token_told_on_standard_input(tmp_path: Path) -> None:
     """Rule 8: no token in words. Two listening hosts and the one that asks, as an engine runs
     them; those that listen end by themselves."""
@@ -294,18 +329,31 @@ JOB = {
 }
 
 
+def with_a_spare(cluster: Cluster) -> Cluster:
+    """A host like the others, without devices."""
+    update = {"name": "spare", "count": 1, "addresses": ("10.0.0.9",), "devices": 0, "device": None}
+    spare = cluster.hosts[0].model_copy(update=update)
+    return cluster.model_copy(update={"hosts": (*cluster.hosts, spare)})
+
+
+DP4 = Plan(placement("zero1"), Parallelism(dp=4), num_microbatches=4)
+
+
 def launched(home: RunHome, cluster: Cluster, plan: Plan) -> PlanFile:
     """What a launch of the plan leaves in its home, and what its supervisor measured: the card of
     gpu1 has a quarter of its rate."""
     result = simulate(plan, cluster, from_config(LLAMA, seq_len=128), Constants(), checked=False)
     file = PlanFile(plan, machines_of(plan, cluster), predicted_of(result), cluster)
-    home.path.mkdir(parents=True)
-    home.plan_path.write_text(file.to_toml())
-    home.job_path.write_text(tomli_w.dumps(JOB))
+    record = LaunchRecord(name=home.name, engine="here", launched=time.time(), directory="/")
+    home.write(record, file.to_toml(), tomli_w.dumps(JOB))
+    measured_again(home)
+    return file
+
+
+def measured_again(home: RunHome) -> None:
     rates = {f"gpu{number}": 25.0 if number == 1 else 100.0 for number in range(4)}
     links = tuple((one.sender, one.receiver, one.rate, 1e-4) for one in seen(rates, 0.9))
     (home.path / FILE).write_bytes(msgspec.json.encode(MeasuredRun(links, shared=True)))
-    return file
 
 
 @pytest.fixture
@@ -324,7 +372,7 @@ def gpus() -> Cluster:
 def test_a_slowed_link_gives_another_plan_of_the_same_hosts_and_the_old_one_is_kept(
     home: RunHome,
 ) -> None:
-    old = launched(home, gpus(), Plan(placement("zero1"), Parallelism(dp=4), num_microbatches=4))
+    old = launched(home, gpus(), DP4)
     lines: list[str] = []
     assert replan(home, ReplanOptions(), pytest.fail, lines.append) == 0
     new = load_plan_file(home.plan_path)
@@ -340,7 +388,7 @@ def test_a_slowed_link_gives_another_plan_of_the_same_hosts_and_the_old_one_is_k
 def test_a_dry_run_leaves_the_plan_and_writes_the_new_one_where_it_is_asked_to(
     home: RunHome, tmp_path: Path
 ) -> None:
-    old = launched(home, gpus(), Plan(placement("zero1"), Parallelism(dp=4), num_microbatches=4))
+    old = launched(home, gpus(), DP4)
     options = ReplanOptions(dry_run=True, write_plan=str(tmp_path / "new.toml"))
     replan(home, options, pytest.fail, lambda _: None)
     assert load_plan_file(home.plan_path) == old
@@ -348,9 +396,10 @@ def test_a_dry_run_leaves_the_plan_and_writes_the_new_one_where_it_is_asked_to(
 
 
 def test_a_plan_that_is_hardly_better_is_not_taken(home: RunHome) -> None:
-    launched(home, gpus(), Plan(placement("zero1"), Parallelism(dp=4), num_microbatches=4))
+    launched(home, gpus(), DP4)
     replan(home, ReplanOptions(), pytest.fail, lambda _: None)
     after = home.plan_path.read_text()
+    measured_again(home)
     lines: list[str] = []
     replan(home, ReplanOptions(), pytest.fail, lines.append)
     assert home.plan_path.read_text() == after
@@ -358,15 +407,328 @@ def test_a_plan_that_is_hardly_better_is_not_taken(home: RunHome) -> None:
 
 
 def test_a_run_of_which_nothing_was_measured_is_refused_with_what_to_do(home: RunHome) -> None:
-    launched(home, gpus(), Plan(placement("zero1"), Parallelism(dp=4), num_microbatches=4))
+    launched(home, gpus(), DP4)
     (home.path / FILE).unlink()
     with pytest.raises(LaunchError, match=r"does not run.*\n.*--resume again, then --replan"):
         replan(home, ReplanOptions(), pytest.fail, lambda _: None)
 
 
 def test_placements_are_of_a_new_run(home: RunHome) -> None:
+    launched(home, gpus(), DP4)
     with pytest.raises(ConfigError, match="--new-run NAME"):
         replan(home, ReplanOptions(placements=("server",)), pytest.fail)
+
+
+def test_what_was_measured_goes_with_the_plan_that_it_was_measured_by(home: RunHome) -> None:
+    """Else a host that is twice as slow as planned is planned twice as slow again."""
+    launched(home, gpus(), DP4)
+    replan(home, ReplanOptions(), pytest.fail, lambda _: None)
+    assert not (home.path / FILE).exists()
+    after = home.plan_path.read_text()
+    with pytest.raises(LaunchError, match="nothing of run 'again' was measured"):
+        replan(home, ReplanOptions(), pytest.fail, lambda _: None)
+    assert home.plan_path.read_text() == after
+
+
+def test_a_plan_stays_where_no_link_was_measured_and_what_lacks_is_told(home: RunHome) -> None:
+    old = launched(home, gpus(), DP4)
+    slower = [
+        MeasuredWorker(
+            rank,
+            f"gpu{rank}",
+            WorkerSeconds("", 9, 9, 9.0, {"Forward": 9.0 if rank == 1 else 1.0}, {"Forward": 1.0}),
+        )
+        for rank in range(4)
+    ]
+    missing = ("host gpu2, which does not answer", "steps of gpu3: it has gone")
+    for workers in ([], slower):  # by these another plan is better
+        found = MeasuredRun((), tuple(workers), missing, shared=True)
+        (home.path / FILE).write_bytes(msgspec.json.encode(found))
+        lines: list[str] = []
+        replan(home, ReplanOptions(), pytest.fail, lines.append)
+        assert lines[:2] == [f"not measured: {why}" for why in missing]
+        assert "no link between hosts was measured" in lines
+        assert not any("within 15" in line for line in lines)
+        assert load_plan_file(home.plan_path) == old
+    assert lines[-2] == "by rates that were not measured no plan is replaced: the plan stays"
+
+
+def test_a_run_goes_on_with_the_hosts_that_have_its_state(home: RunHome) -> None:
+    """As many others do not do."""
+    file = launched(home, gpus(), DP4)
+    run = planned_run(home)
+    computed = frozenset(("gpu0", "gpu1"))
+    old = file.plan.changed(parallelism=Parallelism(dp=2), num_microbatches=8)
+    again = SearchedAgain(
+        old, computed, run.job, run.model, Constants(), ReplanOptions(), leaves_out=False
+    )
+    found, _ = measured_cluster(
+        run.cluster, run.machines, RunSeen(slower=dict.fromkeys(computed, 2.0)), 0.9
+    )
+    assert again(found).pick is not None
+    without = [host for host in found.hosts if host.name != "gpu1"]
+    with pytest.raises(ConfigError, match="gpu1 left out would have a part"):
+        again(found.model_copy(update={"hosts": tuple(without)}))
+
+
+def test_delay_and_compression_of_a_run_stay(home: RunHome) -> None:  # Rule 2
+    launched(home, gpus(), DP4)
+    run = planned_run(home)
+    cluster = with_a_spare(run.cluster)
+    of = Constants(), ReplanOptions(), True
+    for delay in (0, 1):
+        old = Plan(placement("server"), Parallelism(dp=4), num_microbatches=4, staleness=delay)
+        pick = SearchedAgain(old, frozenset(), run.job, run.model, *of)(cluster).pick
+        assert pick is not None and pick.plan.staleness == delay
+    job = run.job.changed({"optimizer.delay": 1})
+    found = SearchedAgain(old.changed(staleness=0), frozenset(), job, run.model, *of)(cluster)
+    assert found.pick is None
+    assert "updates 1 steps late are other losses" in str(found.families["server"].refused)
+    old = old.changed(staleness=0, keep=0.1)
+    found = SearchedAgain(old, frozenset(), run.job, run.model, *of)(cluster)
+    assert found.pick is None
+    assert "another part of gradients that travels" in str(found.families["server"].refused)
+    job = run.job.changed({"compress.keep": 0.1})
+    pick = SearchedAgain(old, frozenset(), job, run.model, *of)(cluster).pick
+    assert pick is not None and pick.plan.keep == 0.1
+
+
+def test_a_new_run_has_no_store_of_the_old_one(home: RunHome, tmp_path: Path) -> None:
+    served = Plan(placement("server"), Parallelism(dp=4), num_microbatches=4)
+    old = launched(home, with_a_spare(gpus()), served)
+    path = tmp_path / "new.toml"
+    options = ReplanOptions(new_run="other", placements=("server",), write_plan=str(path))
+    replan(home, options, pytest.fail, lambda _: None)
+    new = load_plan_file(path)
+    assert old.machines is not None and new.machines is not None
+    ours, theirs = (
+        {one for host in machines.hosts for one in host.directories}
+        for machines in (old.machines, new.machines)
+    )
+    assert theirs == {"/dev/shm/roadtrain-other-spare"} and not ours & theirs
+    home.plan_path.write_text(path.read_text())  # it was launched under another name
+    with pytest.raises(ConfigError, match="its stores would be this run's: /dev/shm/roadtrain-ot"):
+        replan(home, options, pytest.fail, lambda _: None)
+    with pytest.raises(ConfigError, match="that is the run itself"):
+        replan(home, ReplanOptions(new_run="again"), pytest.fail, lambda _: None)
+
+
+class Paused:
+    """A run that is alive until it is asked to measure, in a thread; it ends for `why`, and has
+    been measured. What it is gone on with."""
+
+    def __init__(self, home: RunHome, why: str = PLANNED_ANEW, after: RunState | None = None):
+        self.home, self.why = home, why
+        self.after = after or RunState(phase="going", stamps={CHECKED: 1.0})
+        self.asked: list[str] = []
+        self.gone_on: list[tuple[str, bool]] = []
+        self.lines: list[str] = []
+        self.ended = threading.Event()
+        self._there = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        with self.home.supervised(), ControlSocket(self.home) as control:
+            self._there.set()
+            until = time.monotonic() + 30
+            while not self.asked and time.monotonic() < until:
+                for request in control.requests():
+                    self.asked.append(request.verb)
+                    request.answer({})
+                time.sleep(0.01)
+            self.home.write_state(RunState(phase="ending"))
+            time.sleep(0.1)
+            measured_again(self.home)
+            self.home.write_state(RunState(phase="ended", code=130, why=self.why))
+        self.ended.set()
+
+    def __enter__(self) -> Paused:
+        self._thread.start()
+        assert self._there.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.ended.is_set() and not self.asked:
+            self.asked.append("over")
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+    def go_on(self, if_launcher_dies: str, detach: bool) -> int:
+        assert self.ended.is_set()
+        self.gone_on.append((if_launcher_dies, detach))
+        self.home.write_state(self.after)
+        return 0
+
+    def replan(self, **options: Any) -> int:
+        return replan(self.home, ReplanOptions(**options), self.go_on, self.lines.append)
+
+
+@pytest.fixture
+def no_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was gone on with is alive."""
+
+    def alive(home: RunHome) -> bool:
+        return home.is_supervised() or home.state().phase == "going"
+
+    monkeypatch.setattr(paused_run, "is_alive", alive)
+
+
+def ends_with_its_launcher(home: RunHome) -> None:
+    home.write_record(msgspec.structs.replace(home.record(), if_launcher_dies="stop"))
+
+
+@pytest.mark.usefixtures("no_supervisor")
+@pytest.mark.parametrize(
+    ("options", "recorded", "started"),
+    [
+        ({}, "keep", ("keep", False)),
+        ({"detach": True}, "keep", ("keep", True)),
+        ({"dry_run": True}, "keep", ("keep", True)),
+        ({}, "stop", ("stop", False)),
+        ({"if_launcher_dies": "stop"}, "keep", ("stop", False)),
+        ({"dry_run": True}, "stop", ("stop", False)),
+    ],
+)
+def test_a_run_goes_on_as_it_was_launched(
+    home: RunHome, options: dict[str, Any], recorded: str, started: tuple[str, bool]
+) -> None:
+    """One that ends with its launcher gets this command as its new one, a dry run too."""
+    launched(home, gpus(), DP4)
+    if recorded == "stop":
+        ends_with_its_launcher(home)
+    with Paused(home) as run:
+        assert run.replan(**options) == 0
+    assert (run.asked, run.gone_on) == (["measure"], [started])
+    stays = any("which this command is now: it stays" in line for line in run.lines)
+    assert stays == (recorded == "stop" and "dry_run" in options)
+
+
+@pytest.mark.usefixtures("no_supervisor")
+def test_a_dry_run_ends_once_it_is_known_whether_the_run_goes_on(home: RunHome) -> None:
+    launched(home, gpus(), DP4)
+    refused = RunState(phase="ended", code=2, why="port 7000 is taken")
+    with Paused(home, after=refused) as run:
+        assert run.replan(dry_run=True) == 2
+    assert run.lines[-1] == "run again has ended: port 7000 is taken"
+    home.write_state(RunState(phase="starting"))
+    with Paused(home, after=RunState(phase="going")) as run:
+        threading.Timer(
+            1.0, home.write_state, [RunState(phase="going", stamps={CHECKED: 1.0})]
+        ).start()
+        began = time.monotonic()
+        assert run.replan(dry_run=True) == 0
+    assert time.monotonic() - began > 0.5
+
+
+@pytest.mark.usefixtures("no_supervisor")
+@pytest.mark.parametrize("why", ["the user asked for it", "all workers are done"])
+def test_a_run_that_ended_by_itself_meanwhile_does_not_go_on(home: RunHome, why: str) -> None:
+    old = launched(home, gpus(), DP4)
+    with Paused(home, why) as run:
+        assert run.replan() == 130
+    assert not run.gone_on and load_plan_file(home.plan_path) == old
+    assert f"and does not go on: {why} (`roadtrain launch --resume again`)" in run.lines[-1]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), LaunchError("a host is gone")])
+@pytest.mark.parametrize(
+    ("why", "recorded", "gone_on", "said"),
+    [
+        (PLANNED_ANEW, "keep", True, "run again goes on by its old plan"),
+        (PLANNED_ANEW, "stop", False, "stays stopped, as it ends with its launcher"),
+        ("the user asked for it", "keep", False, "does not go on: the user asked for it"),
+    ],
+)
+def test_whatever_fails_once_it_was_asked_the_run_ends_and_goes_on(
+    home: RunHome,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    why: str,
+    recorded: str,
+    gone_on: bool,
+    said: str,
+) -> None:
+    """Also while it still stops and measures."""
+    launched(home, gpus(), DP4)
+    if recorded == "stop":
+        ends_with_its_launcher(home)
+
+    with Paused(home, why) as run:
+        failed: list[BaseException] = []
+
+        def alive(home: RunHome) -> bool:
+            if run.asked and not failed:
+                failed.append(error)
+                raise error
+            return home.is_supervised() or home.state().phase == "going"
+
+        monkeypatch.setattr(paused_run, "is_alive", alive)
+        with pytest.raises(type(error)):
+            run.replan()
+    if recorded == "stop" and not isinstance(error, KeyboardInterrupt):
+        assert run.gone_on == [("stop", False)]  # this command stays
+        return
+    assert run.gone_on == ([("keep", True)] if gone_on else [])
+    assert said in run.lines[-1]
+
+
+@pytest.mark.parametrize("lacking", ["machines", "cluster"])
+def test_what_cannot_be_planned_anew_is_refused_before_anything_is_stopped(
+    home: RunHome, lacking: str
+) -> None:
+    old = launched(home, gpus(), DP4)
+    home.plan_path.write_text(replace(old, **{lacking: None}).to_toml())
+    with Paused(home) as run:
+        with pytest.raises(ConfigError, match="no machines or no cluster"):
+            run.replan()
+        assert not run.asked
+
+
+def test_hosts_that_the_cluster_names_otherwise_are_refused_before_anything_is_stopped(
+    home: RunHome,
+) -> None:
+    old = launched(home, gpus(), DP4)
+    assert old.machines is not None
+    hosts = tuple(replace(host, name=f"mine{n}") for n, host in enumerate(old.machines.hosts))
+    machines = replace(old.machines, hosts=hosts)
+    home.plan_path.write_text(replace(old, machines=machines).to_toml())
+    with Paused(home) as run:
+        with pytest.raises(
+            ConfigError, match=r"mine0, mine1, .* in \[machines\] alone; gpu0, gpu1"
+        ):
+            run.replan()
+        assert not run.asked
+
+
+def test_a_run_that_nothing_would_hold_is_not_planned_anew_detached(home: RunHome) -> None:
+    launched(home, gpus(), DP4)
+    ends_with_its_launcher(home)
+    with Paused(home) as run:
+        with pytest.raises(ConfigError, match="ends with its launcher: none would stay"):
+            run.replan(detach=True)
+        assert not run.asked
+
+
+def test_a_run_whose_supervisor_is_started_again_just_now_is_alive(
+    home: RunHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Ray. Its plan is not replaced under it."""
+    old = launched(home, gpus(), DP4)
+    home.write_record(msgspec.structs.replace(home.record(), engine="again"))
+    kind = EngineKind(pytest.fail, alive=f"{__name__}:alive")
+    monkeypatch.setitem(cast(dict[str, EngineKind], ENGINES), "again", kind)
+    monkeypatch.setattr(command, "CHECKS_S", 0.0)
+    monkeypatch.setattr(paused_run, "HEARD_S", 0.0)
+    home.write_state(RunState(phase="going"))
+    lines: list[str] = []
+    with pytest.raises(LaunchError, match="has not listened"):
+        replan(home, ReplanOptions(), pytest.fail, lines.append)
+    assert load_plan_file(home.plan_path) == old
+    assert lines[-1] == "run again is alive and left as it is: `roadtrain status again`"
+
+
+def alive(home: RunHome) -> bool:
+    return True
 
 
 def test_servers_keep_their_stores_order_and_ports_whatever_the_workers_do() -> None:

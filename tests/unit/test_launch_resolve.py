@@ -12,7 +12,14 @@ import pytest
 
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.job import Job, make_job
-from roadtrain.config.machines import Machines, PlanHost, PlannedModel, ServerPlace, SwitchPlace
+from roadtrain.config.machines import (
+    Machines,
+    PlanHost,
+    PlannedModel,
+    Predicted,
+    ServerPlace,
+    SwitchPlace,
+)
 from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, placement
 from roadtrain.config.plan_file import PlanFile
@@ -163,6 +170,27 @@ def test_a_step_at_servers_has_as_many_micro_batches_on_any_hosts(
     hosts: tuple[str, ...], accumulate: int
 ) -> None:  # Rule 1
     assert job_of(served(), *hosts).optimizer.accumulate == accumulate
+
+
+@pytest.mark.parametrize(
+    ("hosts", "promised"),
+    [
+        (("gpu0", "gpu1"), 2.0),
+        (("gpu0", "gpu9"), 2.0),
+        (("gpu1",), 0.0),
+        (("gpu1", "gpu0"), 0.0),
+        (("gpu0", "gpu1", "gpu9"), 0.0),
+    ],
+)
+def test_what_the_plan_predicts_is_of_its_own_width_alone(
+    hosts: tuple[str, ...], promised: float
+) -> None:
+    """A spare host in the place of one of the plan's is taken to be like it."""
+    stages = {"stage 0": {"Forward": 0.5}}
+    batches = replace(FOUR.plan, num_microbatches=3)  # 12 a step, which 6 workers take too
+    run = of(replace(FOUR, plan=batches, predicted=Predicted(2.0, stages)))
+    found = job_of(run, *hosts).predicted
+    assert (found.seconds, found.stages) == (promised, stages if promised else {})
 
 
 def test_micro_batches_that_do_not_divide_are_refused_with_both_numbers() -> None:

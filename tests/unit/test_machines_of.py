@@ -106,6 +106,22 @@ def test_cards_that_compute_have_servers_in_their_hosts_memory() -> None:
     assert said == {"addresses": ["a0:7000", "a1:7000"], "buffering": "all", "relay": "4GiB"}
 
 
+@pytest.mark.parametrize("name", ["server", "smartnic", "files"])
+def test_stores_of_a_run_with_a_name_are_no_other_runs(name: str) -> None:
+    ssds = [{**SSDS, "directories": ["/a/{host}", "/b"]}]
+    where = cluster({"count": 1, "addresses": ["a0"], "ssds": ssds}, {"ssds": ssds})
+
+    def stores(run: str) -> set[str]:
+        found = machines_of(plan(name, 1), where, run)
+        named = job_keys(PlanFile(plan(name, 1), found, None, where), {}).get("store", {})
+        places = {one for host in found.hosts for one in host.directories}
+        return places | set(named.get("files", ()))
+
+    plain, again = stores(""), stores("again")
+    assert plain and len(plain) == len(again) and not plain & again
+    assert all("roadtrain-again-" in one for one in again)
+
+
 @pytest.mark.parametrize("name", ["summation", "parameter-server"])
 def test_reducers_are_on_all_hosts_that_do_not_compute(name: str) -> None:
     other = {"name": "other", "memory": "1GB", "nics": [{"rate": "1GB/s"}]}

@@ -99,6 +99,7 @@ class Machines:
     spares: tuple[PlanHost, ...] = ()  # run nothing until they take a lost host's place
     rendezvous_port: Port = RENDEZVOUS_PORT  # on the first host with workers
     lost_host: LostHost = LostHost.SHRINK
+    stores_of: str = ""  # the run in the names of its stores, where it is not to find another's
 
     @property
     def worker_hosts(self) -> tuple[PlanHost, ...]:

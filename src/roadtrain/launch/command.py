@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +132,9 @@ def command(
             lambda run: replan_run(
                 run,
                 {"dry_run": dry_run, "write_plan": write_plan, "new_run": new_run}
-                | {"placements": tuple(name for name in placements.split(",") if name)},
-                # a dry run goes on as it was, and this command ends
-                lambda: resume_run(run, if_launcher_dies, detach or dry_run),
+                | {"placements": tuple(name for name in placements.split(",") if name)}
+                | {"detach": detach, "if_launcher_dies": if_launcher_dies},
+                partial(resume_run, run),
             ),
         ),
         "logs": (logs, show_logs),
@@ -465,7 +466,7 @@ def renew(home: RunHome, if_launcher_dies: str) -> LaunchRecord:
     return record
 
 
-def replan_run(name: str, options: Mapping[str, Any], go_on: Callable[[], int]) -> int:
+def replan_run(name: str, options: Mapping[str, Any], go_on: Callable[[str, bool], int]) -> int:
     home = RunHome.of(name)
     home.record()
     code: int = function_of(REPLAN)(home, options, go_on)

@@ -28,12 +28,12 @@ import msgspec
 
 from roadtrain.errors import DeadlineError, PeerError
 from roadtrain.planner import probe_links as links
-from roadtrain.training.metrics import read_metrics
+from roadtrain.training.metrics import last_alike
 from roadtrain.transport.address import token_of
 from roadtrain.transport.tcp import TcpOptions
 
 MODULE = "roadtrain.launch.measured_host"
-LAST_STEPS = 20  # of a worker's metrics, over which medians are
+LAST_STEPS = 20  # of a worker's metrics, over which medians are, where one plan made them
 PATIENCE_S = 30.0  # for a host that does not listen yet
 LISTEN_S = 600.0  # a listening host waits so long for the asking one
 LINGER_S = 0.5  # so that the last answer leaves
@@ -49,8 +49,8 @@ class Told(msgspec.Struct):
 
 
 class WorkerSeconds(msgspec.Struct):
-    """Of a worker's last steps: medians. `predicted`: what the plan promised of the same stages;
-    none where the file does not say."""
+    """Of a worker's last steps by one plan: medians. `predicted`: what the plan promised of the
+    same stages; none where the file does not say."""
 
     file: str
     step: int  # the last one
@@ -111,7 +111,7 @@ def listen(address: str, options: TcpOptions, seconds: float) -> None:
 
 def seconds_of(path: Path) -> WorkerSeconds | None:
     """None for a file without steps."""
-    lines = read_metrics(path)[-LAST_STEPS:]
+    lines = last_alike(path, LAST_STEPS)
     if not lines:
         return None
     stages = [line.get("stages", {}) for line in lines]

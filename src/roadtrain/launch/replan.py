@@ -1,24 +1,25 @@
 """`roadtrain launch --replan NAME`: what a run has shown is used to plan it anew.
 
-1. The run is stopped at a committed step; its supervisor measures the links between its hosts
-   before it lets them go (measured_run.py).
+1. The run is stopped at a committed step (paused_run.py); its supervisor measures the links between
+   its hosts before it lets them go (measured_run.py).
 2. The cluster of its plan.toml gets the rates that differ (measured_cluster.py).
 3. The planner searches again, other orders of hosts and fewer of them too, for what the run can go
-   on as: the same placement and micro-batches. A store keeps its shape: the servers and their order
-   stay. Snapshots of stages take any stages, as long as the hosts that have their parts take part,
-   or share the run's directory.
+   on as: the same placement, micro-batches, delay and compression. A store keeps its shape: the
+   servers and their order stay. Snapshots of stages take any stages, as long as the hosts that have
+   their parts take part, or share the run's directory.
 4. Where a step is shorter by BETTER than by the old plan on the same rates, the run's plan.toml is
-   replaced (the old one stays as plan.before-N.toml), and the run goes on by it.
-Whatever happens after 1, the run goes on: with the old plan, where there is no better one. With a
-name for a new run, other placements are tried too, and what comes of it is a plan for a run that
-begins anew. Does NOT change a job.
+   replaced (the old one stays as plan.before-N.toml), what was measured is removed, and the run
+   goes on by it.
+What cannot be planned anew is refused before 1. Whatever happens after 1, the run goes on: with the
+old plan, where there is no better one. With a name for a new run, other placements are tried too,
+and what comes of it is a plan for a run that begins anew, with stores of its own. Does NOT change a
+job.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,13 +34,14 @@ from roadtrain.config.models import ModelShape
 from roadtrain.config.plan import Plan
 from roadtrain.config.plan_file import PlanFile, load_plan_file
 from roadtrain.errors import ConfigError, LaunchError
-from roadtrain.launch.control import ask_supervisor
+from roadtrain.launch.engines import is_alive
 from roadtrain.launch.home import RunHome
-from roadtrain.launch.measured_cluster import RateChange, measured_cluster
+from roadtrain.launch.measured_cluster import WITHIN, RateChange, measured_cluster
 from roadtrain.launch.measured_run import FILE, MeasuredRun, run_seen
+from roadtrain.launch.paused_run import GoOn, PausedRun, Report
 from roadtrain.planner.arrangements import Arranged, best_arrangement
 from roadtrain.planner.job_plans import JobPlans, shape_of_job
-from roadtrain.planner.machines_of import machines_of, predicted_of
+from roadtrain.planner.machines_of import machines_of, machines_of_kind, predicted_of
 from roadtrain.planner.plan import words
 from roadtrain.planner.search import SearchResult, search
 from roadtrain.simulator.compute import Constants, constants
@@ -50,14 +52,12 @@ from roadtrain.units import show_seconds
 BETTER = 0.03  # of a step: what a new plan takes off at least
 KNOWN = ("measured", "lab")  # constants that a plan may have been made by, besides those assumed
 SAME = 1e-6
-MEASURES_S = 900.0  # a step, the end of services, links of all hosts
-POLL_S = 0.2
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Replanned:
-    """`old_s`: of a step by the old plan with the measured rates; `new_s`: by the new one."""
+    """`old_s`: of a step by the old plan with the measured rates; `new_s`: by the new one.
+    `blind`: no link was measured, though the run has some."""
 
     plan_file: PlanFile
     changes: Sequence[RateChange]
@@ -65,6 +65,12 @@ class Replanned:
     old: Plan
     old_s: float
     new_s: float
+    blind: bool = False
+
+    @property
+    def taken(self) -> bool:
+        """Whether the run goes on by it."""
+        return self.better and not self.blind
 
     @property
     def better(self) -> bool:
@@ -74,61 +80,108 @@ class Replanned:
 @dataclass(frozen=True)
 class ReplanOptions:
     """`write_plan`: a further file that the plan goes to. `new_run`: the plan is for a run that
-    begins anew. `placements`: that are tried for it; none: all."""
+    begins anew. `placements`: that are tried for it; none: all. `detach`, `if_launcher_dies`: of
+    the run as it goes on."""
 
     dry_run: bool = False
     write_plan: str = ""
     new_run: str = ""
     placements: tuple[str, ...] = ()
+    detach: bool = False
+    if_launcher_dies: str = "keep"
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What a run was planned from. `links_wanted`: its hosts are at several addresses."""
+
+    plan_file: PlanFile
+    job: Job
+    model: ModelShape
+    machines: Machines
+    cluster: Cluster
+    links_wanted: bool
 
 
 def replan(
     home: RunHome,
     options: ReplanOptions,
-    go_on: Callable[[], int],
+    go_on: GoOn,
     report: Report = print,
 ) -> int:
-    """go_on: starts the run again (`--resume`), and returns the command's exit code. Raises
+    """go_on: starts the run again (`--resume`). Returns the command's exit code. Raises
     RoadtrainError; a run that was alive goes on then too."""
-    alive = home.is_supervised()
+    ends_with_launcher = "stop" in (options.if_launcher_dies, home.record().if_launcher_dies)
+    check_options(home, options, ends_with_launcher)
+    run = planned_run(home)
+    if not is_alive(home):
+        _planned_anew(home, run, options, report)
+        report(f"run {home.name} does not run: `roadtrain launch --resume {home.name}`")
+        return 0
+    report(f"run {home.name} is stopped at its next step, to measure the links of its hosts")
+    paused = PausedRun(home, go_on, report, ends_with_launcher)
+    try:
+        if not paused.measure():
+            return paused.told_end()
+        _planned_anew(home, run, options, report)
+    except BaseException as error:
+        paused.go_on_after(error)
+        raise
+    return paused.go_on(follows=not (options.dry_run or options.detach))
+
+
+def check_options(home: RunHome, options: ReplanOptions, ends_with_launcher: bool) -> None:
+    """Raises ConfigError."""
     if options.placements and not options.new_run:
         raise ConfigError(
             "--placements and a run that goes on: its state keeps its placement",
             hint="--new-run NAME plans a run that begins anew",
         )
-    if alive:
-        report(f"run {home.name} is stopped at its next step, to measure the links of its hosts")
-        measure(home)
-    try:
-        measured = measured_of(home)
-        found = replanned(home, measured, options)
-        for line in told(found, measured):
-            report(line)
-        _written(home, found, options, report)
-    except BaseException:
-        if alive:
-            report(f"run {home.name} goes on by its old plan")
-            go_on()
-        raise
-    if not alive:
-        report(f"run {home.name} does not run: `roadtrain launch --resume {home.name}`")
-        return 0
-    return go_on()
+    if options.new_run and RunHome.of(options.new_run) == home:
+        raise ConfigError(
+            f"--new-run {options.new_run}: that is the run itself", hint="give it another name"
+        )
+    if options.detach and ends_with_launcher:
+        raise ConfigError(
+            f"--detach, and run {home.name} ends with its launcher: none would stay",
+            hint="leave --detach out: this command becomes its launcher",
+        )
 
 
-def measure(home: RunHome) -> None:
-    """Stops the run; on return its home has measured.json. Raises LaunchError."""
-    (home.path / FILE).unlink(missing_ok=True)
-    ask_supervisor(home, "measure")
-    until = time.monotonic() + MEASURES_S
-    while home.is_supervised():
-        if time.monotonic() > until:
-            raise LaunchError(
-                f"the supervisor of {home.name} has not stopped and measured within"
-                f" {MEASURES_S:.0f} s",
-                hint=f"roadtrain launch --logs {home.name} shows what it waits for",
-            )
-        time.sleep(POLL_S)
+def planned_run(home: RunHome) -> PlannedRun:
+    """Raises ConfigError where it cannot be planned anew, whatever is measured."""
+    plan_file, job = load_plan_file(home.plan_path), load_job(home.job_path)
+    machines, cluster = plan_file.machines, plan_file.cluster
+    if machines is None or cluster is None:
+        raise ConfigError(
+            f"{home.plan_path} has no machines or no cluster, it cannot be planned anew",
+            hint="roadtrain plan CLUSTER.toml --job JOB.toml writes both",
+        )
+    check_names(machines, cluster)
+    known = home.addresses()
+    hosts = (*machines.hosts, *machines.spares)
+    places = {known.get(host.name) or host.address or host.name for host in hosts}
+    return PlannedRun(plan_file, job, shape_of_job(job), machines, cluster, len(places) > 1)
+
+
+def check_names(machines: Machines, cluster: Cluster) -> None:
+    """A search finds hosts by the names that the cluster's kinds give them. Raises ConfigError."""
+    kinds = {kind.name for kind in cluster.workers}
+    every = (*machines.hosts, *machines.spares)
+    ours = {host.name for host in every if host.workers or host.kind in kinds}
+    theirs = {one.name for kind in cluster.workers for one, _ in machines_of_kind(kind)}
+    if ours == theirs:
+        return
+    parts = [
+        f"{', '.join(sorted(names))} in {where} alone"
+        for names, where in ((ours - theirs, "[machines]"), (theirs - ours, "[cluster]"))
+        if names
+    ]
+    raise ConfigError(
+        f"hosts with devices are not the same in the plan's tables: {'; '.join(parts)}",
+        hint="a kind of one host has the host's name, of several the name with 0, 1, ... behind;"
+        " roadtrain plan CLUSTER.toml --job JOB.toml writes both",
+    )
 
 
 def measured_of(home: RunHome) -> MeasuredRun:
@@ -148,9 +201,11 @@ def measured_of(home: RunHome) -> MeasuredRun:
 @dataclass(frozen=True)
 class SearchedAgain:
     """The planner's search for a cluster: of plans that the run can go on as, or, for a new run,
-    of all that can be launched. `leaves_out`: whether hosts that computed may be left out."""
+    of all that can be launched. `worker_hosts`: that computed; `leaves_out`: whether some of them
+    may be left out."""
 
     old: Plan
+    worker_hosts: frozenset[str]
     job: Job
     model: ModelShape
     constants: Constants
@@ -159,8 +214,9 @@ class SearchedAgain:
 
     def __call__(self, cluster: Cluster) -> SearchResult:
         """Raises ConfigError where no plan takes the batch."""
-        if not self.leaves_out and cluster.device_count < self.old.parallelism.devices:
-            raise ConfigError("hosts that are left out have parts of the run's state")
+        there = {one.name for kind in cluster.workers for one, _ in machines_of_kind(kind)}
+        if not self.leaves_out and (gone := sorted(self.worker_hosts - there)):
+            raise ConfigError(f"{', '.join(gone)} left out would have a part of the run's state")
         new = bool(self.options.new_run)
         return search(
             cluster,
@@ -169,6 +225,7 @@ class SearchedAgain:
             batch=self.old.samples,
             placements=self.options.placements if new else (self.old.placement.name,),
             headroom=self.old.headroom,
+            late=bool(self.old.staleness),
             explain=False,
             fitted=partial(self._fitted, JobPlans(self.job, cluster)),
         )
@@ -181,35 +238,45 @@ class SearchedAgain:
             return "micro-batches of another size are other losses"
         if made.packets.wire != self.old.packets.wire:
             return "gradients on another wire are other losses"
+        if made.staleness != self.old.staleness:
+            return f"updates {made.staleness} steps late are other losses"
+        if made.keep != self.old.keep:
+            return "another part of gradients that travels is other losses"
         return made
 
 
-def replanned(home: RunHome, measured: MeasuredRun, options: ReplanOptions) -> Replanned:
-    """Raises ConfigError for a plan without machines or without its cluster, and where no plan
-    fits what was measured."""
-    plan_file, job = load_plan_file(home.plan_path), load_job(home.job_path)
-    machines, cluster = plan_file.machines, plan_file.cluster
-    if machines is None or cluster is None:
-        raise ConfigError(
-            f"{home.plan_path} has no machines or no cluster, it cannot be planned anew",
-            hint="roadtrain plan CLUSTER.toml --job JOB.toml writes both",
-        )
-    old, model = plan_file.plan, shape_of_job(job)
-    of = constants_of(plan_file, cluster, model)
-    now, changes = measured_cluster(cluster, machines, run_seen(measured), of.network)
+def replanned(run: PlannedRun, measured: MeasuredRun, options: ReplanOptions) -> Replanned:
+    """Raises ConfigError where no plan fits what was measured."""
+    old, machines = run.plan_file.plan, run.machines
+    of = constants_of(run.plan_file, run.cluster, run.model)
+    now, changes = measured_cluster(run.cluster, machines, run_seen(measured), of.network)
     leaves_out = bool(options.new_run) or measured.shared or old.placement.served
-    search_again = SearchedAgain(old, job, model, of, options, leaves_out)
+    computed = frozenset(host.name for host in machines.worker_hosts)
+    search_again = SearchedAgain(old, computed, run.job, run.model, of, options, leaves_out)
     arranged = best_arrangement(now, search_again)
     pick = arranged.answer.pick
     if pick is None:
         raise ConfigError("no plan that the run can go on as fits what was measured")
-    before = simulate(old, now, model, of, checked=False)
+    before = simulate(old, now, run.model, of, checked=False)
     whole = arranged.arrangement.whole
-    new = machines_of(pick.plan, whole)
-    if not options.new_run:
+    new = machines_of(pick.plan, whole, options.new_run)
+    if options.new_run:
+        check_stores(machines, new, options.new_run)
+    else:
         new = kept(machines, new)
-    file = PlanFile(pick.plan, new, predicted_of(pick.result), whole, plan_file.model)
-    return Replanned(file, changes, arranged, old, before.seconds, pick.result.seconds)
+    file = PlanFile(pick.plan, new, predicted_of(pick.result), whole, run.plan_file.model)
+    blind = run.links_wanted and not measured.links
+    return Replanned(file, changes, arranged, old, before.seconds, pick.result.seconds, blind)
+
+
+def check_stores(old: Machines, new: Machines, name: str) -> None:
+    """Raises ConfigError where a run that begins anew would find a store of this one."""
+    ours, theirs = ({path for host in one.hosts for path in host.directories} for one in (old, new))
+    if (same := sorted(ours & theirs)) or name == old.stores_of:
+        raise ConfigError(
+            f"--new-run {name}: its stores would be this run's: {', '.join(same) or name}",
+            hint="give it another name",
+        )
 
 
 def constants_of(plan_file: PlanFile, cluster: Cluster, model: ModelShape) -> Constants:
@@ -245,8 +312,12 @@ def told(found: Replanned, measured: MeasuredRun) -> list[str]:
     """For people: rates, predictions, why."""
     plan, pick = found.plan_file.plan, found.arranged.answer.pick
     assert pick is not None
-    lines = [str(change) for change in found.changes]
-    lines = lines or ["all rates are within 15 % of what the plan's cluster says"]
+    lines = [f"not measured: {why}" for why in measured.missing]
+    lines += [str(change) for change in found.changes]
+    if not found.changes and measured.links:
+        lines.append(f"all rates are within {WITHIN:.0%} of what the plan's cluster says")
+    elif not measured.links:
+        lines.append("no link between hosts was measured")
     if measured.seconds:
         lines.append(f"a step took {show_seconds(measured.seconds)} (median of the last steps)")
     top, share = max(pick.result.busy.items(), key=lambda pair: pair[1])
@@ -259,7 +330,17 @@ def told(found: Replanned, measured: MeasuredRun) -> list[str]:
     if not found.better:
         shorter = 1 - found.new_s / found.old_s
         lines.append(f"it takes {shorter:.1%} off a step, less than {BETTER:.0%}: the plan stays")
+    elif found.blind:
+        lines.append("by rates that were not measured no plan is replaced: the plan stays")
     return lines
+
+
+def _planned_anew(home: RunHome, run: PlannedRun, options: ReplanOptions, report: Report) -> None:
+    measured = measured_of(home)
+    found = replanned(run, measured, options)
+    for line in told(found, measured):
+        report(line)
+    _written(home, found, options, report)
 
 
 def _written(home: RunHome, found: Replanned, options: ReplanOptions, report: Report) -> None:
@@ -274,16 +355,18 @@ def _written(home: RunHome, found: Replanned, options: ReplanOptions, report: Re
             f"start   roadtrain launch {path} JOB.toml --name {options.new_run}, of a job with a"
             " run.dir of its own: a store keeps its shape, so this run goes on as it is"
         )
-    elif options.dry_run and found.better:
+    elif options.dry_run and found.taken:
         report("a dry run: the plan stays")
-    elif found.better:
+    elif found.taken:
         names = (home.path / f"plan.before-{n}.toml" for n in itertools.count(1))
         before = next(path for path in names if not path.exists())
         replace_file(before, home.plan_path.read_bytes(), "keeping the plan before")
         replace_file(home.plan_path, text, "writing the run's plan")
+        # it says how much slower hosts are than by the plan before
+        (home.path / FILE).unlink(missing_ok=True)
         report(f"plan    {home.plan_path} (the one before: {before.name})")
 
 
-def replan_run(home: RunHome, options: Mapping[str, Any], go_on: Callable[[], int]) -> int:
+def replan_run(home: RunHome, options: Mapping[str, Any], go_on: GoOn) -> int:
     """As `roadtrain launch` calls it; options: fields of ReplanOptions."""
     return replan(home, ReplanOptions(**options), go_on)

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roadtrain.config.job import DataSection, Job, moved
+from roadtrain.config.job import DataSection, Job, PredictedSection, moved
 from roadtrain.config.job_model import check_model, layers_of
 from roadtrain.config.job_parallelism import ParallelismSection, StagePlacement
 from roadtrain.config.machines import FILES, LAUNCHED_AS, PORT, Machines, PlanHost, host_port
@@ -32,6 +32,7 @@ from roadtrain.planner.job_keys import job_keys
 
 COMMAND = ("-m", "roadtrain.cli")
 REDUCERS = "reducers.txt"
+UNPREDICTED = PredictedSection().model_dump()
 DEGREES = ("dp", "tp", "pp", "virtual_stages", "widths", "num_microbatches", "reducers")
 
 
@@ -280,7 +281,18 @@ class ResolvedRun:
         there = self._workers_on(hosts)
         if idle := [host.name for host in there if not host.workers] or ([] if there else ["none"]):
             raise ConfigError(f"0 workers can run on {', '.join(idle)}, 1 or more are needed")
-        return job_on(self.job, self.worker_count, there)
+        job = job_on(self.job, self.worker_count, there)
+        return job if self._as_planned(there) else job.changed({"predicted": UNPREDICTED})
+
+    def _as_planned(self, there: Sequence[WorkerHost]) -> bool:
+        """Whether what the plan predicts is of these: as many workers in each place, by the host of
+        the plan or by one in its stead."""
+        planned = [WorkerHost(name, self.host(name).workers) for name in self.worker_hosts]
+        others = {host.name for host in there} - {host.name for host in planned}
+        return len(there) == len(planned) and all(
+            mine.workers == host.workers and (mine.name == host.name or mine.name in others)
+            for mine, host in zip(there, planned, strict=True)
+        )
 
     def _workers_on(self, hosts: Sequence[str]) -> list[WorkerHost]:
         """A spare host in the place of one of the plan's runs as many as that one did, though it

@@ -115,7 +115,8 @@ def _store(plan_file: PlanFile, machines: Machines) -> dict[str, Any]:
     kind = next(one for one in cluster.hosts if one.name == host.kind)
     if not any(ssd.directories for ssd in kind.ssds):
         return {}
-    return {"store": {"files": [store_in(d, host.name) for d in directories_of(kind, host.name)]}}
+    found = directories_of(kind, host.name)
+    return {"store": {"files": [store_in(one, host.name, machines.stores_of) for one in found]}}
 
 
 def batch_of_job(job: Job) -> int | None:

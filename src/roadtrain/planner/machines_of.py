@@ -73,25 +73,26 @@ def why_not_run(plan: Plan, cluster: Cluster | None) -> str:
     return ""
 
 
-def machines_of(plan: Plan, cluster: Cluster) -> Machines:
-    """Raises ConfigError for what `roadtrain launch` cannot run, and for SSDs without
-    directories."""
+def machines_of(plan: Plan, cluster: Cluster, run: str = "") -> Machines:
+    """run: whose stores are its own, by its name in theirs. Raises ConfigError for what `roadtrain
+    launch` cannot run, and for SSDs without directories."""
     if why := why_not_run(plan, cluster):
         raise ConfigError(why, hint="roadtrain plan --job tries what can be launched")
     workers, spares = _workers(plan, cluster)
     hosts = {host.name: host for host in workers}
     name, ports = plan.placement.name, Counter[str]()
     if plan.placement.served:
-        for one, about in _each(_serving(name, cluster)):
-            hosts[one.name] = replace(one, servers=_servers(one, about, ports))
+        for one, about in machines_of_kind(_serving(name, cluster)):
+            hosts[one.name] = replace(one, servers=_servers(one, about, ports, run))
     if name == "smartnic":
         kinds = {kind.name: kind for kind in cluster.hosts}
         for one in workers:
-            place = ServerPlace(_memory(one), _port(ports, one), _snapshot(one, kinds[one.kind]))
+            copied = _snapshot(one, kinds[one.kind], run)
+            place = ServerPlace(store_in(MEMORY, one.name, run), _port(ports, one), copied)
             hosts[one.name] = replace(one, servers=(place,))
     if name in REDUCED:
         for kind in cluster.spares:
-            for one, _ in _each(kind) if kind.nics else ():
+            for one, _ in machines_of_kind(kind) if kind.nics else ():
                 hosts[one.name] = replace(one, reducer=_port(ports, one))
     if plan.placement.fans_in:
         tree = switches.tree_of(plan, cluster)
@@ -100,7 +101,7 @@ def machines_of(plan: Plan, cluster: Cluster) -> Machines:
             found = hosts.get(switch.name, PlanHost(switch.name, "", switch.address))
             place_of = SwitchPlace(_port(ports, found), switch.name)
             hosts[found.name] = replace(found, switch=place_of)
-    return Machines(tuple(hosts.values()), spares)
+    return Machines(tuple(hosts.values()), spares, stores_of=run)
 
 
 def predicted_of(result: Result) -> Predicted:
@@ -127,9 +128,11 @@ def directories_of(host: Host, machine: str) -> list[str]:
     return [one.replace("{host}", machine) for ssd in host.ssds for one in ssd.directories]
 
 
-def store_in(directory: str, machine: str) -> str:
-    """A directory of its own for a run, in one that others may use too."""
-    return f"{directory.rstrip('/')}/roadtrain-{re.sub(r'[^A-Za-z0-9._-]', '-', machine)}"
+def store_in(directory: str, machine: str, run: str = "") -> str:
+    """A directory of its own for a run, in one that others may use too. run: its name, where it is
+    not to find the store of another run of this machine."""
+    name = f"{run}-{machine}" if run else machine
+    return f"{directory.rstrip('/')}/roadtrain-{re.sub(r'[^A-Za-z0-9._-]', '-', name)}"
 
 
 def _serving(placement: str, cluster: Cluster) -> Host:
@@ -140,8 +143,8 @@ def _serving(placement: str, cluster: Cluster) -> Host:
     return cluster.spares[0]
 
 
-def _each(host: Host) -> Iterator[tuple[PlanHost, Host]]:
-    """Each machine of a kind, by name, with its kind."""
+def machines_of_kind(host: Host) -> Iterator[tuple[PlanHost, Host]]:
+    """Each machine of a kind, by the name that a plan gives it, with its kind."""
     for number in range(host.count):
         name = f"{host.name}{number}" if host.count > 1 else host.name
         address = host.addresses[number] if host.addresses else ""
@@ -151,7 +154,7 @@ def _each(host: Host) -> Iterator[tuple[PlanHost, Host]]:
 def _workers(plan: Plan, cluster: Cluster) -> tuple[list[PlanHost], tuple[PlanHost, ...]]:
     """The machines that compute, in the order of ranks, and those with devices that are left."""
     left, used, spares = plan.parallelism.devices, [], []
-    for one, kind in (pair for host in cluster.workers for pair in _each(host)):
+    for one, kind in (pair for host in cluster.workers for pair in machines_of_kind(host)):
         many = min(kind.devices, left)
         left -= many
         if many:
@@ -166,19 +169,17 @@ def _workers(plan: Plan, cluster: Cluster) -> tuple[list[PlanHost], tuple[PlanHo
     return used, tuple(spares)
 
 
-def _servers(one: PlanHost, kind: Host, ports: Counter[str]) -> tuple[ServerPlace, ...]:
-    found = [store_in(name, one.name) for name in directories_of(kind, one.name)]
-    return tuple(ServerPlace(store, _port(ports, one)) for store in found or [_memory(one)])
+def _servers(one: PlanHost, kind: Host, ports: Counter[str], run: str) -> tuple[ServerPlace, ...]:
+    found = [store_in(name, one.name, run) for name in directories_of(kind, one.name) or [MEMORY]]
+    return tuple(ServerPlace(store, _port(ports, one)) for store in found)
 
 
-def _memory(one: PlanHost) -> str:
-    return store_in(MEMORY, one.name)
-
-
-def _snapshot(one: PlanHost, kind: Host) -> str:
+def _snapshot(one: PlanHost, kind: Host, run: str) -> str:
     """Where a store in memory is copied to; "": nowhere, the host has no directory."""
     known = [name for ssd in kind.ssds for name in ssd.directories]
-    return f"{store_in(known[0].replace('{host}', one.name), one.name)}.snapshot" if known else ""
+    if not known:
+        return ""
+    return f"{store_in(known[0].replace('{host}', one.name), one.name, run)}.snapshot"
 
 
 def _port(ports: Counter[str], one: PlanHost) -> int:

@@ -126,6 +126,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [line for line, _ in _read(path)]
 
 
+def last_alike(path: Path, many: int) -> list[dict[str, Any]]:
+    """Of the last `many` lines those of the plan that the last one is of: a run that was planned
+    anew, or that fewer hosts took over, has steps of several in one file."""
+    lines = read_metrics(path)[-many:]
+    return [line for line in lines if line.get("predicted") == lines[-1].get("predicted")]
+
+
 def committed_by(path: Path) -> int:
     """The step that the lines of a file prove committed, -1 for none: a step's line is written
     once all steps but the last two, or but as many as its staleness allows, are committed

@@ -6,17 +6,19 @@ does NOT know what servers measured.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from roadtrain.config.job import Job
-from roadtrain.training.metrics import read_metrics
+from roadtrain.training.metrics import last_alike
 from roadtrain.training.progress import ORDER
 from roadtrain.units import show_seconds
 
 RECENT = 20  # steps that rates and medians are taken from
+RANK = re.compile(r"metrics\.(\d+)\.jsonl")  # others have steps that do not count
 Line = dict[str, Any]
 
 
@@ -34,14 +36,11 @@ def promised(job: Job, stage: int, replica: int) -> Line:
 def compared(run: Path) -> list[list[tuple[str, ...]]]:
     """A table for each place that ranks of this directory are at, the first rank of each: what
     was predicted, what was measured, and how many times as long that is."""
-    ranks = sorted(
-        (int(path.suffixes[0][1:]), path)
-        for path in run.glob("metrics.*.jsonl")
-        if path.suffixes[0][1:].isdecimal()
-    )
+    named = ((RANK.fullmatch(path.name), path) for path in run.glob("metrics.*.jsonl"))
+    ranks = sorted((int(match[1]), path) for match, path in named if match)
     found: dict[str, list[Line]] = {}
     for path in (run / "metrics.jsonl", *(path for _, path in ranks)):
-        lines = read_metrics(path)[-RECENT:]
+        lines = last_alike(path, RECENT)
         if lines and "predicted" in lines[-1]:
             found.setdefault(lines[-1]["predicted"]["where"], lines)
     return [_table(where, lines) for where, lines in sorted(found.items())]
