@@ -29,7 +29,7 @@ from roadtrain.launch.engines import ENGINES, EngineKind
 from roadtrain.launch.home import CHECKED, LaunchRecord, RunHome, RunState
 from roadtrain.launch.measured_cluster import LinkSeen, RunSeen, measured_cluster
 from roadtrain.launch.measured_host import MODULE, HostAnswer, Told, WorkerSeconds, seconds_of
-from roadtrain.launch.measured_run import FILE, MeasuredRun, MeasuredWorker
+from roadtrain.launch.measured_run import MeasuredRun, MeasuredWorker
 from roadtrain.launch.replan import ReplanOptions, SearchedAgain, kept, planned_run, replan
 from roadtrain.launch.supervisor import PLANNED_ANEW
 from roadtrain.planner.arrangements import MOST, arrangements, best_arrangement
@@ -353,7 +353,7 @@ def launched(home: RunHome, cluster: Cluster, plan: Plan) -> PlanFile:
 def measured_again(home: RunHome) -> None:
     rates = {f"gpu{number}": 25.0 if number == 1 else 100.0 for number in range(4)}
     links = tuple((one.sender, one.receiver, one.rate, 1e-4) for one in seen(rates, 0.9))
-    (home.path / FILE).write_bytes(msgspec.json.encode(MeasuredRun(links, shared=True)))
+    home.measured_path.write_bytes(msgspec.json.encode(MeasuredRun(links, shared=True)))
 
 
 @pytest.fixture
@@ -408,7 +408,7 @@ def test_a_plan_that_is_hardly_better_is_not_taken(home: RunHome) -> None:
 
 def test_a_run_of_which_nothing_was_measured_is_refused_with_what_to_do(home: RunHome) -> None:
     launched(home, gpus(), DP4)
-    (home.path / FILE).unlink()
+    home.measured_path.unlink()
     with pytest.raises(LaunchError, match=r"does not run.*\n.*--resume again, then --replan"):
         replan(home, ReplanOptions(), pytest.fail, lambda _: None)
 
@@ -423,7 +423,7 @@ def test_what_was_measured_goes_with_the_plan_that_it_was_measured_by(home: RunH
     """Else a host that is twice as slow as planned is planned twice as slow again."""
     launched(home, gpus(), DP4)
     replan(home, ReplanOptions(), pytest.fail, lambda _: None)
-    assert not (home.path / FILE).exists()
+    assert not home.measured_path.exists()
     after = home.plan_path.read_text()
     with pytest.raises(LaunchError, match="nothing of run 'again' was measured"):
         replan(home, ReplanOptions(), pytest.fail, lambda _: None)
@@ -443,7 +443,7 @@ def test_a_plan_stays_where_no_link_was_measured_and_what_lacks_is_told(home: Ru
     missing = ("host gpu2, which does not answer", "steps of gpu3: it has gone")
     for workers in ([], slower):  # by these another plan is better
         found = MeasuredRun((), tuple(workers), missing, shared=True)
-        (home.path / FILE).write_bytes(msgspec.json.encode(found))
+        home.measured_path.write_bytes(msgspec.json.encode(found))
         lines: list[str] = []
         replan(home, ReplanOptions(), pytest.fail, lines.append)
         assert lines[:2] == [f"not measured: {why}" for why in missing]

@@ -27,7 +27,6 @@ from roadtrain.launch.resolve import ResolvedRun
 from roadtrain.protocol.launch import ProcessEnded
 
 MOST = 8  # hosts whose links one asking host measures: 56 of them, about 40 s
-FILE = "measured.json"  # in the run's home
 END_S = 20.0  # for processes that listen to end
 
 

@@ -15,7 +15,6 @@ from roadtrain.errors import LaunchError
 from roadtrain.launch.command import patient_client
 from roadtrain.launch.engines import is_alive
 from roadtrain.launch.home import CHECKED, RunHome
-from roadtrain.launch.measured_run import FILE
 from roadtrain.launch.supervisor import PLANNED_ANEW
 
 MEASURES_S = 900.0  # a step, the end of services, links of all hosts
@@ -38,7 +37,7 @@ class PausedRun:
     def measure(self) -> bool:
         """Stops the run; on return its home has measured.json. False: it has ended for another
         reason. Raises LaunchError, also where it has not ended in time."""
-        (self.home.path / FILE).unlink(missing_ok=True)
+        self.home.measured_path.unlink(missing_ok=True)
         with patient_client(self.home) as client:
             if client is not None:
                 client.ask("measure")

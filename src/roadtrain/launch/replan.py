@@ -37,7 +37,7 @@ from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.launch.engines import is_alive
 from roadtrain.launch.home import RunHome
 from roadtrain.launch.measured_cluster import WITHIN, RateChange, measured_cluster
-from roadtrain.launch.measured_run import FILE, MeasuredRun, run_seen
+from roadtrain.launch.measured_run import MeasuredRun, run_seen
 from roadtrain.launch.paused_run import GoOn, PausedRun, Report
 from roadtrain.planner.arrangements import Arranged, best_arrangement
 from roadtrain.planner.job_plans import JobPlans, shape_of_job
@@ -186,7 +186,7 @@ def check_names(machines: Machines, cluster: Cluster) -> None:
 
 def measured_of(home: RunHome) -> MeasuredRun:
     """Raises LaunchError where nothing was measured."""
-    path = home.path / FILE
+    path = home.measured_path
     try:
         return msgspec.json.decode(path.read_bytes(), type=MeasuredRun)
     except FileNotFoundError as cause:
@@ -363,7 +363,7 @@ def _written(home: RunHome, found: Replanned, options: ReplanOptions, report: Re
         replace_file(before, home.plan_path.read_bytes(), "keeping the plan before")
         replace_file(home.plan_path, text, "writing the run's plan")
         # it says how much slower hosts are than by the plan before
-        (home.path / FILE).unlink(missing_ok=True)
+        home.measured_path.unlink(missing_ok=True)
         report(f"plan    {home.plan_path} (the one before: {before.name})")
 
 

@@ -34,7 +34,7 @@ from roadtrain.launch.home import (
     RunState,
 )
 from roadtrain.launch.logs import PLAIN, RunLogs
-from roadtrain.launch.measured_run import FILE, measure_run
+from roadtrain.launch.measured_run import measure_run
 from roadtrain.launch.processes import HostFile, Process, Role, WorkerSet
 from roadtrain.launch.resolve import ResolvedRun
 from roadtrain.protocol.launch import (
@@ -69,7 +69,6 @@ PLANNED_ANEW = "it is planned anew"  # why a run ends that `launch --replan` goe
 STEP = "step "  # how worker 0's line of a step begins
 GRACE_STEPS = 4  # workers that are to end have as long as so many predicted steps
 END_TRIES = 6  # to write the last state.json, on a disk that is full
-PLANNED_ANEW = "it is planned anew"  # why a run ended that was stopped to be measured
 REFUSED, FAILED = 2, 1  # exit codes of workers whose start was refused here, or failed
 STATUS = ("-m", "roadtrain.launch.run_status")
 COMMITTED = ("-m", "roadtrain.launch.committed")
@@ -363,7 +362,7 @@ class Supervisor:
         for missing in found.missing:
             self._logs.tell(f"not measured: {missing}")
         replace_file(
-            self._home.path / FILE, msgspec.json.encode(found), "writing what was measured"
+            self._home.measured_path, msgspec.json.encode(found), "writing what was measured"
         )
 
     # -- state --
