@@ -167,8 +167,10 @@ class HostMap:
         if self._others is None:
             self._others = {node.node_id for node in free}
         came = [node for node in free if node.node_id not in self._others]
-        return new + [self._give(self._name_of(node), node, free) for node in came] + (
-            self._give_instead(free, devices)
+        return (
+            new
+            + [self._give(self._name_of(node), node, free) for node in came]
+            + (self._give_instead(free, devices))
         )
 
     def _give(self, host: str, node: RayNode, free: list[RayNode]) -> str:
@@ -228,6 +230,15 @@ class HostMap:
                 self._instead[host.name] = name = self._name_of(node)
                 new.append(self._give(name, node, free))
         return new
+
+    def places_of_workers(self) -> list[dict[str, int]]:
+        """What the plan's hosts with workers need of Ray, each of its own node."""
+        places = []
+        for name in self._replaceable:
+            count, node = self._hosts[name].workers, self._nodes.get(name)
+            devices = {"GPU": count} if node is not None and node.devices else {}
+            places.append({"CPU": count, **devices})
+        return places
 
     def workers_of(self, host: str) -> int:
         """As many as the plan has there; on another host, as many as it can run."""
