@@ -70,8 +70,6 @@ class SupervisedRun:
         """Until the run has ended, or its supervisor is given up."""
         failed = 0
         while not self._has_ended():
-            if failed:
-                time.sleep(AGAIN_S)
             began = time.monotonic()
             held = HeldProcess(self._process, self._name, self._tell)
             while held.alive:
@@ -82,6 +80,8 @@ class SupervisedRun:
                 state = msgspec.structs.replace(self._home.state(), phase="ended", code=1, why=why)
                 self._home.write_state(state)
                 return
+            if failed and not self._has_ended():
+                time.sleep(AGAIN_S)
 
     def _has_ended(self) -> bool:
         """Raises LaunchError where that cannot be read, also not a little later."""
