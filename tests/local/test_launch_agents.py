@@ -143,6 +143,17 @@ def test_stop_interrupts_first_and_kills_after_the_grace(agents):
         assert lines(seen, name) == (["committed"] if expected == 130 else [])
 
 
+def test_a_grace_of_years_ends_no_agent(agents):
+    """A node is drained with whatever deadline its cluster says: `select` takes no such wait."""
+    deaf = f"import signal; signal.signal(2, signal.SIG_IGN); {SLEEP}"
+    agents.start(process("server a", deaf))
+    events_until(agents, Output)
+    agents.stop("server a", 1e12)
+    assert not agents.events(1.0)  # no lost host
+    agents.stop("server a", 0.5)
+    assert only(events_until(agents, ProcessEnded), ProcessEnded).code == -9
+
+
 def test_workers_end_together_and_the_first_that_failed_is_named(agents):
     fails = "import sys, time; time.sleep(0.5); print('bad disk', file=sys.stderr); sys.exit(7)"
     agents.start_workers(worker_set(SLEEP, fails, SLEEP, attempt=4))

@@ -216,7 +216,30 @@ def test_a_run_starts_from_its_two_files_and_runs_to_its_end(
     assert "starting server b 0 on b" in out and "starting workers on a, b (2 workers)" in out
     assert "[worker 0 a] " in run.log() and "[server b 0 b] serving" in run.log()
     assert "first step" in out and "run r is done" in out
+    assert "each worker computes with 4 thread(s)" in run.log()
     wait_for(lambda: not run.pids("roadtrain"), "a process of the run is left")
+    assert not (run.home.path / "ray").exists() and not (run.directory / "ray_results").exists()
+
+
+def test_a_run_that_has_just_been_stopped_is_resumed(nodes: RayNodes, run: LaunchedRun) -> None:
+    """The actor of its supervisor is there for a moment yet."""
+    run.steps = 400
+    job = (run.directory / "job.toml").read_text().replace("steps = 6", "steps = 400")
+    (run.directory / "job.toml").write_text(job)
+    run.on_ray(nodes, "--detach")
+    for start in (1, 2):
+        run.reach(5 * start)
+        stopping = run.launch("--stop", "r")
+        wait_for(lambda: run.state()["phase"] == "ended", f"the end\n{run.log()}")
+        wait_for(lambda: not run.home.is_supervised(), "the supervisor's end")
+        resumed = run.launch("--resume", "r", "--detach")
+        out, _ = resumed.communicate(timeout=90)
+        assert resumed.returncode == 0, out + run.log()
+        stopping.communicate(timeout=60)
+        assert run.home.record().start == start
+    run.reach(15)
+    end_of(run.launch("--stop", "r"), run)
+    assert sorted(run.losses()) == list(range(1, len(run.losses()) + 1))
 
 
 def test_a_cluster_that_is_not_there_is_one_sentence(run: LaunchedRun) -> None:

@@ -3,10 +3,11 @@ actors and trainers that do not answer, hosts that are gone."""
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,11 @@ from ray.exceptions import ActorUnavailableError
 
 from roadtrain.config.machines import PlanHost
 from roadtrain.errors import LaunchError
-from roadtrain.launch.home import LaunchRecord, RunHome, RunState
+from roadtrain.launch.home import LAUNCHED, LaunchRecord, RunHome, RunState
 from roadtrain.launch.processes import Process, Role, WorkerSet
 from roadtrain.launch.ray import actors, cluster, engine, held_process, start, workers
 from roadtrain.launch.ray.nodes import RayNode
+from roadtrain.protocol import run_state
 from roadtrain.protocol.launch import (
     HostCame,
     HostLost,
@@ -65,6 +67,7 @@ class FakeRay:
     def __init__(self) -> None:
         self.named: dict[str, FakeActor] = {}
         self.made: list[FakeActor] = []
+        self.did: list[Any] = []
         self.util = SimpleNamespace(list_named_actors=lambda: list(self.named))
 
     def get(self, ref: Any, timeout: float | None = None) -> Any:
@@ -105,6 +108,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
     for module in (engine, actors, start):
         monkeypatch.setattr(module, "ray", fake)
+    monkeypatch.setattr(engine, "remove_old_places", lambda: fake.did.append("places removed"))
+    monkeypatch.setattr(cluster, "ask_for", lambda places: fake.did.append(places))
     monkeypatch.setattr(cluster, "on_node", lambda node: node)
     monkeypatch.setattr(cluster, "nodes", lambda: [node("n0", "a")])
     monkeypatch.setattr(workers, "trainer_of", lambda *_: SimpleNamespace(fit=lambda: None))
@@ -165,7 +170,7 @@ def test_the_engine_says_how_many_lines_it_has_not_got(fake: FakeRay) -> None:
     made.events(0.0)  # it asks
     made.events(0.0)
     box.post(0, [Output("worker 0", "a", "x")] * (actors.KEPT + 3))
-    lines = [event.line for event in heard(made, 5) if isinstance(event, Output)]
+    lines = [e.line for e in heard(made, 5) if isinstance(e, Output) and "OMP" not in e.line]
     assert lines[0].startswith("[3 lines left out") and lines.count("x") == actors.KEPT
 
 
@@ -195,7 +200,8 @@ def test_an_end_that_waits_behind_thousands_of_lines_is_the_workers_end(
     box.post(3, [ProcessEnded("worker 0", code, 0.0, "said")])
     events, ended = until_end(made)
     assert (ended.attempt, ended.code, ended.first) == (3, code, "worker 0")
-    assert sum(isinstance(event, Output) for event in events) == 3 * actors.BATCH
+    lines = [event for event in events if isinstance(event, Output) and event.line == "x"]
+    assert len(lines) == 3 * actors.BATCH
     assert any(isinstance(event, WorkersPlaced) for event in events)
 
 
@@ -247,6 +253,134 @@ def test_a_trainer_that_never_lets_go_of_ended_workers_is_given_up(
     assert made.ended().code == 0
 
 
+def test_workers_that_are_asked_to_end_are_given_up_before_the_run_is(
+    hanging: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule 5: the supervisor waits for their end before it begins others."""
+    assert workers.LET_GO_S < run_state.STOPS_AT_MOST * run_state.KILL_S
+    monkeypatch.setattr(workers, "LET_GO_S", 0.1)
+    mailbox, given = orders()
+    made = workers.RayWorkers(WorkerSet(0, (worker(0), worker(1))), mailbox, hanging)
+    made.stop(1000.0)
+    time.sleep(0.2)
+    assert not made.is_over()
+    made.stop(0.1)
+    until(made.is_over)
+    assert given == [1000.0, 0.1] and made.ended().code == workers.KILLED
+
+
+def test_workers_whose_nodes_died_have_ended(
+    hanging: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule 5: Ray Train may never say so."""
+    monkeypatch.setattr(workers, "LET_GO_S", 0.1)
+    mailbox, given = orders()
+    two = WorkerSet(0, (worker(0), worker(1, "b")))
+    made = workers.RayWorkers(two, mailbox, hanging)
+    made.lose("b")
+    assert given == [0.0] and not made.is_over()  # the others cannot finish their step
+    made.lose("a")
+    until(made.is_over)
+    ended = made.ended()
+    assert (ended.code, ended.first, ended.said) == (
+        workers.KILLED,
+        "worker 1",
+        "its host b was lost",
+    )
+
+
+def test_the_engine_tells_the_end_of_workers_on_nodes_that_died(
+    fake: FakeRay, monkeypatch: pytest.MonkeyPatch, hanging: Callable[[], None]
+) -> None:
+    monkeypatch.setattr(workers, "LET_GO_S", 0.1)
+    monkeypatch.setattr(workers, "trainer_of", lambda *_: SimpleNamespace(fit=hanging))
+    made = made_engine()
+    made.start_workers(WorkerSet(0, (worker(0),)))
+    monkeypatch.setattr(cluster, "nodes", list)
+    monkeypatch.setattr(cluster, "reasons", lambda: {"n0": "no heartbeat"})
+    events, ended = until_end(made)
+    assert ended.code == workers.KILLED and any(isinstance(one, HostLost) for one in events)
+
+
+@pytest.mark.parametrize(("asked", "code"), [(True, 130), (True, -9), (False, 130), (False, 0)])
+def test_the_end_of_a_worker_that_was_asked_to_end_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, asked: bool, code: int
+) -> None:
+    """Ray Train would kill the others, which commit the step."""
+
+    class Held:
+        alive = True
+
+        def __init__(self, process: Process, _: str, tell: Callable[[Any], None]) -> None:
+            self.process, self.tell = process, tell
+            if not asked:
+                tell(ProcessEnded(process.name, code, 0.0))
+
+        def stop(self, grace_s: float) -> None:
+            if grace_s:
+                self.tell(ProcessEnded(self.process.name, code, 0.0))
+
+        def wait(self, timeout_s: float) -> None: ...
+
+    monkeypatch.setattr(workers, "HeldProcess", Held)
+    monkeypatch.setattr(workers, "ray", FakeRay())
+    box = actors.WorkerMailbox()
+    box.offer(0, {"n0": [worker(0)]})
+    if asked:
+        box.order(0, 5.0)
+    config = {"mailbox": FakeActor(box), "attempt": 0, "mark": "m"}
+    if asked or not code:
+        workers.run_worker(config)
+    else:
+        with pytest.raises(LaunchError, match="worker 0 ended with code 130"):
+            workers.run_worker(config)
+
+
+def test_each_worker_gets_its_share_of_its_nodes_processors() -> None:
+    """Ray itself gives each one thread."""
+    at = {"a": node("n0", "a"), "b": RayNode("n1", "b", "10.0.0.2", "b", "b", 2, 2, 1)}
+    own = replace(worker(3, "b"), environment={"OMP_NUM_THREADS": "7"})
+    all = WorkerSet(0, (worker(0), worker(1, "b"), worker(2, "b"), own))
+    made, line = workers.with_threads(all, at, "")
+    assert [one.environment["OMP_NUM_THREADS"] for one in made.processes] == ["4", "1", "1", "7"]
+    assert line == "OMP_NUM_THREADS is not set: each worker computes with 1 or 4 thread(s)"
+    made, line = workers.with_threads(all, at, "3")
+    assert [one.environment["OMP_NUM_THREADS"] for one in made.processes] == ["3", "3", "3", "7"]
+    assert not line
+
+
+def test_an_attempt_begins_with_its_threads_and_without_the_places_of_the_one_before(
+    fake: FakeRay, tmp_path: Path
+) -> None:
+    directory = tmp_path / "ray"
+    made = made_engine(directory=directory)
+    assert fake.did == [[{"CPU": 1}]]  # of the autoscaler
+    directory.mkdir()
+    made.start_workers(WorkerSet(0, (worker(0),)))
+    assert fake.did[1:] == ["places removed"] and not directory.exists()
+    assert fake.made[0].real.take(0, "n0").environment == {"OMP_NUM_THREADS": "4"}
+    directory.mkdir()
+    made.close()
+    assert fake.did[2:] == [[]] and not directory.exists()
+
+
+def test_places_of_this_driver_that_are_left_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, removed = "07000000", list[str]()
+    groups = {
+        "a" * 28 + job: {"state": "CREATED"},
+        "b" * 28 + job: {"state": "REMOVED"},
+        "c" * 28 + "08000000": {"state": "CREATED"},
+    }
+    context = SimpleNamespace(get_job_id=lambda: job)
+    monkeypatch.setattr(workers, "ray", SimpleNamespace(get_runtime_context=lambda: context))
+    monkeypatch.setattr(workers, "placement_group_table", lambda: groups)
+    monkeypatch.setattr(
+        workers, "remove_placement_group", lambda group: removed.append(group.id.hex())
+    )
+    workers.remove_old_places()
+    assert removed == ["a" * 28 + job]
+
+
 def test_each_worker_asks_for_a_device_or_sees_those_of_its_node() -> None:
     """Rule 6: where only some nodes have any, Ray does not hide them."""
     at = {"a": node("n0", "a"), "b": RayNode("n1", "b", "10.0.0.2", "b", "b", 4, 2, 1)}
@@ -280,13 +414,16 @@ class FakeService:
     """As a ServedProcess on a node."""
 
     def __init__(self, process: Process, node: str) -> None:
-        self.process, self.node = process, node
+        self.process, self.node, self.ended = process, node, False
 
     def place(self) -> tuple[Process, str]:
         return self.process, self.node
 
     def news(self, life: str, after: int, patience_s: float) -> actors.News:
         return actors.News("life", max(after, 0), ())
+
+    def end(self) -> None:
+        self.ended = True
 
 
 @pytest.mark.parametrize("why", ["unavailable", "silent"])
@@ -297,7 +434,7 @@ def test_an_actor_that_answers_nothing_is_replaced(
     monkeypatch.setattr(engine, "SILENT_S", 0.3)
     monkeypatch.setattr(engine, "AGAIN_S", 0.05)
     actor = fake.named["roadtrain:r:server a 0"] = FakeActor(FakeService(server(), "n0"))
-    made = made_engine()
+    made = made_engine(begun=True)
     if why == "silent":
         actor.silent = True
     else:
@@ -318,6 +455,56 @@ def test_a_run_that_had_begun_goes_on_without_a_host_that_is_gone(
     made = made_engine(begun=True)
     assert made.goes_on
     assert [e.host for e in made.events(0.0) if isinstance(e, HostLost)] == ["a"]
+
+
+def test_services_of_another_launch_end_and_this_one_is_checked(fake: FakeRay) -> None:
+    """Their stores and ports are free then."""
+    left = FakeService(server(), "n0")
+    actor = fake.named["roadtrain:r:server a 0"] = FakeActor(left)
+    other = fake.named["roadtrain:r2:server a 0"] = FakeActor(FakeService(server(), "n0"))
+    made = made_engine()
+    assert not made.goes_on and left.ended and actor.killed and not other.killed
+    made.start(server())
+    assert fake.made[-1] is not actor  # one of its own
+
+
+def test_hosts_without_an_address_are_where_they_were(
+    fake: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its store is on that node's disk."""
+    there = [
+        RayNode("n0", "y", "10.0.0.1", "y", "", 4, 0, 1),
+        RayNode("n1", "x", "10.0.0.2", "x", "", 4, 0, 1),
+    ]
+    monkeypatch.setattr(cluster, "nodes", lambda: there)
+
+    def made(known: str, *, begun: bool) -> engine.RayEngine:
+        hosts = [PlanHost("h", "k", workers=1)]
+        return engine.RayEngine(hosts, "roadtrain:r", known={"h": known}, begun=begun)
+
+    assert {one.name: one.address for one in made("10.0.0.2", begun=False).hosts()} == {
+        "h": "10.0.0.2"
+    }
+    with pytest.raises(LaunchError, match=r"host h \(it was 10\.0\.0\.3\) of the plan is no node"):
+        made("10.0.0.3", begun=False)
+    events = made("10.0.0.3", begun=True).events(0.0)
+    assert [e.host for e in events if isinstance(e, HostLost)] == ["h"]
+    assert [e.host for e in events if isinstance(e, HostCame)] == ["y"]  # it may stand in
+
+
+def test_a_spare_host_without_a_node_refuses_nothing(fake: FakeRay) -> None:
+    made = made_engine(spares=[PlanHost("d", "k", "10.0.0.9", workers=1)])
+    assert not made.goes_on
+    assert [e.host for e in made.events(0.0) if isinstance(e, HostLost)] == ["d"]
+
+
+def test_the_plans_own_address_of_a_host_is_told(fake: FakeRay) -> None:
+    hosts = [PlanHost("a", "k", "192.168.0.1", workers=1)]
+    made = engine.RayEngine(hosts, "roadtrain:r")
+    assert [one.address for one in made.hosts()] == ["192.168.0.1"]
+    made.tell(["comes", "a"])
+    (came,) = made.events(0.0)
+    assert isinstance(came, HostCame) and came.address == "192.168.0.1"
 
 
 def test_a_host_that_came_and_sums_is_told_to_the_next_supervisor(
@@ -388,7 +575,7 @@ def supervised(home: RunHome, fake: FakeRay, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(start, "HeldProcess", Ends)
     for name in ("roadtrain:r", "roadtrain:r:server a 0", "roadtrain:r2:server a 0"):
         fake.named[name] = FakeActor(None)
-    start.SupervisedRun(str(home.path), "roadtrain:r", {})
+    start.SupervisedRun(str(home.path), "roadtrain:r", {}, 1.0)
     until(lambda: list(fake.named) == ["roadtrain:r2:server a 0"])
 
 
@@ -409,6 +596,73 @@ def test_a_run_whose_state_cannot_be_read_ends_its_actor(
     assert not Ends.begun
 
 
+def test_the_actor_of_a_start_that_is_over_does_not_begin_the_next(
+    home: RunHome, fake: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--resume` a moment after the end."""
+    home.write_state(RunState(stamps={LAUNCHED: 2.0}))
+    Ends.begun = 0
+    supervised(home, fake, monkeypatch)
+    assert not Ends.begun and home.state().phase == "starting"
+
+
+def test_an_actor_that_cannot_be_killed_keeps_no_other(
+    home: RunHome, fake: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = fake.kill
+
+    def kill(actor: FakeActor, no_restart: bool) -> None:
+        if fake.named.get("roadtrain:r:a") is actor:
+            raise ActorUnavailableError("its node is slow", None)
+        real(actor, no_restart)
+
+    monkeypatch.setattr(fake, "kill", kill)
+    monkeypatch.setattr(start, "HeldProcess", Ends)
+    home.write_state(RunState(phase="ended"))
+    for name in ("roadtrain:r", "roadtrain:r:a", "roadtrain:r:b"):
+        fake.named[name] = FakeActor(None)
+    start.SupervisedRun(str(home.path), "roadtrain:r", {}, 1.0)
+    until(lambda: list(fake.named) == ["roadtrain:r:a"])
+    until(lambda: fake.did == [[]])  # the autoscaler is asked for nothing
+
+
+@pytest.fixture
+def begins(home: RunHome, fake: FakeRay, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Begins the supervisor's actor."""
+    monkeypatch.setattr(cluster, "connect", lambda _: None)
+    monkeypatch.setattr(cluster, "disconnect", lambda: None)
+    monkeypatch.setattr(start, "SupervisedRun", lambda *_: None)
+    return lambda: start.start_supervisor(home)
+
+
+def test_a_launch_waits_for_the_actor_of_the_run_that_has_just_ended(
+    home: RunHome, fake: FakeRay, begins: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "_await_supervisor", lambda _: None)
+    fake.named["roadtrain:r"] = FakeActor(None)
+    later = threading.Timer(0.3, fake.named.clear)
+    later.start()
+    begins()
+    later.join()
+    assert len(fake.made) == 1
+    monkeypatch.setattr(start, "NAME_S", 0.2)
+    fake.named["roadtrain:r"] = FakeActor(None)
+    with pytest.raises(LaunchError, match="a run of this name is alive there"):
+        begins()
+
+
+def test_an_interrupted_launch_leaves_no_actor(
+    fake: FakeRay, begins: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(start, "_await_supervisor", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        begins()
+    assert [actor.killed for actor in fake.made] == [1]
+
+
 @pytest.mark.parametrize("here", [True, False])
 def test_while_its_node_is_there_a_run_is_alive_though_the_cluster_does_not_answer(
     home: RunHome, monkeypatch: pytest.MonkeyPatch, here: bool
@@ -420,11 +674,29 @@ def test_while_its_node_is_there_a_run_is_alive_though_the_cluster_does_not_answ
     processes = [SimpleNamespace(info={"name": words[0], "cmdline": words})] if here else []
     monkeypatch.setattr(cluster, "connect", refuses)
     monkeypatch.setattr(cluster.psutil, "process_iter", lambda _: processes)
+    known = {"head": {"10.0.0.1"}, "10.0.0.1": {"10.0.0.1"}, "other": {"10.0.0.2"}}
+    monkeypatch.setattr(cluster, "addresses_of", lambda host: known.get(host, set()))
     home.write_state(RunState(phase="going"))
     assert start.is_alive(home) is here
-    for port, there in ((6379, here), (6380, False)):
-        record = LaunchRecord(
-            name="r", engine="ray", launched=1.0, directory="/", ray_address=f"head:{port}"
-        )
+    for head, there in (
+        ("head:6379", here),
+        ("head:6380", False),
+        ("other:6379", False),  # the head is elsewhere now
+        ("nameless:6379", here),
+    ):
+        record = LaunchRecord(name="r", engine="ray", launched=1.0, directory="/", ray_address=head)
         home.write_record(record)
-        assert start.is_alive(home) is there
+        assert start.is_alive(home) is there, head
+
+
+def test_all_addresses_of_this_host_are_one() -> None:
+    """Ray calls the head by its own choice of them."""
+    (own, *_) = (
+        one.address
+        for all in cluster.psutil.net_if_addrs().values()
+        for one in all
+        if one.family == socket.AF_INET and not one.address.startswith("127.")
+    )
+    assert cluster.is_same("localhost:1", f"{own}:1")
+    assert not cluster.is_same("localhost:1", f"{own}:2")
+    assert not cluster.is_same("localhost:1", "192.0.2.7:1")

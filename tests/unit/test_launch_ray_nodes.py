@@ -9,7 +9,7 @@ import pytest
 
 from roadtrain.config.machines import PlanHost, ServerPlace
 from roadtrain.launch.ray.nodes import HostMap, RayNode
-from roadtrain.protocol.launch import HostCame, HostLeaves, HostLost
+from roadtrain.protocol.launch import HostCame, HostLeaves, HostLost, Output
 
 STORE = (ServerPlace("/store", 7000),)
 
@@ -93,15 +93,81 @@ def test_a_node_that_dies_is_told_and_one_of_its_label_is_that_host_again() -> N
     hosts.check()
 
 
-def test_a_free_node_takes_the_place_of_a_lost_host_that_kept_no_store() -> None:
+def test_a_free_node_never_takes_a_lost_hosts_name() -> None:
+    """Who takes its place asks first what of the run's state rested on it."""
     plan = [PlanHost("w", "k", workers=2), PlanHost("s", "k", servers=STORE)]
     hosts = HostMap(plan)
     hosts.look([node("1", processors=2), node("2")], 0.0)
     lost = hosts.look([], 1.0)
     assert {event.host for event in lost if isinstance(event, HostLost)} == {"w", "s"}
-    (came,) = hosts.look([node("7", processors=2)], 2.0)
-    assert came == HostCame("w", "10.1.0.7", 2, 2.0)
-    assert [host.name for host in hosts.missing()] == ["s"]  # its store was on the node that died
+    came = hosts.look([node("7", processors=2)], 2.0)
+    assert came == [HostCame("10.1.0.7", "10.1.0.7", 2, 2.0)]
+    assert [host.name for host in hosts.missing()] == ["w", "s"]
+    back = [node("7", processors=2), node("9", address="10.1.0.1")]  # where w was
+    assert hosts.look(back, 3.0) == [HostCame("w", "10.1.0.1", 2, 3.0)]
+    hosts.check()
+
+
+def test_a_node_that_was_idle_from_the_first_is_told_when_a_host_with_workers_is_lost() -> None:
+    plan = [PlanHost("w", "k", workers=2), PlanHost("s", "k", servers=STORE)]
+    hosts, w, s = HostMap(plan), node("1", label="w"), node("2", label="s")
+    idle = [node("3", processors=1), node("4"), node("5"), node("6", label="of another run")]
+    assert hosts.look([w, s, *idle], 0.0) == []
+    assert [type(event) for event in hosts.look([w, *idle], 1.0)] == [HostLost]  # nobody can be s
+    lost, came = hosts.look(idle, 2.0)
+    assert isinstance(lost, HostLost) and lost.host == "w"
+    assert came == HostCame("10.1.0.4", "10.1.0.4", 4, 2.0)
+    assert hosts.look(idle, 3.0) == []  # one for each
+    lost, came = hosts.look([one for one in idle if one.node_id != "4"], 4.0)
+    assert isinstance(lost, HostLost) and lost.host == "10.1.0.4"
+    assert isinstance(came, HostCame) and came.host == "10.1.0.5"
+
+
+def test_hosts_are_where_they_were_in_the_start_before() -> None:
+    plan = [PlanHost(name, "k", workers=1) for name in "abc"]
+    spare = PlanHost("d", "k", workers=1)
+    known = {"a": "10.1.0.3", "b": "10.1.0.9", "c": "10.1.0.1", "d": "10.1.0.2"}
+    hosts = HostMap(plan, [spare], known)
+    events = hosts.look([node(str(n)) for n in range(1, 5)], 0.0)
+    assert where(hosts) == {"a": "3", "c": "1", "d": "2", "10.1.0.4": "4"}
+    assert [host.name for host in hosts.missing()] == ["b"]  # not dealt anew
+    assert events == [HostCame("10.1.0.4", "10.1.0.4", 4, 0.0)]
+    assert [event.host for event in hosts.tell_missing(0.0) if isinstance(event, HostLost)] == ["b"]
+    assert hosts.look([node(str(n)) for n in (1, 2, 3, 4, 9)], 1.0) == [
+        HostCame("b", "10.1.0.9", 1, 1.0)
+    ]
+
+
+@pytest.mark.parametrize("devices", [0, 4])
+def test_a_node_of_its_label_that_is_too_small_is_not_that_host_again(devices: int) -> None:
+    hosts = HostMap([PlanHost("w", "k", workers=4)])
+    hosts.look([node("1", label="w", devices=devices)], 0.0)
+    hosts.look([], 1.0)
+    small = node("2", label="w", devices=3 if devices else 0, processors=4 if devices else 3)
+    said, came = hosts.look([small], 2.0)
+    assert isinstance(said, Output) and "3" in said.line and "4 workers" in said.line
+    assert came == HostCame("2", "10.1.0.2", 3, 2.0)
+    assert hosts.look([small], 3.0) == []  # it is said once
+    whole = node("3", label="w", devices=devices)
+    assert hosts.look([small, whole], 4.0) == [HostCame("w", "10.1.0.3", 4, 4.0)]
+
+
+def test_a_host_without_accelerators_among_others_is_itself_again() -> None:
+    hosts = HostMap([PlanHost("gpu", "k", workers=2), PlanHost("cpu", "k", workers=2)])
+    gpu, cpu = node("1", label="gpu", devices=2), node("2", label="cpu")
+    hosts.look([gpu, cpu], 0.0)
+    hosts.look([gpu], 1.0)
+    assert hosts.look([gpu, node("3", label="cpu")], 2.0) == [HostCame("cpu", "10.1.0.3", 2, 2.0)]
+
+
+def test_the_plans_own_address_of_a_host_stays() -> None:
+    """Of its fast card: Ray knows another."""
+    hosts = HostMap([PlanHost("a", "k", "192.168.0.1"), PlanHost("b", "k")])
+    hosts.look([node("1", label="a"), node("2", label="b")], 0.0)
+    assert (hosts.address_of("a"), hosts.address_of("b")) == ("192.168.0.1", "10.1.0.2")
+    hosts.look([node("2", label="b")], 1.0)
+    (came,) = hosts.look([node("3", label="a"), node("2", label="b")], 2.0)
+    assert isinstance(came, HostCame) and came.address == "192.168.0.1"
 
 
 def test_a_node_that_the_plan_does_not_have_is_told_under_a_name_of_its_own() -> None:

@@ -50,6 +50,7 @@ from roadtrain.units import MIB
 UNSENT = 8 * MIB  # bytes that wait for a slow supervisor before lines of output are left out
 ANSWER_LIMIT = 8 * MIB  # bytes of an answer
 GIVE_UP_S = 30.0  # a process that was killed and does not end is given up
+WAIT_MOST_S = 3600.0  # at once: `select` takes no more than some weeks
 REFUSED = 1  # the code of a process that could not be begun
 
 
@@ -236,7 +237,7 @@ class HostAgent:
             for at in (started.kill_at, started.give_up_at)
             if at is not None
         ]
-        return max(0.0, min(times) - time.monotonic()) if times else None
+        return min(WAIT_MOST_S, max(0.0, min(times) - time.monotonic())) if times else None
 
     def _say(self, name: str, line: str) -> None:
         if len(self._unsent) > UNSENT:

@@ -62,11 +62,17 @@ def _lab(plan_file: PlanFile, record: LaunchRecord) -> LaunchEngine:
 
 def _ray(plan_file: PlanFile, record: LaunchRecord) -> LaunchEngine:
     make = importlib.import_module("roadtrain.launch.ray.engine").ray_engine
+    home = RunHome.of(record.name)
+    state = home.state()
+    begun = CHECKED in state.stamps
     engine: LaunchEngine = make(
         machines_of(plan_file),
         f"roadtrain:{record.name}",
         record.ray_address,
-        begun=CHECKED in RunHome.of(record.name).state().stamps,
+        # an older run of this name may have left them, where this one never had workers
+        known=home.addresses() if begun or state.attempt >= 0 else {},
+        begun=begun,
+        directory=home.path / "ray",
     )
     return engine
 

@@ -32,6 +32,7 @@ from roadtrain.protocol.launch import Output, ProcessEnded, ProcessRestarted
 KEPT = 5000  # lines that wait for the supervisor, and as many ends
 BATCH = 1000  # of one answer
 ALONE_S = 60.0  # longer than the supervisor waits before it starts a process again
+END_GRACE_S = 20.0  # of a service that nobody will ask for again
 ORPHAN_S = 300.0  # a service ends when it was not asked for news for so long, and nobody will
 
 
@@ -163,12 +164,16 @@ class ServedProcess:
                 self._held = HeldProcess(process, self._mark, self._tell)
                 self._told.add(ProcessRestarted(process.name, now))
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Returns when its process has ended: for good."""
         with self._lock:
             self._stopped = True
-            self._held.stop(END_S)
-            self._held.wait(2 * END_S)
+            self._held.stop(END_GRACE_S)
+            self._held.wait(END_GRACE_S + END_S)
         self.close()
+
+    def _end(self) -> None:
+        self.end()
         kill_named(service_actor(self._mark, self._held.process.name))
 
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import psutil
 import ray
 from ray._private.state import state as ray_state
+from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -24,6 +27,8 @@ from roadtrain.transport.address import address_of
 NAMESPACE = "roadtrain"  # of all our actors
 CONNECT_S = 10.0
 NODE_PROCESS, HEADS_ADDRESS = "raylet", "--gcs-address="  # Ray's process of a node
+THREADS = "OMP_NUM_THREADS"  # Ray sets it in each process of its own
+USERS_THREADS = "ROADTRAIN_USERS_THREADS"  # what it was where `launch` was typed, or ""
 HEAD = "node:__internal_head__"  # a resource of the head alone
 
 
@@ -62,14 +67,35 @@ def _answers(address: str) -> None:
 def has_node_here(address: str) -> bool:
     """Whether a node of the cluster runs on this host, though its head may not answer. address: as
     of `connect`."""
-    port = "" if address in ("", "auto") else f":{address_of(address)[1]}"
-    words = (
-        word
+    heads = [
+        word.removeprefix(HEADS_ADDRESS)
         for process in psutil.process_iter(["name", "cmdline"])
         if process.info["name"] == NODE_PROCESS
         for word in process.info["cmdline"] or ()
-    )
-    return any(word.startswith(HEADS_ADDRESS) and word.endswith(port) for word in words)
+        if word.startswith(HEADS_ADDRESS)
+    ]
+    if address in ("", "auto"):
+        return bool(heads)
+    return any(is_same(address, head) for head in heads)
+
+
+def is_same(one: str, other: str) -> bool:
+    """Whether two HOST:PORT are one. Where a name has no address now, the ports say it."""
+    (host, port), (other_host, other_port) = address_of(one), address_of(other)
+    if port != other_port:
+        return False
+    found, others = addresses_of(host), addresses_of(other_host)
+    return not found or not others or bool(found & others)
+
+
+def addresses_of(host: str) -> set[str]:
+    """Of a host; of this one all that it has."""
+    try:
+        found = {str(one[4][0]) for one in socket.getaddrinfo(host, None)}
+    except OSError:
+        return set()
+    own = {one.address for all in psutil.net_if_addrs().values() for one in all}
+    return found | own if found & own else found
 
 
 def disconnect() -> None:
@@ -85,6 +111,15 @@ def nodes() -> list[RayNode]:
     """Those that are alive."""
     leaving = ray_state.get_draining_nodes()
     return [_node(one, leaving) for one in ray.nodes() if one["Alive"]]
+
+
+def ask_for(places: Sequence[Mapping[str, int]]) -> None:
+    """The autoscaler keeps nodes for all of these from now on, and starts another in the place of
+    one that dies: what is bound to a node asks for no other. None: it is withdrawn. There is one
+    such wish in a cluster, so that of another program is replaced. Without an autoscaler nobody
+    reads it."""
+    with suppress(RayError, RuntimeError, OSError):
+        request_resources(bundles=[dict(place) for place in places])
 
 
 def reasons() -> dict[str, str]:

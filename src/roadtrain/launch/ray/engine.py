@@ -12,11 +12,15 @@ ends all; a driver that is killed leaves the services, not the workers.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -39,7 +43,13 @@ from roadtrain.launch.ray.actors import (
     service_actors,
 )
 from roadtrain.launch.ray.nodes import HostMap, RayNode
-from roadtrain.launch.ray.workers import RayWorkers, ray_workers, set_environment
+from roadtrain.launch.ray.workers import (
+    RayWorkers,
+    ray_workers,
+    remove_old_places,
+    set_environment,
+    with_threads,
+)
 from roadtrain.protocol.launch import (
     HostCame,
     HostLeaves,
@@ -59,6 +69,7 @@ PATIENCE_S = 2.0  # of a question for news
 AGAIN_S = 0.5  # until an actor that could not be asked is asked again
 SILENT_S = 60.0  # an actor that answers no question for so long is given up
 DRAIN_S = 30.0  # the mailbox has said all within it
+LEFTOVER_S = 40.0  # services of another launch have ended within it
 NAME_S = 15.0  # the name of a killed actor is free within it
 KILLED = -9
 
@@ -84,49 +95,68 @@ class _Heard:
 
 
 class RayEngine:
-    """hosts: the plan's, spare ones too. mark: names this run on the cluster. The process must be
-    connected (cluster.connect). begun: an engine before this one had begun the run. Raises
-    LaunchError where a host of the plan has no node and the run has not begun."""
+    """hosts: the plan's; spares: its spare ones. mark: names this run on the cluster. The process
+    must be connected (cluster.connect). known: host -> address of its node in starts before. begun:
+    an engine before this one had begun the run, and its services are found and left as they are;
+    else services of its name are another launch's, and are ended. directory: for what Ray Train
+    writes. Raises LaunchError where a host of the plan, not a spare one, has no node and the run
+    has not begun."""
 
-    def __init__(self, hosts: Sequence[PlanHost], mark: str, *, begun: bool = False) -> None:
+    def __init__(
+        self,
+        hosts: Sequence[PlanHost],
+        mark: str,
+        *,
+        spares: Sequence[PlanHost] = (),
+        known: Mapping[str, str] | None = None,
+        begun: bool = False,
+        directory: Path | None = None,
+    ) -> None:
         set_environment()
-        self._mark = mark
+        self._mark, self._directory = mark, directory
         self._events: list[RunEvent] = []
-        self._map = HostMap(hosts)
+        self._map = HostMap(hosts, spares, known)
         self._services: dict[str, _Heard] = {}
-        found = _found(mark)
-        self.goes_on = begun or bool(found)
+        self.goes_on = begun
         self._workers: RayWorkers | None = None
         self._looked_at = 0.0
-        for name, (actor, process, node) in found.items():
-            self._map.remember(process.host, node)
-            self._services[name] = _Heard(actor, process, after=-1)
+        if begun:
+            for name, (actor, process, node) in _found(mark).items():
+                self._map.remember(process.host, node)
+                self._services[name] = _Heard(actor, process, after=-1)
+        else:
+            end_services(mark)
         self._look()
-        if missing := self._map.missing():
-            if not self.goes_on:
-                raise LaunchError(_no_node(missing[0], cluster.nodes()))
-            why = "it is no node of the cluster"
-            self._events += [HostLost(host.name, why, time.monotonic()) for host in missing]
-        self._events += self._others_with_services(hosts)
+        self._refuse_missing(hosts)
+        self._events += self._map.tell_missing(time.monotonic())
+        self._events += self._others_with_services((*hosts, *spares))
+        cluster.ask_for(self._map.places_of_workers())
         here = cluster.on_node(ray.get_runtime_context().get_node_id())
         # One that is killed comes again and knows no attempt: so the workers of this one end.
         mailbox = ray.remote(num_cpus=0, max_concurrency=64, max_restarts=-1)(WorkerMailbox)
         self._mailbox = _Heard(mailbox.options(scheduling_strategy=here).remote(), None)
+
+    def _refuse_missing(self, hosts: Sequence[PlanHost]) -> None:
+        missing = [host for host in self._map.missing() if host in hosts]
+        if missing and not self.goes_on:
+            said = "".join(f" {one.line}" for one in self._events if isinstance(one, Output))
+            was_at = self._map.was_at(missing[0].name)
+            raise LaunchError(_no_node(missing[0], was_at, cluster.nodes()) + said)
 
     def _others_with_services(self, plan: Sequence[PlanHost]) -> list[RunEvent]:
         """Hosts that came to an engine before this one, and still sum."""
         known, at = {host.name for host in plan}, time.monotonic()
         services = {one.process.host for one in self._services.values() if one.process}
         return [
-            HostCame(name, node.address, self._map.workers_of(name), at)
-            for name, node in self._map.hosts.items()
+            HostCame(name, self._map.address_of(name), self._map.workers_of(name), at)
+            for name in self._map.hosts
             if name in services - known
         ]
 
     def hosts(self) -> Sequence[HostSeen]:
         self._look()
         return [
-            HostSeen(name, node.address, node.devices, node.processors, node.memory)
+            HostSeen(name, self._map.address_of(name), node.devices, node.processors, node.memory)
             for name, node in self._map.hosts.items()
         ]
 
@@ -176,8 +206,9 @@ class RayEngine:
                 self._events.append(HostLeaves(host, float(seconds), time.monotonic()))
                 return f"{host} leaves within {float(seconds):g} s"
             case ["comes", host]:
-                node, workers = self._node(host), self._map.workers_of(host)
-                self._events.append(HostCame(host, node.address, workers, time.monotonic()))
+                self._node(host)
+                address, workers = self._map.address_of(host), self._map.workers_of(host)
+                self._events.append(HostCame(host, address, workers, time.monotonic()))
                 return f"{host} comes"
         raise LaunchError(
             f"`{' '.join(words)}` is no verb of Ray", hint="leaves HOST SECONDS, comes HOST"
@@ -220,7 +251,21 @@ class RayEngine:
         assert self._workers is None, "the workers of the attempt before have not ended"
         for process in workers.processes:
             self._node(process.host)
-        self._workers = ray_workers(workers, self._map.hosts, self._mailbox.actor, self._mark)
+        nodes = self._map.hosts
+        users = os.environ.get(cluster.USERS_THREADS, "")
+        workers, line = with_threads(workers, nodes, users)
+        if line:
+            self._events.append(Output(WORKERS, workers.processes[0].host, line))
+        with suppress(RayError, RuntimeError):
+            remove_old_places()
+        self._remove_directory()  # of the attempt before
+        self._workers = ray_workers(
+            workers, nodes, self._mailbox.actor, self._mark, self._directory
+        )
+
+    def _remove_directory(self) -> None:
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def stop(self, name: str, grace_s: float) -> None:
         if name == WORKERS:
@@ -252,6 +297,8 @@ class RayEngine:
         for event in found:
             if isinstance(event, HostLost):
                 self._forget_services(event.host)
+                if self._workers is not None:
+                    self._workers.lose(event.host)
         self._events += found
 
     def _forget_services(self, host: str) -> None:
@@ -375,8 +422,11 @@ class RayEngine:
         if self._workers is not None:
             self._workers.stop(0.0)
         for service in (*self._services.values(), self._mailbox):
-            ray.kill(service.actor, no_restart=True)
+            with suppress(RayError):
+                ray.kill(service.actor, no_restart=True)
         self._services.clear()
+        cluster.ask_for([])
+        self._remove_directory()
 
 
 class _Reasons(Mapping[str, str]):
@@ -424,8 +474,29 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _no_node(host: PlanHost, nodes: Sequence[RayNode]) -> str:
+def end_services(mark: str) -> None:
+    """Services of this name are gone then, with their stores and ports. Those that do not answer
+    are killed. Raises LaunchError where an actor does not end."""
+    left = service_actors(mark)
+    asked = []
+    for actor in left:
+        with suppress(ValueError, RayError):
+            asked.append(ray.get_actor(actor).end.remote())
+    if asked:
+        ray.wait(asked, num_returns=len(asked), timeout=LEFTOVER_S)
+    for actor in left:
+        with suppress(RayError):
+            kill_named(actor)
+    deadline = time.monotonic() + NAME_S
+    while left := service_actors(mark):
+        if time.monotonic() > deadline:
+            raise LaunchError(f"an actor {left[0]} of another launch has not ended")
+        time.sleep(0.1)
+
+
+def _no_node(host: PlanHost, was_at: str, nodes: Sequence[RayNode]) -> str:
     where = f" ({host.address})" if host.address else ""
+    where = f" (it was {was_at})" if was_at and not host.address else where
     there = ", ".join(f"{n.label or n.name} ({n.address})" for n in nodes)
     return (
         f"host {host.name}{where} of the plan is no node of the Ray cluster, which has {there};"
@@ -433,7 +504,22 @@ def _no_node(host: PlanHost, nodes: Sequence[RayNode]) -> str:
     )
 
 
-def ray_engine(machines: Machines, mark: str, address: str, *, begun: bool) -> RayEngine:
+def ray_engine(
+    machines: Machines,
+    mark: str,
+    address: str,
+    *,
+    known: Mapping[str, str],
+    begun: bool,
+    directory: Path,
+) -> RayEngine:
     """This process becomes a driver of the cluster. Raises LaunchError."""
     cluster.connect(address)
-    return RayEngine((*machines.hosts, *machines.spares), mark, begun=begun)
+    return RayEngine(
+        machines.hosts,
+        mark,
+        spares=machines.spares,
+        known=known,
+        begun=begun,
+        directory=directory,
+    )

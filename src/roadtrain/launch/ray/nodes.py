@@ -3,22 +3,27 @@ Pure.
 
     a node with the label roadtrain-host=NAME, else of that node name, address or host name
                                              is that host
-    an unnamed host of the plan (address "") is given a free node with enough accelerators, or
-                                             processors where no node has any, in a stable order
+    an unnamed host of the plan (address "") is the node at the address where it was before; one
+                                             that never had a node is given a free one with enough
+                                             accelerators, or processors where no node has any, in
+                                             a stable order
     a node that came later                   is one more host, under its own name
-    a host that was lost                     is again where a node is that is it by the same rules;
-                                             a free node takes its place where it kept no store
+    a host with workers that was lost        is again where a node is that is it by the same rules,
+                                             and can run as many; a free node never takes its name:
+                                             one that was there from the first is told as a host
+                                             that came, so that somebody asks what of the run's
+                                             state rested on the lost one
 
 A host stays on its node while that lives. Does NOT ask Ray (cluster.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from roadtrain.config.machines import PlanHost
-from roadtrain.protocol.launch import HostCame, HostLeaves, HostLost, RunEvent
+from roadtrain.protocol.launch import HostCame, HostLeaves, HostLost, Output, RunEvent
 
 LABEL = "roadtrain-host"
 NOTICE_S = 120.0  # of a node that is drained without a deadline, as spot machines have
@@ -49,18 +54,35 @@ class GoneNode:
 
 
 class HostMap:
-    """Invariant: a node is one host at most, and a host one node."""
+    """spares: those of the plan that run nothing. known: host -> address of the node that it was in
+    starts before. Invariant: a node is one host at most, and a host one node."""
 
-    def __init__(self, hosts: Sequence[PlanHost]) -> None:
-        self._hosts = {host.name: host for host in hosts}
+    def __init__(
+        self,
+        hosts: Sequence[PlanHost],
+        spares: Sequence[PlanHost] = (),
+        known: Mapping[str, str] | None = None,
+    ) -> None:
+        self._hosts = {host.name: host for host in (*hosts, *spares)}
+        self._replaceable = [host.name for host in hosts if host.workers]
         self._nodes: dict[str, RayNode] = {}  # host -> its node
-        self._had: set[str] = set()  # hosts that have had a node
+        self._addresses = dict(known or {})  # host -> where its node is or was
+        self._had = {*self._addresses}  # hosts that have had a node
+        self._before: dict[str, RayNode] = {}  # lost host -> the node that it had
         self._lost: set[str] = set()  # of those, the ones that HostLost was told of
         self._leaving: set[str] = set()  # nodes that HostLeaves was told of
         self._others: set[str] | None = None  # nodes that were there first and are no host of it
+        self._instead: dict[str, str] = {}  # lost host -> the other that was told as one that came
+        self._too_small: set[tuple[str, str]] = set()  # host, node: it was said
 
     def node_of(self, host: str) -> RayNode | None:
         return self._nodes.get(host)
+
+    def address_of(self, host: str) -> str:
+        """By which the others reach a host that is there: as the plan says, which may be that of
+        another card than Ray's."""
+        planned = self._hosts.get(host)
+        return (planned.address if planned else "") or self._nodes[host].address
 
     @property
     def hosts(self) -> Mapping[str, RayNode]:
@@ -68,13 +90,24 @@ class HostMap:
         return self._nodes
 
     def missing(self) -> list[PlanHost]:
-        """Hosts of the plan without a node."""
+        """Hosts of the plan without a node, spare ones too."""
         return [host for name, host in self._hosts.items() if name not in self._nodes]
+
+    def was_at(self, host: str) -> str:
+        """The address of the node that a host has or had, or ""."""
+        return self._addresses.get(host, "")
 
     def remember(self, host: str, node_id: str) -> None:
         """A host is on this node already: a service of it was found there."""
         self._had.add(host)
         self._nodes[host] = RayNode(node_id, "", "", "", "", 0, 0, 0)
+
+    def tell_missing(self, at: float) -> list[RunEvent]:
+        """Those of the plan that the first look has not found."""
+        why = "it is no node of the cluster"
+        missing = [host.name for host in self.missing()]
+        self._lost.update(missing)
+        return [HostLost(name, why, at) for name in missing]
 
     def look(
         self, nodes: Sequence[RayNode], at: float, why: Mapping[str, str] | None = None
@@ -88,18 +121,24 @@ class HostMap:
                 continue
             del self._nodes[host]
             self._lost.add(host)
+            self._before[host] = node
             cause = (why or {}).get(node.node_id) or "it has died"
             events.append(HostLost(host, f"Ray's node {node.node_id[:8]}: {cause}", at))
         first = self._others is None
-        new = self._assign(list(alive.values()))
-        for host in new:
-            if host in self._lost or not first:
-                node = self._nodes[host]
+        free = self._free(alive.values())
+        events += self._say_too_small(free)
+        for host in self._assign(list(alive.values()), free):
+            if host in self._lost or host not in self._hosts or not first:
                 self._lost.discard(host)
-                events.append(HostCame(host, node.address, self.workers_of(host), at))
-        self._had.update(new)
+                events.append(HostCame(host, self.address_of(host), self.workers_of(host), at))
+        self._had.update(self._nodes)
+        self._addresses |= {host: node.address for host, node in self._nodes.items()}
         events += self._leaves(at)
         return events
+
+    def _free(self, nodes: Iterable[RayNode]) -> list[RayNode]:
+        taken = {node.node_id for node in self._nodes.values()}
+        return [n for n in nodes if n.node_id not in taken and n.leaves_in_s is None]
 
     def _leaves(self, at: float) -> list[RunEvent]:
         leaving = {
@@ -114,40 +153,92 @@ class HostMap:
             if self._nodes[host].node_id not in told
         ]
 
-    def _assign(self, nodes: Sequence[RayNode]) -> list[str]:
-        """Gives hosts without a node one. Returns those hosts."""
-        taken = {node.node_id for node in self._nodes.values()}
-        free = [n for n in nodes if n.node_id not in taken and n.leaves_in_s is None]
-        new = []
-        for same in (_by_label, _by_name, _by_address, _by_host_name):
-            for host in self.missing():
-                found = min((n for n in free if same(host, n)), key=_order, default=None)
-                if found is not None:
-                    self._nodes[host.name] = found
-                    free.remove(found)
-                    new.append(host.name)
+    def _assign(self, nodes: Sequence[RayNode], free: list[RayNode]) -> list[str]:
+        """Gives hosts without a node one. Returns those hosts, and those that came. free: of the
+        nodes; those that it gives are removed."""
+        new = self._give_own(free)
         devices = any(n.devices for n in nodes)
         for host in self.missing():
-            if not self._any_fits(host):
+            if host.address or host.name in self._had:
                 continue
             fitting = [n for n in free if not n.label and _capacity(n, devices) >= host.workers]
             if fitting:
-                best = min(fitting, key=lambda n: (_waste(n, host), *_order(n)))
-                self._nodes[host.name] = best
-                free.remove(best)
-                new.append(host.name)
+                new.append(self._give(host.name, min(fitting, key=_best_for(host)), free))
         if self._others is None:
-            self._others = {node.node_id for node in nodes if node in free}
-        for node in [node for node in free if node.node_id not in self._others]:
-            name = node.label or node.name
-            name = node.node_id[:8] if name in {*self._hosts, *self._nodes} else name
-            self._nodes[name] = node
-            new.append(name)
+            self._others = {node.node_id for node in free}
+        came = [node for node in free if node.node_id not in self._others]
+        return (
+            new
+            + [self._give(self._name_of(node), node, free) for node in came]
+            + (self._give_instead(free, devices))
+        )
+
+    def _give(self, host: str, node: RayNode, free: list[RayNode]) -> str:
+        self._nodes[host] = node
+        free.remove(node)
+        return host
+
+    def _give_own(self, free: list[RayNode]) -> list[str]:
+        """Nodes that are hosts of the plan by their label, name or address."""
+        new = []
+        for same in (_by_label, _by_name, _by_address, _by_host_name, self._by_earlier_address):
+            for host in self.missing():
+                own = [n for n in free if same(host, n) and self._is_large_enough(host, n)]
+                if own:
+                    new.append(self._give(host.name, min(own, key=_best_for(host)), free))
         return new
 
-    def _any_fits(self, host: PlanHost) -> bool:
-        """Whether any node may become this host, if it is large enough."""
-        return not host.address if host.name not in self._had else not host.servers
+    def _by_earlier_address(self, host: PlanHost, node: RayNode) -> bool:
+        return not node.label and not host.address and node.address == self.was_at(host.name)
+
+    def _is_large_enough(self, host: PlanHost, node: RayNode) -> bool:
+        """Of a node that may be a host again. At the first start the checks say what is lacking."""
+        if host.name not in self._had:
+            return True
+        before = self._before.get(host.name)
+        with_devices = node.devices or (before is not None and before.devices)
+        has = min(node.processors, node.devices) if with_devices else node.processors
+        return has >= host.workers
+
+    def _say_too_small(self, free: Sequence[RayNode]) -> list[RunEvent]:
+        events: list[RunEvent] = []
+        for host in self.missing():
+            for node in free:
+                pair = (host.name, node.node_id)
+                if not _by_label(host, node) or self._is_large_enough(host, node):
+                    continue
+                if pair not in self._too_small:
+                    self._too_small.add(pair)
+                    events.append(Output("workers", host.name, _too_small(host, node)))
+        return events
+
+    def _name_of(self, node: RayNode) -> str:
+        """Of a node that is no host of the plan."""
+        name = node.label or node.name
+        return node.node_id[:8] if name in {*self._hosts, *self._nodes} else name
+
+    def _give_instead(self, free: list[RayNode], devices: bool) -> list[str]:
+        """For each lost host one of the nodes that were there from the first, as a host that
+        came."""
+        new = []
+        for host in self.missing():
+            if host.name not in self._replaceable or self._instead.get(host.name) in self._nodes:
+                continue
+            fitting = [n for n in free if not n.label and _capacity(n, devices) >= host.workers]
+            if fitting:
+                node = min(fitting, key=_best_for(host))
+                self._instead[host.name] = name = self._name_of(node)
+                new.append(self._give(name, node, free))
+        return new
+
+    def places_of_workers(self) -> list[dict[str, int]]:
+        """What the plan's hosts with workers need of Ray, each of its own node."""
+        places = []
+        for name in self._replaceable:
+            count, node = self._hosts[name].workers, self._nodes.get(name)
+            devices = {"GPU": count} if node is not None and node.devices else {}
+            places.append({"CPU": count, **devices})
+        return places
 
     def workers_of(self, host: str) -> int:
         """As many as the plan has there; on another host, as many as it can run."""
@@ -177,9 +268,14 @@ def _by_host_name(host: PlanHost, node: RayNode) -> bool:
     return not node.label and node.host_name in (host.name, host.address)
 
 
-def _order(node: RayNode) -> tuple[bool, str, str]:
-    """The head last: it has Ray's own work to do."""
-    return node.head, node.address, node.node_id
+def _best_for(host: PlanHost) -> Callable[[RayNode], tuple[int, bool, str, str]]:
+    """The fewest accelerators would stand idle; the head last: it has Ray's own work to do."""
+    return lambda node: (
+        max(0, node.devices - host.workers),
+        node.head,
+        node.address,
+        node.node_id,
+    )
 
 
 def _capacity(node: RayNode, devices: bool) -> int:
@@ -187,6 +283,9 @@ def _capacity(node: RayNode, devices: bool) -> int:
     return node.devices if devices else node.processors
 
 
-def _waste(node: RayNode, host: PlanHost) -> int:
-    """Accelerators that would stand idle."""
-    return max(0, node.devices - host.workers)
+def _too_small(host: PlanHost, node: RayNode) -> str:
+    return (
+        f"[Ray's node {node.node_id[:8]} has the label of {host.name}, but {node.processors}"
+        f" processors and {node.devices} accelerators for its {host.workers} workers: it is not"
+        " taken as that host]"
+    )

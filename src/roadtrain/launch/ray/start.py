@@ -18,9 +18,10 @@ from pathlib import Path
 
 import msgspec
 import ray
+from ray.exceptions import RayError
 
 from roadtrain.errors import LaunchError
-from roadtrain.launch.home import RunHome
+from roadtrain.launch.home import LAUNCHED, RunHome, RunState
 from roadtrain.launch.processes import Process, Role
 from roadtrain.launch.ray import cluster
 from roadtrain.launch.ray.actors import is_there, kill_named, service_actors
@@ -31,14 +32,17 @@ STARTS_S = 120.0  # the supervisor's process has the run's lock, or has refused,
 TRIES = 6  # of a supervisor that ends soon
 SOON_S = 60.0
 AGAIN_S = 1.0
+NAME_S = 15.0  # an actor whose run has ended is gone within it
 POLL_S = 0.1
 
 
 class SupervisedRun:
-    """The actor. It ends with the run."""
+    """The actor. It ends with the run, and with this start of it. launched: of the start."""
 
-    def __init__(self, path: str, name: str, environment: dict[str, str]) -> None:
-        self._home, self._name = RunHome(Path(path)), name
+    def __init__(
+        self, path: str, name: str, environment: dict[str, str], launched: float | None
+    ) -> None:
+        self._home, self._name, self._launched = RunHome(Path(path)), name, launched
         # No role of a run's own: what starts and ends it does not look at that.
         self._process = Process(
             "supervisor",
@@ -57,9 +61,9 @@ class SupervisedRun:
     def _run(self) -> None:
         try:
             self._supervise()
-        finally:  # a supervisor that was killed has left its services
-            for service in service_actors(self._name):
-                kill_named(service)
+        finally:  # a supervisor that was killed has left its services, and what it asked for
+            end_actors(self._name)
+            cluster.ask_for([])
             kill_named(self._name)
 
     def _supervise(self) -> None:
@@ -76,15 +80,21 @@ class SupervisedRun:
                 state = msgspec.structs.replace(self._home.state(), phase="ended", code=1, why=why)
                 self._home.write_state(state)
                 return
-            time.sleep(AGAIN_S)
+            if failed and not self._has_ended():
+                time.sleep(AGAIN_S)
 
     def _has_ended(self) -> bool:
         """Raises LaunchError where that cannot be read, also not a little later."""
         for _ in range(TRIES - 1):
             with suppress(LaunchError):
-                return self._home.state().phase == "ended"
+                return self._is_over(self._home.state())
             time.sleep(AGAIN_S)
-        return self._home.state().phase == "ended"
+        return self._is_over(self._home.state())
+
+    def _is_over(self, state: RunState) -> bool:
+        """Also where the run was launched anew meanwhile: that one has an actor of its own."""
+        launched = state.stamps.get(LAUNCHED, self._launched)
+        return state.phase == "ended" or launched != self._launched
 
     def _tell(self, event: Said) -> None:
         to_ray_log(event, {"host": self._process.host})
@@ -103,29 +113,54 @@ def start_supervisor(home: RunHome) -> None:
 
 
 def _start(home: RunHome, name: str) -> None:
-    try:
-        ray.get_actor(name)
-    except ValueError:
-        pass  # as it should be
-    else:
-        raise LaunchError(
-            f"the cluster has an actor {name}: a run of this name is alive there",
-            hint=f"another --name, or roadtrain launch --stop {home.name} where it was launched",
-        )
+    _await_name(home, name)
     here = ray.get_runtime_context().get_node_id()
     supervised = ray.remote(num_cpus=0, max_restarts=-1)(SupervisedRun).options(
         name=name,
         lifetime="detached",
         scheduling_strategy=cluster.on_node(here),
     )
-    environment = {"HOME": str(Path.home())}
-    actor = supervised.remote(str(home.path), name, environment)
+    environment = {
+        "HOME": str(Path.home()),
+        cluster.USERS_THREADS: os.environ.get(cluster.THREADS, ""),
+    }
+    launched = home.state().stamps.get(LAUNCHED)
+    actor = supervised.remote(str(home.path), name, environment, launched)
+    try:
+        _await_supervisor(home)
+    except BaseException:  # a Ctrl-C, too: nobody would know that the run begins
+        ray.kill(actor, no_restart=True)
+        end_actors(name)
+        raise
+
+
+def _await_supervisor(home: RunHome) -> None:
     deadline = time.monotonic() + STARTS_S
     while not home.is_supervised() and home.state().phase != "ended":
         if time.monotonic() > deadline:
-            ray.kill(actor, no_restart=True)
             raise LaunchError(f"the supervisor did not begin on Ray within {STARTS_S:.0f} s")
         time.sleep(POLL_S)
+
+
+def _await_name(home: RunHome, name: str) -> None:
+    """The actor of a run that has just ended lives for a moment. Raises LaunchError."""
+    deadline = time.monotonic() + NAME_S
+    while is_there(name):
+        if home.is_supervised() or time.monotonic() > deadline:
+            raise LaunchError(
+                f"the cluster has an actor {name}: a run of this name is alive there",
+                hint="another --name, or roadtrain launch --stop"
+                f" {home.name} where it was launched",
+            )
+        time.sleep(POLL_S)
+
+
+def end_actors(run: str) -> None:
+    """Those of a run's services."""
+    with suppress(RayError):
+        for service in service_actors(run):
+            with suppress(RayError):
+                kill_named(service)
 
 
 def is_alive(home: RunHome) -> bool:

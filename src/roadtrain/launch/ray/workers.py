@@ -20,17 +20,26 @@ import os
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
+from ray import PlacementGroupID
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from roadtrain.errors import LaunchError
 from roadtrain.launch.processes import Process, WorkerSet
+from roadtrain.launch.ray.cluster import THREADS
 from roadtrain.launch.ray.held_process import (
     END_S,
     KILLED,
@@ -47,7 +56,9 @@ TURN_S = 0.2  # between a worker's questions whether it is to end
 HEALTH_S = "0.5"  # between looks of Ray Train at its workers
 START_S = 60  # Ray Train gives up workers that have no place within it
 BEGIN_S = 3.0 * START_S  # and we give up Ray Train that neither begins them nor says why
-LET_GO_S = 90.0  # all have ended, or were killed: Ray Train has said so within it
+# All have ended, or were killed: Ray Train has said so within it. Shorter than the state machine's
+# patience with workers that were asked to end (run_state.py: three times KILL_S).
+LET_GO_S = 40.0
 FAILED = 1
 LEFT_OUT = {"PlacementGroupCleanerCallback"}
 # Where a worker asks Ray for no device, it sees those of its node, whatever the node was told.
@@ -82,7 +93,8 @@ class WorkerTrainer(DataParallelTrainer):
 
 def run_worker(config: Mapping[str, Any]) -> None:
     """The train function, on a node: one worker from its beginning to its end. Raises LaunchError
-    where that is no good one."""
+    where that is no good one, unless the worker was asked to end: Ray Train would kill the others,
+    which finish their step."""
     mailbox, attempt = config["mailbox"], config["attempt"]
     node = ray.get_runtime_context().get_node_id()
     process = ray.get(mailbox.take.remote(attempt, node), timeout=ANSWER_S)
@@ -91,17 +103,18 @@ def run_worker(config: Mapping[str, Any]) -> None:
     said: queue.SimpleQueue[Said] = queue.SimpleQueue()
     held = HeldProcess(process, config["mark"], said.put)
     try:
-        ended = _follow(held, said, mailbox, attempt)
+        ended, asked = _follow(held, said, mailbox, attempt)
     finally:
         held.stop(0.0)
         held.wait(END_S)
-    if ended.code:
+    if ended.code and not asked:
         raise LaunchError(f"{process.name} ended with code {ended.code}: {ended.said}")
 
 
 def _follow(
     held: HeldProcess, said: queue.SimpleQueue[Said], mailbox: Any, attempt: int
-) -> ProcessEnded:
+) -> tuple[ProcessEnded, bool]:
+    """Its end, and whether it was asked to end before."""
     place, obeyed = {"host": held.process.host}, None
     while True:
         events = _drained(said)
@@ -110,9 +123,10 @@ def _follow(
         grace_s = ray.get(mailbox.post.remote(attempt, events), timeout=ANSWER_S)
         for event in events:
             if isinstance(event, ProcessEnded):
-                return event
+                return event, obeyed is not None
         if not held.alive and said.empty():
-            return ProcessEnded(held.process.name, KILLED, time.monotonic(), "nobody told its end")
+            lost = ProcessEnded(held.process.name, KILLED, time.monotonic(), "nobody told its end")
+            return lost, obeyed is not None
         if grace_s is not None and grace_s != obeyed:
             obeyed = grace_s
             held.stop(grace_s)
@@ -157,7 +171,13 @@ class RayWorkers:
 
     def stop(self, grace_s: float) -> None:
         self._run.asked = True
-        self._mailbox.order.remote(self.attempt, grace_s)
+        self._order(grace_s, time.monotonic())
+
+    def lose(self, host: str) -> None:
+        """All that ran on it has ended: nobody else would say so."""
+        at, why = time.monotonic(), f"its host {host} was lost"
+        for name in [name for name, where in self._run.hosts.items() if where == host]:
+            self.take(ProcessEnded(name, KILLED, at, why))
 
     def begun(self, name: str) -> bool:
         """A worker has begun. Returns whether it is that of rank 0."""
@@ -172,13 +192,17 @@ class RayWorkers:
         kill = self._run.end(ended.name, ended.code, ended.said, time.monotonic())
         if last:
             self._ended = self._run.ended(time.monotonic())
-            self._let_go_by = self._let_go_by or time.monotonic() + LET_GO_S
+            self._let_go_within(LET_GO_S, time.monotonic())
         elif kill:
-            self._kill(time.monotonic())
+            self._order(0.0, time.monotonic())
 
-    def _kill(self, at: float) -> None:
-        self._mailbox.order.remote(self.attempt, 0.0)
-        self._let_go_by = self._let_go_by or at + LET_GO_S
+    def _order(self, grace_s: float, at: float) -> None:
+        """That they end."""
+        self._mailbox.order.remote(self.attempt, grace_s)
+        self._let_go_within(grace_s + LET_GO_S, at)
+
+    def _let_go_within(self, within_s: float, at: float) -> None:
+        self._let_go_by = min(self._let_go_by or at + within_s, at + within_s)
 
     def is_over(self) -> bool:
         """Whether Ray Train has let go of their places, or is given up: all that they said is in
@@ -187,11 +211,11 @@ class RayWorkers:
         if not self._thread.is_alive():
             return True
         if self._run.end_late(at):
-            self._kill(at)
+            self._order(0.0, at)
         if self._waited_for and self._let_go_by is None and at > self._begin_by:
             late = ", ".join(sorted(self._waited_for))
             self._why = f"Ray Train has not begun {late} within {BEGIN_S:.0f} s"
-            self._kill(at)
+            self._order(0.0, at)
         if self._let_go_by is None or at < self._let_go_by:
             return False
         self._why = self._why or f"Ray Train has not let go of it within {LET_GO_S:.0f} s"
@@ -208,14 +232,19 @@ class RayWorkers:
 
 
 def ray_workers(
-    workers: WorkerSet, nodes: Mapping[str, RayNode], mailbox: Any, mark: str
+    workers: WorkerSet,
+    nodes: Mapping[str, RayNode],
+    mailbox: Any,
+    mark: str,
+    directory: Path | None = None,
 ) -> RayWorkers:
-    """Begins them. Raises LaunchError where a node has too few devices for them."""
+    """Begins them. directory: for what Ray Train writes. Raises LaunchError where a node has too
+    few devices for them."""
     places: dict[str, list[Process]] = {}
     for process in workers.processes:
         places.setdefault(nodes[process.host].node_id, []).append(process)
     config = {"mailbox": mailbox, "attempt": workers.attempt, "mark": mark}
-    trainer = trainer_of(places, nodes, config, mark)
+    trainer = trainer_of(places, nodes, config, mark, directory)
     mailbox.offer.remote(workers.attempt, places)
     return RayWorkers(workers, mailbox, trainer.fit)
 
@@ -225,6 +254,7 @@ def trainer_of(
     nodes: Mapping[str, RayNode],
     config: Mapping[str, Any],
     mark: str,
+    directory: Path | None = None,
 ) -> WorkerTrainer:
     by_id = {node.node_id: node for node in nodes.values()}
     each = {"CPU": 1}
@@ -256,6 +286,7 @@ def trainer_of(
             ],
         ),
         run_config=RunConfig(
+            storage_path=None if directory is None else str(directory),
             name=f"{mark}-{config['attempt']}".replace("/", "-").replace(":", "-"),
             failure_config=FailureConfig(
                 max_failures=0, controller_failure_limit=0, max_preemption_failures=0
@@ -263,6 +294,37 @@ def trainer_of(
             worker_runtime_env={"env_vars": SEES_DEVICES} if mixed else None,
         ),
     )
+
+
+def with_threads(
+    workers: WorkerSet, nodes: Mapping[str, RayNode], users: str
+) -> tuple[WorkerSet, str]:
+    """Ray gives each worker one thread, as it has one processor: each gets its share of its node's
+    processors instead, where the user has not said how many (users), and a sentence that says so.
+    What the job sets stays."""
+    on = Counter(process.host for process in workers.processes)
+    share = {host: max(1, nodes[host].processors // many) for host, many in on.items()}
+    processes = [
+        process
+        if THREADS in process.environment
+        else replace(
+            process,
+            environment={**process.environment, THREADS: users or str(share[process.host])},
+        )
+        for process in workers.processes
+    ]
+    counts = " or ".join(map(str, sorted({*share.values()})))
+    line = f"{THREADS} is not set: each worker computes with {counts} thread(s)"
+    return replace(workers, processes=tuple(processes)), "" if users else line
+
+
+def remove_old_places() -> None:
+    """Of attempts of this driver that are over: Ray Train keeps those of a controller that died or
+    was given up, and the next attempt would wait for them."""
+    job = ray.get_runtime_context().get_job_id()
+    for name, group in placement_group_table().items():
+        if name.endswith(job) and group["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))
 
 
 def _last_line(error: Exception) -> str:
