@@ -136,9 +136,9 @@ class RunHome:
         was cut off has left is no run. Raises StoreError where the directory cannot be written."""
         self._make()
         make_directory(self.log_directory)
-        record = self.path / "launch.json"
+        launched = self.path / "launch.json"
         with typed_errors(self.path, "removing what the run before has left"):
-            for left in (record, self.measured_path, self.path / "addresses.json", self.all_log):
+            for left in (launched, self.measured_path, self.path / "addresses.json", self.all_log):
                 left.unlink(missing_ok=True)
             for log in self.log_directory.glob("*.log"):
                 log.unlink(missing_ok=True)
