@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,8 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
+GresTypes=gpu
+SchedulerParameters=bf_interval=1
 MpiDefault=none
 ReturnToService=2
 """
@@ -59,10 +61,12 @@ def wait_for(what: Callable[[], bool], seconds: float, why: Callable[[], str]) -
 
 @dataclass
 class LocalSlurm:
-    """All of it is in `home`, and ends with `close`."""
+    """All of it is in `home`, and ends with `close`. gpus: how many a node has; none of them is
+    one (terminals stand for them), Slurm counts them and hands them out."""
 
     home: Path
     nodes: Sequence[str]
+    gpus: Mapping[str, int] = field(default_factory=dict)
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def begin(self) -> None:
@@ -70,10 +74,12 @@ class LocalSlurm:
         text = SETTINGS.format(host=socket.gethostname(), port=controller, home=self.home)
         for node, port in zip(self.nodes, ports):
             about = f"NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port}"
-            text += f"NodeName={node} {about} CPUs=1 RealMemory=100\n"
+            gpus = f" Gres=gpu:{self.gpus[node]}" if node in self.gpus else ""
+            text += f"NodeName={node} {about} CPUs=1 RealMemory=100{gpus}\n"
             (self.home / f"spool.{node}").mkdir()
         text += "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
         (self.home / "slurm.conf").write_text(text)
+        (self.home / "gres.conf").write_text("".join(self._devices()))
         (self.home / "state").mkdir()
         key = self.home / "key"
         key.write_bytes(secrets.token_bytes(1024))
@@ -97,6 +103,13 @@ class LocalSlurm:
             120,
             self._said,
         )
+
+    def _devices(self) -> Iterator[str]:
+        """Slurm wants a device file of its own for each."""
+        first = 0
+        for node, count in self.gpus.items():
+            yield f"NodeName={node} Name=gpu File=/dev/tty[{first}-{first + count - 1}]\n"
+            first += count
 
     def _start(self, *words: str) -> None:
         with open(self.home / f"{len(self.running)}.log", "wb") as log:

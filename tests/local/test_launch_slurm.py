@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,12 +42,14 @@ def slurm(tmp_path: Path) -> Iterator[LocalSlurm]:
         yield one
 
 
-def written(tmp_path: Path, steps: int) -> Path:
-    """A run of two workers and a server; the directory of its files."""
+def written(
+    tmp_path: Path, steps: int, device: str = "cpu", workers: Sequence[int] = (1, 1)
+) -> Path:
+    """A run of two hosts with workers and a server; the directory of its files."""
     server, rendezvous = free_ports(2)
     store = ServerPlace(str(tmp_path / "ssd" / "run"), server)
     hosts = (
-        *(PlanHost(name, "gpu", "127.0.0.1", 1) for name in NODES[:2]),
+        *(PlanHost(name, "gpu", "127.0.0.1", count) for name, count in zip(NODES, workers)),
         PlanHost(NODES[2], "spare", "127.0.0.1", servers=(store,)),
     )
     text = tmp_path / "text.txt"
@@ -56,12 +58,12 @@ def written(tmp_path: Path, steps: int) -> Path:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256}
     job = make_job(
         {
-            "run": {"dir": str(tmp_path / "run"), "steps": steps, "device": "cpu"},
+            "run": {"dir": str(tmp_path / "run"), "steps": steps, "device": device},
             "data": {"paths": [str(text)], "seq_len": 32},
             "model": {"config": {"model_type": "llama", **sizes, **heads}},
         }
     )
-    plan = Plan(placement("server"), parallelism=Parallelism(dp=2), micro_batch=2)
+    plan = Plan(placement("server"), parallelism=Parallelism(dp=sum(workers)), micro_batch=2)
     machines = PlanFile(plan, Machines(hosts, (), rendezvous))
     run = resolve(machines, job, name="tiny", addresses={}, token=secrets.token_hex())
     write_slurm(run, tmp_path / "files")
@@ -115,3 +117,93 @@ def test_a_run_goes_on_after_kills_and_a_notice_with_its_losses(
     wait_for(lambda: "roadtrain: done" in log(), 300, log)
     assert [*losses(tmp_path)] == list(range(1, 121))
     assert losses(tmp_path) == losses(undisturbed)
+
+
+# The script alone: a program that is called `python` stands for all that it starts.
+
+TORCHRUN = 'echo "torchrun $SLURMD_NODENAME sees ${CUDA_VISIBLE_DEVICES-nothing}."'
+COMMITTED = """echo '{"step": 3}'"""
+
+
+@pytest.fixture(scope="module")
+def with_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSlurm]:
+    with LocalSlurm(tmp_path_factory.mktemp("slurm"), NODES, {"gpu0": 4, "gpu1": 2}) as one:
+        yield one
+
+
+def begun(slurm: LocalSlurm, files: Path, torchrun: str, committed: str = COMMITTED) -> str:
+    """The number of a job whose python runs these shell words."""
+    python = files / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(
+        f"""#!/bin/bash
+case "$*" in
+*torch.distributed.run*) {torchrun};;
+*launch.committed*) {committed};;
+*) echo "service $SLURMD_NODENAME sees ${{CUDA_VISIBLE_DEVICES-nothing}}."; sleep 600;;
+esac
+"""
+    )
+    python.chmod(0o755)
+    path = f"{python.parent}:{os.environ['PATH']}"
+    return slurm.ask("sbatch", "--parsable", f"--export=ALL,PATH={path}", "run.sbatch", cwd=files)
+
+
+def log_of(files: Path) -> str:
+    return "".join(path.read_text() for path in files.glob("slurm-*.out"))
+
+
+@pytest.mark.parametrize(
+    "workers, seen", [((1, 1), ("0", "0")), ((3, 1), ("0,1,2", "0")), ((1, 2), ("0", "0,1"))]
+)
+def test_workers_of_each_host_have_as_many_gpus_as_they_are(
+    with_gpus: LocalSlurm, tmp_path: Path, workers: Sequence[int], seen: Sequence[str]
+) -> None:
+    files = written(tmp_path, 1, "cuda", workers)
+    begun(with_gpus, files, TORCHRUN)
+    wait_for(lambda: "roadtrain: done" in log_of(files), 90, lambda: log_of(files))
+    for host, gpus in zip(NODES, seen):
+        assert f"[workers {host}] torchrun {host} sees {gpus}.\n" in log_of(files)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_notice_before_the_workers_begin_is_heard(
+    with_gpus: LocalSlurm, tmp_path: Path, device: str
+) -> None:
+    """cuda: the job has components, which are put back together."""
+    files = written(tmp_path, 1, device)
+    asks = tmp_path / "asks"
+    job = begun(with_gpus, files, TORCHRUN, f"touch {asks}; sleep 3; {COMMITTED}")
+    wait_for(asks.exists, 60, lambda: log_of(files))
+    with_gpus.ask("scancel", "--signal=INT", "--batch", job)
+    wait_for(
+        lambda: "roadtrain: put back into the queue" in log_of(files), 60, lambda: log_of(files)
+    )
+    queue = "squeue", "--noheader", "--user=root", "--format=%T"
+    parts = {"cpu": 1, "cuda": 2}[device]
+    wait_for(
+        lambda: with_gpus.ask(*queue).split() == parts * ["PENDING"], 60, lambda: log_of(files)
+    )
+    with_gpus.ask("scancel", job)
+    assert "torchrun" not in log_of(files)
+
+
+def test_workers_that_commit_nothing_are_given_up(with_gpus: LocalSlurm, tmp_path: Path) -> None:
+    """Also where each start writes a line of a step."""
+    files = written(tmp_path, 1)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    begun(with_gpus, files, f"{TORCHRUN}; echo >>{metrics}; exit 1")
+    wait_for(lambda: "without a step" in log_of(files), 120, lambda: log_of(files))
+    assert "workers began 6 times without a step, the last ended with code 1" in log_of(files)
+    assert metrics.read_text() == 12 * "\n"
+
+
+def test_a_host_whose_workers_outlive_the_others_has_a_minute(
+    with_gpus: LocalSlurm, tmp_path: Path
+) -> None:
+    files = written(tmp_path, 1)
+    hangs = "[[ $SLURMD_NODENAME = gpu0 ]] && sleep 600"
+    begun(with_gpus, files, f"{TORCHRUN}; {hangs}; exit 7")
+    wait_for(lambda: "all begin again" in log_of(files), 120, lambda: log_of(files))
+    assert "workers ended with code" in log_of(files)
+    with_gpus.ask("scancel", "--user=root")

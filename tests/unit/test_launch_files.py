@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +17,15 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from roadtrain.config.cluster import make_cluster
-from roadtrain.config.job import Job, make_job
+from roadtrain.config.cluster import Cluster, make_cluster
+from roadtrain.config.job import Job, load_job, make_job
 from roadtrain.config.machines import Machines, PlanHost, ServerPlace, SwitchPlace
 from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, placement
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError
 from roadtrain.launch.resolve import ResolvedRun, resolve
+from roadtrain.launch.torchrun import TorchrunWorkers, gpus_of, unknown_devices, with_device
 from roadtrain.launch.write_kubernetes import as_yaml, kubernetes_objects, name_of, write_kubernetes
 from roadtrain.launch.write_slurm import slurm_script, write_slurm
 
@@ -33,19 +36,31 @@ JOB = {
     "data": {"paths": ["/data/text/**/*.txt"]},
 }
 HOST = {"memory": "64GB", "nics": [{"rate": "1GB/s", "switch": "tor", "relay": True}]}
-CLUSTER = make_cluster(
-    {
-        "hosts": [
-            {"name": "gpu", "count": 3, "devices": 2, "device": "A100-80GB", **HOST},
-            {"name": "spare", "count": 2, **HOST},
-        ],
-        "switches": [{"name": "tor", "sums": True}],
-    }
-)
+
+
+def cluster_with(device: Any) -> Cluster:
+    return make_cluster(
+        {
+            "hosts": [
+                {"name": "gpu", "count": 3, "devices": 2, "device": device, **HOST},
+                {"name": "spare", "count": 2, **HOST},
+            ],
+            "switches": [{"name": "tor", "sums": True}],
+        }
+    )
+
+
+CLUSTER = cluster_with("A100-80GB")
+ON_CPU = cluster_with({"kind": "cpu", "flops": "1TFLOP/s", "memory": "1GB"})
+DP3 = Parallelism(dp=3)
 GPUS = (PlanHost("gpu-b", "gpu", "10.0.0.3", 2), PlanHost("gpu-a.rack_1", "gpu", "10.0.0.2", 1))
 SERVER = PlanHost("spare0", "spare", "10.0.0.9", servers=(ServerPlace("/mnt/ssd0/run", 7000),))
 IN_MEMORY = ServerPlace("/dev/shm/run", 7001, "/mnt/disk/copy")
 SPARE = PlanHost("gpu9", "gpu", "10.0.0.8", 2)
+
+
+def job_in(directory: str) -> Job:
+    return make_job({**JOB, "run": {"dir": directory}})
 
 
 def a_run(
@@ -129,7 +144,8 @@ def test_slurm_names_hosts_paths_and_ports_of_the_two_files_alone(run: ResolvedR
     script = slurm_script(run)
     check_paths_and_addresses(script.replace('"${1%/*}"', ""), run)
     hosts = [host.name for host in run.machines.hosts]
-    assert f"#SBATCH --nodelist={','.join(hosts)}\n" in script
+    nodes = re.findall(r"^#SBATCH --nodelist=(.*)", script, re.MULTILINE)
+    assert ",".join(nodes).split(",") == hosts
     named = re.findall(r"^    service '[^']*' (\S+)", script, re.MULTILINE)
     assert named == [one.host for one in run.services()]
     assert re.findall(r"--master-port=(\d+)", script) == ["29511"]
@@ -162,13 +178,78 @@ def test_the_script_is_bash(run: ResolvedRun, tmp_path: Path) -> None:
         subprocess.run(["shellcheck", tmp_path / "run.sbatch"], check=True)
 
 
-def test_what_hosts_run_is_bash_that_knows_its_place() -> None:
-    """The shell of each host gets the plan's rank of it, whatever Slurm's order is."""
-    script = slurm_script(served()).partition("\nset -uo")[0]
-    for host, said in (("gpu-b", "0 2"), ("gpu-a.rack_1", "1 1")):
-        lines = f'{script}\nSLURMD_NODENAME={host}\neval "$places"\necho $rank $workers'
-        out = subprocess.run(["bash", "-c", lines], check=True, capture_output=True, text=True)
-        assert out.stdout.strip() == said
+def known_to(script: str, then: str) -> list[str]:
+    """Lines of `then`, behind what the script knows of hosts."""
+    known = script.partition("\nset -uo")[0]
+    out = subprocess.run(["bash", "-uc", f"{known}\n{then}"], check=True, capture_output=True)
+    return out.stdout.decode().splitlines()
+
+
+def test_workers_places_are_the_plans() -> None:
+    """Whatever Slurm's order of hosts is."""
+    then = (
+        'for i in "${!worker_hosts[@]}"; do echo $i ${worker_hosts[$i]} ${worker_counts[$i]}; done'
+    )
+    assert known_to(slurm_script(served()), then) == ["0 gpu-b 2", "1 gpu-a.rack_1 1"]
+
+
+def test_words_reach_workers_as_they_are_whatever_a_path_is_called() -> None:
+    run = a_run("server", (SERVER,), job_in("/runs/o'neil $USER/`x`$rank"), parallelism=DP3)
+    then = 'rank=1 workers=2 start="a b"; eval "set -- $torchrun"; printf "%s\\n" "$@"'
+    said = known_to(slurm_script(run), then)
+    workers = TorchrunWorkers.of(run)
+    assert said == ["python", *workers.torchrun("1", "2", "a b"), *workers.words]
+    assert said[-1] == "/runs/o'neil $USER/`x`$rank/launch/job.toml"
+    (asked,) = known_to(slurm_script(run), 'echo "$asks_committed"')
+    assert json.loads(asked) == {"directory": run.directory}
+
+
+def test_hosts_that_need_other_numbers_of_gpus_are_components_of_their_own() -> None:
+    """A number is of every node of a component, also of those that only serve."""
+    script = slurm_script(served())
+    parts = re.split("^#SBATCH hetjob$", script, flags=re.MULTILINE)
+    asked = [re.findall(r"^#SBATCH --(?:nodelist|gres)=(.*)", part, re.MULTILINE) for part in parts]
+    assert asked == [["gpu-b", "gpu:2"], ["gpu-a.rack_1", "gpu:1"], ["spare0,spare1"]]
+    then = (
+        'for host in "${hosts[@]}"; do echo $host ${component_of[$host]} ${gpus_of[$host]-}; done'
+    )
+    assert known_to(script, then) == [
+        "gpu-b --het-group=0 --gres=gpu:2",
+        "gpu-a.rack_1 --het-group=1 --gres=gpu:1",
+        "spare0 --het-group=2",
+        "spare1 --het-group=2",
+    ]
+
+
+def test_a_job_of_hosts_alike_has_no_components() -> None:
+    run = served()
+    script = slurm_script(replace(run, job=run.job.changed({"run.device": "cpu"})))
+    assert "#SBATCH hetjob" not in script and "--het-group=0" not in script
+    assert "--gres" not in script.partition("\nset -uo")[0]
+
+
+@pytest.mark.parametrize(
+    "stated, cluster, asked, device",
+    [
+        ("", CLUSTER, True, "cuda"),
+        ("cuda", CLUSTER, True, "cuda"),
+        ("cpu", CLUSTER, False, "cpu"),
+        ("", None, False, ""),
+        ("cuda", None, True, "cuda"),
+        ("", ON_CPU, False, ""),
+    ],
+)
+def test_gpus_are_asked_for_as_the_job_states_or_the_cluster_has(
+    stated: str, cluster: Any, asked: bool, device: str
+) -> None:  # Rule 6
+    run = served()
+    run = replace(run, plan_file=replace(run.plan_file, cluster=cluster))
+    run = replace(run, job=run.job.changed({"run.device": stated}))
+    assert gpus_of(run) == ({"gpu-b": 2, "gpu-a.rack_1": 1} if asked else {})
+    assert with_device(run).job.run.device == device
+    settings = kubernetes_objects(run, "x")[1]
+    assert tomllib.loads(settings["data"]["job.toml"])["run"]["device"] == device
+    assert bool(unknown_devices(run)) == (cluster is None and not stated)
 
 
 def test_the_token_is_in_a_file_of_its_own(tmp_path: Path) -> None:  # Rule 8
@@ -212,7 +293,7 @@ def test_what_is_written_is_what_is_meant(run: ResolvedRun, objects: list[dict[s
     assert objects == kubernetes_objects(run, "registry/roadtrain:1")
     secret, settings = objects[:2]
     assert base64.b64decode(secret["data"]["token"]).decode() == TOKEN
-    assert settings["data"]["job.toml"] == run.job.to_toml()
+    assert settings["data"]["job.toml"] == with_device(run).job.to_toml()
     assert not [one for one in objects[1:] if TOKEN in as_yaml([one])]
 
 
@@ -316,12 +397,90 @@ def test_only_what_a_run_writes_is_made_on_a_node() -> None:
     assert kinds == {"/scratch/run": "DirectoryOrCreate", "/data/text": "Directory"}
 
 
+def hosts_read(**changes: Any) -> dict[str, str]:
+    """Directories of a node that the workers' pods have, with their types."""
+    run = a_run("server", (SERVER,), make_job(JOB).changed(changes), parallelism=DP3)
+    (job, *_) = [one for one in kubernetes_objects(run, "x") if one["kind"] == "Job"]
+    volumes = [one["hostPath"] for one in pod_of(job)["spec"]["volumes"] if "hostPath" in one]
+    return {one["path"]: one["type"] for one in volumes if one["path"] != "/scratch/run"}
+
+
+@pytest.mark.parametrize("path", ["/data/enwik8", "/data/a.txt", "/data/*.txt", "/data/x?/a/*"])
+def test_what_is_mounted_is_a_directory_that_has_the_data(path: str) -> None:
+    assert hosts_read(**{"data.paths": [path]}) == {"/data": "Directory"}
+
+
+@pytest.mark.parametrize("path", ["/text.txt", "/*.txt", "/*/a.txt"])
+def test_a_node_is_not_mounted_whole(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"lies in /, and a pod cannot have its node's /"):
+        hosts_read(**{"data.paths": [path]})
+
+
+def test_a_service_has_each_port_once() -> None:
+    """A server may listen at the port at which workers meet on another host."""
+    server = replace(SERVER, servers=(ServerPlace("/mnt/ssd0/run", 29511),))
+    service = kubernetes_objects(a_run("server", (server,), parallelism=DP3), "x")[2]
+    assert [one["name"] for one in service["spec"]["ports"]] == ["tcp-29511"]
+
+
+RFC_1035 = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+
+
 def test_names_are_kubernetes_own_and_differ() -> None:
     names = ["tiny workers gpu-a.rack_1", "tiny workers gpu-a-rack-1", "Tiny workers", "x" * 90]
+    names += ["7b", "run-7b", "7" * 64, "7.b", "-", "_", "a-"]
     made = [name_of(name) for name in names]
-    assert len({*made}) == 4
+    assert len({*made}) == len(names)
     for name in made:
-        assert re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", name) and len(name) <= 52
+        assert RFC_1035.fullmatch(name) and len(name) <= 52
+
+
+@pytest.mark.parametrize("name", ["7b", "A.b_C", "9" * 64])
+def test_names_and_labels_of_all_objects_are_possible(name: str) -> None:
+    hosts = (replace(SERVER, name="Spare_0." + "x" * 55),)
+    run = replace(a_run("server", hosts, parallelism=DP3), name=name)
+    label = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+    for one in kubernetes_objects(run, "x"):
+        spec = pod_of(one).get("spec", {})
+        named = [one["metadata"]["name"], *(v["name"] for v in spec.get("volumes", ()))]
+        assert all(RFC_1035.fullmatch(name) and len(name) <= 63 for name in named)
+        labels = [one["metadata"]["labels"], spec.get("nodeSelector", {})]
+        assert all(label.fullmatch(value) for each in labels for value in each.values())
+
+
+# what is there already
+
+
+def write(kind: str, out: Path) -> None:
+    write_slurm(served(), out) if kind == "slurm" else write_kubernetes(served(), out, "x")
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        *(("slurm", name) for name in ("job.toml", "token", "run.sbatch")),
+        ("kubernetes", "run.yaml"),
+    ],
+)
+def test_a_file_of_the_users_is_not_replaced(tmp_path: Path, kind: str, name: str) -> None:
+    (tmp_path / name).write_text("the user's\n")
+    with pytest.raises(ConfigError, match=rf"{name} was not written by --write.*\n.*--out names"):
+        write(kind, tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "the user's\n"}
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+def test_what_was_written_is_written_anew(tmp_path: Path, kind: str) -> None:
+    write(kind, tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    write(kind, tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    if kind == "slurm":
+        written = load_job(tmp_path / "job.toml")
+        assert written.to_toml() == with_device(served()).job.to_toml()
+        (tmp_path / "job.toml").write_text("# the user's")
+        with pytest.raises(ConfigError, match=r"job\.toml was not written by --write"):
+            write(kind, tmp_path)
 
 
 # what such files cannot do

@@ -1,5 +1,5 @@
 """TorchrunWorkers: the workers of a run as torchrun starts them, for the files that are written
-instead of a launch (write_slurm.py, write_kubernetes.py).
+instead of a launch (write_slurm.py, write_kubernetes.py); and what both kinds of files share.
 
 torchrun runs on each host with the host's place in the order of ranks, and meets the others at the
 plan's address and port (static rendezvous), so ranks are the plan's. It starts its workers once:
@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from roadtrain.errors import ConfigError
 from roadtrain.launch.processes import HostFile, Process
@@ -86,6 +87,46 @@ def check_for_files(run: ResolvedRun) -> None:
                 f"the host {host!r} of the plan cannot be the name of a node",
                 hint="1 to 63 letters, digits, `-`, `_` and `.` are possible: name the hosts of the"
                 " cluster file as Slurm or Kubernetes names its nodes",
+            )
+
+
+def with_device(run: ResolvedRun) -> ResolvedRun:
+    """Where the job leaves the device open and all its workers have accelerators, `cuda`: workers
+    that see none end, instead of computing on processors (Rule 6)."""
+    if run.job.run.device or len(gpus_of(run)) < len(run.worker_hosts):
+        return run
+    return replace(run, job=run.job.changed({"run.device": "cuda"}))
+
+
+def gpus_of(run: ResolvedRun) -> dict[str, int]:
+    """Accelerators that the workers of each host need, one each; a host that needs none is not in
+    it. The job's device says it, else the plan's cluster."""
+    workers = [run.host(name) for name in run.worker_hosts]
+    if stated := run.job.run.device:
+        return {one.name: one.workers for one in workers if stated.startswith("cuda")}
+    cluster = run.plan_file.cluster
+    devices = {kind.name: kind.device for kind in cluster.hosts} if cluster else {}
+    kinds = {name for name, device in devices.items() if device and device.kind != "cpu"}
+    return {one.name: one.workers for one in workers if one.kind in kinds}
+
+
+def unknown_devices(run: ResolvedRun) -> list[str]:
+    """For the user."""
+    if run.plan_file.cluster is not None or run.job.run.device:
+        return []
+    return ['the plan has no cluster, so no GPU is asked for: state run.device = "cuda" in the job']
+
+
+def check_ours(out: Path, names: Iterable[str], mark: str) -> None:
+    """Raises ConfigError where a file of `out` that would be replaced does not begin with `mark`,
+    its first line or a line behind `#!`."""
+    for path in (out / name for name in names):
+        if path.exists() and not any(
+            line.startswith(mark.encode()) for line in path.read_bytes().splitlines()[:2]
+        ):
+            raise ConfigError(
+                f"{path} was not written by --write, and would be replaced",
+                hint="--out names a directory of its own",
             )
 
 

@@ -28,20 +28,26 @@ import yaml
 
 from roadtrain.config.fan_in import MOST_JOBS
 from roadtrain.config.job import DataSection, Job
+from roadtrain.errors import ConfigError
 from roadtrain.launch.processes import HostFile, Process, Role
 from roadtrain.launch.resolve import ResolvedRun
 from roadtrain.launch.torchrun import (
     SHUTDOWN_S,
     TorchrunWorkers,
     check_for_files,
+    check_ours,
     files_of,
+    gpus_of,
     hosts_of,
     not_done,
+    unknown_devices,
+    with_device,
 )
 from roadtrain.transport.address import write_token
 
 Tree = dict[str, Any]
 PYTHON = "python"  # of the image
+MARK = "# Written by `roadtrain launch --write kubernetes`"
 NOTICE_S = 120  # from SIGTERM to SIGKILL
 MOST_STARTS = 100  # of a host's workers, before Kubernetes gives a run up
 LONGEST_NAME = 52  # of an object: Kubernetes puts up to 11 characters behind it
@@ -51,24 +57,22 @@ GLOB = re.compile(r"[*?\[]")
 def write_kubernetes(run: ResolvedRun, out: Path, image: str) -> list[str]:
     """What is to be told the user. Raises ConfigError for what Kubernetes cannot do."""
     objects = kubernetes_objects(run, image)
+    check_ours(out, ["run.yaml"], MARK)
     out.mkdir(parents=True, exist_ok=True)
     write_token(out / "run.yaml", as_yaml(objects).encode())  # the token is in it
     return [
         f"{len(hosts_of(run))} hosts; start it with: kubectl apply -f {out / 'run.yaml'}",
         "servers stay when the workers are done, until kubectl delete -f",
-        *_unknown_devices(run),
+        *unknown_devices(run),
         *not_done(run),
     ]
 
 
 def as_yaml(objects: Iterable[Tree]) -> str:
-    head = (
-        "# Written by `roadtrain launch --write kubernetes`: change the plan or the job, and write"
-    )
     text = yaml.dump_all(
         objects, Dumper=_Readable, sort_keys=False, default_flow_style=False, width=100
     )
-    return f"{head} anew.\n{text}"
+    return f"{MARK}: change the plan or the job, and write anew.\n{text}"
 
 
 class _Readable(yaml.SafeDumper):
@@ -89,17 +93,18 @@ _Readable.add_representer(str, _text)
 def kubernetes_objects(run: ResolvedRun, image: str) -> list[Tree]:
     """Raises ConfigError."""
     check_for_files(run)
-    return _RunObjects(run, image).all()
+    return _RunObjects(with_device(run), image).all()
 
 
 def name_of(text: str) -> str:
-    """A name of an object or a label (RFC 1123) for `text`. A space is as good as a dash; texts
-    that differ in more have different names."""
+    """A name of any object, or a label, for `text`: the narrowest rule is a Service's (RFC 1035),
+    a letter first. A space is as good as a dash; texts that differ in more have different names."""
     plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-    if plain == text.replace(" ", "-") and len(plain) <= LONGEST_NAME:
-        return plain
+    named = plain if plain[:1].isalpha() else f"run-{plain}"
+    if named == text.replace(" ", "-") and len(named) <= LONGEST_NAME:
+        return named
     mark = hashlib.sha256(text.encode()).hexdigest()[:8]
-    return f"{plain[: LONGEST_NAME - 9].strip('-')}-{mark}".strip("-")
+    return f"{named[: LONGEST_NAME - 9].strip('-')}-{mark}"
 
 
 class _RunObjects:
@@ -146,8 +151,9 @@ class _RunObjects:
         return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": held}
 
     def _service(self, services: Iterable[Process]) -> Tree:
-        ports = dict.fromkeys(port for one in services for port in one.ports)
-        listed = [_port("tcp", port, "port") for port in (*ports, self.workers.port)]
+        served = (port for one in services for port in one.ports)
+        ports = dict.fromkeys((*served, self.workers.port))
+        listed = [_port("tcp", port, "port") for port in ports]
         spec = {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -201,8 +207,8 @@ class _RunObjects:
         }
         if rank == 0:
             container["ports"] = [_port("tcp", self.workers.port, "containerPort")]
-        if _has_gpus(self.run, host):
-            container["resources"] = {"limits": {"nvidia.com/gpu": count}}
+        if gpus := gpus_of(self.run).get(host):
+            container["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
         pod = self._pod(
             process,
             host,
@@ -315,21 +321,13 @@ def _read_by(job: Job) -> list[str]:
 
 
 def _directory_of(path: str) -> str:
-    """That holds all that a glob, or a file's path, means."""
+    """That holds all that a glob means, or the file or directory `path`: what of the two it is,
+    only its node knows. Raises ConfigError."""
     parts = PurePosixPath(path).parts
-    fixed = next((i for i, part in enumerate(parts) if GLOB.search(part)), len(parts))
-    whole = PurePosixPath(*parts[:fixed])
-    return str(whole.parent if fixed == len(parts) and whole.suffix else whole)
-
-
-def _has_gpus(run: ResolvedRun, host: str) -> bool:
-    cluster = run.plan_file.cluster
-    kinds = {one.name: one.device for one in cluster.hosts} if cluster else {}
-    device = kinds.get(run.host(host).kind)
-    return run.job.run.device != "cpu" and device is not None and device.kind != "cpu"
-
-
-def _unknown_devices(run: ResolvedRun) -> list[str]:
-    if run.plan_file.cluster is not None or run.job.run.device == "cpu":
-        return []
-    return ["the plan has no cluster, so no GPU is asked for: put nvidia.com/gpu into the Jobs"]
+    fixed = next((i for i, part in enumerate(parts) if GLOB.search(part)), len(parts) - 1)
+    if fixed < 2:
+        raise ConfigError(
+            f"{path} of the job lies in /, and a pod cannot have its node's / for its own",
+            hint="put it into a directory",
+        )
+    return str(PurePosixPath(*parts[:fixed]))

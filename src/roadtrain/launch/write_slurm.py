@@ -3,16 +3,17 @@
     run.sbatch   which hosts run what (here), and what keeps it running (run.sbatch of this package)
     job.toml token reducers.txt   handed out to all hosts, where the run's processes look for them
 
-One job of all hosts, also where they differ in devices: `--exclusive` gives each host's devices,
-whatever they are. One job's `--gres` asks for the same of all, and components of a heterogeneous
-job would each want their own options, for nothing more. A process is a step (`srun --overlap`) on
-its host. Host names of the plan are taken for Slurm's. Does NOT ask Slurm.
+One job of all hosts (`--exclusive`). A step gets no GPU that it does not ask for, and may ask for
+what its job asked for: so where hosts need different numbers of GPUs, 0 too, the job is a
+heterogeneous one with a component for each number. A process is a step (`srun --overlap`) on its
+host. Host names of the plan are taken for Slurm's. Does NOT ask Slurm.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
 
@@ -22,33 +23,55 @@ from roadtrain.launch.torchrun import (
     SHUTDOWN_S,
     TorchrunWorkers,
     check_for_files,
+    check_ours,
     files_of,
+    gpus_of,
     hosts_of,
     not_done,
+    unknown_devices,
+    with_device,
 )
 from roadtrain.storage.direct import replace_file
 from roadtrain.transport.address import write_token
 
 PYTHON = "python"  # of the environment that sbatch is called in
+MARK = "# Written by `roadtrain launch --write slurm`"
+SAID_BY_HOST = ("$rank", "$workers", "$start")  # of torchrun's words: a shell on each host has them
 NOTICE_S = 120  # before the time is over, or a spot host goes
 
 
 def write_slurm(run: ResolvedRun, out: Path, _image: str = "") -> list[str]:
     """What is to be told the user. Raises ConfigError for what Slurm cannot do."""
     check_for_files(run)
+    told, run = unknown_devices(run), with_device(run)
+    _check_out(run, out)
     out.mkdir(parents=True, exist_ok=True)
+    replace_file(out / "run.sbatch", slurm_script(run).encode(), "writing")
     for file in files_of(run):
         where = out / PurePosixPath(file.path).name
         if file.secret:
             write_token(where, file.content.encode())
         else:
-            replace_file(where, file.content.encode(), "writing")
-    replace_file(out / "run.sbatch", slurm_script(run).encode(), "writing")
+            head = f"{_head_line()}\n" if where.suffix == ".toml" else ""
+            replace_file(where, (head + file.content).encode(), "writing")
     return [
         f"{len(hosts_of(run))} hosts; start it in {out}, in an environment whose `{PYTHON}` has"
         " roadtrain: sbatch run.sbatch",
+        *told,
         *not_done(run),
     ]
+
+
+def _check_out(run: ResolvedRun, out: Path) -> None:
+    """Raises ConfigError where something of the user's would be replaced. A token and reducers.txt
+    have no line of ours: they are ours beside a run.sbatch that is."""
+    names = [PurePosixPath(file.path).name for file in files_of(run)]
+    own = ["run.sbatch", *(name for name in names if name.endswith(".toml"))]
+    check_ours(out, own if (out / "run.sbatch").exists() else [*own, *names], MARK)
+
+
+def _head_line() -> str:
+    return f"{MARK}: change the plan or the job, write anew."
 
 
 def slurm_script(run: ResolvedRun) -> str:
@@ -57,22 +80,44 @@ def slurm_script(run: ResolvedRun) -> str:
     return "\n".join([*_head(run), "", *_machines(run), "", body])
 
 
+def _components(run: ResolvedRun) -> dict[int, list[str]]:
+    """Hosts by the number of GPUs that each needs. The script runs on the first one of all."""
+    gpus, found = gpus_of(run), dict[int, list[str]]()
+    for host in hosts_of(run):
+        found.setdefault(gpus.get(host, 0), []).append(host)
+    return found
+
+
 def _head(run: ResolvedRun) -> Iterable[str]:
-    hosts = hosts_of(run)
     yield "#!/bin/bash"
-    yield "# Written by `roadtrain launch --write slurm`: change the plan or the job, write anew."
+    yield _head_line()
     yield "# shellcheck disable=SC2016,SC2317 # what hosts expand; a function that a signal calls"
-    options = {
+    of_job = {
         "job-name": shlex.quote(run.name),
+        "requeue": "",
+        "open-mode": "append",
+        "signal": f"B:INT@{NOTICE_S}",
+    }
+    yield from _options(of_job)
+    for number, (gpus, hosts) in enumerate(_components(run).items()):
+        if number:
+            yield "#SBATCH hetjob"
+        yield from _options(_of_component(gpus, hosts))
+
+
+def _of_component(gpus: int, hosts: Sequence[str]) -> dict[str, object]:
+    asked = {"gres": f"gpu:{gpus}"} if gpus else {}
+    return {
         "nodes": len(hosts),
         "nodelist": ",".join(hosts),
         "ntasks-per-node": 1,
         "exclusive": "",
         "mem": 0,  # all that a host has
-        "requeue": "",
-        "open-mode": "append",
-        "signal": f"B:INT@{NOTICE_S}",
+        **asked,
     }
+
+
+def _options(options: Mapping[str, object]) -> Iterable[str]:
     for name, value in options.items():
         yield f"#SBATCH --{name}" + (f"={value}" if value != "" else "")
 
@@ -80,23 +125,21 @@ def _head(run: ResolvedRun) -> Iterable[str]:
 def _machines(run: ResolvedRun) -> Iterable[str]:
     """What the rest of the script goes by."""
     workers = TorchrunWorkers.of(run)
-    torchrun = (*workers.torchrun("$rank", "$workers", "$start"), *workers.words)
-    torchrun_line = " ".join([*_env(workers.environment), PYTHON, *map(_in_shell, torchrun)])
-    places = " ".join(
-        f"{host}) rank={rank} workers={count};;"
-        for rank, (host, count) in enumerate(workers.hosts.items())
-    )
+    torchrun = [_in_shell(word) for word in workers.torchrun(*SAID_BY_HOST)]
+    words = [*_env(workers.environment), PYTHON, *torchrun, *map(shlex.quote, workers.words)]
     known = {
         "name": run.name,
         "directory": run.directory,
-        "first": next(iter(workers.hosts)),
-        "worker_hosts": ",".join(workers.hosts),
-        "nodes": str(len(workers.hosts)),
+        "python": PYTHON,
+        "asks_committed": json.dumps({"directory": run.directory}),
         "shutdown_s": str(SHUTDOWN_S),
-        "places": f"case $SLURMD_NODENAME in {places} esac",
-        "torchrun": torchrun_line,
+        "torchrun": " ".join(words),
     }
     yield from (f"{key}={shlex.quote(text)}" for key, text in known.items())
+    yield f"hosts=({' '.join(hosts_of(run))})"
+    yield f"worker_hosts=({' '.join(workers.hosts)})  # in the order of ranks"
+    yield f"worker_counts=({' '.join(map(str, workers.hosts.values()))})"
+    yield from _options_of_steps(run)
     yield "hand_out_all() {"
     for file in files_of(run):
         yield f"    hand_out {PurePosixPath(file.path).name} {shlex.quote(file.path)}"
@@ -107,6 +150,18 @@ def _machines(run: ResolvedRun) -> Iterable[str]:
         yield f"    {_service(process)} &"
         yield "    services+=($!)"
     yield "}"
+
+
+def _options_of_steps(run: ResolvedRun) -> Iterable[str]:
+    """Of each host: the component that it is in, and the GPUs of its workers' step."""
+    components = list(_components(run).values())
+    several = enumerate(components) if len(components) > 1 else ()
+    part = [f"[{host}]=--het-group={number}" for number, one in several for host in one]
+    gpus = [f"[{host}]=--gres=gpu:{count}" for host, count in gpus_of(run).items()]
+    yield f"declare -A component_of=({' '.join(part)})"
+    yield f"declare -A gpus_of=({' '.join(gpus)})"
+    if gpus:
+        yield "export SLURM_STEP_GRES=none  # of all steps that ask for nothing else"
 
 
 def _service(process: Process) -> str:
@@ -120,5 +175,5 @@ def _env(environment: Mapping[str, str]) -> list[str]:
 
 
 def _in_shell(word: str) -> str:
-    """A word in which $rank, $workers and $start are the shell's."""
-    return f'"{word}"' if "$" in word else shlex.quote(word)
+    """In double quotes where it ends with what a shell on the host says."""
+    return f'"{word}"' if word.endswith(SAID_BY_HOST) else shlex.quote(word)
