@@ -153,6 +153,7 @@ def test_the_command_writes_what_is_launched(
     whole = load_plan_file(out)
     assert whole.plan.samples == 8 and whole.cluster == load_cluster(cluster)
     assert whole.model is not None and whole.model.layers == 2 and whole.model.seq_len > 0
+    assert whole.machines is not None
     assert whole.predicted is not None and whole.predicted.seconds > 0
     assert whole.predicted.stages["stage 0"]["Forward"] > 0
     made = load_job(one).changed({"parallelism.auto": False})
@@ -162,6 +163,8 @@ def test_the_command_writes_what_is_launched(
     assert made.servers.addresses == (["10.0.0.9:7000"] if name == "server" else [])
     assert bool(made.parallelism.reducers) == (name == "summation")
     assert load_plan(out) == whole.plan  # which simulate reads
+    stores = [place.store for host in whole.machines.hosts for place in host.servers]
+    assert stores == (["/dev/shm/roadtrain-job-spare"] if name == "server" else [])
 
 
 def test_where_nothing_can_be_launched_all_reasons_are_told(

@@ -237,7 +237,13 @@ def test_a_store_that_is_damaged(tmp_path: Path) -> None:
 def test_a_store_of_another_run(tmp_path: Path) -> None:  # Rule 3
     a_store(tmp_path / "store")
     run = a_run(tmp_path)
-    assert check(run, an_engine(run)) == [
+    assert wrong(run, an_engine(run)) == (
+        f"host spare0: store {tmp_path}/store is of another run: it is of job {OURS}, at step 3, the"
+        f" run in {tmp_path}/run knows of none; give the plan another directory, or say"
+        " run.new_store = true to go on with what is there"
+    )
+    meant = replace(run, job=run.job.changed({"run.new_store": True}))
+    assert check(meant, an_engine(meant)) == [
         f"host spare0: the run goes on with what is in {tmp_path}/store, job {OURS} at step 3"
     ]
     (tmp_path / "run").mkdir()
@@ -246,6 +252,21 @@ def test_a_store_of_another_run(tmp_path: Path) -> None:  # Rule 3
         f"host spare0: store {tmp_path}/store belongs to another run: it is of job {OURS}, at"
         f" step 3, the run in {tmp_path}/run is of job {THEIRS}, at step 9"
     )
+
+
+def test_a_host_that_computed_before_a_new_plan_knows_the_run(tmp_path: Path) -> None:
+    a_store(tmp_path / "store")
+    run = a_run(tmp_path)
+    spares = (PlanHost("old", "gpu", "127.0.0.1", 1),)
+    machines = replace(run.machines, spares=spares)
+    run = replace(run, plan_file=replace(run.plan_file, machines=machines))
+    engine = an_engine(run)
+    mine = engine.seen["gpu0"]
+    engine.seen["old"] = replace(mine, name="old")
+    engine.changed["old"] = {"marked_job": OURS, "marked_step": 3}
+    assert any("goes on with" in line for line in check(run, engine))
+    engine.changed["old"] = {}
+    assert "is of another run" in wrong(run, engine)
 
 
 def test_stores_of_two_runs(tmp_path: Path) -> None:

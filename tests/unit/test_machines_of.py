@@ -49,6 +49,18 @@ def hosts(machines: Machines) -> dict[str, PlanHost]:
     return {host.name: host for host in machines.hosts}
 
 
+def test_stores_of_two_runs_are_two_directories() -> None:  # Rule 3
+    where = cluster(spare={"ssds": [{**SSDS, "directories": ["/a", "/b"]}]})
+    [one, _] = hosts(machines_of(plan("server"), where, "first run"))["spare"].servers
+    assert one.store == "/a/roadtrain-first-run-spare"
+    copied = cluster({"ssds": [{**SSDS, "directories": ["/a", "/b"]}]})
+    [one] = hosts(machines_of(plan("smartnic"), copied, "x"))["gpu0"].servers
+    assert (one.store, one.snapshot) == (
+        "/dev/shm/roadtrain-x-gpu0",
+        "/a/roadtrain-x-gpu0.snapshot",
+    )
+
+
 def test_workers_stand_in_the_order_of_ranks() -> None:
     where = cluster({"devices": 4})
     found = machines_of(plan("zero1", 6), where)
@@ -144,6 +156,9 @@ def test_a_host_alone_keeps_its_state() -> None:
     ssds = [{**SSDS, "directories": ["/a", "/b"]}]
     where = cluster({"count": 1, "addresses": ["a"], "ssds": ssds})
     assert machines_of(plan("files", 1), where).hosts == (PlanHost("gpu", "gpu", "a", workers=1),)
+    one = plan("files", 1)
+    named = job_keys(PlanFile(one, machines_of(one, where), None, where), {}, "x")
+    assert named["store"]["files"] == ["/a/roadtrain-x-gpu", "/b/roadtrain-x-gpu"]
     stores = ["/a/roadtrain-gpu", "/b/roadtrain-gpu"]
     assert keys(plan("files", 1), where)["store"] == {"files": stores}
     assert keys(plan("zero-offload", 1), where)["store"] == {"files": []}

@@ -89,6 +89,7 @@ def check(run: ResolvedRun, engine: LaunchEngine) -> list[str]:
             _full(run, hosts, shape),
         )
     )
+    wrong = wrong or [*_of_no_run(run, engine, there, hosts)]
     if wrong:
         many = f"{len(wrong)} things are wrong, nothing is started:\n  " if wrong[1:] else ""
         raise LaunchError(many + "\n  ".join(wrong))
@@ -289,6 +290,41 @@ def _stores_together(run: ResolvedRun, hosts: Sequence[SeenHost]) -> Iterator[st
             f" ({', '.join(store.at.path for _, store in stores)}) are empty: are their disks"
             " mounted?"
         )
+
+
+def _of_no_run(
+    run: ResolvedRun, engine: LaunchEngine, there: Mapping[str, HostSeen], hosts: Sequence[SeenHost]
+) -> Iterator[str]:
+    """Stores that were trained, where no run directory knows of any: another run's. One at step 0
+    may be this run's, which ended before it was marked."""
+    if run.job.run.new_store or any(host.look.marked_job for host in hosts):
+        return
+    trained = [
+        (host, store)
+        for host in hosts
+        for store in host.look.stores
+        if store.job and store.step > 0
+    ]
+    if not trained or any(_is_marked(run, engine, name) for name in _spare(run, there)):
+        return
+    for host, store in trained:
+        yield (
+            f"host {host.name}: store {store.at.path} is of another run: it is of job {store.job},"
+            f" at step {store.step}, the run in {run.directory} knows of none; give the plan"
+            " another directory, or say run.new_store = true to go on with what is there"
+        )
+
+
+def _spare(run: ResolvedRun, there: Mapping[str, HostSeen]) -> list[str]:
+    """Hosts that may have computed before the run was planned anew."""
+    return [one.name for one in run.machines.spares if one.name in there]
+
+
+def _is_marked(run: ResolvedRun, engine: LaunchEngine, host: str) -> bool:
+    try:
+        return bool(_answer(engine, host, HostQuestion(run.directory)).marked_job)
+    except (LaunchError, msgspec.ValidationError):
+        return False
 
 
 def _inside(outer: PathLook, inner: PathLook) -> bool:

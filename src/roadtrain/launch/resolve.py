@@ -28,7 +28,7 @@ from roadtrain.config.schema import flat
 from roadtrain.errors import ConfigError
 from roadtrain.launch.processes import HostFile, Process, Role, WorkerSet
 from roadtrain.launch.widths import WorkerHost, job_on
-from roadtrain.planner.job_keys import job_keys
+from roadtrain.planner.job_keys import job_keys, run_name
 
 COMMAND = ("-m", "roadtrain.cli")
 REDUCERS = "reducers.txt"
@@ -301,7 +301,7 @@ def resolve(
             raise ConfigError(
                 f"host {host.name} of the plan has no address", hint="give it in machines.hosts"
             )
-    keys = flat(job_keys(plan_file, addresses))
+    keys = flat(job_keys(plan_file, addresses, run_name(job)))
     _check_contradictions(job, keys)
     words = {**keys, **_secrets(plan_file, keys, directory)}
     run = ResolvedRun(name, plan_file, job.changed(words), directory, addresses, token)

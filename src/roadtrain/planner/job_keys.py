@@ -8,6 +8,7 @@ values wins.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from roadtrain.config.job import Job
@@ -27,8 +28,14 @@ from roadtrain.planner.machines_of import (
 )
 
 
-def job_keys(plan_file: PlanFile, addresses: Mapping[str, str]) -> dict[str, Any]:
-    """addresses: of each host, by its name in the plan. `parallelism.auto` is always false, which
+def run_name(job: Job) -> str:
+    """By which the stores of a run are told from those of others beside them."""
+    return Path(job.run.dir).name
+
+
+def job_keys(plan_file: PlanFile, addresses: Mapping[str, str], run: str = "") -> dict[str, Any]:
+    """addresses: of each host, by its name in the plan. `run`: its name, which directories on files
+    have in theirs. `parallelism.auto` is always false, which
     contradicts no job: "auto" is what the plan says now. Raises ConfigError for a plan without
     machines, for one with switches or SSDs without its cluster, and for one that nothing runs."""
     plan, machines, cluster = plan_file.plan, plan_file.machines, plan_file.cluster
@@ -55,7 +62,7 @@ def job_keys(plan_file: PlanFile, addresses: Mapping[str, str]) -> dict[str, Any
     if any(host.servers for host in machines.hosts):
         out["servers"] = _servers(plan_file, machines, addresses)
     else:
-        out |= _store(plan_file, machines)
+        out |= _store(plan_file, machines, run)
     return out | {"parallelism": {"auto": False}}
 
 
@@ -105,17 +112,23 @@ def _servers(
     return out
 
 
-def _store(plan_file: PlanFile, machines: Machines) -> dict[str, Any]:
+def _store(plan_file: PlanFile, machines: Machines, run: str) -> dict[str, Any]:
     """Where the only host keeps its state. Directories that the cluster does not name are the
     job's."""
     if plan_file.plan.placement.state == "host":
         return {"store": {"files": []}}
     cluster, [host] = plan_file.cluster, machines.worker_hosts
     assert cluster is not None
-    kind = next(one for one in cluster.hosts if one.name == host.kind)
+    kind = next((one for one in cluster.hosts if one.name == host.kind), None)
+    if kind is None:
+        raise ConfigError(
+            f"host {host.name} is of kind {host.kind!r}, and the plan's cluster has none of it",
+            hint=f"it has {', '.join(one.name for one in cluster.hosts)}",
+        )
     if not any(ssd.directories for ssd in kind.ssds):
         return {}
-    return {"store": {"files": [store_in(d, host.name) for d in directories_of(kind, host.name)]}}
+    found = directories_of(kind, host.name)
+    return {"store": {"files": [store_in(one, host.name, run) for one in found]}}
 
 
 def batch_of_job(job: Job) -> int | None:

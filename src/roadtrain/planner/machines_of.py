@@ -73,9 +73,9 @@ def why_not_run(plan: Plan, cluster: Cluster | None) -> str:
     return ""
 
 
-def machines_of(plan: Plan, cluster: Cluster) -> Machines:
-    """Raises ConfigError for what `roadtrain launch` cannot run, and for SSDs without
-    directories."""
+def machines_of(plan: Plan, cluster: Cluster, run: str = "") -> Machines:
+    """`run`: a name that its stores have in theirs. Raises ConfigError for what `roadtrain launch`
+    cannot run, and for SSDs without directories."""
     if why := why_not_run(plan, cluster):
         raise ConfigError(why, hint="roadtrain plan --job tries what can be launched")
     workers, spares = _workers(plan, cluster)
@@ -83,11 +83,12 @@ def machines_of(plan: Plan, cluster: Cluster) -> Machines:
     name, ports = plan.placement.name, Counter[str]()
     if plan.placement.served:
         for one, about in _each(_serving(name, cluster)):
-            hosts[one.name] = replace(one, servers=_servers(one, about, ports))
+            hosts[one.name] = replace(one, servers=_servers(one, about, ports, run))
     if name == "smartnic":
         kinds = {kind.name: kind for kind in cluster.hosts}
         for one in workers:
-            place = ServerPlace(_memory(one), _port(ports, one), _snapshot(one, kinds[one.kind]))
+            copied = _snapshot(one, kinds[one.kind], run)
+            place = ServerPlace(store_in(MEMORY, one.name, run), _port(ports, one), copied)
             hosts[one.name] = replace(one, servers=(place,))
     if name in REDUCED:
         for kind in cluster.spares:
@@ -127,9 +128,10 @@ def directories_of(host: Host, machine: str) -> list[str]:
     return [one.replace("{host}", machine) for ssd in host.ssds for one in ssd.directories]
 
 
-def store_in(directory: str, machine: str) -> str:
+def store_in(directory: str, machine: str, run: str = "") -> str:
     """A directory of its own for a run, in one that others may use too."""
-    return f"{directory.rstrip('/')}/roadtrain-{re.sub(r'[^A-Za-z0-9._-]', '-', machine)}"
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{run}-{machine}" if run else machine)
+    return f"{directory.rstrip('/')}/roadtrain-{name}"
 
 
 def _serving(placement: str, cluster: Cluster) -> Host:
@@ -166,19 +168,16 @@ def _workers(plan: Plan, cluster: Cluster) -> tuple[list[PlanHost], tuple[PlanHo
     return used, tuple(spares)
 
 
-def _servers(one: PlanHost, kind: Host, ports: Counter[str]) -> tuple[ServerPlace, ...]:
-    found = [store_in(name, one.name) for name in directories_of(kind, one.name)]
-    return tuple(ServerPlace(store, _port(ports, one)) for store in found or [_memory(one)])
+def _servers(one: PlanHost, kind: Host, ports: Counter[str], run: str) -> tuple[ServerPlace, ...]:
+    found = directories_of(kind, one.name) or [MEMORY]
+    return tuple(ServerPlace(store_in(at, one.name, run), _port(ports, one)) for at in found)
 
 
-def _memory(one: PlanHost) -> str:
-    return store_in(MEMORY, one.name)
-
-
-def _snapshot(one: PlanHost, kind: Host) -> str:
+def _snapshot(one: PlanHost, kind: Host, run: str) -> str:
     """Where a store in memory is copied to; "": nowhere, the host has no directory."""
     known = [name for ssd in kind.ssds for name in ssd.directories]
-    return f"{store_in(known[0].replace('{host}', one.name), one.name)}.snapshot" if known else ""
+    directory = known[0].replace("{host}", one.name) if known else ""
+    return f"{store_in(directory, one.name, run)}.snapshot" if directory else ""
 
 
 def _port(ports: Counter[str], one: PlanHost) -> int:

@@ -28,7 +28,7 @@ from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
 from roadtrain.planner.candidates import EVERY
-from roadtrain.planner.job_keys import batch_of_job, degrees
+from roadtrain.planner.job_keys import batch_of_job, degrees, run_name
 from roadtrain.planner.job_plans import JobPlans, shape_of_job
 from roadtrain.planner.machines_of import machines_of, predicted_of
 from roadtrain.planner.page import Point, page
@@ -297,11 +297,14 @@ def job_text(plan: Plan, cluster: Cluster | None = None) -> str | None:
     return tomli_w.dumps({**own, **where[plan.placement.name]})
 
 
-def launchable(found: Found, cluster: Cluster, model: PlannedModel) -> tuple[PlanFile, str]:
-    """The whole plan.toml; and why it has no machines, where it cannot be launched."""
+def launchable(
+    found: Found, cluster: Cluster, model: PlannedModel, run: str = ""
+) -> tuple[PlanFile, str]:
+    """The whole plan.toml, whose stores have the run's name in theirs; and why it has no machines,
+    where it cannot be launched."""
     predicted = predicted_of(found.result)
     try:
-        machines = machines_of(found.plan, cluster)
+        machines = machines_of(found.plan, cluster, run)
     except ConfigError as error:
         return PlanFile(found.plan, None, predicted, cluster, model), str(error).partition("\n")[0]
     return PlanFile(found.plan, machines, predicted, cluster, model), ""
@@ -442,7 +445,8 @@ def command(
     if answer.pick is None:
         return 1
     planned_for = PlannedModel(one.params, one.tokens, layers_of(asked) if asked else 0)
-    planned, lacking = launchable(answer.pick, cluster, planned_for)
+    run = run_name(asked) if asked else ""
+    planned, lacking = launchable(answer.pick, cluster, planned_for, run)
     replace_file(Path(out), planned.to_toml().encode(), "writing")
     again = f"simulate {cluster_file} --model {model} --plan {out}"
     lines = [f"plan    {out} (roadtrain {f'launch {out} {job}' if job else again})"]
