@@ -191,6 +191,13 @@ def test_a_store_that_cannot_be_written(tmp_path: Path) -> None:
     assert wrong(run, an_engine(run)) == said
 
 
+def test_a_store_that_is_a_link_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/nope/store")
+    run = a_run(tmp_path, f"{tmp_path}/link")
+    said = f"host spare0: store {tmp_path}/link cannot be written: {tmp_path}/link is a link to"
+    assert wrong(run, an_engine(run)).startswith(said)
+
+
 def test_a_store_that_is_too_full(tmp_path: Path) -> None:
     huge = {**LLAMA, "hidden_size": 2**20}
     run = a_run(tmp_path, model={"config": huge})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -209,3 +210,32 @@ def test_what_is_promised_is_of_each_stage() -> None:
     assert promised.seconds == result.seconds and [*promised.stages] == ["stage 0", "stage 1"]
     for own in promised.stages.values():
         assert own["Wait"] == pytest.approx(result.seconds - own["Forward"] - own["Backward"])
+
+
+@pytest.mark.parametrize("name", ["server", "summation"])
+def test_two_machines_of_one_name_are_refused(name: str) -> None:
+    where = cluster(spare={"name": "gpu0"})
+    with pytest.raises(ConfigError, match="2 machines of the cluster are called 'gpu0'"):
+        machines_of(plan(name), where)
+
+
+def test_the_switches_of_a_plan_are_those_that_its_cluster_sums_in() -> None:
+    where = racks(1, 2, address="s")
+    one = plan("optimizer-node", 3)
+    whole = machines_of(one, where)
+    typo = [
+        replace(host, switch=replace(host.switch, switch="torr"))
+        if host.switch is not None and host.name == "root"
+        else replace(host, address="a")
+        for host in whole.hosts
+    ]
+    found = PlanFile(one, Machines(tuple(typo)), None, where)
+    with pytest.raises(ConfigError, match="are the switches rack0, rack1, torr, its cluster sums"):
+        job_keys(found, {})
+
+
+def test_files_of_a_host_of_no_known_kind_are_refused() -> None:
+    where = cluster({"count": 1, "addresses": ["a"]})
+    machines = Machines((PlanHost("gpu", "gpuu", "a", workers=1),))
+    with pytest.raises(ConfigError, match="host gpu is of kind 'gpuu'"):
+        job_keys(PlanFile(plan("files", 1), machines, None, where), {})

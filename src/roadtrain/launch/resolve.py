@@ -29,6 +29,7 @@ from roadtrain.errors import ConfigError
 from roadtrain.launch.processes import HostFile, Process, Role, WorkerSet
 from roadtrain.launch.widths import WorkerHost, job_on
 from roadtrain.planner.job_keys import job_keys, run_name
+from roadtrain.planner.machines_of import REDUCED
 
 COMMAND = ("-m", "roadtrain.cli")
 REDUCERS = "reducers.txt"
@@ -386,8 +387,31 @@ def _absolute_placement(one: StagePlacement, run: str, directory: str) -> dict[s
     return tree
 
 
+def _check_services(plan: Plan, machines: Machines, job: Job) -> None:
+    """Raises ConfigError for a plan whose machines run no servers, reducers or switches that its
+    placement uses, or such as nobody uses."""
+    name, hosts = plan.placement.name, machines.hosts
+    of_stages = any(one.servers for one in job.parallelism.placements)  # the job says which
+    for what, used, count in (
+        (
+            "servers",
+            plan.placement.served or name == "smartnic",
+            0 if of_stages else sum(len(host.servers) for host in hosts),
+        ),
+        ("reducers", name in REDUCED, sum(host.reducer > 0 for host in hosts)),
+        ("switches", plan.placement.fans_in, sum(host.switch is not None for host in hosts)),
+    ):
+        if used != (count > 0):
+            need = "1 or more are needed" if used else "nobody would use them"
+            raise ConfigError(
+                f"placement {name} and {count} {what} in the plan's machines: {need}",
+                hint=f"{what} stand at a host of machines.hosts; or plan anew",
+            )
+
+
 def _check_plan(plan: Plan, machines: Machines, job: Job) -> None:
     """Raises ConfigError for a plan that is for other machines, or another model."""
+    _check_services(plan, machines, job)
     ranks, workers = plan.parallelism.devices, sum(host.workers for host in machines.hosts)
     if ranks != workers:
         raise ConfigError(

@@ -108,6 +108,14 @@ def _servers(
             for host in machines.hosts
             if host.switch is not None
         }
+        tree = switches.tree_of(plan, cluster)
+        assert tree is not None
+        if ports.keys() != tree.switches.keys():
+            there, named = (", ".join(sorted(one)) or "none" for one in (ports, tree.switches))
+            raise ConfigError(
+                f"the plan's machines are the switches {there}, its cluster sums in {named}",
+                hint="machines.hosts.switch names a switch of the cluster file",
+            )
         out |= switches.job_keys(plan, cluster, ports.__getitem__)
     return out
 

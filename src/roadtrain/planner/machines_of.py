@@ -81,9 +81,18 @@ def machines_of(plan: Plan, cluster: Cluster, run: str = "") -> Machines:
     workers, spares = _workers(plan, cluster)
     hosts = {host.name: host for host in workers}
     name, ports = plan.placement.name, Counter[str]()
+
+    def added(one: PlanHost) -> None:
+        if one.name in hosts:
+            raise ConfigError(
+                f"2 machines of the cluster are called {one.name!r}",
+                hint="machines of several are called NAME0, NAME1, ...: another name",
+            )
+        hosts[one.name] = one
+
     if plan.placement.served:
         for one, about in _each(_serving(name, cluster)):
-            hosts[one.name] = replace(one, servers=_servers(one, about, ports, run))
+            added(replace(one, servers=_servers(one, about, ports, run)))
     if name == "smartnic":
         kinds = {kind.name: kind for kind in cluster.hosts}
         for one in workers:
@@ -93,7 +102,7 @@ def machines_of(plan: Plan, cluster: Cluster, run: str = "") -> Machines:
     if name in REDUCED:
         for kind in cluster.spares:
             for one, _ in _each(kind) if kind.nics else ():
-                hosts[one.name] = replace(one, reducer=_port(ports, one))
+                added(replace(one, reducer=_port(ports, one)))
     if plan.placement.fans_in:
         tree = switches.tree_of(plan, cluster)
         assert tree is not None
