@@ -205,3 +205,20 @@ def test_a_machine_alone_has_no_servers_to_plan() -> None:
     alone = make_cluster({"hosts": [tomllib.loads(CLUSTER)["hosts"][0]]})
     found = JobPlans(job(), alone).fitted(Plan(placement("server"), Parallelism(dp=2)))
     assert found == "placement server needs a host without devices, the cluster has none"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"num_hidden_layers": "4"}, "does not take the config of llama: .* expected int, got str"),
+        ({"num_attention_heads": 3}, "does not take the config of llama: .* not a multiple"),
+        ({"model_type": "t5"}, "a `t5` is no causal language model"),
+    ],
+)
+def test_a_model_that_train_does_not_take_is_not_planned(
+    files: tuple[Path, Path], changes: dict[str, Any], sentence: str
+) -> None:
+    asked = load_job(files[1])
+    kept = {} if "model_type" in changes else asked.model.config
+    with pytest.raises(ConfigError, match=sentence):
+        shape_of_job(asked.changed({"model": {"config": {**kept, **changes}}}))

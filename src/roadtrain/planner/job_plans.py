@@ -31,7 +31,9 @@ DEGREES = ("dp", "tp", "pp", "widths", "stages", "virtual_stages")
 def shape_of_job(job: Job) -> ModelShape:
     """Raises ConfigError where its config does not size the model."""
     length, config = job.data.seq_len, job.model.config
+    build = importlib.import_module("roadtrain.training.build")  # torch
     if job.model.pretrained:
+        build.build_config(job)
         return load_model(job.model.pretrained, length)
     if "vocab_size" not in config:
         if job.data.tokenizer != "bytes":
@@ -39,7 +41,7 @@ def shape_of_job(job: Job) -> ModelShape:
                 "the job's model has no vocab_size", hint="give model.config.vocab_size"
             )
         job = job.changed({"model.config.vocab_size": BYTES_VOCABULARY})
-    built = importlib.import_module("roadtrain.training.build").build_config(job)  # torch
+    built = build.build_config(job)
     counted: ModelShape = importlib.import_module("roadtrain.planner.model_config").shape_of_config(
         built.to_dict(), seq_len=length, name=str(config["model_type"])
     )
