@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 from roadtrain.chunks import ParamSpec
+from roadtrain.config.cluster import make_cluster
 from roadtrain.config.job import make_job
 from roadtrain.config.job_model import shape_of
 from roadtrain.config.machines import Machines, PlanHost, ServerPlace
@@ -172,8 +173,70 @@ def test_too_little_memory(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     plan = run.plan_file.plan.changed(host_bytes=1e9)
     run = replace(run, plan_file=replace(run.plan_file, plan=plan))
-    said = "host gpu0 has 64.0 GiB of memory, the plan needs"
-    assert wrong(run, an_engine(run)).startswith(said)
+    said = "host gpu0 has 1.0 GiB of memory, the plan needs"  # and not what an engine gives away
+    assert wrong(run, an_engine(run, changed={"gpu0": {"memory": GIB}})).startswith(said)
+
+
+def with_cluster(run: ResolvedRun, device: str) -> ResolvedRun:
+    made = {"flops": "1TFLOP/s", "memory": "8GB", "kind": device}
+    hosts = [
+        {"name": "gpu", "memory": "64GB", "device": made},
+        {"name": "spare", "memory": "64GB"},
+    ]
+    return replace(run, plan_file=replace(run.plan_file, cluster=make_cluster({"hosts": hosts})))
+
+
+def test_a_host_whose_devices_are_not_seen(tmp_path: Path) -> None:
+    run = with_cluster(a_run(tmp_path), "A100")
+    alone = {"spare0": {"machine": "another"}}
+    assert wrong(run, an_engine(run, changed=alone)) == (
+        "host gpu0 has 0 devices, the plan has 1 worker there (A100); run.device ="
+        ' "cpu" lets it compute on its processors'
+    )
+    # a lab's hosts are one machine, whose devices nobody emulates
+    assert check(run, an_engine(run)) == [
+        "host gpu0: the plan's cluster has A100 there, no device is seen: its processors compute"
+    ]
+    meant = replace(run, job=run.job.changed({"run.device": "cpu"}))
+    assert check(meant, an_engine(meant, changed=alone)) == []
+    of_processors = with_cluster(run, "cpu")
+    assert check(of_processors, an_engine(of_processors, changed=alone)) == []
+
+
+def test_a_host_without_the_devices_that_the_others_have(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    hosts = (*run.machines.hosts, PlanHost("gpu1", "gpu", "127.0.0.1", 1))
+    plan = PlanFile(Plan(placement("server"), Parallelism(dp=2)), Machines(hosts))
+    run = replace(run, plan_file=plan)
+    engine = an_engine(run)
+    engine.seen["gpu0"] = replace(engine.seen["gpu0"], devices=1)
+    assert wrong(run, engine).startswith("host gpu1 has 0 devices, the plan has 1 worker there;")
+
+
+def a_staged_run(tmp_path: Path) -> ResolvedRun:
+    (tmp_path / "text.txt").write_text("x")
+    words: dict[str, Any] = {
+        "run": {"dir": str(tmp_path / "run")},
+        "model": {"config": LLAMA},
+        "data": {"paths": [str(tmp_path / "text.txt")], "seq_len": 16},
+        "parallelism": {
+            "pp": 2,
+            "placements": [{"stage": n, "files": [str(tmp_path / f"s{n}")]} for n in (0, 1)],
+        },
+    }
+    hosts = tuple(PlanHost(f"g{n}", "gpu", "127.0.0.1", 1) for n in (0, 1))
+    plan = Plan(placement("zero1"), Parallelism(pp=2), num_microbatches=8)
+    plan_file = PlanFile(plan, Machines(hosts))
+    return resolve(plan_file, make_job(words), name="x", addresses={}, token="")
+
+
+def test_stores_of_stages_are_of_a_part_of_the_model_each(tmp_path: Path) -> None:
+    run = a_staged_run(tmp_path)
+    a_store(tmp_path / "s0", PARAMS // 2, OURS)
+    a_store(tmp_path / "s1", PARAMS - PARAMS // 2, THEIRS)
+    (tmp_path / "run").mkdir()
+    Mark(tmp_path / "run").adopt("33333333-0000-4000-8000-000000000000", 3)
+    assert check(run, an_engine(run)) == []
 
 
 def test_a_store_whose_disk_is_not_mounted(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def check(run: ResolvedRun, engine: LaunchEngine) -> list[str]:
     shape = shape_of(run.job)
     wrong += itertools.chain.from_iterable(
         (
-            *(_lacking_hardware(run, host, shape) for host in hosts),
+            *(_lacking_hardware(run, host, hosts, shape) for host in hosts),
             *(_lacking_files(host) for host in hosts),
             *(_ports_in_use(host) for host in hosts),
             *(_bad_stores(run, host, shape) for host in hosts),
@@ -176,14 +176,41 @@ def _in_use(host: SeenHost) -> bool:
     return any(host.look.ports) or any(store.locked for store in host.look.stores)
 
 
-def _lacking_hardware(run: ResolvedRun, host: SeenHost, shape: ModelShape | None) -> Iterator[str]:
+def _on_devices(run: ResolvedRun, host: SeenHost, hosts: Sequence[SeenHost]) -> bool:
+    """Whether workers of a host are meant to compute on devices, which it may not have now."""
+    asked = run.job.run.device
+    if asked:
+        return asked.startswith("cuda")
+    others = any(one.seen.devices for one in hosts if one.plan.workers)
+    return others or bool(_planned_device(run, host) and not _is_emulated(host, hosts))
+
+
+def _planned_device(run: ResolvedRun, host: SeenHost) -> str:
+    """The kind of device that the plan's cluster says it has; "" for processors, and where it does
+    not say."""
+    cluster = run.plan_file.cluster
+    kinds = () if cluster is None else cluster.hosts
+    found = (one.device for one in kinds if one.name == host.plan.kind and one.device is not None)
+    kind = next((device.kind for device in found), "cpu")
+    return "" if kind == "cpu" else kind
+
+
+def _is_emulated(host: SeenHost, hosts: Sequence[SeenHost]) -> bool:
+    """Whether other hosts are on the same machine, as in the lab, which emulates no devices."""
+    return sum(one.look.machine == host.look.machine for one in hosts) > 1
+
+
+def _lacking_hardware(
+    run: ResolvedRun, host: SeenHost, hosts: Sequence[SeenHost], shape: ModelShape | None
+) -> Iterator[str]:
     workers, seen = host.plan.workers, host.seen
-    device = run.job.run.device
-    on_devices = device.startswith("cuda") or (not device and seen.devices)
-    if on_devices and workers > seen.devices:
+    if workers > seen.devices and _on_devices(run, host, hosts):
+        kind = _planned_device(run, host)
+        way_out = '; run.device = "cpu" lets it compute on its processors'
         yield (
             f"host {host.name} has {show_count(seen.devices, 'device')}, the plan has"
-            f" {show_count(workers, 'worker')} there"
+            f" {show_count(workers, 'worker')} there{f' ({kind})' if kind else ''}"
+            f"{'' if seen.devices or run.job.run.device else way_out}"
         )
     if shape is None or not workers:
         return
@@ -203,9 +230,9 @@ def _lacking_hardware(run: ResolvedRun, host: SeenHost, shape: ModelShape | None
         )
         for stage in set(stages)
     )
-    if nbytes > seen.memory * USABLE:
+    if nbytes > host.look.memory * USABLE:
         yield (
-            f"host {host.name} has {show_bytes(seen.memory)} of memory, the plan needs"
+            f"host {host.name} has {show_bytes(host.look.memory)} of memory, the plan needs"
             f" {show_bytes(nbytes / USABLE)} there"
         )
 
@@ -247,8 +274,9 @@ def _of_another(run: ResolvedRun, store: StoreLook, shape: ModelShape | None) ->
         return "is in use by another run"
     if store.damage:
         return f"cannot be opened: {store.damage}"
-    # residuals have elements of their own
-    known = shape is not None and run.job.compress.keep is None
+    # residuals have elements of their own, and so has a stage's store
+    whole = run.job.compress.keep is None and not run.job.parallelism.used
+    known = shape is not None and whole
     if known and shape is not None and store.elements not in (0, shape.params):
         return (
             f"is of another model: it holds {store.elements:,} parameters, the job's model has"
@@ -270,7 +298,7 @@ def _stores_together(run: ResolvedRun, hosts: Sequence[SeenHost]) -> Iterator[st
             )
     marks = {host.look.marked_job: host.look.marked_step for host in hosts if host.look.marked_job}
     held = {store.job: (host.name, store) for host, store in stores if store.job}
-    if run.job.run.new_store:
+    if run.job.run.new_store or run.job.parallelism.used:  # each stage's store is of its own
         return
     for job, (name, store) in held.items():
         if marks and job not in marks:
@@ -368,6 +396,12 @@ def _lines(
     own = versions()
     for host in hosts:
         cores, workers = host.look.processors, host.plan.workers
+        kind = _planned_device(run, host)
+        if workers and kind and not host.seen.devices and not run.job.run.device:
+            yield (
+                f"host {host.name}: the plan's cluster has {kind} there, no device is seen: its"
+                " processors compute"
+            )
         if not host.seen.devices and workers > cores:
             yield f"host {host.name}: {workers} workers share {cores} processors"
         for name in own.keys() & host.look.versions.keys():
