@@ -158,7 +158,11 @@ def test_a_host_alone_keeps_its_state() -> None:
     where = cluster({"count": 1, "addresses": ["a"], "ssds": ssds})
     assert machines_of(plan("files", 1), where).hosts == (PlanHost("gpu", "gpu", "a", workers=1),)
     one = plan("files", 1)
-    named = job_keys(PlanFile(one, machines_of(one, where), None, where), {}, "x")
+    named = job_keys(
+        PlanFile(one, machines_of(one, where), None, where),
+        {},
+        make_job({"model": MODEL, "run": {"dir": "runs/x"}}),
+    )
     assert named["store"]["files"] == ["/a/roadtrain-x-gpu", "/b/roadtrain-x-gpu"]
     stores = ["/a/roadtrain-gpu", "/b/roadtrain-gpu"]
     assert keys(plan("files", 1), where)["store"] == {"files": stores}

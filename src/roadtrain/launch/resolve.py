@@ -20,7 +20,7 @@ from typing import Any
 
 from roadtrain.config.job import DataSection, Job, moved
 from roadtrain.config.job_model import check_model, layers_of
-from roadtrain.config.job_parallelism import ParallelismSection, StagePlacement
+from roadtrain.config.job_parallelism import DEGREES, StagePlacement
 from roadtrain.config.machines import FILES, LAUNCHED_AS, PORT, Machines, PlanHost, host_port
 from roadtrain.config.plan import Plan
 from roadtrain.config.plan_file import PlanFile
@@ -28,12 +28,11 @@ from roadtrain.config.schema import flat
 from roadtrain.errors import ConfigError
 from roadtrain.launch.processes import HostFile, Process, Role, WorkerSet
 from roadtrain.launch.widths import WorkerHost, job_on
-from roadtrain.planner.job_keys import job_keys, run_name
+from roadtrain.planner.job_keys import job_keys
 from roadtrain.planner.machines_of import REDUCED
 
 COMMAND = ("-m", "roadtrain.cli")
 REDUCERS = "reducers.txt"
-DEGREES = ("dp", "tp", "pp", "virtual_stages", "widths", "num_microbatches", "reducers")
 
 
 @dataclass(frozen=True)
@@ -302,7 +301,7 @@ def resolve(
             raise ConfigError(
                 f"host {host.name} of the plan has no address", hint="give it in machines.hosts"
             )
-    keys = flat(job_keys(plan_file, addresses, run_name(job)))
+    keys = flat(job_keys(plan_file, addresses, job))
     _check_contradictions(job, keys)
     words = {**keys, **_secrets(plan_file, keys, directory)}
     run = ResolvedRun(name, plan_file, job.changed(words), directory, addresses, token)
@@ -332,16 +331,21 @@ def _secrets(plan_file: PlanFile, keys: Mapping[str, Any], directory: str) -> di
 
 def _check_contradictions(job: Job, keys: Mapping[str, Any]) -> None:
     """Raises ConfigError where the job says one thing and the plan another."""
-    plain, asked = ParallelismSection(), job.parallelism
+    asked = job.parallelism
     said = {f"parallelism.{name}": getattr(asked, name) for name in DEGREES}
-    default = {f"parallelism.{name}": getattr(plain, name) for name in DEGREES}
-    if isinstance(asked.stages, list):
-        said["parallelism.stages"], default["parallelism.stages"] = asked.stages, "even"
+    default = {f"parallelism.{name}": own for name, own in DEGREES.items()}
+    if not isinstance(asked.stages, list):
+        del said["parallelism.stages"]
+    if len(set(asked.widths)) == 1 and asked.widths[0] == keys.get("parallelism.dp"):
+        del said["parallelism.widths"]  # that are all the same
+    said = {} if asked.auto else said
+    if asked.reducers:
+        said["parallelism.reducers"] = asked.reducers
     if job.servers.addresses:
         said["servers.addresses"] = job.servers.addresses
     for key, mine in said.items():
         planned = keys.get(key, default.get(key))
-        if mine not in (planned, default.get(key)) and not asked.auto:
+        if mine not in (planned, default.get(key)):
             raise ConfigError(
                 f"{key} is {mine} in the job, and {planned or 'not said'} in the plan",
                 hint="leave it out of the job, or plan anew for this job",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from roadtrain.config.job import Job
+from roadtrain.config.job_parallelism import DEGREES
 from roadtrain.config.machines import FILES, Machines, host_port
 from roadtrain.config.plan import Plan
 from roadtrain.config.plan_file import PlanFile
@@ -33,9 +34,43 @@ def run_name(job: Job) -> str:
     return Path(job.run.dir).name
 
 
-def job_keys(plan_file: PlanFile, addresses: Mapping[str, str], run: str = "") -> dict[str, Any]:
-    """addresses: of each host, by its name in the plan. `run`: its name, which directories on files
-    have in theirs. `parallelism.auto` is always false, which
+def stated_degrees(job: Job) -> dict[str, Any]:
+    """What its [parallelism] says of DEGREES, all of it where the file says it; nothing with
+    `parallelism = "auto"`."""
+    asked = job.parallelism
+    stated = {name: getattr(asked, name) for name in DEGREES if name in asked.model_fields_set}
+    named = {name for name, given in asked if given is not None}
+    if named <= asked.model_fields_set:  # a file of ours names all, stated or not
+        stated = {name: own for name, own in stated.items() if own != DEGREES[name]}
+    return {} if asked.auto else stated
+
+
+def contradicted(plan: Plan, job: Job) -> str:
+    """Which degree the job says otherwise than the plan; "" where it says none."""
+    ranks = plan.parallelism
+    for name, stated in stated_degrees(job).items():
+        if stated in (None, []) or isinstance(stated, str):
+            continue
+        planned: Any = getattr(ranks, name)
+        if name == "widths":
+            planned = list(ranks.replicas_of)
+        elif name == "stages":
+            planned = list(ranks.stages)
+            if planned == stated and len(stated) == ranks.pp * ranks.virtual_stages:
+                continue
+            planned = planned if planned != stated else f"for {ranks.pp} stages"
+        elif name == "dp" and ranks.widths:
+            planned = f"widths {list(ranks.widths)}"
+        if stated != planned:
+            return f"the job says parallelism.{name} = {stated}, the plan is {planned or 'even'}"
+    return ""
+
+
+def job_keys(
+    plan_file: PlanFile, addresses: Mapping[str, str], job: Job | None = None
+) -> dict[str, Any]:
+    """addresses: of each host, by its name in the plan. `job`: it names directories on files, and
+    keeps what it says of its relay. `parallelism.auto` is always false, which
     contradicts no job: "auto" is what the plan says now. Raises ConfigError for a plan without
     machines, for one with switches or SSDs without its cluster, and for one that nothing runs."""
     plan, machines, cluster = plan_file.plan, plan_file.machines, plan_file.cluster
@@ -61,8 +96,10 @@ def job_keys(plan_file: PlanFile, addresses: Mapping[str, str], run: str = "") -
         out["compress"] = {"keep": plan.keep}
     if any(host.servers for host in machines.hosts):
         out["servers"] = _servers(plan_file, machines, addresses)
+        if job is not None and job.servers.relay is not None:
+            out["servers"].pop("relay", None)
     else:
-        out |= _store(plan_file, machines, run)
+        out |= _store(plan_file, machines, run_name(job) if job else "")
     return out | {"parallelism": {"auto": False}}
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from roadtrain.config.cluster import Cluster, Host
@@ -67,9 +67,23 @@ def why_not_run(plan: Plan, cluster: Cluster | None) -> str:
         return f"placement {name} runs data-parallel workers alone, {ranks} is more"
     if name in REDUCED and ranks.dp == 1:
         return f"placement {name} sums what several workers send, there is 1"
-    hosts = [] if cluster is None else switches.hosts_of(plan, cluster)
+    return _why_not_on([] if cluster is None else switches.hosts_of(plan, cluster), plan)
+
+
+def _why_not_on(hosts: Sequence[Host], plan: Plan) -> str:
+    """hosts: that compute; none where nobody knows them."""
+    name, ranks = plan.placement.name, plan.parallelism
     if name in ON_ONE_HOST and (many := len(hosts)) > 1:
         return f"placement {name} is of one host's workers, {ranks} is on {many} hosts"
+    if name in ON_ONE_HOST and ranks.devices > 1:
+        return f"placement {name} is of one worker, {ranks} is {ranks.devices}"
+    last = ranks.devices - sum(host.devices for host in hosts[:-1])
+    counts = {*(host.devices for host in hosts[:-1]), *([last] if hosts else [])}
+    if len(counts) > 1 and (plan.placement.served or name == "smartnic"):
+        return (
+            f"placement {name} is simulated with as many workers on each host, {ranks} is"
+            f" {' and '.join(map(str, sorted(counts)))}"
+        )
     return ""
 
 

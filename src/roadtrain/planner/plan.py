@@ -19,7 +19,7 @@ from typing import Any
 import tomli_w
 
 from roadtrain.config.cluster import Cluster, load_cluster
-from roadtrain.config.job import load_job
+from roadtrain.config.job import Job, load_job
 from roadtrain.config.job_model import layers_of
 from roadtrain.config.machines import PlannedModel
 from roadtrain.config.models import ModelShape
@@ -358,6 +358,17 @@ def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool)
     return told
 
 
+def batch_to_plan(job: Job, given: int | None) -> int | None:
+    """Samples of a step: the job's, or those of --batch. Raises ConfigError where both say it."""
+    own = batch_of_job(job)
+    if own and given and own != given:
+        raise ConfigError(
+            f"--batch {given}, and a step of the job is {own} samples (data.batch_size x passes)",
+            hint="leave --batch out, or batch_size, accumulate and num_microbatches of the job",
+        )
+    return own or given
+
+
 def command(
     cluster_file: str,
     *,
@@ -415,7 +426,7 @@ def command(
         of,
         fitted=None if asked is None else JobPlans(asked, cluster).fitted,
         goal=goal,
-        batch=batch if batch or asked is None else batch_of_job(asked),
+        batch=batch if asked is None else batch_to_plan(asked, batch),
         late=late,
         headroom=headroom,
         placements=[name for name in placements.split(",") if name],
