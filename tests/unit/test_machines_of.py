@@ -243,3 +243,22 @@ def test_files_of_a_host_of_no_known_kind_are_refused() -> None:
     machines = Machines((PlanHost("gpu", "gpuu", "a", workers=1),))
     with pytest.raises(ConfigError, match="host gpu is of kind 'gpuu'"):
         job_keys(PlanFile(plan("files", 1), machines, None, where), {})
+
+
+def test_a_relay_has_what_the_job_says_or_what_its_model_needs() -> None:
+    where = cluster({"devices": 8})
+    one = plan("server", 16)
+    found = PlanFile(one, machines_of(one, where), None, where)
+
+    def relay(**tables: Any) -> str:
+        job = make_job({"data": {"seq_len": 64}, **tables})
+        return str(job_keys(found, {}, job)["servers"]["relay"])
+
+    small = {"config": {**MODEL["config"], "hidden_size": 64, "num_hidden_layers": 2}}
+    assert relay(model=small) == "4GiB"
+    assert relay(model=small, servers={"relay": "1GiB"}) == "1GiB"
+    large = {"config": {**MODEL["config"], "hidden_size": 4096, "num_hidden_layers": 32}}
+    large["config"] |= {"intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000}
+    # all gradients of 8 workers rest there: 6.7e9 parameters of 4 bytes
+    clipped = relay(model=large, optimizer={"clip_norm": 1.0})
+    assert 8 * 6.7e9 * 4 < float(clipped.removesuffix("GiB")) * 2**30 < 1.4 * 8 * 6.7e9 * 4

@@ -11,9 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from roadtrain.chunks import ChunkTable, ParamSpec
+from roadtrain.config.budgets import least_relay
 from roadtrain.config.job import Job
+from roadtrain.config.job_model import shape_of
 from roadtrain.config.job_parallelism import DEGREES
 from roadtrain.config.machines import FILES, Machines, host_port
+from roadtrain.config.models import BlockShape
 from roadtrain.config.plan import Plan
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError
@@ -27,6 +31,9 @@ from roadtrain.planner.machines_of import (
     store_in,
     why_not_run,
 )
+from roadtrain.units import GIB, parse_bytes
+
+RELAY_SLACK = 1.25  # parameters are cut at their ends too, and copies want room
 
 
 def run_name(job: Job) -> str:
@@ -96,8 +103,8 @@ def job_keys(
         out["compress"] = {"keep": plan.keep}
     if any(host.servers for host in machines.hosts):
         out["servers"] = _servers(plan_file, machines, addresses)
-        if job is not None and job.servers.relay is not None:
-            out["servers"].pop("relay", None)
+        if "relay" in out["servers"] and job is not None:
+            out["servers"]["relay"] = job.servers.relay or relay_of(job, machines)
     else:
         out |= _store(plan_file, machines, run_name(job) if job else "")
     return out | {"parallelism": {"auto": False}}
@@ -155,6 +162,28 @@ def _servers(
             )
         out |= switches.job_keys(plan, cluster, ports.__getitem__)
     return out
+
+
+def relay_of(job: Job, machines: Machines) -> str:
+    """Host bytes of a relay: what is enough for most, more where a formula says that the job's
+    model needs more. Where none knows the model, a relay that is too small says what it needs."""
+    shape = shape_of(job)
+    if shape is None:
+        return switches.RELAY
+
+    def spec(block: BlockShape) -> ParamSpec:
+        return ParamSpec(block.name, (block.params,), job.model.dtype, True, 0)
+
+    root = [spec(block) for block in shape.blocks if "." not in block.name]
+    layers = [(block.name, [spec(block)]) for block in shape.blocks if "." in block.name]
+    least, _ = least_relay(
+        ChunkTable.build([("", root), *layers], job.store.chunk_elements),
+        servers=sum(len(host.servers) for host in machines.hosts),
+        local=max(host.workers for host in machines.hosts),
+        holds_gradients=job.optimizer.clip_norm is not None or job.model.dtype == "fp16",
+    )
+    enough = -(-int(least * RELAY_SLACK) // GIB)
+    return f"{max(enough, parse_bytes(switches.RELAY) // GIB)}GiB"
 
 
 def _store(plan_file: PlanFile, machines: Machines, run: str) -> dict[str, Any]:
