@@ -21,7 +21,7 @@ from roadtrain.chunks import ParamSpec
 from roadtrain.config.cluster import make_cluster
 from roadtrain.config.job import make_job
 from roadtrain.config.job_model import shape_of
-from roadtrain.config.machines import Machines, PlanHost, ServerPlace
+from roadtrain.config.machines import Machines, PlanHost, PlannedModel, ServerPlace
 from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, placement
 from roadtrain.config.plan_file import PlanFile
@@ -32,6 +32,7 @@ from roadtrain.launch.checks import check, directory_is_shared
 from roadtrain.launch.engine import HostSeen
 from roadtrain.launch.look import HostQuestion, look
 from roadtrain.launch.resolve import ResolvedRun, resolve
+from roadtrain.planner.job_plans import JobPlans
 from roadtrain.storage.generation import create_part, publish_part
 from roadtrain.storage.ledger import GroupRule, StoreMeta
 from roadtrain.storage.lock import Locks
@@ -211,6 +212,24 @@ def test_a_host_without_the_devices_that_the_others_have(tmp_path: Path) -> None
     engine = an_engine(run)
     engine.seen["gpu0"] = replace(engine.seen["gpu0"], devices=1)
     assert wrong(run, engine).startswith("host gpu1 has 0 devices, the plan has 1 worker there;")
+
+
+def test_numbers_of_the_job_that_are_not_the_plans_are_told_of(tmp_path: Path) -> None:
+    run = with_cluster(a_run(tmp_path), "cpu")
+    cluster = run.plan_file.cluster
+    assert cluster is not None
+    plan = JobPlans(run.job, cluster).as_it_runs(run.plan_file.plan)
+    planned = replace(run.plan_file, plan=plan, model=PlannedModel(PARAMS, 16))
+    run = replace(run, plan_file=planned)
+    assert check(run, an_engine(run)) == []
+    words = {"model.dtype": "bf16", "compress.keep": 0.1, "optimizer.delay": 1}
+    other = replace(run, job=run.job.changed(words))
+    assert check(other, an_engine(other)) == [
+        "the plan was made for another job, so is what it predicts and needs: bytes of a parameter"
+        " 4 (here 2), bytes of a gradient that travels 4 (here 2), bytes of a parameter's optimizer"
+        " state 8 (here 12), share of a gradient that is sent 1 (here 0.1), updates that a step may"
+        " lack 0 (here 1)"
+    ]
 
 
 def a_staged_run(tmp_path: Path) -> ResolvedRun:

@@ -413,3 +413,16 @@ def test_servers_of_a_stage_may_stand_in_the_plan() -> None:
     job = a_job(parallelism={"pp": 2, "placements": placements})
     plan = a_plan("zero1", (*TWO, SERVER), parallelism=Parallelism(dp=2, pp=2), num_microbatches=4)
     assert [one.name for one in of(plan, job).services()] == ["server spare0 0"]
+
+
+def test_servers_and_reducers_of_the_job_contradict_a_plan_also_with_auto() -> None:
+    for own in ({"servers": {"addresses": ["10.0.0.9:9"]}}, {"parallelism": {"reducers": "r"}}):
+        auto = {"auto": True, **own.get("parallelism", {})}
+        with pytest.raises(ConfigError, match=r"(addresses|reducers) is .* in the job, and"):
+            of(FOUR, a_job(**{**own, "parallelism": auto}))
+
+
+def test_stages_of_one_width_are_that_width_each() -> None:
+    plan = a_plan("zero1", TWO, parallelism=Parallelism(dp=2, pp=2), num_microbatches=4)
+    run = of(plan, a_job(parallelism={"pp": 2, "widths": [2, 2], "num_microbatches": 4}))
+    assert run.job.parallelism.num_microbatches == 8

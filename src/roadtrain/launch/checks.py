@@ -33,6 +33,7 @@ from roadtrain.launch.look import (
 )
 from roadtrain.launch.processes import Process, Role
 from roadtrain.launch.resolve import ResolvedRun
+from roadtrain.planner.job_plans import other_numbers
 from roadtrain.simulator.memory import USABLE, cut, file_bytes, host_bytes
 from roadtrain.units import show_bytes, show_count
 
@@ -393,7 +394,10 @@ def _lines(
     run: ResolvedRun, there: Mapping[str, HostSeen], hosts: Sequence[SeenHost]
 ) -> Iterator[str]:
     """What is possible, and should be known."""
-    own = versions()
+    own, planned = versions(), run.plan_file
+    if planned.model is not None and planned.cluster is not None:
+        if said := other_numbers(planned.plan, run.job, planned.cluster):
+            yield said
     for host in hosts:
         cores, workers = host.look.processors, host.plan.workers
         kind = _planned_device(run, host)

@@ -10,6 +10,7 @@ itself.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -206,6 +207,29 @@ class JobPlans:
         if all(device.kind == "cpu" for device in devices):
             changes["context_bytes"] = 0
         return plan.changed(**changes)
+
+
+# what a plan and a job may say otherwise -> in words
+COMPARED: Mapping[str, Callable[[Plan], Any]] = {
+    "bytes of a parameter": lambda plan: plan.sizes.parameter_bytes,
+    "bytes of a gradient that travels": lambda plan: plan.sizes.gradient_bytes,
+    "bytes of a parameter's optimizer state": lambda plan: plan.sizes.state_bytes,
+    "share of a gradient that is sent": lambda plan: 1 if plan.keep is None else plan.keep,
+    "updates that a step may lack": lambda plan: plan.staleness,
+}
+
+
+def other_numbers(plan: Plan, job: Job, cluster: Cluster) -> str:
+    """What a plan was made for and the job has otherwise, so that what it predicts and needs is of
+    another job, in a sentence; "" where all is alike."""
+    mine = JobPlans(job, cluster).as_it_runs(plan)
+    found = [
+        f"{what} {planned:g} (here {here:g})"
+        for what, of in COMPARED.items()
+        if (planned := of(plan)) != (here := of(mine))
+    ]
+    said = "the plan was made for another job, so is what it predicts and needs: "
+    return f"{said}{', '.join(found)}" if found else ""
 
 
 def _sentence(error: ConfigError) -> str:
