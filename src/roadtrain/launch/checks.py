@@ -390,22 +390,26 @@ def _full(run: ResolvedRun, hosts: Sequence[SeenHost], shape: ModelShape | None)
             yield f"{said}: {show_bytes(nbytes)} will be stored there, {show_bytes(free)} are free"
 
 
+def _computing_otherwise(run: ResolvedRun, host: SeenHost) -> Iterator[str]:
+    kind = _planned_device(run, host)
+    if host.plan.workers and kind and not host.seen.devices and not run.job.run.device:
+        yield (
+            f"host {host.name}: the plan's cluster has {kind} there, no device is seen: its"
+            " processors compute"
+        )
+
+
 def _lines(
     run: ResolvedRun, there: Mapping[str, HostSeen], hosts: Sequence[SeenHost]
 ) -> Iterator[str]:
     """What is possible, and should be known."""
     own, planned = versions(), run.plan_file
     if planned.model is not None and planned.cluster is not None:
-        if said := other_numbers(planned.plan, run.job, planned.cluster):
-            yield said
+        said = other_numbers(planned.plan, run.job, planned.cluster)
+        yield from [said] if said else []
     for host in hosts:
         cores, workers = host.look.processors, host.plan.workers
-        kind = _planned_device(run, host)
-        if workers and kind and not host.seen.devices and not run.job.run.device:
-            yield (
-                f"host {host.name}: the plan's cluster has {kind} there, no device is seen: its"
-                " processors compute"
-            )
+        yield from _computing_otherwise(run, host)
         if not host.seen.devices and workers > cores:
             yield f"host {host.name}: {workers} workers share {cores} processors"
         for name in own.keys() & host.look.versions.keys():
