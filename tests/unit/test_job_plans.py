@@ -14,11 +14,14 @@ from roadtrain.config.cluster import load_cluster, make_cluster
 from roadtrain.config.job import Job, load_job, make_job
 from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, load_plan, placement
-from roadtrain.config.plan_file import load_plan_file
+from roadtrain.config.plan_file import PlanFile, load_plan_file
 from roadtrain.errors import ConfigError
+from roadtrain.launch.command import check_batch
+from roadtrain.launch.resolve import resolve
 from roadtrain.planner import plan as planner
-from roadtrain.planner.job_keys import batch_of_job, job_keys
+from roadtrain.planner.job_keys import batch_of_job, job_keys, stated_degrees
 from roadtrain.planner.job_plans import JobPlans, shape_of_job
+from roadtrain.planner.machines_of import machines_of
 
 CLUSTER = """
 [[hosts]]
@@ -123,6 +126,160 @@ def test_what_does_not_go_with_the_job_is_refused(
 def test_degrees_that_the_job_states_are_kept(files: tuple[Path, Path]) -> None:
     stated = plans(files, parallelism={"dp": 2, "stages": "measured"})
     assert fitted(stated, "zero1").parallelism.dp == 2
+    even = plans(files, parallelism={"pp": 2, "stages": [1, 31]})
+    ranks = Parallelism(pp=2, stages=(15, 17))
+    assert fitted(even, "zero1", parallelism=ranks).parallelism.stages == (1, 31)
+    measured = plans(files, parallelism={"pp": 2, "stages": "measured"})
+    assert fitted(measured, "zero1", parallelism=ranks).parallelism.stages == ()
+    wide = plans(files, parallelism={"pp": 2, "widths": [1, 1]})
+    assert fitted(wide, "zero1", parallelism=ranks).parallelism == Parallelism(pp=2)
+
+
+def test_stages_of_other_widths_share_the_micro_batches_of_a_step() -> None:
+    cluster = make_cluster({"hosts": [{**tomllib.loads(CLUSTER)["hosts"][0], "devices": 2}]})
+    asked = JobPlans(job(parallelism={"pp": 2, "widths": [3, 1]}), cluster)
+    made = asked.fitted(Plan(placement("zero1"), Parallelism(dp=2, pp=2), num_microbatches=4))
+    assert isinstance(made, Plan), made
+    assert made.parallelism.widths == (3, 1) and made.samples == 8
+
+
+def test_a_degree_that_the_job_states_at_its_default_is_stated(files: tuple[Path, Path]) -> None:
+    two = make_cluster({"hosts": [{**tomllib.loads(CLUSTER)["hosts"][0], "devices": 2}]})
+    asked = job(parallelism={"tp": 1})
+    split = Plan(placement("zero1"), Parallelism(dp=2, tp=2))
+    assert JobPlans(asked, two).fitted(split) == "the job says parallelism.tp = 1"
+    with pytest.raises(ConfigError, match=r"parallelism\.tp = 1, the plan is 2"):
+        check_batch(PlanFile(split), asked)
+    again = make_job(tomllib.loads(asked.to_toml()))  # a run's own file names all keys
+    assert stated_degrees(again) == {} and stated_degrees(asked) == {"tp": 1}
+
+
+def test_micro_batches_of_a_step_are_no_degree(files: tuple[Path, Path]) -> None:
+    """The plan cuts the samples of a step anew."""
+    asked = job(data={"batch_size": 4}, parallelism={"dp": 2, "num_microbatches": 8})
+    made = fitted(JobPlans(asked, load_cluster(files[0])), "zero1", num_microbatches=16)
+    assert made.samples == 32
+    found = PlanFile(made, machines_of(made, load_cluster(files[0])))
+    check_batch(found, asked)
+    run = resolve(found, asked, name="x", addresses={}, token="")
+    assert run.job.parallelism.num_microbatches == 32 and run.job.data.batch_size == 1
+
+
+def test_a_batch_that_the_job_contradicts_is_refused(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster, one = files
+    assert cli.main(["plan", str(cluster), "--job", str(one), "--batch", "32"]) == 2
+    assert "--batch 32, and a step of the job is 8 samples" in capsys.readouterr().err
+
+
+def hosts_of(*nics: str, devices: int = 2) -> Any:
+    host = {"memory": "8GB", "device": "A100-80GB", "devices": devices}
+    cards = [{"rate": "100Gbit/s", "kind": kind} for kind in nics]
+    return [{**host, "name": f"h{n}", "nics": [one]} for n, one in enumerate(cards)]
+
+
+def test_data_groups_lie_where_fast_cards_meet() -> None:
+    apart = make_cluster({"hosts": hosts_of("infiniband", "roce")})
+    plan = Plan(placement("zero1"), Parallelism(dp=4))
+    assert "mixes clusters" in JobPlans(job(), apart).fitted(plan)  # type: ignore[operator]
+    across = job(parallelism={"dp": 4, "across_clusters": True})
+    assert isinstance(JobPlans(across, apart).fitted(plan), Plan)
+    stages = Plan(placement("zero1"), Parallelism(dp=2, pp=2), num_microbatches=2)
+    assert isinstance(JobPlans(job(), apart).fitted(stages), Plan)
+    one = make_cluster({"hosts": hosts_of("roce", "roce")})
+    assert isinstance(JobPlans(job(), one).fitted(plan), Plan)
+
+
+def test_served_workers_are_as_many_on_each_host() -> None:
+    spare = {"name": "s", "memory": "8GB", "nics": [{"rate": "1GB/s"}]}
+    [one, two] = hosts_of("ethernet", "ethernet")
+    where = make_cluster({"hosts": [one, {**two, "devices": 4}, spare]})
+    for name in ("server", "smartnic"):
+        why = JobPlans(job(), where).fitted(Plan(placement(name), Parallelism(dp=6)))
+        assert isinstance(why, str) and why.endswith(
+            "as many workers on each host, dp 6 x tp 1 x pp 1 is 2 and 4"
+        )
+
+
+@pytest.mark.parametrize(
+    ("config", "degree", "sentence"),
+    [
+        ({"model_type": "gemma"}, 2, "the layers of a GemmaForCausalLM are not known"),
+        ({"model_type": "llama", "num_key_value_heads": 1}, 2, "1 key-value heads"),
+        ({"model_type": "llama", "num_key_value_heads": 2}, 2, ""),
+    ],
+)
+def test_a_tensor_degree_is_one_that_train_takes(
+    config: dict[str, Any], degree: int, sentence: str
+) -> None:
+    two = make_cluster({"hosts": [{**tomllib.loads(CLUSTER)["hosts"][0], "devices": 2}]})
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+    asked = make_job({"model": {"config": {**sizes, "intermediate_size": 128, **config}}})
+    made = JobPlans(asked, two).fitted(Plan(placement("zero1"), Parallelism(dp=2, tp=degree)))
+    assert isinstance(made, Plan) if not sentence else sentence in made  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("tables", "name", "changes", "sentence"),
+    [
+        (
+            {"compress": {"keep": 0.1, "error_feedback": True}},
+            "server",
+            {"num_microbatches": 2},
+            "error feedback keeps one residual a step",
+        ),
+        ({"servers": {"replicas": 2}}, "server", {}, "replicas = 2 with 1 server"),
+        ({"servers": {"replicas": 2}}, "smartnic", {}, "a relay does not find out which"),
+        ({"store": {"rates": "measured"}}, "server", {}, "store.rates or store.moved_from"),
+        (
+            {"parallelism": {"dp": 2, "resize_stages": 0.1}},
+            "zero1",
+            {"parallelism": Parallelism(dp=2, tp=2)},
+            "are measured, with tensor groups of 2",
+        ),
+        ({"servers": {"addresses": ["a:1"]}}, "server", {}, "the job says servers.addresses"),
+        (
+            {"parallelism": {"pp": 2, "placements": [{"stage": 0, "files": ["s"]}]}},
+            "zero1",
+            {"parallelism": Parallelism(pp=2)},
+            "[[parallelism.placements]]",
+        ),
+        ({"parallelism": {"reducers": "r.txt"}}, "zero1", {}, "parallelism.reducers"),
+    ],
+)
+def test_what_train_refuses_is_not_planned(
+    tables: dict[str, Any], name: str, changes: dict[str, Any], sentence: str
+) -> None:
+    hosts = tomllib.loads(CLUSTER)["hosts"]
+    hosts[0]["nics"][0]["relay"] = True
+    wide = "parallelism" in changes and changes["parallelism"].tp > 1
+    where = make_cluster({"hosts": [hosts[0] | ({"devices": 2} if wide else {}), hosts[1]]})
+    why = JobPlans(job(**tables), where).fitted(plan(name, **changes))
+    assert isinstance(why, str) and sentence in why
+
+
+def test_top_k_gradients_pass_no_relay() -> None:
+    hosts = tomllib.loads(CLUSTER)["hosts"]
+    where = make_cluster({"hosts": [{**hosts[0], "devices": 2}, hosts[1]]})
+    asked = JobPlans(job(compress={"keep": 0.1}), where)
+    why = asked.fitted(Plan(placement("server"), Parallelism(dp=4)))
+    assert isinstance(why, str) and "adds up whole gradients" in why
+
+
+def test_files_and_gradients_that_do_not_travel() -> None:
+    host = {**tomllib.loads(CLUSTER)["hosts"][0], "count": 1, "addresses": ["a"], "devices": 2}
+    where = make_cluster({"hosts": [host]})
+    why = JobPlans(job(), where).fitted(Plan(placement("zero-offload"), Parallelism(dp=2)))
+    assert isinstance(why, str) and "is of one worker" in why
+    asked = JobPlans(job(compress={"downcast": "bf16"}), where)
+    why = asked.fitted(Plan(placement("zero-offload")))
+    assert isinstance(why, str) and "no gradient travels" in why
+
+
+def test_auto_leaves_all_degrees_to_the_plan() -> None:
+    with pytest.raises(ConfigError, match="auto leaves all degrees to the plan, and pp is given"):
+        job(parallelism={"auto": True, "pp": 2})
 
 
 def test_servers_need_directories_of_their_ssds(files: tuple[Path, Path]) -> None:
@@ -153,6 +310,7 @@ def test_the_command_writes_what_is_launched(
     whole = load_plan_file(out)
     assert whole.plan.samples == 8 and whole.cluster == load_cluster(cluster)
     assert whole.model is not None and whole.model.layers == 2 and whole.model.seq_len > 0
+    assert whole.machines is not None
     assert whole.predicted is not None and whole.predicted.seconds > 0
     assert whole.predicted.stages["stage 0"]["Forward"] > 0
     made = load_job(one).changed({"parallelism.auto": False})
@@ -162,6 +320,8 @@ def test_the_command_writes_what_is_launched(
     assert made.servers.addresses == (["10.0.0.9:7000"] if name == "server" else [])
     assert bool(made.parallelism.reducers) == (name == "summation")
     assert load_plan(out) == whole.plan  # which simulate reads
+    stores = [place.store for host in whole.machines.hosts for place in host.servers]
+    assert stores == (["/dev/shm/roadtrain-job-spare"] if name == "server" else [])
 
 
 def test_where_nothing_can_be_launched_all_reasons_are_told(
@@ -202,3 +362,20 @@ def test_a_machine_alone_has_no_servers_to_plan() -> None:
     alone = make_cluster({"hosts": [tomllib.loads(CLUSTER)["hosts"][0]]})
     found = JobPlans(job(), alone).fitted(Plan(placement("server"), Parallelism(dp=2)))
     assert found == "placement server needs a host without devices, the cluster has none"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"num_hidden_layers": "4"}, "does not take the config of llama: .* expected int, got str"),
+        ({"num_attention_heads": 3}, "does not take the config of llama: .* not a multiple"),
+        ({"model_type": "t5"}, "a `t5` is no causal language model"),
+    ],
+)
+def test_a_model_that_train_does_not_take_is_not_planned(
+    files: tuple[Path, Path], changes: dict[str, Any], sentence: str
+) -> None:
+    asked = load_job(files[1])
+    kept = {} if "model_type" in changes else asked.model.config
+    with pytest.raises(ConfigError, match=sentence):
+        shape_of_job(asked.changed({"model": {"config": {**kept, **changes}}}))

@@ -18,9 +18,10 @@ import msgspec
 import pytest
 
 from roadtrain.chunks import ParamSpec
+from roadtrain.config.cluster import make_cluster
 from roadtrain.config.job import make_job
 from roadtrain.config.job_model import shape_of
-from roadtrain.config.machines import Machines, PlanHost, ServerPlace
+from roadtrain.config.machines import Machines, PlanHost, PlannedModel, ServerPlace
 from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, placement
 from roadtrain.config.plan_file import PlanFile
@@ -31,6 +32,7 @@ from roadtrain.launch.checks import check, directory_is_shared, without_unfit_sp
 from roadtrain.launch.engine import HostSeen
 from roadtrain.launch.look import HostQuestion, look
 from roadtrain.launch.resolve import ResolvedRun, resolve
+from roadtrain.planner.job_plans import JobPlans
 from roadtrain.storage.generation import create_part, publish_part
 from roadtrain.storage.ledger import GroupRule, StoreMeta
 from roadtrain.storage.lock import Locks
@@ -172,8 +174,88 @@ def test_too_little_memory(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     plan = run.plan_file.plan.changed(host_bytes=1e9)
     run = replace(run, plan_file=replace(run.plan_file, plan=plan))
-    said = "host gpu0 has 64.0 GiB of memory, the plan needs"
-    assert wrong(run, an_engine(run)).startswith(said)
+    said = "host gpu0 has 1.0 GiB of memory, the plan needs"  # and not what an engine gives away
+    assert wrong(run, an_engine(run, changed={"gpu0": {"memory": GIB}})).startswith(said)
+
+
+def with_cluster(run: ResolvedRun, device: str) -> ResolvedRun:
+    made = {"flops": "1TFLOP/s", "memory": "8GB", "kind": device}
+    hosts = [
+        {"name": "gpu", "memory": "64GB", "device": made},
+        {"name": "spare", "memory": "64GB"},
+    ]
+    return replace(run, plan_file=replace(run.plan_file, cluster=make_cluster({"hosts": hosts})))
+
+
+def test_a_host_whose_devices_are_not_seen(tmp_path: Path) -> None:
+    run = with_cluster(a_run(tmp_path), "A100")
+    alone = {"spare0": {"machine": "another"}}
+    assert wrong(run, an_engine(run, changed=alone)) == (
+        "host gpu0 has 0 devices, the plan has 1 worker there (A100); run.device ="
+        ' "cpu" lets it compute on its processors'
+    )
+    # a lab's hosts are one machine, whose devices nobody emulates
+    assert check(run, an_engine(run)) == [
+        "host gpu0: the plan's cluster has A100 there, no device is seen: its processors compute"
+    ]
+    meant = replace(run, job=run.job.changed({"run.device": "cpu"}))
+    assert check(meant, an_engine(meant, changed=alone)) == []
+    of_processors = with_cluster(run, "cpu")
+    assert check(of_processors, an_engine(of_processors, changed=alone)) == []
+
+
+def test_a_host_without_the_devices_that_the_others_have(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    hosts = (*run.machines.hosts, PlanHost("gpu1", "gpu", "127.0.0.1", 1))
+    plan = PlanFile(Plan(placement("server"), Parallelism(dp=2)), Machines(hosts))
+    run = replace(run, plan_file=plan)
+    engine = an_engine(run)
+    engine.seen["gpu0"] = replace(engine.seen["gpu0"], devices=1)
+    assert wrong(run, engine).startswith("host gpu1 has 0 devices, the plan has 1 worker there;")
+
+
+def test_numbers_of_the_job_that_are_not_the_plans_are_told_of(tmp_path: Path) -> None:
+    run = with_cluster(a_run(tmp_path), "cpu")
+    cluster = run.plan_file.cluster
+    assert cluster is not None
+    plan = JobPlans(run.job, cluster).as_it_runs(run.plan_file.plan)
+    planned = replace(run.plan_file, plan=plan, model=PlannedModel(PARAMS, 16))
+    run = replace(run, plan_file=planned)
+    assert check(run, an_engine(run)) == []
+    words = {"model.dtype": "bf16", "compress.keep": 0.1, "optimizer.delay": 1}
+    other = replace(run, job=run.job.changed(words))
+    assert check(other, an_engine(other)) == [
+        "the plan was made for another job, so is what it predicts and needs: bytes of a parameter"
+        " 4 (here 2), bytes of a gradient that travels 4 (here 2), bytes of a parameter's optimizer"
+        " state 8 (here 12), share of a gradient that is sent 1 (here 0.1), updates that a step may"
+        " lack 0 (here 1)"
+    ]
+
+
+def a_staged_run(tmp_path: Path) -> ResolvedRun:
+    (tmp_path / "text.txt").write_text("x")
+    words: dict[str, Any] = {
+        "run": {"dir": str(tmp_path / "run")},
+        "model": {"config": LLAMA},
+        "data": {"paths": [str(tmp_path / "text.txt")], "seq_len": 16},
+        "parallelism": {
+            "pp": 2,
+            "placements": [{"stage": n, "files": [str(tmp_path / f"s{n}")]} for n in (0, 1)],
+        },
+    }
+    hosts = tuple(PlanHost(f"g{n}", "gpu", "127.0.0.1", 1) for n in (0, 1))
+    plan = Plan(placement("zero1"), Parallelism(pp=2), num_microbatches=8)
+    plan_file = PlanFile(plan, Machines(hosts))
+    return resolve(plan_file, make_job(words), name="x", addresses={}, token="")
+
+
+def test_stores_of_stages_are_of_a_part_of_the_model_each(tmp_path: Path) -> None:
+    run = a_staged_run(tmp_path)
+    a_store(tmp_path / "s0", PARAMS // 2, OURS)
+    a_store(tmp_path / "s1", PARAMS - PARAMS // 2, THEIRS)
+    (tmp_path / "run").mkdir()
+    Mark(tmp_path / "run").adopt("33333333-0000-4000-8000-000000000000", 3)
+    assert check(run, an_engine(run)) == []
 
 
 def test_a_store_whose_disk_is_not_mounted(tmp_path: Path) -> None:
@@ -189,6 +271,13 @@ def test_a_store_that_cannot_be_written(tmp_path: Path) -> None:
     run = a_run(tmp_path, f"{tmp_path}/file")
     said = f"host spare0: store {tmp_path}/file cannot be written: {tmp_path}/file is no directory"
     assert wrong(run, an_engine(run)) == said
+
+
+def test_a_store_that_is_a_link_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/nope/store")
+    run = a_run(tmp_path, f"{tmp_path}/link")
+    said = f"host spare0: store {tmp_path}/link cannot be written: {tmp_path}/link is a link to"
+    assert wrong(run, an_engine(run)).startswith(said)
 
 
 def test_a_store_that_is_too_full(tmp_path: Path) -> None:
@@ -237,7 +326,13 @@ def test_a_store_that_is_damaged(tmp_path: Path) -> None:
 def test_a_store_of_another_run(tmp_path: Path) -> None:  # Rule 3
     a_store(tmp_path / "store")
     run = a_run(tmp_path)
-    assert check(run, an_engine(run)) == [
+    assert wrong(run, an_engine(run)) == (
+        f"host spare0: store {tmp_path}/store is of another run: it is of job {OURS}, at step 3, the"
+        f" run in {tmp_path}/run knows of none; give the plan another directory, or say"
+        " run.new_store = true to go on with what is there"
+    )
+    meant = replace(run, job=run.job.changed({"run.new_store": True}))
+    assert check(meant, an_engine(meant)) == [
         f"host spare0: the run goes on with what is in {tmp_path}/store, job {OURS} at step 3"
     ]
     (tmp_path / "run").mkdir()
@@ -246,6 +341,21 @@ def test_a_store_of_another_run(tmp_path: Path) -> None:  # Rule 3
         f"host spare0: store {tmp_path}/store belongs to another run: it is of job {OURS}, at"
         f" step 3, the run in {tmp_path}/run is of job {THEIRS}, at step 9"
     )
+
+
+def test_a_host_that_computed_before_a_new_plan_knows_the_run(tmp_path: Path) -> None:
+    a_store(tmp_path / "store")
+    run = a_run(tmp_path)
+    spares = (PlanHost("old", "gpu", "127.0.0.1", 1),)
+    machines = replace(run.machines, spares=spares)
+    run = replace(run, plan_file=replace(run.plan_file, machines=machines))
+    engine = an_engine(run)
+    mine = engine.seen["gpu0"]
+    engine.seen["old"] = replace(mine, name="old")
+    engine.changed["old"] = {"marked_job": OURS, "marked_step": 3}
+    assert any("goes on with" in line for line in check(run, engine))
+    engine.changed["old"] = {}
+    assert "is of another run" in wrong(run, engine)
 
 
 def test_stores_of_two_runs(tmp_path: Path) -> None:

@@ -382,7 +382,7 @@ def test_a_tree_of_switches_names_workers_by_rank() -> None:
 
 
 def test_workers_that_would_each_train_by_themselves_are_refused() -> None:
-    with pytest.raises(ConfigError, match="each would train by itself"):
+    with pytest.raises(ConfigError, match=r"placement files is of one worker, .* is 2"):
         of(a_plan("files", TWO[:1], parallelism=Parallelism(dp=2)), a_job())
 
 
@@ -437,3 +437,42 @@ def test_a_batch_that_the_job_states_is_the_plan_s() -> None:
         check_batch(FOUR, stated)
     check_batch(FOUR, a_job())
     check_batch(FOUR, a_job(data={"batch_size": 8}))
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts", "sentence"),
+    [
+        ("server", TWO[:1], "placement server and 0 servers in the plan's machines: 1 or more"),
+        ("smartnic", TWO[:1], "placement smartnic and 0 servers"),
+        ("summation", TWO, "placement summation and 0 reducers"),
+        ("zero1", (*TWO, SERVER), "placement zero1 and 1 servers .*: nobody would use them"),
+        ("zero1", (*TWO, PlanHost("s", "spare", "10.0.0.9", reducer=7000)), "and 1 reducers"),
+        ("optimizer-node", (*TWO, SERVER), "placement optimizer-node and 0 switches"),
+    ],
+)
+def test_a_plan_has_the_services_that_its_placement_uses_and_no_others(
+    name: str, hosts: tuple[PlanHost, ...], sentence: str
+) -> None:
+    workers = sum(host.workers for host in hosts)
+    with pytest.raises(ConfigError, match=sentence):
+        of(a_plan(name, hosts, parallelism=Parallelism(dp=workers)))
+
+
+def test_servers_of_a_stage_may_stand_in_the_plan() -> None:
+    placements = [{"stage": 0, "servers": ["10.0.0.9:7000"], "token_file": "token"}]
+    job = a_job(parallelism={"pp": 2, "placements": placements})
+    plan = a_plan("zero1", (*TWO, SERVER), parallelism=Parallelism(dp=2, pp=2), num_microbatches=4)
+    assert [one.name for one in of(plan, job).services()] == ["server spare0 0"]
+
+
+def test_servers_and_reducers_of_the_job_contradict_a_plan_also_with_auto() -> None:
+    for own in ({"servers": {"addresses": ["10.0.0.9:9"]}}, {"parallelism": {"reducers": "r"}}):
+        auto = {"auto": True, **own.get("parallelism", {})}
+        with pytest.raises(ConfigError, match=r"(addresses|reducers) is .* in the job, and"):
+            of(FOUR, a_job(**{**own, "parallelism": auto}))
+
+
+def test_stages_of_one_width_are_that_width_each() -> None:
+    plan = a_plan("zero1", TWO, parallelism=Parallelism(dp=2, pp=2), num_microbatches=4)
+    run = of(plan, a_job(parallelism={"pp": 2, "widths": [2, 2], "num_microbatches": 4}))
+    assert run.job.parallelism.num_microbatches == 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,6 +48,18 @@ def keys(one: Plan, where: Cluster, **addresses: str) -> dict[str, Any]:
 
 def hosts(machines: Machines) -> dict[str, PlanHost]:
     return {host.name: host for host in machines.hosts}
+
+
+def test_stores_of_two_runs_are_two_directories() -> None:  # Rule 3
+    where = cluster(spare={"ssds": [{**SSDS, "directories": ["/a", "/b"]}]})
+    [one, _] = hosts(machines_of(plan("server"), where, "first run"))["spare"].servers
+    assert one.store == "/a/roadtrain-first-run-spare"
+    copied = cluster({"ssds": [{**SSDS, "directories": ["/a", "/b"]}]})
+    [one] = hosts(machines_of(plan("smartnic"), copied, "x"))["gpu0"].servers
+    assert (one.store, one.snapshot) == (
+        "/dev/shm/roadtrain-x-gpu0",
+        "/a/roadtrain-x-gpu0.snapshot",
+    )
 
 
 def test_workers_stand_in_the_order_of_ranks() -> None:
@@ -160,6 +173,13 @@ def test_a_host_alone_keeps_its_state() -> None:
     ssds = [{**SSDS, "directories": ["/a", "/b"]}]
     where = cluster({"count": 1, "addresses": ["a"], "ssds": ssds})
     assert machines_of(plan("files", 1), where).hosts == (PlanHost("gpu", "gpu", "a", workers=1),)
+    one = plan("files", 1)
+    named = job_keys(
+        PlanFile(one, machines_of(one, where), None, where),
+        {},
+        make_job({"model": MODEL, "run": {"dir": "runs/x"}}),
+    )
+    assert named["store"]["files"] == ["/a/roadtrain-x-gpu", "/b/roadtrain-x-gpu"]
     stores = ["/a/roadtrain-gpu", "/b/roadtrain-gpu"]
     assert keys(plan("files", 1), where)["store"] == {"files": stores}
     assert keys(plan("zero-offload", 1), where)["store"] == {"files": []}
@@ -210,3 +230,51 @@ def test_what_is_promised_is_of_each_stage() -> None:
     assert promised.seconds == result.seconds and [*promised.stages] == ["stage 0", "stage 1"]
     for own in promised.stages.values():
         assert own["Wait"] == pytest.approx(result.seconds - own["Forward"] - own["Backward"])
+
+
+@pytest.mark.parametrize("name", ["server", "summation"])
+def test_two_machines_of_one_name_are_refused(name: str) -> None:
+    where = cluster(spare={"name": "gpu0"})
+    with pytest.raises(ConfigError, match="2 machines of the cluster are called 'gpu0'"):
+        machines_of(plan(name), where)
+
+
+def test_the_switches_of_a_plan_are_those_that_its_cluster_sums_in() -> None:
+    where = racks(1, 2, address="s")
+    one = plan("optimizer-node", 3)
+    whole = machines_of(one, where)
+    typo = [
+        replace(host, switch=replace(host.switch, switch="torr"))
+        if host.switch is not None and host.name == "root"
+        else replace(host, address="a")
+        for host in whole.hosts
+    ]
+    found = PlanFile(one, Machines(tuple(typo)), None, where)
+    with pytest.raises(ConfigError, match="are the switches rack0, rack1, torr, its cluster sums"):
+        job_keys(found, {})
+
+
+def test_files_of_a_host_of_no_known_kind_are_refused() -> None:
+    where = cluster({"count": 1, "addresses": ["a"]})
+    machines = Machines((PlanHost("gpu", "gpuu", "a", workers=1),))
+    with pytest.raises(ConfigError, match="host gpu is of kind 'gpuu'"):
+        job_keys(PlanFile(plan("files", 1), machines, None, where), {})
+
+
+def test_a_relay_has_what_the_job_says_or_what_its_model_needs() -> None:
+    where = cluster({"devices": 8})
+    one = plan("server", 16)
+    found = PlanFile(one, machines_of(one, where), None, where)
+
+    def relay(**tables: Any) -> str:
+        job = make_job({"data": {"seq_len": 64}, **tables})
+        return str(job_keys(found, {}, job)["servers"]["relay"])
+
+    small = {"config": {**MODEL["config"], "hidden_size": 64, "num_hidden_layers": 2}}
+    assert relay(model=small) == "4GiB"
+    assert relay(model=small, servers={"relay": "1GiB"}) == "1GiB"
+    large = {"config": {**MODEL["config"], "hidden_size": 4096, "num_hidden_layers": 32}}
+    large["config"] |= {"intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000}
+    # all gradients of 8 workers rest there: 6.7e9 parameters of 4 bytes
+    clipped = relay(model=large, optimizer={"clip_norm": 1.0})
+    assert 8 * 6.7e9 * 4 < float(clipped.removesuffix("GiB")) * 2**30 < 1.4 * 8 * 6.7e9 * 4

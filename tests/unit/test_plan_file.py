@@ -115,3 +115,26 @@ def test_addresses_and_directories_are_written_again():
     made = make_cluster(cluster(count=2, addresses=["10.0.0.1", "fe80::1"], ssds=ssds))
     again = make_cluster(tomllib.loads(made.to_toml()))
     assert again.hosts == made.hosts and made.hosts[0].addresses[1] == "fe80::1"
+
+
+@pytest.mark.parametrize("store", ["store", "~/store", ""])
+def test_stores_are_absolute_paths(store: str) -> None:
+    with pytest.raises(ConfigError, match="no absolute path"):
+        ServerPlace(store, 7000)
+
+
+def test_ports_of_one_host_differ_under_all_its_names() -> None:
+    one, two = (ServerPlace(path, 7000) for path in ("/a", "/b"))
+    hosts = (
+        PlanHost("gpu", "gpu", "10.0.0.2", 1),
+        PlanHost("s0", "spare", "127.0.0.1", servers=(one,)),
+        PlanHost("s1", "spare", "localhost", servers=(two,)),
+    )
+    with pytest.raises(ConfigError, match="listen at port 7000"):
+        Machines(hosts)
+
+
+def test_the_address_of_a_switch_has_no_port() -> None:
+    tree = {**cluster(), "switches": [{"name": "tor", "address": "10.0.2.1:7000"}]}
+    with pytest.raises(ConfigError, match=r"switch 'tor': the address '10.0.2.1:7000' has a port"):
+        make_cluster(tree)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from roadtrain.chunks import Block, Chunk, ChunkTable, Record
 from roadtrain.errors import BudgetError
@@ -368,10 +368,23 @@ class RelayBudgets:
 def derive_relay(
     table: ChunkTable, host_bytes: int, *, servers: int, local: int, holds_gradients: bool
 ) -> RelayBudgets:
-    """Split a relay's `host_bytes`. One worker's gradients pass through; those of several rest here
-    until all have them, the whole model's if they wait for step(). Raises BudgetError with the
-    least that would do.
-    """
+    """Split a relay's `host_bytes`. Raises BudgetError with the least that would do."""
+    least, own = least_relay(table, servers=servers, local=local, holds_gradients=holds_gradients)
+    if host_bytes < least:
+        raise BudgetError(
+            f"a relay of {local} worker(s) and {servers} server(s) needs at least"
+            f" {-(-least // MIB)} MiB, it has {show_bytes(host_bytes)}",
+            hint="raise relay, or choose smaller chunks",
+        )
+    more = (host_bytes - least) // (servers * own.piece_bytes)
+    return replace(own, copies=own.copies + min(more, len(table.chunks)))
+
+
+def least_relay(
+    table: ChunkTable, *, servers: int, local: int, holds_gradients: bool
+) -> tuple[int, RelayBudgets]:
+    """The least bytes of a relay, and how they are split. One worker's gradients pass through;
+    those of several rest here until all have them, the whole model's if they wait for step()."""
     share = -(-len(table.trainable) // servers) + 2  # chunks of a server
     piece = max((round_up(c.weights_nbytes, HUGE) for c in table.chunks), default=HUGE)
     scratch = (
@@ -380,15 +393,9 @@ def derive_relay(
         else 0
     )
     pool = min(share, 8) if local == 1 or not holds_gradients else share
-    least = servers * ((local * pool + 4) * piece + 2 * scratch)
-    if host_bytes < least:
-        raise BudgetError(
-            f"a relay of {local} worker(s) and {servers} server(s) needs at least"
-            f" {-(-least // MIB)} MiB, it has {show_bytes(host_bytes)}",
-            hint="raise relay, or choose smaller chunks",
-        )
-    more = (host_bytes - least) // (servers * piece)
-    return RelayBudgets(4 + min(more, len(table.chunks)), pool, piece, scratch)
+    copies = 4
+    least = servers * ((local * pool + copies) * piece + 2 * scratch)
+    return least, RelayBudgets(copies, pool, piece, scratch)
 
 
 def _largest(table: ChunkTable) -> str:

@@ -150,6 +150,14 @@ class Switch(Section):
         default="", description="by which hosts reach the machine that it is, without a port"
     )
 
+    @model_validator(mode="after")
+    def _no_port(self) -> Self:
+        if self.address.count(":") == 1:
+            raise ValueError(
+                f"switch {self.name!r}: the address {self.address!r} has a port, give it none"
+            )
+        return self
+
 
 def _device(given: object) -> object:
     return template("device", given) if isinstance(given, str) else given

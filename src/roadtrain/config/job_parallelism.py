@@ -4,6 +4,7 @@ adds up gradients."""
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -14,6 +15,15 @@ from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.schema import Count, Flag, Number, Section, Texts, Whole
 from roadtrain.errors import ConfigError
 
+# name -> where nothing is said
+DEGREES: Mapping[str, object] = {
+    "dp": None,
+    "tp": 1,
+    "pp": 1,
+    "widths": [],
+    "stages": "even",
+    "virtual_stages": 1,
+}
 ADDRESS = re.compile(r"[^/\s]+:\d+")
 
 
@@ -138,6 +148,13 @@ class ParallelismSection(Section):
     def _reducers_are_named(self) -> Self:
         if not self.reducers and (self.reducers_token_file or self.reducers_alone):
             raise ValueError("reducers_token_file and reducers_alone are of reducers: name some")
+        return self
+
+    @model_validator(mode="after")
+    def _auto_alone(self) -> Self:
+        stated = [name for name in DEGREES if getattr(self, name) != DEGREES[name]]
+        if self.auto and stated:
+            raise ValueError(f"auto leaves all degrees to the plan, and {stated[0]} is given")
         return self
 
     @property

@@ -35,6 +35,7 @@ PORT = 7000  # the first port of a host's processes that listen
 RENDEZVOUS_PORT = 29500
 LAUNCHED_AS = "ROADTRAIN_RUN"  # tells a worker the name of its run, where a supervisor is
 FILES = "launch"  # the directory, in the run's, with what a launch writes there
+LOOPBACK = {"localhost": "127.0.0.1"}
 Port = Annotated[Integer, Field(ge=1, le=65535)]
 
 
@@ -52,6 +53,17 @@ class ServerPlace:
     store: str  # directory of its own; one in /dev/shm rests in memory
     port: Port
     snapshot: str = ""  # directory on files that a store in memory is copied to
+
+    @model_validator(mode="after")
+    @refusing
+    def _absolute(self) -> Self:
+        for key, path in (("store", self.store), ("snapshot", self.snapshot or "/")):
+            if not path.startswith("/"):
+                raise ConfigError(
+                    f"{key} = {path!r} of the server at port {self.port} is no absolute path",
+                    hint="servers run in other directories, and as other users, than this one",
+                )
+        return self
 
 
 @value
@@ -124,7 +136,8 @@ class Machines:
         meeting = self.worker_hosts[0]
         at_one: dict[str, list[PlanHost]] = {}
         for host in self.hosts:
-            at_one.setdefault(host.address or host.name, []).append(host)
+            address = host.address or host.name
+            at_one.setdefault(LOOPBACK.get(address, address), []).append(host)
         for address, hosts in at_one.items():
             ports = [port for host in hosts for port in host.ports]
             if meeting in hosts:

@@ -34,6 +34,7 @@ from roadtrain.launch.look import (
 )
 from roadtrain.launch.processes import Process, Role
 from roadtrain.launch.resolve import ResolvedRun
+from roadtrain.planner.job_plans import other_numbers
 from roadtrain.simulator.memory import USABLE, cut, file_bytes, host_bytes
 from roadtrain.units import show_bytes, show_count
 
@@ -83,7 +84,7 @@ def check(run: ResolvedRun, engine: LaunchEngine) -> list[str]:
     shape = shape_of(run.job)
     wrong += itertools.chain.from_iterable(
         (
-            *(_lacking_hardware(run, host, shape) for host in hosts),
+            *(_lacking_hardware(run, host, hosts, shape) for host in hosts),
             *(_lacking_files(host) for host in hosts),
             *(_ports_in_use(host) for host in hosts),
             *(_bad_stores(run, host, shape) for host in hosts),
@@ -91,6 +92,7 @@ def check(run: ResolvedRun, engine: LaunchEngine) -> list[str]:
             _full(run, hosts, shape),
         )
     )
+    wrong = wrong or [*_of_no_run(run, engine, there, hosts)]
     if wrong:
         many = f"{len(wrong)} things are wrong, nothing is started:\n  " if wrong[1:] else ""
         raise LaunchError(many + "\n  ".join(wrong))
@@ -147,7 +149,7 @@ def why_unfit(run: ResolvedRun, engine: LaunchEngine, host: str) -> str:
         seen = SeenHost(place, there[host], asked, _answer(engine, host, asked))
     except (LaunchError, msgspec.ValidationError) as error:
         return str(error).partition("\n")[0]
-    wrong = [*_lacking_hardware(run, seen, None), *_lacking_files(seen)]
+    wrong = [*_lacking_hardware(run, seen, [seen], None), *_lacking_files(seen)]
     if not wrong and run.shared and run.snapshots_at_workers:
         at = f"host {host} has another {run.directory} than the workers, whose snapshots rest there"
         wrong += [] if directory_is_shared(run, engine, (host,)) else [at]
@@ -219,14 +221,41 @@ def _in_use(host: SeenHost) -> bool:
     return any(host.look.ports) or any(store.locked for store in host.look.stores)
 
 
-def _lacking_hardware(run: ResolvedRun, host: SeenHost, shape: ModelShape | None) -> Iterator[str]:
+def _on_devices(run: ResolvedRun, host: SeenHost, hosts: Sequence[SeenHost]) -> bool:
+    """Whether workers of a host are meant to compute on devices, which it may not have now."""
+    asked = run.job.run.device
+    if asked:
+        return asked.startswith("cuda")
+    others = any(one.seen.devices for one in hosts if one.plan.workers)
+    return others or bool(_planned_device(run, host) and not _is_emulated(host, hosts))
+
+
+def _planned_device(run: ResolvedRun, host: SeenHost) -> str:
+    """The kind of device that the plan's cluster says it has; "" for processors, and where it does
+    not say."""
+    cluster = run.plan_file.cluster
+    kinds = () if cluster is None else cluster.hosts
+    found = (one.device for one in kinds if one.name == host.plan.kind and one.device is not None)
+    kind = next((device.kind for device in found), "cpu")
+    return "" if kind == "cpu" else kind
+
+
+def _is_emulated(host: SeenHost, hosts: Sequence[SeenHost]) -> bool:
+    """Whether other hosts are on the same machine, as in the lab, which emulates no devices."""
+    return sum(one.look.machine == host.look.machine for one in hosts) > 1
+
+
+def _lacking_hardware(
+    run: ResolvedRun, host: SeenHost, hosts: Sequence[SeenHost], shape: ModelShape | None
+) -> Iterator[str]:
     workers, seen = host.plan.workers, host.seen
-    device = run.job.run.device
-    on_devices = device.startswith("cuda") or (not device and seen.devices)
-    if on_devices and workers > seen.devices:
+    if workers > seen.devices and _on_devices(run, host, hosts):
+        kind = _planned_device(run, host)
+        way_out = '; run.device = "cpu" lets it compute on its processors'
         yield (
             f"host {host.name} has {show_count(seen.devices, 'device')}, the plan has"
-            f" {show_count(workers, 'worker')} there"
+            f" {show_count(workers, 'worker')} there{f' ({kind})' if kind else ''}"
+            f"{'' if seen.devices or run.job.run.device else way_out}"
         )
     if shape is None or not workers:
         return
@@ -246,9 +275,9 @@ def _lacking_hardware(run: ResolvedRun, host: SeenHost, shape: ModelShape | None
         )
         for stage in set(stages)
     )
-    if nbytes > seen.memory * USABLE:
+    if nbytes > host.look.memory * USABLE:
         yield (
-            f"host {host.name} has {show_bytes(seen.memory)} of memory, the plan needs"
+            f"host {host.name} has {show_bytes(host.look.memory)} of memory, the plan needs"
             f" {show_bytes(nbytes / USABLE)} there"
         )
 
@@ -290,8 +319,9 @@ def _of_another(run: ResolvedRun, store: StoreLook, shape: ModelShape | None) ->
         return "is in use by another run"
     if store.damage:
         return f"cannot be opened: {store.damage}"
-    # residuals have elements of their own
-    known = shape is not None and run.job.compress.keep is None
+    # residuals have elements of their own, and so has a stage's store
+    whole = run.job.compress.keep is None and not run.job.parallelism.used
+    known = shape is not None and whole
     if known and shape is not None and store.elements not in (0, shape.params):
         return (
             f"is of another model: it holds {store.elements:,} parameters, the job's model has"
@@ -313,7 +343,7 @@ def _stores_together(run: ResolvedRun, hosts: Sequence[SeenHost]) -> Iterator[st
             )
     marks = {host.look.marked_job: host.look.marked_step for host in hosts if host.look.marked_job}
     held = {store.job: (host.name, store) for host, store in stores if store.job}
-    if run.job.run.new_store:
+    if run.job.run.new_store or run.job.parallelism.used:  # each stage's store is of its own
         return
     for job, (name, store) in held.items():
         if marks and job not in marks:
@@ -333,6 +363,41 @@ def _stores_together(run: ResolvedRun, hosts: Sequence[SeenHost]) -> Iterator[st
             f" ({', '.join(store.at.path for _, store in stores)}) are empty: are their disks"
             " mounted?"
         )
+
+
+def _of_no_run(
+    run: ResolvedRun, engine: LaunchEngine, there: Mapping[str, HostSeen], hosts: Sequence[SeenHost]
+) -> Iterator[str]:
+    """Stores that were trained, where no run directory knows of any: another run's. One at step 0
+    may be this run's, which ended before it was marked."""
+    if run.job.run.new_store or any(host.look.marked_job for host in hosts):
+        return
+    trained = [
+        (host, store)
+        for host in hosts
+        for store in host.look.stores
+        if store.job and store.step > 0
+    ]
+    if not trained or any(_is_marked(run, engine, name) for name in _spare(run, there)):
+        return
+    for host, store in trained:
+        yield (
+            f"host {host.name}: store {store.at.path} is of another run: it is of job {store.job},"
+            f" at step {store.step}, the run in {run.directory} knows of none; give the plan"
+            " another directory, or say run.new_store = true to go on with what is there"
+        )
+
+
+def _spare(run: ResolvedRun, there: Mapping[str, HostSeen]) -> list[str]:
+    """Hosts that may have computed before the run was planned anew."""
+    return [one.name for one in run.machines.spares if one.name in there]
+
+
+def _is_marked(run: ResolvedRun, engine: LaunchEngine, host: str) -> bool:
+    try:
+        return bool(_answer(engine, host, HostQuestion(run.directory)).marked_job)
+    except (LaunchError, msgspec.ValidationError):
+        return False
 
 
 def _inside(outer: PathLook, inner: PathLook) -> bool:
@@ -369,13 +434,26 @@ def _full(run: ResolvedRun, hosts: Sequence[SeenHost], shape: ModelShape | None)
             yield f"{said}: {show_bytes(nbytes)} will be stored there, {show_bytes(free)} are free"
 
 
+def _computing_otherwise(run: ResolvedRun, host: SeenHost) -> Iterator[str]:
+    kind = _planned_device(run, host)
+    if host.plan.workers and kind and not host.seen.devices and not run.job.run.device:
+        yield (
+            f"host {host.name}: the plan's cluster has {kind} there, no device is seen: its"
+            " processors compute"
+        )
+
+
 def _lines(
     run: ResolvedRun, there: Mapping[str, HostSeen], hosts: Sequence[SeenHost]
 ) -> Iterator[str]:
     """What is possible, and should be known."""
-    own = versions()
+    own, planned = versions(), run.plan_file
+    if planned.model is not None and planned.cluster is not None:
+        said = other_numbers(planned.plan, run.job, planned.cluster)
+        yield from [said] if said else []
     for host in hosts:
         cores, workers = host.look.processors, host.plan.workers
+        yield from _computing_otherwise(run, host)
         if not host.seen.devices and workers > cores:
             yield f"host {host.name}: {workers} workers share {cores} processors"
         for name in own.keys() & host.look.versions.keys():

@@ -49,7 +49,7 @@ from roadtrain.launch.home import (
 )
 from roadtrain.launch.logs import LogTail
 from roadtrain.launch.resolve import ResolvedRun, resolve
-from roadtrain.planner.job_keys import batch_of_job
+from roadtrain.planner.job_keys import batch_of_job, contradicted
 
 # --write KIND -> "module:function" of a ResolvedRun, --out and --image; it returns lines to print.
 WRITERS: Mapping[str, str] = {
@@ -186,8 +186,9 @@ def command(
 
 
 def check_batch(plan_file: PlanFile, job: Job) -> None:
-    """Raises ConfigError where a step of the job is of other samples than the plan's. Only the file
-    that the user wrote tells what it states and what is a default."""
+    """Raises ConfigError where a step of the job is of other samples, or its degrees are others,
+    than the plan's. Only the file that the user wrote tells what it states and what is a
+    default."""
     asked, planned = batch_of_job(job), plan_file.plan.samples
     if asked not in (None, planned):
         raise ConfigError(
@@ -196,6 +197,8 @@ def check_batch(plan_file: PlanFile, job: Job) -> None:
             hint="plan anew for this job (roadtrain plan CLUSTER.toml --job JOB.toml), or leave"
             " batch_size and accumulate out of it",
         )
+    if why := contradicted(plan_file.plan, job):
+        raise ConfigError(why, hint="plan anew for this job, or leave it out of the job")
 
 
 def begin(home: RunHome, record: LaunchRecord, plan: str, job: str) -> None:

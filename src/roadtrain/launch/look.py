@@ -125,8 +125,10 @@ def versions() -> dict[str, str]:
 
 def look_at(path: str) -> PathLook:
     there = Path(path).absolute()
-    exists = next(one for one in (there, *there.parents) if os.path.lexists(one))
+    exists = next(one for one in (there, *there.parents) if os.path.exists(one))
     about = exists.stat()
+    # nothing can be made where a link leads to nothing
+    loose = [one for one in (there, *there.parents) if one.is_symlink() and not one.exists()]
     # links are followed: two names may lead to one place
     above = [(one.stat().st_dev, one.stat().st_ino) for one in _upwards(exists.resolve())]
     return PathLook(
@@ -138,7 +140,7 @@ def look_at(path: str) -> PathLook:
         tuple(above),
         free_nbytes(exists),
         _network_files(exists),
-        _not_writable(exists),
+        f"{loose[0]} is a link to what is not there" if loose else _not_writable(exists),
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from roadtrain.config.job import DataSection, Job, PredictedSection, moved
 from roadtrain.config.job_model import check_model, layers_of
-from roadtrain.config.job_parallelism import ParallelismSection, StagePlacement
+from roadtrain.config.job_parallelism import DEGREES, StagePlacement
 from roadtrain.config.machines import FILES, LAUNCHED_AS, PORT, Machines, PlanHost, host_port
 from roadtrain.config.plan import Plan
 from roadtrain.config.plan_file import PlanFile
@@ -29,11 +29,11 @@ from roadtrain.errors import ConfigError
 from roadtrain.launch.processes import HostFile, Process, Role, WorkerSet
 from roadtrain.launch.widths import WorkerHost, job_on
 from roadtrain.planner.job_keys import job_keys
+from roadtrain.planner.machines_of import REDUCED
 
 COMMAND = ("-m", "roadtrain.cli")
 REDUCERS = "reducers.txt"
 UNPREDICTED = PredictedSection().model_dump()
-DEGREES = ("dp", "tp", "pp", "virtual_stages", "widths", "num_microbatches", "reducers")
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class ResolvedRun:
             machines = replace(machines, spares=(*machines.spares, new))
         plan_file = replace(self.plan_file, machines=machines)
         addresses = {**self.addresses, name: address}
-        job = self.job.changed(_planned_keys(plan_file, addresses, self.directory))
+        job = self.job.changed(_planned_keys(plan_file, self.job, addresses))
         return replace(self, plan_file=plan_file, job=job, addresses=addresses)
 
     def without_spares(self, names: Collection[str]) -> ResolvedRun:
@@ -347,8 +347,8 @@ def resolve(
             raise ConfigError(
                 f"host {host.name} of the plan has no address", hint="give it in machines.hosts"
             )
-    _check_contradictions(job, flat(job_keys(plan_file, addresses)))
-    job = job.changed(_planned_keys(plan_file, addresses, directory))
+    _check_contradictions(job, flat(job_keys(plan_file, addresses, job)))
+    job = job.changed(_planned_keys(plan_file, job, addresses))
     run = ResolvedRun(name, plan_file, job, directory, addresses, token)
     alone = not run.job.parallelism.used and not run.job.servers.addresses
     if alone and run.worker_count > 1:
@@ -362,12 +362,10 @@ def resolve(
     return run
 
 
-def _planned_keys(
-    plan_file: PlanFile, addresses: Mapping[str, str], directory: str
-) -> dict[str, Any]:
+def _planned_keys(plan_file: PlanFile, job: Job, addresses: Mapping[str, str]) -> dict[str, Any]:
     """Dotted key -> value of the job: what the plan decides, with hosts at their addresses."""
-    keys = flat(job_keys(plan_file, addresses))
-    return {**keys, **_secrets(plan_file, keys, directory)}
+    keys = flat(job_keys(plan_file, addresses, job))
+    return {**keys, **_secrets(plan_file, keys, job.run.dir)}
 
 
 def _secrets(plan_file: PlanFile, keys: Mapping[str, Any], directory: str) -> dict[str, Any]:
@@ -384,16 +382,21 @@ def _secrets(plan_file: PlanFile, keys: Mapping[str, Any], directory: str) -> di
 
 def _check_contradictions(job: Job, keys: Mapping[str, Any]) -> None:
     """Raises ConfigError where the job says one thing and the plan another."""
-    plain, asked = ParallelismSection(), job.parallelism
+    asked = job.parallelism
     said = {f"parallelism.{name}": getattr(asked, name) for name in DEGREES}
-    default = {f"parallelism.{name}": getattr(plain, name) for name in DEGREES}
-    if isinstance(asked.stages, list):
-        said["parallelism.stages"], default["parallelism.stages"] = asked.stages, "even"
+    default = {f"parallelism.{name}": own for name, own in DEGREES.items()}
+    if not isinstance(asked.stages, list):
+        del said["parallelism.stages"]
+    if len(set(asked.widths)) == 1 and asked.widths[0] == keys.get("parallelism.dp"):
+        del said["parallelism.widths"]  # that are all the same
+    said = {} if asked.auto else said
+    if asked.reducers:
+        said["parallelism.reducers"] = asked.reducers
     if job.servers.addresses:
         said["servers.addresses"] = job.servers.addresses
     for key, mine in said.items():
         planned = keys.get(key, default.get(key))
-        if mine not in (planned, default.get(key)) and not asked.auto:
+        if mine not in (planned, default.get(key)):
             raise ConfigError(
                 f"{key} is {mine} in the job, and {planned or 'not said'} in the plan",
                 hint="leave it out of the job, or plan anew for this job",
@@ -439,8 +442,31 @@ def _absolute_placement(one: StagePlacement, run: str, directory: str) -> dict[s
     return tree
 
 
+def _check_services(plan: Plan, machines: Machines, job: Job) -> None:
+    """Raises ConfigError for a plan whose machines run no servers, reducers or switches that its
+    placement uses, or such as nobody uses."""
+    name, hosts = plan.placement.name, machines.hosts
+    of_stages = any(one.servers for one in job.parallelism.placements)  # the job says which
+    for what, used, count in (
+        (
+            "servers",
+            plan.placement.served or name == "smartnic",
+            0 if of_stages else sum(len(host.servers) for host in hosts),
+        ),
+        ("reducers", name in REDUCED, sum(host.reducer > 0 for host in hosts)),
+        ("switches", plan.placement.fans_in, sum(host.switch is not None for host in hosts)),
+    ):
+        if used != (count > 0):
+            need = "1 or more are needed" if used else "nobody would use them"
+            raise ConfigError(
+                f"placement {name} and {count} {what} in the plan's machines: {need}",
+                hint=f"{what} stand at a host of machines.hosts; or plan anew",
+            )
+
+
 def _check_plan(plan: Plan, machines: Machines, job: Job) -> None:
     """Raises ConfigError for a plan that is for other machines, or another model."""
+    _check_services(plan, machines, job)
     ranks, workers = plan.parallelism.devices, sum(host.workers for host in machines.hosts)
     if ranks != workers:
         raise ConfigError(

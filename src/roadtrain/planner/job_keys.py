@@ -8,10 +8,16 @@ values wins.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from roadtrain.chunks import ChunkTable, ParamSpec
+from roadtrain.config.budgets import least_relay
 from roadtrain.config.job import Job
+from roadtrain.config.job_model import shape_of
+from roadtrain.config.job_parallelism import DEGREES
 from roadtrain.config.machines import FILES, Machines, host_port
+from roadtrain.config.models import BlockShape
 from roadtrain.config.plan import Plan
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError
@@ -25,10 +31,53 @@ from roadtrain.planner.machines_of import (
     store_in,
     why_not_run,
 )
+from roadtrain.units import GIB, parse_bytes
+
+RELAY_SLACK = 1.25  # parameters are cut at their ends too, and copies want room
 
 
-def job_keys(plan_file: PlanFile, addresses: Mapping[str, str]) -> dict[str, Any]:
-    """addresses: of each host, by its name in the plan. `parallelism.auto` is always false, which
+def run_name(job: Job) -> str:
+    """By which the stores of a run are told from those of others beside them."""
+    return Path(job.run.dir).name
+
+
+def stated_degrees(job: Job) -> dict[str, Any]:
+    """What its [parallelism] says of DEGREES, all of it where the file says it; nothing with
+    `parallelism = "auto"`."""
+    asked = job.parallelism
+    stated = {name: getattr(asked, name) for name in DEGREES if name in asked.model_fields_set}
+    named = {name for name, given in asked if given is not None}
+    if named <= asked.model_fields_set:  # a file of ours names all, stated or not
+        stated = {name: own for name, own in stated.items() if own != DEGREES[name]}
+    return {} if asked.auto else stated
+
+
+def contradicted(plan: Plan, job: Job) -> str:
+    """Which degree the job says otherwise than the plan; "" where it says none."""
+    ranks = plan.parallelism
+    for name, stated in stated_degrees(job).items():
+        if stated in (None, []) or isinstance(stated, str):
+            continue
+        planned: Any = getattr(ranks, name)
+        if name == "widths":
+            planned = list(ranks.replicas_of)
+        elif name == "stages":
+            planned = list(ranks.stages)
+            if planned == stated and len(stated) == ranks.pp * ranks.virtual_stages:
+                continue
+            planned = planned if planned != stated else f"for {ranks.pp} stages"
+        elif name == "dp" and ranks.widths:
+            planned = f"widths {list(ranks.widths)}"
+        if stated != planned:
+            return f"the job says parallelism.{name} = {stated}, the plan is {planned or 'even'}"
+    return ""
+
+
+def job_keys(
+    plan_file: PlanFile, addresses: Mapping[str, str], job: Job | None = None
+) -> dict[str, Any]:
+    """addresses: of each host, by its name in the plan. `job`: it names directories on files, and
+    keeps what it says of its relay. `parallelism.auto` is always false, which
     contradicts no job: "auto" is what the plan says now. Raises ConfigError for a plan without
     machines, for one with switches or SSDs without its cluster, and for one that nothing runs."""
     plan, machines, cluster = plan_file.plan, plan_file.machines, plan_file.cluster
@@ -54,8 +103,10 @@ def job_keys(plan_file: PlanFile, addresses: Mapping[str, str]) -> dict[str, Any
         out["compress"] = {"keep": plan.keep}
     if any(host.servers for host in machines.hosts):
         out["servers"] = _servers(plan_file, machines, addresses)
+        if "relay" in out["servers"] and job is not None:
+            out["servers"]["relay"] = job.servers.relay or relay_of(job, machines)
     else:
-        out |= _store(plan_file, machines)
+        out |= _store(plan_file, machines, run_name(job) if job else "")
     return out | {"parallelism": {"auto": False}}
 
 
@@ -101,22 +152,58 @@ def _servers(
             for host in machines.hosts
             if host.switch is not None
         }
+        tree = switches.tree_of(plan, cluster)
+        assert tree is not None
+        if ports.keys() != tree.switches.keys():
+            there, named = (", ".join(sorted(one)) or "none" for one in (ports, tree.switches))
+            raise ConfigError(
+                f"the plan's machines are the switches {there}, its cluster sums in {named}",
+                hint="machines.hosts.switch names a switch of the cluster file",
+            )
         out |= switches.job_keys(plan, cluster, ports.__getitem__)
     return out
 
 
-def _store(plan_file: PlanFile, machines: Machines) -> dict[str, Any]:
+def relay_of(job: Job, machines: Machines) -> str:
+    """Host bytes of a relay: what is enough for most, more where a formula says that the job's
+    model needs more. Where none knows the model, a relay that is too small says what it needs."""
+    shape = shape_of(job)
+    if shape is None:
+        return switches.RELAY
+
+    def spec(block: BlockShape) -> ParamSpec:
+        return ParamSpec(block.name, (block.params,), job.model.dtype, True, 0)
+
+    root = [spec(block) for block in shape.blocks if "." not in block.name]
+    layers = [(block.name, [spec(block)]) for block in shape.blocks if "." in block.name]
+    least, _ = least_relay(
+        ChunkTable.build([("", root), *layers], job.store.chunk_elements),
+        servers=sum(len(host.servers) for host in machines.hosts),
+        local=max(host.workers for host in machines.hosts),
+        holds_gradients=job.optimizer.clip_norm is not None or job.model.dtype == "fp16",
+    )
+    enough = -(-int(least * RELAY_SLACK) // GIB)
+    return f"{max(enough, parse_bytes(switches.RELAY) // GIB)}GiB"
+
+
+def _store(plan_file: PlanFile, machines: Machines, run: str) -> dict[str, Any]:
     """Where the only host keeps its state. Directories that the cluster does not name are the
     job's."""
     if plan_file.plan.placement.state == "host":
         return {"store": {"files": []}}
     cluster, [host] = plan_file.cluster, machines.worker_hosts
     assert cluster is not None
-    kind = next(one for one in cluster.hosts if one.name == host.kind)
+    kind = next((one for one in cluster.hosts if one.name == host.kind), None)
+    if kind is None:
+        raise ConfigError(
+            f"host {host.name} is of kind {host.kind!r}, and the plan's cluster has none of it",
+            hint=f"it has {', '.join(one.name for one in cluster.hosts)}",
+        )
     if not any(ssd.directories for ssd in kind.ssds):
         return {}
     found = directories_of(kind, host.name)
-    return {"store": {"files": [store_in(one, host.name, machines.stores_of) for one in found]}}
+    run = machines.stores_of or run
+    return {"store": {"files": [store_in(one, host.name, run) for one in found]}}
 
 
 def batch_of_job(job: Job) -> int | None:

@@ -2,36 +2,50 @@
 each plan is when it trains this job.
 
 A plan keeps what the job states: dtype, clipping, compression, delay, degrees of [parallelism]; one
-that cannot is refused with the reason. Streamed blocks are computed again in backward, as
-streaming/stream.py does. Does NOT search, and does NOT import torch by itself.
+that cannot, or that `train` would refuse, is refused with the reason. Streamed blocks are computed
+again in backward, as streaming/stream.py does. Does NOT search, and does NOT import torch by
+itself.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from roadtrain.chunks import ITEMSIZE
-from roadtrain.config.cluster import Cluster
+from roadtrain.config.cluster import Cluster, Host
+from roadtrain.config.host_ranks import check_ranks
 from roadtrain.config.job import CompressSection, Job
+from roadtrain.config.machines import Machines
 from roadtrain.config.models import ModelShape
+from roadtrain.config.networks import ETHERNET, KINDS
 from roadtrain.config.plan import Plan
+from roadtrain.config.plan_file import PlanFile
+from roadtrain.config.schema import flat
 from roadtrain.errors import ConfigError
-from roadtrain.planner.machines_of import IN_STAGES, machines_of, why_not_run
+from roadtrain.planner import switches
+from roadtrain.planner.job_keys import contradicted, job_keys, stated_degrees
+from roadtrain.planner.machines_of import (
+    IN_STAGES,
+    machines_of,
+    why_not_as_simulated,
+    why_not_run,
+)
 from roadtrain.planner.simulate import load_model
 
 # bytes of what an update keeps of a parameter, besides the parameter
 MOMENTS = {"adamw": 8, "adam": 8, "lion": 4, "adagrad": 4, "rmsprop": 4, "sgd": 0}
 BYTES_VOCABULARY = 256  # of data.tokenizer = "bytes"
-DEGREES = ("dp", "tp", "pp", "widths", "stages", "virtual_stages")
 
 
 def shape_of_job(job: Job) -> ModelShape:
     """Raises ConfigError where its config does not size the model."""
     length, config = job.data.seq_len, job.model.config
+    build = importlib.import_module("roadtrain.training.build")  # torch
     if job.model.pretrained:
+        build.build_config(job)
         return load_model(job.model.pretrained, length)
     if "vocab_size" not in config:
         if job.data.tokenizer != "bytes":
@@ -39,7 +53,7 @@ def shape_of_job(job: Job) -> ModelShape:
                 "the job's model has no vocab_size", hint="give model.config.vocab_size"
             )
         job = job.changed({"model.config.vocab_size": BYTES_VOCABULARY})
-    built = importlib.import_module("roadtrain.training.build").build_config(job)  # torch
+    built = build.build_config(job)
     counted: ModelShape = importlib.import_module("roadtrain.planner.model_config").shape_of_config(
         built.to_dict(), seq_len=length, name=str(config["model_type"])
     )
@@ -52,32 +66,114 @@ class JobPlans:
 
     job: Job
     cluster: Cluster
-    # (placement, devices) -> why it cannot be run; "" where it can
-    machines: dict[Any, str] = field(default_factory=dict)
+    # what tells plans apart -> their machines, else why they cannot be run
+    machines: dict[Any, Machines | str] = field(default_factory=dict)
+    trained: dict[Any, str] = field(default_factory=dict)  # likewise -> why `train` refuses them
 
     def fitted(self, plan: Plan) -> Plan | str:
         """The plan as it is when it trains this job; else why it cannot."""
-        plan = self._as_it_runs(plan)
-        return self._refused(plan) or self._unplaced(plan) or plan
+        plan = self._stated(self.as_it_runs(plan))
+        for why_not in (self._refused, self._unplaced, self._apart, self._unsplit, self._untrained):
+            if why := why_not(plan):
+                return why
+        return plan
 
     def _unplaced(self, plan: Plan) -> str:
-        if why := why_not_run(plan, self.cluster):
+        if why := why_not_run(plan, self.cluster) or why_not_as_simulated(plan, self.cluster):
             return why
         key = plan.placement.name, plan.parallelism.devices
         if key not in self.machines:
-            self.machines[key] = _said(lambda: machines_of(plan, self.cluster))
-        return self.machines[key]
+            try:
+                self.machines[key] = machines_of(plan, self.cluster)
+            except ConfigError as error:
+                self.machines[key] = _sentence(error)
+        found = self.machines[key]
+        return found if isinstance(found, str) else ""
+
+    def _apart(self, plan: Plan) -> str:
+        """Why its data groups cannot be where the ranks are: as `train` finds when they meet."""
+        if plan.placement.name not in IN_STAGES or self.job.parallelism.across_clusters:
+            return ""
+        hosts = switches.hosts_of(plan, self.cluster)
+        left, places = plan.parallelism.devices, []
+        for number, host in enumerate(hosts):
+            many = min(host.devices, left)
+            places.append((f"{host.name} {number}", _fabric(host), many))
+            left -= many
+        try:
+            check_ranks(plan.parallelism, places)
+        except ConfigError as error:
+            return _sentence(error)
+        return ""
+
+    def _unsplit(self, plan: Plan) -> str:
+        """Why a tensor group cannot have the model's layers."""
+        degree = plan.parallelism.tp
+        if degree == 1:
+            return ""
+        job = self.job
+        if not job.model.pretrained and "vocab_size" not in job.model.config:
+            job = job.changed({"model.config.vocab_size": BYTES_VOCABULARY})
+        check_job = importlib.import_module("roadtrain.training.check_job")  # torch
+        why: str = check_job.why_not_split(job.model.model_dump_json(exclude_none=True), degree)
+        return why
+
+    def _untrained(self, plan: Plan) -> str:
+        """Why `train` refuses the job that it would become."""
+        passes = plan.num_microbatches if plan.parallelism.virtual_stages > 1 else 0
+        options = (plan.num_microbatches > 1, passes, plan.staleness, plan.keep, plan.memory)
+        key = plan.placement.name, plan.parallelism, options
+        if key not in self.trained:
+            try:
+                self._train(plan)
+                self.trained[key] = ""
+            except ConfigError as error:
+                self.trained[key] = _sentence(error)
+        return self.trained[key]
+
+    def _train(self, plan: Plan) -> None:
+        """Raises ConfigError."""
+        machines = self.machines[plan.placement.name, plan.parallelism.devices]
+        assert isinstance(machines, Machines)
+        names = {host.name: host.address or f"host{n}" for n, host in enumerate(machines.hosts)}
+        plan_file = PlanFile(plan, machines, None, self.cluster)
+        keys = flat(job_keys(plan_file, names, self.job))
+        asked, found = self.job.servers, keys.get("servers.addresses", [])
+        if asked.addresses not in ([], found):
+            raise ConfigError(
+                f"the job says servers.addresses, where the plan has {len(found)} servers"
+            )
+        if plan.placement.fans_in and (asked.ca or asked.cert or asked.key):
+            raise ConfigError("switches do not go together with TLS (servers.ca, cert, key)")
+        check_job = importlib.import_module("roadtrain.training.check_job")  # torch
+        check_job.check_job(self.job.changed(keys), [h.workers for h in machines.worker_hosts])
+
+    def _stated(self, plan: Plan) -> Plan:
+        """With the widths and stages that the job states, where it has as many stages."""
+        stated, ranks = stated_degrees(self.job), plan.parallelism
+        if plan.placement.name not in IN_STAGES:
+            return plan
+        widths = tuple(stated.get("widths", ()))
+        if len(widths) == ranks.pp and sum(widths) * ranks.tp == ranks.devices:
+            one = replace(ranks, dp=1, widths=widths, stages=())
+            together = plan.step_microbatches
+            passes = together if one.widths else together // one.dp
+            plan, ranks = plan.changed(parallelism=one, num_microbatches=passes), one
+        if "stages" in stated:
+            given = stated["stages"]  # in words: the job's ranks find out
+            stages = () if isinstance(given, str) else tuple(given)
+            plan = plan.changed(parallelism=replace(ranks, stages=stages))
+        return plan
 
     def _refused(self, plan: Plan) -> str:
         """What the job says that this placement cannot do."""
         job, asked, name = self.job, self.job.parallelism, plan.placement.name
-        for degree in DEGREES if asked.used else ():
-            stated = getattr(asked, degree)
-            planned = getattr(plan.parallelism, degree)
-            planned = list(planned) if isinstance(planned, tuple) else planned
-            numbers = degree in asked.model_fields_set and isinstance(stated, list | int)
-            if numbers and stated not in ([], planned):
-                return f"the job says parallelism.{degree} = {stated}"
+        if why := contradicted(plan, job):
+            return why.partition(", the plan is")[0]
+        if asked.placements:
+            return "the job has [[parallelism.placements]], which are not planned"
+        if asked.reducers:
+            return "the job says parallelism.reducers, which a plan says"
         if job.optimizer.delay == "none":
             return 'optimizer.delay = "none" has no step to be simulated'
         if name not in IN_STAGES:
@@ -92,7 +188,8 @@ class JobPlans:
                 return f"the job has {key}, which does not go with [parallelism]"
         return ""
 
-    def _as_it_runs(self, plan: Plan) -> Plan:
+    def as_it_runs(self, plan: Plan) -> Plan:
+        """With the job's dtype, optimizer, clipping, delay and compression."""
         job, place = self.job, plan.placement
         width = ITEMSIZE[job.model.dtype]
         late = job.optimizer.delay if isinstance(job.optimizer.delay, int) else 0
@@ -117,9 +214,36 @@ class JobPlans:
         return plan.changed(**changes)
 
 
-def _said(make: Callable[[], object]) -> str:
-    try:
-        make()
-    except ConfigError as error:
-        return str(error).partition("\n")[0]
-    return ""
+# what a plan and a job may say otherwise -> in words
+COMPARED: Mapping[str, Callable[[Plan], Any]] = {
+    "bytes of a parameter": lambda plan: plan.sizes.parameter_bytes,
+    "bytes of a gradient that travels": lambda plan: plan.sizes.gradient_bytes,
+    "bytes of a parameter's optimizer state": lambda plan: plan.sizes.state_bytes,
+    "share of a gradient that is sent": lambda plan: 1 if plan.keep is None else plan.keep,
+    "updates that a step may lack": lambda plan: plan.staleness,
+}
+
+
+def other_numbers(plan: Plan, job: Job, cluster: Cluster) -> str:
+    """What a plan was made for and the job has otherwise, so that what it predicts and needs is of
+    another job, in a sentence; "" where all is alike."""
+    mine = JobPlans(job, cluster).as_it_runs(plan)
+    found = [
+        f"{what} {planned:g} (here {here:g})"
+        for what, of in COMPARED.items()
+        if (planned := of(plan)) != (here := of(mine))
+    ]
+    said = "the plan was made for another job, so is what it predicts and needs: "
+    return f"{said}{', '.join(found)}" if found else ""
+
+
+def _sentence(error: ConfigError) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _fabric(host: Host) -> str:
+    """Of its fastest kind of card, as ranks name it when they meet."""
+    card = min(host.nics, key=lambda nic: KINDS.index(nic.kind), default=None)
+    if card is None or card.kind == ETHERNET:
+        return ETHERNET
+    return f"{card.kind} {card.switch}"

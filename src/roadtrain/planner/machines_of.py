@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from roadtrain.config.cluster import Cluster, Host
@@ -67,9 +67,30 @@ def why_not_run(plan: Plan, cluster: Cluster | None) -> str:
         return f"placement {name} runs data-parallel workers alone, {ranks} is more"
     if name in REDUCED and ranks.dp == 1:
         return f"placement {name} sums what several workers send, there is 1"
-    hosts = [] if cluster is None else switches.hosts_of(plan, cluster)
+    return _why_not_on([] if cluster is None else switches.hosts_of(plan, cluster), plan)
+
+
+def _why_not_on(hosts: Sequence[Host], plan: Plan) -> str:
+    """hosts: that compute; none where nobody knows them."""
+    name, ranks = plan.placement.name, plan.parallelism
     if name in ON_ONE_HOST and (many := len(hosts)) > 1:
         return f"placement {name} is of one host's workers, {ranks} is on {many} hosts"
+    if name in ON_ONE_HOST and ranks.devices > 1:
+        return f"placement {name} is of one worker, {ranks} is {ranks.devices}"
+    return ""
+
+
+def why_not_as_simulated(plan: Plan, cluster: Cluster) -> str:
+    """Why this runs otherwise than it is simulated, in one sentence; "" where it does not: it may be
+    launched, and no prediction is made of it."""
+    name, ranks, hosts = plan.placement.name, plan.parallelism, switches.hosts_of(plan, cluster)
+    last = ranks.devices - sum(host.devices for host in hosts[:-1])
+    counts = {*(host.devices for host in hosts[:-1]), *([last] if hosts else [])}
+    if len(counts) > 1 and (plan.placement.served or name == "smartnic"):
+        return (
+            f"placement {name} is simulated with as many workers on each host, {ranks} is"
+            f" {' and '.join(map(str, sorted(counts)))}"
+        )
     return ""
 
 
@@ -81,9 +102,18 @@ def machines_of(plan: Plan, cluster: Cluster, run: str = "") -> Machines:
     workers, spares = _workers(plan, cluster)
     hosts = {host.name: host for host in workers}
     name, ports = plan.placement.name, Counter[str]()
+
+    def added(one: PlanHost) -> None:
+        if one.name in hosts:
+            raise ConfigError(
+                f"2 machines of the cluster are called {one.name!r}",
+                hint="machines of several are called NAME0, NAME1, ...: another name",
+            )
+        hosts[one.name] = one
+
     if plan.placement.served:
         for one, about in machines_of_kind(_serving(name, cluster)):
-            hosts[one.name] = replace(one, servers=_servers(one, about, ports, run))
+            added(replace(one, servers=_servers(one, about, ports, run)))
     if name == "smartnic":
         kinds = {kind.name: kind for kind in cluster.hosts}
         for one in workers:
@@ -93,7 +123,7 @@ def machines_of(plan: Plan, cluster: Cluster, run: str = "") -> Machines:
     if name in REDUCED:
         for kind in cluster.spares:
             for one, _ in machines_of_kind(kind) if kind.nics else ():
-                hosts[one.name] = replace(one, reducer=_port(ports, one))
+                added(replace(one, reducer=_port(ports, one)))
     if plan.placement.fans_in:
         tree = switches.tree_of(plan, cluster)
         assert tree is not None
@@ -131,8 +161,8 @@ def directories_of(host: Host, machine: str) -> list[str]:
 def store_in(directory: str, machine: str, run: str = "") -> str:
     """A directory of its own for a run, in one that others may use too. run: its name, where it is
     not to find the store of another run of this machine."""
-    name = f"{run}-{machine}" if run else machine
-    return f"{directory.rstrip('/')}/roadtrain-{re.sub(r'[^A-Za-z0-9._-]', '-', name)}"
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{run}-{machine}" if run else machine)
+    return f"{directory.rstrip('/')}/roadtrain-{name}"
 
 
 def _serving(placement: str, cluster: Cluster) -> Host:
@@ -170,16 +200,15 @@ def _workers(plan: Plan, cluster: Cluster) -> tuple[list[PlanHost], tuple[PlanHo
 
 
 def _servers(one: PlanHost, kind: Host, ports: Counter[str], run: str) -> tuple[ServerPlace, ...]:
-    found = [store_in(name, one.name, run) for name in directories_of(kind, one.name) or [MEMORY]]
-    return tuple(ServerPlace(store, _port(ports, one)) for store in found)
+    found = directories_of(kind, one.name) or [MEMORY]
+    return tuple(ServerPlace(store_in(at, one.name, run), _port(ports, one)) for at in found)
 
 
 def _snapshot(one: PlanHost, kind: Host, run: str) -> str:
     """Where a store in memory is copied to; "": nowhere, the host has no directory."""
     known = [name for ssd in kind.ssds for name in ssd.directories]
-    if not known:
-        return ""
-    return f"{store_in(known[0].replace('{host}', one.name), one.name, run)}.snapshot"
+    directory = known[0].replace("{host}", one.name) if known else ""
+    return f"{store_in(directory, one.name, run)}.snapshot" if directory else ""
 
 
 def _port(ports: Counter[str], one: PlanHost) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import tomli_w
 
 from roadtrain.config.cluster import Cluster, load_cluster
-from roadtrain.config.job import load_job
+from roadtrain.config.job import Job, load_job
 from roadtrain.config.job_model import layers_of
 from roadtrain.config.machines import PlannedModel
 from roadtrain.config.models import ModelShape
@@ -28,7 +28,7 @@ from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
 from roadtrain.planner.candidates import EVERY
-from roadtrain.planner.job_keys import batch_of_job, degrees
+from roadtrain.planner.job_keys import batch_of_job, degrees, run_name
 from roadtrain.planner.job_plans import JobPlans, shape_of_job
 from roadtrain.planner.machines_of import machines_of, predicted_of
 from roadtrain.planner.page import Point, page
@@ -297,11 +297,14 @@ def job_text(plan: Plan, cluster: Cluster | None = None) -> str | None:
     return tomli_w.dumps({**own, **where[plan.placement.name]})
 
 
-def launchable(found: Found, cluster: Cluster, model: PlannedModel) -> tuple[PlanFile, str]:
-    """The whole plan.toml; and why it has no machines, where it cannot be launched."""
+def launchable(
+    found: Found, cluster: Cluster, model: PlannedModel, run: str = ""
+) -> tuple[PlanFile, str]:
+    """The whole plan.toml, whose stores have the run's name in theirs; and why it has no machines,
+    where it cannot be launched."""
     predicted = predicted_of(found.result)
     try:
-        machines = machines_of(found.plan, cluster)
+        machines = machines_of(found.plan, cluster, run)
     except ConfigError as error:
         return PlanFile(found.plan, None, predicted, cluster, model), str(error).partition("\n")[0]
     return PlanFile(found.plan, machines, predicted, cluster, model), ""
@@ -353,6 +356,17 @@ def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool)
         calibrate = importlib.import_module("roadtrain.planner.calibrate")  # torch comes in
         told: int = calibrate.command(cluster_file, str(file), lab=lab)
     return told
+
+
+def batch_to_plan(job: Job, given: int | None) -> int | None:
+    """Samples of a step: the job's, or those of --batch. Raises ConfigError where both say it."""
+    own = batch_of_job(job)
+    if own and given and own != given:
+        raise ConfigError(
+            f"--batch {given}, and a step of the job is {own} samples (data.batch_size x passes)",
+            hint="leave --batch out, or batch_size, accumulate and num_microbatches of the job",
+        )
+    return own or given
 
 
 def command(
@@ -412,7 +426,7 @@ def command(
         of,
         fitted=None if asked is None else JobPlans(asked, cluster).fitted,
         goal=goal,
-        batch=batch if batch or asked is None else batch_of_job(asked),
+        batch=batch if asked is None else batch_to_plan(asked, batch),
         late=late,
         headroom=headroom,
         placements=[name for name in placements.split(",") if name],
@@ -442,7 +456,8 @@ def command(
     if answer.pick is None:
         return 1
     planned_for = PlannedModel(one.params, one.tokens, layers_of(asked) if asked else 0)
-    planned, lacking = launchable(answer.pick, cluster, planned_for)
+    run = run_name(asked) if asked else ""
+    planned, lacking = launchable(answer.pick, cluster, planned_for, run)
     replace_file(Path(out), planned.to_toml().encode(), "writing")
     again = f"simulate {cluster_file} --model {model} --plan {out}"
     lines = [f"plan    {out} (roadtrain {f'launch {out} {job}' if job else again})"]

@@ -305,9 +305,10 @@ class _Search:
             return None
         worst = max(scene.needs, key=_over)
         if not worst.fits and (stages := stages_that_fit(scene)) is not None:
-            plan = plan.changed(parallelism=replace(plan.parallelism, stages=stages))
-            scene = self.scene(plan)
-            worst = max(scene.needs, key=_over)
+            other = plan.changed(parallelism=replace(plan.parallelism, stages=stages))
+            if self.fitted is None or self.fitted(other) == other:  # the job may state them
+                plan, scene = other, self.scene(other)
+                worst = max(scene.needs, key=_over)
         if worst.fits:
             return scene
         family.refuse("memory of " + worst.where.replace("stage ", "").lstrip("0123456789 "))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -50,13 +50,13 @@ def fitted(job: Job, tokens: Tokens) -> Job:
 
 
 def build_config(job: Job) -> Any:
-    """The transformers config of `job`. Raises ConfigError for keys and model types that
-    transformers does not know."""
+    """The transformers config of `job`. Raises ConfigError for keys, values and model types that
+    transformers does not take, and for models that are no causal language models."""
     transformers = need("transformers", "hf")
     if job.model.pretrained:
         if not os.path.isfile(os.path.join(job.model.pretrained, "config.json")):
             raise ConfigError(f"model.pretrained: no config.json in {job.model.pretrained!r}")
-        return transformers.AutoConfig.from_pretrained(job.model.pretrained)
+        return _causal(transformers.AutoConfig.from_pretrained, job.model.pretrained)
     given = dict(job.model.config)
     kind = given.pop("model_type")
     known = transformers.CONFIG_MAPPING.keys()
@@ -69,7 +69,21 @@ def build_config(job: Job) -> Any:
     for key in given:
         if key not in keys:
             raise ConfigError(f"unknown key `model.config.{key}`", hint=did_you_mean(key, keys))
-    return transformers.AutoConfig.for_model(kind, **given)
+    return _causal(transformers.AutoConfig.for_model, kind, **given)
+
+
+def _causal(make: Callable[..., Any], name: str, **given: Any) -> Any:
+    try:
+        config = make(name, **given)
+    except Exception as cause:  # configs check themselves by errors of their own
+        said = " ".join(str(cause).split())
+        raise ConfigError(f"transformers does not take the config of {name}: {said}") from cause
+    if type(config) not in need("transformers", "hf").MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"a `{config.model_type}` is no causal language model, `train` trains no others",
+            hint="place() in a script of your own takes any model",
+        )
+    return config
 
 
 def build_model(job: Job, device: str) -> torch.nn.Module:

@@ -261,7 +261,7 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Tra
         device_budget=job.device_nbytes,
         dtype=DTYPES[job.model.dtype],
         blocks=job.model.blocks,
-        backwards_per_step=_promise(job),
+        backwards_per_step=promise(job),
         chunk_elements=job.store.chunk_elements,
         device=device,
         weights=job.model.pretrained,
@@ -340,7 +340,7 @@ def delay_of(job: Job) -> Delay | None:
     return Delay(None if allowed == "none" else allowed) if allowed else None
 
 
-def _promise(job: Job) -> int | None:
+def promise(job: Job) -> int | None:
     """Backward passes a step, where nothing scales gradients after backward: updates then begin
     in it."""
     scaled = job.optimizer.clip_norm is not None or job.model.dtype == "fp16"

@@ -1,0 +1,56 @@
+"""check_job(): what `roadtrain train` would refuse of a job, told to who plans it.
+
+The values that `train` makes of a job are made, and check themselves. Assumes that the job names
+its servers, or needs none. Does NOT read text, tokens or certificates, and opens nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+
+from roadtrain.api.request import Request
+from roadtrain.config.job import Job, make_job
+from roadtrain.errors import RoadtrainError
+from roadtrain.parallel.tensor_families import family_plan
+from roadtrain.runtime.worker_group import WorkerGroup
+from roadtrain.training import train_parallel
+from roadtrain.training.build import build_model
+from roadtrain.training.train import compression_of, delay_of, promise, silent, store_of
+
+SECRETS = ("token_file", "ca", "cert", "key")  # files that are only where the job is run
+
+
+def check_job(job: Job, workers: Sequence[int]) -> None:
+    """`workers`: of each host, in the order of ranks. Raises ConfigError."""
+    if job.parallelism.used:
+        train_parallel.check(job)
+        train_parallel.options_of(job, sum(workers))
+        return
+    job = job.changed({f"servers.{key}": None for key in SECRETS})
+    local = workers[0] if len(set(workers)) == 1 else 1
+    Request(
+        store_of(job, moves=True),
+        compression_of(job),
+        delay_of(job),
+        job.host_nbytes,
+        job.device_nbytes,
+        promise(job),
+        job.store.chunk_elements,
+        1.0,
+        WorkerGroup(0, sum(workers), "", local),
+        silent,
+    )
+
+
+@functools.cache
+def why_not_split(model: str, degree: int) -> str:
+    """Why a tensor group of `degree` ranks cannot split a model, in one sentence; "" where it can.
+    `model`: the job's [model] as JSON, with a vocabulary."""
+    job = make_job({"model": json.loads(model)})
+    try:
+        family_plan(build_model(job, "meta"), degree)
+    except RoadtrainError as error:
+        return str(error).partition("\n")[0]
+    return ""
