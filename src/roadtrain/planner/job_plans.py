@@ -27,12 +27,7 @@ from roadtrain.config.schema import flat
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
 from roadtrain.planner.job_keys import contradicted, job_keys, stated_degrees
-from roadtrain.planner.machines_of import (
-    IN_STAGES,
-    machines_of,
-    why_not_as_simulated,
-    why_not_run,
-)
+from roadtrain.planner.machines_of import IN_STAGES, machines_of, why_not_run
 from roadtrain.planner.simulate import load_model
 
 # bytes of what an update keeps of a parameter, besides the parameter
@@ -79,7 +74,7 @@ class JobPlans:
         return plan
 
     def _unplaced(self, plan: Plan) -> str:
-        if why := why_not_run(plan, self.cluster) or why_not_as_simulated(plan, self.cluster):
+        if why := why_not_run(plan, self.cluster):
             return why
         key = plan.placement.name, plan.parallelism.devices
         if key not in self.machines:

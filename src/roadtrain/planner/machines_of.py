@@ -80,24 +80,26 @@ def _why_not_on(hosts: Sequence[Host], plan: Plan) -> str:
     return ""
 
 
-def why_not_as_simulated(plan: Plan, cluster: Cluster) -> str:
-    """Why this runs otherwise than it is simulated, in one sentence; "" where it does not: it may be
-    launched, and no prediction is made of it."""
-    name, ranks, hosts = plan.placement.name, plan.parallelism, switches.hosts_of(plan, cluster)
-    last = ranks.devices - sum(host.devices for host in hosts[:-1])
-    counts = {*(host.devices for host in hosts[:-1]), *([last] if hosts else [])}
-    if len(counts) > 1 and (plan.placement.served or name == "smartnic"):
-        return (
-            f"placement {name} is simulated with as many workers on each host, {ranks} is"
-            f" {' and '.join(map(str, sorted(counts)))}"
-        )
-    return ""
+def _unlike(plan: Plan, cluster: Cluster) -> str:
+    """Why a plan is not simulated as it would run on hosts of different numbers of devices. Who
+    wrote machines by hand knows it."""
+    if not (plan.placement.served or plan.placement.name == "smartnic"):
+        return ""
+    *full, last = switches.hosts_of(plan, cluster)
+    left = plan.parallelism.devices - sum(host.devices for host in full)
+    counts = {*(host.devices for host in full), min(last.devices, left)}
+    if len(counts) == 1:
+        return ""
+    return (
+        f"placement {plan.placement.name} is simulated with as many workers on each host,"
+        f" {plan.parallelism} is {' and '.join(map(str, sorted(counts)))}"
+    )
 
 
 def machines_of(plan: Plan, cluster: Cluster, run: str = "") -> Machines:
     """run: whose stores are its own, by its name in theirs. Raises ConfigError for what `roadtrain
     launch` cannot run, and for SSDs without directories."""
-    if why := why_not_run(plan, cluster):
+    if why := why_not_run(plan, cluster) or _unlike(plan, cluster):
         raise ConfigError(why, hint="roadtrain plan --job tries what can be launched")
     workers, spares = _workers(plan, cluster)
     hosts = {host.name: host for host in workers}
