@@ -77,20 +77,29 @@ def _why_not_on(hosts: Sequence[Host], plan: Plan) -> str:
         return f"placement {name} is of one host's workers, {ranks} is on {many} hosts"
     if name in ON_ONE_HOST and ranks.devices > 1:
         return f"placement {name} is of one worker, {ranks} is {ranks.devices}"
-    last = ranks.devices - sum(host.devices for host in hosts[:-1])
-    counts = {*(host.devices for host in hosts[:-1]), *([last] if hosts else [])}
-    if len(counts) > 1 and (plan.placement.served or name == "smartnic"):
-        return (
-            f"placement {name} is simulated with as many workers on each host, {ranks} is"
-            f" {' and '.join(map(str, sorted(counts)))}"
-        )
     return ""
+
+
+def _unlike(plan: Plan, cluster: Cluster) -> str:
+    """Why a plan is not simulated as it would run on hosts of different numbers of devices. Who
+    wrote machines by hand knows it."""
+    if not (plan.placement.served or plan.placement.name == "smartnic"):
+        return ""
+    *full, last = switches.hosts_of(plan, cluster)
+    left = plan.parallelism.devices - sum(host.devices for host in full)
+    counts = {*(host.devices for host in full), min(last.devices, left)}
+    if len(counts) == 1:
+        return ""
+    return (
+        f"placement {plan.placement.name} is simulated with as many workers on each host,"
+        f" {plan.parallelism} is {' and '.join(map(str, sorted(counts)))}"
+    )
 
 
 def machines_of(plan: Plan, cluster: Cluster, run: str = "") -> Machines:
     """`run`: a name that its stores have in theirs. Raises ConfigError for what `roadtrain launch`
     cannot run, and for SSDs without directories."""
-    if why := why_not_run(plan, cluster):
+    if why := why_not_run(plan, cluster) or _unlike(plan, cluster):
         raise ConfigError(why, hint="roadtrain plan --job tries what can be launched")
     workers, spares = _workers(plan, cluster)
     hosts = {host.name: host for host in workers}
@@ -114,9 +123,8 @@ def machines_of(plan: Plan, cluster: Cluster, run: str = "") -> Machines:
             place = ServerPlace(store_in(MEMORY, one.name, run), _port(ports, one), copied)
             hosts[one.name] = replace(one, servers=(place,))
     if name in REDUCED:
-        for kind in cluster.spares:
-            for one, _ in _each(kind) if kind.nics else ():
-                added(replace(one, reducer=_port(ports, one)))
+        for one in _reducing(name, cluster):
+            added(replace(one, reducer=_port(ports, one)))
     if plan.placement.fans_in:
         tree = switches.tree_of(plan, cluster)
         assert tree is not None
@@ -163,6 +171,16 @@ def _serving(placement: str, cluster: Cluster) -> Host:
             f"placement {placement} needs a host without devices, the cluster has none"
         )
     return cluster.spares[0]
+
+
+def _reducing(placement: str, cluster: Cluster) -> list[PlanHost]:
+    found = [one for kind in cluster.spares if kind.nics for one, _ in _each(kind)]
+    if not found:
+        raise ConfigError(
+            f"placement {placement} needs a host without devices that has a card, the cluster has"
+            " none"
+        )
+    return found
 
 
 def _each(host: Host) -> Iterator[tuple[PlanHost, Host]]:
