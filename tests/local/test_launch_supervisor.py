@@ -80,7 +80,7 @@ def plan_tree(directory: Path, workers: int) -> dict[str, Any]:
     return {
         "placement": "server",
         "parallelism": {"dp": workers},
-        "micro_batch": 2,
+        "micro_batch": 2 // workers,  # a step of the job is 2 samples
         "machines": {"rendezvous_port": free_port(), "hosts": hosts},
     }
 

@@ -278,3 +278,9 @@ def test_a_relay_has_what_the_job_says_or_what_its_model_needs() -> None:
     # all gradients of 8 workers rest there: 6.7e9 parameters of 4 bytes
     clipped = relay(model=large, optimizer={"clip_norm": 1.0})
     assert 8 * 6.7e9 * 4 < float(clipped.removesuffix("GiB")) * 2**30 < 1.4 * 8 * 6.7e9 * 4
+
+
+def test_reducers_need_a_host() -> None:
+    where = cluster(spare={"nics": []})
+    with pytest.raises(ConfigError, match="summation needs a host without devices that has a card"):
+        machines_of(plan("summation"), where)

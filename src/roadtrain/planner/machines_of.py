@@ -123,9 +123,8 @@ def machines_of(plan: Plan, cluster: Cluster, run: str = "") -> Machines:
             place = ServerPlace(store_in(MEMORY, one.name, run), _port(ports, one), copied)
             hosts[one.name] = replace(one, servers=(place,))
     if name in REDUCED:
-        for kind in cluster.spares:
-            for one, _ in machines_of_kind(kind) if kind.nics else ():
-                added(replace(one, reducer=_port(ports, one)))
+        for one in _reducing(name, cluster):
+            added(replace(one, reducer=_port(ports, one)))
     if plan.placement.fans_in:
         tree = switches.tree_of(plan, cluster)
         assert tree is not None
@@ -173,6 +172,16 @@ def _serving(placement: str, cluster: Cluster) -> Host:
             f"placement {placement} needs a host without devices, the cluster has none"
         )
     return cluster.spares[0]
+
+
+def _reducing(placement: str, cluster: Cluster) -> list[PlanHost]:
+    found = [one for kind in cluster.spares if kind.nics for one, _ in machines_of_kind(kind)]
+    if not found:
+        raise ConfigError(
+            f"placement {placement} needs a host without devices that has a card, the cluster has"
+            " none"
+        )
+    return found
 
 
 def machines_of_kind(host: Host) -> Iterator[tuple[PlanHost, Host]]:
