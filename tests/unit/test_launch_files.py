@@ -171,8 +171,9 @@ def test_kubernetes_names_hosts_paths_and_ports_of_the_two_files_alone(run: Reso
 # Slurm
 
 
-def test_the_script_is_bash(run: ResolvedRun, tmp_path: Path) -> None:
-    write_slurm(run, tmp_path)
+@pytest.mark.parametrize("device", ["", "cpu"])
+def test_the_script_is_bash(run: ResolvedRun, tmp_path: Path, device: str) -> None:
+    write_slurm(replace(run, job=run.job.changed({"run.device": device})), tmp_path)
     subprocess.run(["bash", "-n", tmp_path / "run.sbatch"], check=True)
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", tmp_path / "run.sbatch"], check=True)
@@ -185,12 +186,12 @@ def known_to(script: str, then: str) -> list[str]:
     return out.stdout.decode().splitlines()
 
 
-def test_workers_places_are_the_plans() -> None:
-    """Whatever Slurm's order of hosts is."""
-    then = (
-        'for i in "${!worker_hosts[@]}"; do echo $i ${worker_hosts[$i]} ${worker_counts[$i]}; done'
-    )
-    assert known_to(slurm_script(served()), then) == ["0 gpu-b 2", "1 gpu-a.rack_1 1"]
+def test_what_hosts_run_is_bash_that_knows_its_place() -> None:
+    """The shell of each host gets the plan's rank of it, whatever Slurm's order is."""
+    script = slurm_script(served())
+    for host, said in (("gpu-b", "0 2"), ("gpu-a.rack_1", "1 1")):
+        then = f'SLURMD_NODENAME={host}; eval "$places"; echo $rank $workers'
+        assert known_to(script, then) == [said]
 
 
 def test_words_reach_workers_as_they_are_whatever_a_path_is_called() -> None:
@@ -219,11 +220,13 @@ def test_hosts_that_need_other_numbers_of_gpus_are_components_of_their_own() -> 
         "spare0 --het-group=2",
         "spare1 --het-group=2",
     ]
+    assert known_to(script, 'printf "%s\\n" "${worker_steps[@]}"') == ["gpu-b", "gpu-a.rack_1"]
 
 
 def test_a_job_of_hosts_alike_has_no_components() -> None:
     run = served()
     script = slurm_script(replace(run, job=run.job.changed({"run.device": "cpu"})))
+    assert known_to(script, 'printf "%s\\n" "${worker_steps[@]}"') == ["gpu-b,gpu-a.rack_1"]
     assert "#SBATCH hetjob" not in script and "--het-group=0" not in script
     assert "--gres" not in script.partition("\nset -uo")[0]
 

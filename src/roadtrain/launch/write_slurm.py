@@ -127,18 +127,22 @@ def _machines(run: ResolvedRun) -> Iterable[str]:
     workers = TorchrunWorkers.of(run)
     torchrun = [_in_shell(word) for word in workers.torchrun(*SAID_BY_HOST)]
     words = [*_env(workers.environment), PYTHON, *torchrun, *map(shlex.quote, workers.words)]
+    places = " ".join(
+        f"{host}) rank={rank} workers={count};;"
+        for rank, (host, count) in enumerate(workers.hosts.items())
+    )
     known = {
         "name": run.name,
         "directory": run.directory,
+        "first": next(iter(workers.hosts)),
         "python": PYTHON,
         "asks_committed": json.dumps({"directory": run.directory}),
         "shutdown_s": str(SHUTDOWN_S),
+        "places": f"case $SLURMD_NODENAME in {places} esac",
         "torchrun": " ".join(words),
     }
     yield from (f"{key}={shlex.quote(text)}" for key, text in known.items())
     yield f"hosts=({' '.join(hosts_of(run))})"
-    yield f"worker_hosts=({' '.join(workers.hosts)})  # in the order of ranks"
-    yield f"worker_counts=({' '.join(map(str, workers.hosts.values()))})"
     yield from _options_of_steps(run)
     yield "hand_out_all() {"
     for file in files_of(run):
@@ -153,8 +157,12 @@ def _machines(run: ResolvedRun) -> Iterable[str]:
 
 
 def _options_of_steps(run: ResolvedRun) -> Iterable[str]:
-    """Of each host: the component that it is in, and the GPUs of its workers' step."""
+    """Of each host: the component that it is in, and the GPUs that its workers ask for. Workers of
+    a component are one step, which a signal reaches at once."""
     components = list(_components(run).values())
+    at_work = [[host for host in hosts if host in run.worker_hosts] for hosts in components]
+    steps = [f'"{",".join(hosts)}"' for hosts in at_work if hosts]
+    yield f"worker_steps=({' '.join(steps)})"
     several = enumerate(components) if len(components) > 1 else ()
     part = [f"[{host}]=--het-group={number}" for number, one in several for host in one]
     gpus = [f"[{host}]=--gres=gpu:{count}" for host, count in gpus_of(run).items()]
