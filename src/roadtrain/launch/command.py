@@ -59,6 +59,7 @@ WRITERS: Mapping[str, str] = {
 REPLAN = "roadtrain.launch.replan:replan_run"  # the planner comes in
 THEN = ("keep", "stop")  # of --if-launcher-dies
 POLL_S = 0.2
+INTERRUPTED = 130  # the exit code of a run that was stopped
 STARTS_S = 30.0  # the supervisor's process has the run's lock within it
 CHECKS_S = 600.0  # a supervisor has checked its hosts and listens within it
 STOPS_S = 600.0  # a run that is asked to stop has ended within it: a step, its services
@@ -126,7 +127,7 @@ def command(
     """
     named: dict[str, tuple[str, Callable[[str], int]]] = {
         "stop": (stop, stop_run),
-        "resume": (resume, lambda run: resume_run(run, if_launcher_dies, detach)),
+        "resume": (resume, lambda run: resume_run(run, if_launcher_dies, detach, ray_address)),
         "replan": (
             replan,
             lambda run: replan_run(
@@ -274,6 +275,9 @@ def follow(home: RunHome, record: LaunchRecord, offset: int = 0) -> int:
             offset = log_size(home)
             ask_to_stop(home)
             shown_until_end(home, offset)
+    if home.record().start != record.start:  # by --replan or --resume of another terminal
+        print(f"run {home.name} was started again: `roadtrain launch --logs {home.name}` shows it")
+        return INTERRUPTED
     return told_end(home)
 
 
@@ -440,17 +444,18 @@ def stop_run(name: str) -> int:
     return 0
 
 
-def resume_run(name: str, if_launcher_dies: str, detach: bool) -> int:
+def resume_run(name: str, if_launcher_dies: str, detach: bool, ray_address: str = "") -> int:
     home = RunHome.of(name)
     home.record()
     with home.starting():
-        record, offset = renew(home, if_launcher_dies), log_size(home)
+        record, offset = renew(home, if_launcher_dies, ray_address), log_size(home)
         start(home, record)
     return followed(home, record, detach, offset)
 
 
-def renew(home: RunHome, if_launcher_dies: str) -> LaunchRecord:
-    """The files of another start of a run. Raises ConfigError where it is alive."""
+def renew(home: RunHome, if_launcher_dies: str, ray_address: str) -> LaunchRecord:
+    """The files of another start of a run. ray_address: where the cluster's head is now; "": where
+    it was. Raises ConfigError where the run is alive."""
     record = home.record()
     if is_alive(home):
         raise ConfigError(f"run {home.name!r} is alive", hint=f"roadtrain status {home.name}")
@@ -459,6 +464,7 @@ def renew(home: RunHome, if_launcher_dies: str) -> LaunchRecord:
         start=record.start + 1,
         launched=time.time(),
         if_launcher_dies=if_launcher_dies,
+        ray_address=ray_address or record.ray_address,
     )
     state = home.state()
     home.measured_path.unlink(missing_ok=True)  # of a plan that may not be this one

@@ -157,8 +157,8 @@ def _workers(
     engine: LaunchEngine, run: ResolvedRun, hosts: Sequence[str], missing: list[str]
 ) -> Iterator[MeasuredWorker]:
     rank = 0
-    for name in hosts:
-        ranks = range(rank, rank + run.host(name).workers)
+    for name, count in run.workers_on(hosts):
+        ranks = range(rank, rank + count)
         rank = ranks.stop
         files = {_metrics_path(run, one): one for one in ranks}
         told = Told(metrics=list(files))

@@ -186,7 +186,7 @@ class ResolvedRun:
         or the stages do not divide among them."""
         if why := self.can_run_on(hosts):
             raise ConfigError(why, hint="wait for the hosts of the plan")
-        each = [host.workers for host in self._workers_on(hosts)]
+        each = [host.workers for host in self.workers_on(hosts)]
         files = self._worker_files(hosts, reducers, committed)
         about = {
             "WORLD_SIZE": sum(each),
@@ -238,7 +238,7 @@ class ResolvedRun:
         """Of workers on these hosts, the first host of each stage. Raises ConfigError."""
         if not hosts or not self.job.parallelism.used:
             return [*hosts[:1]]
-        there = self._workers_on(hosts)
+        there = self.workers_on(hosts)
         ranks = [host.name for host in there for _ in range(host.workers)]
         degrees = self._job_on(hosts).parallelism.degrees(len(ranks))
         first: dict[int, str] = {}
@@ -278,7 +278,7 @@ class ResolvedRun:
         """Raises ConfigError."""
         if twice := [name for name in hosts if list(hosts).count(name) > 1]:
             raise ConfigError(f"host {twice[0]} is named {list(hosts).count(twice[0])} times")
-        there = self._workers_on(hosts)
+        there = self.workers_on(hosts)
         if idle := [host.name for host in there if not host.workers] or ([] if there else ["none"]):
             raise ConfigError(f"0 workers can run on {', '.join(idle)}, 1 or more are needed")
         job = job_on(self.job, self.worker_count, there)
@@ -294,7 +294,7 @@ class ResolvedRun:
             for mine, host in zip(there, planned, strict=True)
         )
 
-    def _workers_on(self, hosts: Sequence[str]) -> list[WorkerHost]:
+    def workers_on(self, hosts: Sequence[str]) -> list[WorkerHost]:
         """A spare host in the place of one of the plan's runs as many as that one did, though it
         could run more. Raises ConfigError for a host that is not known."""
         places = [self.host(name).workers for name in self.worker_hosts]
