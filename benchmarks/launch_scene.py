@@ -140,6 +140,8 @@ CLUSTERS = Scene(
     "zero1",
     links=(("west", "east", 50),),
     switches=({"name": "west"}, {"name": "east"}),
+    accumulate=32,
+    seq_len=64,
 )
 SUMS = Scene(
     "two workers and two hosts that sum",
