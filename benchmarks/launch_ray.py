@@ -33,6 +33,8 @@ def ray_scene() -> Scene:
         "two Ray nodes",
         (HostKind("node", 1000, 2),),
         "zero1",
+        accumulate=64,
+        seq_len=64,
         loopback=True,
     )
 
@@ -46,7 +48,6 @@ class RayNodes:
         except ImportError as cause:
             raise ConfigError("Ray is not installed", hint="pip install roadtrain[ray]") from cause
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # nodes share this machine's processors
         head = {"include_dashboard": False, "_system_config": FOUND_DEAD}
         self._cluster = utils.Cluster(
             initialize_head=True, head_node_args=_options(names[0]) | head

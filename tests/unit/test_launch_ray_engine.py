@@ -344,6 +344,9 @@ def test_each_worker_gets_its_share_of_its_nodes_processors() -> None:
     made, line = workers.with_threads(all, at, "")
     assert [one.environment["OMP_NUM_THREADS"] for one in made.processes] == ["4", "1", "1", "7"]
     assert line == "OMP_NUM_THREADS is not set: each worker computes with 1 or 4 thread(s)"
+    at["b"] = RayNode("n1", "b", "10.0.0.2", "a", "b", 4, 2, 1)  # another node of a's machine
+    made, line = workers.with_threads(WorkerSet(0, (worker(0), worker(1, "b"))), at, "")
+    assert [one.environment["OMP_NUM_THREADS"] for one in made.processes] == ["2", "2"]
     made, line = workers.with_threads(all, at, "3")
     assert [one.environment["OMP_NUM_THREADS"] for one in made.processes] == ["3", "3", "3", "7"]
     assert not line

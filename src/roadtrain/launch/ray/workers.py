@@ -301,9 +301,13 @@ def with_threads(
 ) -> tuple[WorkerSet, str]:
     """Ray gives each worker one thread, as it has one processor: each gets its share of its node's
     processors instead, where the user has not said how many (users), and a sentence that says so.
-    What the job sets stays."""
-    on = Counter(process.host for process in workers.processes)
-    share = {host: max(1, nodes[host].processors // many) for host, many in on.items()}
+    Nodes of one machine share its processors: threads that wait for each other's processor are
+    several times as slow. What the job sets stays."""
+    on = Counter(nodes[process.host].host_name for process in workers.processes)
+    share = {
+        process.host: max(1, nodes[process.host].processors // on[nodes[process.host].host_name])
+        for process in workers.processes
+    }
     processes = [
         process
         if THREADS in process.environment
