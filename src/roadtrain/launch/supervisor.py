@@ -169,8 +169,7 @@ class Supervisor:
     def _write_end(self) -> None:
         """Without it a run that is done would be taken for one whose supervisor was killed."""
         for _ in range(END_TRIES):
-            self._write_state(now=True)
-            if self._written == self._state():
+            if self._write_state(now=True):
                 return
             time.sleep(WRITE_AGAIN_S)
 
@@ -397,15 +396,19 @@ class Supervisor:
         ]
         return (*services, *workers)
 
-    def _write_state(self, now: bool = False) -> None:
-        """A full disk must not end a run: the file is older then than what it tells of, and tried
-        again after a while."""
+    def _write_state(self, now: bool = False) -> bool:
+        """Whether the file tells of the state as it is. A full disk must not end a run: it is older
+        then, and tried again after a while."""
         state = self._state()
-        if state == self._written or (time.monotonic() < self._write_at and not now):
-            return
+        if state == self._written:
+            return True
+        if time.monotonic() < self._write_at and not now:
+            return False
         try:
             self._home.write_state(state)
             self._written = state
         except StoreError as error:
             self._logs.tell(f"state.json is not written: {error}")
             self._write_at = time.monotonic() + WRITE_AGAIN_S
+            return False
+        return True
