@@ -619,6 +619,24 @@ def test_a_dry_run_ends_once_it_is_known_whether_the_run_goes_on(home: RunHome) 
     checking.join()
 
 
+@pytest.mark.usefixtures("no_supervisor")
+def test_a_run_goes_on_by_the_plan_before_where_the_new_one_is_refused(home: RunHome) -> None:
+    old = launched(home, gpus(), DP4)
+    plans: list[PlanFile] = []
+    with Paused(home) as run:
+        going = run.after
+
+        def go_on(*words: Any) -> int:
+            plans.append(load_plan_file(home.plan_path))
+            refused = RunState(phase="ended", code=2, why="port 7000 is taken")
+            run.after = going if len(plans) > 1 else refused
+            return run.go_on(*words)
+
+        assert replan(home, ReplanOptions(detach=True), go_on, run.lines.append) == 0
+    assert plans[0] != old and plans[1] == old
+    assert "the one before: port 7000 is taken" in run.lines[-1]
+
+
 def checked_later(home: RunHome) -> None:
     """As a supervisor does that has just been started."""
     while home.state().phase != "going":

@@ -49,6 +49,7 @@ from roadtrain.simulator.run import simulate
 from roadtrain.storage.direct import replace_file
 from roadtrain.units import show_seconds
 
+REFUSED = 2  # the exit code of a run that was refused before anything of it started
 BETTER = 0.03  # of a step: what a new plan takes off at least
 KNOWN = ("measured", "lab")  # constants that a plan may have been made by, besides those assumed
 SAME = 1e-6
@@ -123,11 +124,22 @@ def replan(
     try:
         if not paused.measure():
             return paused.told_end()
-        _planned_anew(home, run, options, report)
+        before = _planned_anew(home, run, options, report)
     except BaseException as error:
         paused.go_on_after(error)
         raise
-    return paused.go_on(follows=not (options.dry_run or options.detach))
+    follows = not (options.dry_run or options.detach)
+    try:
+        code, refused = paused.go_on(follows=follows), home.state()
+    except LaunchError:
+        code, refused = REFUSED, home.state()
+        if before is None or refused.code != REFUSED:
+            raise
+    if before is None or code != REFUSED:
+        return code
+    report(f"the new plan was refused, the run goes on by the one before: {refused.why}")
+    replace_file(home.plan_path, before.read_bytes(), "writing the run's plan")
+    return paused.go_on(follows=follows)
 
 
 def check_options(home: RunHome, options: ReplanOptions, ends_with_launcher: bool) -> None:
@@ -335,16 +347,22 @@ def told(found: Replanned, measured: MeasuredRun) -> list[str]:
     return lines
 
 
-def _planned_anew(home: RunHome, run: PlannedRun, options: ReplanOptions, report: Report) -> None:
+def _planned_anew(
+    home: RunHome, run: PlannedRun, options: ReplanOptions, report: Report
+) -> Path | None:
+    """The file that keeps the plan before, where the run has another one now."""
     measured = measured_of(home)
     found = replanned(run, measured, options)
     for line in told(found, measured):
         report(line)
-    _written(home, found, options, report)
+    return _written(home, found, options, report)
 
 
-def _written(home: RunHome, found: Replanned, options: ReplanOptions, report: Report) -> None:
-    """Where the plan goes: the run's own, where it is better and the run goes on by it."""
+def _written(
+    home: RunHome, found: Replanned, options: ReplanOptions, report: Report
+) -> Path | None:
+    """Where the plan goes: the run's own, where it is better and the run goes on by it. The file of
+    the one before then."""
     text = found.plan_file.to_toml().encode()
     if options.write_plan or options.new_run:
         path = Path(options.write_plan or f"{options.new_run}.plan.toml")
@@ -365,6 +383,8 @@ def _written(home: RunHome, found: Replanned, options: ReplanOptions, report: Re
         # it says how much slower hosts are than by the plan before
         home.measured_path.unlink(missing_ok=True)
         report(f"plan    {home.plan_path} (the one before: {before.name})")
+        return before
+    return None
 
 
 def replan_run(home: RunHome, options: Mapping[str, Any], go_on: GoOn) -> int:
