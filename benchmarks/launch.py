@@ -9,7 +9,7 @@
     files    what --write slurm and kubernetes give, through validators
 
 Needs root. All hosts share this machine's processors; how fast a device is, is measured right
-before each plan (launch_speed.py). Links have 50 to 200 Mbit/s each way. Does NOT emulate latency.
+before each plan (launch_speed.py). Links have 12 to 100 Mbit/s each way. Does NOT emulate latency.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Clusters and jobs of `launch`: the two files that a run is made of, as a user would write them.
 
 The model is a small Llama in fp32, trained on the source of Python's standard library. Links have
-50 to 200 Mbit/s, so that they limit a step; devices have the speed that this machine has now
-(launch_speed.py). Does NOT start anything.
+12 to 100 Mbit/s, so that they limit a step: hosts of a lab share this machine's processors, and one
+that waits for half of a step computes twice as fast as its share says. Devices have the speed that
+this machine has now (launch_speed.py). Does NOT start anything.
 """
 
 from __future__ import annotations
@@ -134,14 +135,12 @@ SERVER = Scene(
 CLUSTERS = Scene(
     "two clusters in stages",
     (
-        HostKind("left", 200, 2, switch="west", addresses=("10.9.1.1", "10.9.1.2")),
-        HostKind("right", 200, 2, switch="east", addresses=("10.9.2.1", "10.9.2.2")),
+        HostKind("left", 50, 2, switch="west", addresses=("10.9.1.1", "10.9.1.2")),
+        HostKind("right", 50, 2, switch="east", addresses=("10.9.2.1", "10.9.2.2")),
     ),
     "zero1",
-    links=(("west", "east", 50),),
+    links=(("west", "east", 12),),
     switches=({"name": "west"}, {"name": "east"}),
-    accumulate=32,
-    seq_len=64,
 )
 SUMS = Scene(
     "two workers and two hosts that sum",
