@@ -4,6 +4,7 @@ losses."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from benchmarks.launch_bench import START_S, STEP_S, Bench, differing, row
@@ -14,6 +15,7 @@ from benchmarks.report import Row
 from roadtrain.errors import RoadtrainError
 
 WITHIN = 0.10
+SETTLES_S = 15.0  # Ray's own processes need processors for so long; speeds are measured afterwards
 
 
 def rows(bench: Bench) -> Iterator[Row]:
@@ -26,6 +28,7 @@ def rows(bench: Bench) -> Iterator[Row]:
     try:
         with on_ray(bench.home / "ray-nodes") as address:
             scene = ray_scene()
+            time.sleep(SETTLES_S)
             more = ("--ray-address", address)
             with bench.launched(scene, "ray", bench.steps, "ray", *more) as run:
                 yield from run_and_kill(bench, run, scene.name, "ray")

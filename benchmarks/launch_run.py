@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -125,6 +126,9 @@ class LaunchedRun:
         command("launch", "--resume", self.name, "--detach")
 
     def __enter__(self) -> LaunchedRun:
+        """A lab's stores are in the run's home: those of a benchmark before are another run's."""
+        if not self.run_home.is_supervised():
+            shutil.rmtree(self.run_home.path, ignore_errors=True)
         return self
 
     def __exit__(self, *_: object) -> None:
