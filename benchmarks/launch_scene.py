@@ -150,7 +150,7 @@ SUMS = Scene(
     ),
     "summation",
 )
-STAGES = Scene("four hosts in a lab", (HostKind("gpu", 100, 4),), "zero1")
+STAGES = Scene("four hosts in a lab", (HostKind("gpu", 20, 4),), "zero1")
 SERVED = Scene(  # of what a step takes, links are most: without one of its hosts a step is shorter
     "three workers and a server",
     (HostKind("gpu", 100, 3), HostKind("spare", 100, computes=False)),

@@ -13,9 +13,13 @@ from pathlib import Path
 import pytest
 
 from roadtrain import cli
+from roadtrain.config.plan import Plan, placement
+from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError, LaunchError
+from roadtrain.launch import lab
 from roadtrain.launch.command import LauncherHello, first_step
 from roadtrain.launch.control import ControlClient, ControlSocket, short_path
+from roadtrain.launch.engines import ENGINES, mark_of
 from roadtrain.launch.home import LaunchRecord, RunHome, RunState
 from roadtrain.launch.logs import LogTail, RunLogs
 
@@ -174,6 +178,26 @@ def test_a_launch_that_was_cut_off_is_no_run(
 
 def cut_off(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_new_run_of_a_name_does_not_find_what_the_one_before_left_in_the_lab(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: bool
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(lab, "SHM", tmp_path / "shm")
+    monkeypatch.setattr(lab, "lab_engine", lambda *_: None)
+    record = LaunchRecord(name="r", engine="lab", launched=1.0, directory=str(tmp_path))
+    home = RunHome.of("r")
+    home.write(record, "", '[run]\ndir = "run"\n[model.config]\nmodel_type = "llama"\n')
+    kept = [lab.kept_memory(mark_of(record)) / "gpu0" / "store", home.path / "lab" / "gpu0"]
+    for directory in kept:
+        directory.mkdir(parents=True)
+    if trained:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "metrics.jsonl").touch()
+    ENGINES["lab"].make(PlanFile(Plan(placement("server"))), record)
+    assert [one.exists() for one in kept] == [trained, trained]
 
 
 def test_a_notice_is_a_time(capsys: pytest.CaptureFixture[str]) -> None:

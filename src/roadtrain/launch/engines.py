@@ -9,15 +9,18 @@ import ipaddress
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
 
+from roadtrain.config.job import load_job
 from roadtrain.config.machines import Machines
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.launch.engine import LaunchEngine
 from roadtrain.launch.home import CHECKED, LaunchRecord, RunHome
+from roadtrain.storage import mark
 
 LOCAL = ("localhost", "")
 
@@ -54,10 +57,21 @@ def _here(plan_file: PlanFile, record: LaunchRecord) -> LaunchEngine:
 
 
 def _lab(plan_file: PlanFile, record: LaunchRecord) -> LaunchEngine:
-    make = importlib.import_module("roadtrain.launch.lab").lab_engine
-    directory = RunHome.of(record.name).path / "lab"
-    engine: LaunchEngine = make(plan_file, mark_of(record), directory)
+    module = importlib.import_module("roadtrain.launch.lab")
+    home = RunHome.of(record.name)
+    directory = home.path / "lab"
+    if record.start == 0 and not _has_trained(home, record):
+        module.remove_directories(mark_of(record), directory)
+    engine: LaunchEngine = module.lab_engine(plan_file, mark_of(record), directory)
     return engine
+
+
+def _has_trained(home: RunHome, record: LaunchRecord) -> bool:
+    """Whether the run's directory knows of anything. Of one that does not, what a run of this name
+    has left on a lab's hosts is another run's, and nobody else can reach it."""
+    job = load_job(home.job_path, report=lambda _: None)
+    directory = Path(record.directory, job.run.dir)
+    return any((directory / name).exists() for name in (mark.NAME, "metrics.jsonl"))
 
 
 def _ray(plan_file: PlanFile, record: LaunchRecord) -> LaunchEngine:

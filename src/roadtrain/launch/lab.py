@@ -154,7 +154,7 @@ class LabEngine(HostAgents):
     def _make_directories(self, mark: str, stack: ExitStack) -> None:
         """What each host finds in /dev/shm and where its SSDs are mounted."""
         for name in self._shape.hosts:
-            own = _own_shm(mark) / name
+            own = kept_memory(mark) / name
             own.mkdir(parents=True, exist_ok=True)
             self._binds[name] += [str(own), str(SHM)]
         ssds = {name: self._shape.ssds(name) for name in self._shape.hosts}
@@ -197,23 +197,30 @@ class LabEngine(HostAgents):
     def _tidy_shm(mark: str) -> None:
         """What killed processes have left of shared memory are files; stores are directories, and
         stay."""
-        if not _own_shm(mark).exists():
+        if not kept_memory(mark).exists():
             return
-        for own in _own_shm(mark).iterdir():
+        for own in kept_memory(mark).iterdir():
             for path in own.iterdir():
                 if not path.is_dir():
                     path.unlink()
             if not any(own.iterdir()):
                 own.rmdir()
-        if not any(_own_shm(mark).iterdir()):
-            shutil.rmtree(_own_shm(mark))
+        if not any(kept_memory(mark).iterdir()):
+            shutil.rmtree(kept_memory(mark))
 
 
 def lab_engine(plan_file: PlanFile, mark: str, directory: Path) -> LabEngine:
     return LabEngine(plan_file, mark, directory)
 
 
-def _own_shm(mark: str) -> Path:
+def remove_directories(mark: str, directory: Path) -> None:
+    """What hosts of a lab have kept of a run (`LabEngine`, of the same mark and directory)."""
+    for kept in (kept_memory(mark), directory):
+        shutil.rmtree(kept, ignore_errors=True)
+
+
+def kept_memory(mark: str) -> Path:
+    """Where a directory for each host of a run is its /dev/shm."""
     return SHM / f"roadtrain-run-{hashlib.sha256(mark.encode()).hexdigest()[:16]}"
 
 
