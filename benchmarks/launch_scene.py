@@ -141,6 +141,8 @@ CLUSTERS = Scene(
     "zero1",
     links=(("west", "east", 12),),
     switches=({"name": "west"}, {"name": "east"}),
+    accumulate=64,  # what crosses in a step is far more than the 256 kB that a lab's link lets pass
+    seq_len=64,
 )
 SUMS = Scene(
     "two workers and two hosts that sum",
@@ -150,7 +152,7 @@ SUMS = Scene(
     ),
     "summation",
 )
-STAGES = Scene("four hosts in a lab", (HostKind("gpu", 20, 4),), "zero1")
+STAGES = Scene("four hosts in a lab", (HostKind("gpu", 25, 4),), "zero1", accumulate=64, seq_len=64)
 SERVED = Scene(  # of what a step takes, links are most: without one of its hosts a step is shorter
     "three workers and a server",
     (HostKind("gpu", 100, 3), HostKind("spare", 100, computes=False)),
