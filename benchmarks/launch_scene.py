@@ -44,7 +44,9 @@ class HostKind:
 
 @dataclass(frozen=True)
 class Scene:
-    """`links`: (switch, switch, Mbit/s). `more`: keys of the job."""
+    """`links`: (switch, switch, Mbit/s). `more`: keys of the job. `at_once`: of a lab's hosts, as
+    many as compute at the same time: those that wait for a link leave their processor to others; 0:
+    all."""
 
     name: str
     hosts: tuple[HostKind, ...]
@@ -55,6 +57,7 @@ class Scene:
     batch_size: int = 1
     seq_len: int = 32
     loopback: bool = False  # all hosts are this machine
+    at_once: int = 0
     more: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -70,7 +73,8 @@ class Scene:
         home.mkdir(parents=True, exist_ok=True)
         (home / "job.toml").write_text(tomli_w.dumps(self._job(home, steps)))
         # a lab shares this machine's processors out among all of its hosts
-        many = sum(host.count for host in self.hosts) if on == "lab" else self.workers
+        every = self.at_once or sum(host.count for host in self.hosts)
+        many = every if on == "lab" else self.workers
         now = SOME if on == "files" else speed(home / "job.toml", many)
         (home / "cluster.toml").write_text(tomli_w.dumps(self._cluster(home, now)))
         return now
@@ -143,6 +147,7 @@ CLUSTERS = Scene(
     switches=({"name": "west"}, {"name": "east"}),
     accumulate=64,  # what crosses in a step is far more than the 256 kB that a lab's link lets pass
     seq_len=64,
+    at_once=2,
 )
 SUMS = Scene(
     "two workers and two hosts that sum",
@@ -152,7 +157,14 @@ SUMS = Scene(
     ),
     "summation",
 )
-STAGES = Scene("four hosts in a lab", (HostKind("gpu", 25, 4),), "zero1", accumulate=64, seq_len=64)
+STAGES = Scene(
+    "four hosts in a lab",
+    (HostKind("gpu", 25, 4),),
+    "zero1",
+    accumulate=64,
+    seq_len=64,
+    at_once=2,
+)
 SERVED = Scene(  # of what a step takes, links are most: without one of its hosts a step is shorter
     "three workers and a server",
     (HostKind("gpu", 100, 3), HostKind("spare", 100, computes=False)),
