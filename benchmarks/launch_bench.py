@@ -40,7 +40,11 @@ class Bench:
         shutil.rmtree(home, ignore_errors=True)
         scene.write(home, steps, on)
         with LaunchedRun(f"bench-{name}", on, home, *more) as run:
-            run.plan("--placements", scene.placements, "--constants", scene.constants(on))
+            words = ("--placements", scene.placements, "--constants", scene.constants(on))
+            run.plan(*words)
+            if (samples := self.plan_of(run).plan.micro_batch) != scene.batch_size:
+                scene.write(home, steps, on, samples)
+                run.plan(*words)
             run.start()
             run.wait_step(1, START_S)
             yield run

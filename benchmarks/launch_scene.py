@@ -68,14 +68,15 @@ class Scene:
         """Devices are as fast as was measured; of a lab's cards TCP carries a part."""
         return "lab" if on == "lab" else "measured"
 
-    def write(self, home: Path, steps: int, on: str = "lab") -> Speed:
-        """cluster.toml and job.toml. on: "files": of machines that are not there."""
+    def write(self, home: Path, steps: int, on: str = "lab", samples: int = 0) -> Speed:
+        """cluster.toml and job.toml. on: "files": of machines that are not there. samples: of a
+        micro-batch of the plan; 0: there is none yet."""
         home.mkdir(parents=True, exist_ok=True)
         (home / "job.toml").write_text(tomli_w.dumps(self._job(home, steps)))
         # a lab shares this machine's processors out among all of its hosts
         every = self.at_once or sum(host.count for host in self.hosts)
         many = every if on == "lab" else self.workers
-        now = SOME if on == "files" else speed(home / "job.toml", many)
+        now = SOME if on == "files" else speed(home / "job.toml", many, samples or self.batch_size)
         (home / "cluster.toml").write_text(tomli_w.dumps(self._cluster(home, now)))
         return now
 

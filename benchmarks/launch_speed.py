@@ -2,7 +2,7 @@
 seconds of a micro-batch's forward and backward, of an update of the optimizer and of sums. Measured
 right before a plan is made, so that its cluster file says what the machine gives now.
 
-    python -m benchmarks.launch_speed JOB.toml SECONDS       one of the hosts: a line of JSON
+    python -m benchmarks.launch_speed JOB.toml SECONDS SAMPLES    one of the hosts: a line of JSON
 
 Each process has one thread, as the workers have. Does NOT talk to anyone.
 """
@@ -47,9 +47,10 @@ class Speed:
     memory_rate: float
 
 
-def speed(job: Path, hosts: int) -> Speed:
-    """With so many processes at once. Raises RuntimeError where one fails."""
-    words = [sys.executable, "-m", "benchmarks.launch_speed", str(job), str(SECONDS)]
+def speed(job: Path, hosts: int, samples: int) -> Speed:
+    """With so many processes at once, and so many samples in a micro-batch: larger ones are faster
+    a sample. Raises RuntimeError where a process fails."""
+    words = [sys.executable, "-m", "benchmarks.launch_speed", str(job), str(SECONDS), str(samples)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
@@ -77,7 +78,7 @@ def speed(job: Path, hosts: int) -> Speed:
     if "vocab_size" not in tree.model.config:
         config.vocab_size = 256
     shape = shape_of_config(config.to_dict(), seq_len=tree.data.seq_len)
-    flops = shape.step_flops(False) * tree.data.batch_size / pass_s
+    flops = shape.step_flops(False) * samples / pass_s
     rates = {name: rate / hosts for name, rate in together().items()}
     return Speed(hosts, flops, pass_s, rates["updates"], rates["sums"], rates["memory_rate"])
 
@@ -88,13 +89,13 @@ def together() -> dict[str, float]:
     return processors(len(os.sched_getaffinity(0)))
 
 
-def main(job_file: str, seconds: str) -> None:
+def main(job_file: str, seconds: str, samples: str) -> None:
     torch.set_num_threads(1)
     job = load_job(job_file)
     if "vocab_size" not in job.model.config:
         job = job.changed({"model.config.vocab_size": 256})
     model = build_model(job, "cpu")
-    tokens = torch.randint(256, (job.data.batch_size, job.data.seq_len + 1))
+    tokens = torch.randint(256, (int(samples), job.data.seq_len + 1))
     inputs = {"input_ids": tokens[:, :-1], "use_cache": False}
     batch = MicroBatch((), inputs, tokens[:, 1:])
 
