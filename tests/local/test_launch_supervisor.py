@@ -190,7 +190,7 @@ class Supervised:
         assert self.engine.closed and not self._thread.is_alive()
 
     def log(self) -> str:
-        return self.home.all_log.read_text()
+        return self.home.all_log.read_text() if self.home.all_log.exists() else ""
 
 
 def test_workers_that_fail_once_and_end_well(tmp_path: Path) -> None:

@@ -109,6 +109,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     for module in (engine, actors, start):
         monkeypatch.setattr(module, "ray", fake)
     monkeypatch.setattr(engine, "remove_old_places", lambda: fake.did.append("places removed"))
+    # A real one would ask Ray itself once it is an orphan, long after this test.
+    monkeypatch.setattr(engine, "ServedProcess", lambda process, _: FakeService(process, "n0"))
     monkeypatch.setattr(cluster, "ask_for", lambda places: fake.did.append(places))
     monkeypatch.setattr(cluster, "on_node", lambda node: node)
     monkeypatch.setattr(cluster, "nodes", lambda: [node("n0", "a")])
