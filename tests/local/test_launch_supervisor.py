@@ -297,8 +297,7 @@ class Launched:
         self.home = RunHome(directory / ".roadtrain" / "runs" / "tiny")
         self.plan, self.job = directory / "plan.toml", directory / "job.toml"
         self.plan.write_text(make_plan_file(plan_tree(directory, workers)).to_toml())
-        job = make_job(job_tree(directory, steps)).changed({"data.batch_size": 2 * workers})
-        self.job.write_text(job.to_toml())  # of a step, as the plan's
+        self.job.write_text(make_job(job_tree(directory, steps)).to_toml())
 
     def command(self, *words: str) -> list[str]:
         return [sys.executable, "-m", "roadtrain.cli", *words]
