@@ -208,18 +208,8 @@ def launcher_killed_that_stops() -> Fault:
     return Fault("the launcher that the run ends with is killed; --resume", do, again=True)
 
 
-def supervisor_killed() -> Fault:
-    def do(scene: Scenery) -> None:
-        scene.supervisor_dies()
-        run = scene.run
-        run.wait(lambda: not run.run_home.is_supervised(), "the supervisor's end", BACK_S)
-        run.resume()
-
-    return Fault("the supervisor is killed; --resume", do, again=True)
-
-
-def supervisor_killed_on_ray() -> Fault:
-    return Fault("the supervisor is killed, Ray starts it again", Scenery.supervisor_dies)
+def supervisor_killed(then: str) -> Fault:
+    return Fault(f"the supervisor is killed, {then}", Scenery.supervisor_dies)
 
 
 def host_taken(host: str, then: str, restarts: bool = True, fewer: bool = False) -> Fault:

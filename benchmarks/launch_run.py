@@ -30,6 +30,7 @@ COMMAND_S = 300.0  # a command that a user waits for
 TURN_S = 0.1
 MOST_RANKS = 8  # of any scene
 FIRST_STEPS = 4  # of a start, which are no steady ones
+SUPERVISES = frozenset({"roadtrain.launch.supervise", "roadtrain.launch.succeed"})
 
 
 def command(*words: str, within_s: float = COMMAND_S, ok: Sequence[int] = (0,)) -> str:
@@ -240,7 +241,7 @@ class LaunchedRun:
         home = str(self.run_home.path)
         mark = one.environment.get(MARK, "")
         return mark.startswith((f"roadtrain:{home}/", f"roadtrain:{self.name}/")) or (
-            "roadtrain.launch.supervise" in one.words and home in one.words
+            home in one.words and bool(SUPERVISES & {*one.words})
         )
 
     def workers(self) -> list[FoundProcess]:

@@ -222,7 +222,7 @@ max_position_embeddings = 32
 [data]
 paths = ["{home}/text.txt"]
 seq_len = 32
-batch_size = 2
+batch_size = 4
 """
 PLAN = """
 placement = "server"
@@ -263,13 +263,13 @@ directories = ["{home}/ssd0"]
 """
 
 
-def supervisors(home):
-    """Of the runs in this home."""
+def supervisors(home, module="supervise"):
+    """Of the runs in this home. module: succeed: their standbys."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (path / "cmdline").read_text().split("\0")
-            if "roadtrain.launch.supervise" in words and str(home) in words[-2]:
+            if f"roadtrain.launch.{module}" in words and str(home) in words[-2]:
                 found.append(int(path.name))
     return found
 
@@ -277,7 +277,7 @@ def supervisors(home):
 @pytest.mark.exhaustive
 @pytest.mark.skipif(lab_available() is not None, reason=f"{lab_available()}")
 def test_a_job_that_a_plan_runs_on_a_lab_survives_its_supervisor(tmp_path, nothing_left):
-    """Rule 3: losses as without the kill."""
+    """Rule 3: its standby goes on, losses as without the kill."""
     (tmp_path / "text.txt").write_text("".join(f"line {n} of {n * n}\n" for n in range(2000)))
     for name, text in (("job.toml", JOB), ("plan.toml", PLAN)):
         (tmp_path / name).write_text(text.format(home=tmp_path))
@@ -298,16 +298,19 @@ def test_a_job_that_a_plan_runs_on_a_lab_survives_its_supervisor(tmp_path, nothi
 
     try:
         launch("plan.toml", "job.toml", "--on", "lab", "--detach")
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 150
         while "step 4/12" not in log.read_text():
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
         (pid,) = supervisors(tmp_path)
         os.kill(pid, signal.SIGKILL)
-        launch("--resume", "job")
+        while "step 12/12" not in log.read_text() or supervisors(tmp_path, "succeed"):
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
     finally:
-        for pid in supervisors(tmp_path):
-            os.kill(pid, signal.SIGKILL)
+        for module in ("succeed", "supervise"):
+            for pid in supervisors(tmp_path, module):
+                os.kill(pid, signal.SIGKILL)
         sweep()
     text = log.read_text()
     assert int(re.findall(r"\): step (\d+), 2 worker", text)[-1]) >= 3

@@ -87,7 +87,7 @@ def write_files(directory: Path) -> None:
     job = {
         "run": {"dir": str(directory / "run"), "steps": STEPS, "log_every": 1},
         "model": {"dtype": "fp32", "config": MODEL},
-        "data": {"paths": [str(directory / "text")], "seq_len": 32, "batch_size": 2},
+        "data": {"paths": [str(directory / "text")], "seq_len": 32, "batch_size": 4},
         "optimizer": {"name": "adamw", "lr": 1e-3},
     }
     store = {"store": str(directory / "store"), "port": 7000}

@@ -26,7 +26,7 @@ FOUND_DEAD = {  # nodes are found dead within 2 s, not 15
 
 def options(name: str) -> dict[str, object]:
     return {
-        "num_cpus": 4,
+        "num_cpus": 2,
         "object_store_memory": SMALL,
         "labels": {"roadtrain-host": name},
         "node_name": name,

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from processes import free_port
 
@@ -271,6 +272,16 @@ def test_a_user_stops_a_run_that_is_being_measured(tmp_path: Path) -> None:
     assert not run.home.measured_path.exists()
 
 
+def test_a_run_that_was_asked_to_end_does_so_under_the_next_supervisor(tmp_path: Path) -> None:
+    """Its supervisor was killed before it had ended."""
+    run = Supervised(tmp_path, "exec sleep 1000")
+    run.home.write_state(msgspec.structs.replace(run.home.state(), stops="the user asked for it"))
+    with run:
+        state = run.ended()
+    assert (state.code, state.why) == (130, "the user asked for it")
+    assert "starting" not in run.log()
+
+
 def test_a_launcher_that_is_gone_ends_the_run(tmp_path: Path) -> None:
     with Supervised(tmp_path, "exec sleep 1000", stops=True) as run:
         wait_for(lambda: run.engine.workers, "workers")
@@ -362,8 +373,9 @@ def launched(directory: Path, workers: int, steps: int) -> Iterator[Launched]:
     try:
         yield run
     finally:
-        for pid in run.processes("roadtrain.launch.supervise"):
-            os.kill(pid, signal.SIGKILL)
+        for what in ("succeed", "supervise"):  # a standby goes on where its supervisor is killed
+            for pid in run.processes(f"roadtrain.launch.{what}"):
+                os.kill(pid, signal.SIGKILL)
         wait_for(run.nothing_runs, "the end of all processes")
 
 
@@ -400,8 +412,9 @@ def plain_losses(directory: Path, steps: int) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_launchers_and_supervisors_that_are_killed(tmp_path: Path) -> None:
-    """Rule 3: a launcher takes the run with it or leaves it alone, as asked; a supervisor leaves
-    nothing behind, and the run is resumed; losses are those of a run that nobody kills."""
+    """Rule 3: a launcher takes the run with it or leaves it alone, as asked; a supervisor's standby
+    goes on; where both are killed nothing is left, and the run is resumed; losses are those of a
+    run that nobody kills."""
     steps = 400
     with launched(tmp_path, 1, steps) as run:
         words = ("launch", str(run.plan), str(run.job), "--name", "tiny")
@@ -417,6 +430,13 @@ def test_launchers_and_supervisors_that_are_killed(tmp_path: Path) -> None:
         run.step_reached(len(run.lines) + 5)
         assert "is alive" in run.run(*words)[1]
         run.kill("roadtrain.launch.supervise")
+        run.step_reached(len(run.lines) + 5)
+        assert run.home.record().start == 1 and run.home.is_supervised()
+        assert "its standby goes on" in run.home.all_log.read_text()
+        for pid in run.processes("roadtrain.launch.succeed"):  # it, and one of its own
+            os.kill(pid, signal.SIGSTOP)
+        for pid in run.processes("roadtrain.launch.succeed"):
+            os.kill(pid, signal.SIGKILL)
         wait_for(run.nothing_runs, "the end of what a supervisor had started")
         code, said = run.run("status", "tiny")
         assert code == 1 and "its supervisor was killed" in said

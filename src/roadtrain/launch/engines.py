@@ -7,7 +7,9 @@ from __future__ import annotations
 import importlib
 import ipaddress
 import os
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from roadtrain.launch.home import CHECKED, LaunchRecord, RunHome
 from roadtrain.storage import mark
 
 LOCAL = ("localhost", "")
+TAKES_OVER_S = 0.3  # a standby has the run's lock so soon after its supervisor is gone
 
 
 @dataclass(frozen=True)
@@ -126,8 +129,13 @@ def is_alive(home: RunHome) -> bool:
     """Whether it has a supervisor, or will have one again by itself."""
     if home.is_supervised():
         return True
-    alive = ENGINES[home.record().engine].alive
-    return bool(alive) and home.state().phase != "ended" and bool(function_of(alive)(home))
+    if alive := ENGINES[home.record().engine].alive:
+        return home.state().phase != "ended" and bool(function_of(alive)(home))
+    with suppress(LaunchError):  # a state that cannot be read does not say that it has ended
+        if home.state().phase == "ended":
+            return False
+    time.sleep(TAKES_OVER_S)
+    return home.is_supervised()
 
 
 def function_of(target: str) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ addresses.json   of the hosts, as the engine knew them when the run began
 measured.json    links and steps, as the last --replan found them
 state.json       of the supervisor (`RunState`): processes, and when the start's phases were done
 control          Unix socket of the supervisor (mode 600, control.py)
-lock             locked while the supervisor is alive
+lock             locked while the supervisor is alive; its standby waits for it
 starting         locked while a command writes the files above and starts the supervisor
 all.log          every line of every process, with its role and host
 log/PROCESS.log  the lines of one process; log/supervisor.log what the supervisor says when it fails
@@ -79,6 +79,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     phase: str = "starting"  # then going, ending, ended
     code: int = 0  # of an ended run: 0 done, 130 stopped, 2 refused, else it failed
     why: str = ""  # of an ended run: one sentence
+    stops: str = ""  # why it was asked to end: the next supervisor ends it, too
     attempt: int = -1  # the workers' last
     step: int = -1  # the last that is known to be committed
     processes: tuple[ProcessRow, ...] = ()
@@ -209,6 +210,13 @@ class RunHome:
                         hint=f"roadtrain launch --stop {self.name}",
                     )
                 time.sleep(0.01)
+            yield
+
+    @contextmanager
+    def succeeding(self) -> Iterator[None]:
+        """As `supervised`, as soon as the run's supervisor is gone: however long that takes."""
+        with _opened(self.path / "lock", os.O_CREAT) as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
 
     def is_supervised(self) -> bool:

@@ -24,6 +24,7 @@ from roadtrain.launch.engines import ENGINES
 from roadtrain.launch.home import CHECKED, READY, LaunchRecord, RunHome, RunState
 from roadtrain.launch.logs import RunLogs
 from roadtrain.launch.resolve import ResolvedRun, resolve
+from roadtrain.launch.standby import Standby
 from roadtrain.launch.supervisor import FAILED, REFUSED, Supervisor
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -31,7 +32,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 def supervise(home: RunHome, engine: LaunchEngine | None = None) -> int:
     """The run's exit code. `engine`: None: that of the record."""
-    with home.supervised(), RunLogs(home) as logs:
+    with home.supervised():
+        return supervise_locked(home, engine)
+
+
+def supervise_locked(home: RunHome, engine: LaunchEngine | None = None) -> int:
+    """As `supervise`, in a process that has the run's lock."""
+    with RunLogs(home) as logs:
         for number in SIGNALS:
             signal.signal(number, not_started)
         try:
@@ -45,12 +52,22 @@ def supervise(home: RunHome, engine: LaunchEngine | None = None) -> int:
             logs.tell("nothing was started")
             refuse(home, logs, str(error))
             return REFUSED
+        standby = Standby(home, logs.tell)
+        held = bool(ENGINES[record.engine].supervise)  # what holds this process starts it again
         supervisor = Supervisor(
-            run, engine, home, logs, ends_with_launcher=record.if_launcher_dies == "stop"
+            run,
+            engine,
+            home,
+            logs,
+            ends_with_launcher=record.if_launcher_dies == "stop",
+            each_turn=None if held else standby.keep,
         )
         for number in SIGNALS:
             signal.signal(number, lambda n, _: supervisor.stop(f"signal {n}"))
-        return supervisor.run()
+        try:
+            return supervisor.run()
+        finally:
+            standby.close()
 
 
 def had_begun(home: RunHome) -> bool:
@@ -110,7 +127,9 @@ def begun(
             logs.tell(line)
         state = home.state()
         stamps |= {CHECKED: time.time(), **state.stamps}
-        home.write_state(RunState(attempt=state.attempt, step=state.step, stamps=stamps))
+        home.write_state(
+            RunState(attempt=state.attempt, step=state.step, stamps=stamps, stops=state.stops)
+        )
     except BaseException:
         engine.close()
         raise

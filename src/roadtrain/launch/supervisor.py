@@ -106,7 +106,8 @@ def facts_of(
 
 class Supervisor:
     """`home`: with a state.json, that of the start before where the run is resumed: attempts count
-    on. `ends_with_launcher`: see control.py, hello."""
+    on. `ends_with_launcher`: see control.py, hello. `each_turn`: is called with the monotonic time,
+    several times a second."""
 
     def __init__(
         self,
@@ -116,6 +117,7 @@ class Supervisor:
         logs: RunLogs,
         *,
         ends_with_launcher: bool = False,
+        each_turn: Callable[[float], None] | None = None,
     ) -> None:
         before = home.state()
         self._run, self._engine, self._home, self._logs = run, engine, home, logs
@@ -132,9 +134,12 @@ class Supervisor:
         self._written: RunState | None = None
         self._write_at = 0.0  # not before, where it could not be written
         self._ends_with_launcher = ends_with_launcher
+        self._each_turn = each_turn
         self._began = time.monotonic()
-        self._stop_asked = ""
-        self._measures = False  # once the run has stopped
+        # Why the run is to end, as somebody has asked: also of the supervisor before this one.
+        self._stops = before.stops
+        self._stop_asked = before.stops
+        self._measures = before.stops == PLANNED_ANEW  # once the run has stopped
         self._user_stops = ""  # why, where a user asked for the end after all
 
     def _begins_anew(self, before: RunState) -> bool:
@@ -149,6 +154,7 @@ class Supervisor:
                     self._ask_step(self._run.worker_hosts)
                 for event in self._engine.events(0.0):  # a host may be gone already
                     self._take(event)
+                self._feed_stop(time.monotonic())
                 self._feed(TimePassed(time.monotonic()))
                 while self._ended is None:
                     self._turn(control)
@@ -185,10 +191,10 @@ class Supervisor:
         now = time.monotonic()
         if self._ends_with_launcher and not control.greeted and now > self._began + HELLO_S:
             self._stop_asked = f"no launcher said hello within {HELLO_S:.0f} s"
-        if self._stop_asked:
-            self._feed(StopAsked(self._stop_asked, now))
-            self._stop_asked = ""
+        self._feed_stop(now)
         self._feed(TimePassed(now))
+        if self._each_turn is not None:
+            self._each_turn(now)
         self._write_state()
         self._logs.flush()
 
@@ -229,6 +235,12 @@ class Supervisor:
             self._stamps[JOINED] = self._said_at or now
             self._stamps[STEPPED] = now
         self._said_at = now
+
+    def _feed_stop(self, now: float) -> None:
+        if self._stop_asked:
+            self._stops = self._stop_asked
+            self._feed(StopAsked(self._stop_asked, now))
+            self._stop_asked = ""
 
     def _ask_step(self, hosts: Sequence[str]) -> None:
         """So that faults before the last committed step are not counted with those after it."""
@@ -372,6 +384,7 @@ class Supervisor:
             phase=RunPhase.ENDED.value if ended else machine.phase.value,
             code=ended.code if ended else 0,
             why=ended.why if ended else "",
+            stops=self._stops,
             attempt=max(machine.attempt, self._workers.attempt),
             step=self._step,
             processes=self._rows(),

@@ -1,0 +1,110 @@
+"""A run whose supervisor is killed has another one: its standby."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from roadtrain.launch import standby, succeed
+from roadtrain.launch.home import LaunchRecord, RunHome
+from roadtrain.launch.standby import Standby
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> RunHome:
+    home = RunHome(tmp_path / "r")
+    home.write(LaunchRecord(name="r", engine="here", launched=1.0, directory="/"), "", "")
+    return home
+
+
+@pytest.fixture
+def tries(home: RunHome, monkeypatch: pytest.MonkeyPatch) -> list[RunHome]:
+    """Of a supervisor that cannot go on."""
+    made: list[RunHome] = []
+
+    def fails(home: RunHome) -> int:
+        made.append(home)
+        return 1
+
+    monkeypatch.setattr(succeed, "supervise_locked", fails)
+    monkeypatch.setattr(succeed, "AGAIN_S", 0.0)
+    return made
+
+
+def test_it_waits_until_the_supervisor_is_gone(home: RunHome, tries: list[RunHome]) -> None:
+    """Rule 3."""
+    with home.supervised():
+        waits = threading.Thread(target=succeed.succeed, args=(home,))
+        waits.start()
+        time.sleep(0.2)
+        assert not tries
+    waits.join(10)
+    assert tries
+    assert "the supervisor was killed, its standby goes on" in home.all_log.read_text()
+
+
+def test_a_run_that_had_ended_stays_so(home: RunHome, tries: list[RunHome]) -> None:
+    home.write_state(msgspec.structs.replace(home.state(), phase="ended", code=130, why="enough"))
+    assert succeed.succeed(home) == 130 and home.state().why == "enough" and not tries
+
+
+def test_a_run_that_cannot_go_on_is_told_as_ended(home: RunHome, tries: list[RunHome]) -> None:
+    assert succeed.succeed(home) == 1 and len(tries) == succeed.TRIES
+    state = home.state()
+    assert (state.phase, state.code) == ("ended", 1) and "could not go on" in state.why
+
+
+POPEN = subprocess.Popen  # the real one
+
+
+class Started:
+    """Popen of a process that does nothing."""
+
+    made = 0
+
+    def __init__(self, words: list[str], **options: Any) -> None:
+        Started.made += 1
+        assert words[1:3] == ["-m", "roadtrain.launch.succeed"]
+        self._real = POPEN(["sleep", "60"])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def test_a_standby_that_is_killed_is_started_again(
+    home: RunHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standby.subprocess, "Popen", Started)
+    monkeypatch.setattr(Started, "made", 0)
+    one = Standby(home, print)
+    for now in (1.0, 2.0, 20.0):
+        one.keep(now)
+    assert Started.made == 1
+    one.close()
+    one.keep(21.0)
+    assert Started.made == 2
+    one.close()
+    one.keep(22.0)
+    assert Started.made == 2  # not sooner than after 10 s
+    one.close()
+
+
+def test_a_standby_that_cannot_be_started_ends_nothing(
+    home: RunHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: Any, **__: Any) -> None:
+        raise OSError("no processes left")
+
+    monkeypatch.setattr(standby.subprocess, "Popen", refuses)
+    said: list[str] = []
+    one = Standby(home, said.append)
+    one.keep(1.0)
+    one.keep(2.0)
+    one.close()
+    assert said == ["the supervisor has no standby for now: no processes left"]
