@@ -4,7 +4,7 @@ faults that others are held against. Does NOT judge anything."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,18 +28,24 @@ class Bench:
     @property
     def steps(self) -> int:
         """That a run makes of which step times are taken."""
-        return 12 if self.quick else 40
+        return 12 if self.quick else 24
 
     @contextmanager
     def launched(
-        self, scene: Scene, name: str, steps: int, on: str = "lab", *more: str
+        self,
+        scene: Scene,
+        name: str,
+        steps: int,
+        on: str = "lab",
+        *more: str,
+        inside: Sequence[str] = (),
     ) -> Iterator[LaunchedRun]:
         """From the two files alone: planned and started. The name is the run's and its
-        directory's."""
+        directory's. inside: as of LaunchedRun."""
         home = self.home / name
         shutil.rmtree(home, ignore_errors=True)
         scene.write(home, steps, on)
-        with LaunchedRun(f"bench-{name}", on, home, *more) as run:
+        with LaunchedRun(f"bench-{name}", on, home, *more, inside=inside) as run:
             words = ("--placements", scene.placements, "--constants", scene.constants(on))
             run.plan(*words)
             if (samples := self.plan_of(run).plan.micro_batch) != scene.batch_size:
@@ -58,7 +64,7 @@ class Bench:
         for file in ("cluster.toml", "job.toml", "plan.toml"):
             text = (run.home / file).read_text().replace(str(run.home / "run"), str(home / "run"))
             (home / file).write_text(text)
-        with LaunchedRun(f"bench-{name}", on, home, *run.more) as other:
+        with LaunchedRun(f"bench-{name}", on, home, *run.more, inside=run.inside) as other:
             other.start()
             other.wait_step(1, START_S)
             yield other

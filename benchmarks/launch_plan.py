@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 from benchmarks.launch_bench import START_S, STEP_S, Bench, differing, row
-from benchmarks.launch_ray import on_ray, ray_scene
+from benchmarks.launch_ray_links import LINKED, linked_nodes
 from benchmarks.launch_run import LaunchedRun
 from benchmarks.launch_scene import CLUSTERS, SERVER, SUMS
 from benchmarks.report import Row
@@ -26,14 +26,13 @@ def rows(bench: Bench) -> Iterator[Row]:
         except RoadtrainError as error:
             yield failed(scene.name, error)
     try:
-        with on_ray(bench.home / "ray-nodes") as address:
-            scene = ray_scene()
+        with linked_nodes(bench.home / "ray-nodes") as nodes:
             time.sleep(SETTLES_S)
-            more = ("--ray-address", address)
-            with bench.launched(scene, "ray", bench.steps, "ray", *more) as run:
-                yield from run_and_kill(bench, run, scene.name, "ray")
+            words = ("ray", "--ray-address", nodes.address)
+            with bench.launched(LINKED, "ray", bench.steps, *words, inside=nodes.inside) as run:
+                yield from run_and_kill(bench, run, LINKED.name, "ray")
     except RoadtrainError as error:
-        yield failed("two Ray nodes", error)
+        yield failed(LINKED.name, error)
 
 
 def failed(case: str, error: RoadtrainError) -> Row:

@@ -35,7 +35,6 @@ def ray_scene() -> Scene:
         "zero1",
         accumulate=64,
         seq_len=64,
-        loopback=True,
     )
 
 

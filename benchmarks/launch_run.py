@@ -33,10 +33,16 @@ FIRST_STEPS = 4  # of a start, which are no steady ones
 SUPERVISES = frozenset({"roadtrain.launch.supervise", "roadtrain.launch.succeed"})
 
 
-def command(*words: str, within_s: float = COMMAND_S, ok: Sequence[int] = (0,)) -> str:
-    """What `roadtrain WORDS` says. Raises RoadtrainError where it ends with another code."""
+def command(
+    *words: str,
+    within_s: float = COMMAND_S,
+    ok: Sequence[int] = (0,),
+    inside: Sequence[str] = (),
+) -> str:
+    """What `roadtrain WORDS` says; inside: words that a command is typed with on a host of a lab.
+    Raises RoadtrainError where it ends with another code."""
     done = subprocess.run(
-        [*CLI, *words], capture_output=True, text=True, timeout=within_s, check=False
+        [*inside, *CLI, *words], capture_output=True, text=True, timeout=within_s, check=False
     )
     if done.returncode not in ok:
         raise RoadtrainError(
@@ -72,10 +78,13 @@ def processes(of: Callable[[FoundProcess], bool]) -> Iterator[FoundProcess]:
 
 class LaunchedRun:
     """`home`: of the two files; the run trains in `home`/run. Inside the context it is alive; after
-    it, nothing of it is."""
+    it, nothing of it is. `inside`: as of `command`."""
 
-    def __init__(self, name: str, on: str, home: Path, *more: str) -> None:
+    def __init__(
+        self, name: str, on: str, home: Path, *more: str, inside: Sequence[str] = ()
+    ) -> None:
         self.name, self.on, self.home, self.more = name, on, home, more
+        self.inside = inside
         self.run_home = RunHome.of(name)
         self.launcher: subprocess.Popen[bytes] | None = None  # that follows the run
 
@@ -89,7 +98,7 @@ class LaunchedRun:
     def start(self) -> float:
         """Seconds since the epoch at which the command was typed."""
         then = time.time()
-        command(*self._words(), "--detach")
+        command(*self._words(), "--detach", inside=self.inside)
         return then
 
     def follow(self, *words: str) -> None:
@@ -121,10 +130,10 @@ class LaunchedRun:
             self.launcher = None
 
     def stop(self) -> None:
-        command("launch", "--stop", self.name, ok=(0, 130, 1, 2))
+        command("launch", "--stop", self.name, ok=(0, 130, 1, 2), inside=self.inside)
 
     def resume(self) -> None:
-        command("launch", "--resume", self.name, "--detach")
+        command("launch", "--resume", self.name, "--detach", inside=self.inside)
 
     def __enter__(self) -> LaunchedRun:
         """A lab's stores are in the run's home: those of a benchmark before are another run's."""

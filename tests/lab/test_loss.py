@@ -24,12 +24,13 @@ import socket, struct
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
     sock.setsockopt(socket.SOL_SOCKET, 33, 1 << 25)  # SO_RCVBUFFORCE
     sock.bind(("0.0.0.0", 5000))
-    sock.settimeout(1.0)
+    sock.settimeout(20.0)  # until the sender has started
     print("ready", flush=True)
     seen = []
     try:
         while True:
             seen.append(struct.unpack_from("<I", sock.recv(2000))[0])
+            sock.settimeout(1.0)
     except TimeoutError:
         print(*seen)
 """

@@ -35,7 +35,18 @@ from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab.cpus import CpuLimit, cpus_available
 from roadtrain.lab.hosts import ISOLATED, LabHost, batch
 from roadtrain.lab.made import Made, command, folder, insist, lacking
-from roadtrain.lab.nics import ETHERNET, FILTER, IP, MTU, TBF, TCP, End, LabLink, LabNic, losing
+from roadtrain.lab.nics import (
+    ETHERNET,
+    FILTER,
+    IP,
+    MTU,
+    TCP,
+    End,
+    LabLink,
+    LabNic,
+    limit_of,
+    losing,
+)
 
 CARRIED = (MTU - IP - TCP) / (ETHERNET + MTU)  # of a rate: what TCP carries of Ethernet frames
 SWITCH = "+switch"  # no host can be called so
@@ -48,7 +59,7 @@ HOST = (
 )
 TRIAL = (
     f"{HOST} && ip link add name b0 type bridge && ip link add name v0 type veth peer name v1 && "
-    f"tc qdisc add dev v0 {TBF} 1mbit && ip rule add from 10.1.0.1 table 100 && "
+    f"tc qdisc add dev v0 {limit_of(125_000)} && ip rule add from 10.1.0.1 table 100 && "
     "ip rule add pref 1 lookup local && ip rule del pref 0 && "
     "ip rule add pref 0 from 10.1.0.1 ipproto tcp blackhole && "
     "ip link set v0 mtu 9000 gso_max_segs 1"

@@ -16,8 +16,7 @@ from pathlib import Path
 from roadtrain.errors import ConfigError
 from roadtrain.lab.made import command
 
-# a burst below 64 kB splits segments, which burns a core
-TBF = "root tbf burst 256kb latency 20ms rate"
+BURST_S, LEAST_BURST, MOST_BURST = 0.02, 80_000, 262_144
 ETHERNET, IP, TCP = 14, 20, 32  # bytes of the headers of one frame, TCP's with its time stamps
 HEADERS = ETHERNET + IP + TCP
 MTU = 1500
@@ -27,6 +26,19 @@ RANDOM_BITS = 32
 CARD_MOST = 0.5e9  # bytes a second that processors which also compute still pass on
 # linux/filter.h: load a random word; where it is at least the bound pass (0), else drop (2)
 LOSING = "4,32 0 0 4294963256,53 0 1 {bound},6 0 0 0,6 0 0 2"
+
+
+def limit_of(bytes_per_s: float) -> str:
+    """Of what leaves a device, as tc's words; tc's bps are bytes.
+
+    A link that was idle lets the bytes of 20 ms pass at once, as far as both limits of a burst
+    allow: fewer than a train of segments (64 kB and headers) would split it, which burns a core.
+    Before the link as much may wait and 256 kB more, whatever the burst: TCP that shares it needs
+    them.
+    """
+    in_time = int(bytes_per_s * BURST_S)
+    burst = min(max(in_time, LEAST_BURST), MOST_BURST)
+    return f"root tbf burst {burst} limit {in_time + MOST_BURST} rate {int(bytes_per_s)}bps"
 
 
 def losing(share: float) -> str:
@@ -91,8 +103,7 @@ class LabLink:
         """From now on: what leaves the near end (the host, the switch named first), and what
         arrives there."""
         for end, rate in ((self.near, bytes_per_s), (self.far, in_bytes_per_s or bytes_per_s)):
-            # tc's bps are bytes
-            end.do("tc", f"qdisc replace dev {end.device} {TBF} {int(rate)}bps")
+            end.do("tc", f"qdisc replace dev {end.device} {limit_of(rate)}")
 
     def set_mtu(self, mtu: int, carried: int | None = None) -> None:
         """From now on the host's NIC has this MTU; its port of the switch carries frames up to

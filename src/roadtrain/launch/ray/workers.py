@@ -52,7 +52,7 @@ from roadtrain.launch.worker_run import WorkerRun
 from roadtrain.protocol.launch import ProcessEnded, WorkersEnded
 
 ANSWER_S = 60.0  # an actor that is alive answers within it
-TURN_S = 0.2  # between a worker's questions whether it is to end
+TURN_S = 0.5  # between a worker's questions whether it is to end
 HEALTH_S = "0.5"  # between looks of Ray Train at its workers
 START_S = 60  # Ray Train gives up workers that have no place within it
 BEGIN_S = 3.0 * START_S  # and we give up Ray Train that neither begins them nor says why
