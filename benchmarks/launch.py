@@ -47,4 +47,6 @@ def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
                 print(f"launch: {name} ended: {error}", flush=True)
                 said = str(error).partition("\n")[0]
                 rows.append(Row(name, said, "", None, None, None, None, None, "it runs", False))
+            finally:
+                bench.forget_stores()
     return Report("launch", rows)

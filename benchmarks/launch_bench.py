@@ -16,6 +16,7 @@ from roadtrain.config.plan_file import PlanFile, load_plan_file
 
 START_S = 240.0  # from the command to the first step, on a machine with other work
 STEP_S = 30.0  # of a step, at most
+STORES = "/dev/shm/roadtrain-run"  # how the stores of a plan in memory begin, of a run in DIR/run
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,16 @@ class Bench:
         home.mkdir(parents=True)
         for file in ("cluster.toml", "job.toml", "plan.toml"):
             text = (run.home / file).read_text().replace(str(run.home / "run"), str(home / "run"))
-            (home / file).write_text(text)
+            (home / file).write_text(text.replace(STORES, f"{STORES}-again"))
         with LaunchedRun(f"bench-{name}", on, home, *run.more, inside=run.inside) as other:
             other.start()
             other.wait_step(1, START_S)
             yield other
+
+    def forget_stores(self) -> None:
+        """Those that runs left in this machine's own memory, not in that of a lab's hosts."""
+        for left in Path(STORES).parent.glob(f"{Path(STORES).name}-*"):
+            shutil.rmtree(left, ignore_errors=True)
 
     def plan_of(self, run: LaunchedRun) -> PlanFile:
         return load_plan_file(run.home / "plan.toml")

@@ -146,8 +146,8 @@ CLUSTERS = Scene(
     "zero1",
     links=(("west", "east", 12),),
     switches=({"name": "west"}, {"name": "east"}),
-    accumulate=64,  # what crosses in a step is far more than the 80 kB that a lab's link lets pass
-    seq_len=64,
+    accumulate=32,  # what crosses in a step is far more than the 80 kB that a lab's link lets pass
+    seq_len=128,  # a micro-batch computes for longer than Python takes for it
     at_once=2,
 )
 SUMS = Scene(
