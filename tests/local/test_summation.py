@@ -225,6 +225,28 @@ def test_a_worker_that_leaves_is_named(hosts):  # Rule 5
     assert isinstance(found[0], LostError) and "worker 1 has gone" in str(found[0])
 
 
+def test_a_worker_that_left_before_others_pushed_is_named(hosts):  # Rule 5
+    made = hosts(2)
+    here = threading.Barrier(2)
+
+    def all_noticed():
+        return all(job.gone == {1} for one in made.reducers for job in one.jobs.values())
+
+    def work(rank, sums):
+        here.wait()
+        if rank == 1:
+            return None  # and leaves
+        begin = time.monotonic()
+        while not all_noticed() and time.monotonic() - begin < 10:
+            time.sleep(0.01)
+        return once(100_000)(rank, sums)
+
+    begin = time.monotonic()
+    found = made.run(work)
+    assert isinstance(found[0], LostError) and "worker 1 has gone" in str(found[0])
+    assert time.monotonic() - begin < 15, "nobody waits for the deadline of 20 s"
+
+
 def test_the_budget_of_a_summer_holds(hosts):  # Rule 4
     made = hosts(2, nbytes=1 << 20)
     found = made.run(once(1_000_000))

@@ -108,6 +108,7 @@ class Reducer(HostedSession[_ReducerConnection]):
         self.rule = rule
         self.reserved = 0  # bytes
         self._reserve, self._forget, self._above = reserve, forget, above
+        self._why_gone: dict[int, PeerError] = {}  # of each worker that has left
         self._machine = ReducerStateMachine(workers, rule)
         self._results: dict[Where, Buffer] = {}
         self._residuals: dict[Where, tuple[Buffer, np.ndarray]] = {}  # what encoding the sum lost
@@ -152,14 +153,19 @@ class Reducer(HostedSession[_ReducerConnection]):
             )
         worker.coming.discard(where)
         with self.lock:
-            if self.over or (meeting := self._machine.arrived(worker.rank, part)) is None:
+            if self.over:
                 return
-            alone = self.rule == "accumulate"
-            workers = (
-                [worker] if alone else [self.connections[rank] for rank in range(self.workers)]
-            )
-            views = [one.buffers[where].view for one in workers]
-            self._work.put((workers, views, part, meeting))
+            meeting = self._machine.arrived(worker.rank, part)
+            if meeting is not None:
+                self._sum_soon(worker, part, meeting)
+        self._end_where_one_gone_is_awaited()
+
+    def _sum_soon(self, worker: _ReducerConnection, part: Arrived, meeting: PartRound) -> None:
+        """Under the lock: hands a part that is complete to the thread that adds."""
+        alone = self.rule == "accumulate"
+        workers = [worker] if alone else [self.connections[rank] for rank in range(self.workers)]
+        views = [one.buffers[part.key, part.start].view for one in workers]
+        self._work.put((workers, views, part, meeting))
 
     def _moved(self, worker: _ReducerConnection, given_up: bool) -> None:
         """Parts go elsewhere from now on, or have other keys (`given_up`, with what is not
@@ -194,12 +200,24 @@ class Reducer(HostedSession[_ReducerConnection]):
         }
 
     def one_left(self, rank: int, error: PeerError, all_gone: bool) -> None:
-        """Others may be leaving too: it is over where somebody waits for this one, or when all
-        have gone."""
+        """Others may be leaving too: it is over where somebody waits for this one, now or later,
+        or when all have gone."""
         with self.lock:
-            late = any(rank in ranks for ranks in self._machine.missing().values())
-        if late or all_gone:
+            self._why_gone[rank] = error
+        self._end_where_one_gone_is_awaited()
+        if all_gone:
             self.end(LostError(f"worker {rank} has gone: {error}"))
+
+    def _end_where_one_gone_is_awaited(self) -> None:
+        """A part of a worker that has left never comes, whether it left before or after others
+        pushed theirs (Rule 5)."""
+        with self.lock:
+            if not self._why_gone:
+                return
+            awaited = {rank for ranks in self._machine.missing().values() for rank in ranks}
+            gone = sorted(awaited & self._why_gone.keys())
+        if gone:
+            self.end(LostError(f"worker {gone[0]} has gone: {self._why_gone[gone[0]]}"))
 
     def ended(self, error: BaseException) -> None:
         self._work.put(None)
