@@ -189,6 +189,44 @@ def test_a_drained_node_leaves_once_and_is_given_to_no_host() -> None:
     assert where(hosts) == {"a": "1"}
 
 
+@pytest.mark.parametrize(
+    ("twin", "alias"),
+    [
+        (node("9", label="s"), "9"),
+        (node("9", name="s"), "9"),
+        (node("9", address="10.1.0.2"), "10.1.0.2"),  # the same machine, restarted
+    ],
+)
+def test_a_node_that_came_before_the_old_one_was_known_as_dead_is_its_host(
+    twin: RayNode, alias: str
+) -> None:
+    """Ray takes a killed node for alive until its heartbeats have been missing for a while."""
+    hosts = HostMap([PlanHost("w", "k", workers=2), PlanHost("s", "k", servers=STORE)])
+    w, s = node("1", label="w"), node("2", address="10.1.0.2")
+    hosts.look([w, s], 0.0)
+    [came] = hosts.look([w, s, twin], 1.0)
+    assert isinstance(came, HostCame) and came.host == alias
+    assert hosts.look([w, twin], 2.0) == [
+        HostLost("s", "Ray's node 2: it has died", 2.0),
+        HostLost(alias, "Ray's node 9 is s again", 2.0),
+        HostCame("s", twin.address, 0, 2.0),
+    ]
+    assert where(hosts) == {"w": "1", "s": "9"}
+    hosts.check()
+
+
+def test_nodes_of_one_machine_are_no_twins() -> None:
+    """As on `ray.cluster_utils`: a node that came there is a host of its own."""
+    hosts = HostMap([PlanHost("w", "k", workers=2), PlanHost("s", "k", servers=STORE)])
+    w, s, more = (node(n, address="127.0.0.1") for n in "129")
+    hosts.look([w, s], 0.0)
+    hosts.look([w, s, more], 1.0)
+    [lost] = hosts.look([w, more], 2.0)
+    assert isinstance(lost, HostLost) and lost.host == "s"
+    assert "s" not in hosts.hosts
+    hosts.check()
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_comes_and_goes_a_node_is_one_host(seed: int) -> None:
     random = Random(seed)

@@ -26,12 +26,11 @@ from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.launch import command, paused_run
 from roadtrain.launch.control import ControlSocket
 from roadtrain.launch.engines import ENGINES, EngineKind
-from roadtrain.launch.home import CHECKED, LaunchRecord, RunHome, RunState
+from roadtrain.launch.home import CHECKED, PLANNED_ANEW, LaunchRecord, RunHome, RunState
 from roadtrain.launch.measured_cluster import LinkSeen, RunSeen, measured_cluster
 from roadtrain.launch.measured_host import MODULE, HostAnswer, Told, WorkerSeconds, seconds_of
 from roadtrain.launch.measured_run import MeasuredRun, MeasuredWorker
 from roadtrain.launch.replan import ReplanOptions, SearchedAgain, kept, planned_run, replan
-from roadtrain.launch.supervisor import PLANNED_ANEW
 from roadtrain.planner.arrangements import MOST, arrangements, best_arrangement
 from roadtrain.planner.machines_of import machines_of, predicted_of
 from roadtrain.planner.search import SearchResult, search
@@ -653,6 +652,57 @@ def test_a_run_that_ended_by_itself_meanwhile_does_not_go_on(home: RunHome, why:
         assert run.replan() == 130
     assert not run.gone_on and load_plan_file(home.plan_path) == old
     assert f"and does not go on: {why} (`roadtrain launch --resume again`)" in run.lines[-1]
+
+
+def stays_stopped(home: RunHome, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `--replan` does next starts nothing."""
+    monkeypatch.setattr(command, "start", lambda *_: pytest.fail("the run goes on"))
+    assert command.resume_run(home.name, "keep", True, paused=True) == 130
+    assert home.state().why == command.ASKED
+
+
+def test_a_run_that_is_stopped_while_it_is_planned_anew_stays_stopped(
+    home: RunHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched(home, gpus(), DP4)
+    home.write_state(RunState(phase="ended", code=130, why=PLANNED_ANEW))
+    assert command.stop_run(home.name) == 0
+    stays_stopped(home, monkeypatch)
+
+
+def test_a_run_that_is_stopped_while_its_links_are_measured_stays_stopped(
+    home: RunHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its supervisor has its lock, and listens to nobody any more."""
+    launched(home, gpus(), DP4)
+    home.write_state(RunState(phase="ending"))
+    measuring = threading.Event()
+
+    def measure() -> None:
+        with home.supervised():
+            measuring.set()
+            time.sleep(1.0)
+            home.write_state(RunState(phase="ended", code=130, why=PLANNED_ANEW))
+
+    supervisor = threading.Thread(target=measure)
+    supervisor.start()
+    assert measuring.wait(10)
+    assert command.stop_run(home.name) == 0
+    supervisor.join(10)
+    stays_stopped(home, monkeypatch)
+
+
+def test_a_run_that_went_on_before_it_could_be_asked_to_stop_is_asked_then(
+    home: RunHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched(home, gpus(), DP4)
+    home.write_state(RunState(phase="going"))
+    alive, heard = [True, True, False, False, False], [False, True]
+    monkeypatch.setattr(command, "is_alive", lambda _: alive.pop(0))
+    monkeypatch.setattr(command, "ask_to_stop", lambda _: heard.pop(0))
+    monkeypatch.setattr(command, "told_end", lambda _: 130)
+    monkeypatch.setattr(command, "stay_stopped", lambda _: False)
+    assert command.stop_run(home.name) == 0 and not heard
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), LaunchError("a host is gone")])

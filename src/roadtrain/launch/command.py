@@ -39,6 +39,7 @@ from roadtrain.launch.home import (
     LAUNCHED,
     PHASES,
     PLACED,
+    PLANNED_ANEW,
     READY,
     SERVICES,
     STEPPED,
@@ -59,6 +60,7 @@ WRITERS: Mapping[str, str] = {
 REPLAN = "roadtrain.launch.replan:replan_run"  # the planner comes in
 THEN = ("keep", "stop")  # of --if-launcher-dies
 POLL_S = 0.2
+ASKED = "the user asked for it"  # why a run ends
 INTERRUPTED = 130  # the exit code of a run that was stopped
 STARTS_S = 30.0  # the supervisor's process has the run's lock within it
 CHECKS_S = 600.0  # a supervisor has checked its hosts and listens within it
@@ -135,7 +137,7 @@ def command(
                 {"dry_run": dry_run, "write_plan": write_plan, "new_run": new_run}
                 | {"placements": tuple(name for name in placements.split(",") if name)}
                 | {"detach": detach, "if_launcher_dies": if_launcher_dies},
-                partial(resume_run, run),
+                partial(resume_run, run, paused=True),
             ),
         ),
         "logs": (logs, show_logs),
@@ -302,10 +304,23 @@ def patient_client(home: RunHome) -> Iterator[ControlClient | None]:
         yield client
 
 
-def ask_to_stop(home: RunHome) -> None:
+def ask_to_stop(home: RunHome) -> bool:
+    """Whether a supervisor was there to be asked."""
     with patient_client(home) as client:
         if client is not None:
-            client.ask("stop", "the user asked for it")
+            client.ask("stop", ASKED)
+        return client is not None
+
+
+def stay_stopped(home: RunHome) -> bool:
+    """Whether the run was stopped so that it is planned anew (paused_run.py): it does not go on
+    then. Raises LaunchError where it is being started just now."""
+    with home.starting():
+        state = home.state()
+        if is_alive(home) or (state.phase, state.why) != ("ended", PLANNED_ANEW):
+            return False
+        home.write_state(msgspec.structs.replace(state, why=ASKED))
+        return True
 
 
 def log_size(home: RunHome) -> int:
@@ -428,11 +443,12 @@ def write_files(
 def stop_run(name: str) -> int:
     home = RunHome.of(name)
     home.record()
-    if not is_alive(home):
+    if not is_alive(home) and not stay_stopped(home):
         print(f"run {name} does not run: {home.state().phase}")
         return 0
     offset = log_size(home)
-    ask_to_stop(home)
+    while not ask_to_stop(home) and not stay_stopped(home) and is_alive(home):
+        pass  # it was stopped to be planned anew, and went on before it could be asked
     tail, deadline = LogTail(home, offset), time.monotonic() + STOPS_S
     while is_alive(home):
         if time.monotonic() > deadline:
@@ -444,10 +460,20 @@ def stop_run(name: str) -> int:
     return 0
 
 
-def resume_run(name: str, if_launcher_dies: str, detach: bool, ray_address: str = "") -> int:
+def resume_run(
+    name: str,
+    if_launcher_dies: str,
+    detach: bool,
+    ray_address: str = "",
+    *,
+    paused: bool = False,
+) -> int:
+    """paused: it was stopped to be planned anew, and stays so where a user has said it since."""
     home = RunHome.of(name)
     home.record()
     with home.starting():
+        if paused and home.state().why == ASKED:
+            return told_end(home)
         record, offset = renew(home, if_launcher_dies, ray_address), log_size(home)
         start(home, record)
     return followed(home, record, detach, offset)

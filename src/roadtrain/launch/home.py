@@ -47,6 +47,7 @@ PLACED = "placed"  # an engine that looks for workers' places has them; other en
 IMPORTED = "imported"  # worker 0 said its first line: python and its modules are there
 JOINED = "joined"  # worker 0 said its last line before a step: its servers and peers are there
 STEPPED = "stepped"  # worker 0 said its first step
+PLANNED_ANEW = "it is planned anew"  # why a run ends that `launch --replan` goes on with
 PHASES = (LAUNCHED, READY, CHECKED, SERVICES, WORKERS, PLACED, IMPORTED, JOINED, STEPPED)
 
 

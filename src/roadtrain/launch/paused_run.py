@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from roadtrain.errors import LaunchError
 from roadtrain.launch.command import patient_client
 from roadtrain.launch.engines import is_alive
-from roadtrain.launch.home import CHECKED, RunHome
-from roadtrain.launch.supervisor import PLANNED_ANEW
+from roadtrain.launch.home import CHECKED, PLANNED_ANEW, RunHome
 
 MEASURES_S = 900.0  # a step, the end of services, links of all hosts
 HEARD_S = 30.0  # a supervisor that was asked to stop says within it that it does

@@ -26,6 +26,7 @@ from roadtrain.launch.home import (
     IMPORTED,
     JOINED,
     PLACED,
+    PLANNED_ANEW,
     SERVICES,
     STEPPED,
     WORKERS,
@@ -65,7 +66,6 @@ from roadtrain.storage.direct import replace_file
 TURN_S = 0.2  # between looks at the control socket
 HELLO_S = 60.0  # a launcher that the run is to end with has said hello by then
 WRITE_AGAIN_S = 10.0  # after a state.json that could not be written
-PLANNED_ANEW = "it is planned anew"  # why a run ends that `launch --replan` goes on with
 STEP = "step "  # how worker 0's line of a step begins
 GRACE_STEPS = 4  # workers that are to end have as long as so many predicted steps
 END_TRIES = 6  # to write the last state.json, on a disk that is full

@@ -25,6 +25,7 @@ from roadtrain.planner import switches
 from roadtrain.planner.candidates import EVERY
 from roadtrain.planner.machines_of import (
     IN_STAGES,
+    MEMORY,
     ON_ONE_HOST,
     REDUCED,
     directories_of,
@@ -187,11 +188,13 @@ def relay_of(job: Job, machines: Machines) -> str:
 
 
 def _store(plan_file: PlanFile, machines: Machines, run: str) -> dict[str, Any]:
-    """Where the only host keeps its state. Directories that the cluster does not name are the
-    job's."""
-    if plan_file.plan.placement.state == "host":
-        return {"store": {"files": []}}
+    """Where the only host keeps its state: what is to rest in memory is in files there, which a
+    worker that is started again finds. Directories that the cluster does not name are the job's.
+    """
     cluster, [host] = plan_file.cluster, machines.worker_hosts
+    run = machines.stores_of or run
+    if plan_file.plan.placement.state == "host":
+        return {"store": {"files": [store_in(MEMORY, host.name, run)]}}
     assert cluster is not None
     kind = next((one for one in cluster.hosts if one.name == host.kind), None)
     if kind is None:
@@ -202,7 +205,6 @@ def _store(plan_file: PlanFile, machines: Machines, run: str) -> dict[str, Any]:
     if not any(ssd.directories for ssd in kind.ssds):
         return {}
     found = directories_of(kind, host.name)
-    run = machines.stores_of or run
     return {"store": {"files": [store_in(one, host.name, run) for one in found]}}
 
 

@@ -5,7 +5,8 @@
     smartnic                      a server in the memory of each host that computes
     summation, parameter-server   a reducer on each host without devices that has a card
     optimizer-node                also its switches, each a machine of its own
-    zero1, files, zero-offload    workers alone
+    zero1, files                  workers alone
+    zero-offload                  a worker alone, its state in files in memory
 
 So the simulator lays them out (simulator/scene.py). Does NOT know a job, nor what starts processes.
 """

@@ -7,7 +7,9 @@ Pure.
                                              that never had a node is given a free one with enough
                                              accelerators, or processors where no node has any, in
                                              a stable order
-    a node that came later                   is one more host, under its own name
+    a node that came later                   is one more host, under its own name; where it came
+                                             before Ray knew that the node of its host is dead, it
+                                             is that host once Ray does
     a host with workers that was lost        is again where a node is that is it by the same rules,
                                              and can run as many; a free node never takes its name:
                                              one that was there from the first is told as a host
@@ -125,6 +127,7 @@ class HostMap:
             cause = (why or {}).get(node.node_id) or "it has died"
             events.append(HostLost(host, f"Ray's node {node.node_id[:8]}: {cause}", at))
         first = self._others is None
+        events += self._lose_early(at)
         free = self._free(alive.values())
         events += self._say_too_small(free)
         for host in self._assign(list(alive.values()), free):
@@ -135,6 +138,28 @@ class HostMap:
         self._addresses |= {host: node.address for host, node in self._nodes.items()}
         events += self._leaves(at)
         return events
+
+    def _lose_early(self, at: float) -> list[RunEvent]:
+        """Hosts whose nodes are to be hosts of the plan: they came under names of their own, as
+        Ray took the nodes before them for alive. Those are free then."""
+        events: list[RunEvent] = []
+        for host in self.missing():
+            for name, node in list(self._nodes.items()):
+                if name not in self._hosts and self._was_early(host, node):
+                    del self._nodes[name]
+                    why = f"Ray's node {node.node_id[:8]} is {host.name} again"
+                    events.append(HostLost(name, why, at))
+                    break
+        return events
+
+    def _was_early(self, host: PlanHost, node: RayNode) -> bool:
+        """By its address only where no other node has that: nodes of one machine are no twins."""
+        if node.leaves_in_s is not None or not self._is_large_enough(host, node):
+            return False
+        if _by_label(host, node) or _by_name(host, node):
+            return True
+        alone = [one.address for one in self._nodes.values()].count(node.address) == 1
+        return alone and (_by_address(host, node) or self._by_earlier_address(host, node))
 
     def _free(self, nodes: Iterable[RayNode]) -> list[RayNode]:
         taken = {node.node_id for node in self._nodes.values()}
