@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ import msgspec
 import pytest
 from processes import free_port
 
-from roadtrain.config.job import make_job
+from roadtrain.config.job import Job, make_job
 from roadtrain.config.plan_file import make_plan_file
 from roadtrain.errors import LaunchError
 from roadtrain.launch.control import ControlClient, ask_supervisor
@@ -95,6 +96,7 @@ class SmallProcesses:
         self.workers: tuple[int, list[subprocess.Popen[bytes]]] | None = None
         self.put_files: list[HostFile] = []
         self.step = -1
+        self.jobs: list[Job] = []  # of each attempt, as its workers read it
         self.refuses = 0  # so many starts of a service
         self.finishes_its_step = False  # though it was asked to end
         self.happened: list[RunEvent] = []  # that is told next
@@ -121,6 +123,8 @@ class SmallProcesses:
 
     def start_workers(self, workers: WorkerSet) -> None:
         attempt = str(workers.attempt)
+        files = {Path(file.path).name: file.content for file in workers.processes[0].files}
+        self.jobs.append(make_job(tomllib.loads(files["job.toml"])))
         run = [subprocess.Popen(["sh", "-c", self.script, attempt]) for _ in workers.processes]
         self.workers = workers.attempt, run
 
@@ -154,14 +158,16 @@ class SmallProcesses:
 class Supervised:
     """A supervisor in a thread."""
 
-    def __init__(self, directory: Path, script: str, *, stops: bool = False) -> None:
+    def __init__(
+        self, directory: Path, script: str, *, stops: bool = False, new_store: bool = False
+    ) -> None:
         self.home = RunHome(directory / "home")
         record = LaunchRecord(name="r", engine="here", launched=time.time(), directory="/")
         self.home.write(record, "", "")
         self.engine = SmallProcesses(script)
         run = resolve(
             make_plan_file(plan_tree(directory, 1)),
-            make_job(job_tree(directory, 5)),
+            make_job(job_tree(directory, 5)).changed({"run.new_store": new_store}),
             name="r",
             addresses={},
             token="secret",
@@ -280,6 +286,27 @@ def test_a_run_that_was_asked_to_end_does_so_under_the_next_supervisor(tmp_path:
         state = run.ended()
     assert (state.code, state.why) == (130, "the user asked for it")
     assert "starting" not in run.log()
+
+
+def test_steps_of_an_older_run_are_not_those_of_one_that_begins_anew(tmp_path: Path) -> None:
+    """Its directory tells of the older one's until the new one's workers have begun (Rule 6)."""
+    run = Supervised(tmp_path, "exec sleep 1000", new_store=True)
+    run.engine.step = 998
+    with run:
+        first = wait_for(lambda: run.engine.workers, "workers")
+        ask_supervisor(run.home, "status")
+        first[1][0].kill()
+        wait_for(lambda: len(run.engine.jobs) == 2, "a second attempt")
+        assert run.home.state().step == -1
+        run.engine.happened.append(Output("worker 0", "gpu0", "step 1/5  loss 5.0"))
+        run.engine.step = 1
+        wait_for(lambda: "step 1/5" in run.log(), "a step")
+        wait_for(lambda: run.engine.workers, "workers")[1][0].kill()
+        wait_for(lambda: len(run.engine.jobs) == 3, "a third attempt")
+        ask_supervisor(run.home, "stop")
+        assert run.ended().step == 1
+    assert [job.run.new_store for job in run.engine.jobs] == [True, True, False]
+    assert [job.launched.committed for job in run.engine.jobs] == [0, 0, 1]
 
 
 def test_a_launcher_that_is_gone_ends_the_run(tmp_path: Path) -> None:

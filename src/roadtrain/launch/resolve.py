@@ -179,15 +179,18 @@ class ResolvedRun:
         attempt: int,
         reducers: Sequence[str] | None = None,
         committed: int = -1,
+        *,
+        begins_anew: bool = True,
     ) -> WorkerSet:
         """hosts: with workers, in the order of ranks; maybe fewer than the plan's, or spare ones.
         reducers: the hosts whose reducers are used; None: the plan's. committed: the step from
-        which they go on, or a later one; -1: nothing is known. Raises ConfigError where the batch
-        or the stages do not divide among them."""
+        which they go on, or a later one; -1: nothing is known. begins_anew: whether a job's
+        `run.new_store` still holds, as none of its steps is known. Raises ConfigError where the
+        batch or the stages do not divide among them."""
         if why := self.can_run_on(hosts):
             raise ConfigError(why, hint="wait for the hosts of the plan")
         each = [host.workers for host in self.workers_on(hosts)]
-        files = self._worker_files(hosts, reducers, committed)
+        files = self._worker_files(hosts, reducers, committed, begins_anew)
         about = {
             "WORLD_SIZE": sum(each),
             "GROUP_WORLD_SIZE": len(hosts),
@@ -219,9 +222,15 @@ class ResolvedRun:
         return WorkerSet(attempt, tuple(processes))
 
     def _worker_files(
-        self, hosts: Sequence[str], reducers: Sequence[str] | None, committed: int
+        self,
+        hosts: Sequence[str],
+        reducers: Sequence[str] | None,
+        committed: int,
+        begins_anew: bool,
     ) -> tuple[HostFile, ...]:
         job = self._job_on(hosts)
+        if job.run.new_store and not begins_anew:
+            job = job.changed({"run.new_store": False})
         if committed > 0:
             job = job.changed({"launched.committed": committed})
         files = [

@@ -121,8 +121,10 @@ class Supervisor:
     ) -> None:
         before = home.state()
         self._run, self._engine, self._home, self._logs = run, engine, home, logs
-        # The last step that is known to be committed. A new store is a new beginning.
-        self._step = -1 if self._begins_anew(before) else before.step
+        # `run.new_store`: until a step of this run is seen, what was committed is of an older one.
+        seen = before.step >= 0 or STEPPED in before.stamps
+        self._begins_anew = run.job.run.new_store and not seen
+        self._step = before.step  # the last that is known to be committed
         self._machine = RunStateMachine(
             facts_of(run, before.attempt + 1, self._step, lambda hosts: self._run.can_run_on(hosts))
         )
@@ -142,16 +144,12 @@ class Supervisor:
         self._measures = before.stops == PLANNED_ANEW  # once the run has stopped
         self._user_stops = ""  # why, where a user asked for the end after all
 
-    def _begins_anew(self, before: RunState) -> bool:
-        return self._run.job.run.new_store and before.attempt < 0
-
     def run(self) -> int:
         """Until the run has ended; its exit code. Whatever happens, nothing that the engine has
         started is left."""
         try:
             with ControlSocket(self._home) as control:
-                if not self._begins_anew(self._home.state()):
-                    self._ask_step(self._run.worker_hosts)
+                self._ask_step(self._run.worker_hosts)
                 for event in self._engine.events(0.0):  # a host may be gone already
                     self._take(event)
                 self._feed_stop(time.monotonic())
@@ -232,6 +230,7 @@ class Supervisor:
         if IMPORTED not in self._stamps:
             self._stamps[IMPORTED] = now
         if line.startswith(STEP):
+            self._begins_anew = False
             self._stamps[JOINED] = self._said_at or now
             self._stamps[STEPPED] = now
         self._said_at = now
@@ -244,7 +243,7 @@ class Supervisor:
 
     def _ask_step(self, hosts: Sequence[str]) -> None:
         """So that faults before the last committed step are not counted with those after it."""
-        if not hosts or hosts[0] not in self._machine.here:
+        if self._begins_anew or not hosts or hosts[0] not in self._machine.here:
             return
         told = {"directory": self._run.directory}
         try:
@@ -255,6 +254,8 @@ class Supervisor:
         self._learn_step(step)
 
     def _learn_step(self, step: int) -> None:
+        if self._begins_anew:
+            return
         self._step = max(self._step, step)
         if self._machine.attempt >= self._machine.facts.first_attempt:
             self._feed(Committed(self._step, time.monotonic()))
@@ -299,7 +300,13 @@ class Supervisor:
         if attempt > self._machine.facts.first_attempt:
             self._ask_step(hosts)
         try:
-            self._workers = self._run.workers(hosts, attempt, self._machine.reducers, self._step)
+            self._workers = self._run.workers(
+                hosts,
+                attempt,
+                self._machine.reducers,
+                self._step,
+                begins_anew=self._begins_anew,
+            )
             self._stamps.setdefault(SERVICES, time.time())
             self._engine.start_workers(self._workers)
         except RoadtrainError as error:

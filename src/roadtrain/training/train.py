@@ -23,6 +23,7 @@ from roadtrain.api.place import place
 from roadtrain.api.stores import Files, Memory, Servers
 from roadtrain.config.job import Job
 from roadtrain.config.lossy import Delay, Downcast, TopK
+from roadtrain.config.machines import LAUNCHED_AS
 from roadtrain.device.copies import own_device
 from roadtrain.errors import ConfigError
 from roadtrain.runtime.trace import NetStages, Stages
@@ -217,8 +218,10 @@ def held_out_loss(training: Training, batches: int = HELD_OUT_BATCHES) -> float 
 
 def mark_of(job: Job, report: Report = print, *, reads: bool = False) -> Mark:
     """What the job's run directory, or its launcher, knows of its store. `reads`: none shall be
-    made. A worker that was started again has said `new_store` once before."""
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    made. A worker that torchrun has started again has said `new_store` once before; a launched
+    one is told by its job whether it holds."""
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    again = restarted and LAUNCHED_AS not in os.environ
     witness = max(committed_by(job.run_dir / "metrics.jsonl"), job.launched.committed or -1)
     return Mark(
         job.run_dir,
