@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from roadtrain.errors import FullError, LaunchError
+from roadtrain.config.job import make_job
+from roadtrain.errors import ConfigError, FullError, LaunchError
 from roadtrain.launch import command, supervise
 from roadtrain.launch.control import ControlClient, ControlSocket
 from roadtrain.launch.home import LaunchRecord, RunHome, RunState
@@ -156,3 +157,45 @@ def test_too_many_open_files_do_not_end_a_supervisor(home: RunHome) -> None:
             assert control.requests() == []
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_start_that_fails_leaves_a_run_that_has_ended(
+    home: RunHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name is free, and its status says why."""
+
+    def fails(_: RunHome) -> None:
+        raise LaunchError("the cluster does not answer")
+
+    monkeypatch.setattr(command, "start_supervisor", fails)
+    with pytest.raises(LaunchError, match="does not answer"):
+        command.start(home, home.record())
+    state = home.state()
+    assert (state.phase, state.code) == ("ended", 2) and "does not answer" in state.why
+    command.begin(home, home.record(), "", "")  # of the same name
+
+
+def test_an_engine_that_is_not_installed_is_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lacks(target: str) -> None:
+        raise LaunchError(f"{target} is not installed here")
+
+    monkeypatch.setattr(command, "function_of", lacks)
+    with pytest.raises(LaunchError, match="is not installed here"):
+        command.check_engine("ray")
+    with pytest.raises(ConfigError, match="rya"):
+        command.check_engine("rya")
+
+
+def test_two_runs_do_not_train_in_one_directory(home: RunHome, tmp_path: Path) -> None:
+    job = make_job({"run": {"dir": "run"}, "model": {"config": {"model_type": "llama"}}})
+    home.job_path.write_text(job.to_toml())
+    other = RunHome(home.path.parent / "other")
+    same = job.changed({"run.dir": str(tmp_path / "elsewhere" / ".." / "run")})
+    command.check_directory(other, same)  # nothing trains there now
+    with home.supervised():
+        with pytest.raises(ConfigError, match=r"run 'r' trains in .*/run just now"):
+            command.check_directory(other, same)
+        command.check_directory(home, same)  # that it is alive is said elsewhere
+        command.check_directory(other, job.changed({"run.dir": str(tmp_path / "of its own")}))

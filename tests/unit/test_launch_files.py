@@ -23,7 +23,7 @@ from roadtrain.config.machines import Machines, PlanHost, ServerPlace, SwitchPla
 from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, placement
 from roadtrain.config.plan_file import PlanFile
-from roadtrain.errors import ConfigError
+from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.launch.resolve import ResolvedRun, resolve
 from roadtrain.launch.torchrun import TorchrunWorkers, gpus_of, unknown_devices, with_device
 from roadtrain.launch.write_kubernetes import as_yaml, kubernetes_objects, name_of, write_kubernetes
@@ -470,6 +470,13 @@ def test_a_file_of_the_users_is_not_replaced(tmp_path: Path, kind: str, name: st
     with pytest.raises(ConfigError, match=rf"{name} was not written by --write.*\n.*--out names"):
         write(kind, tmp_path)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "the user's\n"}
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+def test_an_out_that_is_a_file_is_refused(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "out").write_text("a file\n")
+    with pytest.raises(RoadtrainError, match="out: making the directory"):
+        write(kind, tmp_path / "out")
 
 
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes"])

@@ -142,6 +142,7 @@ def test_what_cannot_be_a_model() -> None:
         ({"model_type": "mixtral"}, "of 0 experts, of which a token takes 0"),
         ({"model_type": ""}, "model without model_type"),
         ({"vocab_size": None}, "has none of vocab_size"),
+        ({"hidden_size": "wide"}, "hidden_size of a model's config is 'wide'"),
     ):
         with pytest.raises(ConfigError, match=said):
             from_config({**whole, **more})

@@ -365,6 +365,17 @@ def chosen_length(seq_len: int | None, longest: int | None) -> tuple[int, list[s
     return seq_len, []
 
 
+def _whole(config: Mapping[str, Any], key: str, instead: int = 0) -> int:
+    """instead: where it is not said. Raises ConfigError."""
+    value = config.get(key) or instead
+    try:
+        return int(value)
+    except (TypeError, ValueError, OverflowError) as cause:
+        raise ConfigError(
+            f"{key} of a model's config is {value!r}, and should be a whole number"
+        ) from cause
+
+
 def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> ModelShape:
     """The shape of a Hugging Face config (its keys, from config.json) by formula, for the few
     architectures that the formula is exact for; `planner/model_config.py` counts the modules of
@@ -385,7 +396,7 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
             hint="pip install 'roadtrain[hf]' counts the parameters of its modules",
         )
     found = {
-        name: next((int(config[key]) for key in keys if config.get(key)), 0)
+        name: next((_whole(config, key) for key in keys if config.get(key)), 0)
         for name, keys in KEYS.items()
     }
     if kind == "gpt2":
@@ -400,14 +411,14 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
     hidden, heads = found["hidden_size"], found["num_attention_heads"]
     if hidden % heads:
         raise ConfigError(f"a width of {hidden} does not divide into {heads} heads")
-    if (head := int(config.get("head_dim") or hidden // heads)) * heads != hidden:
+    if (head := _whole(config, "head_dim", hidden // heads)) * heads != hidden:
         raise ConfigError(
             f"the formula of a `{kind}` has heads of {hidden // heads}, the config says {head}",
             hint="pip install 'roadtrain[hf]' counts the parameters of its modules",
         )
     experts, active = (
-        int(config.get("num_local_experts") or 0),
-        int(config.get("num_experts_per_tok") or 0),
+        _whole(config, "num_local_experts"),
+        _whole(config, "num_experts_per_tok"),
     )
     if kind == "mixtral" and not 0 < active <= experts:
         raise ConfigError(
@@ -427,7 +438,7 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
         found["vocab_size"],
         tokens,
         found["intermediate_size"],
-        int(config.get("num_key_value_heads") or heads) * head,
+        _whole(config, "num_key_value_heads", heads) * head,
         gated,
         tied,
         positions,

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -279,7 +280,7 @@ def put_file(file: HostFile) -> str:
     try:
         make_directory(path.parent)
         # Hosts may share a directory, and put the same file there at the same time.
-        own = path.with_name(f".{path.name}.{os.getpid()}")
+        own = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         replace_file(own, file.content.encode(), "writing a file of the run")
         own.replace(path)
     except (RoadtrainError, OSError) as error:

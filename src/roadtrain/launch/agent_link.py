@@ -29,6 +29,7 @@ from roadtrain.units import KIB
 READ = 256 * KIB  # bytes at once
 READY_S = 60.0  # an agent says that it is ready within it: python and its modules start
 PING_S, SILENT_S = 5.0, 60.0  # asked so often; one that has said nothing for so long is ended
+KILLED_S = 30.0  # one that was killed and is there still, in its disk, is given up
 END_S = 15.0  # an agent whose input is closed has ended within it
 Begin = Callable[..., subprocess.Popen[Any]]
 
@@ -162,12 +163,15 @@ class AgentLink:
             time.sleep(0.005)
         if process.poll() is None:
             process.kill()
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a disk that does not answer
+                process.wait(KILLED_S)
         while self.read_errors():
             pass
         process.stdout.close()
         process.stderr.close()
         code = process.returncode
+        if code is None:
+            return f"its agent was killed, and is still there after {KILLED_S:.0f} s"
         how = f"signal {-code}" if code < 0 else f"code {code}"
         return f"its agent ended ({how}{': ' + self.last_words if self.last_words else ''})"
 

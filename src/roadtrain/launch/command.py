@@ -23,7 +23,7 @@ import msgspec
 from roadtrain.config.job import Job, load_job
 from roadtrain.config.names import unknown_name
 from roadtrain.config.plan_file import PlanFile, load_plan_file
-from roadtrain.errors import ConfigError, LaunchError
+from roadtrain.errors import ConfigError, LaunchError, RoadtrainError
 from roadtrain.launch.control import ControlClient, ask_supervisor
 from roadtrain.launch.engines import (
     ENGINES,
@@ -61,6 +61,7 @@ REPLAN = "roadtrain.launch.replan:replan_run"  # the planner comes in
 THEN = ("keep", "stop")  # of --if-launcher-dies
 POLL_S = 0.2
 ASKED = "the user asked for it"  # why a run ends
+REFUSED = 2  # the exit code of a run of which nothing was started
 INTERRUPTED = 130  # the exit code of a run that was stopped
 STARTS_S = 30.0  # the supervisor's process has the run's lock within it
 CHECKS_S = 600.0  # a supervisor has checked its hosts and listens within it
@@ -180,9 +181,9 @@ def command(
         if_launcher_dies=if_launcher_dies,
         ray_address=ray_address,
     )
-    if record.engine not in ENGINES:
-        raise unknown_name("--on", record.engine, ENGINES)
+    check_engine(record.engine)
     with home.starting():
+        check_directory(home, load_job(job))
         begin(home, record, Path(plan).read_text(), load_job(job).to_toml())
         start(home, record)
     return followed(home, record, detach)
@@ -204,6 +205,29 @@ def check_batch(plan_file: PlanFile, job: Job) -> None:
         raise ConfigError(why, hint="plan anew for this job, or leave it out of the job")
 
 
+def check_engine(name: str) -> None:
+    """Raises ConfigError for a name that is none, LaunchError for one that is not installed."""
+    if name not in ENGINES:
+        raise unknown_name("--on", name, ENGINES)
+    if supervise := ENGINES[name].supervise:
+        function_of(supervise)
+
+
+def check_directory(home: RunHome, job: Job) -> None:
+    """Raises ConfigError where a run of another name trains in the job's directory just now."""
+    mine = os.path.realpath(job.run.dir)
+    for path in sorted(home.path.parent.glob("*/launch.json")):
+        other = RunHome(path.parent)
+        if other == home or not other.is_supervised():
+            continue
+        theirs = load_job(other.job_path, report=lambda _: None).run.dir
+        if os.path.realpath(Path(other.record().directory, theirs)) == mine:
+            raise ConfigError(
+                f"run {other.name!r} trains in {mine} just now",
+                hint=f"another run.dir, or roadtrain launch --stop {other.name}",
+            )
+
+
 def begin(home: RunHome, record: LaunchRecord, plan: str, job: str) -> None:
     """The files of a new run. Raises ConfigError where one of its name is alive."""
     if home.exists and is_alive(home):
@@ -215,11 +239,18 @@ def begin(home: RunHome, record: LaunchRecord, plan: str, job: str) -> None:
 
 
 def start(home: RunHome, record: LaunchRecord) -> None:
-    """The supervisor."""
-    if supervise := ENGINES[record.engine].supervise:
-        function_of(supervise)(home)
-    else:
-        start_supervisor(home)
+    """The supervisor. Raises RoadtrainError where there is none then; the run has ended."""
+    try:
+        if supervise := ENGINES[record.engine].supervise:
+            function_of(supervise)(home)
+        else:
+            start_supervisor(home)
+    except RoadtrainError as error:
+        if not home.is_supervised() and (state := home.state()).phase == "starting":
+            why = f"it was not started: {error}"
+            ended = msgspec.structs.replace(state, phase="ended", code=REFUSED, why=why)
+            home.write_state(ended)
+        raise
 
 
 def followed(home: RunHome, record: LaunchRecord, detach: bool, offset: int = 0) -> int:
@@ -385,7 +416,7 @@ def told_end(home: RunHome) -> int:
             f"the supervisor of {home.name} was killed, and all that it had started with it",
             hint=f"roadtrain launch --resume {home.name} goes on at the committed step",
         )
-    if state.code == 2:
+    if state.code == REFUSED:
         raise LaunchError(state.why)
     end = {0: "is done", 130: "is stopped"}.get(state.code, "failed")
     print(f"run {home.name} {end}: {state.why}")

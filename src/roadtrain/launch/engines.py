@@ -63,7 +63,8 @@ def _lab(plan_file: PlanFile, record: LaunchRecord) -> LaunchEngine:
     module = importlib.import_module("roadtrain.launch.lab")
     home = RunHome.of(record.name)
     directory = home.path / "lab"
-    if record.start == 0 and not _has_trained(home, record):
+    begun = CHECKED in home.state().stamps  # by a supervisor before this one
+    if record.start == 0 and not begun and not _has_trained(home, record):
         module.remove_directories(mark_of(record), directory)
     engine: LaunchEngine = module.lab_engine(plan_file, mark_of(record), directory)
     return engine

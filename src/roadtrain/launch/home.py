@@ -144,7 +144,8 @@ class RunHome:
                 left.unlink(missing_ok=True)
             for log in self.log_directory.glob("*.log"):
                 log.unlink(missing_ok=True)
-        write_token(self.token_path)
+        with typed_errors(self.token_path, "writing the run's token"):
+            write_token(self.token_path)
         replace_file(self.plan_path, plan.encode(), "writing the run's plan")
         replace_file(self.job_path, job.encode(), "writing the run's job")
         self.write_state(RunState(stamps={LAUNCHED: record.launched}))

@@ -11,6 +11,7 @@ reason; it is no error. Does NOT judge what it finds (measured_cluster.py).
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -101,7 +102,9 @@ def _listening(run: ResolvedRun, names: Sequence[str]) -> dict[str, tuple[Proces
     """Host -> its process that listens, and where."""
     out: dict[str, tuple[Process, str]] = {}
     taken = {port for host in run.machines.hosts for port in host.ports}
-    port = next(n for n in range(run.machines.rendezvous_port + 1, 65536) if n not in taken)
+    planned = run.machines.rendezvous_port
+    ports = itertools.chain(range(planned + 1, 65536), range(1024, planned))
+    port = next(number for number in ports if number not in taken)
     token = f"{run.directory}/launch/token"
     for name in names:
         where = host_port(run.address(name), port)

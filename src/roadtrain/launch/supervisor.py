@@ -157,7 +157,7 @@ class Supervisor:
                 while self._ended is None:
                     self._turn(control)
             if self._measures:
-                self._measure()
+                self._try_to_measure()
         except BaseException as error:
             self._logs.tell(f"the supervisor failed: all that it started is ended: {error!r}")
             self._ended = EndRun(1, f"the supervisor failed: {error}")
@@ -372,6 +372,13 @@ class Supervisor:
         self._learn_step(int(run["step"]))
         run["stages"] = [table for _, table in sorted(tables.items())]
         return {"state": msgspec.to_builtins(self._state()), "run": run}
+
+    def _try_to_measure(self) -> None:
+        """What fails is told: who planned it anew goes on by the old plan."""
+        try:
+            self._measure()
+        except (RoadtrainError, OSError) as error:
+            self._logs.tell(f"nothing was measured: {error}")
 
     def _measure(self) -> None:
         """Nothing of the run is running; the engine still has its hosts."""

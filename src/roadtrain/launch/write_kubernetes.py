@@ -43,6 +43,7 @@ from roadtrain.launch.torchrun import (
     unknown_devices,
     with_device,
 )
+from roadtrain.storage.direct import make_directory, typed_errors
 from roadtrain.transport.address import write_token
 
 Tree = dict[str, Any]
@@ -58,8 +59,9 @@ def write_kubernetes(run: ResolvedRun, out: Path, image: str) -> list[str]:
     """What is to be told the user. Raises ConfigError for what Kubernetes cannot do."""
     objects = kubernetes_objects(run, image)
     check_ours(out, ["run.yaml"], MARK)
-    out.mkdir(parents=True, exist_ok=True)
-    write_token(out / "run.yaml", as_yaml(objects).encode())  # the token is in it
+    make_directory(out)
+    with typed_errors(out / "run.yaml", "writing"):
+        write_token(out / "run.yaml", as_yaml(objects).encode())  # the token is in it
     return [
         f"{len(hosts_of(run))} hosts; start it with: kubectl apply -f {out / 'run.yaml'}",
         "servers stay when the workers are done, until kubectl delete -f",

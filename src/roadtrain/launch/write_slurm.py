@@ -31,7 +31,7 @@ from roadtrain.launch.torchrun import (
     unknown_devices,
     with_device,
 )
-from roadtrain.storage.direct import replace_file
+from roadtrain.storage.direct import make_directory, replace_file, typed_errors
 from roadtrain.transport.address import write_token
 
 PYTHON = "python"  # of the environment that sbatch is called in
@@ -45,12 +45,13 @@ def write_slurm(run: ResolvedRun, out: Path, _image: str = "") -> list[str]:
     check_for_files(run)
     told, run = unknown_devices(run), with_device(run)
     _check_out(run, out)
-    out.mkdir(parents=True, exist_ok=True)
+    make_directory(out)
     replace_file(out / "run.sbatch", slurm_script(run).encode(), "writing")
     for file in files_of(run):
         where = out / PurePosixPath(file.path).name
         if file.secret:
-            write_token(where, file.content.encode())
+            with typed_errors(where, "writing the token"):
+                write_token(where, file.content.encode())
         else:
             head = f"{_head_line()}\n" if where.suffix == ".toml" else ""
             replace_file(where, (head + file.content).encode(), "writing")

@@ -312,6 +312,7 @@ class _Rendezvous:
             self.ends.append(link.close)
         if self.far.coordinator is not None and elastic:
             self.ends.append(_watch(self.wanted, self.far.coordinator, self.spare))
+        tell(b"")  # all are linked: one that leaves at once is missed by name
         return sums
 
     def _listen(self) -> WorkerAddress:

@@ -289,9 +289,9 @@ class SessionHost:
             self.report(
                 f"ending the session: {type(failed).__name__}: {failed}".replace("\n", "; ")
             )
-        self.report(f"session over at step {step}: {error}".replace("\n", "; "))
         with self._lock:
             self.session = self.fan_in = None
+        self.report(f"session over at step {step}: {error}".replace("\n", "; "))
 
     def stop(self) -> None:
         self._ended.put(None)
