@@ -1,10 +1,10 @@
 import gc
-import os
 import threading
 
 import pytest
 import torch
-from processes import HostProcess
+from ports import DIRECTORY
+from processes import HostProcess, open_files
 
 torch.set_num_threads(1)  # tiny models: a second thread only spins
 
@@ -12,7 +12,7 @@ torch.set_num_threads(1)  # tiny models: a second thread only spins
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind():
     """No thread and no descriptor outlives a test."""
-    threads, files = set(threading.enumerate()), _files()
+    threads, files = set(threading.enumerate()), open_files()
     yield
     new = [
         t
@@ -20,16 +20,19 @@ def nothing_is_left_behind():
         if t not in threads and not t.name.startswith(("pymp", "numba"))
     ]
     # not ours, those have names
-    if pools := [t for t in new if t.name.startswith("ThreadPoolExecutor-")]:
+    if any(t.name.startswith("ThreadPoolExecutor-") for t in new):
         gc.collect()  # transformers loads with one: its threads end when it is collected
     for thread in new:  # one that says its last word when the test ends is not left behind
-        thread.join(1.0 if thread in pools else 0.2)
+        thread.join(5.0)
     left = [t.name for t in new if t.is_alive()]
     assert not left, f"threads left: {left}"
     new = {
         n: f
-        for n, f in _files().items()
-        if n not in files and f.startswith("/") and "/dev/" not in f
+        for n, f in open_files().items()
+        if n not in files
+        and f.startswith("/")
+        and "/dev/" not in f
+        and not f.startswith(f"{DIRECTORY}/")  # locks of ports, held to the end of the tests
     }
     assert not new, f"descriptors left: {new}"
 
@@ -61,13 +64,3 @@ def addresses(hosts):
 
     make.all = hosts.all
     return make
-
-
-def _files():
-    out = {}
-    for n in os.listdir("/proc/self/fd"):
-        try:
-            out[n] = os.readlink(f"/proc/self/fd/{n}")
-        except FileNotFoundError:
-            continue
-    return out

@@ -52,9 +52,11 @@ class PipelineSpec:
     options: dict = field(default_factory=dict)
     on_files: tuple[int, ...] = ()  # stages whose state rests in files under `home`
     on_servers: dict = field(default_factory=dict)  # stage -> addresses
+    deadline_s: float = DEADLINE_S
     replicas: int = 1
     sums: dict = field(default_factory=dict)  # ParallelOptions that are about reducers
     pace_s: float = 0.0  # a step takes at least so long
+    until: tuple[int, Path] | None = None  # steps from that one on wait until there is this file
     again: bool = False  # each rank's agent has started it before, as often as its rank
 
     @property
@@ -114,7 +116,7 @@ def train(spec, rank):
     stores = {stage: Files(spec.home / f"stage-{stage}") for stage in spec.on_files}
     stores |= {stage: Servers(where) for stage, where in spec.on_servers.items()}
     options = ParallelOptions(
-        spec.parallelism, MICROS, stores=stores, deadline_s=DEADLINE_S, seed=3, **spec.sums
+        spec.parallelism, MICROS, stores=stores, deadline_s=spec.deadline_s, seed=3, **spec.sums
     )
     lines = open(spec.home / f"lines-{rank}", "a", buffering=1)  # noqa: SIM115
     training = roadtrain.parallelize(
@@ -134,6 +136,8 @@ def train(spec, rank):
             arm(spec.fault)
         while training.steps_done < spec.steps:
             step = training.steps_done
+            while spec.until and step >= spec.until[0] and not spec.until[1].exists():
+                time.sleep(0.02)
             result = training.step(lambda number: micro(step, number), clip_norm=1.0)  # noqa: B023
             lines.write(f"{step} {float(result).hex()}\n")
             time.sleep(spec.pace_s)

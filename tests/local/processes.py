@@ -8,14 +8,13 @@ import errno
 import hashlib
 import multiprocessing
 import os
-import random
-import socket
 import time
 from pathlib import Path
 
 import torch
 from faulty import RandomFaults
 from models import build, delay_of, new_scaler, one_step
+from ports import free_port
 
 import roadtrain
 from roadtrain import Servers
@@ -45,15 +44,13 @@ BUDGET = "96MiB"
 OF_SERVERS = {"replicas", "give_up", "relay", "buffering", "residuals", "fan_in"}
 
 
-def free_port():
-    """For torch's store, and for hosts that come back to theirs. Below those that the system
-    gives to links, or one of them may have it by then; tests that run at the same time draw from
-    ports of their own."""
-    first = 15000 + 5000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 3)
-    while True:
-        with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.bind(("127.0.0.1", random.randrange(first, first + 5000)))
-            return sock.getsockname()[1]
+def open_files(pid="self"):
+    """What each descriptor of that process stands for, by its number."""
+    found = {}
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found[number] = os.readlink(f"/proc/{pid}/fd/{number}")
+    return found
 
 
 def host_child(directory, address, token, log, ready, snapshot, every, fault, budget, tls=None):

@@ -305,7 +305,7 @@ def test_a_worker_that_stops_is_named_and_one_that_dies_ends_the_session(
     os.kill(ran.processes[1].pid, signal.SIGSTOP)
     begin = time.monotonic()
     until(lambda: re.search(r"fan-in: worker 1 has s", host.log.read_text()))
-    assert time.monotonic() - begin < 4.0  # two seconds, on a machine that does other things too
+    assert time.monotonic() - begin < 10.0  # two seconds, else never: SILENT_S of a session is 60
     said = health.ask(address_of(host.where), TcpOptions(token=TOKEN))
     assert not isinstance(said, BaseException), said
     assert any(name.startswith("worker 0 (127.0.0.1") for name in said[1]), said

@@ -136,13 +136,14 @@ def test_two_racks(addresses, switches, tmp_path):
 
 def until_step(workers, step):
     deadline = time.monotonic() + 60
-    while str(step) not in losses(workers.logs[1]) and time.monotonic() < deadline:
+    while str(step) not in losses(workers.logs[1]):
+        assert time.monotonic() < deadline, f"step {step} does not come"
         time.sleep(0.01)
 
 
 @pytest.mark.parametrize("whom", [also("worker"), also("server"), "switch for good"])
 def test_a_kill_is_noticed_and_nothing_is_lost(whom, hosts, switches, tmp_path):  # Rule 3, Rule 5
-    case, plan, steps = Case(eager=True), one(switches), 10
+    case, plan, steps = Case(eager=True), one(switches), 40
     whole = trained(case, [hosts(1)[0].where], tmp_path / "whole", plan, steps=steps)
     [host], home = hosts(1), tmp_path / "killed"
     home.mkdir()
@@ -178,7 +179,7 @@ def test_a_kill_is_noticed_and_nothing_is_lost(whom, hosts, switches, tmp_path):
 
 
 def test_a_switch_that_starts_again_costs_no_step(hosts, switches, tmp_path):
-    case, plan, steps = Case(eager=True), one(switches), 12
+    case, plan, steps = Case(eager=True), one(switches), 40
     whole = trained(case, [hosts(1)[0].where], tmp_path / "whole", plan, steps=steps)
     home = tmp_path / "killed"
     home.mkdir()

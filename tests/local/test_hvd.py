@@ -557,27 +557,33 @@ def test_a_closure_is_summed_before_the_step(alone):
     assert closure().item() < before
 
 
-def late(later, rank):
-    """The second worker trains no more."""
+def late(later, failed, rank):
+    """The second worker trains no more, and leaves once `failed` is there."""
     model = nn.Linear(2, 1)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model=model if later else None
     )
     if rank == 1:
-        time.sleep(2)
+        until = time.monotonic() + 60
+        while not failed.exists():
+            assert time.monotonic() < until, "the first worker's sum does not fail"
+            time.sleep(0.02)
         return None
     backward(model)
-    with pytest.raises(DeadlineError) as error:
-        optimizer.step()
-        assert later
-        model(torch.ones(1, 2))
+    try:
+        with pytest.raises(DeadlineError) as error:
+            optimizer.step()
+            assert later
+            model(torch.ones(1, 2))
+    finally:
+        failed.touch()
     optimizer._later = None  # shutdown() would raise it again
     return error.value.__notes__
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_a_failed_sum_raises_its_own_error(later):  # Rule 5
-    (note,), nothing = run(2, partial(late, later), deadline_s=1)
+def test_a_failed_sum_raises_its_own_error(later, tmp_path):  # Rule 5
+    (note,), nothing = run(2, partial(late, later, tmp_path / "failed"), deadline_s=1)
     assert (
         re.fullmatch("while 'gradient of group 0 parameter [01]' was waited for", note)
         and nothing is None

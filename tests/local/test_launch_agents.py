@@ -134,10 +134,13 @@ def test_stop_interrupts_first_and_kills_after_the_grace(agents):
         "except KeyboardInterrupt:\n print('committed'); raise SystemExit(130)"
     )
     deaf = f"import signal; signal.signal(2, signal.SIG_IGN); {SLEEP}"
-    for name, code, expected in (("server a", orderly, 130), ("server b", deaf, -9)):
+    for name, code, expected, grace_s in (
+        ("server a", orderly, 130, 60.0),
+        ("server b", deaf, -9, 0.5),
+    ):
         agents.start(process(name, code))
         events_until(agents, Output)
-        agents.stop(name, 0.5)
+        agents.stop(name, grace_s)
         seen = events_until(agents, ProcessEnded)
         assert only(seen, ProcessEnded).code == expected
         assert lines(seen, name) == (["committed"] if expected == 130 else [])

@@ -4,7 +4,6 @@ moves. Against plain torch on all micro-batches."""
 import functools
 import math
 import os
-import time
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ import torch.distributed as dist
 import world
 from models import VOCAB, Net
 from pipeline_job import PipelineSpec
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn import functional
 
 import roadtrain
@@ -370,16 +370,18 @@ class NoStore:
 
 
 def copies_of_a_rank(rank):
-    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # all import first
+    copies, store = dist.new_group(timeout=timedelta(seconds=3)), _get_default_store()
     p = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     p.grad = torch.tensor([256.0 if rank == 0 else 1.0, float(rank)], dtype=torch.bfloat16)
-    stage = PlacedStage(NoStore(p), {"w": AllCopies(dist.group.WORLD, 0, rank == 0)})
+    stage = PlacedStage(NoStore(p), {"w": AllCopies(copies, 0, rank == 0)})
     stage.sum_squares()
     found = p.grad.tolist()
     stage.step()
     if rank:
-        time.sleep(0.5)  # until the first one has it
+        store.wait(["the first one has it"])
         os._exit(0)
+    store.set("the first one has it", "")
     try:
         stage.sum_squares()
     except RoadtrainError as error:

@@ -166,9 +166,10 @@ def test_sums_are_those_of_the_workers_in_order(n, k, hosts):  # Rule 1
 
 def test_asynchronous_training_gets_the_sum_of_all_deltas(hosts):
     """Nobody waits: a worker may be rounds ahead."""
-    rounds = [3, 5]
+    rounds, here = [3, 5], threading.Barrier(2)
 
     def work(rank, sums):
+        here.wait()
         out = np.empty(100_000, np.float32)
         for _ in range(rounds[rank]):
             sums.sum(
@@ -249,7 +250,13 @@ def test_a_worker_that_left_before_others_pushed_is_named(hosts):  # Rule 5
 
 def test_the_budget_of_a_summer_holds(hosts):  # Rule 4
     made = hosts(2, nbytes=1 << 20)
-    found = made.run(once(1_000_000))
+    here = threading.Barrier(2)
+
+    def work(rank, sums):
+        here.wait()
+        return once(1_000_000)(rank, sums)
+
+    found = made.run(work)
     assert all(isinstance(e, (LostError, BudgetError)) for e in found)
     assert any("its budget is 1.0 MiB" in str(e) for e in found), found
 
@@ -299,6 +306,16 @@ def spare_host(*words):
             process.kill()
 
 
+def spare_waits(address, options):
+    """What a spare host says, once it waits for worker 1: (text, whom it waits for)."""
+    until = time.monotonic() + 10
+    while True:
+        text, waits, _ = health.ask(address, options)
+        if "worker 1" in waits or time.monotonic() > until:
+            return text, waits
+        time.sleep(0.02)
+
+
 def test_a_spare_host_by_its_command(tmp_path, hosts):
     """Its status says who keeps the others waiting."""
     write_token(tmp_path / "token", b"a secret of the job")
@@ -310,8 +327,7 @@ def test_a_spare_host_by_its_command(tmp_path, hosts):
         for rank, sums in enumerate(both):
             sums.sum(1, m.as_bytes(grad), outs[rank].view(np.uint8).data, "fp32", lambda: None)
             if rank == 0:
-                time.sleep(0.3)
-                text, waits, _ = health.ask(address, options)
+                text, waits = spare_waits(address, options)
                 assert (
                     text.startswith("sums for 1 job(s)")
                     and "tensor 1, round 1" in waits["worker 1"][1]

@@ -105,6 +105,19 @@ def asked(switch, until, peers=(), deadline_s=10.0):
     return said
 
 
+@contextlib.contextmanager
+def pumping(peers):
+    """By a thread of its own, while this one waits for something."""
+    over = threading.Event()
+    thread = threading.Thread(target=pumped, args=(peers, over.is_set, 60.0))
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def test_sums_go_up_and_parameters_go_down(switches, peers):
     switch = switches()
     end, workers = job(peers, switch, 3)
@@ -153,14 +166,16 @@ def test_a_stalled_worker_below_a_rack_is_named_at_the_end(switches, peers):
     port = end.register(address(rack), 2, parent=(HOST, up))
     alive, stalled = (peers(Worker(end.key, end.job, 4 + i, i, (HOST, port))) for i in range(2))
     assert pumped([end, alive, stalled], lambda: end.below[1] in (4, 5))
-    begin = time.monotonic()
     assert pumped([end, alive], lambda: end.below[1] == 5 and end.below[0] > 1000, 5.0)
-    assert time.monotonic() - begin < 2.0
     said = asked(rack, "silent: child 1", [end, alive])
     assert re.search(r"silent: child 1 \(worker 5, 127.0.0.1:\d+\) for [1-9]", said)
     assert "worker 5" in asked(root, "silent: child 0", [end, alive])
-    assert any(re.search("child 1 .worker 5, .* has been silent for 1", x) for x in switches.lines)
-    assert sum("has been silent" in line for line in switches.lines) == 2  # one a switch
+    # this thread may stand still itself, and then the other worker is named too
+    others = re.escape("{}:{}".format(*alive.where))
+    named = [x for x in switches.lines if "has been silent" in x and not re.search(others, x)]
+    of_rack = [x for x in named if re.search(r"child 1 .worker 5, .* has been silent for \d", x)]
+    of_root = [x for x in named if re.search(r"child 0 .worker \d, .* has been silent for \d", x)]
+    assert len(of_rack) == len(of_root) == 1 and len(named) == 2, named  # one a switch
     asked(rack, "silent: nobody", [end, alive, stalled])
     assert any("is heard again" in line for line in switches.lines)
 
@@ -538,7 +553,8 @@ def test_the_status_of_a_run_asks_its_switches(switches, peers, tmp_path, capsys
         token_file = "{tmp_path}/token"
         """
     )
-    assert cli.main(["status", str(tmp_path / "run")]) == 1  # no server answers
+    with pumping([end, *workers]):
+        assert cli.main(["status", str(tmp_path / "run")]) == 1  # no server answers
     out = " ".join(capsys.readouterr().out.split())
     assert "server 0 does not answer" in out
     assert re.search(rf"switch 1 {switch.where}, 1 job.s., .* job job7: 64 slots, 2 children", out)

@@ -81,17 +81,20 @@ def said(spec):
 
 
 def test_reducers_die_and_come_while_training_goes_on(tmp_path, token, plain):  # Rules 1, 5
-    """It begins with one reducer, another is added to the file, and the first one is killed."""
-    listed = tmp_path / "reducers.txt"
+    """It begins with one reducer, another is added to the file, and the first one is killed. The
+    last two steps are taken after that."""
+    listed, killed = tmp_path / "reducers.txt", tmp_path / "killed"
     with reducer(token) as (first, one), reducer(token) as (_, two):
         listed.write_text(f"{one}\n")
-        processes = PipelineProcesses(spec_of(tmp_path / "run", token, str(listed), pace_s=0.7))
+        spec = spec_of(tmp_path / "run", token, str(listed), pace_s=0.7, until=(STEPS - 2, killed))
+        processes = PipelineProcesses(spec)
         try:
             processes.wait_for_step(1)
             assert (sums_for(one), sums_for(two)) == (1, 0)
             listed.write_text(f"{one}\n{two} 2  # of twice the rate\n")
             until(lambda: sums_for(two) == 1)
             first.kill()
+            killed.touch()
             assert processes.join() == ["ended"] * 2
         finally:
             processes.end()

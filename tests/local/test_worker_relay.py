@@ -64,16 +64,21 @@ def test_a_run_goes_on_with_and_without_it(addresses, tmp_path):  # Rule 3
     assert seen == whole
 
 
+def until_step(workers, step):
+    deadline = time.monotonic() + 60
+    while str(step) not in losses(workers.logs[1]):
+        assert time.monotonic() < deadline, f"step {step} does not come"
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("whom", ["relay", pytest.param("worker", marks=pytest.mark.exhaustive)])
 def test_a_kill_is_noticed_and_nothing_is_lost(whom, addresses, tmp_path):  # Rule 3, Rule 5
-    case, steps = Case(eager=True), 12
+    case, steps = Case(eager=True), 40
     whole = trained(case, addresses(1), tmp_path / "whole", steps, 2, local=2)
     servers, home = addresses(1), tmp_path / "killed"
     home.mkdir()
     workers = Workers(case, servers, home, 1000, 2, local=2, relay=RELAY)
-    until = time.monotonic() + 60
-    while "3" not in losses(workers.logs[1]) and time.monotonic() < until:
-        time.sleep(0.01)
+    until_step(workers, 1)  # there is a relay by then
     if whom == "relay":
         [victim] = [
             c.pid
@@ -83,6 +88,7 @@ def test_a_kill_is_noticed_and_nothing_is_lost(whom, addresses, tmp_path):  # Ru
         ]
     else:
         victim = workers.processes[1].pid
+    until_step(workers, 3)
     os.kill(victim, signal.SIGKILL)
     begin = time.monotonic()
     codes = workers.join(30)

@@ -145,7 +145,8 @@ def test_a_death_costs_no_step(victim, undisturbed, hosts, tmp_path):  # Rules 3
     assert all(codes), codes
     if victim != "all":
         told = [e for e, code in zip(workers.errors(), codes) if code == 3]
-        sentence = re.compile(rf"error LostError: step \d+, waiting for .*: .*{victim} ")
+        doing = "(waiting for .*|sending)"
+        sentence = re.compile(rf"error LostError: step \d+, {doing}: .*{victim} ")
         assert told and all(map(sentence.match, told)), told
 
     for i, host in enumerate(two):
@@ -197,7 +198,7 @@ def test_a_bad_link_is_named_or_endured(bad, undisturbed, hosts, tmp_path):  # R
             assert all("server 0" in e for e in workers.errors()), workers.errors()
             assert relay.flipped == bad.startswith("flipped")
     if bad == "flipped there":
-        assert "does not match its checksum" in host.log.read_text()
+        wait_for(lambda: "does not match its checksum" in host.log.read_text(), "the host's line")
     if bad == "flipped back":
         assert any("does not match its checksum" in e for e in workers.errors()), workers.errors()
     if bad != "slowed tenfold":

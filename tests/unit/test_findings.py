@@ -34,6 +34,7 @@ from roadtrain.parallel.rank_meeting import (
     half_open,
     refusal,
 )
+from tests.local.ports import free_port
 
 
 @dataclass(frozen=True)
@@ -211,12 +212,6 @@ def test_connections_that_cannot_be_answered(tmp_path) -> None:
     assert half_open(8080, tmp_path) == {"10.0.0.2", "10.0.0.5"}
 
 
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 def launch(rank, world_size, port=0, address="127.0.0.1", **more):
     return Launch(rank, world_size, address, port, **{"agent": False, "attempt": "0", **more})
 
@@ -288,7 +283,7 @@ def test_starts_after_each_other_on_one_store(agent, monkeypatch) -> None:
     again = all_meet(2, agent=agent)  # another parallelize() of the same processes
     assert again[1].hosts == tuple(HOSTS[:2]) and not again[1].store.check(["verdict"])
     # rank 1 ends; what it began again ends too, while rank 0 still computes
-    alone = all_meet(2, {1: {"attempt": "1"}}, absent={0}, deadline_s=0.1, agent=agent)
+    alone = all_meet(2, {1: {"attempt": "1"}}, absent={0}, deadline_s=1.0, agent=agent)
     assert "rank 1 of host b came when all 2 ranks were there" in str(alone[1])
     third = all_meet(2, {0: {"attempt": "1"}, 1: {"attempt": "2", "late_s": 0.3}}, agent=agent)
     assert third[1].hosts == tuple(HOSTS[:2]) and meeting.late(third[0]) is None

@@ -38,6 +38,7 @@ from roadtrain.storage.ledger import GroupRule, StoreMeta
 from roadtrain.storage.lock import Locks
 from roadtrain.storage.mark import Mark
 from roadtrain.units import GIB
+from tests.local.ports import free_port
 
 LLAMA = {
     "model_type": "llama",
@@ -74,11 +75,6 @@ class OneProcess:
 @pytest.fixture(autouse=True)
 def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "LEAVE_S", ())
-
-
-def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as one:
-        return int(one.getsockname()[1])
 
 
 def a_run(tmp_path: Path, *stores: str, workers: int = 1, **words: Any) -> ResolvedRun:

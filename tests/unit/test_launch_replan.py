@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import threading
@@ -37,6 +36,7 @@ from roadtrain.planner.search import SearchResult, search
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.run import simulate
 from roadtrain.transport.address import write_token
+from tests.local.ports import free_port
 
 MBIT = 1e6 / 8
 LLAMA = {
@@ -293,11 +293,7 @@ def test_steps_of_the_plan_before_do_not_count_with_those_of_the_last_one(tmp_pa
 def test_hosts_measure_their_links_with_the_token_told_on_standard_input(tmp_path: Path) -> None:
     """Rule 8: no token in words. Two listening hosts and the one that asks, as an engine runs
     them; those that listen end by themselves."""
-    with socket.socket() as one, socket.socket() as other:
-        for each in (one, other):
-            each.bind(("127.0.0.1", 0))
-        ports = [each.getsockname()[1] for each in (one, other)]
-    others = [f"127.0.0.1:{port}" for port in ports]
+    others = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     words = [sys.executable, "-m", MODULE]
     write_token(tmp_path / "token", b"t" * 32)
     listening = [
