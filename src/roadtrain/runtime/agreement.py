@@ -126,9 +126,11 @@ class Agreement:
             self._untold, self._given_up = None, False
 
     def program_goes_on(self) -> None:
-        """It has begun anew, so it knows; unless nothing of it has been given up yet."""
-        if self._given_up:
-            self.told()
+        """It has begun anew, so it knows; unless nothing of it has been given up yet. Waits for a
+        verdict that is being carried out: the program heard of it in the middle of that."""
+        with self.order:
+            if self._given_up:
+                self.told()
 
     def run(
         self,
