@@ -478,8 +478,9 @@ def stop_run(name: str) -> int:
         print(f"run {name} does not run: {home.state().phase}")
         return 0
     offset = log_size(home)
+    # It may have been stopped to be planned anew, and have gone on before it could be asked.
     while not ask_to_stop(home) and not stay_stopped(home) and is_alive(home):
-        pass  # it was stopped to be planned anew, and went on before it could be asked
+        time.sleep(POLL_S)
     tail, deadline = LogTail(home, offset), time.monotonic() + STOPS_S
     while is_alive(home):
         if time.monotonic() > deadline:
