@@ -20,7 +20,14 @@ import torch
 
 from roadtrain import cli
 from roadtrain.config.job import Job, job_of_run, load_job
-from roadtrain.errors import ConfigError, ForeignError, FullError, GoneError, StaleError
+from roadtrain.errors import (
+    ConfigError,
+    ForeignError,
+    ForkedError,
+    FullError,
+    GoneError,
+    StaleError,
+)
 from roadtrain.streaming import plain
 from roadtrain.training import verify
 from roadtrain.training.metrics import Metrics, read_metrics
@@ -90,7 +97,8 @@ def test_metrics_of_a_run(path: Path) -> None:
     lines = lines_of(job)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     for line in lines:
-        assert set(line) == {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "stages"}
+        keys = {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "stages", "session"}
+        assert set(line) == keys
         assert line["tokens"] == 32 and line["seconds"] > 0
         assert {"Forward", "Backward", "Push"} <= set(line["stages"])
     assert summary.steps == 5 and summary.last_loss < summary.first_loss and not summary.stopped
@@ -225,6 +233,49 @@ def test_a_copy_of_a_run_means_its_own_store(path: Path) -> None:
     with pytest.raises(ConfigError, match=r"are of that run"):
         cli.run(["train", str(copy / "job.toml"), "--run.dir", str(copy)])
     assert job_of_run(str(copy)).store.files == [str(copy / "store")]
+
+
+@pytest.mark.parametrize("ahead", [0, 1], ids=["at the same step", "a step ahead"])
+def test_a_copy_that_was_trained_elsewhere_is_refused(path: Path, ahead: int) -> None:
+    """Its job and its step say that it is this run's. Nothing is changed, and `--new-store` takes
+    it with a new metrics.jsonl."""
+    job, copy = job_of(path), path.parent / "copy"
+    stop_after(job, 2)
+    shutil.copytree(job.run_dir, copy)
+    elsewhere = job_of(path, run__dir=str(copy), optimizer__lr=0.02)
+    stop_after(elsewhere, 3 + ahead)
+    stop_after(job, 3)
+    lines = lines_of(job)
+    (job.run_dir / "store").rename(path.parent / "own")
+    (copy / "store").rename(job.run_dir / "store")
+    before = contents(job.run_dir)
+    with pytest.raises(ForkedError, match=f"step {3 + ahead} there was trained without this run"):
+        train(job, quiet)
+    with pytest.raises(ForkedError):
+        cli.run(["export", str(job.run_dir), str(path.parent / "out")])
+    assert contents(job.run_dir) == before
+    (job.run_dir / "store").rename(path.parent / "theirs")
+    (path.parent / "own").rename(job.run_dir / "store")
+    stop_after(job, 4)
+    assert lines_of(job)[:3] == lines
+    (job.run_dir / "store").rename(path.parent / "own")
+    (path.parent / "theirs").rename(job.run_dir / "store")
+    train(job_of(path, run__new_store=True), quiet)
+    assert [line["step"] for line in lines_of(job)] == list(range(4 + ahead, 6))
+    assert read_metrics(job.run_dir / "metrics.before-1.jsonl")[:3] == lines
+
+
+def test_every_start_is_a_session_of_the_store(path: Path) -> None:
+    """The ledger, the lines and the mark name it."""
+    job = job_of(path)
+    for steps in (1, 3):
+        stop_after(job, steps)
+    train(job, quiet)
+    train(job, quiet)  # takes no step
+    sessions = [line["session"] for line in lines_of(job)]
+    assert len(set(sessions)) == 3 and sessions[1] == sessions[2] and sessions[3] == sessions[4]
+    mark = json.loads((job.run_dir / "mark.json").read_text().splitlines()[0])
+    assert mark["history"].split(" ")[0] == sessions[4]
 
 
 def test_servers_that_hold_no_store_or_an_older_one(path: Path, hosts: Any) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roadtrain.errors import DamagedError, ForeignError, GoneError, StaleError
+from roadtrain.errors import DamagedError, ForeignError, ForkedError, GoneError, StaleError
 from roadtrain.storage import mark as module
 from roadtrain.storage.mark import IN_RAM, Mark
 
@@ -71,6 +71,40 @@ def test_metrics_are_a_witness(tmp_path: Path) -> None:
     with pytest.raises(GoneError, match="this run has committed step 9"):
         Mark(tmp_path, witness=9).check("", -1, "there")
     Mark(tmp_path, witness=9).check(OTHER, 9, "there")
+
+
+@pytest.mark.parametrize("lost", ["", "metrics", "mark"])
+def test_a_copy_that_was_trained_elsewhere(tmp_path: Path, lost: str) -> None:
+    """The mark, or the lines of metrics.jsonl, or both tell which session trained a step."""
+    Mark(tmp_path).adopt(JOB, 5, "before ours 0,1")
+    sessions = {4: "before", 5: "before", 6: "ours", 7: "ours"}
+    if lost == "mark":
+        (tmp_path / module.NAME).unlink()
+    else:
+        mark = Mark(tmp_path)
+        mark.check(JOB, 5, "there", session="before")
+        mark.advance(6, now=True)
+    lines = {} if lost == "metrics" else sessions
+    for step, session in [(6, "theirs"), (7, "theirs"), (8, "theirs"), (6, "")]:
+        known = Mark(tmp_path, witness=4, sessions=lines)
+        with pytest.raises(ForkedError, match=f"step {step} there was trained without this run"):
+            known.check(JOB, step, "there", session=session)
+    for step, session in [(6, "ours"), (7, "ours")]:
+        Mark(tmp_path, witness=4, sessions=lines).check(JOB, step, "there", session=session)
+    said: list[str] = []
+    anyway = Mark(tmp_path, witness=4, sessions=lines, new_store=True, report=said.append)
+    anyway.check(JOB, 7, "there", session="theirs")
+    assert anyway.fresh and "--new-store" in said[0]  # its lines are not this store's
+    Mark(tmp_path, witness=4, sessions=lines).check(JOB, 7, "there", session="theirs")
+
+
+def test_a_store_ahead_of_the_lines(tmp_path: Path) -> None:
+    """Each step has its line before it is committed, also in a run of an earlier version."""
+    marked(tmp_path, 5)
+    for step in (5, 6):
+        Mark(tmp_path, witness=4, sessions={5: "", 6: ""}).check(JOB, step, "there", session="")
+    with pytest.raises(ForkedError, match="step 7 there was trained without this run"):
+        Mark(tmp_path, witness=4, sessions={5: "", 6: ""}).check(JOB, 7, "there", session="")
 
 
 def test_a_start_that_goes_back(tmp_path: Path) -> None:

@@ -21,7 +21,14 @@ from hypothesis import strategies as st
 
 from roadtrain.chunks import PAGE, ChunkTable, ParamSpec
 from roadtrain.device.buffers import HUGE, Buffer, array_in
-from roadtrain.errors import DamagedError, ForeignError, FullError, GoneError, StoreError
+from roadtrain.errors import (
+    DamagedError,
+    ForeignError,
+    FullError,
+    GoneError,
+    StaleError,
+    StoreError,
+)
 from roadtrain.storage import lock as lock_module
 from roadtrain.storage.file import FileTier
 from roadtrain.storage.generation import (
@@ -279,7 +286,7 @@ def test_a_vanished_directory(tmp_path: Path) -> None:
     step_of(store, 1)
     store.close()
     (tmp_path / "b").rename(tmp_path / "hidden")
-    with pytest.raises(GoneError, match=r"b/gen-1: gone"):
+    with pytest.raises(GoneError, match=r"b does not exist"):
         open_store(directories)
     (tmp_path / "hidden").rename(tmp_path / "b")
     (tmp_path / "a").rename(tmp_path / "hidden")
@@ -292,7 +299,7 @@ def test_a_vanished_directory(tmp_path: Path) -> None:
         assert store.step == 1 and store.directories == (tmp_path / "hidden", tmp_path / "b")
         store.close()
     # also where it was made
-    with pytest.raises(GoneError, match=r"directory 1 of the 2 .* none of the given ones"):
+    with pytest.raises(GoneError, match=r"directory 1 of the store's 2 .* none of the 1 given"):
         open_store([tmp_path / "hidden"])
 
 
@@ -318,17 +325,28 @@ def test_foreign_stores(tmp_path: Path) -> None:
         open_store(directories)
 
 
-def test_a_member_at_another_step_is_damage(tmp_path: Path) -> None:
+def test_an_older_copy_of_one_directory_is_named(tmp_path: Path) -> None:
     directories = [tmp_path / "a", tmp_path / "b"]
     store = made(directories)
     shutil.copytree(tmp_path / "b", tmp_path / "old")
     step_of(store, 1)
     step_of(store, 2)
     store.close()
-    shutil.rmtree(tmp_path / "b")
+    (tmp_path / "b").rename(tmp_path / "new")
     (tmp_path / "old").rename(tmp_path / "b")
-    with pytest.raises(DamagedError, match=r"no valid ledger record of step 2"):
+    with pytest.raises(
+        StaleError, match=r"b/gen-1: its records are of steps \[0\].* at step 2.*older"
+    ):
         open_store(directories)
+    # the newest record of the other directory is damaged: that is another story
+    shutil.rmtree(tmp_path / "b")
+    (tmp_path / "new").rename(tmp_path / "b")
+    with open(tmp_path / "b" / "gen-1" / "ledger.0", "r+b") as file:
+        file.seek(100)
+        file.write(b"flip")
+    with pytest.raises(DamagedError, match=r"ledger.0: the record there is damaged") as raised:
+        open_store(directories)
+    assert "--new-store" not in str(raised.value)
 
 
 def test_a_torn_record_is_said(tmp_path: Path) -> None:

@@ -26,7 +26,14 @@ from test_store_file import (
 )
 
 from roadtrain.chunks import PAGE
-from roadtrain.errors import DamagedError, ForeignError, GoneError, StoreError
+from roadtrain.errors import (
+    DamagedError,
+    ForeignError,
+    ForkedError,
+    GoneError,
+    StaleError,
+    StoreError,
+)
 from roadtrain.storage import generation
 from roadtrain.storage import lock as lock_module
 from roadtrain.storage.convert import convert, read_param
@@ -270,7 +277,7 @@ def test_a_kill_between_the_first_commit_and_current(tmp_path: Path) -> None:
     store.tiers[1].prepare(0, b"")
     store.close()
     with pytest.raises(
-        GoneError, match="holds step 0 of a store whose first directory is not here"
+        GoneError, match="holds step 0 of a store whose first directory is not among those given"
     ):
         open_store([tmp_path / "b"])  # its disk is not mounted
     assert (tmp_path / "b" / "gen-1" / "slot0.bin").exists()
@@ -284,6 +291,86 @@ def test_a_kill_between_the_first_commit_and_current(tmp_path: Path) -> None:
     store = opened([tmp_path / "a", tmp_path / "b"])
     assert store.step == 0 and "there is no CURRENT" in store.notes[0]
     store.close()
+
+
+# sessions: which opening trained what is there
+
+
+def trained(directories: list[Path], steps: range) -> None:
+    """Open the store and take `steps` in a session of its own."""
+    store = opened(directories)
+    store.begin_session()
+    for step in steps:
+        step_of(store, step)
+    store.close()
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["of a session", "of an earlier version"])
+def test_copies_that_were_trained_apart_are_not_mixed(tmp_path: Path, known: bool) -> None:
+    """Both are at the same step, and of the same job."""
+    ours, theirs = ([tmp_path / run / name for name in "ab"] for run in "xy")
+    made(ours).close()
+    if known:
+        trained(ours, range(1, 6))
+    for mine, its in zip(ours, theirs):
+        shutil.copytree(mine, its)
+    # which of two equal copies is meant makes no difference
+    trained([ours[0], theirs[1]], range(6, 6))
+    trained(ours, range(6, 9))
+    trained(theirs, range(6, 9))
+    before = {p: p.read_bytes() for d in (*ours, *theirs) for p in d.rglob("*") if p.is_file()}
+    for mixed in ([ours[0], theirs[1]], [theirs[0], ours[1]], [ours[1], theirs[0]]):
+        with pytest.raises(ForkedError, match=r"hold step 8 of two sessions") as raised:
+            open_store(mixed)
+        assert all(str(directory) in str(raised.value) for directory in mixed)
+    assert before == {p: p.read_bytes() for p in before}
+    for whole in (ours, theirs):
+        opened(whole).close()
+
+
+def test_a_session_that_committed_nothing_leaves_no_trace(tmp_path: Path) -> None:
+    """Killed after it began, or while it prepared its first step."""
+    directories = [tmp_path / "a", tmp_path / "b"]
+    made(directories).close()
+    trained(directories, range(1, 3))
+    store = opened(directories)
+    known = store.begin_session()
+    for chunk in TRAINABLE:
+        store.tier_of(chunk).write(chunk, RECORD, random_bytes(chunk, RECORD))
+    store.tiers[1].prepare(3, b"")
+    store.close()
+    store = opened(directories)
+    assert store.step == 2 and store.session == known.before
+    store.close()
+    trained(directories, range(3, 4))
+    opened(directories).close()
+
+
+def test_a_converted_store_keeps_its_session(tmp_path: Path) -> None:
+    made([tmp_path / "a"]).close()
+    trained([tmp_path / "a"], range(1, 3))
+    store = opened([tmp_path / "a"])
+    session = store.session
+    other = replace(META, chunk_elements=1 << 17)
+    new = convert(store, other, [tmp_path / "b"], [0] * len(other.table.chunks))
+    assert (new.step, new.session) == (2, session)
+    new.close()
+
+
+def test_a_damaged_newest_record_is_not_an_older_copy(tmp_path: Path) -> None:
+    """Whoever knows of step 2 is told which file is damaged, and what can be done about it."""
+    made([tmp_path]).close()
+    trained([tmp_path], range(1, 3))
+    flipped(tmp_path / "gen-1" / "ledger.0", 800)
+
+    def accept(job: str, step: int, session: str) -> None:
+        if step < 2:
+            raise StaleError(f"the store is at step {step}", hint="put the newer one back")
+
+    with pytest.raises(DamagedError, match=r"ledger.0: the newest record is damaged") as raised:
+        open_store([tmp_path], accept=accept)
+    assert "goes back to step 1" in str(raised.value) and "put the newer" not in str(raised.value)
+    opened([tmp_path]).close()  # a start that accepts step 1 may have it
 
 
 # directories that were not given
@@ -305,11 +392,11 @@ def test_a_copy_does_not_touch_the_original(tmp_path: Path) -> None:
     }
     for given in ([copy[0]], [copy[0], tmp_path / "nowhere"]):
         with pytest.raises(
-            GoneError, match=r"directory 1 of the 2 of job .* is none of the given ones"
+            GoneError, match=r"directory 1 of the store's 2 .* is none of the . given"
         ) as raised:
             open_store(given)
         assert "moved_from" in str(raised.value)
-    with pytest.raises(GoneError, match="first directory is not here"):
+    with pytest.raises(GoneError, match="first directory is not among"):
         open_store([copy[1]])
     flipped(copy[1] / "gen-1" / "store.json", 99)
     with pytest.raises(DamagedError, match=r"copy/b/gen-1/store.json"):

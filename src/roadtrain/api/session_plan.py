@@ -175,12 +175,17 @@ def open_files(plan: SessionPlan, mark: Mark | None) -> tuple[SessionPlan, Opene
     opened = open_or_none(
         plan.store_plan,
         request.report,
-        lambda job, step: mark.check(job, step, plan.where) if mark is not None else None,
+        lambda job, step, session: _check_mark(mark, job, step, plan.where, session),
     )
     if opened is None and isinstance(request.store, Files) and request.store.rates is not None:
         weights = _rates(request.store, request.report)
         plan = replace(plan, store_plan=replace(plan.store_plan, weights=weights))
     return plan, opened
+
+
+def _check_mark(mark: Mark | None, job: str, step: int, where: str, session: str) -> None:
+    if mark is not None:
+        mark.check(job, step, where, session=session)
 
 
 def _rates(files: Files, report: Report) -> tuple[float, ...]:

@@ -44,6 +44,9 @@ class HistoryLink:
     members: tuple[int, ...] = ()  # the servers that took part, the first of them committed
     at: int = 0  # when, in seconds since 1970; 0: not known
 
+    def __str__(self) -> str:
+        return f"session {self.id}, begun at step {self.step} ({_utc(self.at)})"
+
 
 @dataclass(frozen=True)
 class ServerHoldings:

@@ -37,7 +37,7 @@ class LocalServers:
     """JobServers of this process. `running`: the servers, once they are connected. `opened`: None
     where a new store is to be made."""
 
-    local, history, rests = True, "", ""
+    local, rests = True, ""
 
     def __init__(
         self,
@@ -58,6 +58,8 @@ class LocalServers:
                 store_plan.owners,
                 direct=store_plan.direct,
             )
+        # what a run directory keeps of it (storage/mark.py)
+        self.history = str(self.store.begin_session()) if self.store else ""
         in_ram = replace(store_plan.meta(), owners=store_plan.owners, directories=("RAM",))
         self.meta = self.store.meta if self.store else in_ram
         self.step = max(0, self.store.step) if self.store else 0
@@ -123,7 +125,9 @@ class LocalServers:
 
 
 def open_or_none(
-    store_plan: StorePlan, report: Callable[[str], None], accept: Accept = lambda job, step: None
+    store_plan: StorePlan,
+    report: Callable[[str], None],
+    accept: Accept = lambda job, step, session: None,
 ) -> OpenedStore | None:
     """The job's store, converted to `store_plan` where it has another; None where there is none
     yet.

@@ -105,7 +105,11 @@ def counting(directory: Path) -> Counting | None:
     if not damage and not whole:
         if named:
             raise GoneError(
-                f"{directory / NAME} {why}", hint="is its disk mounted? Else remove this file"
+                f"{directory / NAME} {why}",
+                hint=(
+                    f"nothing was changed: put gen-{named} back, or mount its disk; if it is lost"
+                    f" for good, remove {directory / NAME} to begin a new store here at step 0"
+                ),
             )
         return None
     raise DamagedError(

@@ -49,8 +49,11 @@ def _typed(error: OSError, path: Path, doing: str, nbytes: int = 0) -> StoreErro
             hint="free space there, or name another directory",
         )
     if error.errno in _GONE:
+        missing = next((p for p in (*reversed(path.parents), path) if not p.exists()), None)
         return GoneError(
-            f"{path}: gone ({doing}: {error.strerror})", hint="is its disk still mounted?"
+            f"{path}: {doing} failed ({error.strerror})"
+            + (f": {missing} does not exist" if missing else ": its device does not answer"),
+            hint=f"mount the disk of {missing or path}, or put back what was there",
         )
     return StoreError(f"{path}: {doing}: {error.strerror or error}")
 

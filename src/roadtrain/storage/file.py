@@ -22,6 +22,7 @@ import numpy as np
 from roadtrain.chunks import PAGE, Record
 from roadtrain.device.buffers import Buffer
 from roadtrain.errors import DamagedError, FullError
+from roadtrain.protocol.history import HistoryLink
 from roadtrain.storage.direct import DirectFile, free_nbytes, sync_directory
 from roadtrain.storage.ledger import ROW, Ledger, LedgerEntry, Rows, StoreMeta, digest
 from roadtrain.storage.lock import Locks
@@ -121,6 +122,15 @@ class FileTier:
     @property
     def blob(self) -> bytes:
         return self._ledger.entry.blob
+
+    @property
+    def session(self) -> HistoryLink | None:
+        """What the next records name; see storage/ledger.py, Note "sessions"."""
+        return self._ledger.session
+
+    @session.setter
+    def session(self, session: HistoryLink | None) -> None:
+        self._ledger.session = session
 
     @property
     def note(self) -> str:

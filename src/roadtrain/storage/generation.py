@@ -13,12 +13,22 @@ Deletes only files that it makes.
 
 from __future__ import annotations
 
+import time
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from roadtrain.chunks import ChunkTable
-from roadtrain.errors import DamagedError, ForeignError, FullError, GoneError
+from roadtrain.errors import (
+    DamagedError,
+    ForeignError,
+    ForkedError,
+    FullError,
+    GoneError,
+    StaleError,
+)
+from roadtrain.protocol.history import HistoryLink, Witness
 from roadtrain.storage.current import (
     NAME,
     Counting,
@@ -36,7 +46,7 @@ from roadtrain.storage.file import FileTier
 from roadtrain.storage.ledger import StoreMeta
 from roadtrain.storage.lock import Locks
 
-Accept = Callable[[str, int], None]
+Accept = Callable[[str, int, str], None]
 
 
 @dataclass
@@ -66,6 +76,29 @@ class OpenedStore:
     @property
     def notes(self) -> tuple[str, ...]:
         return (*self.said, *(t.note for t in self.tiers if t.note))
+
+    @property
+    def session(self) -> str:
+        """The identity of the session that trained the store's step, or of the one that was begun
+        here; "" where it is not known. See storage/ledger.py, Note "sessions"."""
+        session = self.tiers[0].session
+        return "" if session is None else session.id
+
+    def begin_session(self) -> Witness:
+        """Every record that is written from now on names a new session. Nothing is written here.
+
+        Returns:
+            What a run directory keeps to recognize the store, whether or not the new session comes
+            to commit a step.
+        """
+        before = self.session
+        begun = HistoryLink(uuid.uuid4().hex[:16], max(0, self.step), (), int(time.time()))
+        self._name_session(begun)
+        return Witness(before, begun.id, tuple(range(len(self.tiers))))
+
+    def _name_session(self, session: HistoryLink | None) -> None:
+        for tier in self.tiers:
+            tier.session = session
 
     def tier_of(self, chunk: int) -> FileTier:
         return self.tiers[self.meta.owners[chunk]]
@@ -145,6 +178,8 @@ def create_store(
         try:
             for index, path in enumerate(paths):
                 store.tiers.append(_create(path, replace(meta, index=index), direct))
+            if former is not None:  # the same values in other files
+                store._name_session(former.tiers[0].session)
         except BaseException:
             store.discard()
             raise
@@ -170,12 +205,27 @@ def open_store(
     *,
     also: Sequence[str | Path] = (),
     direct: bool = True,
-    accept: Accept = lambda job, step: None,
+    accept: Accept = lambda job, step, session: None,
 ) -> OpenedStore | None:
-    """The store that counts among `directories` and `also`, whichever of them hold its parts. None
-    where nothing is. `accept` is told its job and step ("", -1: nothing is there) before anything
-    is written or removed, and raises where that is not to be gone on with. GoneError, ForeignError,
-    DamagedError; StoreError where it is in use.
+    """Open the store that counts among `directories` and `also`, whichever of them hold its parts.
+
+    Args:
+        directories: Where the store rests, in any order.
+        also: Directories that it may have rested in before.
+        direct: Whether to read and write past the page cache.
+        accept: Called with the store's job, step and session ("", -1 and "" where nothing is there)
+            before anything is written or removed. Raises where training must not go on from that.
+
+    Returns:
+        The store, locked, or None where nothing is there.
+
+    Raises:
+        GoneError: A directory of the store is missing.
+        ForeignError: The directories hold different stores.
+        ForkedError: They hold copies of one store that were trained apart from each other.
+        StaleError: One of them is an older copy.
+        DamagedError: A description or the newest record is damaged.
+        StoreError: Another process has it open.
     """
     given = list(dict.fromkeys(Path(d).absolute() for d in (*directories, *also)))
     locks = Locks(given)
@@ -218,7 +268,7 @@ def _open(given: Sequence[Path], direct: bool, accept: Accept) -> OpenedStore | 
     found = [c for d in given if (c := counting(d)) is not None] or _roots(given)
     if not found:
         _check_unborn(given)
-        accept("", -1)
+        accept("", -1, "")
         _remove_unborn(given)
         return None
     newest = max(found, key=lambda c: c.generation.number)
@@ -232,7 +282,8 @@ def _open(given: Sequence[Path], direct: bool, accept: Accept) -> OpenedStore | 
             store.tiers.append(
                 FileTier(home, StoreMeta.load(home), step, direct=direct, settle=False)
             )
-        accept(meta.job, store.step)
+        _check_sessions(store)
+        _check_accepted(store, accept)
         _check_fallback(store.tiers)
         repair(paths[0], meta.generation)
         for tier in store.tiers:  # directory 0, whose record decides, first
@@ -242,6 +293,42 @@ def _open(given: Sequence[Path], direct: bool, accept: Accept) -> OpenedStore | 
         store.close()
         raise
     return store
+
+
+def _check_sessions(store: OpenedStore) -> None:
+    """Raise ForkedError where two directories hold the same step of different sessions."""
+    first = store.tiers[0]
+    for path, tier in zip(store.directories, store.tiers):
+        if tier.session != first.session:
+            raise ForkedError(
+                f"{store.directories[0]} and {path} hold step {store.step} of two sessions that"
+                f" trained apart from each other: {first.session or 'one that is not known'};"
+                f" {tier.session or 'one that is not known'}",
+                hint=(
+                    "nothing was changed: they are parts of two copies of one store; name the"
+                    " directories that were trained together"
+                ),
+            )
+
+
+def _check_accepted(store: OpenedStore, accept: Accept) -> None:
+    """Raise what `accept` does, and DamagedError where the store is behind because its newest
+    record is damaged."""
+    try:
+        accept(store.meta.job, store.step, store.session)
+    except StaleError as error:
+        damaged = [str(path) for tier in store.tiers for path in tier.damaged]
+        if not damaged:
+            raise
+        raise DamagedError(
+            f"{damaged[0]}: the newest record is damaged, and the one before it is of step"
+            f" {store.step}: {error}".partition("\nhint:")[0],
+            hint=(
+                f"nothing was changed: restore {' and '.join(damaged)} from a copy, the disk may be"
+                f" failing; without a copy, --new-store (run.new_store) goes back to step"
+                f" {store.step} and repeats the steps after it"
+            ),
+        ) from error
 
 
 def open_part(
@@ -403,12 +490,23 @@ def _member(index: int, meta: StoreMeta, given: Sequence[Path]) -> Path:
         # what is damaged says so
         if (brief_of(path / name) or StoreMeta.load(path / name)).index == index:
             return path
+    seen = [f"{path} {_looks(path)}" for path in given if not (path / name).is_dir()]
     raise GoneError(
-        f"{Path(meta.directories[index]) / name}: gone: directory {index} of the"
-        f" {len(meta.directories)} of job {meta.job} is none of the given ones"
-        f" ({', '.join(map(str, given))})",
-        hint="is its disk mounted? Name its place in `store`; to leave it, name it in `moved_from`",
+        f"directory {index} of the store's {len(meta.directories)} (made as"
+        f" {meta.directories[index]}) is none of the {len(given)} given"
+        + "".join(f"; {what}" for what in seen),
+        hint=(
+            "nothing was changed: mount its disk, or name in `store` the place where it is now; to"
+            " move the store out of it, name it in `moved_from`"
+        ),
     )
+
+
+def _looks(path: Path) -> str:
+    """What a directory that holds no part of a store looks like, for people."""
+    if not path.is_dir():
+        return "does not exist" if not path.exists() else "is no directory"
+    return "holds no part of it" if any(path.iterdir()) else "is empty"
 
 
 def _check_jobs(given: Iterable[Path], meta: StoreMeta) -> None:
@@ -450,8 +548,8 @@ def _check_unborn(given: Iterable[Path]) -> None:
         ):
             raise GoneError(
                 f"{generation.home.parent}: holds step {generation.step} of a store whose first"
-                " directory is not here",
-                hint="is its disk still mounted? Name all directories of the store",
+                " directory is not among those given",
+                hint="nothing was changed: name all directories of the store; mount their disks",
             )
 
 

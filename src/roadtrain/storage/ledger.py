@@ -11,6 +11,11 @@ slots of the step before, and a power cut would then cost both. So `settle` writ
 counts, wipes what does not, and syncs both, before anything else is written; a record whose sync
 fails is wiped at once, and its step never counts.
 
+Note "sessions": a record names the session that trained its step (a HistoryLink,
+protocol/history.py). A session is one opening of a store on files that trains. So two copies of a
+directory that went on without each other have different sessions at the same step, and cannot be
+taken for each other. Records of servers' parts name none: their history rests in `store.json`.
+
 Assumes: one writer (a lock on the ledger says so). Does NOT touch slots.
 """
 
@@ -33,7 +38,7 @@ import numpy as np
 import xxhash
 
 from roadtrain.chunks import Chunk, ChunkTable, ParamSpec, Record, Span, record
-from roadtrain.errors import DamagedError, ForeignError, GoneError, StoreError
+from roadtrain.errors import DamagedError, ForeignError, GoneError, StaleError, StoreError
 from roadtrain.protocol.history import HistoryLink
 from roadtrain.storage.direct import DirectFile, replace_file, typed_errors
 from roadtrain.storage.lock import lock
@@ -44,6 +49,10 @@ MAGIC = b"roadtrn\0"
 BLOBS = b"roadtrain blobs\0"
 # magic, format, generation, job, directory, rows, step, blob bytes
 HEADER = struct.Struct("<8sII16sIIQQ")
+WITH_SESSION = 2  # format of a record whose header is followed by its session
+SESSION = struct.Struct(
+    "<16sqq"
+)  # id, the step it went on from, when it began (seconds since 1970)
 ROW = np.dtype(
     [
         ("chunk", "<u4"),
@@ -242,12 +251,17 @@ class LedgerEntry:
     rows: Rows
     blob: bytes
     file: int  # ledger.0 or ledger.1
+    session: HistoryLink | None = None  # that trained the step; None: not known
 
 
 class Ledger:
-    """The two ledger files of one generation directory. `entry`: the last committed record,
-    before the first one of step -1 with the rows given; `pending`: what is appended and not
-    confirmed; `dropped`: lines about records that do not count."""
+    """The two ledger files of one generation directory.
+
+    `entry`: the last committed record, before the first one of step -1 with the rows given.
+    `pending`: what is appended and not confirmed. `session`: what the next records name (Note
+    "sessions"), at first that of the record that was loaded. `dropped`: lines about records that do
+    not count. `damaged`: files with a record that is torn or damaged.
+    """
 
     def __init__(
         self, directory: Path, meta: StoreMeta, rows: Rows, *, create: bool = False
@@ -255,8 +269,9 @@ class Ledger:
         self._meta, self._files = meta, list[DirectFile]()
         self.entry = LedgerEntry(-1, rows, b"", 1)
         self.pending: LedgerEntry | None = None
+        self.session: HistoryLink | None = None
         self.dropped: list[str] = []
-        self.damaged: list[Path] = []  # files with a record that is torn or damaged
+        self.damaged: list[Path] = []
         self._loaded = [b"", b""]  # what counts in each file, until it is settled
         size = HEADER.size + rows.nbytes + _SPARE if create else None
         try:
@@ -275,12 +290,9 @@ class Ledger:
         found = [e for e in (self._parse(i) for i in range(2)) if e is not None]
         fit = [e for e in found if step is None or e.step == step]
         if not fit:
-            raise DamagedError(
-                f"{self._files[0].path.parent}: no valid ledger record"
-                + ("" if step is None else f" of step {step}")
-                + f", there are {[e.step for e in found]}"
-            )
+            raise self._lacks(step, [e.step for e in found])
         self.entry = max(fit, key=lambda e: e.step)
+        self.session = self.entry.session
         for entry in found:
             if entry.step > self.entry.step:
                 self._loaded[entry.file] = b""
@@ -289,6 +301,24 @@ class Ledger:
                     f"committed, step {self.entry.step} counts"
                 )
         return tuple(e.step for e in found)
+
+    def _lacks(self, step: int | None, steps: list[int]) -> StoreError:
+        """The error for a directory without a record of `step` (None: without any record)."""
+        home = self._files[0].path.parent
+        holds = f"its records are of steps {sorted(steps)}" if steps else "it holds no other record"
+        if self.damaged:
+            damaged = " and ".join(map(str, self.damaged))
+            return DamagedError(
+                f"{damaged}: the record there is damaged, and {holds}", hint=_RESTORE
+            )
+        if step is None or not steps:
+            return DamagedError(f"{home}: its ledger holds no record", hint=_RESTORE)
+        what = "an older" if max(steps) < step else "a later"
+        return StaleError(
+            f"{home}: {holds}, and the store's first directory is at step {step}: one of the two is"
+            f" another copy, {what} one here",
+            hint="nothing was changed: name the directories that were trained together",
+        )
 
     def settle(self) -> None:
         """What was loaded is durable, and what does not count is gone for good (Note "what the
@@ -300,10 +330,10 @@ class Ledger:
 
     def append(self, step: int, rows: Rows, blob: bytes) -> None:
         """Durable on return; the committed record is not touched."""
-        m, number = self._meta, 1 - self.entry.file
+        m, number, session = self._meta, 1 - self.entry.file, self.session
         head = HEADER.pack(
             MAGIC,
-            m.format,
+            m.format if session is None else WITH_SESSION,
             m.generation,
             uuid.UUID(m.job).bytes,
             m.index,
@@ -311,8 +341,10 @@ class Ledger:
             step,
             len(blob),
         )
+        if session is not None:
+            head += SESSION.pack(session.id.encode(), session.step, session.at)
         body = head + rows.tobytes() + blob
-        self.pending = LedgerEntry(step, rows.copy(), blob, number)
+        self.pending = LedgerEntry(step, rows.copy(), blob, number, session)
         file, what = self._files[number], f"the record of step {step}"
         try:
             file.write(memoryview(body + digest(body).to_bytes(8, "little")), 0, what)
@@ -346,15 +378,23 @@ class Ledger:
         _, fmt, generation, job, index, count, step, blob = HEADER.unpack_from(data)
         end = len(data) - 8
         m = self._meta
-        is_ = (fmt, generation, str(uuid.UUID(bytes=job)), index, count)
-        ours = (m.format, m.generation, m.job, m.index, len(self.entry.rows))
-        if is_ != ours:
+        is_ = (generation, str(uuid.UUID(bytes=job)), index, count)
+        ours = (m.generation, m.job, m.index, len(self.entry.rows))
+        if is_ != ours or fmt not in (m.format, WITH_SESSION):
             raise ForeignError(
-                f"{path}: a record of (format, generation, job, directory, chunks) {is_}, not"
-                f" {ours}"
+                f"{path}: a record of (generation, job, directory, chunks) {is_}, not {ours}, in"
+                f" format {fmt}"
             )
-        rows = np.frombuffer(data, ROW, count, HEADER.size).copy()
-        return LedgerEntry(step, rows, data[end - blob : end], file)
+        session = None
+        if fmt == WITH_SESSION:
+            name, since, at = SESSION.unpack_from(data, HEADER.size)
+            session = HistoryLink(name.decode(errors="replace"), since, (), at)
+        rows = np.frombuffer(data, ROW, count, _header_nbytes(fmt)).copy()
+        return LedgerEntry(step, rows, data[end - blob : end], file, session)
+
+
+def _header_nbytes(fmt: int) -> int:
+    return HEADER.size + (SESSION.size if fmt == WITH_SESSION else 0)
 
 
 def record_in(path: Path) -> bytes | None:
@@ -364,8 +404,8 @@ def record_in(path: Path) -> bytes | None:
         data = path.read_bytes()
     if not any(data[: HEADER.size]):
         return b""
-    magic, _, _, _, _, count, _, blob = HEADER.unpack_from(data.ljust(HEADER.size, b"\0"))
-    end = HEADER.size + count * ROW.itemsize + blob
+    magic, fmt, _, _, _, count, _, blob = HEADER.unpack_from(data.ljust(HEADER.size, b"\0"))
+    end = _header_nbytes(fmt) + count * ROW.itemsize + blob
     whole = magic == MAGIC and len(data) >= end + 8
     return (
         data[: end + 8]

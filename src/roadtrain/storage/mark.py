@@ -1,11 +1,12 @@
-"""Mark: what a run directory knows of its store, so that no other one and no older one is taken for
-it (Rule 3).
+"""Mark: what a run directory knows of its store, so that no other store, no older one and no copy
+that was trained elsewhere is taken for it (Rule 3).
 
-`mark.json` names the store (its job's uuid) and the highest step that is known to be committed. It
-is replaced now and then only, not at every step: the lines of metrics.jsonl, each durable before
-its step can be committed, give the rest (`witness`). A store that is absent, another one or below
-that step is refused before anything is made, moved or removed; `new_store` says that the store that
-is there, or a new one, is meant.
+`mark.json` names the store (its job's uuid), the highest step that is known to be committed, and
+the session that trains it. It is replaced now and then only, not at every step: the lines of
+metrics.jsonl, each durable before its step can be committed, give the rest (`witness`, `sessions`).
+A store that is absent, another one, below that step or trained by another session is refused before
+anything is made, moved or removed; `new_store` says that the store that is there, or a new one, is
+meant.
 
 Note "settled": a start that is allowed to go back says so here before it does; from then on, until
 metrics.jsonl has been brought to the same step, its lines are no witness.
@@ -16,19 +17,28 @@ Assumes: one process, worker 0, writes it. Does NOT read metrics.jsonl, and does
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
-from roadtrain.errors import DamagedError, ForeignError, GoneError, StaleError, StoreError
+from roadtrain.errors import (
+    DamagedError,
+    ForeignError,
+    ForkedError,
+    GoneError,
+    StaleError,
+    StoreError,
+)
+from roadtrain.protocol.history import Witness
 from roadtrain.storage.direct import replace_file, typed_errors
 from roadtrain.storage.sealed import sealed, unsealed
 
 NAME = "mark.json"
 EVERY_S = 5.0  # between two replacements while training
 IN_RAM = "RAM, since no directory is named"  # where the state of a job without a store rests
-_ANYWAY = "--new-store (run.new_store) goes on with what is there"
+_ANYWAY = "--new-store (run.new_store)"
+_KEPT = "nothing was changed: "
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -38,14 +48,15 @@ class Known(msgspec.Struct, frozen=True):
         ""  # uuid of the store; "": not known, or the state rested in the memory of the process
     )
     step: int = -1  # committed at least; -1: nothing is known
-    history: str = ""  # which of a store's histories; "": not known
+    history: str = ""  # a Witness (protocol/history.py): its last sessions; "": not known
     settled: bool = True  # see Note "settled"
     format: int = 1
 
 
 class Mark:
     """Of the run directory `directory`. `witness`: the step that metrics.jsonl proves committed, -1
-    for none. `reads`: a store that is there is wanted, none shall be made.
+    for none. `sessions`: for each step that has a line there, the session that trained it, "" where
+    the line does not say. `reads`: a store that is there is wanted, none shall be made.
     `known`: what was known when it was opened, then what was written last. `fresh`: whether
     `check` has let another store in than the one that metrics.jsonl tells of."""
 
@@ -54,28 +65,43 @@ class Mark:
         directory: Path,
         *,
         witness: int = -1,
+        sessions: Mapping[int, str] | None = None,
         new_store: bool = False,
         reads: bool = False,
         report: Callable[[str], None] = print,
     ) -> None:
         self.path = directory / NAME
         self.fresh = False
+        self._sessions = sessions or {}
         self._new_store = new_store
         self._reads = reads
         self._report = report
         self._written = -EVERY_S  # when the mark was written last
         self.known = self._load(witness)
 
-    def check(self, job: str, step: int, where: str, *, back: bool = False) -> None:
-        """Whether the store at `where`, of `job` and at `step` (-1: none is there), may be gone on
-        with. Called before anything is changed. `back`: going back is within what was promised, and
-        is said (state in RAM with snapshots).
+    def check(
+        self, job: str, step: int, where: str, *, session: str | None = None, back: bool = False
+    ) -> None:
+        """Refuse a store that is not this run's. Called before anything is changed.
 
-        Raises GoneError (none is there), ForeignError (another one), StaleError (it is behind)."""
-        refusal = self._refusal(job, step, where)
+        Args:
+            job: The store's uuid.
+            step: Its last committed step, -1 where no store is there.
+            where: Where it rests, for messages.
+            session: What trained that step, "" where the store does not say. None: the store's
+                history is compared elsewhere (servers, stages).
+            back: Whether going back is within what was promised (state in RAM with snapshots).
+
+        Raises:
+            GoneError: No store is there.
+            ForeignError: It is another one.
+            StaleError: It is behind this run.
+            ForkedError: It was trained without this run.
+        """
+        refusal = self._refusal(job, step, where, session)
         if refusal is None:
             return
-        another = step < 0 or (self.known.job not in ("", job))
+        another = step < 0 or self.known.job not in ("", job) or isinstance(refusal, ForkedError)
         if not (back and not another):
             if not self._new_store:
                 raise refusal
@@ -99,11 +125,11 @@ class Mark:
         if now or not self.known.settled or time.monotonic() - self._written > EVERY_S:
             self._write(Known(self.known.job, step, self.known.history))
 
-    def _refusal(self, job: str, step: int, where: str) -> StoreError | None:
+    def _refusal(self, job: str, step: int, where: str, session: str | None) -> StoreError | None:
         known = self.known
         if self._reads and step < 0:
             return GoneError(
-                f"{where}: no store is there", hint="is its disk mounted? Has the run been trained?"
+                f"{where}: no store is there", hint="mount its disk, or train the run first"
             )
         if known.step < 0 or (not job and where == IN_RAM and not known.job):
             return None
@@ -113,16 +139,50 @@ class Mark:
         if step < 0:
             return GoneError(
                 f"{where}: no store is there, {ours}",
-                hint=f"is its disk mounted? {_ANYWAY}: step 0",
+                hint=(
+                    f"{_KEPT}mount its disk, or name the place where it is now; {_ANYWAY} begins"
+                    " anew at step 0, without what was trained"
+                ),
             )
         if known.job not in ("", job):
-            return ForeignError(f"{where}: holds step {step} of store {job}, {ours}", hint=_ANYWAY)
+            return ForeignError(
+                f"{where}: holds step {step} of store {job}, {ours}",
+                hint=(
+                    f"{_KEPT}name the place of this run's store; {_ANYWAY} takes the other one"
+                    f" instead, from its step {step}"
+                ),
+            )
+        if session is not None and self._is_anothers(step, session):
+            return ForkedError(
+                f"{where}: step {step} there was trained without this run (by session"
+                f" {session or 'that is not known'}), {ours}",
+                hint=(
+                    f"{_KEPT}this is a copy that went on elsewhere, or another run trained it: name"
+                    f" the place of the store that this run trained; {_ANYWAY} takes what is there"
+                    f" instead, from step {step}, and puts this run's metrics.jsonl aside"
+                ),
+            )
         if step < known.step:
             return StaleError(
                 f"{where}: the store is at step {step}, {ours}",
-                hint=f"name the store that holds it; {_ANYWAY}: step {step}",
+                hint=(
+                    f"{_KEPT}this is an older copy: put the newer one back, or name its place;"
+                    f" {_ANYWAY} goes back to step {step} and repeats the steps after it"
+                ),
             )
         return None
+
+    def _is_anothers(self, step: int, session: str) -> bool:
+        """Whether the store's `step` is of none of this run's sessions, as far as is known."""
+        if self.known.settled and self._sessions:
+            if step > max(self._sessions):  # a step has its line before it can be committed
+                return True
+            if by := self._sessions.get(step):
+                return by != session
+        witness = Witness.of(self.known.history)
+        if witness is None or step < self.known.step:  # an older copy, as far as is known
+            return False
+        return session not in (witness.before, witness.last)
 
     def _load(self, witness: int) -> Known:
         metrics = Known(step=witness if witness > 0 else -1)
@@ -141,7 +201,10 @@ class Mark:
                 raise DamagedError(
                     f"{self.path}: damaged ({error}): which store is this run's, at which step, is"
                     " not known",
-                    hint=_ANYWAY,
+                    hint=(
+                        f"{_KEPT}restore it from a copy; {_ANYWAY} goes on with the store that is"
+                        " named, from its last committed step"
+                    ),
                 ) from error
             self._report(
                 f"{self.path}: damaged ({error}); metrics.jsonl proves step {witness}, a store at"

@@ -74,7 +74,9 @@ def _export_store(
                 )
             where = ", ".join(job.store.files)
             store = open_store(
-                job.store.files, direct=job.store.direct, accept=partial(mark.check, where=where)
+                job.store.files,
+                direct=job.store.direct,
+                accept=lambda job, step, session: mark.check(job, step, where, session=session),
             )
             assert store is not None  # else the mark has refused it
             stack.callback(store.close)

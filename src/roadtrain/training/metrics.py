@@ -44,9 +44,12 @@ class Metrics:
             not steps and _counts(path, done)
         ):
             raise DamagedError(
-                f"{path} has lines up to step {steps[-1] if steps else 0}, {done} steps are"
-                " committed, some have no line",
-                hint="move the file away; a new one begins with the next step",
+                f"{path}: {done} steps are committed, and not all of the last ones have a line that"
+                f" can be read; the last whole one is of step {steps[-1] if steps else 0}",
+                hint=(
+                    "the store is not affected: restore the file from a copy, or move it away, and"
+                    " a new one begins with the next step"
+                ),
             )
         self._nbytes = sum(nbytes for _, nbytes in kept)
         with typed_errors(path, "opening"):
@@ -124,6 +127,11 @@ class Metrics:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All whole lines of the file, [] if there is none. A torn last line is left out."""
     return [line for line, _ in _read(path)]
+
+
+def sessions_in(path: Path) -> dict[int, str]:
+    """Step -> the session that trained it, "" where the line does not say."""
+    return {line["step"]: line.get("session", "") for line in read_metrics(path)}
 
 
 def last_alike(path: Path, many: int) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from roadtrain.config.lossy import Delay, Downcast, TopK
 from roadtrain.config.machines import LAUNCHED_AS
 from roadtrain.device.copies import own_device
 from roadtrain.errors import ConfigError
+from roadtrain.protocol.history import Witness
 from roadtrain.runtime.trace import NetStages, Stages
 from roadtrain.runtime.worker_group import WorkerGroup
 from roadtrain.storage.direct import make_directory, replace_file
@@ -34,7 +35,7 @@ from roadtrain.streaming.split import DTYPES
 from roadtrain.training.build import build_model, build_optimizer, fitted
 from roadtrain.training.data import Tokens
 from roadtrain.training.memory_limit import ENFORCED_BY, limited
-from roadtrain.training.metrics import Metrics, committed_by, was_away
+from roadtrain.training.metrics import Metrics, committed_by, sessions_in, was_away
 from roadtrain.training.predicted import promised
 from roadtrain.training.progress import progress, show_table
 from roadtrain.training.schedule import learning_rate
@@ -222,10 +223,12 @@ def mark_of(job: Job, report: Report = print, *, reads: bool = False) -> Mark:
     one is told by its job whether it holds."""
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     again = restarted and LAUNCHED_AS not in os.environ
-    witness = max(committed_by(job.run_dir / "metrics.jsonl"), job.launched.committed or -1)
+    lines = job.run_dir / "metrics.jsonl"
+    witness = max(committed_by(lines), job.launched.committed or -1)
     return Mark(
         job.run_dir,
         witness=witness,
+        sessions=sessions_in(lines),
         new_store=job.run.new_store and not again,
         reads=reads,
         report=report,
@@ -366,6 +369,8 @@ def _line(
             k: {"seconds": round(v.seconds, 6), "bytes": v.nbytes} for k, v in stages.items()
         },
     }
+    if witness := Witness.of(optimizer.session.servers.history):
+        line["session"] = witness.last
     line |= promised(job, 0, optimizer.group.rank)
     return line | ({"lossy": job.lossy} if job.lossy else {})
 
