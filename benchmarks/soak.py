@@ -100,6 +100,8 @@ CYCLE = (  # every kind is among any so many faults; a kind that has many moment
     "relay killed",
     "server unmounted",
     "server's power cut",
+    "histories mixed",
+    "store swapped",
 )
 
 

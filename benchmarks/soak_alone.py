@@ -79,6 +79,7 @@ class AloneScene(Scene):
         run: Path,
         steps: int = STEPS,
         strikes: Sequence[Strike] = (),
+        lr: float = 1e-2,
     ) -> Node:
         errand = Alone(
             str(self.home),
@@ -90,14 +91,15 @@ class AloneScene(Scene):
             str(self.shadow),
             tuple(map(str, self.roots)),
             tuple(strikes),
+            lr=lr,
         )
         return self._started(train_alone, (errand,), log)
 
-    def beside(self, dirs: Sequence[Path], run: Path) -> Told:
+    def beside(self, dirs: Sequence[Path], run: Path, steps: int = STEPS, lr: float = 1e-2) -> Told:
         """What a second trainer says, which runs to its end while the first waits."""
         self.others += 1
         log = self.home / f"other{self.others}.log"
-        node = self.trainer(0, log, dirs, run)
+        node = self.trainer(0, log, dirs, run, steps, lr=lr)
         node.process.join(max(0.0, self.until - time.monotonic()))
         if not node.ended:
             self.hung("the second trainer to end")
@@ -294,6 +296,62 @@ def copied(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     scene.dirs = copies
     scene.finish()
     return said
+
+
+@kind("histories mixed", ends="sentence", alone=True)
+def mixed(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
+    """A copy of the store is trained to the same step with another learning rate. Then one
+    directory of each is named."""
+    copies, _ = _trained_apart(scene, fault, 0)
+    before = contents([*scene.dirs, *copies, scene.run])
+    a, b = (copies[0], scene.dirs[1]) if fault.prompt else (scene.dirs[0], copies[1])
+    scene.start(dirs=[b, a] if fault.choice % 2 else [a, b])
+    said = _refused(scene, "ForkedError", scene.wait_workers())
+    if contents([*scene.dirs, *copies, scene.run]) != before:
+        raise Wrong("a refused start changes what it refuses")
+    scene.finish()
+    return said
+
+
+@kind("store swapped", ends="sentence", alone=True)
+def swapped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
+    """A copy that was trained elsewhere, to the same step, one more or one less, lies where the
+    run's store was."""
+    ahead = fault.choice % 3 - 1
+    copies, apart = _trained_apart(scene, fault, ahead)
+    swaps = [(path, path.with_suffix(".own"), to) for path, to in zip(scene.dirs, copies)]
+    for path, own, copy in swaps:
+        path.rename(own)
+        copy.rename(path)
+    before = contents(scene.roots)
+    scene.start()
+    words = "ForkedError" if apart and ahead >= 0 else "ForkedError|StaleError"
+    said = _refused(scene, words, scene.wait_workers())
+    if contents(scene.roots) != before:
+        raise Wrong("a refused start changes what it refuses")
+    for path, own, copy in swaps:
+        path.rename(copy)
+        own.rename(path)
+    scene.finish()
+    return said
+
+
+def _trained_apart(scene: AloneScene, fault: Fault, ahead: int) -> tuple[list[Path], bool]:
+    """The directories of a copy that is `ahead` steps ahead of the store, and whether it was
+    trained at all since it was made. At least one step is left to the run."""
+    first = 1 + fault.choice % (STEPS - 3)
+    last = first + 1 + fault.choice // 8 % (STEPS - 2 - first)
+    scene.start(steps=first)
+    scene.finished()
+    copies = [path.with_name(f"{path.name}-copy") for path in scene.dirs]
+    for path, to in zip(scene.dirs, copies):
+        shutil.copytree(path, to)
+    scene.start(steps=last)
+    scene.finished()
+    told = scene.beside(copies, scene.home / "run2", last + ahead, 2e-2)
+    if told.errors:
+        raise Wrong(f"a copy is not trained: {told.errors}")
+    return copies, last + ahead > first
 
 
 @kind("second trainer", alone=True)

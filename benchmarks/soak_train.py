@@ -43,6 +43,7 @@ class Alone:
     roots: tuple[str, ...]
     strikes: tuple[Strike, ...] = ()
     new_store: bool = False
+    lr: float = 1e-2
 
 
 def job_of(errand: Alone) -> Job:
@@ -69,7 +70,7 @@ def job_of(errand: Alone) -> Job:
                 "batch_size": 4,
                 "held_out": 0,
             },
-            "optimizer": {"lr": 1e-2},
+            "optimizer": {"lr": errand.lr},
             "store": {"files": list(errand.stores), "chunk_elements": 1 << 16},
             "budget": {"host": "96MiB"},
         }
