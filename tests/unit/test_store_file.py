@@ -329,9 +329,12 @@ def test_an_older_copy_of_one_directory_is_named(tmp_path: Path) -> None:
     directories = [tmp_path / "a", tmp_path / "b"]
     store = made(directories)
     shutil.copytree(tmp_path / "b", tmp_path / "old")
+    shutil.copytree(tmp_path / "a", tmp_path / "old-a")
     step_of(store, 1)
     step_of(store, 2)
     store.close()
+    with pytest.raises(StaleError, match=r"steps \[1, 2\].* at step 0: the part .*first one"):
+        open_store([tmp_path / "old-a", tmp_path / "b"])
     (tmp_path / "b").rename(tmp_path / "new")
     (tmp_path / "old").rename(tmp_path / "b")
     with pytest.raises(

@@ -313,10 +313,9 @@ class Ledger:
             )
         if step is None or not steps:
             return DamagedError(f"{home}: its ledger holds no record", hint=_RESTORE)
-        what = "an older" if max(steps) < step else "a later"
+        older = "this part" if max(steps) < step else "the part whose step counts, the first one,"
         return StaleError(
-            f"{home}: {holds}, and the store's first directory is at step {step}: one of the two is"
-            f" another copy, {what} one here",
+            f"{home}: {holds}, and the store is at step {step}: {older} is an older copy",
             hint="nothing was changed: name the directories that were trained together",
         )
 
