@@ -1,12 +1,16 @@
-"""The table at the end of a run: what it says limited a step."""
+"""What a person is told of steps: the line of each, and the table at the end of a run."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 
 from roadtrain.config.job import make_job
 from roadtrain.config.machines import LAUNCHED_AS
+from roadtrain.training.progress import describe, shares
 from roadtrain.training.summary import Summary, Totals, going_on, rows
+from roadtrain.units import show_seconds
 
 MODEL = {"model": {"config": {"model_type": "llama"}}}
 FILES = {"store": {"files": ["a", "b"]}}
@@ -16,7 +20,7 @@ SERVERS = {"servers": {"addresses": ["localhost:7000"]}}
 def line(**stages: float) -> dict[str, object]:
     """A line of metrics.jsonl of a step of ten seconds."""
     said = {name: {"seconds": seconds, "bytes": 0} for name, seconds in stages.items()}
-    return {"loss": 1.0, "seconds": 10.0, "stages": said}
+    return {"loss": 1.0, "seconds": 10.0, "tokens": 100, "stages": said}
 
 
 @pytest.mark.parametrize(
@@ -39,8 +43,44 @@ def test_what_limited_a_step(
     table = dict(rows(job, Summary(3, 2.0, 1.0, None, ""), totals, 1, "roadtrain"))
     waited = stages["Wait"]
     assert table["a step took"] == (
-        f"10.0 s: computing {10 - waited:.1f} s, waiting {waited:.1f} s; limited by {limit}"
+        f"10 s: computing {show_seconds(10 - waited)}, waiting {show_seconds(waited)};"
+        f" limited by {limit}"
     )
+    assert describe(job, line(**stages)).endswith(f", limited by {limit}")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "busy", "shown"),
+    [
+        # stages of other threads are beside the step, not in it
+        (
+            10.0,
+            {"Forward": 1.2, "Backward": 1.5, "Wait": 7.3, "Fetch": 0.9, "Sum": 8.4},
+            (12, 15, 73),
+        ),
+        (10.0, {"Forward": 3.335, "Backward": 3.335, "Wait": 3.33}, (34, 33, 33)),
+        (10.0, {"Forward": 1.0, "Backward": 2.0}, (10, 20, 70)),
+        # lines of earlier versions, whose Forward and Backward hold what was waited in them
+        (10.0, {"Forward": 4.0, "Backward": 6.0, "Wait": 8.0}, (22, 33, 45)),
+        (0.0, {}, ()),
+    ],
+)
+def test_the_shares_of_a_step_add_up(
+    seconds: float, busy: dict[str, float], shown: tuple[int, ...]
+) -> None:
+    found = shares(seconds, busy)
+    assert tuple(found.values()) == shown and sum(shown) in (0, 100)
+    job = make_job({**MODEL, **FILES})
+    text = describe(job, line(**busy) | {"seconds": seconds, "tokens": 5})
+    assert sum(map(int, re.findall(r"(\d+)%", text))) in (0, 100)
+
+
+def test_what_was_held_is_compared_where_it_is_less() -> None:
+    job, totals = make_job({**MODEL, **FILES}), Totals()
+    totals.add(line(Wait=1.0), 50 << 20)
+    for plain, held in [(100 << 20, "50.0 MiB, 50% of that"), (2 << 20, "50.0 MiB")]:
+        table = dict(rows(job, Summary(1, 2.0, 1.0, None, ""), totals, plain, "roadtrain"))
+        assert table["roadtrain held at most"] == held
 
 
 def test_a_launched_run_is_gone_on_with_by_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -282,7 +282,10 @@ def describe(plan: SessionPlan, session: JobSession, step: int) -> str:
             f"{len(store.addresses)} server(s) {session.servers.rests}, replicas ="
             f" {store.replicas}, worker {group.rank} of {group.workers}"
         )
-    return (
+    line = (
         f"placed {len(plan.table.blocks) - 1} blocks and the root block; state on {where}; step"
-        f" {step}; at most {show_bytes(plan.budgets.total)} of {show_bytes(plan.host_bytes)}"
+        f" {step}"
     )
+    if plan.request.host_budget is None:  # whatever is free bounds it
+        return line
+    return f"{line}; at most {show_bytes(plan.budgets.total)} of {show_bytes(plan.host_bytes)}"

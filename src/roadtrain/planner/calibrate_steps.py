@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -29,7 +29,7 @@ from roadtrain.config.plan import ElementBytes, Framework, Plan, PlanMemory, pla
 from roadtrain.errors import PeerError, RoadtrainError
 from roadtrain.planner.model_config import shape_of_config
 from roadtrain.runtime import health
-from roadtrain.runtime.trace import NetStages, Stages
+from roadtrain.runtime.trace import Stages
 from roadtrain.training.train import Training, link_of, place_job, step
 from roadtrain.transport.address import address_of
 
@@ -97,7 +97,6 @@ def measure(job: Job, steps: int) -> Measured:
     """Trains `job` for WARM + `steps` steps. Raises RoadtrainError."""
     training = place_job(job, report=lambda _: None)
     waits: Stages = training.optimizer.session.stages
-    training = replace(training, stages=NetStages(waits))
     lines: list[tuple[float, dict[str, Any]]] = []
     before: dict[str, float] = {}
     with training.optimizer:

@@ -24,7 +24,7 @@ from roadtrain.training.progress import describe, show_table
 from roadtrain.transport.address import address_of, tls_of, token_of
 from roadtrain.transport.plugins import link_options
 from roadtrain.transport.tcp import TcpOptions
-from roadtrain.units import show_bytes, show_rate
+from roadtrain.units import show_bytes, show_rate, show_seconds
 
 ASSUMED_TBW = 600.0  # terabytes: what makers state for a 1 TB consumer SSD
 WRITES = ("Write", "Commit")  # stages whose bytes go to the device
@@ -135,10 +135,10 @@ def rows(
                 f" {_span((job.run.steps - last['step']) * seconds)} to go"
             ),
         ),
-        ("last step", describe(last)),
+        ("last step", describe(job, last)),
         (f"loss, mean of {len(losses)} steps", f"{fmean(losses):.4f}" if losses else "nan"),
         ("tokens so far", f"{sum(line['tokens'] for line in lines):,}"),
-        ("a step takes", f"{seconds:.3f} s, {last['tokens'] / seconds:,.0f} tokens/s"),
+        ("a step takes", f"{show_seconds(seconds)}, {last['tokens'] / seconds:,.0f} tokens/s"),
     ]
     if job.lossy:
         out.append(("lossy", ", ".join(f"{k} {v}" for k, v in job.lossy.items())))

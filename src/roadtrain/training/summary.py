@@ -1,8 +1,7 @@
 """The table at the end of a run: what training took and gave, and which command goes on.
 
-The training thread either computes or waits, so its step is the sum of the two. Where it mostly
-computes, computing limits the step; else what it waits for does. Does NOT measure anything: it adds
-up the lines of metrics.jsonl.
+The training thread either computes or waits, so its step is the sum of the two. Does NOT measure
+anything: it adds up the lines of metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from typing import Any
 from roadtrain.config.job import Job
 from roadtrain.config.machines import LAUNCHED_AS
 from roadtrain.training import memory_limit
-from roadtrain.units import show_bytes, show_rate
+from roadtrain.training.progress import limited_by
+from roadtrain.units import show_bytes, show_rate, show_seconds
 
 FEW = 5  # the most steps that a first or last loss is the mean of
-UPDATING = 0.8  # of a step: a server's update thread that is busy for longer is what limits
 
 
 @dataclass(frozen=True)
@@ -68,16 +67,6 @@ class Totals:
         """Seconds that the training thread waited."""
         return min(self.busy_s["Wait"], self.seconds)
 
-    def limit(self, job: Job) -> str:
-        """What kept the steps of this run from being shorter."""
-        if self.waited < self.seconds / 2:
-            return "computing"
-        if job.servers.addresses:
-            return "servers and network"
-        # A server updates on one thread, beside those that read and write.
-        updates = (self.busy_s["Sum"] + self.busy_s["Update"]) / max(1, len(job.store.files))
-        return "files" if job.store.files and updates < UPDATING * self.seconds else "updates"
-
 
 def rows(
     job: Job, summary: Summary, totals: Totals, plain: int, program: str
@@ -96,7 +85,9 @@ def rows(
         )
     if summary.held_out_loss is not None:
         out.append(("held-out loss", f"{summary.held_out_loss:.3f}"))
-    held = f"{show_bytes(totals.resident)} ({totals.resident / plain:.0%})"
+    held = show_bytes(totals.resident)
+    if totals.resident < plain:
+        held += f", {totals.resident / plain:.0%} of that"
     out += [
         ("plain training needs (parameters, gradients, optimizer)", show_bytes(plain)),
         ("roadtrain held at most", held),
@@ -111,7 +102,9 @@ def rows(
     if totals.losses:
         out += [("moved in this run", _moved(job, totals)), ("a step took", _step(job, totals))]
     if used := disk_bytes(job):
-        out.append(("on disk", f"{show_bytes(used)}; rm -r {job.run.dir} removes it"))
+        outside = [d for d in job.store.files if not Path(d).is_relative_to(job.run_dir)]
+        removes = shlex.join(["rm", "-r", job.run.dir, *outside])
+        out.append(("on disk", f"{show_bytes(used)}; {removes} removes it"))
     again = shlex.join([program, "train", str(job.run_dir / "job.toml")])
     again += "" if summary.stopped else f" --run.steps {2 * job.run.steps}"
     return [*out, ("to go on", going_on(summary, again))]
@@ -139,8 +132,8 @@ def _step(job: Job, totals: Totals) -> str:
     steps = len(totals.losses)
     whole, waited = totals.seconds / steps, totals.waited / steps
     return (
-        f"{whole:.1f} s: computing {whole - waited:.1f} s, waiting {waited:.1f} s;"
-        f" limited by {totals.limit(job)}"
+        f"{show_seconds(whole)}: computing {show_seconds(whole - waited)}, waiting"
+        f" {show_seconds(waited)}; limited by {limited_by(job, totals.seconds, totals.busy_s)}"
     )
 
 

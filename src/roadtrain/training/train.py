@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ class Training:
     tokens: Tokens
     device: torch.device
     group: WorkerGroup = field(default_factory=WorkerGroup)
-    # Forward and Backward; the rest is the optimizer's
+    # Forward and Backward, without what was waited in them; the rest is the optimizer's
     stages: Stages = field(default_factory=Stages)
 
     def clip(self) -> None:
@@ -91,8 +91,6 @@ def _train(job: Job, report: Report, program: str) -> Summary:
     mark = mark_of(job, report)
     training = place_job(job, report, mark)
     optimizer = training.optimizer
-    if job.predicted.seconds:  # which is told without waiting
-        training = replace(training, stages=NetStages(optimizer.session.stages))
     rank = optimizer.group.rank
     # of one worker each
     lines = job.run_dir / (f"metrics.{rank}.jsonl" if rank else "metrics.jsonl")
@@ -106,7 +104,7 @@ def _train(job: Job, report: Report, program: str) -> Summary:
             report(metrics.note)
         _report_needs(training, report)
         totals = Totals()
-        with progress(job.run.steps, optimizer.steps_done, job.run.log_every, report) as show:
+        with progress(job, optimizer.steps_done, report) as show:
             then = time.perf_counter()
             training.tokens.begun = True
             # of the step before, with staleness 1: asking waits
@@ -275,7 +273,8 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Tra
         mark=mark,
         report=report,
     )
-    return Training(job, model, optimizer, scaler, tokens, device, optimizer.group)
+    stages = NetStages(optimizer.session.stages)
+    return Training(job, model, optimizer, scaler, tokens, device, optimizer.group, stages)
 
 
 def store_of(job: Job, moves: bool) -> Files | Memory | Servers:

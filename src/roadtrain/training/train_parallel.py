@@ -43,6 +43,7 @@ from roadtrain.training.stop import Stop
 from roadtrain.training.summary import Summary, Totals, going_on
 from roadtrain.training.train import RETRY_S, mark_of, silent, write_job
 from roadtrain.transport.address import token_of
+from roadtrain.units import show_seconds
 
 HELD_OUT_BATCHES = 8
 DATA = "data"  # the name of the tokens' state in a snapshot
@@ -285,7 +286,7 @@ def train_steps(
     fresh = training.steps_done == 0 or was_away(lines, training.steps_done)
     with (
         Metrics(lines, training.steps_done, fresh=fresh) as metrics,
-        progress(job.run.steps, training.steps_done, job.run.log_every, report) as show,
+        progress(job, training.steps_done, report) as show,
     ):
         if metrics.note:
             report(metrics.note)
@@ -331,7 +332,8 @@ def rows(
         out.append(
             (
                 "a step took, on the first process",
-                f"{totals.seconds / steps:.2f} s, of which it waited {waited:.2f} s for others",
+                f"{show_seconds(totals.seconds / steps)}, of which it waited"
+                f" {show_seconds(waited)} for others",
             )
         )
     out.append(("committed", f"step {staged.training.committed_step}, in {job.run_dir}"))
