@@ -195,27 +195,34 @@ def test_what_is_no_trained_parameter_moves_too():  # Rule 6
 
 MLP = "model.layers.*.mlp"
 PLAN = {f"{MLP}.gate_proj": Column(), f"{MLP}.up_proj": Column(), f"{MLP}.down_proj": Row()}
+REST = pytest.mark.exhaustive  # more cells of what the others show
 CASES = [
-    ("llama", Parallelism(pp=2), 4, {}),
-    ("llama", Parallelism(pp=2, dp=2, stages=(2, 4)), 4, {}),
-    ("llama", Parallelism(pp=2, widths=(2, 1)), 5, {}),
-    ("gpt2", Parallelism(pp=2, virtual_stages=3), 4, {}),
-    ("gpt2", Parallelism(pp=2, dp=2), 4, {}),
-    ("opt", Parallelism(pp=2, widths=(1, 2)), 4, {}),
-    ("llama", Parallelism(dp=2), 4, {"overlap": False}),
-    ("llama", Parallelism(pp=2, tp=2), 4, {}),
-    ("gpt2", Parallelism(pp=2, tp=2), 4, {}),
-    ("opt", Parallelism(tp=2, dp=2), 4, {}),
-    ("llama", Parallelism(tp=2, pp=2), 4, {"tensor_plan": PLAN}),
-    ("llama", Parallelism(pp=2, dp=2), 4, {"dtype": torch.bfloat16}),
+    pytest.param("llama", Parallelism(pp=2), 4, {}, id="two stages"),
+    pytest.param(
+        "llama",
+        Parallelism(pp=2, dp=2, stages=(2, 4)),
+        4,
+        {},
+        id="uneven stages of two",
+        marks=REST,
+    ),
+    pytest.param("llama", Parallelism(pp=2, widths=(2, 1)), 5, {}, id="narrowing"),
+    pytest.param("gpt2", Parallelism(pp=2, virtual_stages=3), 4, {}, id="interleaved", marks=REST),
+    pytest.param("gpt2", Parallelism(pp=2, dp=2), 4, {}, id="stages of two"),
+    pytest.param("opt", Parallelism(pp=2, widths=(1, 2)), 4, {}, id="widening", marks=REST),
+    pytest.param("llama", Parallelism(dp=2), 4, {"overlap": False}, id="replicas, no overlap"),
+    pytest.param("llama", Parallelism(pp=2, tp=2), 4, {}, id="split stages, llama", marks=REST),
+    pytest.param("gpt2", Parallelism(pp=2, tp=2), 4, {}, id="split stages, gpt2"),
+    pytest.param("opt", Parallelism(tp=2, dp=2), 4, {}, id="split replicas", marks=REST),
+    pytest.param("llama", Parallelism(tp=2, pp=2), 4, {"tensor_plan": PLAN}, id="a tensor plan"),
+    pytest.param(
+        "llama", Parallelism(pp=2, dp=2), 4, {"dtype": torch.bfloat16}, id="bf16", marks=REST
+    ),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "parallelism", "num_microbatches", "options"),
-    [*CASES[::2], *(pytest.param(*c, marks=pytest.mark.exhaustive) for c in CASES[1::2])],
-)
+@pytest.mark.parametrize(("kind", "parallelism", "num_microbatches", "options"), CASES)
 def test_steps_are_those_of_one_process(kind, parallelism, num_microbatches, options):
     work = partial(staged, kind, parallelism, num_microbatches, options)
     near = 1e-6 if options.get("dtype") is None else 1e-2

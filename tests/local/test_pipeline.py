@@ -137,25 +137,22 @@ def staged(kind, widths, parts, layers, num_microbatches, wire, rank):
     return losses
 
 
+REST = pytest.mark.exhaustive  # test_parallelize.py trains the like of these in whole steps
 CASES = [
     # kind, widths, parts, layers of each, micro-batches
-    ("llama", (1, 1), 1, (3, 3), 4),
-    ("llama", (2, 2), 1, (2, 4), 4),
-    ("llama", (2, 1), 1, (2, 4), 5),
-    ("gpt2", (1, 3), 1, (2, 4), 7),
-    ("bloom", (1, 2, 1), 1, (2, 2, 2), 6),
-    ("llama", (1, 1), 2, (1, 2, 1, 2), 4),
-    ("llama", (2, 2), 3, (1, 1, 1, 1, 1, 1), 8),
-    ("gpt2", (1,), 2, (2, 4), 4),
-    ("llama", (1, 1, 1, 1), 1, (1, 2, 2, 1), 2),
+    pytest.param("llama", (1, 1), 1, (3, 3), 4, id="even stages", marks=REST),
+    pytest.param("llama", (2, 2), 1, (2, 4), 4, id="uneven stages of two", marks=REST),
+    pytest.param("llama", (2, 1), 1, (2, 4), 5, id="narrowing", marks=REST),
+    pytest.param("gpt2", (1, 3), 1, (2, 4), 7, id="widening"),
+    pytest.param("bloom", (1, 2, 1), 1, (2, 2, 2), 6, id="wide in the middle", marks=REST),
+    pytest.param("llama", (1, 1), 2, (1, 2, 1, 2), 4, id="interleaved"),
+    pytest.param("llama", (2, 2), 3, (1,) * 6, 8, id="interleaved stages of two", marks=REST),
+    pytest.param("gpt2", (1,), 2, (2, 4), 4, id="two parts on one rank"),
+    pytest.param("llama", (1, 1, 1, 1), 1, (1, 2, 2, 1), 2, id="four stages", marks=REST),
 ]
-REST = (*CASES[::2], CASES[1])  # test_parallelize.py has their like with whole steps
 
 
-@pytest.mark.parametrize(
-    ("kind", "widths", "parts", "layers", "num_microbatches"),
-    [*CASES[3::2], *(pytest.param(*c, marks=pytest.mark.exhaustive) for c in REST)],
-)
+@pytest.mark.parametrize(("kind", "widths", "parts", "layers", "num_microbatches"), CASES)
 def test_losses_are_those_of_one_process(kind, widths, parts, layers, num_microbatches):
     found = run(sum(widths), partial(staged, kind, widths, parts, layers, num_microbatches, None))
     want = alone(kind, num_microbatches)

@@ -44,25 +44,21 @@ def killed_and_resumed(home, fault, separate=False):
     assert start(PipelineSpec(home, TWO, STEPS, separate)) == ["ended"] * 2
 
 
+REST = pytest.mark.exhaustive
 # 8 runs a step of a rank; a snapshot syncs some 10 times
 POINTS = [
-    Fault(0, "run", 3),
+    pytest.param(Fault(0, "run", 3), marks=REST),
     Fault(1, "run", 8 * 2 + 5),
     Fault(0, "run", 8 * 4 + 1),
-    Fault(0, "fsync", 1),
+    pytest.param(Fault(0, "fsync", 1), marks=REST),
     Fault(1, "fsync", 3),
-    Fault(1, "fsync", 6),
+    pytest.param(Fault(1, "fsync", 6), marks=REST),
     Fault(0, "fsync", 8),
-    Fault(1, "fsync", 9),
+    pytest.param(Fault(1, "fsync", 9), marks=REST),
 ]
-FEW = (POINTS[1], POINTS[2], POINTS[4], POINTS[6])  # the others: `make test-rest`
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [one if one in FEW else pytest.param(one, marks=pytest.mark.exhaustive) for one in POINTS],
-    ids=lambda f: f"{f.kind}-{f.at}-of-{f.rank}",
-)
+@pytest.mark.parametrize("fault", POINTS, ids=lambda f: f"{f.kind}-{f.at}-of-{f.rank}")
 def test_killed_at_a_point_it_repeats_the_same_losses(fault, undisturbed, tmp_path):  # Rule 3
     home = tmp_path / "run"
     killed_and_resumed(home, fault)
@@ -83,14 +79,14 @@ def test_killed_anywhere_on_hosts_with_their_own_disks(seed, undisturbed, tmp_pa
     assert losses(home) == undisturbed
 
 
-FILES_FAULTS = [Fault(0, "run", 8 + 3), Fault(1, "run", 21), Fault(0, "run", 8 * 4 + 3)]
+FILES_FAULTS = [
+    Fault(0, "run", 8 + 3),
+    pytest.param(Fault(1, "run", 8 * 2 + 5), marks=REST),
+    pytest.param(Fault(0, "run", 8 * 4 + 3), marks=REST),
+]
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [FILES_FAULTS[0], *(pytest.param(f, marks=pytest.mark.exhaustive) for f in FILES_FAULTS[1:])],
-    ids=lambda f: f"{f.at}-of-{f.rank}",
-)
+@pytest.mark.parametrize("fault", FILES_FAULTS, ids=lambda f: f"{f.at}-of-{f.rank}")
 def test_a_stage_on_files_goes_back_to_the_snapshot(fault, tmp_path):  # Rule 3
     """Its store has committed steps since then, or not all up to then."""
     spec = PipelineSpec(tmp_path / "whole", TWO, STEPS, on_files=(1,))

@@ -112,15 +112,17 @@ def test_the_table_comes_back_from_the_description(tmp_path: Path) -> None:
 
 
 MATRIX = list(itertools.product((1, 3), (1 << 20, 1 << 16), ("fp32", "bf16", "fp16")))
+# directories, elements of a chunk, dtype
+BEFORE = {
+    "one directory": (1, 1 << 20, "bf16"),
+    "three directories, fp16": (3, 1 << 20, "fp16"),
+    "three directories, small chunks": (3, 1 << 16, "fp32"),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", MATRIX, ids=str)
-@pytest.mark.parametrize(
-    "before",
-    [MATRIX[1], *(pytest.param(one, marks=pytest.mark.slow) for one in (MATRIX[8], MATRIX[9]))],
-    ids=str,
-)
+@pytest.mark.parametrize("before", BEFORE.values(), ids=BEFORE)
 def test_conversion_is_exact(tmp_path: Path, before: tuple, after: tuple) -> None:
     n, chunk_elements, dtype = before
     made(

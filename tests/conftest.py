@@ -1,0 +1,37 @@
+"""Tests, and the processes that they start, run the code of the tree that the tests lie in."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = {
+    "roadtrain": ROOT / "src",
+    "benchmarks": ROOT,
+    "roadtrain_rdma": ROOT / "plugins/rdma/src",
+}
+
+
+def check_tree() -> None:
+    """Raise UsageError where Python finds one of the packages outside this tree."""
+    for name, folder in PACKAGES.items():
+        spec = importlib.util.find_spec(name)
+        found = None if spec is None or spec.origin is None else Path(spec.origin).resolve()
+        if found != folder / name / "__init__.py":
+            raise pytest.UsageError(
+                f"these tests belong to {ROOT} and would test another {name}: Python finds"
+                f" {found or 'none'}, the tests need {folder / name}\n"
+                f"hint: `make` in {ROOT} installs this tree; or set"
+                f" PYTHONPATH={os.pathsep.join(map(str, PACKAGES.values()))}"
+            )
+
+
+# At import: the other conftest files already import what is checked here.
+check_tree()
+# Tests start processes, some of them in other directories.
+before = filter(None, [os.environ.get("PYTHONPATH")])
+os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, PACKAGES.values()), *before])
