@@ -37,7 +37,7 @@ from roadtrain.errors import (
 from roadtrain.lab.relay import Relay
 from roadtrain.transport import handshake, local, shm, tcp
 from roadtrain.transport import listener as listeners
-from roadtrain.transport.link import HEAD_NBYTES, Head, pack_head, sealed
+from roadtrain.transport.link import HEAD_NBYTES, SUM, Head, pack_head, sealed
 from roadtrain.units import KIB, MIB
 
 TOKEN = b"a secret of the job"
@@ -655,6 +655,20 @@ def test_a_server_that_cannot_prove_the_token_is_not_believed():
         tcp.connect(pretender.getsockname(), Recorder(), options)
     thread.join()
     pretender.close()
+
+
+@pytest.mark.parametrize(("number", "connections"), [(0, 65), (0, 65535), (64, 64), (2, 2), (0, 0)])
+def test_no_link_of_too_many_connections_before_the_token_is_proven(server, number, connections):
+    """Refused by the greeting alone, long before the deadline: who has no token opens no link of
+    any number of connections. Rule 8."""
+    listener, reports = server
+    ours = handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16), number, connections)
+    sock = stranger(listener, sealed(handshake.GREETING.pack(*ours)))
+    until = time.monotonic() + WAIT_S
+    handshake.receive(sock, handshake.GREETING.size + SUM.size, until, "")
+    assert sock.recv(1) == b""
+    sock.close()
+    wait_report(reports, f"connection {number} of {connections}, 64 are allowed")
 
 
 def test_garbage_gets_no_answer(server):

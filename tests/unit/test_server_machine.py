@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from roadtrain.chunks import ChunkTable, ParamSpec
-from roadtrain.errors import LoopError
+from roadtrain.errors import LoopError, LostError
 from roadtrain.protocol import messages
 from roadtrain.protocol.assignment import assign
-from roadtrain.protocol.chunk_state import Resident
+from roadtrain.protocol.chunk_state import ChunkPhase, Resident
 from roadtrain.protocol.commit import CommitStateMachine, added
 from roadtrain.protocol.history import Histories, HistoryLink, Resume, ServerHoldings
 from roadtrain.protocol.prefetch import Prefetcher, SlotPhase
@@ -48,7 +48,8 @@ class World:
         self.machine.check()
 
     def run_one(self):
-        action = self.todo.pop(self.random.randrange(len(self.todo)))
+        action = self.random.choice([action for action in self.todo if self.may_run(action)])
+        self.todo.remove(action)
         self.log.append(action)
         result = ()
         match action:
@@ -70,9 +71,22 @@ class World:
                 result = (self.checksum(chunk),)
         self.feed(messages.Done(action, result))
 
+    def may_run(self, action):
+        """A server's kernels run sums before updates (runtime/server.py)."""
+        summing = [other.chunk for other in self.todo if isinstance(other, messages.Total)]
+        return not isinstance(action, messages.Update) or action.chunk not in summing
+
     def drain(self):
         while self.todo:
             self.run_one()
+
+
+def server(chunks, buffers=0, *, number=0, durable=True, **options):
+    return ServerStateMachine(ServerSpec(number, chunks, buffers, durable=durable, **options))
+
+
+def chunk_of(world, chunk=0):
+    return world.machine.chunks[chunk]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -249,6 +263,199 @@ def test_a_gradient_is_dropped_in_its_turn():
     assert world.held == {0: [0, 1]} and [
         m.ticket for m in world.sent if isinstance(m, messages.BufferFree)
     ] == [1]
+
+
+def sums_of(world):
+    """Of each sum that workers were told: whose gradients it is of."""
+    return [m.sums for m in world.sent if isinstance(m, messages.GradAccumulated)]
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_sum_that_was_dropped_is_taken_again(closes):
+    """Two workers close, drop their gradients and push again: the norm of the update is that of the
+    second gradients, also where they are not closed."""
+    world = World(server({0: Resident.RECORD}, durable=False, workers=2), 0)
+    for worker in (0, 1):
+        world.feed(messages.Push(0, None, True, True, worker, None, worker))
+        world.feed(messages.Close(0, 1, worker))
+    world.drain()
+    for worker in (0, 1):
+        world.feed(messages.DiscardGrad(0, worker))
+    world.feed(messages.Push(0, None, True, True, 2, None, 1))
+    for worker in (0, 1):
+        if closes:
+            world.feed(messages.Close(0, 1, worker))
+        world.feed(messages.ApplyUpdate(0, 1, (), [1.0], 0, worker))
+    world.drain()
+    assert sums_of(world) == [(0, 1), (1,)] and chunk_of(world).version == 1
+
+
+def test_a_sum_counts_for_its_own_step_only():
+    """The first step's gradients are closed, the second step's are not."""
+    world = World(server({0: Resident.RECORD}, durable=False, workers=2), 0)
+    for step in (1, 2):
+        for worker in (0, 1):
+            ticket = 2 * step + worker
+            world.feed(messages.Push(0, None, True, True, ticket, None, worker))
+            if step == 1:
+                world.feed(messages.Close(0, step, worker))
+        for worker in (0, 1):
+            world.feed(messages.ApplyUpdate(0, step, (), [1.0], 0, worker))
+        world.drain()
+    assert sums_of(world) == [(0, 1), (0, 1)]
+
+
+# What one of two workers has done when the other one's link ends.
+IN_A_STEP = {
+    "a gradient is on its way": [messages.Push(0, None, True, True, 1)],
+    "a gradient is whole": [messages.Close(0, 1)],
+    "an update is asked for": [messages.ApplyUpdate(0, 1, (), [1.0], 0)],
+    "a step is ended": [messages.EndStep(1)],
+    "the job's state is here": [messages.Commit(1, b"")],
+    "a step waits for the job's state": [messages.EndStep(1), messages.EndStep(1, 1)],
+    "a step is being prepared": [
+        *(messages.EndStep(1, worker) for worker in (0, 1)),
+        *(messages.Commit(1, b"", worker) for worker in (0, 1)),
+    ],
+}
+
+
+@pytest.mark.parametrize("case", IN_A_STEP)
+def test_a_worker_that_goes_in_a_step_ends_the_session(case):  # Rule 5
+    machine = server({0: Resident.RECORD}, workers=2)
+    for event in IN_A_STEP[case]:
+        machine.handle(event)
+    with pytest.raises(LostError, match="worker 1 has gone before step 1 was committed: unplugged"):
+        machine.handle(messages.PeerLost(1, "unplugged"))
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        messages.Push(0, None, True, True, 1),
+        messages.Close(0, 1),
+        messages.ApplyUpdate(0, 1, (), [1.0], 0),
+        messages.EndStep(1),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_no_step_begins_without_a_worker_that_has_gone(event):  # Rule 5
+    """Between two steps a worker may leave; what the others have under way goes on."""
+    machine = server({0: Resident.RECORD}, workers=2)
+    assert machine.handle(messages.PeerLost(1, "unplugged")) == []
+    assert machine.handle(messages.DiscardGrad(0)) == [messages.Discard(0, 0)]
+    assert machine.handle(messages.Pull(0, 0, None, 1))
+    with pytest.raises(LostError, match="worker 1 has gone"):
+        machine.handle(event)
+
+
+@pytest.mark.parametrize("kind", list(Resident), ids=lambda kind: kind.value)
+def test_no_pull_copies_what_an_update_is_changing(kind):  # Rule 6
+    """What memory keeps for good changes in place; a file does not."""
+    world = World(server({0: kind}, 1), 0)
+    world.feed(messages.Push(0, None, True, True, 1))
+    world.feed(messages.ApplyUpdate(0, 1, (), [1.0], 0))
+    while chunk_of(world).phase is not ChunkPhase.UPDATING:
+        world.run_one()
+    world.feed(messages.Pull(0, 0, None, 7))
+    begun = [action for action in world.todo if isinstance(action, messages.Answer)]
+    assert [answer.memory for answer in begun] == ([False] if kind is Resident.NOTHING else [])
+    world.drain()
+    assert world.sent.count(messages.Pulled(7, 0)) == 1
+
+
+def test_a_pull_whose_turn_comes_during_an_update_waits_for_its_end():  # Rule 6
+    """One answer at a time; another chunk's is under way when the update begins."""
+    world = World(server(dict.fromkeys((0, 1), Resident.RECORD), answers=1), 0)
+    world.feed(messages.Pull(1, 0, None, 1))
+    world.feed(messages.Pull(0, 0, None, 2))
+    [first] = world.todo
+    world.todo.remove(first)
+    world.feed(messages.Push(0, None, True, True, 1))
+    world.feed(messages.ApplyUpdate(0, 1, (), [1.0], 0))
+    while chunk_of(world).phase is not ChunkPhase.UPDATING:
+        world.run_one()
+    world.feed(messages.Done(first))
+    assert not any(isinstance(action, messages.Answer) for action in world.todo)
+    world.feed(messages.Pull(1, 0, None, 3))  # it keeps nobody else from his turn
+    world.drain()
+    assert [m.ticket for m in world.sent if isinstance(m, messages.Pulled)] == [1, 3, 2]
+
+
+def test_an_update_waits_for_every_pull_that_copies_from_memory():  # Rule 6
+    machine = server({0: Resident.WEIGHTS}, 1)
+    pulls = [answer for n in (1, 2) for answer in machine.handle(messages.Pull(0, 0, None, n))]
+    [hold] = machine.handle(messages.Push(0, None, True, True, 3))
+    machine.handle(messages.Done(hold, (None, True)))
+    [read] = machine.handle(messages.ApplyUpdate(0, 1, (), [1.0], 0))
+    assert machine.handle(messages.Done(read)) == []
+    first, last = (machine.handle(messages.Done(answer)) for answer in pulls)
+    assert [type(action).__name__ for action in first] == ["Send"]
+    assert [type(action).__name__ for action in last] == ["Send", "Update"]
+
+
+def test_a_record_buffer_is_kept_while_a_pull_copies_from_it():  # Rule 6
+    world = World(server({0: Resident.NOTHING}, 1), 0)
+    world.feed(messages.Push(0, None, True, True, 1))
+    world.feed(messages.ApplyUpdate(0, 1, (), [1.0], 0))
+    while chunk_of(world).phase is not ChunkPhase.WRITING:
+        world.run_one()
+    world.feed(messages.Pull(0, 1, None, 7))
+    [answer] = [action for action in world.todo if isinstance(action, messages.Answer)]
+    assert answer.memory
+    world.todo.remove(answer)
+    world.drain()
+    assert world.machine.free == [] and chunk_of(world).phase is ChunkPhase.WRITTEN
+    world.feed(messages.Done(answer))
+    assert world.machine.free == [0] and chunk_of(world).phase is ChunkPhase.IDLE
+
+
+def test_the_newest_values_come_from_where_the_master_rests():
+    """With staleness 1 memory may keep the weights part alone, which is one update behind."""
+    kinds = dict(enumerate(Resident))
+    machine = server(kinds, 3, delayed=dict.fromkeys(kinds, True))
+    for number, kind in kinds.items():
+        for version, newest in ((-1, False), (0, True)):
+            [answer] = machine.handle(messages.Pull(number, version, None, 1))
+            kept = kind is Resident.RECORD or (kind is Resident.WEIGHTS and not newest)
+            assert (answer.newest, answer.memory) == (newest, kept)
+
+
+def test_a_chunk_that_the_last_step_left_as_it_was_has_one_version():  # Rule 1
+    """A session begins: only the weights part of what the last step updated is one update
+    behind."""
+    kinds = dict.fromkeys((0, 1), Resident.RECORD)
+    machine = server(kinds, delayed={0: True, 1: False}, committed=5)
+    answers = [machine.handle(messages.Pull(c, v, None, 1))[0] for c in (0, 1) for v in (-1, 0)]
+    assert [answer.newest for answer in answers] == [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("push", "spills"),
+    [
+        (messages.Push(0, None, True, False, 2), True),
+        (messages.Push(0, None, True, True, 2), False),
+        (messages.Push(0, None, True, False, 2, sums=(1.0,)), False),
+    ],
+    ids=["its memory is wanted", "kept where it lies", "compressed"],
+)
+def test_which_early_gradients_are_written_away(push, spills):
+    """Beyond the slots of the workers' held gradients."""
+    world = World(server({0: Resident.NOTHING}, 1, workers=3, relays=True), 0)
+    for worker in range(3):
+        world.feed(messages.ApplyUpdate(0, 1, (), [1.0], 0, worker))
+    assert chunk_of(world).update_due
+    world.feed(push)
+    slots = [action.spill_slot for action in world.todo if isinstance(action, messages.Spill)]
+    assert slots == ([3] if spills else [])
+
+
+def test_what_another_worker_has_said_before_changes_nothing():
+    """Every worker passes the commit on, each in its own time."""
+    machine = server({0: Resident.NOTHING}, 1, number=1, workers=2)
+    for step, committed in ((1, 1), (1, 1), (2, 2), (1, 2), (2, 2)):
+        assert machine.handle(messages.CommitDone(step)) == []
+        assert machine.committed == committed
 
 
 def test_workers_that_differ_are_told():
