@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import stat
 import threading
@@ -17,10 +18,10 @@ from roadtrain.config.plan import Plan, placement
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.launch import lab
-from roadtrain.launch.command import LauncherHello, first_step
+from roadtrain.launch.command import LauncherHello, first_step, renew
 from roadtrain.launch.control import ControlClient, ControlSocket, short_path
 from roadtrain.launch.engines import ENGINES, mark_of
-from roadtrain.launch.home import LaunchRecord, RunHome, RunState
+from roadtrain.launch.home import CHECKED, LAUNCHED, STEPPED, LaunchRecord, RunHome, RunState
 from roadtrain.launch.logs import LogTail, RunLogs
 
 RECORD = LaunchRecord(name="r", engine="here", launched=1.5, directory="/")
@@ -48,6 +49,75 @@ def test_a_home_holds_what_was_launched(home: RunHome) -> None:
     assert stat.S_IMODE(home.path.stat().st_mode) == 0o700
     with pytest.raises(ConfigError, match="no run 'other' was launched"):
         RunHome(home.path.with_name("other")).record()
+
+
+def damaged(path: Path, how: str) -> None:
+    whole = path.read_bytes()
+    content = {
+        "empty": b"",
+        "cut": whole[: len(whole) // 2],
+        "flipped": whole.replace(b'"step": 7', b'"step": 9').replace(b'"step": 3', b'"step": 9'),
+    }
+    path.unlink() if how == "absent" else path.write_bytes(content[how])
+
+
+@pytest.mark.parametrize("how", ["empty", "cut", "flipped", "absent"])
+def test_a_damaged_state_is_gone_on_from_by_the_one_before(home: RunHome, how: str) -> None:
+    """Rules 3 and 6."""
+    home.write_state(RunState(phase="going", attempt=1, step=3, stops="", stamps={LAUNCHED: 1.5}))
+    home.write_state(RunState(phase="going", attempt=2, step=7))
+    said: list[str] = []
+    assert home.state(said.append).step == 7 and not said
+    damaged(home.path / "state.json", how)
+    state = home.state(said.append)
+    assert (state.phase, state.step) == ("unknown", 3) and state.stamps[LAUNCHED] == 1.5
+    assert state.attempt == 2  # the lost one may have begun it
+    assert said and "the one before it is used" in said[0]
+    damaged(home.path / "state.before.json", how)
+    state = home.state(said.append)
+    assert (state.phase, state.attempt, state.step) == ("unknown", 0, 0)
+    assert CHECKED in state.stamps  # so that it is no refusal if a supervisor cannot go on
+    home.write_state(RunState(phase="going", step=8))
+    assert home.state().step == 8
+    (home.path / "state.json").unlink()
+    (home.path / "launch.json").unlink()  # the run's home is being removed
+    with pytest.raises(LaunchError, match=r"damaged or absent(.|\n)*hint: launch the same plan"):
+        home.state()
+
+
+def test_the_state_of_an_older_run_of_the_name_is_not_gone_on_from(home: RunHome) -> None:
+    home.write_state(RunState(phase="ended", attempt=5, step=90))
+    home.write(RECORD, "plan", "job")
+    damaged(home.path / "state.json", "empty")
+    assert home.state().step == 0
+
+
+def test_a_damaged_state_does_not_replace_the_one_before(home: RunHome) -> None:
+    home.write_state(RunState(step=3))
+    home.write_state(RunState(step=7))
+    damaged(home.path / "state.json", "flipped")
+    home.write_state(RunState(step=8))
+    damaged(home.path / "state.json", "empty")
+    assert home.state().step == 3
+
+
+def test_a_state_without_a_checksum_is_read(home: RunHome) -> None:
+    """As the version of commit 05e66bc wrote it; and the checksum leaves it JSON."""
+    home.write_state(RunState(phase="going", attempt=4))
+    written = json.loads((home.path / "state.json").read_text())
+    assert len(written.pop("xxh3")) == 16
+    (home.path / "state.json").write_text(json.dumps(written, indent=2))
+    assert home.state() == RunState(phase="going", attempt=4)
+
+
+def test_a_run_whose_step_was_seen_does_not_begin_anew_when_it_is_resumed(home: RunHome) -> None:
+    """`run.new_store`, where no step is known to be committed."""
+    home.write_state(RunState(phase="going", stamps={STEPPED: 1.0}))
+    renew(home, "keep", "")
+    assert home.state().step == 0
+    home.write_state(RunState(phase="going"))
+    renew(home, "keep", "")
+    assert home.state().step == -1
 
 
 def test_one_supervisor_at_a_time(home: RunHome) -> None:

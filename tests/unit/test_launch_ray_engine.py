@@ -591,11 +591,21 @@ def test_a_run_that_is_given_up_leaves_no_service(
     assert home.state().phase == "ended" and "6 times in a row: killed" in home.state().why
 
 
-def test_a_run_whose_state_cannot_be_read_ends_its_actor(
+def test_a_run_whose_state_is_damaged_is_supervised_on(
+    home: RunHome, fake: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home.path / "state.json").write_text("damaged")
+    Ends.begun = 0
+    supervised(home, fake, monkeypatch)
+    assert Ends.begun and "times in a row" in home.state().why
+
+
+def test_a_run_whose_home_is_gone_ends_its_actor(
     home: RunHome, fake: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    (home.path / "state.json").write_text("damaged")
+    for file in ("state.json", "launch.json"):
+        (home.path / file).unlink()
     Ends.begun = 0
     supervised(home, fake, monkeypatch)
     assert not Ends.begun

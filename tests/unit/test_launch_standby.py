@@ -60,6 +60,11 @@ def test_a_run_that_cannot_go_on_is_told_as_ended(home: RunHome, tries: list[Run
     assert (state.phase, state.code) == ("ended", 1) and "could not go on" in state.why
 
 
+def test_an_empty_state_does_not_end_the_standby(home: RunHome, tries: list[RunHome]) -> None:
+    (home.path / "state.json").write_bytes(b"")
+    assert succeed.succeed(home) == 1 and len(tries) == succeed.TRIES
+
+
 POPEN = subprocess.Popen  # the real one
 
 

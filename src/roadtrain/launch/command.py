@@ -524,11 +524,11 @@ def renew(home: RunHome, if_launcher_dies: str, ray_address: str) -> LaunchRecor
         if_launcher_dies=if_launcher_dies,
         ray_address=ray_address or record.ray_address,
     )
-    state = home.state()
+    state = home.state(print)
     home.measured_path.unlink(missing_ok=True)  # of a plan that may not be this one
-    home.write_state(
-        RunState(attempt=state.attempt, step=state.step, stamps={LAUNCHED: record.launched})
-    )
+    # 0: a step was seen, so `run.new_store` holds no longer
+    step = max(0, state.step) if STEPPED in state.stamps else state.step
+    home.write_state(RunState(attempt=state.attempt, step=step, stamps={LAUNCHED: record.launched}))
     home.write_record(record)
     return record
 

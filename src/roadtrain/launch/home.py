@@ -6,7 +6,9 @@ job.toml         the user's, with its run.dir
 token            the secret of the run's processes (mode 600)
 addresses.json   of the hosts, as the engine knew them when the run began
 measured.json    links and steps, as the last --replan found them
-state.json       of the supervisor (`RunState`): processes, and when the start's phases were done
+state.json       of the supervisor (`RunState`): processes, and when the start's phases were done;
+                 its first key is a checksum of the rest
+state.before.json  the state before that one, in case state.json is damaged
 control          Unix socket of the supervisor (mode 600, control.py)
 lock             locked while the supervisor is alive; its standby waits for it
 starting         locked while a command writes the files above and starts the supervisor
@@ -22,7 +24,7 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +34,15 @@ import msgspec
 
 from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.storage.direct import make_directory, replace_file, typed_errors
+from roadtrain.storage.sealed import check_json, sealed_json
 from roadtrain.transport.address import write_token
 
 Struct = TypeVar("Struct")
 PROBED_S = 0.5  # a probe of the lock (`is_supervised`) is over within it
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+AGAIN = (
+    "launch the same plan and job under another --name: training goes on at the last committed step"
+)
 # The phases of a start, in their order; `RunState.stamps` says when each was done.
 LAUNCHED = "launched"  # the command was typed
 READY = "ready"  # the engine and the plan's hosts are there
@@ -77,7 +83,7 @@ class ProcessRow(msgspec.Struct, frozen=True):
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """state.json."""
 
-    phase: str = "starting"  # then going, ending, ended
+    phase: str = "starting"  # then going, ending, ended; unknown: read from damaged files
     code: int = 0  # of an ended run: 0 done, 130 stopped, 2 refused, else it failed
     why: str = ""  # of an ended run: one sentence
     stops: str = ""  # why it was asked to end: the next supervisor ends it, too
@@ -140,7 +146,9 @@ class RunHome:
         make_directory(self.log_directory)
         launched = self.path / "launch.json"
         with typed_errors(self.path, "removing what the run before has left"):
-            for left in (launched, self.measured_path, self.path / "addresses.json", self.all_log):
+            states = [self.path / "state.json", self.path / "state.before.json"]
+            addresses = self.path / "addresses.json"
+            for left in (launched, *states, self.measured_path, addresses, self.all_log):
                 left.unlink(missing_ok=True)
             for log in self.log_directory.glob("*.log"):
                 log.unlink(missing_ok=True)
@@ -170,12 +178,34 @@ class RunHome:
         return _decoded(self.path / "launch.json", LaunchRecord)
 
     def write_state(self, state: RunState) -> None:
+        """Replace state.json. What it held becomes state.before.json, if it is whole."""
+        path, before = self.path / "state.json", self.path / "state.before.json"
+        if path.exists() and _whole_state(path) is not None:
+            replace_file(before, path.read_bytes(), "keeping the state before this one")
         body = msgspec.json.format(msgspec.json.encode(state), indent=2)
-        replace_file(self.path / "state.json", body, "writing the run's state")
+        replace_file(path, sealed_json(body), "writing the run's state")
 
-    def state(self) -> RunState:
-        """Raises LaunchError where it cannot be read."""
-        return _decoded(self.path / "state.json", RunState)
+    def state(self, report: Callable[[str], None] = lambda _: None) -> RunState:
+        """The content of state.json. Where that is damaged or absent: a state of phase "unknown",
+        made of the one before, that a supervisor can go on from; `report` is told.
+
+        Raises LaunchError where the files cannot be read, or the run's home is gone.
+        """
+        path = self.path / "state.json"
+        if (state := _whole_state(path)) is not None:
+            return state
+        before = _whole_state(self.path / "state.before.json")
+        if not self.exists:
+            raise LaunchError(
+                f"{path} is damaged or absent, and {self.path} has no launch.json",
+                hint=AGAIN,
+            )
+        used = "the one before it is used" if before else "so is the one before it"
+        report(
+            f"{path} is damaged or absent, {used}; nothing that was trained depends on it: the run"
+            " goes on at its last committed step"
+        )
+        return _state_after(before or RunState())
 
     def write_addresses(self, addresses: Mapping[str, str]) -> None:
         """host -> address."""
@@ -250,6 +280,41 @@ def _lock(descriptor: int, how: int) -> bool:
 
 def _decoded(path: Path, kind: type[Struct]) -> Struct:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise LaunchError(f"{path} cannot be read: {error}") from error
+        return _checked(path, kind)
+    except (OSError, ValueError) as error:
+        raise LaunchError(
+            f"{path} cannot be read: {error}",
+            hint=AGAIN,
+        ) from error
+
+
+def _whole_state(path: Path) -> RunState | None:
+    """None where it is damaged or absent. Raises LaunchError where it cannot be read."""
+    try:
+        return _checked(path, RunState)
+    except (ValueError, FileNotFoundError):
+        return None
+    except OSError as error:
+        raise LaunchError(
+            f"{path} cannot be read: {error.strerror}", hint="try again: it may be whole"
+        ) from error
+
+
+def _checked(path: Path, kind: type[Struct]) -> Struct:
+    content = path.read_bytes()
+    check_json(content)
+    return msgspec.json.decode(content, type=kind)
+
+
+def _state_after(before: RunState) -> RunState:
+    """A state to go on from where the one after `before` is lost: that one may have begun another
+    attempt, and seen a step (so that `run.new_store` holds no longer)."""
+    if before.phase == "ended":  # the lost one is of another start
+        before = RunState(attempt=before.attempt, step=before.step)
+    return msgspec.structs.replace(
+        before,
+        phase="unknown",
+        attempt=before.attempt + 1,
+        step=max(0, before.step),
+        stamps={CHECKED: time.time(), **before.stamps},
+    )

@@ -82,7 +82,7 @@ def of_launched(home: RunHome, report: Callable[[str], None] = print) -> int:
 
 def _without_supervisor(home: RunHome, record: LaunchRecord, report: Callable[[str], None]) -> int:
     """Of a run that has ended, or whose supervisor was killed."""
-    state = home.state()
+    state = home.state(report)
     if state.phase != "ended":
         report(
             f"run {home.name} on {record.engine}: its supervisor was killed, nothing runs;"

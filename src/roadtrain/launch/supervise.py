@@ -125,7 +125,7 @@ def begun(
         run, unfit = without_unfit_spares(run, engine)
         for line in (*told, *unfit):
             logs.tell(line)
-        state = home.state()
+        state = home.state(logs.tell)
         stamps |= {CHECKED: time.time(), **state.stamps}
         home.write_state(
             RunState(attempt=state.attempt, step=state.step, stamps=stamps, stops=state.stops)

@@ -1,4 +1,5 @@
-"""Small files that carry their own checksum: a body of text, then a line `xxh3 DIGEST`.
+"""Small files that carry their own checksum: a body of text, then a line `xxh3 DIGEST`. A JSON
+object stays one: its checksum is its first key (`sealed_json`).
 
 Assumes: the file is written whole (store/direct.replace_file). Does NOT know what the body says.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import xxhash
 
 _TAG = b"\nxxh3 "
+_KEY = b'{"xxh3": "%s",'  # of the bytes that follow
 
 
 def sealed(body: bytes) -> bytes:
@@ -25,3 +27,16 @@ def unsealed(content: bytes) -> tuple[bytes, bool]:
     if digest != xxhash.xxh3_64_hexdigest(body).encode() + b"\n":
         raise ValueError("its checksum does not match")
     return body, True
+
+
+def sealed_json(body: bytes) -> bytes:
+    """`body`, a JSON object that is not empty, with the key that vouches for it."""
+    rest = body.removeprefix(b"{")
+    return _KEY % xxhash.xxh3_64_hexdigest(rest).encode() + rest
+
+
+def check_json(content: bytes) -> None:
+    """Raises ValueError where the checksum does not match. An object without one passes."""
+    rest = content[len(_KEY % bytes(16)) :]
+    if content.startswith(_KEY[:9]) and content != sealed_json(b"{" + rest):
+        raise ValueError("its checksum does not match")
