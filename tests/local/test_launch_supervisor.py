@@ -22,7 +22,8 @@ from processes import free_port
 
 from roadtrain.config.job import Job, make_job
 from roadtrain.config.plan_file import make_plan_file
-from roadtrain.errors import LaunchError
+from roadtrain.errors import FullError, LaunchError
+from roadtrain.launch import supervisor
 from roadtrain.launch.control import ControlClient, ask_supervisor
 from roadtrain.launch.engine import HostSeen
 from roadtrain.launch.home import LaunchRecord, RunHome, RunState
@@ -276,6 +277,32 @@ def test_a_user_stops_a_run_that_is_being_measured(tmp_path: Path) -> None:
         state = run.ended()
     assert (state.code, state.why) == (130, "the user asked for it")
     assert not run.home.measured_path.exists()
+
+
+def test_a_full_home_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """state.json waits for room, which is said once (Rules 3 and 6)."""
+    real, full = RunHome.write_state, threading.Event()
+
+    def write_state(home: RunHome, state: RunState) -> None:
+        if full.is_set():
+            raise FullError("state.json: writing the run's state needs 500 B, 0 B are free")
+        real(home, state)
+
+    monkeypatch.setattr(RunHome, "write_state", write_state)
+    monkeypatch.setattr(supervisor, "WRITE_AGAIN_S", 0.1)
+    with Supervised(tmp_path, "exec sleep 1000") as run:
+        wait_for(lambda: run.engine.workers, "workers")
+        full.set()
+        for attempt in (1, 2):
+            wait_for(lambda: run.engine.workers, "workers")[1][0].kill()
+            wait_for(lambda attempts=attempt + 1: len(run.engine.jobs) == attempts, "a restart")
+        time.sleep(0.5)
+        full.clear()
+        wait_for(lambda: run.home.state().attempt == 2, "a state")
+        ask_supervisor(run.home, "stop")
+        assert run.ended().code == 130
+    assert run.log().count("goes on without writing state.json") == 1
+    assert run.log().count("state.json is written again") == 1
 
 
 def test_a_run_that_was_asked_to_end_does_so_under_the_next_supervisor(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ import pytest
 from roadtrain.config.job import make_job
 from roadtrain.errors import ConfigError, FullError, LaunchError
 from roadtrain.launch import command, supervise
+from roadtrain.launch import home as launch_home
 from roadtrain.launch.control import ControlClient, ControlSocket
-from roadtrain.launch.home import LaunchRecord, RunHome, RunState
+from roadtrain.launch.home import CHECKED, LaunchRecord, RunHome, RunState
 from roadtrain.launch.logs import RunLogs
 
 
@@ -91,33 +92,69 @@ def test_logs_on_a_full_disk(home: RunHome) -> None:
     assert "there is room again" in text
 
 
-def test_a_refusal_on_a_full_disk_is_in_the_log(
-    home: RunHome, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    closed = []
+class NoHosts:
+    """A LaunchEngine that has none."""
 
-    class Engine:
-        goes_on = True
+    goes_on = False
+    closed = False
 
-        def hosts(self) -> list[Any]:
-            return []
+    def hosts(self) -> list[Any]:
+        return []
 
-        def close(self) -> None:
-            closed.append(True)
+    def close(self) -> None:
+        self.closed = True
 
-    def full(self: RunHome, state: RunState) -> None:
-        raise FullError("state.json: 0 B are free")
 
-    monkeypatch.setattr(RunHome, "write_state", full)
+@pytest.fixture
+def no_hosts(monkeypatch: pytest.MonkeyPatch) -> NoHosts:
     monkeypatch.setattr(supervise, "load_plan_file", lambda path: None)
     monkeypatch.setattr(supervise, "load_job", lambda path, report: None)
     monkeypatch.setattr(supervise, "resolve", lambda *_, **__: _Run())
     monkeypatch.setattr(supervise, "replace", lambda run, **_: run)
+    monkeypatch.setattr(supervise, "check", lambda *_: [])
     monkeypatch.setattr(supervise, "without_unfit_spares", lambda run, _: (run, []))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    assert supervise.supervise(home, Engine()) == 2  # type: ignore[arg-type]
-    assert closed
+    return NoHosts()
+
+
+def test_a_refusal_on_a_full_disk_is_in_the_log(
+    home: RunHome, monkeypatch: pytest.MonkeyPatch, no_hosts: Any
+) -> None:
+    def full(self: RunHome, state: RunState) -> None:
+        raise FullError("state.json: 0 B are free")
+
+    monkeypatch.setattr(RunHome, "write_state", full)
+    assert supervise.supervise(home, no_hosts) == 2
+    assert no_hosts.closed
     assert "0 B are free" in home.all_log.read_text()
+
+
+def test_a_full_home_does_not_keep_a_run_from_going_on(home: RunHome, no_hosts: Any) -> None:
+    """A standby on a full disk. Rule 3."""
+    home.write_state(RunState(phase="going", attempt=3, step=7, stamps={CHECKED: 1.0}))
+    with RunLogs(home) as logs:
+        with full_disk(1):
+            supervise.begun(home, home.record(), no_hosts, logs)
+        logs.flush()
+    assert not no_hosts.closed and home.state().attempt == 3
+    assert home.all_log.read_text().count("the run goes on, though its home is full") == 2
+
+
+def test_a_state_takes_the_place_of_the_one_before_where_there_is_no_other(
+    home: RunHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home.write_state(RunState(step=1))
+    home.write_state(RunState(step=2))
+    real, before = launch_home.replace_file, home.path / "state.before.json"
+
+    def nearly_full(path: Path, content: bytes, doing: str) -> None:
+        if before.exists():
+            raise FullError(f"{path}: 0 B are free")
+        real(path, content, doing)
+
+    monkeypatch.setattr(launch_home, "replace_file", nearly_full)
+    home.write_state(RunState(step=3))
+    assert home.state().step == 3 and not before.exists()
 
 
 class _Run:

@@ -32,7 +32,7 @@ from typing import TypeVar
 
 import msgspec
 
-from roadtrain.errors import ConfigError, LaunchError
+from roadtrain.errors import ConfigError, FullError, LaunchError
 from roadtrain.storage.direct import make_directory, replace_file, typed_errors
 from roadtrain.storage.sealed import check_json, sealed_json
 from roadtrain.transport.address import write_token
@@ -178,10 +178,14 @@ class RunHome:
         return _decoded(self.path / "launch.json", LaunchRecord)
 
     def write_state(self, state: RunState) -> None:
-        """Replace state.json. What it held becomes state.before.json, if it is whole."""
+        """Replace state.json. What it held becomes state.before.json, if it is whole and there is
+        room for both. Raises FullError, StoreError."""
         path, before = self.path / "state.json", self.path / "state.before.json"
         if path.exists() and _whole_state(path) is not None:
-            replace_file(before, path.read_bytes(), "keeping the state before this one")
+            try:
+                replace_file(before, path.read_bytes(), "keeping the state before this one")
+            except FullError:
+                before.unlink(missing_ok=True)  # the new state may fit where it was
         body = msgspec.json.format(msgspec.json.encode(state), indent=2)
         replace_file(path, sealed_json(body), "writing the run's state")
 

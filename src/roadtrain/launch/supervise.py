@@ -10,14 +10,16 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from roadtrain.config.job import load_job
 from roadtrain.config.plan_file import load_plan_file
-from roadtrain.errors import LaunchError, RoadtrainError, StoreError
+from roadtrain.errors import FullError, LaunchError, RoadtrainError, StoreError
 from roadtrain.launch.checks import check, directory_is_shared, without_unfit_spares
 from roadtrain.launch.engine import LaunchEngine
 from roadtrain.launch.engines import ENGINES
@@ -109,7 +111,8 @@ def begun(
         addresses = {seen.name: seen.address for seen in engine.hosts()}
         if engine.goes_on:  # a host may be gone, for now
             addresses = {**home.addresses(), **addresses}
-        home.write_addresses(addresses)
+        written = partial(_written, had_begun(home), logs)
+        written(partial(home.write_addresses, addresses))
         stamps = {READY: time.time()}  # as of the first supervisor of this start
         run = resolve(
             plan_file,
@@ -127,13 +130,22 @@ def begun(
             logs.tell(line)
         state = home.state(logs.tell)
         stamps |= {CHECKED: time.time(), **state.stamps}
-        home.write_state(
-            RunState(attempt=state.attempt, step=state.step, stamps=stamps, stops=state.stops)
-        )
+        checked = RunState(attempt=state.attempt, step=state.step, stamps=stamps, stops=state.stops)
+        written(partial(home.write_state, checked))
     except BaseException:
         engine.close()
         raise
     return run, engine
+
+
+def _written(goes_on: bool, logs: RunLogs, write: Callable[[], None]) -> None:
+    """A full home refuses a launch; a run that had begun goes on by what was written before."""
+    try:
+        write()
+    except FullError as error:
+        if not goes_on:
+            raise
+        logs.tell(f"the run goes on, though its home is full: {error}".partition("\n")[0])
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ class Supervisor:
         self._failed: deque[RunEvent] = deque()  # of actions that could not be carried out
         self._ended: EndRun | None = None
         self._written: RunState | None = None
-        self._write_at = 0.0  # not before, where it could not be written
+        self._write_at = 0.0  # where it could not be written: when to try again
         self._ends_with_launcher = ends_with_launcher
         self._each_turn = each_turn
         self._began = time.monotonic()
@@ -433,9 +433,15 @@ class Supervisor:
             return False
         try:
             self._home.write_state(state)
-            self._written = state
         except StoreError as error:
-            self._logs.tell(f"state.json is not written: {error}")
+            if not self._write_at:
+                why = str(error).partition("\n")[0]
+                self._logs.tell(
+                    f"the run goes on without writing state.json, which is tried again: {why}"
+                )
             self._write_at = time.monotonic() + WRITE_AGAIN_S
             return False
+        if self._write_at:
+            self._logs.tell("state.json is written again")
+        self._written, self._write_at = state, 0.0
         return True
