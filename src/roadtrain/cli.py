@@ -194,8 +194,18 @@ def run(args: list[str]) -> int:
         print(_command_help(name))
         return 0
     words, keywords = parse(name, args)
+    _check_job(name, words, keywords.get("overrides", {}))
     module, _, function = COMMANDS[name].target.partition(":")
     return getattr(importlib.import_module(module), function)(*words, **keywords) or 0
+
+
+def _check_job(name: str, words: Sequence[Any], overrides: Mapping[str, Any]) -> None:
+    """Refuse a wrong job file before the command's module is imported, and torch with it. Raises
+    ConfigError."""
+    for kind, word in zip(COMMANDS[name].words, words, strict=False):
+        if kind.strip("[]") == "JOB.toml":
+            job = importlib.import_module("roadtrain.config.job")  # pydantic
+            job.load_job(word, overrides, report=lambda _: None)
 
 
 def _named(args: list[str]) -> tuple[str, list[str]]:

@@ -24,8 +24,10 @@ from roadtrain.training.metrics import Metrics
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """`train`, `verify` and `status` go to a recorder."""
+def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]:
+    """`train`, `verify` and `status` go to a recorder; there is a job file a.toml."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.toml").write_text("[model.config]\nmodel_type = 'llama'\n")
     calls: list[Any] = []
     for module in (train_command, verify, status):
         monkeypatch.setattr(

@@ -129,6 +129,14 @@ def test_a_refusal_on_a_full_disk_is_in_the_log(
     assert "0 B are free" in home.all_log.read_text()
 
 
+def test_a_token_that_others_may_read_is_refused(home: RunHome, no_hosts: Any) -> None:
+    """Rule 8."""
+    home.token_path.chmod(0o644)
+    assert supervise.supervise(home, no_hosts) == 2
+    assert "can be read or changed by others (mode 644" in home.state().why
+    assert f"hint: chmod 600 {home.token_path}" in home.state().why
+
+
 def test_a_full_home_does_not_keep_a_run_from_going_on(home: RunHome, no_hosts: Any) -> None:
     """A standby on a full disk. Rule 3."""
     home.write_state(RunState(phase="going", attempt=3, step=7, stamps={CHECKED: 1.0}))

@@ -28,6 +28,7 @@ from roadtrain.launch.logs import RunLogs
 from roadtrain.launch.resolve import ResolvedRun, resolve
 from roadtrain.launch.standby import Standby
 from roadtrain.launch.supervisor import FAILED, REFUSED, Supervisor
+from roadtrain.transport.address import token_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -119,7 +120,7 @@ def begun(
             job,
             name=record.name,
             addresses=addresses,
-            token=home.token_path.read_text(),
+            token=(token_of(str(home.token_path)) or b"").decode(),
         )
         run = replace(run, start=f"{record.launched:.3f}")
         told = [] if engine.goes_on else check(run, engine)

@@ -26,7 +26,7 @@ from roadtrain.planner.calibrate_steps import WARM, Measured, measure
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.fabric import UPDATE_BYTES
 from roadtrain.simulator.run import Result, simulate
-from roadtrain.storage.direct import replace_file
+from roadtrain.storage.direct import check_file, replace_file
 from roadtrain.units import show_seconds
 
 EXACT = Constants(efficiency=1.0, network=1.0, source="measured on this host")
@@ -140,6 +140,7 @@ def command(
         raise ConfigError(
             f"{cluster_file} is a template, its rates cannot be written back", hint="--out FILE"
         )
+    check_file(Path(target))
     if steps < 1 or not cluster.workers:
         raise ConfigError(
             f"{steps} step(s) to be measured, {cluster.name} has {len(cluster.workers)} kind(s) of"

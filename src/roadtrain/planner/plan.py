@@ -46,7 +46,7 @@ from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.compute import constants as named
 from roadtrain.simulator.memory import kept_free
 from roadtrain.simulator.run import simulate
-from roadtrain.storage.direct import replace_file
+from roadtrain.storage.direct import check_file, replace_file
 from roadtrain.units import show_bytes, show_params
 
 UNITS = {"time": "s", "cost": "", "energy": "J"}
@@ -411,6 +411,8 @@ def command(
     """
     if lab and not verify:
         raise ConfigError("--lab says where steps are run, and none are", hint="--verify --lab")
+    for written in filter(None, (out, json, html, trace, job_file)):
+        check_file(Path(written))
     cluster = load_cluster(cluster_file)
     if job and (model or seq_len or job_file or verify):
         raise ConfigError(

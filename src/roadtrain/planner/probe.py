@@ -35,7 +35,7 @@ from roadtrain.kernels.sum import sum_k
 from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.planner import probe_links as links
 from roadtrain.runtime.host import cards, topology
-from roadtrain.storage.direct import replace_file
+from roadtrain.storage.direct import check_file, replace_file
 from roadtrain.storage.rates import storage_rates
 from roadtrain.transport.address import address_of, own_address, tls_of, token_of
 from roadtrain.transport.tcp import TcpOptions
@@ -336,12 +336,9 @@ def command(
     directories, others = (
         [*dict.fromkeys(filter(None, words.split(",")))] for words in (dirs, hosts)
     )
-    if gone := next(
-        (one for one in (*directories, str(Path(out).parent)) if not Path(one).is_dir()), None
-    ):
-        raise ConfigError(
-            f"{gone} is no directory", hint="name one that is there in --dirs and --out"
-        )
+    check_file(Path(out))
+    if gone := next((one for one in directories if not Path(one).is_dir()), None):
+        raise ConfigError(f"{gone} is no directory", hint="name one that is there in --dirs")
     own = partial(describe, directories, len(os.sched_getaffinity(0)))
     if listen:
         if others:

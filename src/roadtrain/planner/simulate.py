@@ -26,7 +26,7 @@ from roadtrain.simulator.compute import constants as named
 from roadtrain.simulator.fabric import INSIDE_S, UPDATE_BYTES
 from roadtrain.simulator.memory import kept_free
 from roadtrain.simulator.run import Result, simulate
-from roadtrain.storage.direct import replace_file
+from roadtrain.storage.direct import check_file, replace_file
 from roadtrain.units import show_bytes, show_params, show_seconds
 
 SCHEMA = 1
@@ -384,6 +384,8 @@ def command(
         json: also write the result to this file
         trace: write a trace for ui.perfetto.dev to this file
     """
+    for written in filter(None, (json, trace)):
+        check_file(Path(written))
     cluster, one = load_cluster(cluster_file), load_model(model, seq_len)
     if plan:
         chosen = load_plan(plan)

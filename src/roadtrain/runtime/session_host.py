@@ -30,6 +30,7 @@ from roadtrain.runtime.fan_in.switch_command import MEMORY, serve_switch
 from roadtrain.runtime.hosted_store import HostedStore
 from roadtrain.runtime.reducer import serve_sums
 from roadtrain.runtime.server_session import ServerSession
+from roadtrain.storage.direct import check_directory
 from roadtrain.transport.address import address_of, tls_of, token_of
 from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.plugins import link_options
@@ -82,6 +83,7 @@ def command(
         xdp: with --switch: sum in the kernel what comes to this network device, as eth0 (user space
             sums where that cannot be, and says why)
     """
+    where = address_of(address)
     kept = {"--store": store, "--snapshot": snapshot, "--snapshot-every": snapshot_every}
     of_servers = {**kept, "--sum": sum, "--formats": formats, "--budget": budget}
     _check_switch(
@@ -100,13 +102,15 @@ def command(
     options = link_options(link)(token=token_of(token_file), tls=tls)
     if switch:
         nbytes = MEMORY if memory is None else parse_bytes(memory)
-        return serve_switch(address_of(address), nbytes, options, xdp=xdp)
+        return serve_switch(where, nbytes, options, xdp=xdp)
     nbytes = parse_bytes(budget) if budget is not None else psutil.virtual_memory().available // 2
     if store is None:
-        return serve_sums(address_of(address), nbytes, options, formats)
+        return serve_sums(where, nbytes, options, formats)
     every = 0 if snapshot is None else snapshot_every or EVERY
+    for directory in filter(None, (store, snapshot)):
+        check_directory(Path(directory))
     with SessionHost(
-        address_of(address),
+        where,
         Path(store),
         nbytes,
         options,
@@ -147,23 +151,28 @@ def _check_server(
     snapshot_every: int | None,
 ) -> None:
     """Raises ConfigError for options that contradict each other."""
-    if (
-        (store is None) != sum
-        or (sum and snapshot is not None)
-        or (formats is not None and not sum)
-    ):
+    if (store is None) != sum:
         raise ConfigError(
-            f"--store {store}, --sum {sum}, --snapshot {snapshot}, --formats {formats}",
+            f"--store {store} and --sum: a server does one of them"
+            if sum
+            else "what is to be served? Neither --store nor --sum is given",
             hint=(
                 "--store names a directory on the device that the state shall rest on (one in"
                 " /dev/shm rests in memory and outlives this process, not the machine); --sum keeps"
                 " no state"
             ),
         )
+    if sum and snapshot is not None:
+        raise ConfigError(
+            f"--sum and --snapshot {snapshot}: --sum keeps no state", hint="leave --snapshot out"
+        )
+    if formats is not None and not sum:
+        raise ConfigError(f"--formats {formats} without --sum", hint="leave --formats out")
     twice = snapshot is not None and snapshot == store
     if twice or (snapshot_every is not None and (snapshot is None or snapshot_every < 1)):
+        given = {"--snapshot": snapshot, "--snapshot-every": snapshot_every, "--store": store}
         raise ConfigError(
-            f"--snapshot {snapshot}, --snapshot-every {snapshot_every}, --store {store}",
+            ", ".join(f"{name} {value}" for name, value in given.items() if value is not None),
             hint=(
                 "--snapshot names a directory of its own on files, --snapshot-every steps, 1 or"
                 " more"

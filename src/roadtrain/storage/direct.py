@@ -22,7 +22,7 @@ import numpy as np
 
 from roadtrain.chunks import PAGE
 from roadtrain.device.buffers import Buffer
-from roadtrain.errors import DamagedError, FullError, GoneError, StoreError
+from roadtrain.errors import ConfigError, DamagedError, FullError, GoneError, StoreError
 from roadtrain.units import show_bytes
 
 PIECE = 1 << 30  # bytes allocated by one call
@@ -122,8 +122,42 @@ def sync_directory(directory: Path) -> None:
             os.close(fd)
 
 
+def check_directory(directory: Path) -> None:
+    """Make sure that files can be made in a directory, which may not exist yet; change nothing.
+    Raises ConfigError."""
+    path = directory.absolute()
+    there = next(path for path in (path, *path.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise ConfigError(
+            f"{directory} cannot be a directory: {there} is {_kind(there)}",
+            hint="name a directory, or one that does not exist yet",
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{directory}: this user must not write to {there}", hint="name another directory"
+        )
+
+
+def check_file(path: Path) -> None:
+    """Make sure that a file can be written, in a directory that is there; change nothing. Raises
+    ConfigError."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory, not a file", hint="name a file in it")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(
+            f"{path} cannot be written: {path.parent} is no directory", hint="make it first"
+        )
+    check_directory(path.parent)
+
+
+def _kind(path: Path) -> str:
+    return "a link to nothing" if not path.exists() else "a file" if path.is_file() else "no folder"
+
+
 def make_directory(directory: Path) -> None:
-    """The directory with its parents, durable."""
+    """The directory with its parents, durable. Raises ConfigError where a file is in the way, or
+    it must not be written; StoreError."""
+    check_directory(directory)
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     with typed_errors(directory, "making the directory"):
         directory.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ import numpy as np
 
 from roadtrain.chunks import ITEMSIZE, NUMPY
 from roadtrain.errors import DamagedError, ForeignError, GoneError
-from roadtrain.storage.direct import sync_directory, typed_errors, write_file
+from roadtrain.storage.direct import make_directory, sync_directory, typed_errors, write_file
 
 TAGS = {dtype: dtype.upper().replace("FP", "F") for dtype in ITEMSIZE}  # F32, BF16, I8, BOOL
 _DTYPES = {tag: dtype for dtype, tag in TAGS.items()}
@@ -62,7 +62,7 @@ def export_dir(
     """Write `items` into `directory`, one tensor in memory at a time; the files it made. An
     existing export there is replaced once the new one is complete on the disk. FullError."""
     home = Path(directory)
-    home.mkdir(parents=True, exist_ok=True)
+    make_directory(home)
     shards: list[list[Item]] = [[]]
     filled = total = 0
     for item in items:

@@ -1,7 +1,9 @@
-"""`roadtrain train`: a job, trained by this process, or as its part of one with [parallelism]."""
+"""`roadtrain train`: a job, trained by this process, or as its part of one with [parallelism].
+A wrong job is refused before torch is imported."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Mapping
@@ -9,8 +11,6 @@ from typing import Any
 
 from roadtrain.config.job import Job, check_own, load_job
 from roadtrain.config.job_parallelism import ParallelismSection
-from roadtrain.training.train import train
-from roadtrain.training.train_parallel import train_parallel
 
 
 def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) -> int:
@@ -25,8 +25,9 @@ def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) ->
     if (idle := idle_keys(job)) and os.environ.get("RANK", "0") == "0":
         needs = "dp, tp, pp, widths, placements or reducers"
         print(f"parallelism: {', '.join(idle)} without {needs}: no effect")
-    run = train_parallel if job.parallelism.used else train
-    summary = run(job, program=sys.argv[0])
+    name = "train_parallel" if job.parallelism.used else "train"
+    train = getattr(importlib.import_module(f"roadtrain.training.{name}"), name)  # torch comes in
+    summary = train(job, program=sys.argv[0])
     return 130 if summary.stopped == "interrupted" else 0
 
 

@@ -22,6 +22,7 @@ from roadtrain.chunks import ParamSpec
 from roadtrain.config.job import Job, job_of_run, make_job
 from roadtrain.errors import ConfigError
 from roadtrain.storage.convert import MASTER, read_param
+from roadtrain.storage.direct import check_directory, make_directory
 from roadtrain.storage.generation import open_store
 from roadtrain.storage.safetensors_io import Item, export_dir
 from roadtrain.storage.tier import WEIGHTS
@@ -43,6 +44,7 @@ def export_run(
         masters: the fp32 masters, instead of the dtype that the model computes in
     """
     job = job_of_run(run)
+    check_directory(Path(directory))
     if job.parallelism.used:
         found = export_of(job, masters)
         step, files = found.step, export_dir(found.items, directory)
@@ -103,7 +105,7 @@ def import_weights(
     if tokenizer.is_file():
         tree["data"] = {"tokenizer": str(tokenizer)}
     job = make_job(tree).changed({**overrides, "model.pretrained": directory})
-    job.run_dir.mkdir(parents=True, exist_ok=True)
+    make_directory(job.run_dir)
     training = place_job(job, report, mark_of(job, report))
     with training.optimizer as optimizer:
         if optimizer.steps_done:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import socket
 from pathlib import Path
@@ -12,15 +13,21 @@ from roadtrain.transport import shm
 from roadtrain.transport.tcp import MIN_TOKEN, Address, TcpOptions, Tls
 from roadtrain.units import KIB
 
+# a name or an IPv4 address, or an IPv6 address in brackets
+ADDRESS = re.compile(r"(\[(?P<six>[^\s\[\]]+)\]|(?P<host>[^\s\[\]:/]+)):(?P<port>[0-9]{1,5})")
+MAX_PORT = 65535
 MAX_TOKEN = 4 * KIB  # bytes of its file
 
 
 def address_of(text: str) -> Address:
     """HOST:PORT. Raises ConfigError."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"{text!r} is no address", hint="HOST:PORT, as 10.0.0.3:7000")
-    return host.strip("[]"), int(port)
+    found = ADDRESS.fullmatch(text)
+    if found is None or int(found["port"]) > MAX_PORT:
+        raise ConfigError(
+            f"{text!r} is no address: it needs a host and a port, which is {MAX_PORT} at most",
+            hint="HOST:PORT, as 10.0.0.3:7000 or [fd00::3]:7000",
+        )
+    return found["six"] or found["host"], int(found["port"])
 
 
 def own_address(to: Address) -> str:
