@@ -553,6 +553,27 @@ def test_export_reloads_in_transformers_and_imports_again(path: Path, tmp_path: 
     assert cli.main(["export", str(tmp_path / "text"), str(out)]) == 2  # no run directory
 
 
+def test_an_imported_model_of_few_positions_gets_shorter_rows(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = transformers.GPT2Config(
+        vocab_size=300,
+        n_positions=24,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "short")
+    more = ["--data.paths", str(tmp_path / "text"), "--run.dir", str(tmp_path / "run")]
+    assert cli.main(["import", str(tmp_path / "short"), *more]) == 0
+    assert "data.seq_len: 24 instead of 256" in capsys.readouterr().out
+    assert load_job(tmp_path / "run" / "job.toml").data.seq_len == 24
+    more[3] += "2"
+    assert cli.main(["import", str(tmp_path / "short"), *more, "--data.seq_len", "25"]) == 2
+
+
 def test_an_export_of_masters_is_exact(path: Path, tmp_path: Path) -> None:
     job = job_of(path, run__steps=2, model__dtype="bf16")
     train(job, quiet)

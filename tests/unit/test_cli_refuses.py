@@ -55,7 +55,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
         ("export run dangling", "is a link to nothing"),
         ("export folder out", "folder is not a run directory"),
         ("export file out", "file is not a run directory"),
-        ("import folder --run.dir file", "file cannot be a directory"),
+        ("import folder --run.dir out", "no config.json in 'folder'"),
         ("train job.toml --run.dir file", "file cannot be a directory"),
         ("train job.toml --run.dir file/in", "file/in cannot be a directory"),
         ("train folder", "cannot read job file folder: Is a directory"),
