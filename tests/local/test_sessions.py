@@ -7,14 +7,18 @@ import threading
 import time
 
 import pytest
+import torch
 from models import Case
-from processes import Workers, losses
+from processes import Workers, free_port, losses
 
-from roadtrain.errors import DamagedError
-from roadtrain.runtime import connection, hosted_store, server_session
+import roadtrain
+from roadtrain import Servers
+from roadtrain.errors import BusyError, DamagedError, LostError
+from roadtrain.runtime import connection, hosted_store, remote_servers, server_session
 from roadtrain.runtime import frames as m
 from roadtrain.runtime.session_host import SessionHost
 from roadtrain.storage.file import FileTier
+from roadtrain.transport import retry
 from roadtrain.transport.tcp import TcpOptions
 
 
@@ -141,6 +145,29 @@ def test_a_worker_that_is_busy_with_a_step_is_not_silent(host, tmp_path):
     assert served.silent_for(5) == 0
     served._taking, served._roomed = False, 1  # a frame of it is on its way
     assert served.silent_for(5) == 0 and served.silent_for(connection.COMING_S) == 0
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_worker_says_soon_whom_it_waits_for(host, monkeypatch, busy):
+    """Rule 5: which server, at which address, why, and for how long it goes on trying."""
+    for module in (retry, remote_servers):
+        monkeypatch.setattr(module, "SAY_SOON_S", 0.2)
+    if busy:
+        one = host(silent_s=100)
+        one._accept(Mute(), hello(1))
+        where, why, error = one.where, "busy with a session of 2 worker", BusyError
+    else:
+        where, why, error = f"127.0.0.1:{free_port()}", "nobody listens there", LostError
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    lines = []
+    with pytest.raises(error):
+        roadtrain.place(model, optimizer, store=Servers([where], retry_s=1.0), report=lines.append)
+    said = [line for line in lines if line.startswith("waiting")]
+    assert len(said) == 1 and where in said[0] and why in said[0], lines
+    assert "tried for another 1 s" in said[0]
+    if busy:
+        one.session.tear_down(LostError("the test is over"))
 
 
 @pytest.mark.alone

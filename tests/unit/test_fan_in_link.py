@@ -107,7 +107,13 @@ class Scene:
             hello = m.Hello("session", owner.rank, workers, 1, 0, "signature")
             own = Participant(self.plan, owner.rank, workers, self.chunks, adds)
             link = dial(
-                self.hub.listener.address, owner, self.hub.options, hello, own, name="server 0"
+                self.hub.listener.address,
+                owner,
+                self.hub.options,
+                hello,
+                own,
+                name="server 0",
+                report=print,
             )
             assert isinstance(link, FanInLink)
             owner.link = link

@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,13 @@ class ServerChannel(IntermediarySession):
             own = Participant(o.fan_in, o.host, o.hosts, self._chunks, adds=o.local > 1)
         self._up = retry(
             lambda: dial(
-                o.servers[self.number], self, o.options, hello, own, name=f"server {self.number}"
+                o.servers[self.number],
+                self,
+                o.options,
+                hello,
+                own,
+                name=f"server {self.number}",
+                report=partial(print, flush=True),
             ),
             BusyError,
             o.options.retry_s,

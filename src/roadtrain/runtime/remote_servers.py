@@ -47,6 +47,7 @@ from roadtrain.storage.ledger import StoreMeta
 from roadtrain.storage.mark import Mark
 from roadtrain.transport import shm
 from roadtrain.transport.address import local_options
+from roadtrain.transport.retry import SAY_S, SAY_SOON_S
 from roadtrain.transport.tcp import Address, TcpOptions
 
 FILLS_AT_ONCE = 4
@@ -55,7 +56,6 @@ DIAL_S = 2.0  # for one try to reach a host that may be dead
 BEAT_S = (
     2.0  # between two signs of life; servers bear SILENT_S of silence (runtime/session_host.py)
 )
-SAY_S = 10.0  # between two lines about what all wait for
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,8 @@ class RemoteServers:
         """
         options = self.reach.options
         missing: dict[int, PeerError | None] = dict.fromkeys(range(len(self.names)))
-        begin = said = time.monotonic()
+        begin = time.monotonic()
+        say_at = begin + SAY_SOON_S
         while True:
             self._try_to_join(missing)
             if self._enough(missing):
@@ -196,10 +197,12 @@ class RemoteServers:
             waiting = not missing or (self.group.rank > 0 and len(self.servers) > 0)
             limit_s = (options.retry_s or 0.0) + self._deadline_s * waiting
             moved = max([begin, *(server.moved for server in self.servers.values())], default=begin)
-            if time.monotonic() - (moved if waiting else begin) > limit_s:
+            since = moved if waiting else begin
+            if time.monotonic() - since > limit_s:
                 break
-            if time.monotonic() - said > SAY_S:
-                said = self._say_how_far()
+            if time.monotonic() >= say_at:
+                self._say_how_far(missing, since + limit_s - time.monotonic())
+                say_at = time.monotonic() + SAY_S
             time.sleep(0.05)
         if waiting:
             raise DeadlineError(
@@ -235,12 +238,15 @@ class RemoteServers:
         error.__cause__ = why
         return error
 
-    def _say_how_far(self) -> float:
+    def _say_how_far(self, missing: Mapping[int, PeerError | None], left_s: float) -> None:
+        for why in filter(None, missing.values()):
+            said = str(why).partition("\n")[0]
+            self._report(f"waiting: {said}. It is tried for another {left_s:.0f} s")
+            return
         for server in self.servers.values():
             if words := server.how_far():
                 self._report(f"{server.peer}{words}")
-                break
-        return time.monotonic()
+                return
 
     def _join(self, number: int, options: TcpOptions) -> None:
         own = self._participant()
@@ -259,7 +265,7 @@ class RemoteServers:
             )
         else:
             address = self.reach.addresses[number]
-            server.link = dial(address, server, options, hello, own, name=name)
+            server.link = dial(address, server, options, hello, own, name=name, report=self._report)
         try:
             fields, description = server.wait(m.WELCOME, "a welcome", self._deadline_s)
         except BaseException:

@@ -7,20 +7,29 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
+SAY_SOON_S = 3.0  # until the first word about a wait
+SAY_S = 10.0  # between two words about it
 
 
 def retry(
     attempt: Callable[[], T],
     errors: type[BaseException] | tuple[type[BaseException], ...],
     for_s: float | None,
+    waits: Callable[[BaseException, float], None] = lambda error, left_s: None,
 ) -> T:
     """What `attempt` returns; its error where that still is one of `errors` after `for_s` (None:
-    the first), any other at once."""
-    until = time.monotonic() + (for_s or 0.0)
+    the first), any other at once. `waits` is called now and then with the error and the seconds
+    that are left."""
+    begin = time.monotonic()
+    until, say_at = begin + (for_s or 0.0), begin + SAY_SOON_S
     while True:
         try:
             return attempt()
-        except errors:
-            if time.monotonic() >= until:
+        except errors as error:
+            now = time.monotonic()
+            if now >= until:
                 raise
+            if now >= say_at:
+                waits(error, until - now)
+                say_at = now + SAY_S
             time.sleep(0.05)

@@ -159,9 +159,11 @@ def connect(
     hello: bytes = b"",
     name: str = "",
     language: bytes = NO_LANGUAGE,
+    report: Report = lambda _: None,
 ) -> Link:
     """A link whose other end is what `accept` of the listener there returned for `hello`.
     `language`: a digest of all that the frames of both sides can say (transport/handshake.py).
+    `report`: called with a line now and then while nobody listens there.
     Raises AuthError, WireError (refused, with the server's words), LostError (nobody there),
     DeadlineError."""
     where = f"{address[0]}:{address[1]}"
@@ -171,11 +173,21 @@ def connect(
     link_id = secrets.token_bytes(16)
     socks: list[socket.socket] = []
     channels: list[Channel] = []
+
+    def waits(_: BaseException, left_s: float) -> None:
+        report(
+            f"waiting for {peer}: nobody listens there (connection refused). It is tried for"
+            f" another {left_s:.0f} s: start it, or correct its address"
+        )
+
     try:
         answers = []
         for i in range(options.connections):
             sock = retry(
-                lambda: _connected(address, options), ConnectionRefusedError, options.retry_s
+                lambda: _connected(address, options),
+                ConnectionRefusedError,
+                options.retry_s,
+                waits,
             )
             socks.append(sock)
             deadline = time.monotonic() + options.handshake_s

@@ -95,18 +95,28 @@ def dial(
     participant: Participant | None = None,
     *,
     name: str,
+    report: Callable[[str], None],
 ) -> Link:
-    """A link to the server there; with a `participant` to the fan-in end in front of it. Raises
-    what tcp.connect does, and ConfigError where the participant is below no switch."""
-    if participant is None:
-        greeting = m.encode(hello)
+    """A link to the server there; with a `participant` to the fan-in end in front of it. `report`:
+    called with a line now and then while nobody listens. Raises what tcp.connect does, and
+    ConfigError where the participant is below no switch."""
+
+    def reach(receiver: Receiver, greeting: bytes) -> Link:
         return tcp.connect(
-            address, receiver, options, hello=greeting, name=name, language=m.LANGUAGE
+            address,
+            receiver,
+            options,
+            hello=greeting,
+            name=name,
+            language=m.LANGUAGE,
+            report=report,
         )
+
+    if participant is None:
+        return reach(receiver, m.encode(hello))
     load_kernels(participant.plan.width)
     link = FanInLink(receiver, participant, options.token)
-    greeting = hello_of(participant.plan, hello)
-    made = tcp.connect(address, link, options, hello=greeting, name=name, language=m.LANGUAGE)
+    made = reach(link, hello_of(participant.plan, hello))
     assert isinstance(made, FrameStream)
     link.begin(made)
     return link
