@@ -13,14 +13,16 @@ import pytest
 import torch
 from processes import free_port
 
+from roadtrain import cli
 from roadtrain.api.parallel_training import StepResult
 from roadtrain.config.job import load_job
 from roadtrain.config.networks import HostCards
 from roadtrain.errors import ConfigError
 from roadtrain.parallel.pipeline import StepTimes
-from roadtrain.parallel.rank_meeting import RankHello, check_same
+from roadtrain.parallel.rank_meeting import LAUNCH_NAMES, RankHello, check_same
 from roadtrain.parallel.snapshots import SnapshotOptions
 from roadtrain.parallel.stage_model import MicroBatch
+from roadtrain.storage.mark import Mark
 from roadtrain.storage.safetensors_io import open_dir
 from roadtrain.training import train_parallel
 from roadtrain.training.command import idle_keys
@@ -31,6 +33,7 @@ from roadtrain.training.stop import Stop
 from roadtrain.training.train import train
 from roadtrain.training.train_parallel import (
     StagedJob,
+    as_stages,
     check,
     snapshot_options,
     told_of,
@@ -115,6 +118,38 @@ def test_what_has_no_effect_without_stages_is_said(job):  # Rule 6
     assert idle_keys(alone) == ["num_microbatches", "snapshot_every"]
     assert not idle_keys(staged)
     assert not load_job(job("said", 1), {"parallelism.activations": "bf16"}).lossy  # Rule 2
+
+
+def test_a_job_in_stages_goes_on_as_one_without_torchrun(job, monkeypatch, capfd):
+    """`--parallelism.pp 1` alone was refused, with advice to begin anew. Rule 3."""
+    whole, path = job("whole", 4), job("staged", 4)
+    train(load_job(whole), lambda _: None)
+    torchrun(path, 2, "--parallelism.pp", "2", "--run.steps", "2")
+    for name in LAUNCH_NAMES:
+        monkeypatch.setenv(name, "")  # so that what is set is undone
+        monkeypatch.delenv(name)
+    told = ["train", str(path), "--run.steps"]
+    assert cli.main([*told, "3", "--parallelism.pp", "1"]) == 0
+    said = capfd.readouterr().out
+    assert "of step 2, trained as dp 1 x tp 1 x pp 2: it goes on from there as one stage" in said
+    assert cli.main([*told, "4"]) == 0  # the same once more
+    assert losses(path) == pytest.approx(losses(whole), abs=1e-5)
+    assert cli.main(["export", str(path.with_suffix("")), str(path.parent / "out")]) == 0
+    assert "exported step 4" in capfd.readouterr().out
+
+
+def test_what_is_left_of_another_run_in_stages_is_not_gone_on_from(job):
+    """Snapshots that a run before has left beside this run's store, or that are asked away."""
+    path = job("left", 1)
+    torchrun(path, 2, "--parallelism.pp", "2", "--run.steps", "2")
+    asked = load_job(path)
+    assert as_stages(asked).parallelism.dp == 1
+    assert not as_stages(asked.changed({"run.new_store": True})).parallelism.used
+    assert not as_stages(asked.changed({"servers.addresses": ["127.0.0.1:1"]})).parallelism.used
+    Mark(asked.run_dir).adopt("another store", 5)
+    assert not as_stages(asked).parallelism.used
+    train(load_job(job("plain", 1)), lambda _: None)
+    assert not as_stages(load_job(path.parent / "plain.toml")).parallelism.used
 
 
 class OneOf:

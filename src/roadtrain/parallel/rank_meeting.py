@@ -45,6 +45,7 @@ T = TypeVar("T")
 GRACE_S = 3.0  # how much longer the others wait for rank 0, and it for them to read its answer
 MEET_S = 18.0  # from the import of torch on: hosts begin together
 POLL_S = 0.02
+LAUNCH_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of the environment
 TRY_S = 3.0  # of one attempt to connect to the store
 HALF_OPEN = "03"  # SYN_RECV, as /proc/net/tcp has it
 
@@ -141,7 +142,7 @@ def cluster_of(host: HostCards) -> str:
 
 def launch_of(environment: Mapping[str, str]) -> Launch:
     """Raises ConfigError where torchrun (or what starts ranks as it does) has not said it."""
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    names = LAUNCH_NAMES
     if missing := [name for name in names if not environment.get(name)]:
         raise ConfigError(
             f"{', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set",

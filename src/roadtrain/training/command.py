@@ -22,12 +22,14 @@ def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) ->
     job = load_job(path, {**overrides, "run.new_store": True} if new_store else overrides)
     check_own(path, job)
     job.parallelism.check_known()
+    parallel = importlib.import_module("roadtrain.training.train_parallel")  # torch comes in
+    job = parallel.as_stages(job)
     if (idle := idle_keys(job)) and os.environ.get("RANK", "0") == "0":
         needs = "dp, tp, pp, widths, placements or reducers"
         print(f"parallelism: {', '.join(idle)} without {needs}: no effect")
-    name = "train_parallel" if job.parallelism.used else "train"
-    train = getattr(importlib.import_module(f"roadtrain.training.{name}"), name)  # torch comes in
-    summary = train(job, program=sys.argv[0])
+    plain = importlib.import_module("roadtrain.training.train")
+    run = parallel.train_parallel if job.parallelism.used else plain.train
+    summary = run(job, program=sys.argv[0])
     return 130 if summary.stopped == "interrupted" else 0
 
 

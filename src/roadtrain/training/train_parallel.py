@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +26,8 @@ from roadtrain.config.job import CompressSection, Job
 from roadtrain.config.job_parallelism import StagePlacement
 from roadtrain.device.copies import own_device
 from roadtrain.errors import ConfigError
-from roadtrain.parallel.rank_meeting import launch_of
-from roadtrain.parallel.snapshots import SnapshotOptions
+from roadtrain.parallel.rank_meeting import LAUNCH_NAMES, launch_of
+from roadtrain.parallel.snapshots import FOLDER, SnapshotOptions
 from roadtrain.parallel.stage_model import MicroBatch
 from roadtrain.storage.direct import make_directory
 from roadtrain.storage.mark import Mark
@@ -34,6 +35,7 @@ from roadtrain.streaming.plain import decode, encode
 from roadtrain.streaming.split import DTYPES
 from roadtrain.training.build import build_model, build_optimizer, fitted
 from roadtrain.training.data import Tokens
+from roadtrain.training.export_stages import newest
 from roadtrain.training.memory_limit import limited
 from roadtrain.training.metrics import Metrics, was_away
 from roadtrain.training.predicted import promised
@@ -130,6 +132,40 @@ def loss_of(result: Any, batch: MicroBatch) -> torch.Tensor:
     return functional.cross_entropy(logits_BTV.float().flatten(0, 1), batch.target.flatten())
 
 
+def as_stages(job: Job, report: Report = print) -> Job:
+    """Return `job` as it is, or with parallelism.dp: where it names no degrees, but its run
+    directory holds the state of a job in stages, that state is gone on from as one stage."""
+    other = job.parallelism.used or job.servers.addresses or job.run.new_store
+    if other or not (folder := job.run_dir / FOLDER).is_dir():
+        return job
+    try:
+        told = newest(folder)[1]
+    except ConfigError:  # nothing is committed
+        return job
+    rank = os.environ.get("RANK", "0")
+    ours = Mark(job.run_dir, reads=True, report=silent).known.job
+    if ours != told.job and (rank == "0" or ours):  # the first rank alone has a mark
+        return job
+    dp = int(os.environ.get("WORLD_SIZE", "1"))
+    if rank == "0":
+        report(
+            f"{folder} holds this run's state, of step {told.step}, trained as"
+            f" {told.parallelism}: it goes on from there as one stage, parallelism.dp = {dp}"
+        )
+    return job.changed({"parallelism.dp": dp})
+
+
+def meet_alone(job: Job) -> None:
+    """Where one process is all that the job asks for, it needs no torchrun."""
+    asked = job.parallelism
+    one = (asked.dp, asked.tp, asked.pp, asked.widths) == (1, 1, 1, [])
+    if one and not any(os.environ.get(name) for name in LAUNCH_NAMES):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            where = server.getsockname()
+        values = ("0", "1", *map(str, where))
+        os.environ.update(zip(LAUNCH_NAMES, values, strict=True))
+
+
 def train_parallel(job: Job, report: Report = print, program: str = "roadtrain") -> Summary:
     """Train `job` from its last committed step up to run.steps; run.memory_limit is each process's.
     Raises RoadtrainError."""
@@ -139,6 +175,7 @@ def train_parallel(job: Job, report: Report = print, program: str = "roadtrain")
 
 def _train(job: Job, report: Report, program: str) -> Summary:
     stop = Stop(job.run.minutes, report)
+    meet_alone(job)
     launch = launch_of(os.environ)
     say = report if launch.rank == 0 else silent
     make_directory(job.run_dir)
