@@ -35,6 +35,7 @@ class Command:
     does: str
     words: tuple[str, ...] = ()  # its positional arguments; [WORD] may be left out
     job_keys: bool = False  # it also takes every key of a job, as `overrides`
+    job_word: int = -1  # which word is a job file, checked before the module (torch) is imported
 
     @property
     def takes_rest(self) -> bool:
@@ -54,6 +55,7 @@ COMMANDS = {
         "Train a job. The same command resumes at the last committed step.",
         ("JOB.toml",),
         job_keys=True,
+        job_word=0,
     ),
     "serve": Command(
         "roadtrain.runtime.session_host:command",
@@ -67,6 +69,7 @@ COMMANDS = {
         " 1 if one differs.",
         ("JOB.toml",),
         job_keys=True,
+        job_word=0,
     ),
     "status": Command(
         "roadtrain.launch.status:command",
@@ -119,6 +122,7 @@ COMMANDS = {
         "Run a few real steps of a job here, print them beside the simulated ones, write the"
         " measured rates back.",
         ("CLUSTER.toml", "JOB.toml"),
+        job_word=1,
     ),
     "plan": Command(
         "roadtrain.planner.plan:command",
@@ -149,6 +153,7 @@ COMMANDS = {
         "Test every pair of hosts of every group over the network that it will use; print the"
         " matrix, or what is wrong. Started on every host, under torchrun or with --hosts.",
         ("[JOB.toml]",),
+        job_word=0,
     ),
     "soak": Command(
         "benchmarks.soak:command",
@@ -202,10 +207,9 @@ def run(args: list[str]) -> int:
 def _check_job(name: str, words: Sequence[Any], overrides: Mapping[str, Any]) -> None:
     """Refuse a wrong job file before the command's module is imported, and torch with it. Raises
     ConfigError."""
-    for kind, word in zip(COMMANDS[name].words, words, strict=False):
-        if kind.strip("[]") == "JOB.toml":
-            job = importlib.import_module("roadtrain.config.job")  # pydantic
-            job.load_job(word, overrides, report=lambda _: None)
+    if 0 <= (number := COMMANDS[name].job_word) < len(words):
+        job = importlib.import_module("roadtrain.config.job")  # pydantic
+        job.load_job(words[number], overrides, report=lambda _: None)
 
 
 def _named(args: list[str]) -> tuple[str, list[str]]:

@@ -124,7 +124,6 @@ def test_a_server_without_a_duty(args: str, capsys: pytest.CaptureFixture[str]) 
         ("verify unknown.toml", "optimiser"),
         ("preflight unknown.toml", "optimiser"),
         ("calibrate cluster.toml unknown.toml", "optimiser"),
-        ("launch plan.toml unknown.toml", "optimiser"),
     ],
 )
 def test_a_wrong_job_is_refused_before_torch_is_imported(args: str, words: str) -> None:
