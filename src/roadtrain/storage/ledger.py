@@ -315,7 +315,8 @@ class Ledger:
             return DamagedError(f"{home}: its ledger holds no record", hint=_RESTORE)
         older = "this part" if max(steps) < step else "the part whose step counts, the first one,"
         return StaleError(
-            f"{home}: {holds}, and the store is at step {step}: {older} is an older copy",
+            f"{home}: {holds}, and the store is at step {step}: {older} is an older copy, or one"
+            " that was trained elsewhere",
             hint="nothing was changed: name the directories that were trained together",
         )
 
