@@ -456,6 +456,43 @@ def test_a_run_goes_on_when_its_server_and_worker_are_killed(tmp_path: Path) -> 
         assert run.losses() == plain_losses(tmp_path, steps)
 
 
+@contextmanager
+def small_disk(directory: Path, nbytes: int) -> Iterator[None]:
+    directory.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "none", str(directory)]
+    if os.getuid() or subprocess.run(mount, check=False).returncode:
+        pytest.skip("no root: no small disk")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.lab
+@pytest.mark.alone
+def test_a_run_whose_home_is_full_goes_on_also_under_its_standby(tmp_path: Path) -> None:
+    """Rule 3: a worker and the supervisor are killed meanwhile."""
+    steps = 200
+    with small_disk(tmp_path / ".roadtrain", 200_000), launched(tmp_path, 1, steps) as run:
+        launcher = run.launch()
+        run.step_reached(8)
+        wait_for(lambda: run.processes("roadtrain.launch.succeed"), "a standby")
+        filling = tmp_path / ".roadtrain" / "filling"
+        with suppress(OSError), filling.open("wb") as file:
+            while True:
+                file.write(bytes(100))
+                file.flush()
+        run.kill("run/launch/job.toml")
+        run.step_reached(len(run.lines) + 8)
+        run.kill("roadtrain.launch.supervise")
+        run.step_reached(len(run.lines) + 8)
+        filling.unlink()
+        assert launcher.wait(2 * PATIENCE_S) == 0, (tmp_path / "launcher.log").read_text()
+        assert run.home.state().code == 0
+        assert run.losses() == plain_losses(tmp_path, steps)
+
+
 def plain_losses(directory: Path, steps: int) -> list[float]:
     """Of one process on files, in this one."""
     job = make_job(job_tree(directory, steps)).changed({"run.dir": str(directory / "plain")})
