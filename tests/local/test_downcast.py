@@ -209,12 +209,12 @@ def test_half_the_bytes_travel(hosts, monkeypatch):
         ({"grad_dtype": BF16}, r"Downcast\('bf16'\) without servers"),
         (
             {"grad_dtype": torch.float32, "servers": ["127.0.0.1:1"]},
-            r"gradients cannot travel as 'fp32'",
+            "`dtype` cannot be 'fp32'",
         ),
-        ({"grad_dtype": torch.float64}, "gradients cannot travel as 'fp64'"),
+        ({"grad_dtype": torch.float64}, "`dtype` cannot be 'fp64'"),
         (
             {"grad_dtype": torch.complex64, "servers": ["127.0.0.1:1"]},
-            "gradients cannot travel as 'torch.complex64'",
+            "`dtype` cannot be 'torch.complex64'",
         ),
         (
             {"grad_dtype": FP16, "servers": ["127.0.0.1:1"], "topk": 0.1},

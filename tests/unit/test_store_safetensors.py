@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from roadtrain.chunks import NUMPY
-from roadtrain.errors import DamagedError, ForeignError, GoneError
+from roadtrain.errors import ConfigError, DamagedError, ForeignError, GoneError
 from roadtrain.storage.safetensors_io import export_dir, open_dir
 
 TORCH = {
@@ -122,7 +122,7 @@ def test_a_second_export_replaces_the_first_and_a_failing_one_does_not(tmp_path:
 
 
 def test_faults(tmp_path: Path) -> None:
-    with pytest.raises(GoneError, match="no safetensors file"):
+    with pytest.raises(ConfigError, match="no safetensors file"):
         open_dir(tmp_path)
     (path,) = export_dir(items(arrays()), tmp_path)
     tensor = open_dir(tmp_path)["layer.0.fp32.0"]

@@ -39,20 +39,20 @@ OPTIONS: dict[str, Any] = dict.fromkeys(("store", "compress", "delay", "host_bud
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: TopK(0), "a fraction between 0 and 1 .* not 0"),
-        (lambda: TopK(1.0), "a fraction between 0 and 1 .* not 1.0"),
-        (lambda: TopK("1 %"), "a fraction between 0 and 1 .* not '1 %'"),  # type: ignore[arg-type]
-        (lambda: TopK(True), "not True"),
-        (lambda: Downcast("fp8"), "cannot travel as 'fp8'"),
-        (lambda: Delay(0), "a delay of 0 updates"),
-        (lambda: Delay(1.5), "a delay of 1.5 updates"),  # type: ignore[arg-type]
-        (lambda: Delay(-1), "a delay of -1 updates"),
-        (lambda: Files([]), "no directory"),
+        (lambda: TopK(0), "`keep` cannot be 0\nhint: `keep` must be a fraction"),
+        (lambda: TopK(1.0), r"`keep` cannot be 1\.0"),
+        (lambda: TopK("1 %"), "`keep` cannot be '1 %'"),  # type: ignore[arg-type]
+        (lambda: TopK(True), "cannot be True"),
+        (lambda: Downcast("fp8"), "`dtype` cannot be 'fp8'"),
+        (lambda: Delay(0), "`steps` cannot be 0"),
+        (lambda: Delay(1.5), "`steps` cannot be 1.5"),  # type: ignore[arg-type]
+        (lambda: Delay(-1), "`steps` cannot be -1"),
+        (lambda: Files([]), r"`directories` cannot be \[\]"),
         (lambda: Files(["a", "b"], rates=[1]), r"rates \[1\] for 2 directories"),
-        (lambda: Files("a", rates=[float("nan")]), r"rates \[nan\] for 1 directories"),
-        (lambda: Files("a", rates="fast"), "rates 'fast' for 1 directories"),  # type: ignore[arg-type]
+        (lambda: Files("a", rates=[float("nan")]), r"`rates` cannot be \[nan\]"),
+        (lambda: Files("a", rates="fast"), "`rates` cannot be 'fast'"),  # type: ignore[arg-type]
         (lambda: Servers([]), r"Servers of \[\]"),
-        (lambda: Servers(A), f"Servers of '{A}'"),
+        (lambda: Servers(A), f"`addresses` cannot be '{A}'"),
         (lambda: Servers(["nowhere"]), "'nowhere' is no address"),
         (lambda: Servers([A], replicas=2), r"replicas = 2 with 1 server\(s\)"),
         (lambda: Servers([A, B], replicas=3), "replicas = 3"),  # type: ignore[arg-type]
@@ -60,10 +60,10 @@ OPTIONS: dict[str, Any] = dict.fromkeys(("store", "compress", "delay", "host_bud
         (lambda: Servers([A, B], replicas=2, give_up=[A, B]), "give_up = .* with replicas = 2"),
         (lambda: Servers([A, B], replicas=2, give_up=["x:1"]), "give_up = .*x:1"),
         (lambda: Servers([A, B], replicas=2, relay="1GiB"), "which of 2 replicas is missing"),
-        (lambda: Servers([A], buffering="some"), "buffering = 'some'"),  # type: ignore[arg-type]
+        (lambda: Servers([A], buffering="some"), "`buffering` cannot be 'some'"),  # type: ignore[arg-type]
         (lambda: Servers([A], residuals=Files(["a", "b"])), "residuals in 2 directories"),
         (lambda: Servers([A], token=b"x" * 16, link=TcpOptions()), "together with token"),
-        (lambda: Servers([A], fan_in=B), f"fan_in = '{B}'"),
+        (lambda: Servers([A], fan_in=B), f"`fan_in` cannot be '{B}'"),
         (lambda: Servers([A], fan_in=[]), "fan_in without a switch"),
         (lambda: Servers([A], fan_in=[A, B]), "2 switches are below no other"),
         (lambda: Servers([A], fan_in=["rack"]), "'rack' is no address"),

@@ -31,15 +31,12 @@ def start(
     placed: PlacedOptimizer,
     parts: Split,
     plan: SessionPlan,
-    weights: str | Path | None,
+    given: Mapping[str, Tensor],
     init: Callable[[nn.Module], None] | None,
 ) -> None:
     """Fills the store if it is new, attaches the block stream to the model, and resumes what is
-    committed; afterwards `placed` trains. Raises ConfigError where `weights` do not fit."""
+    committed; afterwards `placed` trains. `given`: tensors that the first values come from."""
     model, session, device = placed.model, placed.session, plan.device
-    given = {} if weights is None else open_dir(weights)
-    if weights is not None:
-        _check_weights(given, plan.table)
     _fill(placed, parts, plan, given, init)
     directories = session.store_plan.directories
     scratch = directories[0] if directories else None
@@ -97,7 +94,9 @@ def _source(part: ModulePart, given: Mapping[str, Tensor]) -> Source:
     return source
 
 
-def _check_weights(given: Mapping[str, Tensor], table: ChunkTable) -> None:
+def open_weights(weights: str | Path, table: ChunkTable) -> Mapping[str, Tensor]:
+    """The tensors in `weights`. Raises ConfigError where they do not fit the model."""
+    given = open_dir(weights)
     lacking = [p for p in table.params if p.name not in given]
     wrong = [p for p in table.params if p.name in given and tuple(given[p.name].shape) != p.shape]
     if found := lacking or wrong:
@@ -109,6 +108,7 @@ def _check_weights(given: Mapping[str, Tensor], table: ChunkTable) -> None:
             f" {found[0].shape}",
             hint="the directory's config.json says which model it is",
         )
+    return given
 
 
 def _as(values: np.ndarray, dtype: str, spec: ParamSpec) -> np.ndarray:

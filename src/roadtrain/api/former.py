@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from roadtrain.api.stores import Files, Memory, Servers
 from roadtrain.config.lossy import Delay, Downcast, TopK
 from roadtrain.config.names import unknown_name
@@ -43,11 +45,21 @@ FORMER = {
     "store_rates": FormerKeyword("store", Files, "rates", None),
     "moved_from": FormerKeyword("store", Files, "moved_from", ()),
     "direct": FormerKeyword("store", Files, "direct", True),
-    "topk": FormerKeyword("compress", TopK, "keep", None, lambda volume: volume / 2),
+    "topk": FormerKeyword(
+        "compress",
+        TopK,
+        "keep",
+        None,
+        lambda volume: volume / 2 if isinstance(volume, float) else volume,
+    ),
     "topk_per_block": FormerKeyword("compress", TopK, "per_block", False),
     "error_feedback": FormerKeyword("compress", TopK, "error_feedback", False),
     "grad_dtype": FormerKeyword(
-        "compress", Downcast, "dtype", None, lambda dtype: NAMES.get(dtype, str(dtype))
+        "compress",
+        Downcast,
+        "dtype",
+        None,
+        lambda dtype: NAMES.get(dtype, str(dtype)) if isinstance(dtype, torch.dtype) else dtype,
     ),
     "staleness": FormerKeyword(
         "delay", Delay, "steps", 0, lambda steps: None if steps == "none" else steps

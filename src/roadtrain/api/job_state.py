@@ -8,15 +8,29 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import nn
 
 from roadtrain.errors import ForeignError
 from roadtrain.streaming import plain
 
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object whose state is committed with each step, as a scheduler or a data loader."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+HasState = Annotated[
+    Stateful, Field(description="an object with state_dict() and load_state_dict()")
+]
 KEYS = {"torch", "cuda", "python", "numpy", "buffers", "groups", "extra"}
 
 
@@ -24,7 +38,7 @@ def encode(
     model: nn.Module,
     device: torch.device,
     groups: Sequence[Mapping[str, Any]],
-    extra: Mapping[str, Any],
+    extra: Mapping[str, Stateful],
     history: str,
 ) -> bytes:
     """`device`: whose generator is kept. `history`: which values were loaded into the store. Raises

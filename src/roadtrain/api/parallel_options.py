@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import nn
 
 from roadtrain.api.stores import Files, Memory, Servers
 from roadtrain.config.host_ranks import DataGroups
 from roadtrain.config.networks import NetworkStatement
+from roadtrain.config.options import Deadline, ExistingPath, PositiveInt, check_options
 from roadtrain.config.parallelism import Parallelism
 from roadtrain.errors import ConfigError
 from roadtrain.parallel.tensor import TensorPlan
+from roadtrain.streaming.split import ComputeDtype
 
 StageStore = Files | Memory | Servers
-STAGES = ("even", "measured", "paper")
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,9 @@ class ParallelOptions:
     """
 
     parallelism: Parallelism
-    num_microbatches: int
+    num_microbatches: PositiveInt
     stages: Literal["even", "measured", "paper"] = "even"
-    resize_stages: float | None = None
+    resize_stages: Annotated[float, Field(ge=0, lt=1)] | None = None
     stores: Mapping[int, StageStore] = field(default_factory=dict)
     reducers: Sequence[str] | str = ()
     reducers_token_file: str | None = None
@@ -67,16 +68,17 @@ class ParallelOptions:
     data_groups: DataGroups = DataGroups.IN_ONE_CLUSTER
     activations: torch.dtype | None = None
     overlap: bool = True
-    blocks: Sequence[str] | None = None
+    blocks: str | Sequence[str] | None = None
     tensor_plan: TensorPlan | None = None
-    dtype: torch.dtype | None = None
-    weights: str | Path | None = None
+    dtype: ComputeDtype | None = None
+    weights: ExistingPath | None = None
     init: Callable[[nn.Module], None] | None = None
     seed: int = 0
-    deadline_s: float = 600.0
+    deadline_s: Deadline = 600.0
     job: str = ""
 
     def __post_init__(self) -> None:
+        check_options(ParallelOptions, vars(self))
         given = self.parallelism
         if given.cp > 1 or given.ep > 1:
             raise ConfigError(
@@ -84,8 +86,6 @@ class ParallelOptions:
                 hint="cp = 1 and ep = 1",
             )
         given.check_micro_batches(self.num_microbatches)
-        if self.stages not in STAGES:
-            raise ConfigError(f"stages {self.stages!r}", hint=f"one of {', '.join(STAGES)}")
         measured = self.stages != "even" or self.resize_stages is not None
         if measured and (given.tp > 1 or self.stores or given.stages):
             raise ConfigError(

@@ -32,6 +32,7 @@ from roadtrain.api.parallel_parts import (
 from roadtrain.api.parallel_sizes import StageSizes
 from roadtrain.api.parallel_training import ParallelTraining
 from roadtrain.config.networks import stated
+from roadtrain.config.options import check_options
 from roadtrain.device.copies import own_device
 from roadtrain.errors import ModelError
 from roadtrain.parallel.cuts import Cuts
@@ -81,6 +82,7 @@ def parallelize(
     Raises ConfigError, ModelError before anything is trained, DeadlineError where a process or a
     network does not come (Rule 5).
     """
+    check_options(parallelize, locals())
     launch = launch_of(os.environ)
     say = report if launch.rank == 0 else _silent
     for line in options.say_lossy():

@@ -7,14 +7,15 @@ Assumes: what RANK and WORLD_SIZE say, where there are several workers. Does NOT
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import nn
 
-from roadtrain.api.first_values import start
+from roadtrain.api.first_values import open_weights, start
 from roadtrain.api.former import current
+from roadtrain.api.job_state import HasState
 from roadtrain.api.optimizer import PlacedOptimizer
 from roadtrain.api.request import Report, Request
 from roadtrain.api.session_plan import (
@@ -26,8 +27,16 @@ from roadtrain.api.session_plan import (
     plan_session,
 )
 from roadtrain.api.stores import Files, Memory, Servers, store_of
-from roadtrain.chunks import MAX_CHUNK
+from roadtrain.chunks import MAX_CHUNK, SEGMENT
 from roadtrain.config.lossy import Delay, Downcast, TopK
+from roadtrain.config.options import (
+    Deadline,
+    ExistingPath,
+    PathLike,
+    PositiveInt,
+    Size,
+    check_options,
+)
 from roadtrain.device.copies import beside_accelerator, own_device
 from roadtrain.errors import ConfigError, ModelError
 from roadtrain.kernels.generic import say_generic
@@ -37,28 +46,30 @@ from roadtrain.runtime.worker_group import WorkerGroup
 from roadtrain.storage.generation import OpenedStore
 from roadtrain.storage.mark import Mark
 from roadtrain.streaming.fetched import has_released_value
-from roadtrain.streaming.split import split, table
+from roadtrain.streaming.split import ComputeDtype, split, table
+
+ChunkElements = Annotated[int, Field(ge=SEGMENT, le=MAX_CHUNK, multiple_of=SEGMENT)]
 
 
 def place(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    store: str | Path | Sequence[str | Path] | Files | Memory | Servers | None = None,
+    store: PathLike | Sequence[PathLike] | Files | Memory | Servers | None = None,
     compress: TopK | Downcast | None = None,
     delay: Delay | None = None,
-    host_budget: str | int | None = None,
-    device_budget: str | int | None = None,
-    dtype: torch.dtype | None = None,
-    blocks: Sequence[str] | None = None,
-    backwards_per_step: int | None = None,
-    chunk_elements: int = MAX_CHUNK,
+    host_budget: Size | None = None,
+    device_budget: Size | None = None,
+    dtype: ComputeDtype | None = None,
+    blocks: str | Sequence[str] | None = None,
+    backwards_per_step: PositiveInt | None = None,
+    chunk_elements: ChunkElements = MAX_CHUNK,
     device: torch.device | str | None = None,
-    weights: str | Path | None = None,
+    weights: ExistingPath | None = None,
     init: Callable[[nn.Module], None] | None = None,
-    extra: Mapping[str, Any] | None = None,
+    extra: Mapping[str, HasState] | None = None,
     mark: Mark | None = None,
-    deadline_s: float = 600.0,
+    deadline_s: Deadline = 600.0,
     report: Report = print,
     group: WorkerGroup | None = None,
     **former: Any,
@@ -95,6 +106,7 @@ def place(
     StoreError (also ForkedError, where servers went on without each other, and StaleError, where
     later steps are known of).
     """
+    check_options(place, locals())
     check_fresh(optimizer)
     given = {
         "store": store,
@@ -103,8 +115,10 @@ def place(
         "host_budget": host_budget,
         "device_budget": device_budget,
     }
+    options = current(given, former, report)
+    check_options(place, options)
     request = _request(
-        current(given, former, report),
+        options,
         backwards_per_step,
         chunk_elements,
         deadline_s,
@@ -118,6 +132,7 @@ def place(
     say_generic(rules, report)
     plan = plan_session(request, device, table(parts, groups, dtype, request.chunk_elements), rules)
     request.say_lossy()
+    tensors = {} if weights is None else open_weights(weights, plan.table)
     plan, opened = open_files(plan, mark)
     said = opened.notes if opened is not None else ()
     if weights is None:
@@ -125,7 +140,7 @@ def place(
     session = open_session(plan, opened, mark)
     placed = PlacedOptimizer(model, optimizer, parts, plan, session, extra or {})
     try:
-        start(placed, parts, plan, weights, init)
+        start(placed, parts, plan, tensors, init)
         _adopt(mark, plan, session, placed.steps_done)
     except BaseException:
         session.close()

@@ -5,21 +5,18 @@ Each value checks itself when it is made; nothing is opened or connected here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from roadtrain.config.fan_in import FanIn, SwitchNode, fan_in_of
-from roadtrain.config.lossy import is_number
+from roadtrain.config.options import PathLike, PositiveInt, Size, check_options
 from roadtrain.errors import ConfigError
 from roadtrain.transport.address import address_of, token_of
 from roadtrain.transport.tcp import Address, TcpOptions, Tls
-from roadtrain.units import parse_bytes
-
-PathLike = str | Path
-BUFFERING = ("auto", "all", "none")
 
 
 @dataclass(frozen=True)
@@ -36,12 +33,15 @@ class Files:
     moved_from: Sequence[PathLike] = ()
 
     def __post_init__(self) -> None:
+        check_options(Files, vars(self))
         if not self.paths:
-            raise ConfigError("Files of no directory", hint="name one, or leave store out for RAM")
+            raise ConfigError(
+                f"Files: `directories` cannot be {self.directories!r}",
+                hint="name one or more, or leave store out to keep the state in RAM",
+            )
         if self.rates is None or self.rates == "measured":
             return
-        good = [is_number(r) and 0 < r < math.inf for r in self.rates]
-        if isinstance(self.rates, str) or not all(good) or len(good) != len(self.paths):
+        if len(self.rates) != len(self.paths) or min(self.rates) <= 0:
             raise ConfigError(
                 f"rates {self.rates!r} for {len(self.paths)} directories",
                 hint="'measured', or a number above 0 for each",
@@ -71,15 +71,17 @@ class Servers:
     # the job's secret, or a file with it (mode 600)
     token: bytes | PathLike | None = field(default=None, repr=False)
     tls: Tls | None = None  # whom a server is known by, and this worker's certificate
-    connections: int = 1  # TCP connections to each server
-    retry_s: float | None = None  # how long to try again; None: as long as place's deadline_s
+    connections: PositiveInt = 1  # TCP connections to each server
+    retry_s: Annotated[float, Field(ge=0)] | None = (
+        None  # how long to try again; None: as long as place's deadline_s
+    )
     # instead of the four above: all that a link can be told
     link: TcpOptions | None = field(default=None, repr=False)
     replicas: int = 1  # 1 or 2: a second server holds each chunk and applies the same pushes
     # addresses whose contents are not to count at a start where that is in doubt: one that is away
     # is left out all the same, the store of one that answers is moved aside and filled up again
     give_up: Sequence[str] = ()
-    relay: str | int | None = None  # host bytes of a process that communicates for the workers here
+    relay: Size | None = None  # host bytes of a process that communicates for the workers here
     # gradients are summed, and parameters copied, by switches on the way: a FanIn, or the HOST:PORT
     # of the only switch in a list
     fan_in: FanIn | Sequence[str | SwitchNode] | None = None
@@ -90,7 +92,8 @@ class Servers:
     residuals: PathLike | Files | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.addresses, str) or not self.addresses:
+        check_options(Servers, vars(self))
+        if not self.addresses:
             raise ConfigError(
                 f"Servers of {self.addresses!r}", hint="a list of one HOST:PORT or more"
             )
@@ -99,10 +102,6 @@ class Servers:
             raise ConfigError(
                 "Servers(link=...) together with token, tls, connections or retry_s",
                 hint="say all of them in link",
-            )
-        if self.buffering not in BUFFERING:
-            raise ConfigError(
-                f"buffering = {self.buffering!r}", hint="'auto', 'all' or 'none' of the blocks"
             )
         if self.residual_files and len(self.residual_files.paths) != 1:
             raise ConfigError(
@@ -130,7 +129,6 @@ class Servers:
     def _check_relay(self) -> None:
         if self.relay is None:
             return
-        parse_bytes(self.relay)
         if self.replicas > 1:
             raise ConfigError(
                 f"a relay does not find out which of {self.replicas} replicas is missing",
@@ -166,8 +164,6 @@ class Servers:
         given = self.fan_in
         if given is None or isinstance(given, FanIn):
             return given
-        if isinstance(given, str):
-            raise ConfigError(f"fan_in = {given!r}", hint="a list of one HOST:PORT, or a FanIn")
         return fan_in_of(given)
 
     @property
@@ -198,7 +194,7 @@ Store = Files | Memory | Servers
 
 
 def store_of(given: Store | PathLike | Sequence[PathLike] | None) -> Store:
-    """A path or several stand for Files, nothing for Memory."""
+    """Make Files of one or several paths, and Memory of none."""
     if isinstance(given, Files | Memory | Servers):
         return given
     return Files(given) if given else Memory()

@@ -12,8 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from roadtrain.config.options import check_options
 from roadtrain.errors import ConfigError
 
 Wire = Literal["int32", "int16", "int8"]
@@ -32,14 +35,18 @@ class SwitchNode:
     parent: str = ""  # the address of the switch above it; empty: the root, below the server
     # Ranks of those that send to it: workers, or where relays communicate for them, hosts. Empty at
     # the only switch of a tree: all of them.
-    workers: tuple[int, ...] = ()
+    workers: Annotated[tuple[int, ...], Field(strict=False)] = ()  # or a list
+
+    def __post_init__(self) -> None:
+        check_options(SwitchNode, vars(self))
+        object.__setattr__(self, "workers", tuple(self.workers))
 
 
 @dataclass(frozen=True)
 class FanIn:
     """Raises ConfigError for what is no tree, with the switch at fault."""
 
-    switches: tuple[SwitchNode, ...]
+    switches: Annotated[tuple[SwitchNode, ...], Field(strict=False)]  # or a list
     wire: Wire = "int32"  # what an element of a gradient travels as
     window: int = WINDOW  # packets under way of a stream, and slots of a switch's table
     # "auto": the network copies parameters to all workers where a trial reaches them all, else the
@@ -47,16 +54,13 @@ class FanIn:
     multicast: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
+        check_options(FanIn, vars(self))
         object.__setattr__(self, "switches", tuple(self.switches))
-        if self.wire not in WIDTH:
-            raise ConfigError(f"fan_in: wire = {self.wire!r}", hint="int32, int16 or int8")
         if self.window not in WINDOWS or self.window & (self.window - 1):
             raise ConfigError(
                 f"fan_in: a window of {self.window} packets",
                 hint=f"a power of two from {WINDOWS[0]} to {WINDOWS[-1]}",
             )
-        if self.multicast not in ("auto", "off"):
-            raise ConfigError(f"fan_in: multicast = {self.multicast!r}", hint="'auto' or 'off'")
         self._check_tree()
 
     def _check_tree(self) -> None:

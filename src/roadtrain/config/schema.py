@@ -54,7 +54,10 @@ def value(kind: type[T]) -> type[T]:
     unexplained = made.__init__
 
     def __init__(self: T, *args: Any, **fields: Any) -> None:
-        fields |= zip(made.__pydantic_fields__, args, strict=False)
+        named = [*made.__pydantic_fields__][: len(args)]
+        if len(named) < len(args) or fields.keys() & set(named):
+            raise TypeError(f"{kind.__name__}(): too many arguments, or one given twice")
+        fields |= zip(named, args)
         try:
             unexplained(self, **fields)
         except ValidationError as cause:
@@ -242,6 +245,12 @@ def unknown_key(kind: Any, path: Sequence[int | str], where: str = "") -> Config
     )
 
 
+def refusal_in(error: ErrorDetails) -> RoadtrainError | None:
+    """The error of ours that a `refusing` validator raised, if one did."""
+    refused = error.get("ctx", {}).get("error")
+    return refused.error if isinstance(refused, _Refused) else None
+
+
 def explained(cause: ValidationError, kind: Any, tree: object, where: str = "") -> ConfigError:
     """The first mistake in `tree`, which is no `kind`; an unknown key explains a missing one."""
     errors = cause.errors()
@@ -260,8 +269,7 @@ def explained(cause: ValidationError, kind: Any, tree: object, where: str = "") 
     said = " or ".join(dict.fromkeys(map(_said, own)))
     if repr(found) not in said and not (error["type"] == "value_error" and isinstance(found, dict)):
         said += f", not {found!r:.200}"
-    refused = error.get("ctx", {}).get("error")
-    ours: RoadtrainError = refused.error if isinstance(refused, _Refused) else ConfigError("")
+    ours = refusal_in(error) or ConfigError("")
     key = f"`{'.'.join(map(str, path))}`: " if path else ""
     error_type = type(ours) if isinstance(ours, ConfigError) else ConfigError
     return error_type(_at(where) + key + said, hint=ours.hint)

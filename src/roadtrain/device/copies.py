@@ -37,7 +37,12 @@ def own_device(
     """`asked` with its index. `cuda` without one is this process's own device: the current one
     where the program chose it (torch.cuda.set_device), else that of LOCAL_RANK, which becomes
     the current one. Raises ConfigError for a device that is not there."""
-    device = torch.device(asked)
+    try:
+        device = torch.device(asked)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"`device` cannot be {asked!r}", hint="`device` must be 'cuda', 'cuda:N' or 'cpu'"
+        ) from error
     if device.type in ("cpu", "meta"):
         return torch.device("cpu")
     if device.type != "cuda":

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roadtrain.config.options import check_options
 from roadtrain.errors import LoopError, ModelError
 from roadtrain.parallel.cuts import Cuts, Segment
 from roadtrain.streaming.fetched import released_value
@@ -34,6 +35,9 @@ class MicroBatch:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] | None = None
     target: Any = None
+
+    def __post_init__(self) -> None:
+        check_options(MicroBatch, vars(self))
 
 
 class _SegmentEnds(BaseException):

@@ -41,7 +41,7 @@ from roadtrain.storage.current import (
     set_aside,
     switch,
 )
-from roadtrain.storage.direct import in_ram, make_directory, sync_directory
+from roadtrain.storage.direct import check_directory, in_ram, make_directory, sync_directory
 from roadtrain.storage.file import FileTier
 from roadtrain.storage.ledger import StoreMeta
 from roadtrain.storage.lock import Locks
@@ -228,6 +228,8 @@ def open_store(
         StoreError: Another process has it open.
     """
     given = list(dict.fromkeys(Path(d).absolute() for d in (*directories, *also)))
+    for path in given:
+        check_directory(path)
     locks = Locks(given)
     try:
         store = _open(given, direct, accept)

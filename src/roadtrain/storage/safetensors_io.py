@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from roadtrain.chunks import ITEMSIZE, NUMPY
-from roadtrain.errors import DamagedError, ForeignError, GoneError
+from roadtrain.errors import ConfigError, DamagedError, ForeignError
 from roadtrain.storage.direct import make_directory, sync_directory, typed_errors, write_file
 
 TAGS = {dtype: dtype.upper().replace("FP", "F") for dtype in ITEMSIZE}  # F32, BF16, I8, BOOL
@@ -101,8 +101,8 @@ def export_dir(
 
 def open_dir(path: str | Path) -> Mapping[str, Tensor]:
     """The tensors of a safetensors file, or of a directory with `model.safetensors`, an index,
-    or any safetensors files. GoneError, ForeignError (not safetensors), DamagedError
-    (truncated)."""
+    or any safetensors files. Raises ConfigError where there are none, ForeignError for other
+    content, DamagedError for a truncated file."""
     home = Path(path)
     if home.is_file():
         return dict(_read_header(home))
@@ -121,7 +121,10 @@ def open_dir(path: str | Path) -> Mapping[str, Tensor]:
             [home / _SINGLE] if (home / _SINGLE).is_file() else sorted(home.glob("*.safetensors"))
         )
     if not files:
-        raise GoneError(f"{home}: no safetensors file there")
+        raise ConfigError(
+            f"{home}: no safetensors file there",
+            hint="weights are read from a directory in Hugging Face layout, or a safetensors file",
+        )
     return {name: tensor for file in files for name, tensor in _read_header(file)}
 
 

@@ -16,13 +16,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Annotated
 
 import numpy as np
 import torch
+from pydantic import AfterValidator, Field
 from torch import nn
 
-from roadtrain.chunks import MAX_CHUNK, ChunkTable, ParamSpec
+from roadtrain.chunks import MAX_CHUNK, TRAINABLE, ChunkTable, ParamSpec
 from roadtrain.config.names import did_you_mean
+from roadtrain.config.schema import refusing
 from roadtrain.errors import ConfigError, ModelError
 
 DTYPES = {
@@ -39,6 +42,18 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ROOT = "root"
+
+
+def _check_trainable(dtype: torch.dtype) -> None:
+    if NAMES.get(dtype) not in TRAINABLE:
+        raise ConfigError("update rules do not take it")
+
+
+ComputeDtype = Annotated[
+    torch.dtype,
+    AfterValidator(refusing(_check_trainable)),
+    Field(description="torch.float32, torch.bfloat16, torch.float16"),
+]
 
 
 @dataclass(frozen=True)
@@ -180,7 +195,7 @@ def _named(model: nn.Module, patterns: Iterable[str]) -> Iterator[tuple[str, nn.
         hits = [n for n in modules if _fits(n.split("."), parts) and _has_params(modules[n])]
         if not hits:
             raise ConfigError(
-                f"no module with parameters is named {pattern!r}",
+                f"blocks: no module with parameters is named {pattern!r}",
                 hint=did_you_mean(pattern, modules, least=0.0),
             )
         for hit in hits:

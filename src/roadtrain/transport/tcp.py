@@ -31,7 +31,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import Field
+
+from roadtrain.config.options import check_options
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.transport.handshake import (
     MAX_CONNECTIONS,
@@ -61,15 +65,21 @@ LOOK_S = 0.1  # over which that is measured
 MIN_TOKEN = 16  # bytes: what is shorter can be guessed
 
 
+PemFile = Annotated[Path, Field(strict=False)]  # or a string
+
+
 @dataclass(frozen=True)
 class Tls:
     """Paths of PEM files: this side's certificate and key, and who signs the other side's. A
     client may have only `ca`; a server with `ca` demands a certificate of the client.
     The server's certificate names its address."""
 
-    cert: Path | None = None
-    key: Path | None = None
-    ca: Path | None = None
+    cert: PemFile | None = None
+    key: PemFile | None = None
+    ca: PemFile | None = None
+
+    def __post_init__(self) -> None:
+        check_options(Tls, vars(self))
 
     def context(self, server: bool) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
@@ -109,6 +119,7 @@ class TcpOptions(Common):
     silence_s: float = 10.0  # how long packets may stay unanswered
 
     def __post_init__(self) -> None:
+        check_options(TcpOptions, vars(self))
         if self.token is not None and len(self.token) < MIN_TOKEN:
             raise ConfigError(
                 f"a token of {len(self.token)} bytes, {MIN_TOKEN} are the least: it could be"
