@@ -13,6 +13,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import os
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,15 +22,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from roadtrain.api.request import Request
 from roadtrain.api.session_plan import SessionPlan
 from roadtrain.api.stored_optimizer import StoredOptimizer
 from roadtrain.errors import LoopError
 from roadtrain.runtime.session import JobSession
 from roadtrain.streaming.activations import Activations
 from roadtrain.streaming.grads import PlacedGrad
-from roadtrain.streaming.released import is_called_by_dynamo
+from roadtrain.streaming.released import forbid_in_child, is_called_by_dynamo
 from roadtrain.streaming.split import Split
 from roadtrain.streaming.stream import BlockStream
+
+_live: weakref.WeakSet[PlacedOptimizer] = weakref.WeakSet()  # those that are not closed
 
 
 class PlacedOptimizer(StoredOptimizer):
@@ -73,6 +78,7 @@ class PlacedOptimizer(StoredOptimizer):
         me = weakref.ref(self)
         self._at_exit = lambda: _close_quietly(me())
         atexit.register(self._at_exit)
+        _live.add(self)
 
     def attach(self, stream: BlockStream, activations: Activations) -> None:
         """Called once by place()."""
@@ -89,6 +95,7 @@ class PlacedOptimizer(StoredOptimizer):
     # what the model's stream calls
 
     def fetch(self, block: int) -> tuple[torch.Tensor, int]:
+        self.check_usable()
         self.write_staged()
         return self._worker.fetch(block)
 
@@ -157,6 +164,7 @@ class PlacedOptimizer(StoredOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.check_usable()
         self.write_staged()
         if self._begun_with is None:
             self._states.settle()
@@ -254,6 +262,7 @@ class PlacedOptimizer(StoredOptimizer):
     def forward_begins(self) -> None:
         """Before the model computes: the last step's job state is final, and the root block must
         be new."""
+        self.check_usable()
         self.write_staged()
         if torch.is_grad_enabled():
             self.capture()
@@ -275,7 +284,7 @@ class PlacedOptimizer(StoredOptimizer):
         state_dict() of a closed optimizer is read from the store's files, if it has some."""
         if self._closed:
             return
-        atexit.unregister(self._at_exit)
+        self._worker.check_process()
         try:
             if self._abandoned:
                 self._worker.wait_committed(self.steps_done - 1)
@@ -286,14 +295,30 @@ class PlacedOptimizer(StoredOptimizer):
                 self.root.check_unchanged()
                 self.root.refresh()
         finally:
-            self._closed = True
-            self.root.close()
-            for hook in self._hooks:
-                hook.remove()
-            if self._stream is not None and self._activations is not None:
-                self._stream.detach()
-                self._activations.close()
-            self.session.close()
+            self.end()
+
+    def end(self) -> None:
+        """Close without committing anything more."""
+        atexit.unregister(self._at_exit)
+        _live.discard(self)
+        self._closed = True
+        self.zero_grad()  # of a step that is never taken
+        self.root.close()
+        for hook in self._hooks:
+            hook.remove()
+        if self._stream is not None and self._activations is not None:
+            self._stream.detach()
+            self._activations.close()
+        self.session.close()
+
+    def __del__(self) -> None:
+        """Close what was dropped without `close`, as a cell of a notebook does that runs again."""
+        if getattr(self, "_closed", True) or os.getpid() != self._worker.maker:
+            return
+        if threading.current_thread() is threading.main_thread():
+            _close_and_say(self)
+        else:  # which the close may have to wait for
+            threading.Thread(target=_close_and_say, args=(self,), name="roadtrain close").start()
 
     def __enter__(self) -> PlacedOptimizer:
         return self
@@ -308,6 +333,50 @@ def amp_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
     scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     unscale = 1.0 if scale is None else 1.0 / float(scale)
     return unscale, found is not None and bool(float(found))
+
+
+def check_not_in_ram(model: nn.Module) -> None:
+    """Raise LoopError where `model` is placed and its state, in RAM, would be lost."""
+    for placed in list(_live):
+        if placed.model is model and placed.request.in_memory:
+            raise LoopError(
+                f"the model is placed already, at step {placed.steps_done}, and its state is in RAM"
+                " only",
+                hint=(
+                    "go on with the optimizer that place() returned; or save its state_dict() and"
+                    " the model's, then call its close()"
+                ),
+            )
+
+
+def close_earlier(request: Request, model: nn.Module | None = None) -> None:
+    """Close sessions of this process that hold `model`, or what `request` asks for: directories, or
+    a place at servers. Their last step is committed."""
+    for placed in list(_live):
+        if placed._worker.maker != os.getpid():
+            continue
+        if placed.model is model or placed.request.held & request.held:
+            _close_and_say(placed)
+            placed._placed_again = True
+            request.report("placed again in this process: the earlier session is closed")
+
+
+def _close_and_say(placed: PlacedOptimizer) -> None:
+    """Close `placed`; report a step that could not be committed."""
+    try:
+        placed.close()
+    except Exception as error:
+        if placed.steps_done > placed.committed_step:
+            placed.request.report(f"step {placed.steps_done} could not be committed: {error}")
+
+
+def _release_in_child() -> None:
+    """In a forked child: parameters of root blocks lie in memory that it does not have."""
+    for placed in list(_live):
+        forbid_in_child(placed.root.params, placed._worker.maker)
+
+
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 def _close_quietly(placed: PlacedOptimizer | None) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from roadtrain.api.first_values import open_weights, start
 from roadtrain.api.former import current
 from roadtrain.api.job_state import HasState
-from roadtrain.api.optimizer import PlacedOptimizer
+from roadtrain.api.optimizer import PlacedOptimizer, check_not_in_ram, close_earlier
 from roadtrain.api.request import Report, Request
 from roadtrain.api.session_plan import (
     SessionPlan,
@@ -130,6 +130,9 @@ def place(
     groups = groups_of(model, optimizer, report)
     rules = rules_for(optimizer)
     say_generic(rules, report)
+    if not request.in_memory:
+        check_not_in_ram(model)
+    close_earlier(request)
     plan = plan_session(request, device, table(parts, groups, dtype, request.chunk_elements), rules)
     request.say_lossy()
     tensors = {} if weights is None else open_weights(weights, plan.table)
@@ -137,13 +140,14 @@ def place(
     said = opened.notes if opened is not None else ()
     if weights is None:
         _check_has_values(model, opened)
+    close_earlier(request, model)
     session = open_session(plan, opened, mark)
     placed = PlacedOptimizer(model, optimizer, parts, plan, session, extra or {})
     try:
         start(placed, parts, plan, tensors, init)
         _adopt(mark, plan, session, placed.steps_done)
     except BaseException:
-        session.close()
+        placed.end()
         raise
     if request.servers:
         spare = plan.budgets.worker.kept if request.buffering == "auto" else 0

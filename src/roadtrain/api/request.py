@@ -3,10 +3,11 @@ them do not go together stands here."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from roadtrain.api.stores import Memory, Servers, Store
+from roadtrain.api.stores import Files, Memory, Servers, Store
 from roadtrain.config.fan_in import FanIn
 from roadtrain.config.lossy import Delay, Downcast, TopK
 from roadtrain.errors import ConfigError
@@ -81,6 +82,15 @@ class Request:
     @property
     def in_memory(self) -> bool:
         return isinstance(self.store, Memory)
+
+    @property
+    def held(self) -> set[object]:
+        """What one session of a process holds for itself: directories, or a place at servers."""
+        servers = self.servers
+        files = servers.residual_files if servers else self.store
+        paths = (*files.paths, *files.left) if isinstance(files, Files) else ()
+        links = [(address, self.group.rank) for address in servers.resolved] if servers else []
+        return {*map(os.path.realpath, paths), *links}
 
     def say_lossy(self) -> None:
         """Rule 2: what is lossy or late is printed at the start."""

@@ -53,6 +53,7 @@ class StoredOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.state = _Elsewhere(dict)
         self.model, self.table, self.session = model, plan.table, session
+        self.request = plan.request
         self.group = session.group  # which of the workers this is
         self.steps_done = session.step  # over all runs of the job
         # what state_dict() gives where `gather` is not said, once a step was taken here
@@ -68,6 +69,7 @@ class StoredOptimizer(torch.optim.Optimizer):
         self._begun_at = session.step
         self._history = ""  # another one after each time that other values were loaded
         self._closed = False
+        self._placed_again = False  # another session of this process holds the store, or the model
         self._writing = False  # what was loaded is on its way to the store
         self._reopened: Pieces | None = None  # of a closed store, while it is read
         self._said_ram = False  # that a small state refers to what ends with this process
@@ -76,13 +78,24 @@ class StoredOptimizer(torch.optim.Optimizer):
             model, self._params, self.params, self, where[0] if where else None, self._report
         )
 
+    def check_usable(self) -> None:
+        """Raise LoopError where no step can be taken: after `close`, and in a forked child."""
+        self._worker.check_process()
+        if self._placed_again:
+            raise LoopError(
+                "this optimizer is closed: its model or its store was placed again in this process",
+                hint="use the model and the optimizer of the later place()",
+            )
+        if self._closed:
+            raise LoopError("the placed optimizer is closed", hint="place the model again")
+
     # what a step is committed with
 
     def capture(self) -> None:
         """The last step's job state is final: the servers may commit it."""
         if self._due is not None:
-            step, self._due = self._due, None
-            self._worker.blob(step, self.job_state())
+            self._worker.blob(self._due, self.job_state())
+            self._due = None  # an interrupt before this has the step captured again
 
     def job_state(self) -> bytes:
         """What else a step consists of: generators, buffers, hyperparameters, `extra`. Raises
@@ -107,6 +120,7 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     def flush(self) -> None:
         """Wait until every step taken, and what load_state_dict was given, is committed."""
+        self.check_usable()
         self.write_staged()
         self._finish_steps()
 
@@ -131,6 +145,7 @@ class StoredOptimizer(torch.optim.Optimizer):
     def grad_norm(self) -> float:
         """The 2-norm of the last step's gradient over all parameters, before clipping and after
         loss scaling is undone. Waits until the servers have summed it."""
+        self._worker.check_process()
         if isinstance(self._norm, tuple):
             blocks, unscale = self._norm
             squares = sum(sum(self._worker.block_sums(b, last_step=True).values()) for b in blocks)
@@ -139,6 +154,7 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     def stages(self) -> dict[str, StageTotals]:
         """Seconds and bytes of each stage of a step, since the last call."""
+        self._worker.check_process()
         return self.session.stages.take()
 
     def memory(self) -> dict[str, int]:
@@ -245,6 +261,7 @@ class StoredOptimizer(torch.optim.Optimizer):
             after(self)
 
     def _load(self, given: Mapping[str, Any]) -> None:
+        self._worker.check_process()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, dict(given))
             given = given if changed is None else changed
@@ -362,6 +379,7 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     def check_rewrite(self) -> None:
         """Raises LoopError where other values cannot be written to the store now."""
+        self._worker.check_process()
         if self._closed:
             raise LoopError(
                 "the placed optimizer is closed: nothing can be loaded",
@@ -400,7 +418,8 @@ class StoredOptimizer(torch.optim.Optimizer):
     def reading(self) -> Iterator[Pieces]:
         """The body can read values as of the last step taken; those of a closed optimizer come
         from its files."""
-        if not self._closed:
+        if not self._closed or self._placed_again:
+            self.check_usable()
             self._check_not_updating()
             # one of them may ask while the others wait for it: no commit comes then
             if self.group.workers > 1:

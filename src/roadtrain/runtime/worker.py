@@ -12,6 +12,7 @@ copy) -> server, whole or top-k.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from roadtrain.chunks import PAGE, Block, Chunk
 from roadtrain.config.budgets import WorkerBudgets
 from roadtrain.device.buffers import Heap
 from roadtrain.device.copies import AfterCopies, HostBuffer
-from roadtrain.errors import DeadlineError, DivergedError, LostError, WireError
+from roadtrain.errors import DeadlineError, DivergedError, LoopError, LostError, WireError
 from roadtrain.kernels.codecs import Compressor, downcast_in_place
 from roadtrain.protocol import messages
 from roadtrain.protocol import worker_events as w
@@ -34,7 +35,36 @@ from roadtrain.protocol.worker import WorkerSetup, WorkerStateMachine
 from roadtrain.runtime.connection import MessageLink
 from roadtrain.runtime.trace import Stages
 from roadtrain.runtime.worker_buffers import WorkerBuffers
+from roadtrain.streaming.released import in_child
 from roadtrain.units import round_up
+
+
+class ProcessLock(threading.Condition):
+    """A condition that only the process that made it can use.
+
+    A forked child has none of the threads that would notify it, and may have inherited it locked.
+    `interrupted`: Ctrl-C ended a change of what the lock guards halfway; ending a wait changes
+    nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker = os.getpid()
+        self.waiting = self.interrupted = False
+
+    def check_process(self) -> None:
+        """Raise LoopError in a forked child."""
+        if os.getpid() != self.maker:
+            raise in_child(self.maker)
+
+    def __enter__(self) -> bool:
+        self.check_process()
+        return super().__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        self.interrupted |= kind is KeyboardInterrupt and not self.waiting
+        self.waiting = False
+        super().__exit__(kind, *rest)
 
 
 class Worker:
@@ -64,7 +94,8 @@ class Worker:
         self.grad_dtype = ""  # what fp32 gradients travel as, where not as they are
         # gradients never wait for step(), so none is moved away from its buffer
         self.keep_always = False
-        self._lock = threading.Condition()
+        self._lock = ProcessLock()
+        self.maker, self.check_process = self._lock.maker, self._lock.check_process
         self._error: BaseException | None = None
         self.buffers = WorkerBuffers(setup, budgets, device)
         self.root = self.buffers.root
@@ -134,10 +165,17 @@ class Worker:
     def _wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         """Waits under the lock. Raises a server's error if one failed, DeadlineError when the
         deadline passes."""
+        if self._lock.interrupted and self._error is None:
+            self._error = LoopError(
+                f"step {self.machine.open_step} was interrupted halfway",
+                hint="place the model again: it goes on from the last committed step",
+            )
+        self._lock.waiting = True
         with self.stages.timed("Wait"):
             in_time = self._lock.wait_for(
                 lambda: self._error is not None or ready(), self.deadline_s
             )
+        self._lock.waiting = False
         if not in_time:
             self._error = DeadlineError(  # kept, so that whoever closes does not wait once more
                 f"the worker waited {self.deadline_s:.0f} s for {what()} in step"

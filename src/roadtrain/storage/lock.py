@@ -88,7 +88,23 @@ def lock(fd: int, directory: Path) -> None:
     try:
         retry(lambda: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB), BlockingIOError, LOCK_WAIT_S)
     except BlockingIOError:
+        holder = _holder(fd)
+        if holder == os.getpid():
+            who, hint = "this process", "close what holds it first, as optimizer.close() does"
+        else:
+            who = f"another process{f', {holder}' if holder else ''}"
+            hint = "end the other run of this job first"
         raise StoreError(
-            f"{directory}: in use by another process (waited {LOCK_WAIT_S:.0f} s)",
-            hint="end the other run of this job first",
+            f"{directory}: in use by {who} (waited {LOCK_WAIT_S:.0f} s)", hint=hint
         ) from None
+
+
+def _holder(fd: int) -> int:
+    """The process that holds the lock on the file of `fd`; 0 where the system does not tell."""
+    held = f":{os.fstat(fd).st_ino}"  # file systems of containers show another device
+    try:
+        lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    except OSError:
+        return 0
+    pids = {int(x[4]) for x in lines if x[1] == "FLOCK" and x[5].endswith(held)}
+    return max(0, pids.pop()) if len(pids) == 1 else 0

@@ -15,6 +15,7 @@ reads NaN there.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -150,7 +151,32 @@ def _name_of(function: Any) -> str | None:
     return str(name) if name in _TOLD_FUNCTIONS else None
 
 
+def in_child(maker: int) -> LoopError:
+    """The error of a forked child that uses a model which process `maker` placed."""
+    return LoopError(
+        f"the model was placed in process {maker}, and this is process {os.getpid()}, forked from"
+        " it: the threads and the memory of the placed model are not here",
+        hint=(
+            "a DataLoader's workers, and other forked processes, must not use the model; a process"
+            " that is to train places a model of its own (start it with spawn)"
+        ),
+    )
+
+
+def forbid_in_child(params: Iterable[tuple[str, nn.Parameter]], maker: int) -> None:
+    """In a forked child: `params`, whose memory is not there, refuse to be read."""
+    global _maker
+    _maker = maker
+    for _, p in params:
+        set_released(p)
+
+
+_maker = 0  # in a forked child: the process that placed a model
+
+
 def _refusal(args: tuple[Any, ...]) -> LoopError:
+    if _maker:
+        return in_child(_maker)
     found = next((a for a in _flat(args) if isinstance(a, _Refusing)), None)
     which = "" if found is None else f" of shape {tuple(found.shape)}"  # type: ignore[attr-defined]
     return LoopError(

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -173,9 +174,10 @@ class BlockStream:
     # -- a pass
 
     def _watch_root(self) -> None:
+        me = weakref.ref(self)  # torch's own reference to the hook is hidden from the collector
         for index, p in self.root.trainable:
             if index not in self._hooks and p.requires_grad and not p.is_meta:
-                hook = p.register_post_accumulate_grad_hook(lambda _: self.pass_runs())  # type: ignore[no-untyped-call]
+                hook = p.register_post_accumulate_grad_hook(lambda _: _pass_runs(me()))  # type: ignore[no-untyped-call]
                 self._hooks[index] = hook
 
     def pass_runs(self) -> None:
@@ -230,6 +232,11 @@ class BlockStream:
                 if all(a is b for a, b in zip(owned, leaves))
                 else pytree.tree_unflatten(owned, spec)
             )
+
+
+def _pass_runs(stream: BlockStream | None) -> None:
+    if stream is not None:
+        stream.pass_runs()
 
 
 class _Node(torch.autograd.Function):
