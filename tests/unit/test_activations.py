@@ -11,6 +11,7 @@ import torch
 from roadtrain.errors import BudgetError, FullError, GoneError, ModelError, StoreError
 from roadtrain.streaming import activations as module
 from roadtrain.streaming.activations import Activations
+from roadtrain.units import show_bytes
 
 N = 1 << 18  # bytes of a tensor here
 
@@ -177,7 +178,8 @@ def test_full_disk(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module.os, "pwrite", full)
     keep = Activations(N, tmp_path, "cpu")
-    with pytest.raises(FullError, match="no space for block inputs"):
+    words = rf"{tmp_path}: writing them needs {show_bytes(N)} more, [1-9].* are free \(No space"
+    with pytest.raises(FullError, match=words):
         for i in range(4):
             keep.save(tensor(i))
     keep.close()

@@ -7,6 +7,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -30,6 +31,7 @@ from roadtrain.errors import (
     StoreError,
 )
 from roadtrain.storage import lock as lock_module
+from roadtrain.storage.direct import DirectFile, typed_errors
 from roadtrain.storage.file import FileTier
 from roadtrain.storage.generation import (
     OpenedStore,
@@ -500,6 +502,54 @@ def test_spill(tmp_path: Path) -> None:
         assert set(buffer.view) == {chunk + 1}
     assert "spill.bin" not in os.listdir(tmp_path / "gen-1")
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (errno.ENOSPC, "are free$"),
+        (errno.EDQUOT, "are free, but your quota is used up$"),
+        (errno.EFBIG, "are free, but a file cannot be that large$"),
+    ],
+)
+def test_a_full_disk_is_never_said_to_need_nothing(tmp_path: Path, code: int, words: str) -> None:
+    """What was written, where, how much it needs and how much is free."""
+    at = tmp_path / "not" / "there" / "file"
+    for nbytes, needs in ((0, r"at most 4\.0 KiB"), (3 << 20, r"3\.0 MiB")):
+        with pytest.raises(FullError) as caught, typed_errors(at, "renaming", nbytes):
+            raise OSError(code, os.strerror(code))
+        message, hint = str(caught.value).split("\n")
+        assert re.search(rf"^{at}: renaming needs {needs}, [1-9][\d.]* \w+ {words}", message)
+        assert hint.startswith("hint: ")
+
+
+def test_a_disk_without_inodes_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoInodes:
+        f_bavail, f_frsize, f_files, f_favail = 1000, PAGE, 70, 0
+
+    monkeypatch.setattr(os, "statvfs", lambda _: NoInodes)
+    with (
+        pytest.raises(FullError, match=r"3\.9 MiB are free, but 0 of 70 inodes\n"),
+        typed_errors(tmp_path / "a", "opening"),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_sync_that_finds_the_disk_full_says_what_it_had_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = DirectFile(tmp_path / "file", create=4 * PAGE)
+    file.write(memoryview(bytes(PAGE)), 0, "one")
+    file.sync("once")
+    file.write(memoryview(bytes(2 * PAGE)), 0, "two")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", full)
+        with pytest.raises(FullError, match=r"file: fdatasync at step 1 needs 8\.0 KiB, "):
+            file.sync("at step 1")
+    file.close()
 
 
 def test_a_disk_too_small_is_refused_at_the_start(

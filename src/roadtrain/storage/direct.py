@@ -43,11 +43,7 @@ def typed_errors(path: Path, doing: str, nbytes: int = 0) -> Iterator[None]:
 
 def _typed(error: OSError, path: Path, doing: str, nbytes: int = 0) -> StoreError:
     if error.errno in _FULL:
-        return FullError(
-            f"{path}: {doing} needs {show_bytes(nbytes)}, {show_bytes(free_nbytes(path.parent))}"
-            " are free",
-            hint="free space there, or name another directory",
-        )
+        return _full(error, path, doing, nbytes)
     if error.errno in _GONE:
         missing = next((p for p in (*reversed(path.parents), path) if not p.exists()), None)
         return GoneError(
@@ -56,6 +52,21 @@ def _typed(error: OSError, path: Path, doing: str, nbytes: int = 0) -> StoreErro
             hint=f"mount the disk of {missing or path}, or put back what was there",
         )
     return StoreError(f"{path}: {doing}: {error.strerror or error}")
+
+
+def _full(error: OSError, path: Path, doing: str, nbytes: int) -> FullError:
+    """`nbytes` 0: only a name or a size is written, which takes a block at most."""
+    disk = os.statvfs(_existing(path.parent))
+    needs = show_bytes(nbytes) if nbytes else f"at most {show_bytes(disk.f_frsize)}"
+    why, hint = "", "free space there, or name another directory"
+    if error.errno == errno.EDQUOT:
+        why, hint = ", but your quota is used up", "free space, or ask for a larger quota"
+    elif error.errno == errno.EFBIG:
+        why, hint = ", but a file cannot be that large", "raise `ulimit -f`, or use another disk"
+    elif disk.f_files and not disk.f_favail:
+        why, hint = f", but 0 of {disk.f_files} inodes", "remove files there, or use another disk"
+    free = show_bytes(free_nbytes(path.parent))
+    return FullError(f"{path}: {doing} needs {needs}, {free} are free{why}", hint=hint)
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview], doing: str) -> None:
@@ -94,9 +105,14 @@ def replace_file(path: Path, content: bytes, doing: str) -> None:
     sync_directory(path.parent)
 
 
+def _existing(directory: Path) -> Path:
+    """The nearest directory that is there."""
+    return next((p for p in (directory, *directory.absolute().parents) if p.is_dir()), Path("/"))
+
+
 def free_nbytes(directory: Path) -> int:
     try:
-        free = os.statvfs(directory)
+        free = os.statvfs(_existing(directory))
     except OSError:
         return 0
     return free.f_bavail * free.f_frsize
@@ -172,6 +188,7 @@ class DirectFile:
         self.path, self.note = path, ""
         self._lock = threading.Lock()
         self._direct = direct
+        self._unsynced = 0  # bytes written since the last sync
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create is not None else 0)
         self.fd = -1
         try:
@@ -213,12 +230,18 @@ class DirectFile:
         view = self._on_page(data)
         if view is not data:
             view[:] = data
+        with self._lock:
+            self._unsynced += len(data)
         self._all(os.pwritev, view, offset, f"writing {what}")
 
     def sync(self, when: str) -> None:
         """All writes that returned are durable."""
-        with typed_errors(self.path, f"fdatasync {when}"):
+        with self._lock:
+            nbytes = self._unsynced
+        with typed_errors(self.path, f"fdatasync {when}", nbytes):
             os.fdatasync(self.fd)
+            with self._lock:
+                self._unsynced -= nbytes
             if not self._direct:
                 os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -18,7 +18,9 @@ Does NOT keep the autograd graph of a tensor, or anything after close().
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import tempfile
 import threading
 import weakref
@@ -34,6 +36,7 @@ from roadtrain.chunks import PAGE
 from roadtrain.errors import BudgetError, DamagedError, FullError, GoneError, ModelError, StoreError
 from roadtrain.units import round_up, show_bytes
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SMALL = 64 << 10  # bytes: below this a page of bookkeeping costs more than the tensor
 HERE, LEAVING, AWAY, COMING, GONE = "here", "leaving", "away", "coming", "gone"
 
@@ -104,6 +107,7 @@ class Activations:
         self._holes: dict[int, list[int]] = {}  # nbytes -> offsets
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._needed = 0  # bytes of the tensor that it was about
         self._closed = False
         # of each device that a kept tensor was on: where its copies run
         self._streams: dict[torch.device, Any] = {}
@@ -322,10 +326,14 @@ class Activations:
         self._check_failure()
 
     def _check_failure(self) -> None:
-        if isinstance(self._failure, OSError) and self._failure.errno == 28:
+        if isinstance(self._failure, OSError) and self._failure.errno in _FULL:
+            assert self.scratch_dir is not None
+            free = shutil.disk_usage(self.scratch_dir).free
             raise FullError(
-                f"no space for block inputs in {self.scratch_dir} ({show_bytes(self._end)} used)",
-                hint="raise the activation budget, or choose another scratch directory",
+                f"no space for block inputs in {self.scratch_dir}: writing them needs"
+                f" {show_bytes(self._needed)} more, {show_bytes(free)} are"
+                f" free ({self._failure.strerror}); {show_bytes(self._end)} are used",
+                hint="free space there, or give more host_budget, which keeps more of them in RAM",
             ) from self._failure
         if self._failure is not None:
             raise StoreError(
@@ -346,7 +354,7 @@ class Activations:
                 (self._write if ticket.state == LEAVING else self._read)(ticket)
             except BaseException as error:
                 with self._lock:
-                    self._failure = error
+                    self._failure, self._needed = error, ticket.nbytes
                     self._changed.notify_all()
                 return
             del ticket
