@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from roadtrain.config.former_modules import FormerPaths
 from roadtrain.errors import RoadtrainError
 
+__version__ = "0.1.0"  # pyproject.toml reads it here
+
 if TYPE_CHECKING:
     from roadtrain.api.optimizer import PlacedOptimizer
     from roadtrain.api.parallel_options import ParallelOptions

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from roadtrain import __version__
 from roadtrain.config.names import unknown_name
 from roadtrain.errors import AuthError, ConfigError, PeerError, RoadtrainError
 
@@ -65,8 +66,8 @@ COMMANDS = {
     ),
     "verify": Command(
         "roadtrain.training.verify:command",
-        "Train a few steps placed, in RAM and plainly, compare every tensor bit for bit; exit code"
-        " 1 if one differs.",
+        "Train a few steps placed, in RAM and plainly with the same update rules, compare every"
+        " tensor bit for bit; exit code 1 if one differs.",
         ("JOB.toml",),
         job_keys=True,
         job_word=0,
@@ -192,7 +193,7 @@ def run(args: list[str]) -> int:
         print(_help())
         return 0
     if args[0] == "--version":
-        print(importlib.import_module("importlib.metadata").version("roadtrain"))
+        print(__version__)
         return 0
     name, args = _named(args)
     if {"-h", "--help"} & {*(args[: args.index("--")] if "--" in args else args)}:

@@ -7,6 +7,7 @@ import inspect
 import json
 import subprocess
 import sys
+import tomllib
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import roadtrain
 from benchmarks.__main__ import main as benchmarks_main
 from roadtrain import cli
 from roadtrain.errors import BudgetError
@@ -99,6 +101,24 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main([name, "--help"]) == 0
         shown = capsys.readouterr().out
         assert command.does in shown and ("--run.steps" in shown) == command.job_keys
+
+
+def test_the_package_runs_as_a_module_and_knows_its_version() -> None:
+    """The same command, and one declaration of the version."""
+    for words, expected in (
+        (["--version"], roadtrain.__version__),
+        (["--help"], "roadtrain COMMAND"),
+    ):
+        ran = subprocess.run(
+            [sys.executable, "-m", "roadtrain", *words], capture_output=True, text=True, check=True
+        )
+        assert expected in ran.stdout
+    ran = subprocess.run([sys.executable, "-m", "roadtrain", "nonsense"], capture_output=True)
+    assert ran.returncode == cli.REFUSED and b"unknown command" in ran.stderr
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    declared = Path(roadtrain.__file__).parents[2] / project["tool"]["hatch"]["version"]["path"]
+    assert declared.samefile(roadtrain.__file__)
 
 
 def test_help_and_mistakes_are_answered_before_torch_is_imported() -> None:

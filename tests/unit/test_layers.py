@@ -35,8 +35,9 @@ FLOORS = {
     "planner": 8,
     "launch": 9,
     "cli": 10,
+    "__main__": 11,
 }
-LOOSE_MODULES = 6
+LOOSE_MODULES = 7
 PURE = ("config", "protocol", "simulator")
 NEVER_IN_PURE = {"torch", "socket", "threading", "asyncio", "time"}
 FILE_LINES = 900  # formatted: until the house is rebuilt (decision 0021)

@@ -1,0 +1,8 @@
+"""`python -m roadtrain` is the `roadtrain` command."""
+
+import sys
+
+from roadtrain.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
