@@ -175,6 +175,12 @@ def test_a_size_of_no_unit_is_a_unit_error() -> None:
         place(host_budget="lots")
 
 
+def test_a_directory_named_twice(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="name each directory once"):
+        Files([tmp_path, tmp_path / "link"])
+
+
 @pytest.mark.parametrize("below", ["", "a/b"])
 def test_a_store_that_is_a_file(tmp_path: Path, below: str) -> None:
     file = tmp_path / "file"

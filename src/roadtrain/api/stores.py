@@ -5,6 +5,7 @@ Each value checks itself when it is made; nothing is opened or connected here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,6 +39,11 @@ class Files:
             raise ConfigError(
                 f"Files: `directories` cannot be {self.directories!r}",
                 hint="name one or more, or leave store out to keep the state in RAM",
+            )
+        if len({*map(os.path.realpath, self.paths)}) < len(self.paths):
+            raise ConfigError(
+                f"Files: `directories` cannot be {self.directories!r}",
+                hint="name each directory once",
             )
         if self.rates is None or self.rates == "measured":
             return
