@@ -186,7 +186,7 @@ def test_a_store_that_is_a_file(tmp_path: Path, below: str) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
     net = model()
-    with pytest.raises(ConfigError, match=f"{file} is not a directory"):
+    with pytest.raises(ConfigError, match=f"cannot be a directory: {file} is a file"):
         roadtrain.place(net, torch.optim.SGD(net.parameters(), lr=0.1), store=file / below)
     assert file.read_text() == "mine" and [*tmp_path.iterdir()] == [file]
 
