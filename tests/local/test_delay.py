@@ -183,7 +183,7 @@ def test_what_it_does_not_do_is_said(tmp_path):
     with pytest.raises(ConfigError, match="is not converted"):
         placed([3], store=[tmp_path / "a", tmp_path / "b"])
     for wrong in (-1, 1.5, "all"):
-        with pytest.raises(ConfigError, match="staleness"):
+        with pytest.raises(ConfigError, match="`steps` cannot be"):
             Delay(wrong)
     with pytest.raises(ConfigError, match="needs those that forward had"):
         roadtrain.place(

@@ -79,6 +79,7 @@ class PlacedOptimizer(StoredOptimizer):
         self._at_exit = lambda: _close_quietly(me())
         atexit.register(self._at_exit)
         _live.add(self)
+        self._made = id(self)
 
     def attach(self, stream: BlockStream, activations: Activations) -> None:
         """Called once by place()."""
@@ -313,7 +314,10 @@ class PlacedOptimizer(StoredOptimizer):
 
     def __del__(self) -> None:
         """Close what was dropped without `close`, as a cell of a notebook does that runs again."""
-        if getattr(self, "_closed", True) or os.getpid() != self._worker.maker:
+        # Lightning's optimizer is of a subclass, with a copy of our attributes
+        if getattr(self, "_made", 0) != id(self) or self._closed:
+            return
+        if os.getpid() != self._worker.maker:
             return
         if threading.current_thread() is threading.main_thread():
             _close_and_say(self)

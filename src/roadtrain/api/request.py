@@ -85,7 +85,7 @@ class Request:
 
     @property
     def held(self) -> set[object]:
-        """What one session of a process holds for itself: directories, or a place at servers."""
+        """Directories, and places at servers, that only one session of a process can have."""
         servers = self.servers
         files = servers.residual_files if servers else self.store
         paths = (*files.paths, *files.left) if isinstance(files, Files) else ()

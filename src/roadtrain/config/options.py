@@ -100,7 +100,7 @@ def _declared(owner: Callable[..., Any]) -> tuple[type[BaseModel], dict[str, Any
 
 
 def _accepted(hint: Any) -> str:
-    """What `hint` allows, in words."""
+    """Describe what `hint` allows."""
     origin, args = get_origin(hint), get_args(hint)
     if hint in _WORDS or not args:
         return _WORDS.get(hint) or _class_name(hint)
@@ -135,7 +135,7 @@ def _either(words: Sequence[str]) -> str:
 
 
 def _class_name(kind: Any) -> str:
-    """As users import it: `torch.nn.Module`, `TopK`."""
+    """Name a class as users import it: `torch.nn.Module`, `TopK`."""
     if not isinstance(kind, type):
         return str(kind).removeprefix("typing.")
     package = ".".join(kind.__module__.split(".")[:2])

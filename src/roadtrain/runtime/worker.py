@@ -43,8 +43,8 @@ class ProcessLock(threading.Condition):
     """A condition that only the process that made it can use.
 
     A forked child has none of the threads that would notify it, and may have inherited it locked.
-    `interrupted`: Ctrl-C ended a change of what the lock guards halfway; ending a wait changes
-    nothing.
+    `interrupted`: Ctrl-C stopped a change of the guarded state halfway. Stopping a wait is
+    harmless.
     """
 
     def __init__(self) -> None:
