@@ -59,6 +59,20 @@ def test_placing_again_closes_the_first_session(same_model, tmp_path):
     assert losses == plain_losses(6)
 
 
+def test_placing_again_on_servers(hosts):
+    """The servers would be busy with the first session."""
+    store = roadtrain.Servers([hosts(1)[0].where])
+    model, first, scaler = place(CASE, store)
+    losses = run(CASE, model, first, scaler, 1, 4)
+    again, second, lines = place_again(store)
+    with second:
+        assert "placed again in this process: the earlier session is closed" in lines
+        losses += run(CASE, again, second, scaler, 4, 6)
+        with pytest.raises(LoopError, match="placed again in this process"):
+            first.step()
+    assert losses == plain_losses(5)
+
+
 def test_a_model_in_ram_is_not_lost(tmp_path):
     """Rule 3: what RAM holds is not given up for another store."""
     with place_again(tmp_path)[1]:

@@ -138,10 +138,15 @@ def place(
     tensors = {} if weights is None else open_weights(weights, plan.table)
     plan, opened = open_files(plan, mark)
     said = opened.notes if opened is not None else ()
-    if weights is None:
-        _check_has_values(model, opened)
-    close_earlier(request, model)
-    session = open_session(plan, opened, mark)
+    try:
+        if weights is None:
+            _check_has_values(model, opened)
+        close_earlier(request, model)
+        session = open_session(plan, opened, mark)
+    except BaseException:  # an interrupt too: a notebook would keep the lock
+        if opened is not None:
+            opened.close()
+        raise
     placed = PlacedOptimizer(model, optimizer, parts, plan, session, extra or {})
     try:
         start(placed, parts, plan, tensors, init)
