@@ -81,13 +81,14 @@ def check_options(owner: Callable[..., Any], given: Mapping[str, Any]) -> None:
     except ValidationError as cause:
         errors = cause.errors()
         name = str(errors[0]["loc"][0])
-        where = f"{owner.__name__}()" if not isinstance(owner, type) else owner.__name__
-        refused = [ours for error in errors if (ours := refusal_in(error))]
-        reason = f" ({refused[0]})".partition("\nhint: ")[0].rstrip(")") + ")" if refused else ""
-        raise (type(refused[0]) if refused else ConfigError)(
-            f"{where}: `{name}` cannot be {' '.join(_SHOWN.repr(given[name]).split())}{reason}",
-            hint=f"`{name}` must be {_accepted(hints[name])}",
-        ) from cause
+        where = owner.__name__ if isinstance(owner, type) else f"{owner.__name__}()"
+        what = f"{where}: `{name}` cannot be {' '.join(_SHOWN.repr(given[name]).split())}"
+        hint = f"`{name}` must be {_accepted(hints[name])}"
+        refused = next(filter(None, map(refusal_in, errors)), None)
+        if refused is None:
+            raise ConfigError(what, hint=hint) from cause
+        reason = str(refused).partition("\nhint: ")[0]
+        raise type(refused)(f"{what} ({reason})", hint=hint) from cause
 
 
 @functools.cache
