@@ -285,7 +285,7 @@ def test_blocks_move_between_steps(kind, parallelism, num_microbatches, options)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"stages": "best"}, "stages 'best'"),
+        ({"stages": "best"}, "`stages` cannot be 'best'"),
         ({"stages": "measured", "stores": {0: roadtrain.Memory()}}, "1 placed stages"),
         ({"stores": {2: roadtrain.Memory()}}, "stage 2, there are 2"),
         ({"activations": torch.float32}, "travel as torch.float32"),
