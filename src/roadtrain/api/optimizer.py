@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import itertools
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from torch import nn
 from roadtrain.api.request import Request
 from roadtrain.api.session_plan import SessionPlan
 from roadtrain.api.stored_optimizer import StoredOptimizer
+from roadtrain.api.tracked import is_scheduler
 from roadtrain.errors import LoopError
 from roadtrain.runtime.session import JobSession
 from roadtrain.streaming.activations import Activations
@@ -179,6 +181,7 @@ class PlacedOptimizer(StoredOptimizer):
         self._worker.end_step(self.steps_done + 1)
         self.steps_done += 1
         self._norm, self._due = (blocks, abs(unscale)), self.steps_done
+        self.step_ended()
         self._begun_with, self._passes = None, 0
         self._given._opt_called = True
         self.root.handles.clear()  # model.zero_grad() does not tell us
@@ -246,7 +249,12 @@ class PlacedOptimizer(StoredOptimizer):
         self.root.check_unchanged()
         if torch.is_grad_enabled():
             self._check_no_strangers()
+            self._check_tracked()
         self.forward_begins()
+
+    def _has_scheduler(self) -> bool:
+        steps = (vars(optimizer).get("step") for optimizer in (self, self._given))
+        return any(hasattr(step, "_wrapped_by_lr_sched") for step in steps)
 
     def _check_no_strangers(self) -> None:
         for name, p in self.model.named_parameters():
@@ -327,7 +335,14 @@ class PlacedOptimizer(StoredOptimizer):
     def __enter__(self) -> PlacedOptimizer:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._close_after(kind is not None)
+
+    def _close_after(self, failed: bool) -> None:
+        """`failed`: by an error, which may have come between step() and scheduler.step(): then the
+        step is taken again rather than committed with a schedule that lacks it."""
+        if failed and any(map(is_scheduler, self._extra.values())):
+            self.abandon()
         self.close()
 
 
@@ -387,4 +402,4 @@ def _close_quietly(placed: PlacedOptimizer | None) -> None:
     """At exit: commit what can be committed. What failed has been raised where it happened."""
     if placed is not None:
         with contextlib.suppress(Exception):
-            placed.close()
+            placed._close_after(getattr(sys, "last_value", None) is not None)

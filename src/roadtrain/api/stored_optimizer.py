@@ -12,6 +12,7 @@ runtime/worker.py does.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import math
@@ -29,6 +30,7 @@ from roadtrain.api import job_state, optimizer_states
 from roadtrain.api.root_block import RootBlock
 from roadtrain.api.session_plan import SessionPlan
 from roadtrain.api.state_dicts import ModelStates, Pieces, Values
+from roadtrain.api.tracked import Position, is_data, is_scheduler, trackable
 from roadtrain.chunks import ParamSpec
 from roadtrain.errors import GoneError, LoopError
 from roadtrain.kernels.rule import Rule
@@ -60,7 +62,14 @@ class StoredOptimizer(torch.optim.Optimizer):
         self.whole_states = False
         self.root = RootBlock(parts.root, plan.table, session.worker)
         self._worker, self._report = session.worker, plan.request.report
-        self._extra = dict(extra)
+        self._extra: dict[str, Any] = {}  # what is tracked
+        self._as_given = job_state.given_as(self.param_groups)
+        # the step that place() resumed, until the first one is taken here
+        self._resumed: Mapping[str, Any] | None = None
+        self._stepped = self._checked = False
+        # states of what batches are drawn from, as of the step that is due
+        self._drawn: Mapping[str, Any] | None = None
+        self._asked = False  # for a batch, since that step
         self._params = [p for part in (parts.root, *parts.blocks) for _, p in part.params]
         self._index = {p: i for i, p in enumerate(self._params)}
         self._due: int | None = None  # a step that has ended and whose job state is not captured
@@ -69,7 +78,10 @@ class StoredOptimizer(torch.optim.Optimizer):
         self._begun_at = session.step
         self._history = ""  # another one after each time that other values were loaded
         self._closed = False
+        # whether load_state_dict passes over a state of an earlier step of this store
+        self.passes_over_earlier = False
         self._placed_again = False  # another session of this process holds the store, or the model
+        self.track(**extra)
         self._writing = False  # what was loaded is on its way to the store
         self._reopened: Pieces | None = None  # of a closed store, while it is read
         self._said_ram = False  # that a small state refers to what ends with this process
@@ -91,23 +103,150 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     # what a step is committed with
 
+    def track(self, **things: Any) -> None:
+        """Commit the state of these objects with each step, and restore that of a resumed step.
+
+        Call it after the objects are made and before the loop. On a resumed optimizer the objects
+        get the state of the resumed step: a scheduler goes on in its schedule, a DataLoader with
+        the next batch of its epoch. A step's state holds what the loop does until the next
+        forward, such as `scheduler.step()`; batches are counted as of `step()`.
+
+        Args:
+            things: By a name of your choice: learning-rate schedulers, a DataLoader, a
+                torch.Generator, a GradScaler, or any object with `state_dict()` and
+                `load_state_dict()`.
+
+        Raises:
+            ConfigError: The state of an object cannot be committed or restored.
+            LoopError: A step was taken after the resumed one, whose state would be lost.
+        """
+        if self._stepped and self._begun_at:
+            raise LoopError(
+                f"track() after step {self.steps_done}: the state of step {self._begun_at}, which"
+                " this run resumed, belongs to its first step",
+                hint="call track() between place() and the loop",
+            )
+        self.track_anew(**things)
+        for name in things:
+            self._restore(name)
+
+    def track_anew(self, **things: Any) -> None:
+        """Commit the state of these objects with each step, and leave them as they are."""
+        for name, thing in things.items():
+            self._extra[name] = trackable(name, thing, self._before_batch, self._settle)
+
+    def resumed_state(self, name: str) -> Any:
+        """What was tracked under `name` at the step that is resumed; None where nothing was, and
+        after the first step."""
+        return None if self._resumed is None else self._resumed["extra"].get(name)
+
+    def resumed_generators(self) -> dict[str, Any]:
+        """The random generators as the step after the resumed one began to compute."""
+        assert self._resumed is not None
+        return {key: self._resumed[key] for key in job_state.GENERATORS}
+
+    def _restore(self, name: str) -> None:
+        if self._resumed is None:
+            return
+        if name not in self._resumed["extra"]:
+            self._report(
+                f"the store holds no state of {name!r} at step {self.steps_done}: it begins as the"
+                " script made it"
+            )
+            return
+        self._extra[name].load_state_dict(self._resumed["extra"][name])
+        if is_scheduler(self._extra[name]):  # to construct it has set its first rate
+            groups = {"param_groups": self._resumed["groups"]}
+            optimizer_states.take_groups(self, groups)
+
+    def _check_tracked(self) -> None:
+        """Print what of the resumed step is not restored, once, before the first forward."""
+        if self._resumed is None or self._checked:
+            return
+        self._checked = True
+        schedules = any(map(is_scheduler, self._extra.values()))
+        if self.steps_done and self._has_scheduler() and not schedules:
+            self._report(
+                f"a learning-rate scheduler was built on the optimizer, which is at step"
+                f" {self.steps_done}, and is not tracked: unless the script advances it, its"
+                " schedule begins anew; optimizer.track(scheduler=scheduler) resumes it"
+            )
+        for name in self._resumed["extra"].keys() - self._extra.keys():
+            self._report(
+                f"the store's state of {name!r} at step {self.steps_done} is not restored: "
+                f"optimizer.track({name}=...) does that"
+            )
+
+    def _has_scheduler(self) -> bool:
+        """Whether a scheduler of torch wraps step()."""
+        return False
+
+    def step_ended(self) -> None:
+        """Batches drawn from now on belong to the next step."""
+        self._stepped, self._resumed, self._asked = True, None, False
+        for thing in self._extra.values():
+            if isinstance(thing, Position):
+                thing.resumed = None
+        self._drawn = self._draws()
+
+    def _before_batch(self) -> None:
+        if self._due is not None and not self._asked:  # an evaluation may have drawn numbers
+            self._asked, self._drawn = True, self._draws()
+
+    def _draws(self) -> Mapping[str, Any]:
+        states = {n: copy.deepcopy(t.state_dict()) for n, t in self._extra.items() if is_data(t)}
+        return {"generators": job_state.generators(self._device), "extra": states}
+
+    def _settle(self) -> None:
+        """Set the generators as the resumed step left them."""
+        if (state := self._resumed) is not None:
+            job_state.set_generators({**state, **state.get("at_step", {})}, self._device)
+
     def capture(self) -> None:
         """The last step's job state is final: the servers may commit it."""
         if self._due is not None:
-            self._worker.blob(self._due, self.job_state())
+            self._worker.blob(self._due, self.job_state(self._drawn))
             self._due = None  # an interrupt before this has the step captured again
 
-    def job_state(self) -> bytes:
-        """What else a step consists of: generators, buffers, hyperparameters, `extra`. Raises
-        ConfigError (streaming/plain.py)."""
-        groups, extra = self.param_groups, self._extra
-        return job_state.encode(self.model, self._device, groups, extra, self._history)
+    def job_state(self, drawn: Mapping[str, Any] | None = None) -> bytes:
+        """Encode what else a step consists of: generators, buffers, hyperparameters, what is
+        tracked.
+
+        Args:
+            drawn: What `_draws` returned when the step ended; None: as it is now.
+
+        Raises:
+            ConfigError: A state cannot be written as plain data (streaming/plain.py).
+        """
+        now = self._draws()
+        before = (drawn or now)["generators"].items()
+        states = {
+            name: thing.state_dict() for name, thing in self._extra.items() if not is_data(thing)
+        }
+        return job_state.encode(
+            self.model,
+            self._device,
+            self.param_groups,
+            states | (drawn or now)["extra"],
+            self._history,
+            at_step={k: v for k, v in before if not job_state.same(v, now["generators"][k])},
+            given=self._as_given,
+            scheduled=any(map(is_scheduler, self._extra.values())),
+        )
 
     def load_job_state(self, blob: bytes) -> None:
+        """Resume from what `job_state` returned."""
         state = job_state.decode(blob, self.steps_done)
-        optimizer_states.take_groups(self, {"param_groups": state["groups"]})
+        groups, lines = job_state.resumed_groups(state, self.param_groups)
+        for line in lines:
+            self._report(line)
+        self._resumed = {**state, "groups": groups}
         self._history = state.get("history", "")
-        job_state.restore(state, self.model, self._device, self._extra)
+        self._settle()
+        job_state.restore_buffers(state, self.model)
+        optimizer_states.take_groups(self, {"param_groups": groups})
+        for name in self._extra:
+            self._restore(name)
 
     @property
     def _device(self) -> torch.device:
@@ -267,6 +406,9 @@ class StoredOptimizer(torch.optim.Optimizer):
             given = given if changed is None else changed
         optimizer_states.check_groups(self, given)
         said, staged = given.get(optimizer_states.KEY), self._states.staged
+        if self.passes_over_earlier and said is not None and self._is_earlier(said):
+            self._states.discard()
+            return
         if not given["state"] and said is not None and "parameters" not in said:
             optimizer_states.check_reference(self, said)
             optimizer_states.take_groups(self, given)
@@ -287,6 +429,12 @@ class StoredOptimizer(torch.optim.Optimizer):
         except BaseException:
             optimizer_states.take_groups(self, {"param_groups": before_it})
             raise
+
+    def _is_earlier(self, said: Mapping[str, Any]) -> bool:
+        """Whether a state speaks of an earlier step of this very store."""
+        now = self.reference
+        same = all(said.get(key) == now[key] for key in ("job", "history"))
+        return same and said["step"] < now["step"]
 
     # the store between steps
 
@@ -315,10 +463,15 @@ class StoredOptimizer(torch.optim.Optimizer):
                 self._history = before
                 raise
             self._states.discard()
-            self.steps_done, self._norm = step, math.nan
+            self._arrive_at(step)
             self.root.refresh()
         finally:
             self._writing = False
+
+    def _arrive_at(self, step: int) -> None:
+        if step != self.steps_done:
+            self._resumed = None  # the state of another step
+        self.steps_done, self._norm = step, math.nan
 
     def take_values(
         self, step: int, values: Mapping[int, torch.Tensor], state: Mapping[int, Mapping[str, Any]]
@@ -356,7 +509,7 @@ class StoredOptimizer(torch.optim.Optimizer):
         hyperparameters = [*self.hyperparameters().values()]
         change = optimizer_states.writer(self, given, self._states.staged, hyperparameters)
         self.session.refill(change, step, self.job_state())
-        self.steps_done, self._norm = step, math.nan
+        self._arrive_at(step)
         self.root.refresh()
 
     @property

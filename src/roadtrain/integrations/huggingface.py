@@ -4,8 +4,8 @@
     store=DIR)))
 
 Assumes: transformers 5, whose Trainer calls `cls()(model, **kwargs)` for a class that is no torch
-Optimizer. Does NOT start workers or touch the Trainer: checkpoints, clipping and accumulation are
-its own (docs/guides/integrations.md).
+Optimizer. A killed run goes on by the same command (trainer_progress.py). Does NOT start workers;
+checkpoints, clipping and accumulation are the Trainer's own (docs/guides/integrations.md).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from roadtrain.api.optimizer import PlacedOptimizer
 from roadtrain.api.place import place
 from roadtrain.api.stores import Memory, store_of
 from roadtrain.errors import ConfigError
+from roadtrain.integrations.trainer_progress import follow
 
 # in a name, as the Trainer has it; norms by their class too
 NOT_DECAYED = ("bias", "layernorm", "rmsnorm")
@@ -68,12 +69,12 @@ class Placed:
         store = store_of(options.get("store"))
         in_ram = isinstance(store, Memory) and options.get("servers") is None
         placed.whole_states = in_ram if whole_checkpoints is None else whole_checkpoints
-        if placed.steps_done:
-            options.get("report", print)(
-                f"the store is at step {placed.steps_done}: a Trainer that does not resume from the"
-                " checkpoint of that step begins its own count, schedule and data at step 0, with"
-                " the store's values"
-            )
+        if (trainer := _of_trainer(frame, "self")) is not None:
+            try:
+                follow(trainer, placed, frame)
+            except BaseException:
+                placed.close()
+                raise
         return placed
 
 
