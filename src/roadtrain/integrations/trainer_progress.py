@@ -52,7 +52,7 @@ def follow(trainer: Any, placed: PlacedOptimizer, frame: FrameType) -> None:
     checkpoint = _local(frame, "resume_from_checkpoint")
     known = placed.resumed_state(NAME) is not None
     step, begun = placed.steps_done, trainer.state.global_step
-    goes_on = known and (checkpoint is None or (begun < step and _is_last(trainer, checkpoint)))
+    goes_on = known and (checkpoint is None or (begun <= step and _is_last(trainer, checkpoint)))
     if step and checkpoint is None and not goes_on:
         raise ConfigError(
             f"the store is at step {step}, and holds no progress of a Trainer: it was trained by"
