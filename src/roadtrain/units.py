@@ -31,6 +31,14 @@ _RATES = {unit: nbytes for unit, nbytes in _BYTES.items() if unit} | {
 }
 _FLOPS = {"gflop": 1e9, "tflop": 1e12, "pflop": 1e15, "gflops": 1e9, "tflops": 1e12, "pflops": 1e15}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+# unit, seconds, and the shortest duration that is shown in it
+_DURATIONS = (
+    ("d", 86400.0, 172800.0),
+    ("h", 3600.0, 7200.0),
+    ("min", 60.0, 120.0),
+    ("s", 1.0, 0.9995),
+    ("ms", 1e-3, 0.9995e-3),
+)
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -86,18 +94,32 @@ def show_bytes(nbytes: float) -> str:
 
 
 def show_rate(bytes_per_s: float) -> str:
-    """A rate for a person, in the decimal units that disks are sold in: `3.10 GB/s`."""
-    return (
-        f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.0f} MB/s"
-    )
+    """A rate for a person, in the decimal units that disks are sold in: `3.10 GB/s`, `25 MB/s`."""
+    for unit, size in (("TB/s", 1e12), ("GB/s", 1e9)):
+        if bytes_per_s >= size:
+            return f"{bytes_per_s / size:.2f} {unit}"
+    if bytes_per_s >= 1e6:
+        return f"{bytes_per_s / 1e6:.{0 if bytes_per_s >= 1e7 else 1}f} MB/s"
+    return f"{show_number(bytes_per_s / 1e3)} kB/s"
 
 
 def show_seconds(seconds: float) -> str:
-    """A time for a person: `1.25 s`, `340 ms`, `12 us`."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
-    return f"{seconds * 1e6:.3g} us"
+    """A duration for a person: `7.08 h`, `3.2 min`, `1.25 s`, `340 ms`, `12 us`."""
+    for unit, size, least in _DURATIONS:
+        if seconds >= least:
+            return f"{show_number(seconds / size)} {unit}"
+    return f"{show_number(seconds * 1e6)} us"
+
+
+def show_flops(flops_per_s: float) -> str:
+    """A speed of computing for a person: `312 TFLOP/s`, `45.2 GFLOP/s`."""
+    unit, size = ("TFLOP/s", 1e12) if flops_per_s >= 1e12 else ("GFLOP/s", 1e9)
+    return f"{show_number(flops_per_s / size)} {unit}"
+
+
+def show_number(number: float) -> str:
+    """A number of any size to three digits, for a person: `0.0123`, `45.6`, `1,234,567`."""
+    return f"{number:.3g}" if abs(number) < 999.5 else f"{number:,.0f}"
 
 
 def show_params(count: float) -> str:
