@@ -502,6 +502,8 @@ def command(
         only: this fault's number, or FIRST-LAST, alone
         json: also write every fault to this file; with --only, into what it holds
     """
+    if faults is not None and faults < 1:
+        raise ConfigError(f"--faults {faults}: nothing would be tried", hint="--faults 300")
     if sums:
         if only is not None:
             raise ConfigError(

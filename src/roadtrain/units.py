@@ -38,6 +38,8 @@ _DURATIONS = (
     ("min", 60.0, 120.0),
     ("s", 1.0, 0.9995),
     ("ms", 1e-3, 0.9995e-3),
+    ("us", 1e-6, 0.9995e-6),
+    ("ns", 1e-9, 1e-12),
 )
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
@@ -108,13 +110,21 @@ def show_seconds(seconds: float) -> str:
     for unit, size, least in _DURATIONS:
         if seconds >= least:
             return f"{show_number(seconds / size)} {unit}"
-    return f"{show_number(seconds * 1e6)} us"
+    return "0 s"
 
 
 def show_flops(flops_per_s: float) -> str:
     """A speed of computing for a person: `312 TFLOP/s`, `45.2 GFLOP/s`."""
     unit, size = ("TFLOP/s", 1e12) if flops_per_s >= 1e12 else ("GFLOP/s", 1e9)
     return f"{show_number(flops_per_s / size)} {unit}"
+
+
+def show_joules(joules: float) -> str:
+    """Energy for a person: `4.2 MJ`, `8.06 J`, `77.2 mJ`."""
+    for unit, size in (("MJ", 1e6), ("kJ", 1e3), ("J", 1.0)):
+        if joules >= size:
+            return f"{show_number(joules / size)} {unit}"
+    return f"{show_number(joules * 1e3)} mJ"
 
 
 def show_number(number: float) -> str:

@@ -377,7 +377,7 @@ def test_a_slowed_link_gives_another_plan_of_the_same_hosts_and_the_old_one_is_k
     ours = {host.name: host.address for host in (*new.machines.hosts, *new.machines.spares)}
     assert ours == {host.name: host.address for host in old.machines.hosts}
     assert load_plan_file(home.path / "plan.before-1.toml") == old
-    assert lines[0] == "hosts.gpu1.nics: 3 MB/s measured, the plan has 12 MB/s"
+    assert lines[0] == "hosts.gpu1.nics: 3.1 MB/s measured, the plan has 12 MB/s"
 
 
 def test_a_dry_run_leaves_the_plan_and_writes_the_new_one_where_it_is_asked_to(

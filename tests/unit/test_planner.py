@@ -24,7 +24,7 @@ from roadtrain.config.plan import PLACEMENTS, Plan, load_plan, make_plan, placem
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.planner.candidates import MOST_MICROBATCHES, candidates
 from roadtrain.planner.plan import job_text, words
-from roadtrain.planner.search import CLOSE, least_change, scaled, search
+from roadtrain.planner.search import CLOSE, least_change, main_reason, scaled, search
 from roadtrain.simulator.compute import Constants, HostTimes
 from roadtrain.simulator.engine import Engine
 from roadtrain.simulator.run import simulate
@@ -608,3 +608,78 @@ memory = "64GB"
         == 0
     )
     assert "assumed hosts.spare.price_per_hour 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["simulate", "servers", "--model", "GPT-2", f"--{name}", value]
+        for name in ("micro-batch", "num-microbatches", "dp", "tp", "pp", "cp", "ep", "vp")
+        for value in ("0", "-1")
+    ]
+    + [
+        ["simulate", "servers", "--model", "GPT-2", "--seq-len", "0"],
+        ["simulate", "servers", "--model", "GPT-2", "--staleness", "-1"],
+        ["simulate", "servers", "--model", "GPT-2", "--headroom", "-0.1"],
+        ["plan", "servers", "--model", "GPT-2", "--batch", "0"],
+        ["plan", "servers", "--model", "GPT-2", "--seq-len", "0"],
+        ["plan", "servers", "--job", "job.toml", "--seq-len", "0"],
+        ["preflight", "--hosts", "a,b", "--devices", "0"],
+        ["soak", "--faults", "0"],
+    ],
+    ids=" ".join,
+)
+def test_zero_is_a_value_and_is_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:  # Rule 6
+    assert cli.main(words) == 2
+    said = capsys.readouterr().err
+    assert words[-1] in said or "--seq-len" in said
+
+
+CARD = {"flops": "312TFLOP/s", "memory": "80GB", "memory_rate": "2TB/s", "copy": "25GB/s"}
+
+
+def gpus(count: int = 2, devices: int = 1, nic: bool = True) -> Cluster:
+    host = {"name": "gpu", "count": count, "devices": devices, "device": CARD, "memory": "64GB"}
+    return make_cluster({"hosts": [host | ({"nics": [{"rate": "100Gbit/s"}]} if nic else {})]})
+
+
+def test_what_is_not_tried_is_listed_with_the_nearest_batch() -> None:  # Rule 6
+    answer = search(gpus(4), gpt(4, 1024, 16), OF, batch=30, explain=False)
+    assert set(answer.families) == set(PLACEMENTS)
+    assert answer.families["zero3"].left_out == {
+        "batch 30 does not divide by 4 data-parallel ranks; 28 or 32 would": 1
+    }
+    assert any("interleaved" in why for why in answer.families["ddp"].left_out)
+
+
+def test_hosts_without_a_network_are_told_so() -> None:
+    """Not that they lack memory, even where they lack that too."""
+    answer = search(gpus(nic=False), gpt(96, 12288, 96), OF, batch=4, explain=False)
+    assert answer.pick is None and least_change(answer) is None
+    why, hint = main_reason(answer) or ("", "")
+    assert why == "2 hosts called gpu have no network in common: gpu has no network card"
+    assert "nics" in hint
+
+
+def test_no_spare_host_sums_where_there_is_none() -> None:
+    cluster = gpus(1, devices=2)
+    answer = search(cluster, shape("ResNet-50"), OF, batch=64, explain=False)
+    assert answer.pick is not None and "spare" not in words(answer.pick.plan, cluster)
+    for name in ("parameter-server", "summation"):
+        family = answer.families[name]
+        assert family.simulated == 0 and family.refused
+
+
+def test_rows_and_small_layers_take_time() -> None:
+    """A sample of DLRM takes at least what its rows take to cross the network and memory."""
+    cluster, model = gpus(), shape("DLRM-Kaggle")
+    answer = search(cluster, model, OF, batch=8192, explain=False, placements=["ddp", "zero1"])
+    assert answer.pick is not None
+    result, tables = answer.pick.result, model.blocks[0]
+    network = 0.9 * 12.5e9
+    if answer.pick.plan.parallelism.dp == 2:  # half of a device's samples' rows, forth and back
+        assert result.seconds >= 4096 * tables.touched / 2 / network
+    assert result.seconds >= 3 * 1e-5 * len(model.blocks) / 2
+    assert result.samples_per_s < 2e7

@@ -25,7 +25,7 @@ from roadtrain.config.plan import (
 )
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.protocol.shares import optimum
-from roadtrain.simulator.compute import Constants
+from roadtrain.simulator.compute import LAUNCH_S, Constants
 from roadtrain.simulator.engine import Cost, Engine
 from roadtrain.simulator.fabric import Fabric, FlowGroup, Site
 from roadtrain.simulator.memory import device_bytes, saved_bytes
@@ -317,10 +317,49 @@ def test_rows_of_tables_go_all_to_all() -> None:
         rest = (model.params - tables.tables) * 2 * 2 * (n - 1) / n
         rows = 2 * tables.touched * 4096 * (n - 1) / n
         assert traffic(result, "out") == pytest.approx(rest + rows)
+    once, often = (
+        traffic(run("ddp", cluster(2), model, micro_batch=64, num_microbatches=m), "out")
+        for m in (1, 8)
+    )
+    assert often - once == pytest.approx(7 * 2 * tables.touched * 64 / 2)  # each has rows
     whole, part = (
         device_bytes(Plan(placement("ddp"), Parallelism(dp=n)), model.blocks) for n in (1, 8)
     )
     assert part < 0.2 * whole
+
+
+def test_a_block_takes_what_its_bytes_take_to_cross_the_memory() -> None:
+    device = Device(flops="100TFLOP/s", memory="1GB", memory_rate="1GB/s")
+    wide = BlockShape("layer.0", 10**6, 2e6, 3e6, 1e6)
+    assert WHOLE.forward(wide, 1, 1, device) == pytest.approx((2e6 + 3e6 + 1e6) / 1e9)
+    rows = BlockShape("tables", 10**9, 0.0, 0.0, 0.0, 10**9, 5e6)
+    assert WHOLE.forward(rows, 2, 1, device) == pytest.approx(1e7 / 1e9)
+    assert WHOLE.forward(BlockShape("layer.0", 1, 1.0, 0.0, 0.0), 1, 1, device) == LAUNCH_S
+
+
+def test_processors_and_their_host_share_one_memory() -> None:  # Rule 4
+    """Parameters on the device and state on the host are in one RAM, of all its processes."""
+    device = {"kind": "cpu", "flops": "1TFLOP/s", "memory": "16GB", "memory_rate": "20GB/s"}
+    host = {"name": "box", "devices": 2, "device": device, "memory": "16GB"}
+    model, plan = gpt(8, 2048, 16, vocab=32000, seq_len=128), Plan(placement("ddp"))
+    one, two = (
+        Scene(
+            plan.changed(parallelism=Parallelism(dp=n)),
+            make_cluster({"hosts": [host]}),
+            model,
+            WHOLE,
+        )
+        for n in (1, 2)
+    )
+    [alone], [both] = (
+        [need for need in scene.needs if need.where.startswith("host box")] for scene in (one, two)
+    )
+    assert both.nbytes == pytest.approx(2 * alone.nbytes)
+    assert alone.fits and not both.fits
+    assert all(need.fits for need in two.needs if need is not both)
+    with pytest.raises(BudgetError, match=r"host box.* needs .* GiB, there are 13.4 GiB") as caught:
+        simulate(two.plan, two.cluster, model, WHOLE)
+    assert "GiB more there" in caught.value.hint
 
 
 def test_a_link_between_switches_is_the_limit() -> None:

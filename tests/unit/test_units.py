@@ -33,7 +33,9 @@ def test_what_is_no_rate(text: str) -> None:
 @pytest.mark.parametrize(
     ("seconds", "shown"),
     [
-        (0.0, "0 us"),
+        (0.0, "0 s"),
+        (4e-19, "0 s"),  # rounding of floats
+        (17e-9, "17 ns"),
         (12e-6, "12 us"),
         (0.9996e-3, "1 ms"),  # never 1e+03 us
         (0.34, "340 ms"),

@@ -70,6 +70,11 @@ class Device(Section):
     idle_watts: Number = 0
     peak_watts: Number = 0
 
+    @property
+    def is_host(self) -> bool:
+        """Whether it is the host's processors, so that its memory is the host's."""
+        return self.kind == "cpu"
+
     def peak(self, precision: str) -> float:
         """FLOP/s; "" is the 16-bit dtype. Raises ConfigError for one that it has no peak of."""
         if precision and precision not in self.peaks:
@@ -303,9 +308,23 @@ class Cluster(Section):
                 )
                 for nic in best
             )
-        raise ConfigError(
-            f"hosts {', '.join(dict.fromkeys(h.name for h in hosts))} have no network in common",
-            hint="give them cards of one kind, or a [[links]] between their switches",
+        raise self._apart(hosts)
+
+    def _apart(self, hosts: Sequence[Host]) -> ConfigError:
+        """Say why hosts cannot reach each other, and which keys of the file would change it."""
+        names = list(dict.fromkeys(host.name for host in hosts))
+        ends = {host.name: dict.fromkeys(map(self.switch_of, host.nics)) for host in hosts}
+        bare = [name for name in names if not ends[name]]
+        if bare:
+            why = f"{' and '.join(bare)} {'has' if len(bare) == 1 else 'have'} no network card"
+            hint = f'give {" and ".join(bare)} `nics = [{{ rate = "10Gbit/s" }}]`'
+        else:
+            why = "; ".join(f"{name} is at {', '.join(ends[name])}" for name in names)
+            hint = "give them cards of one kind, or a [[links]] between their switches"
+        many = f"{len(hosts)} hosts called" if len(names) == 1 else "hosts"
+        return ConfigError(
+            f"{many} {', '.join(names)} have no network in common: {why}",
+            hint=f"{hint} in the cluster file",
         )
 
     def between(self, nics: Sequence[Nic]) -> float:

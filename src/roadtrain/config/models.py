@@ -36,7 +36,7 @@ class BlockShape:
     of `saved`, what each tensor-parallel rank has unless the sequence is split too. `products`:
     bytes that stay where all but attention and every second product are computed again, which
     are `again` FLOPs. `matrices`: experts that are multiplied side by side, each with its part
-    of the tokens."""
+    of the tokens. `passing`: bytes that later blocks need of earlier ones, besides `input`."""
 
     name: str
     params: int
@@ -54,6 +54,7 @@ class BlockShape:
     products: float = 0.0
     again: float = 0.0
     matrices: int = 1
+    passing: float = 0.0
 
     def times(self, n: int) -> tuple[BlockShape, ...]:
         return tuple(replace(self, name=f"{self.name}.{i}") for i in range(n))
@@ -247,7 +248,8 @@ def _resnet50() -> ModelShape:
 def _dlrm(
     name: str, rows: Sequence[int], width: int, bottom: Sequence[int], top: Sequence[int]
 ) -> ModelShape:
-    """Each sample looks one row up in every table; rows go to where the sample is (all-to-all)."""
+    """Each sample looks one row up in every table; rows go to where the sample is (all-to-all).
+    Then each two of these and the bottom MLP's result are multiplied (the interaction)."""
     tables = BlockShape(
         "tables",
         sum(rows) * width,
@@ -257,11 +259,19 @@ def _dlrm(
         sum(rows) * width,
         2.0 * len(rows) * width,
     )
-    pairs = (len(rows) + 1) * len(rows) // 2 + width
-    blocks = [tables]
-    for kind, widths in (("bottom", bottom), ("top", (pairs, *top))):
-        for i, (inside, outside) in enumerate(pairwise(widths)):
-            blocks.append(_layer(f"{kind}.{i}", inside * outside, outside, 1, inside))
+    pairs, vectors = (len(rows) + 1) * len(rows) // 2, (len(rows) + 1) * width
+    interaction = BlockShape(
+        "interaction", 0, 2.0 * pairs * width, 2.0 * (vectors + pairs + width), 2.0 * vectors
+    )
+
+    def mlp(kind: str, widths: Sequence[int]) -> list[BlockShape]:
+        return [
+            _layer(f"{kind}.{i}", inside * outside, outside, 1, inside)
+            for i, (inside, outside) in enumerate(pairwise(widths))
+        ]
+
+    below = [replace(block, passing=tables.touched) for block in mlp("bottom", bottom)]
+    blocks = [tables, *below, interaction, *mlp("top", (pairs + width, *top))]
     return ModelShape(
         name, tuple(blocks), 1, source="Naumov et al. (2019); rows of the Criteo Kaggle data"
     )

@@ -7,6 +7,7 @@ Does NOT start any process of the run.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import secrets
 import subprocess
@@ -149,7 +150,7 @@ def command(
     if len(given) > 1 or (given and plan):
         also = plan or f"--{given[1][0]}"
         raise ConfigError(f"--{given[0][0]} and {also}: one of them at a time")
-    if notice < 0:
+    if not 0 <= notice < math.inf:
         raise ConfigError(f"--notice {notice:g}: 0 seconds or more", hint="--notice 120")
     if if_launcher_dies not in THEN:
         raise unknown_name("--if-launcher-dies", if_launcher_dies, THEN)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from roadtrain.config.cluster import Cluster, Host, LinkRate, Nic
 from roadtrain.config.machines import Machines, PlanHost
-from roadtrain.units import show_rate
+from roadtrain.units import show_flops, show_rate
 
 WITHIN = 0.15
 
@@ -130,7 +130,7 @@ def _changed(
     times = seen.slower.get(name, 1.0)
     if kind.device is not None and abs(times - 1) > WITHIN:
         flops = kind.device.flops / times
-        said = [f"{each / 1e12:.3g} TFLOP/s" for each in (kind.device.flops, flops)]
+        said = [show_flops(each) for each in (kind.device.flops, flops)]
         changes.append(RateChange(f"hosts.{name}.device", *said))
         update["device"] = kind.device.model_copy(update={"flops": flops})
     return kind.model_copy(update=update) if update else kind

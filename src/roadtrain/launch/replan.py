@@ -323,6 +323,7 @@ def kept(old: Machines, new: Machines) -> Machines:
 def told(found: Replanned, measured: MeasuredRun) -> list[str]:
     """For people: rates, predictions, why."""
     plan, pick = found.plan_file.plan, found.arranged.answer.pick
+    cluster = found.plan_file.cluster
     assert pick is not None
     lines = [f"not measured: {why}" for why in measured.missing]
     lines += [str(change) for change in found.changes]
@@ -334,8 +335,8 @@ def told(found: Replanned, measured: MeasuredRun) -> list[str]:
         lines.append(f"a step took {show_seconds(measured.seconds)} (median of the last steps)")
     top, share = max(pick.result.busy.items(), key=lambda pair: pair[1])
     lines += [
-        f"by the plan that ran    {show_seconds(found.old_s)} a step: {words(found.old)}",
-        f"by the best one         {show_seconds(found.new_s)} a step: {words(plan)}",
+        f"by the plan that ran    {show_seconds(found.old_s)} a step: {words(found.old, cluster)}",
+        f"by the best one         {show_seconds(found.new_s)} a step: {words(plan, cluster)}",
         f"                        {found.arranged.arrangement.said}; {found.arranged.tried}"
         f" arrangements of hosts were tried; {top} is busy {share:.0%}",
     ]

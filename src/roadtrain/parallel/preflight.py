@@ -218,6 +218,10 @@ def command(
         patience: seconds to wait for all ranks
     """
     begin = time.monotonic()
+    if devices < 1 or not patience > 0:
+        raise ConfigError(
+            f"--devices {devices}, --patience {patience:g}: 1 device or more, seconds above 0"
+        )
     launch = launch_among(hosts.split(","), port) if hosts else launch_of(os.environ)
     per_rank = devices if hosts else 1
     asked = load_job(path, report=lambda _: None).parallelism if path else ParallelismSection()

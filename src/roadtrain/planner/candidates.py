@@ -7,8 +7,9 @@ which is good.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -23,12 +24,47 @@ from roadtrain.errors import ConfigError
 from roadtrain.simulator.memory import stage_bytes
 from roadtrain.simulator.scene import Scene
 
-MOST_PP, MOST_MICRO_BATCH, MOST_PARTS = 64, 64, (2, 4)
+MOST_PP, MOST_PARTS = 64, (2, 4)
+# samples of a micro-batch that are tried: of sequences; of images and rows, which are one token
+MOST_MICRO_BATCH, MOST_ROWS = 64, 4096
 # micro-batches a step that are tried without a batch; of a pipeline so many a stage
 MOST_MICROBATCHES, MOST_TURNS = 64, 16
 LONG = 4096  # tokens of a sequence that a context-parallel rank has at least
 MOST_APART = 16  # devices of clusters on which stages of unequal width are tried
 EVERY = 1000  # slots: each block keeps its own from forward to backward
+LeftOut = Callable[[str, str, int], None]  # called with a placement, why, and how many it loses
+
+
+class Undivided:
+    """Arrangements that a plan does not try because one number does not divide by another.
+
+    `why` has a `{}` for the numbers, so that many arrangements make one reason.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, Counter[int]] = {}
+
+    def add(self, why: str, number: int) -> None:
+        self.numbers.setdefault(why, Counter())[number] += 1
+
+    def reasons(self, batch: int | None) -> Iterator[tuple[str, int]]:
+        """Each reason, with the nearest batches that would do, and how many it leaves out."""
+        for why, numbers in self.numbers.items():
+            said = why.format(", ".join(map(str, sorted(numbers))))
+            if batch is not None and why.startswith("batch"):
+                said += f"; {nearest_batches(batch, math.lcm(*numbers))} would"
+            yield said, numbers.total()
+
+
+def nearest_batches(batch: int, unit: int) -> str:
+    """The multiples of `unit` on both sides of `batch`."""
+    below = batch // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
+
+
+def most_samples(model: ModelShape) -> int:
+    """Samples of the largest micro-batch that is tried."""
+    return MOST_MICRO_BATCH if model.tokens > 1 else MOST_ROWS
 
 
 def candidates(
@@ -39,17 +75,43 @@ def candidates(
     placements: Sequence[str] = (),
     late: bool = False,
     headroom: float = HEADROOM,
+    left_out: LeftOut = lambda placement, why, many: None,
 ) -> Iterator[Plan]:
-    """Every plan on all devices of the cluster. Recompute follows where a plan without does not
-    fit (`search`)."""
+    """Yield every plan on all devices of the cluster.
+
+    Recompute follows where a plan without does not fit (`search`).
+
+    Args:
+        left_out: Called with each reason why arrangements of a placement are not tried.
+    """
     total, inside = cluster.device_count, min(host.devices for host in cluster.workers)
+    most = most_samples(model)
     for name in placements or PLACEMENTS:
-        one = placement(name)
-        for parallelism in parallelisms(cluster, model, total, inside, one):
-            for micro_batch, num_microbatches in batches(parallelism, batch):
+        one, undivided = placement(name), Undivided()
+        for parallelism in parallelisms(cluster, model, total, inside, one, undivided):
+            ways = list(batches(parallelism, batch, most))
+            if not ways and batch is not None:
+                _no_way(parallelism, batch, undivided)
+            for micro_batch, num_microbatches in ways:
                 plan = Plan(one, parallelism, micro_batch, num_microbatches, headroom=headroom)
                 plan = plan.changed(window=window_for(cluster))
                 yield from _choices(plan, late)
+        for why, many in undivided.reasons(batch):
+            left_out(name, why, many)
+
+
+def _no_way(parallelism: Parallelism, batch: int, undivided: Undivided) -> None:
+    """Why no micro-batches of this parallelism make the batch."""
+    if parallelism.widths:
+        widest = max(parallelism.widths)
+        few = "a batch of fewer samples than the {} replicas of the widest stage"
+        many = "a batch of more micro-batches than are tried with {} replicas in the widest stage"
+        undivided.add(few if batch < widest else many, widest)
+    elif parallelism.virtual_stages > 1 and batch % parallelism.dp == 0:
+        why = f"batch {batch} does not divide by {{}} data-parallel ranks x interleaved stages"
+        undivided.add(why, parallelism.dp * parallelism.pp)
+    else:
+        undivided.add(f"batch {batch} does not divide by {{}} data-parallel ranks", parallelism.dp)
 
 
 def window_for(cluster: Cluster) -> int:
@@ -70,28 +132,42 @@ def _choices(plan: Plan, late: bool) -> Iterator[Plan]:
 
 
 def parallelisms(
-    cluster: Cluster, model: ModelShape, total: int, inside: int, one: Placement
+    cluster: Cluster,
+    model: ModelShape,
+    total: int,
+    inside: int,
+    one: Placement,
+    undivided: Undivided,
 ) -> Iterator[Parallelism]:
     """Of `total` devices, `inside` of them on the smallest host."""
     experts = max((block.matrices for block in model.blocks if block.experts), default=1)
     # what has a device's experts, and its part of a sequence
     spread = one.parameters in ("device", "split")
-    for tp, pp in _splits(model, total, inside, one):
+    splits = list(_splits(model, total, inside, one, undivided))
+    for tp, pp in splits:
         ranks = total // tp // pp
         stages = _balanced(cluster, model, Parallelism(ranks, tp, pp))
         for cp, ep in product(_powers(model.tokens // LONG), _powers(experts)):
-            if ranks % cp or ranks % ep or (not spread and cp * ep > 1):
+            if not spread and cp * ep > 1:
+                continue
+            if ranks % cp or ranks % ep:
+                undivided.add("replicas do not divide by {} context or expert ranks", max(cp, ep))
                 continue
             yield Parallelism(ranks // cp, tp, pp, stages, cp, ep)
             for virtual_stages in MOST_PARTS if pp > 1 else ():
                 if model.layers % (pp * virtual_stages) == 0:
                     yield Parallelism(ranks // cp, tp, pp, (), cp, ep, virtual_stages)
-    tensor = dict.fromkeys(tp for tp, _ in _splits(model, total, inside, one))
-    for parallelism in () if one.streamed else _unequal(cluster, model, tensor):
+                else:
+                    why = f"{model.layers} layers do not divide by {{}} interleaved stages"
+                    undivided.add(why, pp * virtual_stages)
+    tensor = dict.fromkeys(tp for tp, _ in splits)
+    for parallelism in () if one.streamed else _unequal(cluster, model, tensor, undivided):
         yield replace(parallelism, stages=_balanced(cluster, model, parallelism))
 
 
-def _unequal(cluster: Cluster, model: ModelShape, tensor: Iterable[int]) -> Iterator[Parallelism]:
+def _unequal(
+    cluster: Cluster, model: ModelShape, tensor: Iterable[int], undivided: Undivided
+) -> Iterator[Parallelism]:
     """Stages of unequal width, each among hosts whose fastest cards meet, where not all do."""
     hosts = [
         (f"{host.name} {n}", cluster.switch_of(max(host.nics, key=lambda nic: nic.total)), devices)
@@ -99,24 +175,40 @@ def _unequal(cluster: Cluster, model: ModelShape, tensor: Iterable[int]) -> Iter
         if host.nics
         for n, devices in enumerate([host.devices] * host.count)
     ]
-    if len({where for _, where, _ in hosts}) < 2 or cluster.device_count > MOST_APART:
+    if len({where for _, where, _ in hosts}) < 2:
+        return
+    if cluster.device_count > MOST_APART:
+        why = f"stages of unequal width are tried on at most {MOST_APART} devices, there are {{}}"
+        undivided.add(why, cluster.device_count)
         return
     for tp in tensor:
-        with suppress(ConfigError):  # hosts whose cards meet are not beside each other, or others
+        try:
             for found in suited_parallelisms(hosts, max(1, model.layers), tp=tp):
                 if found.widths and found.devices == cluster.device_count:
                     yield found
+        except ConfigError as error:
+            first = str(error).partition("\n")[0].replace("{", "{{").replace("}", "}}")
+            undivided.add(f"stages of unequal width, tp {{}}: {first}", tp)
 
 
 def _splits(
-    model: ModelShape, total: int, inside: int, one: Placement
+    model: ModelShape, total: int, inside: int, one: Placement, undivided: Undivided
 ) -> Iterator[tuple[int, int]]:
     """Tensor-parallel ranks and pipeline stages: neither where blocks are streamed."""
     for tp in (n for n in _powers(inside) if inside % n == 0):
-        if tp > 1 and (one.streamed or not model.heads or model.heads % tp):
+        if tp > 1 and (one.streamed or not model.heads):
             continue
-        most = 1 if one.streamed else min(MOST_PP, max(1, model.layers), total // tp)
-        yield from ((tp, pp) for pp in range(1, most + 1) if total // tp % pp == 0)
+        if tp > 1 and model.heads % tp:
+            undivided.add(f"{model.heads} heads do not divide by {{}} tensor-parallel ranks", tp)
+            continue
+        divisors = [pp for pp in range(1, total // tp + 1) if total // tp % pp == 0]
+        for pp in divisors[:1] if one.streamed else divisors:
+            if pp <= min(MOST_PP, max(1, model.layers)):
+                yield tp, pp
+            else:
+                why = f"{{}} pipeline stages are more than the model's {model.layers} layers"
+                above = f"at most {MOST_PP} pipeline stages are tried, not {{}}"
+                undivided.add(above if pp > MOST_PP else why, pp)
 
 
 def _powers(most: int) -> Iterator[int]:
@@ -186,11 +278,13 @@ def stages_that_fit(scene: Scene) -> tuple[int, ...] | None:
     return balanced([blocks[i].flops for i in layers], speeds, ends=ends, fits=fits)
 
 
-def batches(parallelism: Parallelism, batch: int | None) -> Iterator[tuple[int, int]]:
+def batches(
+    parallelism: Parallelism, batch: int | None, most_samples: int
+) -> Iterator[tuple[int, int]]:
     """(micro-batch, passes) whose product is the batch; without one, the most passes that are
     tried: a sample takes least where what a step takes besides is shared by many."""
     size, widest = 1, max(parallelism.widths, default=1)  # unequal ones share all micro-batches
-    while size <= MOST_MICRO_BATCH:
+    while size <= most_samples:
         most = MOST_MICROBATCHES if parallelism.pp == 1 else MOST_TURNS * parallelism.pp * widest
         num_microbatches = most if batch is None else batch // (parallelism.dp * size)
         if (

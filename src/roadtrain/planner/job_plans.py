@@ -204,7 +204,7 @@ class JobPlans:
         # a record on files has the parameters too
         changes["state_bytes"] = state + (width if place.name == "files" else 0)
         devices = [host.device for host in self.cluster.workers if host.device is not None]
-        if all(device.kind == "cpu" for device in devices):
+        if all(device.is_host for device in devices):
             changes["context_bytes"] = 0
         return plan.changed(**changes)
 

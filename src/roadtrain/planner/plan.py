@@ -8,6 +8,7 @@ where nothing fits, with the least change that would. Does NOT import torch.
 from __future__ import annotations
 
 import importlib
+import itertools
 import tempfile
 import tomllib
 from collections.abc import Iterable
@@ -32,7 +33,14 @@ from roadtrain.planner.job_keys import batch_of_job, degrees, run_name
 from roadtrain.planner.job_plans import JobPlans, shape_of_job
 from roadtrain.planner.machines_of import machines_of, predicted_of
 from roadtrain.planner.page import Point, page
-from roadtrain.planner.search import Family, Found, SearchResult, least_change, search
+from roadtrain.planner.search import (
+    Family,
+    Found,
+    SearchResult,
+    least_change,
+    main_reason,
+    search,
+)
 from roadtrain.planner.simulate import (
     SCHEMA,
     as_json,
@@ -47,13 +55,18 @@ from roadtrain.simulator.compute import constants as named
 from roadtrain.simulator.memory import kept_free
 from roadtrain.simulator.run import simulate
 from roadtrain.storage.direct import check_file, replace_file
-from roadtrain.units import show_bytes, show_params
+from roadtrain.units import show_bytes, show_joules, show_number, show_params, show_seconds
 
-UNITS = {"time": "s", "cost": "", "energy": "J"}
+SCORES = {"time": show_seconds, "cost": show_number, "energy": show_joules}
+BETWEEN = ("spares", "separate")  # sums of what hosts send to each other
 
 
-def words(plan: Plan) -> str:
-    """A plan as people say it."""
+def words(plan: Plan, cluster: Cluster | None = None) -> str:
+    """Describe a plan in one sentence.
+
+    Args:
+        cluster: The cluster that it is for, which says whether gradients leave a host at all.
+    """
     place, parallelism = plan.placement, plan.parallelism
     rests = {
         "device": "on every device",
@@ -75,7 +88,10 @@ def words(plan: Plan) -> str:
         f"{place.name}: parameters {rests[place.parameters]}, optimizer state {rests[place.state]}"
     ]
     if max(plan.widths) > 1:
-        parts.append(f"gradients summed by {sums[place.sum]}")
+        inside = cluster is not None and place.sum in BETWEEN and _stages_are_inside(plan, cluster)
+        parts.append(
+            f"gradients summed by {'the devices of a host' if inside else sums[place.sum]}"
+        )
     parts.append(
         f"updates {'beside the SSDs' if place.update == 'ssd' else 'on the ' + place.update}"
     )
@@ -105,18 +121,26 @@ def words(plan: Plan) -> str:
     return "; ".join(parts)
 
 
+def _stages_are_inside(plan: Plan, cluster: Cluster) -> bool:
+    """Whether no stage of the plan is on more than one host."""
+    hosts = [host for kind in cluster.workers for host in [kind] * kind.count]
+    slots = [number for number, host in enumerate(hosts) for _ in range(host.devices)]
+    ends = itertools.pairwise(plan.parallelism.first_ranks)
+    return all(len(set(slots[begin:stop])) == 1 for begin, stop in ends)
+
+
 def told(
     answer: SearchResult, cluster: Cluster, model: ModelShape, goal: str, of: Constants
 ) -> str:
     """For people."""
-    pick, unit = answer.pick, UNITS[goal]
+    pick = answer.pick
     if pick is None:
         return nothing(answer, cluster, model, of)
     result = pick.result
     top, share = max(result.busy.items(), key=lambda pair: pair[1])
-    scored = f"{goal} a sample {pick.score:.4g} {unit}".rstrip()
+    scored = f"{goal} a sample {SCORES[goal](pick.score)}"
     lines = [
-        "pick    " + words(pick.plan),
+        "pick    " + words(pick.plan, cluster),
         batch_line(answer, model),
         report(result, cluster, model, of),
         f"why     {top} is busy {share:.0%} of a step; {scored}",
@@ -131,8 +155,8 @@ def told(
     if (runner := answer.runner_up) is not None:
         top, share = max(runner.result.busy.items(), key=lambda pair: pair[1])
         lines.append(
-            f"second  {words(runner.plan)}: {runner.score / pick.score - 1:+.1%} {goal} a sample; "
-            f"{top} is busy {share:.0%}"
+            f"second  {words(runner.plan, cluster)}: {runner.score / pick.score - 1:+.1%} {goal}"
+            f" a sample; {top} is busy {share:.0%}"
         )
         lines.append(
             "        it would win with "
@@ -188,6 +212,7 @@ def fate(family: Family, pick: Found | None) -> str:
         parts.append(f"at least {family.least / pick.score - 1:+.1%} by their bound")
     for reason, count in sorted(family.refused.items(), key=lambda pair: -pair[1]):
         parts.append(f"{count} refused: {reason}")
+    parts += [f"{count} not tried: {reason}" for reason, count in family.left_out.items()]
     if family.nearest is not None:
         need, _ = family.nearest
         parts.append(
@@ -197,17 +222,20 @@ def fate(family: Family, pick: Found | None) -> str:
 
 
 def nothing(answer: SearchResult, cluster: Cluster, model: ModelShape, of: Constants) -> str:
-    """Where nothing fits: both numbers and the least change."""
+    """Where nothing fits: both numbers and the least change; else the reason that most placements
+    have, and what to do."""
     lines = [
         f"no plan fits: {model.name} ({show_params(model.params)} parameters) on {cluster.name}"
     ]
+    if (reason := main_reason(answer)) is not None:
+        lines += [f"why     {reason[0]}", *([f"hint    {reason[1]}"] if reason[1] else [])]
     if (near := least_change(answer)) is not None:
         need, plan = near
         lines += [
             (
                 f"least change: {show_bytes(need.lacking)} more for {need.where}"
                 f" ({show_bytes(need.nbytes)} instead of {show_bytes(need.room)}) makes this fit:"
-                f" {words(plan)}"
+                f" {words(plan, cluster)}"
             ),
             f"memory  {kept_free(plan)}",
         ]
@@ -225,7 +253,7 @@ def plain(
             else {
                 **as_json(found.result, cluster, model, of),
                 "score": found.score,
-                "words": words(found.plan),
+                "words": words(found.plan, cluster),
             }
         )
 
@@ -245,12 +273,15 @@ def plain(
                 "simulated": f.simulated,
                 "pruned": f.pruned,
                 "refused": f.refused,
+                "left_out": f.left_out,
                 "nearest": None if f.nearest is None else asdict(f.nearest[0]),
                 "best": None if f.best is None else f.best.score,
             }
             for f in answer.families.values()
         ],
-        "least_change": None if near is None else {**asdict(near[0]), "plan": words(near[1])},
+        "least_change": None
+        if near is None
+        else {**asdict(near[0]), "plan": words(near[1], cluster)},
         "batch": answer.batch,
         "batch_chosen": answer.chosen,
         "unpriced": unpriced(cluster, goal),
@@ -312,7 +343,7 @@ def launchable(
 
 def write_job_file(path: str, plan: Plan, cluster: Cluster) -> None:
     if (text := job_text(plan, cluster)) is None:
-        print(f"no job file: `roadtrain train` cannot run this: {words(plan)}")
+        print(f"no job file: `roadtrain train` cannot run this: {words(plan, cluster)}")
         return
     replace_file(Path(path), text.encode(), "writing")
     more = "put your servers in where it says HOST:PORT"
@@ -361,6 +392,8 @@ def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool)
 def batch_to_plan(job: Job, given: int | None) -> int | None:
     """Samples of a step: the job's, or those of --batch. Raises ConfigError where both say it."""
     own = batch_of_job(job)
+    if given is not None and given < 1:
+        raise ConfigError(f"--batch {given}: a step has 1 sample or more", hint="--batch 64")
     if own and given and own != given:
         raise ConfigError(
             f"--batch {given}, and a step of the job is {own} samples (data.batch_size x passes)",
@@ -414,7 +447,7 @@ def command(
     for written in filter(None, (out, json, html, trace, job_file)):
         check_file(Path(written))
     cluster = load_cluster(cluster_file)
-    if job and (model or seq_len or job_file or verify):
+    if job and (model or seq_len is not None or job_file or verify):
         raise ConfigError(
             "--model, --seq-len, --job-file and --verify do not go with --job",
             hint="leave them out: the job says what is trained",
@@ -449,7 +482,7 @@ def command(
             Point(
                 found.result.seconds / found.plan.samples,
                 (found.result.price or found.result.joules) / found.plan.samples,
-                words(found.plan),
+                words(found.plan, cluster),
             )
             for found in answer.front
         ]

@@ -39,7 +39,7 @@ from roadtrain.storage.direct import check_file, replace_file
 from roadtrain.storage.rates import storage_rates
 from roadtrain.transport.address import address_of, own_address, tls_of, token_of
 from roadtrain.transport.tcp import TcpOptions
-from roadtrain.units import MIB, show_rate
+from roadtrain.units import MIB, show_flops, show_rate
 
 ELEMENTS, REPEATS = 32 * MIB, 5
 BUFFERS, PART = 4, 1 << 19
@@ -249,7 +249,7 @@ def describe(dirs: Sequence[str], threads: int) -> links.Said:
     print(
         f"memory {show_rate(rates['memory_rate'])}, updates {show_rate(rates['updates'])}, sums "
         f"{show_rate(rates['sums'])}; {count} x {kind}: "
-        + ", ".join(f"{size} {flops / 1e12:.3g} TFLOP/s" for size, flops in by_size.items()),
+        + ", ".join(f"{size} {show_flops(flops)}" for size, flops in by_size.items()),
         flush=True,
     )
     places, gaps = topology(dirs)

@@ -11,6 +11,7 @@ best, and the least batch that comes close to that is planned for. Pure.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
@@ -24,9 +25,10 @@ from roadtrain.config.plan import HEADROOM, Plan
 from roadtrain.config.schema import Count, Flag, Number, value
 from roadtrain.errors import ConfigError
 from roadtrain.planner.candidates import (
-    MOST_MICRO_BATCH,
     MOST_MICROBATCHES,
     candidates,
+    most_samples,
+    nearest_batches,
     stages_that_fit,
 )
 from roadtrain.simulator.compute import Constants
@@ -40,6 +42,7 @@ Waiting = tuple[float, int, Scene, bool]
 Fitted = Callable[[Plan], Plan | str]
 CLOSE = 0.05  # what a larger batch would have to take off a sample's score to be chosen
 SMALLER, MORE = 0.5, 1.1  # a resource's rate, to see what it would change
+NO_MEMORY = "memory of "  # begins the reason of a plan that does not fit
 LITTLE = 1e-3  # share of a step in which a resource is taken, that no rate of it changes anything
 ENDS = {
     "network": (" out", " in", " forth", " back", " link"),
@@ -65,9 +68,14 @@ class Found:
 
 @dataclass
 class Family:
-    """Candidates of one placement. `refused`: why none of some can be (reason -> how many).
-    `nearest`: of those that do not fit a memory, the need that is nearest to its room. `pruned`:
-    whose bound was worse than the pick.
+    """Candidates of one placement.
+
+    Attributes:
+        refused: Reason -> how many of the plans that were tried cannot be.
+        hints: Reason -> what to change, where that is known.
+        left_out: Reason -> how many arrangements of it were not tried.
+        nearest: The smallest shortfall of a plan that does not fit a memory.
+        pruned: How many had a bound that was worse than the pick.
     """
 
     placement: str
@@ -75,12 +83,17 @@ class Family:
     simulated: int = 0
     pruned: int = 0
     refused: dict[str, int] = field(default_factory=dict)
+    hints: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, int] = field(default_factory=dict)
     nearest: tuple[Need, Plan] | None = None
     best: Found | None = None
     least: float = float("inf")  # bound of the best candidate, a sample
 
-    def refuse(self, why: str) -> None:
-        self.refused[why] = self.refused.get(why, 0) + 1
+    def refuse(self, why: str | ConfigError) -> None:
+        reason = str(why).partition("\n")[0]
+        self.refused[reason] = self.refused.get(reason, 0) + 1
+        if isinstance(why, ConfigError):
+            self.hints[reason] = why.hint
 
 
 @dataclass(frozen=True)
@@ -127,7 +140,9 @@ def search(
     goal, batch = asked.goal, asked.batch
     if not cluster.device_count:
         raise ConfigError(
-            f"cluster {cluster.name} has no devices", hint="give a host `devices` and a `device`"
+            f"cluster {cluster.name} has no devices",
+            hint='give a host a `device`, as device = "A100-80GB"; `roadtrain probe` writes one of'
+            ' kind "cpu" where processors shall compute',
         )
     if goal == "cost" and not any(
         (*(host.price_per_hour for host in cluster.hosts), cluster.price_per_kwh)
@@ -145,7 +160,7 @@ def search(
         return most
     batch, score = one.least_batch(most.pick)
     why = (
-        f"no batch was given; of micro-batches of 1 to {MOST_MICRO_BATCH} samples and up to"
+        f"no batch was given; of micro-batches of 1 to {most_samples(model)} samples and up to"
         f" {MOST_MICROBATCHES} of them, this is the least that is within {CLOSE:.0%} of the best"
         f" {goal} a sample"
     )
@@ -168,6 +183,8 @@ class _Search:
     constants: Constants
     asked: SearchOptions
     fitted: Fitted | None = None
+    # what tells networks of plans apart -> why they cannot be
+    reached: dict[Any, ConfigError | None] = field(default_factory=dict)
 
     def scene(self, plan: Plan) -> Scene:
         """Raises ConfigError where the plan cannot be on this cluster."""
@@ -220,7 +237,7 @@ class _Search:
         CLOSE of its score."""
         ways = []
         size = 1
-        while size <= MOST_MICRO_BATCH:
+        while size <= most_samples(self.model):
             ranks = best.plan.parallelism
             turn = max(ranks.widths, default=ranks.pp if ranks.virtual_stages > 1 else 1)
             ways += [
@@ -263,21 +280,22 @@ class _Search:
                 continue
             fits.add(scene.plan)
             waiting.append((self._first_bound(scene, passes), len(waiting), scene, False))
-        if not families:
+        if not any(family.tried for family in families.values()):
+            multiples = nearest_batches(batch or 1, self.cluster.device_count)
             raise ConfigError(
                 f"no parallelism of {self.cluster.device_count} devices takes a batch of {batch}"
                 " samples",
-                hint=(
-                    "a multiple of the data-parallel ranks: "
-                    f"{-(-(batch or 1) // self.cluster.device_count) * self.cluster.device_count}"
-                    " is one"
-                ),
+                hint=f"a multiple of the data-parallel ranks: {multiples}",
             )
         return families, waiting
 
     def _candidates(self, batch: int | None, families: dict[str, Family]) -> Iterator[Plan]:
         """Those that can be, each once; `families` say why others cannot."""
         seen: set[Plan] = set()
+
+        def left_out(name: str, why: str, many: int) -> None:
+            families.setdefault(name, Family(name)).left_out[why] = many
+
         for plan in candidates(
             self.cluster,
             self.model,
@@ -285,6 +303,7 @@ class _Search:
             placements=self.asked.placements,
             late=self.asked.late,
             headroom=self.asked.headroom,
+            left_out=left_out,
         ):
             made = plan if self.fitted is None else self.fitted(plan)
             if isinstance(made, str):
@@ -300,8 +319,9 @@ class _Search:
         memory would do: `family` says why."""
         try:
             scene = self.scene(plan)
+            self._check_reached(scene)
         except ConfigError as error:
-            family.refuse(str(error).splitlines()[0])
+            family.refuse(error)
             return None
         worst = max(scene.needs, key=_over)
         if not worst.fits and (stages := stages_that_fit(scene)) is not None:
@@ -311,10 +331,24 @@ class _Search:
                 worst = max(scene.needs, key=_over)
         if worst.fits:
             return scene
-        family.refuse("memory of " + worst.where.replace("stage ", "").lstrip("0123456789 "))
+        family.refuse(NO_MEMORY + worst.where.replace("stage ", "").lstrip("0123456789 "))
         if family.nearest is None or _over(worst) < _over(family.nearest[0]):
             family.nearest = worst, plan
         return None
+
+    def _check_reached(self, scene: Scene) -> None:
+        """Raise ConfigError for a plan whose hosts cannot reach each other, or that names hosts
+        as summing which have nothing to sum."""
+        ranks = scene.plan.parallelism
+        key = scene.plan.placement, ranks.replicas_of, ranks.tp
+        if key not in self.reached:
+            try:
+                scene.check_networks()
+                self.reached[key] = None
+            except ConfigError as error:
+                self.reached[key] = error
+        if (error := self.reached[key]) is not None:
+            raise error
 
     def _first_bound(self, scene: Scene, passes: dict[Any, float]) -> float:
         """By computing alone. `passes`: what was computed before."""
@@ -340,7 +374,7 @@ class _Search:
             try:
                 scene.build(Engine())
             except ConfigError as error:
-                families[scene.plan.placement.name].refuse(str(error).splitlines()[0])
+                families[scene.plan.placement.name].refuse(error)
                 continue
             bound = max(least, self.score(scene.bound()[0], scene))
             heappush(waiting, (bound, number, scene, True))
@@ -537,3 +571,17 @@ def least_change(answer: SearchResult) -> tuple[Need, Plan] | None:
     """Of all plans that fit nowhere, the need nearest to its room."""
     near = [family.nearest for family in answer.families.values() if family.nearest is not None]
     return min(near, key=lambda pair: _over(pair[0]), default=None)
+
+
+def main_reason(answer: SearchResult) -> tuple[str, str] | None:
+    """The reason that keeps most placements from any plan, and what to change; None where the
+    only thing that they lack is memory."""
+    found = Counter[str]()
+    hints: dict[str, str] = {}
+    for family in answer.families.values():
+        found.update(reason for reason in family.refused if not reason.startswith(NO_MEMORY))
+        hints |= family.hints
+    if least_change(answer) is not None or not found:
+        return None
+    reason = found.most_common(1)[0][0]
+    return reason, hints.get(reason, "")

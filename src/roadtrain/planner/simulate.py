@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from json import dumps, loads
@@ -21,15 +22,23 @@ from roadtrain.config.networks import KINDS
 from roadtrain.config.plan import HEADROOM, Plan, load_plan, make_plan
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
-from roadtrain.simulator.compute import Constants
+from roadtrain.simulator.compute import LAUNCH_S, Constants
 from roadtrain.simulator.compute import constants as named
 from roadtrain.simulator.fabric import INSIDE_S, UPDATE_BYTES
 from roadtrain.simulator.memory import kept_free
 from roadtrain.simulator.run import Result, simulate
 from roadtrain.storage.direct import check_file, replace_file
-from roadtrain.units import show_bytes, show_params, show_seconds
+from roadtrain.units import (
+    show_bytes,
+    show_flops,
+    show_joules,
+    show_number,
+    show_params,
+    show_seconds,
+)
 
 SCHEMA = 1
+UNSET = (None, "")  # what an option is that was not given: 0 is a value
 # of replicas that are simulated each by itself: what hosts' cards and links of switches carry
 CARDS = (*(f" {kind} {way}" for kind in KINDS for way in ("out", "in")), " link")
 
@@ -99,12 +108,9 @@ def default_plan(cluster: Cluster, overrides: Mapping[str, Any]) -> Plan:
     """All devices data-parallel in the placement asked for (zero3), with `overrides`."""
     tree = {"placement": "zero3", **overrides}
     parallelism = dict(tree.pop("parallelism", tree.pop("layout", {})))
-    ranks = (
-        int(parallelism.get("tp", 1))
-        * int(parallelism.get("pp", 1))
-        * int(parallelism.get("cp", 1))
-    )
-    if "dp" not in parallelism:
+    degrees = [int(parallelism.get(name, 1)) for name in ("tp", "pp", "cp")]
+    ranks = math.prod(degrees)
+    if "dp" not in parallelism and min(degrees) > 0:  # else make_plan says which is wrong
         if cluster.device_count % ranks:
             raise ConfigError(
                 f"tp x pp x cp = {ranks} does not divide the cluster's {cluster.device_count}"
@@ -115,7 +121,9 @@ def default_plan(cluster: Cluster, overrides: Mapping[str, Any]) -> Plan:
     return make_plan({**tree, "parallelism": parallelism})
 
 
-def assumptions(cluster: Cluster, of: Constants, plan: Plan | None) -> dict[str, tuple[float, str]]:
+def assumptions(
+    cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | None
+) -> dict[str, tuple[float, str]]:
     """All that a prediction rests on and nobody gave: name -> value and how people say it.
     Rates in bytes a second."""
     out = guesses(cluster)
@@ -127,6 +135,8 @@ def assumptions(cluster: Cluster, of: Constants, plan: Plan | None) -> dict[str,
         if not of.table:
             out["efficiency"] = of.efficiency, f"{of.efficiency:g} of a device's peak"
         out["network"] = of.network, f"{of.network:g} of a card's rate"
+    if plan is not None and least_forward(cluster, model, of, plan) <= LAUNCH_S:
+        out["a block's forward at least"] = LAUNCH_S, show_seconds(LAUNCH_S)
     if plan is not None:
         besides = plan.framework.context_bytes
         out["device memory besides"] = besides, show_bytes(besides)
@@ -136,6 +146,21 @@ def assumptions(cluster: Cluster, of: Constants, plan: Plan | None) -> dict[str,
                 f"{plan.sizes.state_bytes:g} B",
             )
     return out
+
+
+def least_forward(cluster: Cluster, model: ModelShape, of: Constants, plan: Plan) -> float:
+    """Seconds of the shortest forward of a block that computes."""
+    ranks = plan.parallelism
+    split = ranks.tp * ranks.cp
+    found = [
+        of.of_host(host.name).forward(
+            block, plan.micro_batch, split, host.device, plan.framework.precision, ranks.ep
+        )
+        for host in cluster.workers
+        for block in model.blocks
+        if host.device is not None and (block.flops or block.tables)
+    ]
+    return min(found, default=float("inf"))
 
 
 def assumed(cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | None) -> list[str]:
@@ -150,7 +175,7 @@ def assumed(cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | Non
     ]
     rest = [
         f"{name} {said}"
-        for name, (_, said) in assumptions(cluster, of, plan).items()
+        for name, (_, said) in assumptions(cluster, model, of, plan).items()
         if name not in own
     ]
     return [*lines, "assumed " + ", ".join(rest), *(f"assumed {note}" for note in model.notes)]
@@ -169,12 +194,11 @@ def not_counted(plan: Plan, model: ModelShape) -> list[str]:
 def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -> str:
     """For people."""
     plan, parallelism = result.plan, result.plan.parallelism
-    tflops = (
+    flops_per_s = (
         model.step_flops(plan.activation_checkpointing)
         * plan.samples
         / result.seconds
         / parallelism.devices
-        / 1e12
     )
     lines = [
         (
@@ -184,8 +208,8 @@ def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -
             + (" over all replicas" if parallelism.widths else "")
         ),
         (
-            f"a step  {show_seconds(result.seconds)}, {result.samples_per_s:.3g} samples/s,"
-            f" {tflops:.1f} TFLOP/s a device (the last two steps differ by"
+            f"a step  {show_seconds(result.seconds)}, {show_number(result.samples_per_s)}"
+            f" samples/s, {show_flops(flops_per_s)} a device (the last two steps differ by"
             f" {show_seconds(result.differ)})"
         ),
     ]
@@ -231,10 +255,12 @@ def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -
     ]
     lines.append(f"memory  {kept_free(plan)}")
     if result.watts:
-        lines.append(f"energy  {result.joules / 1e3:.3g} kJ a step, {result.watts / 1e3:.3g} kW")
+        kilowatts = show_number(result.watts / 1e3)
+        lines.append(f"energy  {show_joules(result.joules)} a step, {kilowatts} kW")
     if result.price:
         lines.append(
-            f"cost    {result.price:.3g} a step, {plan.samples / result.price:.4g} samples for 1"
+            f"cost    {show_number(result.price)} a step,"
+            f" {show_number(plan.samples / result.price)} samples for 1"
         )
     lines += [
         f"computing time from {of.from_what} ({of.source})",
@@ -275,7 +301,7 @@ def assumed_json(
 ) -> dict[str, Any]:
     """`assumed`: what of the cluster file; `assumed_values`: all that was, by name; `notes`: of
     the model."""
-    values = {name: value for name, (value, _) in assumptions(cluster, of, plan).items()}
+    values = {name: value for name, (value, _) in assumptions(cluster, model, of, plan).items()}
     return {
         "assumed": cluster.assumed,
         "assumed_values": values,
@@ -329,22 +355,22 @@ def command(
     model: str = "",
     plan: str = "",
     placement: str = "",
-    dp: int = 0,
-    tp: int = 0,
-    pp: int = 0,
-    cp: int = 0,
-    ep: int = 0,
-    virtual_stages: int = 0,
+    dp: int | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    cp: int | None = None,
+    ep: int | None = None,
+    virtual_stages: int | None = None,
     precision: str = "",
-    micro_batch: int = 0,
-    num_microbatches: int = 0,
+    micro_batch: int | None = None,
+    num_microbatches: int | None = None,
     activation_checkpointing: bool = False,
-    staleness: int = 0,
+    staleness: int | None = None,
     keep: float | None = None,
     wire: str = "",
     topk: float | None = None,
-    micros: int = 0,
-    vp: int = 0,
+    micros: int | None = None,
+    vp: int | None = None,
     recompute: bool = False,
     seq_len: int | None = None,
     constants: str = "",
@@ -395,21 +421,23 @@ def command(
             "placement": placement,
             "micro_batch": micro_batch,
             "num_microbatches": num_microbatches,
-            "activation_checkpointing": activation_checkpointing,
+            "activation_checkpointing": activation_checkpointing or None,
             "staleness": staleness,
             "keep": keep,
             "topk": topk,
             "micros": micros,
-            "recompute": recompute,
+            "recompute": recompute or None,
             "precision": precision,
-            "packets": {"wire": wire} if wire else {},
+            "packets": {"wire": wire} if wire else None,
         }
         ranks = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "vp": vp}
         ranks["virtual_stages"] = virtual_stages
-        parallelism = {name: n for name, n in ranks.items() if n}
+        parallelism = {name: n for name, n in ranks.items() if n is not None}
         kept = {"headroom": HEADROOM if headroom is None else headroom}
         chosen = default_plan(
-            cluster, {**{k: v for k, v in given.items() if v}, **kept, "parallelism": parallelism}
+            cluster,
+            {**{k: v for k, v in given.items() if v not in UNSET}, **kept}
+            | {"parallelism": parallelism},
         )
     of = named(constants) if constants else Constants()
     result = simulate(chosen, cluster, one, of, traced=bool(trace), apart=apart)

@@ -2,8 +2,9 @@
 efficiency.
 
 A block's forward of F FLOPs takes (F + half) / (peak x efficiency) seconds (n half where n experts
-are side by side), and no less than it takes to launch. `Constants` are at most six figures a kind
-of hardware; spec/fitted.toml holds those that were fitted, with where they come from.
+are side by side), no less than its bytes take to cross the device's memory, and no less than it
+takes to launch. `Constants` are at most six figures a kind of hardware; spec/fitted.toml holds
+those that were fitted, with where they come from.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from importlib.resources import files
 from roadtrain.config.cluster import Device
 from roadtrain.config.models import BlockShape
 from roadtrain.errors import ConfigError
+
+# seconds that a block takes at least where nobody measured it: two kernels of about 5 us each
+LAUNCH_S = 1e-5
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,11 @@ class Constants:
             else 0.0
         )
         small = self.half * (flops > 0) * max(1.0, block.matrices / spread)
-        return max((flops + small) / (device.flops * self.efficiency) + moved, self.launch)
+        computing = (flops + small) / (device.flops * self.efficiency) + moved
+        if not (block.flops or block.tables):  # an embedding that every device has: next to nothing
+            return max(computing, self.launch)
+        crossing = forward_bytes(block, samples, ranks) / device.memory_rate
+        return max(computing, crossing, self.launch, LAUNCH_S)
 
     def _measured(self, kind: str, samples: float) -> float | None:
         """Seconds of a block of that kind on one device; of another number of samples than were
@@ -111,6 +119,15 @@ class Constants:
         if self.table or self.hosts:
             return "a measured table"
         return "a curve by size" if self.half or self.launch else "one efficiency"
+
+
+def forward_bytes(block: BlockShape, samples: float, ranks: int) -> float:
+    """Bytes that cross a device's memory in a block's forward, at least: rows that are looked up,
+    the block's input, what backward needs of it, and each weight that is multiplied (2 bytes;
+    those of experts are left out, as only some of them may be used)."""
+    weights = min(block.params - block.tables - block.experts, block.flops * samples / 2)
+    activations = (block.touched + block.input + block.saved) * samples
+    return (2 * max(0.0, weights) + activations) / ranks
 
 
 def constants(name: str) -> Constants:

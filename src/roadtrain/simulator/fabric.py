@@ -62,7 +62,7 @@ class Site:
         # where processors compute, they update for a part of their time
         self.cores: Resource | None = None
         if host.device is not None:
-            if host.device.kind == "cpu":
+            if host.device.is_host:
                 self.cores = resource("processors", 1.0)
             self.to_device = resource("to device", host.device.copy_rate)
             self.from_device = resource("from device", host.device.copy_rate)
@@ -121,7 +121,7 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
             hint="add one to the cluster, or choose a placement on the workers' hosts",
         )
     reached = any(host.nics for host in cluster.spares)
-    if place.sum == "separate" and not reached and len(hosts) > 1:
+    if place.sum == "separate" and not reached:
         raise ConfigError(
             f"placement {place.name} sums on hosts without devices, the cluster has none"
             " with a card",

@@ -5,12 +5,15 @@ Device: parameters (all, a part, or `slots` blocks; of tables of rows and of exp
 the devices, its part), gradients, state, activations of the micro-batches under way (with
 activation checkpointing their blocks' inputs and one block's own), the loss's logits,
 `context_bytes`, and all of it times `fragmentation`. Host and SSDs: what the placement rests there;
-files have two slots (Rule 3). The mixed precision of Megatron is `zero1` with gradient_bytes = 4: 2
-+ 4 bytes a parameter and 12 over the data-parallel ranks (Rajbhandari et al., 2020, section 5.1).
+files have two slots (Rule 3). Where a host's processors compute, its devices' memory is the host's:
+all that its processes take is added up. The mixed precision of Megatron is `zero1` with
+gradient_bytes = 4: 2 + 4 bytes a parameter and 12 over the data-parallel ranks (Rajbhandari et al.,
+2020, section 5.1).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -235,12 +238,13 @@ def needs(
         parallelism, place, params = own.parallelism, own.placement, sum(b.params for b in blocks)
         served += params if place.served else 0
         ranks = max(1, min(host.devices // parallelism.tp, parallelism.replicas))
-        need(
-            f"stage {number} memory",
-            host_bytes(own, blocks, ranks),
-            host.memory,
-            USABLE * free / many,
-        )
+        if not host.device.is_host:
+            need(
+                f"stage {number} memory",
+                host_bytes(own, blocks, ranks),
+                host.memory,
+                USABLE * free / many,
+            )
         if place.state == "ssd":
             share = ranks / parallelism.replicas
             nbytes = file_bytes(own, params) * share
@@ -258,6 +262,36 @@ def needs(
     return out
 
 
+def shared_needs(
+    plan: Plan,
+    cuts: Sequence[Sequence[BlockShape]],
+    hosts: Sequence[Host],
+    slots_of: Sequence[Sequence[int]],
+) -> list[Need]:
+    """Needs of hosts whose processors compute, each kind's largest.
+
+    Args:
+        hosts: Every host with devices.
+        slots_of: Of each stage, the number of the host that each of its devices is on.
+    """
+    taken: dict[int, float] = {}
+    for number, (blocks, slots) in enumerate(zip(cuts, slots_of, strict=True)):
+        own = plan.of_stage(number)
+        device = stage_bytes(plan, blocks, number)
+        for slot, devices in Counter(slots).items():
+            ranks = max(1, devices // own.parallelism.tp)
+            both = devices * device + host_bytes(own, blocks, ranks)
+            taken[slot] = taken.get(slot, 0.0) + both
+    out: dict[str, Need] = {}
+    share = USABLE * (1 - plan.headroom)
+    for slot, nbytes in sorted(taken.items(), key=lambda pair: pair[1]):
+        host = hosts[slot]
+        if host.device is not None and host.device.is_host:
+            where = f"host {host.name}, whose processes share its memory"
+            out[host.name] = Need(where, nbytes, host.memory * share, share)
+    return [*out.values()]
+
+
 def _room(host: Host) -> float:
     return sum(ssd.count * ssd.capacity for ssd in host.ssds)
 
@@ -267,7 +301,7 @@ def check(found: Sequence[Need], plan: Plan) -> None:
     worst = max(found, key=lambda need: need.nbytes / max(need.room, 1.0))
     if worst.fits:
         return
-    if "device" in worst.where:
+    if worst.where.endswith("device") or worst.where.startswith("host"):
         hint = (
             "smaller micro_batch"
             if plan.micro_batch > 1
@@ -278,7 +312,9 @@ def check(found: Sequence[Need], plan: Plan) -> None:
             )
         )
     else:
-        hint = "a placement that rests its state elsewhere, more hosts, or more room there"
+        hint = "a placement that rests its state elsewhere, or more hosts"
+    if not worst.where.endswith("device"):
+        hint = f"{show_bytes(worst.lacking)} more there; or {hint}"
     kept = f" ({kept_free(plan)})" if plan.headroom and not worst.where.endswith("SSDs") else ""
     raise BudgetError(
         f"{worst.where}: the plan needs {show_bytes(worst.nbytes)}, there are"

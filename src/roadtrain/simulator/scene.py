@@ -13,7 +13,7 @@ from typing import Any
 
 from roadtrain.config.cluster import Cluster, Device, Host, Nic, least_of
 from roadtrain.config.fan_in import MOST_CHILDREN
-from roadtrain.config.models import ModelShape
+from roadtrain.config.models import BlockShape, ModelShape
 from roadtrain.config.plan import NetworkGroup, Plan
 from roadtrain.config.switch_tree import SwitchTree, switch_tree
 from roadtrain.errors import ConfigError
@@ -29,7 +29,7 @@ from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Cost, Engine, Lane, Resource
 from roadtrain.simulator.fabric import Fabric, FlowGroup, Site, check_placement
 from roadtrain.simulator.fan_in import SimulatedFanIn
-from roadtrain.simulator.memory import cut, needs
+from roadtrain.simulator.memory import cut, needs, shared_needs
 from roadtrain.simulator.step import SimulatedStage, block_pieces
 from roadtrain.simulator.switches import SwitchResources
 
@@ -75,13 +75,11 @@ class Scene:
         self.least = [least_of(group) for group in self.groups_of]
         stages_on = Counter(slot for own in self.slots_of for slot in set(own))
         sharing = [max(stages_on[slot] for slot in own) for own in self.slots_of]
-        self.needs = needs(
-            plan,
-            cluster,
-            [[b for part in parts for b in part] for parts in self.cuts],
-            self.least,
-            sharing,
-        )
+        blocks = [[b for part in parts for b in part] for parts in self.cuts]
+        self.needs = [
+            *needs(plan, cluster, blocks, self.least, sharing),
+            *shared_needs(plan, blocks, hosts, self.slots_of),
+        ]
 
     def _check_placements(self) -> None:
         self._check_each()
@@ -119,6 +117,25 @@ class Scene:
             return
         for number, group in enumerate(self.groups_of):
             check_placement(self.plan.placement_of(number), self.cluster, group)
+
+    def check_networks(self) -> None:
+        """Raise ConfigError where hosts that exchange data have no network in common, or where
+        nothing leaves the only host, and so nothing reaches the hosts or switches that sum."""
+        groups = self.groups_of
+        places = [self.plan.placement_of(number) for number in range(len(groups))]
+        for number, group in enumerate(groups):
+            self._nics(group, "dp", number)
+        for here, there in itertools.pairwise(self.slots_of):
+            if here[-1] != there[0]:
+                self._nics([self.hosts[here[-1]], self.hosts[there[0]]], "pp")
+        for stage in self._served_hosts():
+            self._of_server(stage, self.cluster.spares[0].together)
+        sums = {place.sum for place in places if not place.served}
+        if len(self.used_hosts) == 1 and sums & {"spares", "separate", "switch"}:
+            raise ConfigError(
+                f"placement {places[0].name} sums between hosts, and all devices are on one",
+                hint="choose placement ddp, which is the same there",
+            )
 
     @property
     def served(self) -> bool:
@@ -324,14 +341,16 @@ class Scene:
             self.lanes[way] = self.engine.lane(f"{run.what} of {stage.name} to {receiver.name}")
         self.engine.task(
             "Activations",
-            self._crossing(stage, receiver),
+            self._crossing(stage, receiver, self._after(stage, run)),
             lane=self.lanes[way],
             then=lambda: receiver.arrived(run.what, run.micro, to.part),
             where=stage.name,
         )
 
-    def _crossing(self, sender: SimulatedStage, receiver: SimulatedStage) -> Cost:
-        """Of what one micro-batch leaves, from all devices of a replica to those of another."""
+    def _crossing(
+        self, sender: SimulatedStage, receiver: SimulatedStage, following: BlockShape
+    ) -> Cost:
+        """Cost of what a micro-batch leaves, from all devices of a replica to those of another."""
         here, there = self._slot(sender), self._slot(receiver)
         if here == there:
             return Cost(0.0)
@@ -344,11 +363,18 @@ class Scene:
             *receiver.fabric.touched(1.0),
         ]
         nbytes = (
-            boundary_bytes(self.plan, self.model)
+            boundary_bytes(self.plan, self.model, following)
             * self.plan.parallelism.tp
             * self.plan.parallelism.cp
         )
         return Cost(nbytes, uses, max(nic.latency for nic in nics))
+
+    def _after(self, stage: SimulatedStage, run: RunBlocks) -> BlockShape:
+        """The block behind the border that what `run` leaves crosses, either way."""
+        assert stage.machine is not None
+        to = stage.machine.goes(run) if run.what == FORWARD else None
+        number, part = (stage.number, run.part) if to is None else (to.stage, to.part)
+        return self.cuts[number][part][0]
 
     def _slot(self, stage: SimulatedStage) -> int:
         """The host, by number, where a replica begins."""
@@ -403,7 +429,7 @@ class Scene:
         to, part, _ = goes
         forth = run.what == FORWARD
         way = self.between[stage.number if forth else to] if self.between else None
-        nbytes = boundary_bytes(self.plan, self.model)
+        nbytes = boundary_bytes(self.plan, self.model, self._after(stage, run))
         uses = [] if way is None else [(way[0] if forth else way[1], 1.0)]
         self.engine.task(
             "Activations",
@@ -459,10 +485,13 @@ class Scene:
         return sum(host.price_per_hour for host in hosts) / 3600
 
 
-def boundary_bytes(plan: Plan, model: ModelShape) -> float:
-    """Of a micro-batch between two devices of stages that follow each other, one way."""
+def boundary_bytes(plan: Plan, model: ModelShape, following: BlockShape) -> float:
+    """Bytes of a micro-batch between two devices of stages that follow each other, one way."""
     samples = plan.micro_batch / plan.parallelism.cp
-    return plan.sizes.activation_bytes * model.hidden * model.tokens * samples
+    if model.hidden:
+        return plan.sizes.activation_bytes * model.hidden * model.tokens * samples
+    # each block has a width of its own; shapes count 2 bytes an element
+    return plan.sizes.activation_bytes / 2 * (following.input + following.passing) * samples
 
 
 def _watts(of: Host | Device, share: float) -> float:

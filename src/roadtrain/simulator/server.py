@@ -48,6 +48,7 @@ class BlockPieces:
     pieces: int
     params: Sequence[float]  # of each block, that travel
     updated: Sequence[float]  # of each block, whose state is here
+    rows: Sequence[float]  # of each block's tables, elements that a step touches, likewise
 
     @property
     def chunks(self) -> int:
@@ -63,7 +64,13 @@ class BlockPieces:
         return self.params[chunk // self.pieces] / self.pieces
 
     def updated_of(self, chunk: int) -> float:
-        return self.updated[chunk // self.pieces] / self.pieces
+        block = chunk // self.pieces
+        return (self.updated[block] + self.rows[block]) / self.pieces
+
+    def state_of(self, chunk: int) -> float:
+        """Parameters whose state is read and written."""
+        block = chunk // self.pieces
+        return (self.params[block] + self.rows[block]) / self.pieces
 
 
 class SimulatedServer:
@@ -146,13 +153,13 @@ class SimulatedServer:
                 cost = self.fabric.hold(self.blocks.params_of(push.chunk))
                 self._on_disk(WRITE_STATE, "Write", cost, partial(self._held, action), -1)
             case Read(chunk):
-                cost = self.fabric.read(self.blocks.params_of(chunk))
+                cost = self.fabric.read(self.blocks.state_of(chunk))
                 self._on_disk(READ_STATE, "Read", cost, partial(self._done, action))
             case Update(chunk):
                 cost = self.fabric.update(self.blocks.updated_of(chunk))
                 self._cost("Update", cost, partial(self._updated, action), lane=self.updates)
             case Write(chunk):
-                cost = self.fabric.write(self.blocks.params_of(chunk))
+                cost = self.fabric.write(self.blocks.state_of(chunk))
                 self._on_disk(WRITE_STATE, "Write", cost, partial(self._done, action))
             case Prepare():
                 self._cost("Commit", Cost(0.0), partial(self._done, action))

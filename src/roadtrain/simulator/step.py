@@ -7,7 +7,8 @@ they drive the nodes.
     sums.py, server.py              what sums, updates and commits
 
 Workers that do the same are one here. Where all parameters stay on the device, all but the first
-forward and the last backward of a step run as one task. Does NOT know numbers: gradients are None.
+forward and the last backward of a step run as one task, unless rows of tables come from other
+devices in each of them. Does NOT know numbers: gradients are None.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from roadtrain.simulator.memory import device_bytes, host_bytes, saved_bytes, wo
 from roadtrain.simulator.server import BlockPieces, SimulatedServer
 
 SMALLEST = 8 << 20  # parameters of a piece, where there are several
+ROW_BYTES = 2  # of an element of a row that is looked up (config/models.py)
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,16 @@ def block_pieces(plan: Plan, blocks: Sequence[BlockShape]) -> BlockPieces:
     )
     most = max(params, default=0.0)
     pieces = ceil(most / plan.memory.chunk) if plan.memory.chunk else min(4, int(most // SMALLEST))
-    return BlockPieces(max(1, pieces), params, updated)
+    return BlockPieces(max(1, pieces), params, updated, [_rows(plan, block) for block in blocks])
+
+
+def _rows(plan: Plan, block: BlockShape) -> float:
+    """Elements of a block's tables that a step's samples touch, as `updated` counts parameters:
+    each device has its own part of the tables, wherever its other state is."""
+    elements = block.touched / ROW_BYTES * plan.micro_batch * plan.num_microbatches
+    touched = min(float(block.tables), elements * plan.parallelism.dp)
+    alone = plan.placement.update == "device" and plan.placement.state == "device"
+    return touched / (plan.parallelism.replicas if alone else plan.parallelism.tp)
 
 
 class SimulatedStage:
@@ -281,7 +292,8 @@ class SimulatedStage:
             whole = not self.plan.placement.streamed and (
                 run.micro != self.replica if run.what == FORWARD else not run.last
             )
-            if whole:  # all parameters are here and nothing is pushed
+            if whole and not any(self._rows_travel(block) for block in order):
+                # all parameters are here and nothing is pushed
                 self.todo.clear()
                 self._compute(sum(self._of(i, run.what) for i in order), self._run_ended)
             else:
@@ -336,13 +348,17 @@ class SimulatedStage:
         def compute() -> None:
             self._compute(self._of(block, run.what), lambda: self._block_ended(block, slot))
 
-        if self.blocks[block].tables and run.what == FORWARD:
+        if self._rows_travel(block) and run.what == FORWARD:
             self._cost("Fetch", self._rows(block), compute, lane=self.lanes.get("Fetch"))
         else:
             compute()
 
-    def _rows(self, block: int) -> Cost:
-        return self.fabric.all_to_all(self.blocks[block].touched * self.plan.micro_batch)
+    def _rows_travel(self, block: int) -> bool:
+        return bool(self.blocks[block].tables) and self.fabric.group.dp > 1
+
+    def _rows(self, block: int, microbatches: int = 1) -> Cost:
+        nbytes = self.blocks[block].touched * self.plan.micro_batch * microbatches
+        return self.fabric.all_to_all(nbytes)
 
     def _block_ended(self, block: int, slot: int) -> None:
         assert self.run is not None
@@ -439,7 +455,8 @@ class SimulatedStage:
         self._tax(self.fabric.push(params))
         fresh, self.fresh[block] = self.fresh[block], last
         if self.blocks[block].tables:
-            rows = self._rows(block)
+            # rows' gradients add up on this device until they leave
+            rows = self._rows(block, 1 if self.plan.placement.streamed else self.passes)
             cost = rows._replace(work=rows.work / pieces)
         for chunk in self.pieces.of_block(block):
             self.pushing[self.step] += 1

@@ -15,7 +15,7 @@ from statistics import fmean, median
 from typing import Any
 
 from roadtrain.config.job import Job, job_of_run
-from roadtrain.errors import PeerError
+from roadtrain.errors import ConfigError, PeerError
 from roadtrain.runtime import health
 from roadtrain.runtime.rendezvous import Wanted
 from roadtrain.training.metrics import read_metrics
@@ -148,6 +148,10 @@ def rows(
         return [*out, ("written", "nothing: the state is in RAM, it is lost when the process ends")]
     devices = len(job.store.files)
     rate = written / sum(line["seconds"] for line in lines) if written else 0.0
+    if endurance_tbw is not None and not endurance_tbw > 0:
+        raise ConfigError(
+            f"--endurance-tbw {endurance_tbw:g}: terabytes above 0", hint="--endurance-tbw 600"
+        )
     tbw = ASSUMED_TBW if endurance_tbw is None else endurance_tbw
     said = "assumed, --endurance-tbw sets it" if endurance_tbw is None else "as given"
     out.append(

@@ -57,6 +57,8 @@ def verify(job: Job, steps: int, report: Report = print) -> bool:
             f"no two runs are the same with staleness {job.optimizer.delay}",
             hint="verify with --optimizer.delay 1, or 0",
         )
+    if steps < 1:
+        raise ConfigError(f"--steps {steps}: nothing would be compared", hint="--steps 3")
     with ExitStack() as stack:
         homes = [stack.enter_context(_beside(Path(d))) for d in job.store.files]
         if job.servers.addresses:
