@@ -107,8 +107,9 @@ def test_the_pick_is_the_best_of_all(seed: int) -> None:
     scores = []
     for plan in candidates(cluster, model, batch=batch):
         try:
-            result = simulate(plan, cluster, model, OF)
             scene = Scene(plan, cluster, model, OF)
+            scene.check_networks()
+            result = simulate(plan, cluster, model, OF)
             scene.build(Engine())
             least, _ = scene.bound()
             assert least <= result.seconds * (1 + 1e-5), plan  # but for how exactly steps repeat

@@ -328,6 +328,15 @@ def test_rows_of_tables_go_all_to_all() -> None:
     assert part < 0.2 * whole
 
 
+def test_stages_of_a_model_without_one_width_exchange_the_next_blocks_input() -> None:
+    model = shape("ResNet-50")
+    plan = Plan(placement("ddp"), Parallelism(pp=2, stages=(8, 8)), micro_batch=4)
+    result = simulate(plan, cluster(2), model, WHOLE, checked=False)
+    layers = [block for block in model.blocks if "." in block.name]
+    assert result.bytes["between 1 forth"] == pytest.approx(4 * layers[8].input)
+    assert result.bytes["between 1 back"] == result.bytes["between 1 forth"] > 0
+
+
 def test_a_block_takes_what_its_bytes_take_to_cross_the_memory() -> None:
     device = Device(flops="100TFLOP/s", memory="1GB", memory_rate="1GB/s")
     wide = BlockShape("layer.0", 10**6, 2e6, 3e6, 1e6)

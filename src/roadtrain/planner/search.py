@@ -347,8 +347,8 @@ class _Search:
                 self.reached[key] = None
             except ConfigError as error:
                 self.reached[key] = error
-        if (error := self.reached[key]) is not None:
-            raise error
+        if (why := self.reached[key]) is not None:
+            raise why
 
     def _first_bound(self, scene: Scene, passes: dict[Any, float]) -> float:
         """By computing alone. `passes`: what was computed before."""
