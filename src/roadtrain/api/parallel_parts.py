@@ -266,7 +266,7 @@ def make_pipeline(joined: Joined, stage_model: StageModel, loss: LossFunction) -
         )
         for number in layout.numbers(at.stage)
     ]
-    return Pipeline(shape, parts, stage_links(joined))
+    return Pipeline(shape, parts, stage_links(joined), options.seed)
 
 
 def stage_links(joined: Joined) -> StageLinks:

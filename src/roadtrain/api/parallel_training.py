@@ -119,7 +119,6 @@ class ParallelTraining:
         if not self._begun:
             self._check_same_step()
             self._begun = True
-        self._seed()
         at = self.joined.position
         total = self.joined.options.num_microbatches
         own = self.joined.groups.parallelism.micro_batches(at.stage, at.replica, total)
@@ -251,14 +250,6 @@ class ParallelTraining:
             self.close()
         else:
             self.abandon()
-
-    def _seed(self) -> None:
-        """Dropout differs between steps, stages and replicas, and not within a tensor group."""
-        at = self.joined.position
-        widest = max(self.joined.groups.parallelism.replicas_of)
-        place = at.stage * widest + at.replica
-        most = max(self.joined.groups.world_size, self.joined.groups.parallelism.pp * widest)
-        torch.manual_seed((self.joined.options.seed * 1_000_003 + self.steps_done) * most + place)
 
     def _told(self, values: list[float]) -> list[list[float]]:
         """Of all ranks, in their order."""

@@ -115,6 +115,11 @@ def parallelize(
     pipeline = make_pipeline(joined, stage_model, loss)
     micro = f"{options.num_microbatches} micro-batches a step"
     say(f"parallel: {parallelism}, {micro}, stages of {layout}")
+    if parallelism.tp > 1 and cuts.draws:  # Rule 2
+        say(
+            f"tensor: the model draws random numbers (dropout), and each of the {parallelism.tp}"
+            " tensor ranks draws its own inside split layers: losses are not those of another tp"
+        )
     training = ParallelTraining(joined, stage_model, stage_optimizer, pipeline)
     if options.stages != "even" or options.resize_stages is not None:
         training.sizes = StageSizes(training, users, loss, say)

@@ -122,6 +122,11 @@ class Cuts:
             for name in {*self._name_of.values()} - self.parameters(Segment(0, len(self.blocks)))
         }
 
+    @property
+    def draws(self) -> bool:
+        """Whether the forward draws random numbers, as dropout does."""
+        return self._flow.draws
+
     def dtype_of(self, p: torch.Tensor) -> torch.dtype:
         """What a parameter computes in."""
         wanted = self._dtype if p.is_floating_point() else None

@@ -27,6 +27,7 @@ class DataFlow(TorchDispatchMode):
         self._before: list[tuple[int, ...]] = []  # the nodes that each node was computed of
         self._node_of: dict[StorageWeakRef, int] = {}
         self._paused = False
+        self.draws = False  # whether an operation drew random numbers
 
     def node(self, tensor: torch.Tensor) -> int:
         """The newest one of the tensor's storage."""
@@ -72,6 +73,7 @@ class DataFlow(TorchDispatchMode):
         elif kwargs.get("device") is not None and not self._paused:
             kwargs = {**kwargs, "device": torch.device("cpu")}
         value = func(*args, **kwargs)
+        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
         if not self._paused:
             made = [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
             self.computed(made, () if _only_shape(func) else tensors)

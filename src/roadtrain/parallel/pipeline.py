@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from roadtrain.parallel.links import Channel, StageLinks
-from roadtrain.parallel.stage_model import MicroBatch
+from roadtrain.parallel.stage_model import MicroBatch, RandomStart
 from roadtrain.parallel.torch_stage import TorchStage
 from roadtrain.protocol.pipeline import (
     BACKWARD,
@@ -86,12 +86,13 @@ class _Step:
 
 
 class Pipeline:
-    """parts: this rank's segments, part k of the model's virtual stages at k."""
+    """parts: this rank's segments, part k of the model's virtual stages at k. seed: of the random
+    numbers that forwards draw."""
 
     def __init__(
-        self, shape: PipelineShape, parts: Sequence[TorchStage], links: StageLinks
+        self, shape: PipelineShape, parts: Sequence[TorchStage], links: StageLinks, seed: int = 0
     ) -> None:
-        self.shape, self.parts, self.links = shape, list(parts), links
+        self.shape, self.parts, self.links, self.seed = shape, list(parts), links, seed
         self.times = StepTimes()
 
     def step(self, number: int, batch: Callable[[int], MicroBatch]) -> float:
@@ -167,7 +168,7 @@ class Pipeline:
     def _run(self, step: _Step, run: RunBlocks, batch: Callable[[int], MicroBatch]) -> None:
         then = time.perf_counter()
         if run.what == FORWARD:
-            sends = self._forward(step, run, batch(run.micro))
+            sends = self._forward(step, run, batch)
             self.times.forward += time.perf_counter() - then
         else:
             sends = self._backward(step, run)
@@ -180,10 +181,14 @@ class Pipeline:
             return
         self.links.send(step.machine.transfer(run), sends)
 
-    def _forward(self, step: _Step, run: RunBlocks, batch: MicroBatch) -> list[torch.Tensor]:
+    def _forward(
+        self, step: _Step, run: RunBlocks, batch: Callable[[int], MicroBatch]
+    ) -> list[torch.Tensor]:
         part = self.parts[run.part]
         slot = self._slot(step, run.part, run.micro)
-        out = part.run_forward(slot, batch)
+        random = RandomStart(self.seed, self.links.step, run.micro)
+        random.batch()
+        out = part.run_forward(slot, batch(run.micro), random)
         if not part.is_last:
             return list(out)
         assert isinstance(out, torch.Tensor)

@@ -7,12 +7,16 @@ returns what came over the cut; the stage's last block ends the forward with wha
 the model computes before the first stub's turn (masks, positions) it computes on every stage.
 Modules and parameters keep their names, so that optimizers, snapshots and users find them.
 
+A block's random numbers (dropout) start from the job's seed, the step, the micro-batch and the
+block, so they do not depend on how the model is cut or on which replica runs the micro-batch.
+
 Assumes: the stage's parameters have their values, or get them before the first `run`.
 Does NOT communicate.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,6 +44,24 @@ class MicroBatch:
         check_options(MicroBatch, vars(self))
 
 
+@dataclass(frozen=True)
+class RandomStart:
+    """The start of every random stream of one micro-batch; `micro` counts over all replicas."""
+
+    seed: int
+    step: int
+    micro: int
+
+    def block(self, number: int) -> None:
+        """Seed torch for block `number` and what runs between it and the block before it."""
+        key = f"{self.seed} {self.step} {self.micro} {number}".encode()
+        torch.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()))
+
+    def batch(self) -> None:
+        """Seed torch for whatever produces the micro-batch, alike on every stage."""
+        self.block(-1)
+
+
 class _SegmentEnds(BaseException):
     """Leaves the model's forward behind the segment's last block. No `except Exception` of a
     model's own code keeps it."""
@@ -54,6 +76,11 @@ class _Running:
 
     segment: Segment
     received: tuple[torch.Tensor, ...]
+    random: RandomStart | None
+
+    def seed(self, number: int) -> None:
+        if self.random is not None:
+            self.random.block(number)
 
 
 class _Stub(nn.Module):
@@ -148,34 +175,42 @@ class StageModel:
             module._parameters.update(parameters)
 
     def run(
-        self, segment: Segment, received: Sequence[torch.Tensor], batch: MicroBatch
+        self,
+        segment: Segment,
+        received: Sequence[torch.Tensor],
+        batch: MicroBatch,
+        random: RandomStart | None = None,
     ) -> tuple[bool, Any]:
         """The forward of `segment`. received: what crossed the cut before it, in its own dtypes.
+        random: where random numbers start; None leaves torch's random state alone.
         Returns whether the model's forward came to its end, and what it returned; else what the
         segment's last block returned."""
-        with self._segment(segment, received):
+        with self._segment(_Running(segment, tuple(received), random)) as running:
+            running.seed(0)
             try:
                 return True, self.model(*batch.args, **(batch.kwargs or {}))
             except _SegmentEnds as end:
                 return False, end.value
 
     @contextmanager
-    def _segment(self, segment: Segment, received: Sequence[torch.Tensor]) -> Iterator[None]:
+    def _segment(self, running: _Running) -> Iterator[_Running]:
         if self._running is not None:
-            raise LoopError(f"{segment} begin while {self._running.segment} run")
-        self._running = _Running(segment, tuple(received))
+            raise LoopError(f"{running.segment} begin while {self._running.segment} run")
+        self._running = running
         try:
-            yield
+            yield running
         finally:
             self._running = None
 
     def _run_block(self, number: int, original: Any, *args: Any, **kwargs: Any) -> Any:
         if torch._C._current_graph_task_id() != -1:  # in backward: a checkpoint's recomputation
             return original(*args, **kwargs)
-        segment = self._now().segment
+        running = self._now()
+        segment = running.segment
         if number < segment.begin:
             return self._before(number)
         value = original(*args, **kwargs)
+        running.seed(number + 1)
         if number == segment.stop - 1 and segment.stop < len(self.cuts.blocks):
             raise _SegmentEnds(value)
         return value
@@ -190,6 +225,7 @@ class StageModel:
                 hint="a pipeline needs a forward that runs the same blocks in the same order",
             )
         if number == running.segment.begin - 1:
+            running.seed(number + 1)
             return returned.made_of(running.received)
         return returned.made_of(
             [released_value(t.shape, t.dtype, self.device) for t in returned.shapes]

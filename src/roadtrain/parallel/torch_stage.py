@@ -24,7 +24,7 @@ from torch.distributed.pipelining._utils import InferenceMode
 
 from roadtrain.errors import ModelError, RoadtrainError
 from roadtrain.parallel.cuts import Segment
-from roadtrain.parallel.stage_model import MicroBatch, StageModel
+from roadtrain.parallel.stage_model import MicroBatch, RandomStart, StageModel
 from roadtrain.streaming.leaves import distinct, flatten
 
 LossFunction = Any  # (the model's result, the micro-batch) -> a scalar
@@ -72,9 +72,11 @@ class SegmentModule(nn.Module):
             for x in shapes
         )
 
-    def forward(self, *received: torch.Tensor, batch: MicroBatch) -> Any:
+    def forward(
+        self, *received: torch.Tensor, batch: MicroBatch, random: RandomStart | None
+    ) -> Any:
         own = [x.to(shape.dtype) for x, shape in zip(received, self.arrives, strict=True)]
-        ended, value = self._stage_model[0].run(self.segment, own, batch)
+        ended, value = self._stage_model[0].run(self.segment, own, batch, random)
         if ended:
             loss = self._loss(value, batch)
             self._check_gradient([loss], "the loss")
@@ -149,10 +151,14 @@ class TorchStage(PipelineStage):
         """Where the gradients of what left arrive; none for what has no gradient."""
         return [info.buffer for info in self.grad_recv_info[slot] if info.buffer is not None]
 
-    def run_forward(self, slot: int, batch: MicroBatch) -> torch.Tensor | list[torch.Tensor]:
-        """What leaves over the cut behind the segment, or the loss."""
+    def run_forward(
+        self, slot: int, batch: MicroBatch, random: RandomStart | None = None
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """Return what leaves over the cut behind the segment, or the loss. random: as
+        `StageModel.run`."""
+        kwargs = {"batch": batch, "random": random}
         with _own_errors():
-            out = self.forward_one_chunk(slot, (), {"batch": batch}, save_forward_output=False)
+            out = self.forward_one_chunk(slot, (), kwargs, save_forward_output=False)
         return out if isinstance(out, torch.Tensor) and self.is_last else [x.detach() for x in out]
 
     def run_backward(self, slot: int, loss: torch.Tensor | None, last: bool) -> list[torch.Tensor]:

@@ -1,8 +1,9 @@
 """A job with `[parallelism]`: every process of it, started by torchrun, trains its stage.
 
 The same data, learning rates, metrics and table as `train`; micro-batch i of a step is what pass i
-of one process alone would be, so that losses are the same. Process 0 writes the run directory's
-files; snapshots are written by all. Does NOT know how stages talk: that is `parallelize`.
+of one process alone would be, so that losses are the same (but for dropout, whose numbers `train`
+draws in one stream a step, and stages by micro-batch and block). Process 0 writes the files of the
+run directory; snapshots are written by all. Does NOT know how stages talk: that is `parallelize`.
 """
 
 from __future__ import annotations
