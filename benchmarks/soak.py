@@ -34,6 +34,7 @@ from benchmarks.report import machine
 from benchmarks.soak_fault import (
     ALONE,
     KINDS,
+    TRAINER,
     Ended,
     Fault,
     Nothing,
@@ -101,6 +102,7 @@ CYCLE = (  # every kind is among any so many faults; a kind that has many moment
     "server unmounted",
     "server's power cut",
     "histories mixed",
+    "Trainer killed",
     "store swapped",
 )
 
@@ -129,7 +131,7 @@ def drawn(seed: int, number: int) -> Fault:
     way: Way = rng.choice(("there", "back"))
     flavour = rng.choice(list(FLAVOURS))
     if KINDS[name].alone:
-        victims, flavour = ["trainer"], ALONE
+        victims, flavour = ["trainer"], KINDS[name].alone
     return Fault(
         number,
         name,
@@ -346,7 +348,9 @@ def play(fault: Fault, references: dict[str, Reference]) -> Ended:
     begin = time.monotonic()
     rate = RATE if fault.kind == "link slowed" else float("inf")
     with (
-        soak_alone.AloneScene(ALONE, HARD_S) if of.alone else Scene(fault.flavour, HARD_S, rate)
+        soak_alone.AloneScene(fault.flavour, HARD_S)
+        if of.alone
+        else Scene(fault.flavour, HARD_S, rate)
     ) as scene:
         said: list[str] = []
         try:
@@ -386,8 +390,8 @@ def _check_said(scene: Scene, said: Sequence[str]) -> None:
 
 
 def undisturbed(flavour: str) -> Reference:
-    if flavour == ALONE:
-        return _undisturbed_alone()
+    if flavour in (ALONE, TRAINER):
+        return _undisturbed_alone(flavour)
     with Scene(flavour, HARD_S) as scene:
         scene.start()
         scene.finished()
@@ -399,8 +403,8 @@ def undisturbed(flavour: str) -> Reference:
         )
 
 
-def _undisturbed_alone() -> Reference:
-    with soak_alone.AloneScene(ALONE, HARD_S) as scene:
+def _undisturbed_alone(flavour: str) -> Reference:
+    with soak_alone.AloneScene(flavour, HARD_S) as scene:
         scene.start()
         scene.finished()
         (told,) = scene.told()
@@ -441,7 +445,7 @@ def soak(
 ) -> list[Ended]:
     """`keep` is given each fault as it ends."""
     faults = [drawn(seed, number) for number in numbers]
-    flavours = {fault.flavour for fault in faults if fault.flavour != ALONE or not no_llama()}
+    flavours = {fault.flavour for fault in faults if fault.flavour in FLAVOURS or not no_llama()}
     references = {flavour: undisturbed(flavour) for flavour in sorted(flavours)}
     out = []
     for fault in faults:

@@ -18,10 +18,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.soak_fault import Fault, Nothing, Reference, kind
+from benchmarks.soak_fault import ALONE, TRAINER, Fault, Nothing, Reference, kind
 from benchmarks.soak_power import Action, Strike, begin, cut
 from benchmarks.soak_scene import STEPS, Node, Scene, Told, Wrong
-from benchmarks.soak_train import TEXT, Alone, train_alone
+from benchmarks.soak_train import TEXT, Alone, train_alone, train_by_trainer
 from roadtrain.training.metrics import read_metrics
 
 # a record that is damaged is dropped with these words, and its step is trained again
@@ -93,7 +93,8 @@ class AloneScene(Scene):
             tuple(strikes),
             lr=lr,
         )
-        return self._started(train_alone, (errand,), log)
+        train = train_by_trainer if self.flavour == TRAINER else train_alone
+        return self._started(train, (errand,), log)
 
     def beside(self, dirs: Sequence[Path], run: Path, steps: int = STEPS, lr: float = 1e-2) -> Told:
         """What a second trainer says, which runs to its end while the first waits."""
@@ -129,6 +130,8 @@ class AloneScene(Scene):
         """Also: metrics.jsonl has each step once; once a step was committed, it is one store's
         for ever."""
         super().check(reference)
+        if self.flavour == TRAINER:  # which keeps neither metrics.jsonl nor a mark
+            return
         expected = {step: line for (_, step), (line, _, _) in reference[0].steps.items()}
         lines = [
             (line["step"], f"{float(line['loss']).hex()} {float(line['grad_norm']).hex()}")
@@ -182,7 +185,7 @@ def _refused(scene: AloneScene, words: str, said: Sequence[str]) -> list[str]:
     return list(said)
 
 
-@kind("power cut", alone=True)
+@kind("power cut", alone=ALONE)
 def power_cut(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     scene.start(_strike(fault, reference, ("kill before", "kill after", "kill half")))
     said = scene.wait_workers()
@@ -191,7 +194,19 @@ def power_cut(scene: AloneScene, fault: Fault, reference: Reference) -> list[str
     return said
 
 
-@kind("killed and power cut", alone=True)
+@kind("Trainer killed", alone=TRAINER)
+def trainer_killed(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
+    """Killed once or, if `prompt`, once more after its next start; the same command goes on."""
+    scene.start(_strike(fault, reference, ("kill before", "kill after", "kill half")))
+    scene.wait_workers()
+    if fault.prompt:
+        scene.start(_soon(random.Random(fault.choice)))
+        scene.wait_workers()
+    scene.finish()
+    return []
+
+
+@kind("killed and power cut", alone=ALONE)
 def killed_and_cut(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     """Killed between a write and its sync; the next start goes on from what it finds, and soon
     the power is cut."""
@@ -207,7 +222,7 @@ def killed_and_cut(scene: AloneScene, fault: Fault, reference: Reference) -> lis
     return said
 
 
-@kind("device fails", ends="any", alone=True)
+@kind("device fails", ends="any", alone=ALONE)
 def fails(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     """One sync or write ends with EIO, and what the sync was to save never reaches the device.
     Then, or a little later, the power is cut."""
@@ -226,7 +241,7 @@ def fails(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     return said
 
 
-@kind("run directory full", ends="sentence", alone=True, mounts=True)
+@kind("run directory full", ends="sentence", alone=ALONE, mounts=True)
 def run_full(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     scene.run = scene.disk(0)
     begin(scene.shadow, scene.roots)
@@ -241,7 +256,7 @@ def run_full(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]
     return said
 
 
-@kind("store unmounted", ends="sentence", alone=True)
+@kind("store unmounted", ends="sentence", alone=ALONE)
 def unmounted(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     """One directory of the store, or both, are empty at the next start."""
     scene.start(_until(fault, reference), steps=_steps(fault) if fault.prompt else STEPS)
@@ -267,7 +282,7 @@ def unmounted(scene: AloneScene, fault: Fault, reference: Reference) -> list[str
     return said
 
 
-@kind("store copied", ends="sentence", alone=True)
+@kind("store copied", ends="sentence", alone=ALONE)
 def copied(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     """The run goes on with a copy, one directory of which is not named at first; the original
     stays as it is, and is refused afterwards: it is behind."""
@@ -298,7 +313,7 @@ def copied(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     return said
 
 
-@kind("histories mixed", ends="sentence", alone=True)
+@kind("histories mixed", ends="sentence", alone=ALONE)
 def mixed(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     """A copy of the store is trained to the same step with another learning rate. Then one
     directory of each is named."""
@@ -313,7 +328,7 @@ def mixed(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     return said
 
 
-@kind("store swapped", ends="sentence", alone=True)
+@kind("store swapped", ends="sentence", alone=ALONE)
 def swapped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     """A copy that was trained elsewhere, to the same step, one more or one less, lies where the
     run's store was."""
@@ -354,7 +369,7 @@ def _trained_apart(scene: AloneScene, fault: Fault, ahead: int) -> tuple[list[Pa
     return copies, last + ahead > first
 
 
-@kind("second trainer", alone=True)
+@kind("second trainer", alone=ALONE)
 def second(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     """On the same store, from the same run directory or another, while the first makes, fills
     or trains it."""
@@ -370,7 +385,7 @@ def second(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     return [told.errors[0]]
 
 
-@kind("flipped bit", ends="any", alone=True)
+@kind("flipped bit", ends="any", alone=ALONE)
 def flipped(scene: AloneScene, fault: Fault, reference: Reference) -> list[str]:
     """In any file of the store, or in what the run directory knows of it, between two starts."""
     rng = random.Random(fault.choice)

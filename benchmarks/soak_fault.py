@@ -12,7 +12,8 @@ from typing import Any
 from benchmarks.soak_scene import WORKERS, Scene, Told, Wrong
 from roadtrain.lab.relay import Way
 
-ALONE = "alone"  # the flavour of who trains by itself
+ALONE = "alone"  # the flavour of a trainer that has a store of its own
+TRAINER = "trainer"  # the same by Hugging Face's Trainer
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Fault:
     choice: int
 
     def __str__(self) -> str:
-        if self.flavour == ALONE:
+        if self.flavour in (ALONE, TRAINER):
             return (
                 f"{self.number}: {self.kind}, at {self.moment:.3f},"
                 f" {self.choice}{', prompt' if self.prompt else ''}"
@@ -79,12 +80,12 @@ Play = Callable[[Any, Fault, Reference], list[str]]  # of a Scene, or an AloneSc
 
 @dataclass(frozen=True)
 class Kind:
-    """`ends`: how it must end, or with "any" in one of both ways. `alone`: its scene is that of
-    one trainer. `mounts`: it needs a file system of its own."""
+    """`ends`: how it must end, or with "any" in one of both ways. `alone`: "", or the flavour of
+    its scene's one trainer. `mounts`: it needs a file system of its own."""
 
     play: Play
     ends: str
-    alone: bool
+    alone: str
     mounts: bool
 
 
@@ -92,7 +93,7 @@ KINDS: dict[str, Kind] = {}
 
 
 def kind(
-    name: str, *, ends: str = "went on", alone: bool = False, mounts: bool = False
+    name: str, *, ends: str = "went on", alone: str = "", mounts: bool = False
 ) -> Callable[[Play], Play]:
     """`ends="sentence"`: a mistake that the run cannot go on with; the function mends it. It
     returns what was said."""

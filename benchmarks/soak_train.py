@@ -1,13 +1,15 @@
-"""The process of `roadtrain soak` that trains alone: `roadtrain train` with a store of two
-directories, whose syncs and writes are watched (soak_power). It writes down every step as the
-workers of soak_job do, and what is durable of it.
+"""The processes of `roadtrain soak` that train alone, with a store of two directories, whose syncs
+and writes are watched (soak_power): `roadtrain train`, and a script of Hugging Face's Trainer. They
+write down every step as the workers of soak_job do, and what is durable of it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,10 @@ import torch
 
 from benchmarks.soak_job import REFUSED, _speak_into
 from benchmarks.soak_power import Power, Strike
+from benchmarks.soak_scene import STEPS
 from roadtrain.config.job import Job
 from roadtrain.errors import RoadtrainError
+from roadtrain.integrations.huggingface import Placed
 from roadtrain.storage.convert import MASTER, read_param
 from roadtrain.storage.generation import open_store
 from roadtrain.storage.mark import Mark
@@ -80,16 +84,72 @@ def job_of(errand: Alone) -> Job:
 def train_alone(errand: Alone) -> None:
     """A line a step: attempt, step, loss, norm, committed step, monotonic seconds. Then `end`,
     `error`."""
+    _write_down(errand.attempt)
+    _watched(errand, lambda: train(job_of(errand)))
+
+
+def train_by_trainer(errand: Alone) -> None:
+    """As `train_alone`; the second number of a step's line is its learning rate."""
+    _watched(errand, lambda: _train_by_trainer(errand))
+
+
+def _train_by_trainer(errand: Alone) -> None:
+    """A script of the Trainer, the same at every start: dropout, rows drawn in a new order each
+    epoch, a schedule, checkpoints now and then."""
+    transformers = importlib.import_module("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=32, n_layer=3, n_head=2, n_positions=16, vocab_size=64)
+    model = transformers.GPT2LMHeadModel(config)
+    rows = [
+        {"input_ids": row, "labels": row}
+        for row in torch.randint(0, 64, (10, 16), generator=torch.Generator().manual_seed(1))
+    ]
+
+    class Told(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def compute_loss(self, *args: Any, **options: Any) -> Any:
+            out = super().compute_loss(*args, **options)
+            self.last = float(out)
+            return out
+
+    class Said(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            lr, placed = given["lr_scheduler"].get_last_lr()[0], trainer.optimizer.optimizer
+            words = trainer.last.hex(), float(lr).hex(), placed.committed_step, time.monotonic()
+            print(errand.attempt, state.global_step, *words)
+
+    args = transformers.TrainingArguments(
+        output_dir=errand.run,
+        max_steps=STEPS,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        save_steps=4,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    options = {"store": errand.stores, "chunk_elements": 1 << 16, "host_budget": "96MiB"}
+    trainer = Told(
+        model,
+        args,
+        train_dataset=rows,
+        callbacks=[Said()],
+        optimizer_cls_and_kwargs=(Placed, {"optimizer": torch.optim.AdamW, **options}),
+    )
+    trainer.train()
+    trainer.optimizer.optimizer.close()
+
+
+def _watched(errand: Alone, train: Callable[[], object]) -> None:
     _speak_into(errand.log)
     torch.set_num_threads(1)
     counted = Strike("sync", NEVER, "kill before", "ledger")
     power = Power(
         Path(errand.shadow), [Path(root) for root in errand.roots], (*errand.strikes, counted)
     )
-    _write_down(errand.attempt)
     power.install()
     try:
-        train(job_of(errand))
+        train()
     except RoadtrainError as error:
         print(errand.attempt, "error", f"{type(error).__name__}: {error}".replace("\n", "; "))
         # as a killed process: no atexit, so that what hangs is seen while it ends
