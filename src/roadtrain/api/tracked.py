@@ -43,8 +43,7 @@ def trackable(
     Raises:
         ConfigError: The state of `thing` cannot be saved or restored.
     """
-    methods = [getattr(thing, method, None) for method in ("state_dict", "load_state_dict")]
-    if all(map(callable, methods)) and not isinstance(thing, torch.optim.Optimizer):
+    if _has_state(thing):
         return thing
     if isinstance(thing, torch.Generator):
         return GeneratorState(thing)
@@ -57,6 +56,20 @@ def trackable(
             " load_state_dict()"
         ),
     )
+
+
+def _has_state(thing: Any) -> bool:
+    """Whether `thing` saves and restores its state. The loaders of accelerate have the methods,
+    which fail where the loader below has none."""
+    save, load = (getattr(thing, method, None) for method in ("state_dict", "load_state_dict"))
+    if not callable(save) or not callable(load) or isinstance(thing, torch.optim.Optimizer):
+        return False
+    try:
+        if isinstance(thing, DataLoader):
+            save()
+    except AttributeError:
+        return False
+    return True
 
 
 def is_data(thing: Any) -> bool:
@@ -98,7 +111,8 @@ class Position:
         self, loader: DataLoader[Any], before_batch: Callable[[], None], settle: Callable[[], None]
     ) -> None:
         if "_position" not in vars(loader):
-            loader.__class__ = _counted(type(loader))
+            # accelerate's loaders have a property of that name
+            vars(object)["__class__"].__set__(loader, _counted(type(loader)))
         vars(loader)["_position"] = self
         self._loader, self.before_batch, self._settle = loader, before_batch, settle
         self.began: Mapping[str, Any] = {}

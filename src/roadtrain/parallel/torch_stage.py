@@ -73,7 +73,7 @@ class SegmentModule(nn.Module):
         )
 
     def forward(
-        self, *received: torch.Tensor, batch: MicroBatch, random: RandomStart | None
+        self, *received: torch.Tensor, batch: MicroBatch, random: RandomStart | None = None
     ) -> Any:
         own = [x.to(shape.dtype) for x, shape in zip(received, self.arrives, strict=True)]
         ended, value = self._stage_model[0].run(self.segment, own, batch, random)
