@@ -447,6 +447,13 @@ def test_lightning_trains_saves_and_loads(tmp_path, exact):
         losses
     ) == 12
     later.placed.close()
+    anew = Lit(store, exact)  # a killed run, by the same command
+    with pytest.raises(
+        LoopError, match="Lightning's Trainer is at step 0, and the store at step 6"
+    ):
+        fitted(tmp_path / "anew", anew, 8, clip=clip)
+    assert anew.placed.steps_done == 6
+    anew.placed.close()
     old = next((tmp_path / "mine").glob("*step=2.ckpt"))
     refused = Lit(store, exact)
     with pytest.raises(LoopError, match=r"step 2 of the same store .* at step 6"):

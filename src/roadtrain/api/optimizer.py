@@ -165,6 +165,7 @@ class PlacedOptimizer(StoredOptimizer):
         steps. Raises LoopError where gradients or hyperparameters are not as they must be."""
         loss = None
         if closure is not None:
+            self.check_lightning(*getattr(closure, "args", ()))  # of which one is its module
             with torch.enable_grad():
                 loss = closure()
         self.check_usable()

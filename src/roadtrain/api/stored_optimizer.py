@@ -164,6 +164,7 @@ class StoredOptimizer(torch.optim.Optimizer):
         if self._resumed is None or self._checked:
             return
         self._checked = True
+        self.check_lightning(self.model)
         schedules = any(map(is_scheduler, self._extra.values()))
         if self.steps_done and self._has_scheduler() and not schedules:
             self._report(
@@ -176,6 +177,23 @@ class StoredOptimizer(torch.optim.Optimizer):
                 f"the store's state of {name!r} at step {self.steps_done} is not restored: "
                 f"optimizer.track({name}=...) does that"
             )
+
+    def check_lightning(self, *modules: Any) -> None:
+        """Raise LoopError where a Trainer of Lightning, known to one of `modules`, would begin anew
+        on a resumed store: its progress is in its checkpoints only."""
+        trainers = [getattr(module, "_trainer", None) for module in modules]
+        counted = next((trainer.global_step for trainer in trainers if trainer is not None), None)
+        if self._resumed is None or counted in (None, self.steps_done):
+            return
+        raise LoopError(
+            f"Lightning's Trainer is at step {counted}, and the store at step {self.steps_done}:"
+            " the schedule and the data would not be those of that step",
+            hint=(
+                "nothing was changed: fit(ckpt_path=...) goes on from a checkpoint of that step;"
+                " with optimizer.whole_states = True a checkpoint holds the whole state, and an"
+                " older one can be gone back to; another store begins anew"
+            ),
+        )
 
     def _has_scheduler(self) -> bool:
         """Whether a scheduler of torch wraps step()."""
