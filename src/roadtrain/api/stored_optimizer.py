@@ -30,7 +30,7 @@ from roadtrain.api import job_state, optimizer_states
 from roadtrain.api.root_block import RootBlock
 from roadtrain.api.session_plan import SessionPlan
 from roadtrain.api.state_dicts import ModelStates, Pieces, Values
-from roadtrain.api.tracked import Position, is_data, is_scheduler, trackable
+from roadtrain.api.tracked import LoaderPosition, is_data, is_scheduler, trackable
 from roadtrain.chunks import ParamSpec
 from roadtrain.errors import GoneError, LoopError
 from roadtrain.kernels.rule import Rule
@@ -203,7 +203,7 @@ class StoredOptimizer(torch.optim.Optimizer):
         """Batches drawn from now on belong to the next step."""
         self._stepped, self._resumed, self._asked = True, None, False
         for thing in self._extra.values():
-            if isinstance(thing, Position):
+            if isinstance(thing, LoaderPosition):
                 thing.resumed = None
         self._drawn = self._draws()
 

@@ -7,7 +7,7 @@ next step. So whatever batches come from (what can be iterated, torch.Generator)
 random generators are captured when step() ends, and again when a tracked DataLoader is asked for
 the next batch, which is after an evaluation in between.
 
-A DataLoader has no state of its own: `Position` counts its batches and remembers the generators
+A DataLoader has no state of its own: `LoaderPosition` counts its batches and remembers the generators
 that its order was drawn from. Does NOT see batches that a loop draws ahead of its steps.
 """
 
@@ -48,7 +48,7 @@ def trackable(
     if isinstance(thing, torch.Generator):
         return GeneratorState(thing)
     if isinstance(thing, DataLoader):
-        return Position(thing, before_batch, settle)
+        return LoaderPosition(thing, before_batch, settle)
     raise ConfigError(
         f"{name!r} is a {type(thing).__name__}, whose state cannot be committed with each step",
         hint=(
@@ -75,7 +75,7 @@ def _has_state(thing: Any) -> bool:
 def is_data(thing: Any) -> bool:
     """Whether batches come from `thing`, so that its state is captured when step() ends."""
     iterable = hasattr(thing, "__iter__") or hasattr(thing, "__next__")
-    mine = isinstance(thing, (Position, GeneratorState))
+    mine = isinstance(thing, (LoaderPosition, GeneratorState))
     return mine or (iterable and not isinstance(thing, torch.nn.Module))
 
 
@@ -100,7 +100,7 @@ class GeneratorState:
         self._generator.set_state(state["state"])
 
 
-class Position:
+class LoaderPosition:
     """How far a DataLoader has been read in its current epoch.
 
     `began`: the generators and counters of its samplers as the epoch began. `served`: the number of
@@ -173,7 +173,7 @@ def _counted(cls: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
     """A subclass of the same name whose batches are counted."""
 
     def __iter__(self: Any) -> _Batches:
-        position: Position = self._position
+        position: LoaderPosition = self._position
         return position.iterate(partial(cls.__iter__, self))
 
     return type(cls.__name__, (cls,), {"__iter__": __iter__, "__doc__": cls.__doc__})
@@ -184,7 +184,7 @@ class _Batches:
 
     def __init__(
         self,
-        position: Position,
+        position: LoaderPosition,
         batches: Iterator[Any],
         begin: Callable[[], Iterator[Any]] | None,
     ) -> None:

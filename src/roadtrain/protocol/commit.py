@@ -97,13 +97,16 @@ class CommitStateMachine:
         # Once two servers wrote different bytes. No step is committed from then on.
         self.diverged: Diverged | None = None
 
-    def end_step(self, step: int) -> list[Addressed]:
-        """This worker asks for no more updates in the step."""
+    def end_step(self, step: int, word: bytes = b"") -> list[Addressed]:
+        """This worker asks for no more updates in the step. `word`: for the other workers."""
         assert step == self.ended + 1
         self.ended = step
         self.prepared[step] = set()
         self.written[step] = {}
-        return [(server, EndStep(step)) for server in (self.first, *self.others)]
+        return [
+            (self.first, EndStep(step, word=word)),
+            *((server, EndStep(step)) for server in self.others),
+        ]
 
     def blob(self, step: int, blob: Any) -> list[Addressed]:
         """The job's own state after the step, this worker's part, is known."""

@@ -84,7 +84,8 @@ class Intermediary(Generic[D]):
         self.asked: dict[int, Key] = {}  # ticket of ours -> the copy that is COMING, each once
         # What waits for a buffer, only while none can be had.
         self.queue: deque[CopyRequest[D]] = deque()
-        self.ending: dict[int, set[int]] = {}  # step -> the workers that ended it: some, not all
+        # step -> what each worker said that ended it: some, not all
+        self.ending: dict[int, dict[int, bytes]] = {}
         # step -> worker -> its blob: of some, not of all
         self.commits: dict[int, dict[int, Any]] = {}
         self.committed: int | None = None  # the last step that the server was told of
@@ -167,12 +168,13 @@ class Intermediary(Generic[D]):
 
     def _end_step(self, event: EndStep) -> list[Up]:
         self._nobody_lost()
-        ending = self.ending.setdefault(event.step, set())
-        ending.add(event.worker)
+        ending = self.ending.setdefault(event.step, {})
+        ending[event.worker] = event.word
         if len(ending) < self.workers:
             return []
         del self.ending[event.step]
-        return [Up(EndStep(event.step))]
+        words = [ending[worker] for worker in sorted(ending)]
+        return [Up(EndStep(event.step, word=words if any(words) else b""))]
 
     def _commit(self, event: Commit) -> list[Up]:
         blobs = self.commits.setdefault(event.step, {})

@@ -89,10 +89,15 @@ class DiscardGrad:
 
 @dataclass(frozen=True, slots=True)
 class EndStep:
-    """I ask for no more updates in this step."""
+    """I ask for no more updates in this step.
+
+    `word`: bytes that all workers get once all have ended it (StepWords), to the first server only;
+    a relay's: those of its workers, in their order.
+    """
 
     step: int
     worker: int = 0
+    word: Any = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +118,14 @@ class CommitDone:
 
 
 # messages of a server to a worker
+
+
+@dataclass(frozen=True, slots=True)
+class StepWords:
+    """All workers have ended the step. From the first server, where they said something with it."""
+
+    step: int
+    words: Sequence[bytes]  # of each worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +295,7 @@ class PeerLost:
 GradientMessage: TypeAlias = Push | Close | ApplyUpdate | DiscardGrad
 WorkerMessage: TypeAlias = Pull | GradientMessage | EndStep | Commit | CommitDone
 ServerMessage: TypeAlias = (
-    Pulled | GradAccumulated | BufferFree | Written | Prepared | CommitDone | Failed
+    Pulled | GradAccumulated | BufferFree | Written | Prepared | CommitDone | StepWords | Failed
 )
 Action: TypeAlias = Answer | Hold | Spill | Discard | Total | Read | Update | Write | Prepare | Send
 Event: TypeAlias = WorkerMessage | PeerLost | Done[Action]

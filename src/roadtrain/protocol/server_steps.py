@@ -24,6 +24,7 @@ from roadtrain.protocol.messages import (
     Prepare,
     Prepared,
     Send,
+    StepWords,
     Written,
 )
 
@@ -70,6 +71,8 @@ class ServerSteps:
         self.open_updates: dict[int, set[int]] = {}
         # Step -> the workers that have ended it: some, not all.
         self.ending: dict[int, set[int]] = {}
+        # Of these steps: worker -> what it said to the others.
+        self.words: dict[int, dict[int, Any]] = {}
         # Steps that all workers have ended and that are not prepared, in order.
         self.ended: deque[int] = deque()
         self.preparing: int | None = None
@@ -102,12 +105,16 @@ class ServerSteps:
     def end(self, event: EndStep) -> list[Action]:
         ending = self.ending.setdefault(event.step, set())
         ending.add(event.worker)
+        words = self.words.setdefault(event.step, {})
+        words[event.worker] = event.word
         if len(ending) < self.spec.workers:
             return []
-        del self.ending[event.step]
+        del self.ending[event.step], self.words[event.step]
         self.ended.append(event.step)
         self.open_updates.setdefault(event.step, set())
-        return self.prepare()
+        said = [words[worker] for worker in sorted(words)]
+        out: list[Action] = [Send(StepWords(event.step, said))] if any(said) else []
+        return out + self.prepare()
 
     def commit(self, event: Commit) -> list[Action]:
         self.blobs.setdefault(event.step, {})[event.worker] = event.blob
@@ -146,7 +153,7 @@ class ServerSteps:
         """Assert every invariant."""
         for step, workers in self.ending.items():
             assert 0 < len(workers) < self.spec.workers
-            assert step not in self.ended
+            assert step not in self.ended and set(self.words[step]) == workers
         assert [*self.ended] == sorted(self.ended)
         assert set(self.ended) <= set(self.open_updates)
         assert self.preparing not in self.open_updates

@@ -87,6 +87,8 @@ class WorkerStateMachine:
         # pushes: ticket -> buffer that it is read from; how many servers have yet to read there
         self._pushes: dict[int, Hashable] = {}
         self._read_by: dict[Hashable, int] = {}
+        # step -> what each worker said with it, once all have ended it, until somebody reads it
+        self.words: dict[int, Sequence[bytes]] = {}
         self.copying = 0  # gradients on their way from the device
 
     def _commit_from(self, committed: int) -> CommitStateMachine:
@@ -103,8 +105,8 @@ class WorkerStateMachine:
                 return self._on_buffer(event)
             case w.GradReady() | w.CloseGrad() | w.DropGrad() | w.BeginUpdate() | w.EndUpdate():
                 return self._on_grad(event)
-            case w.EndOpenStep(step):
-                return self._end_step(step)
+            case w.EndOpenStep(step, word):
+                return self._end_step(step, word)
             case w.JobState(step, blob):
                 return _says(self.commit.blob(step, blob))
             case w.BeginAgain(step):
@@ -127,6 +129,9 @@ class WorkerStateMachine:
                 return _says(self.commit.on_prepared(event))
             case messages.CommitDone():
                 return _says(self.commit.on_committed(event))
+            case messages.StepWords(step, words):
+                self.words[step] = words
+                return []
         raise TypeError(f"no worker knows {event!r}")
 
     # questions
@@ -405,9 +410,9 @@ class WorkerStateMachine:
 
     # steps
 
-    def _end_step(self, step: int) -> list[w.Action]:
+    def _end_step(self, step: int, word: bytes) -> list[w.Action]:
         assert self.may_end(step)
-        out = _says(self.commit.end_step(step))
+        out = _says(self.commit.end_step(step, word))
         for block, state in enumerate(self.blocks):
             # with staleness they change once more, a step later
             if 1 <= step - state.changed_in <= self.setup.staleness:

@@ -129,9 +129,10 @@ class EndUpdate:
 
 @dataclass(frozen=True, slots=True)
 class EndOpenStep:
-    """All updates of `step` have begun. Only where `may_end`."""
+    """All updates of `step` have begun. Only where `may_end`. `word`: for the other workers."""
 
     step: int
+    word: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

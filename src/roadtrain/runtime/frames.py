@@ -32,6 +32,7 @@ from roadtrain.chunks import ITEMSIZE, PAGE, Chunk
 from roadtrain.errors import WireError
 from roadtrain.kernels.cast import NUMPY_OF
 from roadtrain.protocol import messages
+from roadtrain.storage.ledger import pack
 from roadtrain.units import round_up
 
 # Kinds of frames. A number is never used again for something else.
@@ -64,6 +65,7 @@ GRAD_ACCUMULATED = 26
 PREPARED = 27
 SETTLED = 28
 WRITTEN = 29
+STEP_WORDS = 49
 
 # worker <-> reducer
 PART = 30
@@ -317,6 +319,7 @@ _HEADERS: Mapping[int, Any] = {
     SETTLED: NO_FIELDS,
     WRITTEN: WrittenHeader,
     PREPARED: StepHeader,
+    STEP_WORDS: StepHeader,
     PROGRESS: ProgressHeader,
     PART: PartHeader,
     MOVED: NO_FIELDS,  # this worker's parts go elsewhere from now on
@@ -512,8 +515,8 @@ def frame(message: Any) -> tuple[int, bytes, Sequence[memoryview]]:
             return APPLY_UPDATE, encode((chunk, step, order, hyper)), parts
         case messages.DiscardGrad(chunk):
             return DISCARD_GRAD, encode((chunk,)), ()
-        case messages.EndStep(step):
-            return END_STEP, encode((step,)), ()
+        case messages.EndStep(step, _, word):
+            return END_STEP, encode((step,)), [memoryview(word)] if word else ()
         case messages.Commit(step, blob):
             return COMMIT, encode((step,)), [memoryview(blob)]
         case messages.CommitDone(step):
@@ -532,6 +535,8 @@ def reply(message: Any) -> tuple[int, tuple[Any, ...], bytes | memoryview]:
             return PREPARED, (step,), b""
         case messages.CommitDone(step):
             return COMMITTED, (step,), b""
+        case messages.StepWords(step, words):
+            return STEP_WORDS, (step,), pack(words)
     raise AssertionError(message)
 
 

@@ -135,6 +135,8 @@ class IntermediarySession(ParameterSession):
         match action:
             case Up(messages.Commit(step, blobs)):
                 self._send(messages.Commit(step, pack(blobs)))
+            case Up(messages.EndStep(step, _, words)) if words:
+                self._send(messages.EndStep(step, word=pack(words)))
             case Up(message):
                 self._send(message)
             case Give(pull, buffer):

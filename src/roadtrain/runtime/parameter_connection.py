@@ -27,6 +27,7 @@ from roadtrain.units import round_up
 # frames with which worker 0 opens the store, and everybody reads it between steps
 SETS_UP = (m.OPEN, m.FILL, m.SETTLE, m.BEGIN, m.READ)
 # frames whose payload may be of any length; those not named here and not Push or Fill have none
+MOST_WORDS = 1 << 16  # bytes that the workers of a connection say at the end of a step
 _ANY_PAYLOAD = (m.OPEN, m.SETTLE, m.COMMIT, m.APPLY_UPDATE)
 
 
@@ -75,6 +76,8 @@ class ParameterConnection(WorkerConnection):
             return self._room_for_push(fields, nbytes)
         if kind == m.FILL:
             return Buffer(nbytes).view[:nbytes]
+        if kind == m.END_STEP and nbytes <= MOST_WORDS:
+            return memoryview(bytearray(nbytes))
         if kind not in _ANY_PAYLOAD:
             raise WireError(f"a frame of kind {kind} has no payload, {nbytes} bytes came")
         return memoryview(bytearray(nbytes))
@@ -151,7 +154,7 @@ _TAKES: Mapping[int, Callable[[ParameterConnection, Any, memoryview], None]] = {
     m.CLOSE: ParameterConnection.close_grad,
     m.DISCARD_GRAD: ParameterConnection.discard,
     m.END_STEP: lambda self, fields, payload: self.session.tell(
-        messages.EndStep(fields.step, self.rank)
+        messages.EndStep(fields.step, self.rank, bytes(payload))
     ),
     m.COMMIT: lambda self, fields, payload: self.session.tell(
         messages.Commit(fields.step, bytes(payload), self.rank)

@@ -16,6 +16,7 @@ import numpy as np
 from roadtrain.errors import DeadlineError, LostError, PeerError, WireError
 from roadtrain.protocol import messages
 from roadtrain.runtime import frames as m
+from roadtrain.storage.ledger import unpack
 from roadtrain.transport.link import Link
 from roadtrain.units import show_bytes
 
@@ -137,7 +138,7 @@ class RemoteServer:
                     " asked for"
                 )
             return into
-        if kind not in (m.WELCOME, m.READY, m.GRAD_ACCUMULATED, m.RECORD):
+        if kind not in (m.WELCOME, m.READY, m.GRAD_ACCUMULATED, m.STEP_WORDS, m.RECORD):
             raise WireError(f"a frame of kind {kind} has no payload, {nbytes} bytes came")
         return memoryview(bytearray(nbytes))
 
@@ -171,6 +172,8 @@ class RemoteServer:
                 return messages.Prepared(self.number, fields[0])
             case m.COMMITTED:
                 return messages.CommitDone(fields[0])
+            case m.STEP_WORDS:
+                return messages.StepWords(fields[0], unpack(bytes(payload)))
         raise WireError(f"a frame of kind {kind} goes the other way")
 
     def lost(self, error: PeerError) -> None:

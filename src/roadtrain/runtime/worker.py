@@ -91,6 +91,7 @@ class Worker:
         self._block_of = {
             s.param: b.index for b in self.table.blocks for run in b.runs for s in run.spans
         }
+        self.word = b""  # to the other workers, with the end of the step
         self.grad_dtype = ""  # what fp32 gradients travel as, where not as they are
         # gradients never wait for step(), so none is moved away from its buffer
         self.keep_always = False
@@ -495,8 +496,8 @@ class Worker:
             self._handle(w.EndUpdate(block))
 
     def end_step(self, step: int) -> None:
-        """All of `step` is released. Waits while more steps are uncommitted than may be, or sums
-        are behind."""
+        """All of `step` is released; `word` goes to the other workers. Waits while more steps are
+        uncommitted than may be, or sums are behind."""
         machine = self.machine
         with self._lock:
             last, behind = machine.committed_before_end(step), machine.sums_behind
@@ -504,7 +505,18 @@ class Worker:
             self._wait(
                 lambda: machine.may_end(step), lambda: f"the sums of step {step - 1 - behind}"
             )
-            self._handle(w.EndOpenStep(step))
+            word, self.word = self.word, b""
+            self._handle(w.EndOpenStep(step, word))
+
+    def words(self, step: int) -> Sequence[bytes]:
+        """Wait until all workers have ended `step`, and return what each said with it. Only where
+        all said something; those of earlier steps are dropped."""
+        known = self.machine.words
+        with self._lock:
+            self._wait(lambda: step in known, lambda: f"the other workers' end of step {step}")
+            for earlier in [number for number in known if number < step]:
+                del known[earlier]
+            return known.pop(step)
 
     def blob(self, step: int, blob: bytes) -> None:
         with self._lock:

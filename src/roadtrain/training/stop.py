@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+INTERRUPTED = "interrupted"
 Report = Callable[[str], None]
 
 
@@ -23,7 +24,7 @@ class Stop:
 
     def why(self) -> str:
         if self._asked:
-            return "interrupted"
+            return INTERRUPTED
         return f"{self._minutes:g} minutes are over" if time.monotonic() > self._until else ""
 
     def _ask(self, number: int, frame: FrameType | None) -> None:

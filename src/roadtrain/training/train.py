@@ -39,7 +39,8 @@ from roadtrain.training.metrics import Metrics, committed_by, sessions_in, was_a
 from roadtrain.training.predicted import promised
 from roadtrain.training.progress import progress, show_table
 from roadtrain.training.schedule import learning_rate
-from roadtrain.training.stop import Stop
+from roadtrain.training.step_words import StepOfAll, WorkerWords
+from roadtrain.training.stop import INTERRUPTED, Stop
 from roadtrain.training.summary import Summary, Totals, disk_bytes, rows
 from roadtrain.transport.address import tls_of, token_of
 from roadtrain.transport.tcp import TcpOptions
@@ -62,6 +63,8 @@ class Training:
     tokens: Tokens
     device: torch.device
     group: WorkerGroup = field(default_factory=WorkerGroup)
+    # what workers tell each other; None: there is one
+    words: WorkerWords | None = None
     # Forward and Backward, without what was waited in them; the rest is the optimizer's
     stages: Stages = field(default_factory=Stages)
 
@@ -113,12 +116,23 @@ def _train(job: Job, report: Report, program: str) -> Summary:
             def ask() -> None:
                 norms.append(optimizer.grad_norm())
 
-            while optimizer.steps_done < job.run.steps and not stop.why():
-                loss, lr = step(training, optimizer.steps_done, ask if late == 1 else None)
+            words, stopped = training.words, "" if training.words else stop.why()
+
+            def before(loss: float) -> None:
+                if late == 1:
+                    ask()
+                if words is not None:
+                    words.say(loss, tokens_of(job), stop.why())
+
+            while optimizer.steps_done < job.run.steps and not stopped:
+                loss, lr = step(training, optimizer.steps_done, before)
                 if not late:
                     ask()
+                told = words.hear(optimizer.steps_done) if words else None
+                stopped = _why(told, stop.why()) if words else stop.why()
                 now = time.perf_counter()
-                line = _line(training, loss, lr, norms.pop() if norms else math.nan, now - then)
+                norm = norms.pop() if norms else math.nan
+                line = _line(training, loss, lr, norm, now - then) | _of_all(training, told)
                 then = now
                 try:
                     metrics.append(line)
@@ -129,7 +143,8 @@ def _train(job: Job, report: Report, program: str) -> Summary:
                     mark.advance(optimizer.committed_step)
                 show(line)
                 totals.add(line, optimizer.memory()["resident"])
-        stopped = stop.why() if optimizer.steps_done < job.run.steps else ""
+        if optimizer.steps_done >= job.run.steps:
+            stopped = ""
         optimizer.flush()
         if rank == 0:
             mark.advance(optimizer.committed_step, now=True)
@@ -138,7 +153,7 @@ def _train(job: Job, report: Report, program: str) -> Summary:
                 f"{stopped}: step {optimizer.committed_step} is committed; the same command goes on"
                 " from there"
             )
-        held_out = None if stopped == "interrupted" else held_out_loss(training)
+        held_out = None if INTERRUPTED in stopped else held_out_loss(training)
         summary = Summary(optimizer.steps_done, *totals.first_and_last(), held_out, stopped)
         plain = optimizer.memory()["plain"]
         show_table(rows(training.job, summary, totals, plain, program), report)
@@ -161,10 +176,10 @@ def silent(_: str) -> None: ...
 
 
 def step(
-    training: Training, number: int, before: Callable[[], None] | None = None
+    training: Training, number: int, before: Callable[[float], None] | None = None
 ) -> tuple[float, float]:
-    """Step `number` (from 0): its mean loss and its learning rate. `before`: called before the
-    optimizer's step."""
+    """Step `number` (from 0): its mean loss and its learning rate. `before`: called with the loss
+    before the optimizer's step."""
     job, model, optimizer, scaler = (
         training.job,
         training.model,
@@ -187,7 +202,7 @@ def step(
         with training.stages.timed("Backward"):
             scaler.scale(loss).backward()  # gradients leave as each block finishes
     if before is not None:
-        before()
+        before(total)
     training.clip()
     scaler.step(optimizer)  # updates run, and the step is committed, while the next one computes
     scaler.update()
@@ -274,7 +289,9 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Tra
         report=report,
     )
     stages = NetStages(optimizer.session.stages)
-    return Training(job, model, optimizer, scaler, tokens, device, optimizer.group, stages)
+    words = WorkerWords(optimizer) if optimizer.group.workers > 1 else None
+    group = optimizer.group
+    return Training(job, model, optimizer, scaler, tokens, device, group, words, stages)
 
 
 def store_of(job: Job, moves: bool) -> Files | Memory | Servers:
@@ -352,6 +369,26 @@ def promise(job: Job) -> int | None:
     return None if scaled else job.optimizer.accumulate
 
 
+def tokens_of(job: Job) -> int:
+    """Tokens of a worker's step."""
+    return job.data.batch_size * job.data.seq_len * job.optimizer.accumulate
+
+
+def _why(told: StepOfAll | None, own: str) -> str:
+    """Why the run ends after this step, which all workers say alike; "" where it goes on."""
+    return (own or told.why) if told is not None and told.why else ""
+
+
+def _of_all(training: Training, told: StepOfAll | None) -> dict[str, Any]:
+    """Keys of worker 0's line that are those of the whole run: the mean loss and all tokens. With a
+    delay the other losses of the step are not known yet, and the line says whose loss it has."""
+    if training.words is None or training.group.rank:
+        return {}
+    if training.words.lag or told is None:
+        return {"tokens": tokens_of(training.job) * training.group.workers, "loss_of": "worker 0"}
+    return {"loss": told.loss if math.isfinite(told.loss) else None, "tokens": told.tokens}
+
+
 def _line(
     training: Training, loss: float, lr: float, norm: float, seconds: float
 ) -> dict[str, Any]:
@@ -362,7 +399,7 @@ def _line(
         "loss": loss if math.isfinite(loss) else None,
         "grad_norm": norm if math.isfinite(norm) else None,
         "lr": lr,
-        "tokens": job.data.batch_size * job.data.seq_len * job.optimizer.accumulate,
+        "tokens": tokens_of(job),
         "seconds": round(seconds, 6),
         "stages": {
             k: {"seconds": round(v.seconds, 6), "bytes": v.nbytes} for k, v in stages.items()

@@ -1,0 +1,139 @@
+"""Workers of servers end after the same step, whoever is asked to stop, and the run's loss and tokens
+are those of all (`training/step_words.py`)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from roadtrain.training.metrics import read_metrics
+
+JOB = """
+[run]
+steps = {steps}
+[model.config]
+model_type = "llama"
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+max_position_embeddings = 64
+[data]
+paths = ["{home}/text"]
+seq_len = 16
+batch_size = 2
+held_out = 0
+"""
+
+
+class Workers:
+    """Two processes of `roadtrain train`, each with a run directory of its own."""
+
+    def __init__(self, home: Path, where: str) -> None:
+        self.home, self.where, self.started = home, where, 0
+        (home / "text").mkdir()
+        (home / "text" / "a.txt").write_text("".join(f"line {i}, {i * i}\n" for i in range(600)))
+
+    def start(self, rank: int, steps: int, **options: object) -> subprocess.Popen[str]:
+        (self.home / "job.toml").write_text(JOB.format(home=self.home, steps=steps))
+        words = {"run.dir": self.home / f"run{rank}", "servers.addresses": self.where, **options}
+        env = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2" if "servers.relay" in options else "1",
+            "TORCHELASTIC_RUN_ID": "words",
+            "TORCHELASTIC_RESTART_COUNT": str(self.started),
+        }
+        told = [word for key, value in words.items() for word in (f"--{key}", str(value))]
+        return subprocess.Popen(
+            [sys.executable, "-m", "roadtrain", "train", str(self.home / "job.toml"), *told],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=env,
+        )
+
+    def both(
+        self, steps: int, apart_s: float = 0.0, **options: object
+    ) -> list[subprocess.Popen[str]]:
+        self.started += 1
+        first = self.start(0, steps, **options)
+        time.sleep(apart_s)
+        return [first, self.start(1, steps, **options)]
+
+    def lines(self, rank: int) -> list[dict[str, float]]:
+        name = "metrics.1.jsonl" if rank else "metrics.jsonl"
+        return read_metrics(self.home / f"run{rank}" / name)
+
+
+def ended(workers: list[subprocess.Popen[str]]) -> list[str]:
+    said = [worker.communicate(timeout=120)[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], said
+    return said
+
+
+@pytest.fixture
+def workers(tmp_path, hosts):
+    return Workers(tmp_path, hosts(1)[0].where)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"optimizer.delay": 1}, {"servers.relay": "64MiB"}],
+    ids=["directly", "late", "by a relay"],
+)
+def test_workers_whose_minutes_are_over_end_after_the_same_step(workers, options):
+    """The first one's time began seconds earlier; both go on from there."""
+    said = ended(workers.both(10**6, apart_s=4.0, **{"run.minutes": 0.2, **options}))
+    assert "0.2 minutes are over: step" in said[0]  # worker 0 speaks for all
+    last = [workers.lines(rank)[-1]["step"] for rank in (0, 1)]
+    assert last[0] == last[1] and 0 < last[0] < 10**6
+    ended(workers.both(last[0] + 2, **options))
+    assert [workers.lines(rank)[-1]["step"] for rank in (0, 1)] == [last[0] + 2] * 2
+    assert [line["step"] for line in workers.lines(0)] == list(range(1, last[0] + 3))
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_interrupted_ends_the_others(workers):
+    both = workers.both(10**6)
+    deadline = time.monotonic() + 60
+    while not (workers.home / "run1" / "metrics.1.jsonl").exists() or not workers.lines(1):
+        assert time.monotonic() < deadline, [
+            worker.kill() or worker.communicate() for worker in both
+        ]
+        time.sleep(0.05)
+    both[1].send_signal(signal.SIGTERM)
+    said = [worker.communicate(timeout=60)[0] for worker in both]
+    assert [worker.returncode for worker in both] == [0, 130], said
+    assert "another worker was interrupted: step" in said[0]
+    assert workers.lines(0)[-1]["step"] == workers.lines(1)[-1]["step"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("relay", [False, True])
+def test_the_loss_of_the_run_is_that_of_all(workers, relay):
+    """Each worker's own loss is that of the other half of the batch."""
+    ended(workers.both(3, **({"servers.relay": "64MiB"} if relay else {})))
+    lines, own = workers.lines(0), workers.lines(1)
+    assert [line["tokens"] for line in lines] == [2 * line["tokens"] for line in own]
+    assert all("loss_of" not in line for line in lines)
+    # step 1 has the first values everywhere: its mean is that of one worker with both halves
+    (workers.home / "job.toml").write_text(JOB.format(home=workers.home, steps=1))
+    words = ["--run.dir", str(workers.home / "alone"), "--optimizer.accumulate", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "roadtrain", "train", str(workers.home / "job.toml"), *words],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (whole,) = read_metrics(workers.home / "alone" / "metrics.jsonl")
+    assert lines[0]["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    assert own[0]["loss"] != lines[0]["loss"] and lines[0]["tokens"] == whole["tokens"]
