@@ -384,7 +384,11 @@ def test_who_means_something_else_is_refused(hosts):  # Rule 6
 def test_a_switch_that_is_not_there_is_named(switches):  # Rule 5
     """Also one that has not as many slots as are asked for."""
     nobody, little = f"127.0.0.1:{free_port()}", switches(nbytes=3 * MIB)
-    assert re.search("did not take job s within 1 s: .* refused", refused_by(nobody, 64))
+    refused = refused_by(nobody, 64)
+    assert re.search(
+        r"did not take job s within 1 s, .*since \d\d:\d\d:\d\d UTC.*: .* refused", refused
+    )
+    assert f"hint: run `roadtrain serve {nobody} --switch` there" in refused
     assert "slots" in refused_by(little, 65536)
 
 
@@ -403,6 +407,6 @@ def refused_by(where, window):
     registration.start()
     error = failed.get(timeout=20)
     assert isinstance(error, PeerError) and where in str(error), error
-    assert registration.absent == [where]
+    assert [*registration.absent] == [where]
     registration.close()
     return str(error)

@@ -3,6 +3,7 @@ Integers are the same in whatever order packets come, so runs repeat their bits 
 dies, the same command goes on at the last committed step (Rule 3)."""
 
 import os
+import re
 import signal
 import time
 
@@ -176,6 +177,34 @@ def test_a_kill_is_noticed_and_nothing_is_lost(whom, hosts, switches, tmp_path):
     assert again.join() == [0, 0], again.errors()
     for mine, expected in zip((losses(log) for log in workers.logs), whole):
         assert {s: mine[s] for s in expected} == expected
+
+
+@pytest.mark.parametrize("case", ["the root is gone", "the root stops", also("a rack stops")])
+def test_a_switch_that_does_not_answer_is_named_by_all_who_wait(case, hosts, switches, tmp_path):
+    """Not the device: the error says which switch, since when, and what to do. Rule 5."""
+    [host], (root, rack) = hosts(1), switches(2)
+    nodes = SwitchNode(root.where, workers=(0,)), SwitchNode(rack.where, root.where, (1,))
+    given = {"fan_in": FanIn(nodes, window=256), "deadline_s": 10}
+    workers = Workers(Case(eager=True), [host.where], tmp_path, 1000, 2, **given)
+    until_step(workers, 3)
+    stopped = rack if case == "a rack stops" else root
+    if case == "the root is gone":
+        root.kill()
+    else:
+        os.kill(stopped.process.pid, signal.SIGSTOP)
+    assert workers.join(60) == [3, 3]
+    errors = workers.errors()
+    # worker 0 cannot see what is below the other switch
+    for error in errors[1:] if stopped is rack else errors:
+        if "DeadlineError" not in error:  # the other worker's deadline was first
+            assert "worker" in error and "has gone" in error, error
+            continue
+        assert "in step" in error and f"switch {stopped.where}, " in error, error
+        assert re.search(r"since \d\d:\d\d:\d\d UTC", error), error
+        assert "hint: start again what does not answer, then the job" in error, error
+        assert case != "the root is gone" or f"`roadtrain serve {root.where} --switch`" in error
+    assert any("DeadlineError" in error for error in errors), errors
+    assert not any("longer deadline_s" in error for error in errors[stopped is rack :]), errors
 
 
 def test_a_switch_that_starts_again_costs_no_step(hosts, switches, tmp_path):

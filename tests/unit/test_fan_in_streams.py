@@ -2,6 +2,7 @@
 network's multicast; who is named as late."""
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -144,7 +145,7 @@ def test_a_trial_has_a_group_of_its_job():
 
 
 def test_who_is_late_is_named_once_and_within_two_seconds():  # Rule 5
-    lateness, lines = Lateness(3), []
+    lateness, lines = Lateness(3, "10.0.0.9:7100"), []
 
     def look(now, late=(), gone=(), here=True):
         lines.extend(lateness.look(late, now, set(gone), here))
@@ -166,7 +167,8 @@ def test_who_is_late_is_named_once_and_within_two_seconds():  # Rule 5
     look(12.9, gone=[1])
     assert len(lines) == 3 and not lateness.named, "who has left is not late"
     look(14.0)
-    assert "no packet has come from the root switch" in lines[3]
+    assert lines[3].startswith("the root switch 10.0.0.9:7100 has sent no packet for 2.")
+    assert re.search(r"since \d\d:\d\d:\d\d UTC", lines[3])
     look(14.2, here=False)
     assert not lateness.named
     lateness.heard(3000, (1 << 32) - 1, 15.0)

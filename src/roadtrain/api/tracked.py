@@ -7,8 +7,8 @@ next step. So whatever batches come from (what can be iterated, torch.Generator)
 random generators are captured when step() ends, and again when a tracked DataLoader is asked for
 the next batch, which is after an evaluation in between.
 
-A DataLoader has no state of its own: `LoaderPosition` counts its batches and remembers the generators
-that its order was drawn from. Does NOT see batches that a loop draws ahead of its steps.
+A DataLoader has no state of its own: `LoaderPosition` counts its batches and remembers what
+generators its order was drawn from. Does NOT see batches that a loop draws ahead of its steps.
 """
 
 from __future__ import annotations

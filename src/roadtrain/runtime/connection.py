@@ -28,6 +28,12 @@ from roadtrain.transport.tcp import Address, TcpOptions, connect
 
 MOST_WORKERS = 1 << 16
 COMING_S = 600.0  # a frame may be on its way for so long: one link may be that slow
+# What to do after a wait that passed its deadline
+NO_ANSWER = "start again what does not answer, then the job: it goes on at the last committed step"
+SLOW = (
+    "`roadtrain status` says what each server waits for; where only the device or the network is"
+    " slow, give a longer deadline_s"
+)
 
 
 class MessageLink(Protocol):
@@ -38,6 +44,10 @@ class MessageLink(Protocol):
 
     def send(self, message: Any) -> None:
         """Keeps the order, does not block. LostError once it is closed."""
+
+    def waits_for(self) -> str:
+        """For people: ", which waits for ..." where somebody keeps the server from answering, else
+        empty."""
 
 
 class WorkerConnection:

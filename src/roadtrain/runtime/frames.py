@@ -121,12 +121,15 @@ class WelcomeHeader(NamedTuple):
     rests: str  # where the state rests, for people
 
 
+WAITS_ONLY = -1
+
+
 class ProgressHeader(NamedTuple):
-    """Until Ready: how far the server is."""
+    """What the server waits for. Until Ready: how much of it is done."""
 
     doing: str
     done: int
-    of: int
+    of: int  # WAITS_ONLY: nothing moves, `doing` says who does not answer ("": everybody does)
 
 
 class ReadyHeader(NamedTuple):

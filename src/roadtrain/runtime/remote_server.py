@@ -16,6 +16,7 @@ import numpy as np
 from roadtrain.errors import DeadlineError, LostError, PeerError, WireError
 from roadtrain.protocol import messages
 from roadtrain.runtime import frames as m
+from roadtrain.runtime.connection import NO_ANSWER, SLOW
 from roadtrain.storage.ledger import unpack
 from roadtrain.transport.link import Link
 from roadtrain.units import show_bytes
@@ -36,6 +37,7 @@ class RemoteServer:
         # what is under way there, how much of how much is done
         self.progress: tuple[str, int, int] = "", 0, 0
         self.moved = -math.inf  # when that changed
+        self.silent = ""  # who keeps it from answering, as it said last
         self._error: BaseException | None = None
         self._told = False  # it said itself that it ends
         self.gone = False  # its link ended without a word
@@ -88,7 +90,8 @@ class RemoteServer:
             except queue.Empty:
                 if time.monotonic() >= max(begin, self.moved) + deadline_s:
                     raise DeadlineError(
-                        f"waited {deadline_s:.0f} s for {what} from {self.peer}{self.how_far()}"
+                        f"waited {deadline_s:.0f} s for {what} from {self.peer}{self.waits_for()}",
+                        hint=NO_ANSWER if self.silent else SLOW,
                     ) from None
         if got == m.FAILED:
             raise LostError(
@@ -98,11 +101,12 @@ class RemoteServer:
             raise WireError(f"{self.peer} sent a frame of kind {got} instead of {what}")
         return fields, payload
 
-    def how_far(self) -> str:
+    def waits_for(self) -> str:
         """For people: what it waits for itself."""
         what, done, of = self.progress
         amount = f", {show_bytes(done)} of {show_bytes(of)}" if done else ""
-        return f", which waits for {what}{amount}" if what else ""
+        what = self.silent or what
+        return f", which waits for {what}{'' if self.silent else amount}" if what else ""
 
     def beat(self) -> None:
         if self.link is not None:
@@ -149,10 +153,14 @@ class RemoteServer:
                 self._failed(LostError(f"{self.peer} ended: {fields[1]}"))
             case m.RECORD:
                 self._inbox.put((kind, fields, payload))
+            case m.PROGRESS if fields.of == m.WAITS_ONLY:
+                self.silent = fields.doing
             case m.PROGRESS:
                 if fields != self.progress:
                     self.progress, self.moved = fields, time.monotonic()
             case m.WELCOME | m.FILLED | m.SETTLED | m.READY:
+                if kind == m.READY:
+                    self.progress = "", 0, 0
                 self._inbox.put((kind, fields, bytes(payload)))
             case _:
                 self.deliver(self._message(kind, fields, payload))

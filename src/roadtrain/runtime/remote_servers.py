@@ -244,7 +244,7 @@ class RemoteServers:
             self._report(f"waiting: {said}. It is tried for another {left_s:.0f} s")
             return
         for server in self.servers.values():
-            if words := server.how_far():
+            if words := server.waits_for():
                 self._report(f"{server.peer}{words}")
                 return
 

@@ -169,6 +169,9 @@ class Server:
             raise LostError(f"{self.peer} is closed")
         self.receive(message)
 
+    def waits_for(self) -> str:
+        return ""
+
     def receive(self, message: Any) -> None:
         """A message from a worker, or an event of a doer. Does not block."""
         self._inbox.put(message)

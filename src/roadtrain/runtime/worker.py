@@ -32,7 +32,7 @@ from roadtrain.protocol import messages
 from roadtrain.protocol import worker_events as w
 from roadtrain.protocol.commit import Diverged
 from roadtrain.protocol.worker import WorkerSetup, WorkerStateMachine
-from roadtrain.runtime.connection import MessageLink
+from roadtrain.runtime.connection import NO_ANSWER, SLOW, MessageLink
 from roadtrain.runtime.trace import Stages
 from roadtrain.runtime.worker_buffers import WorkerBuffers
 from roadtrain.streaming.released import in_child
@@ -178,11 +178,12 @@ class Worker:
             )
         self._lock.waiting = False
         if not in_time:
+            waits = {link.peer: link.waits_for() for link in self.links.values()}
             self._error = DeadlineError(  # kept, so that whoever closes does not wait once more
                 f"the worker waited {self.deadline_s:.0f} s for {what()} in step"
                 f" {self.machine.open_step}; commit: {self.machine.commit.missing()}; peers:"
-                f" {', '.join(link.peer for link in self.links.values())}",
-                hint="a device that slow needs a longer deadline_s",
+                f" {', '.join(peer + words for peer, words in waits.items())}",
+                hint=NO_ANSWER if any(waits.values()) else SLOW,
             )
         elif self._error is not None:
             self._error = self._in_step(self._error, f"waiting for {what()}")

@@ -60,10 +60,10 @@ from roadtrain.protocol.numbered import NOTHING, Heartbeat, SenderStats
 from roadtrain.runtime import frames as m
 from roadtrain.runtime.fan_in import trial
 from roadtrain.runtime.fan_in.incoming import ExpectedRun, Incoming
-from roadtrain.runtime.fan_in.lateness import Lateness
+from roadtrain.runtime.fan_in.lateness import Lateness, since
 from roadtrain.runtime.fan_in.load import load_kernels
 from roadtrain.runtime.fan_in.outgoing import Outgoing, OutgoingBytes
-from roadtrain.runtime.fan_in.registration import Registration, TreeOfJob
+from roadtrain.runtime.fan_in.registration import RESTART, Registration, TreeOfJob
 from roadtrain.runtime.fan_in.streams import (
     SEND_NBYTES,
     Batch,
@@ -147,8 +147,9 @@ class FanInEnd(IntermediarySession):
         self._tickets = itertools.count(1)  # of sums: the server knows a push's buffer by it
         self._maxima: dict[tuple[int, int], np.ndarray] = {}  # (chunk, round) -> uint8 [blocks]
         self._ports: dict[str, int] = {}  # of the switches, once all are ready
-        self._lateness = Lateness(self.workers)
+        self._lateness = Lateness(self.workers, self.plan.root.address)
         self._looked = time.monotonic()
+        self._told_silent = False  # participants heard of somebody who does not answer
         self._apart = 0  # as the machine counts them, at the last look
         self._sender: PacketSender | None = None  # once it is known where to
         self._beat = NOTHING  # what was said before that
@@ -429,6 +430,7 @@ class FanInEnd(IntermediarySession):
 
     def _look(self, now: float) -> None:
         """Time passes; who is late is named."""
+        self._say_who_is_silent()
         if not self._chunks:
             return
         self.tell(Tick(now))
@@ -448,6 +450,23 @@ class FanInEnd(IntermediarySession):
             )
         for line in self._lateness.look(late, now, gone, here):
             self.host.report(f"fan-in: {line}")
+
+    def _say_who_is_silent(self) -> None:
+        """To each participant, for its errors: the switches, or the others, that it waits for."""
+        absent = [
+            f"switch {address}, which has not answered {since(for_s)}: {RESTART.format(address)}"
+            for address, for_s in self._registration.absent.items()
+        ]
+        late = {} if absent else self._lateness.named
+        for worker in self.everyone():
+            others = [
+                f"{self._lateness.name(rank)}, which {what}"
+                for rank, what in late.items()
+                if rank != worker.rank
+            ]
+            if absent or late or self._told_silent:
+                worker.say(m.PROGRESS, ("; ".join(absent or others), 0, m.WAITS_ONLY))
+        self._told_silent = bool(absent or late)
 
     def _group_is_lost(self) -> bool:
         """Whether what goes to the group does not come any more, as where the network's devices
@@ -545,7 +564,7 @@ class FanInEnd(IntermediarySession):
                 f"{self._port.strangers:,} of strangers, {self.refused:,} refused",
                 f"{stuck} rounds stuck",
                 *(f"switch {address} is not there" for address in self._registration.absent),
-                *self._lateness.named.values(),
+                *(f"{self._lateness.name(r)} {what}" for r, what in self._lateness.named.items()),
             ]
         )
 

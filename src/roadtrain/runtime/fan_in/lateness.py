@@ -8,7 +8,9 @@ it is over (Rule 5: it is named within two seconds). No threads; the caller's cl
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence, Set
+from datetime import UTC, datetime
 
 from roadtrain.protocol.fan_in import LateWorker
 
@@ -21,10 +23,11 @@ UNHEARD = -2  # somebody whom no switch has heard yet: nobody knows its rank
 
 
 class Lateness:
-    """`named`: rank -> what is said of it, of those that are late now."""
+    """`root`: the address of the root switch. `named`: rank -> what it has not done, of those that
+    are late now."""
 
-    def __init__(self, participants: int) -> None:
-        self._participants = participants
+    def __init__(self, participants: int, root: str) -> None:
+        self._participants, self._root = participants, root
         self.named: dict[int, str] = {}
         self._silent: tuple[int, float] | None = None  # rank, when it was heard last
         self._heard = 0.0  # when the root was
@@ -38,11 +41,19 @@ class Lateness:
         """What is new, for people. `here`: all participants and switches are there."""
         found = self._found(late, now, here)
         found = {rank: words for rank, words in found.items() if rank not in gone}
-        lines = [words for rank, words in found.items() if rank not in self.named]
+        lines = [f"{self.name(rank)} {found[rank]}" for rank in found if rank not in self.named]
         back = self.named.keys() - found.keys() - gone
-        lines += [f"{_name(rank)} is not late any more" for rank in sorted(back)]
+        lines += [f"{self.name(rank)} is not late any more" for rank in sorted(back)]
         self.named = found
         return lines
+
+    def name(self, rank: int) -> str:
+        """For people."""
+        names = {
+            ROOT: f"the root switch {self._root}",
+            UNHEARD: "a worker that no switch has heard yet",
+        }
+        return names.get(rank, f"worker {rank}")
 
     def _found(self, late: Sequence[LateWorker], now: float, here: bool) -> dict[int, str]:
         found: dict[int, str] = {}
@@ -50,20 +61,24 @@ class Lateness:
             if self._heard == 0.0:
                 self._heard = now
             if (for_s := now - self._heard) > SILENT_S:
-                found[ROOT] = f"no packet has come from {_name(ROOT)} for {for_s:.1f} s"
+                found[ROOT] = f"has sent no packet {since(for_s)}"
             elif self._silent is not None:
                 rank, for_s = self._silent[0], now - self._silent[1]
                 if for_s > (UNHEARD_S if rank == UNHEARD else SILENT_S):
-                    found[rank] = f"{_name(rank)} has sent no packet for {for_s:.1f} s"
+                    found[rank] = f"has sent no packet {since(for_s)}"
         for one in late:
             if now - one.since > LATE_S and one.worker not in found:
                 found[one.worker] = (
-                    f"{_name(one.worker)} has said nothing of chunk {one.chunk} for"
-                    f" {now - one.since:.1f} s, others have"
+                    f"has said nothing of chunk {one.chunk} {since(now - one.since)}, others have"
                 )
         return found
 
 
-def _name(rank: int) -> str:
-    names = {ROOT: "the root switch", UNHEARD: "a worker that no switch has heard yet"}
-    return names.get(rank, f"worker {rank}")
+def since(seconds: float) -> str:
+    """For people: for how long, and from when on."""
+    return f"for {seconds:.1f} s (since {ago(seconds)})"
+
+
+def ago(seconds: float) -> str:
+    """For people: when that was, by this host's clock."""
+    return f"{datetime.fromtimestamp(time.time() - seconds, UTC):%H:%M:%S} UTC"

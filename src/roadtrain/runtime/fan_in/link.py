@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ from roadtrain.kernels.packets import HEADER_NBYTES, PACKET_NBYTES, PAYLOAD_NBYT
 from roadtrain.protocol.numbered import Heartbeat, NumberedReceiver
 from roadtrain.runtime import frames as m
 from roadtrain.runtime.fan_in.granted import ROUNDS, Gradient, Granted, Numbers
+from roadtrain.runtime.fan_in.lateness import ago
 from roadtrain.runtime.fan_in.load import load_kernels
 from roadtrain.runtime.fan_in.pulls import Asked, Pulls
 from roadtrain.runtime.fan_in.streams import (
@@ -62,6 +63,7 @@ TRIAL_S = 1.0  # for a word by the network's own multicast
 MOST_HAVE = (1 << 8 * PAYLOAD_NBYTES) - 1  # what the bitmap of a heartbeat can say
 BEGIN_S = 10.0  # for the thread that connects to have the link
 END_S = 5.0  # for the owner to return
+SILENT_S = 3.0  # without a packet
 MAX_NONCE = 64
 
 
@@ -134,6 +136,9 @@ class _Joined:
     sender: PacketSender
     port: PacketPort
     trial_until: float | None  # when it is given up that the network copies; None: settled
+    came: int = 0  # packets with the job's tag
+    last: float = field(default_factory=time.monotonic)  # when that changed
+    silent: bool = False  # the owner knows that none come
 
     def close(self) -> None:
         self.sender.close()
@@ -167,6 +172,7 @@ class FanInLink:
         self._joined: _Joined | None = None
         self._tcp: FrameStream
         self._begun = threading.Event()  # `_tcp` is there
+        self._server_names = False  # it has said who does not answer
         self._over = False  # no packets any more
         self._closed = False  # by the owner: it hears nothing any more
         # what the owner has to hear: a frame, or how the link was lost; None: nothing more
@@ -288,6 +294,8 @@ class FanInLink:
             case m.PULLED:
                 self._heard.put(_Arrived(kind, self._tickets.popleft(), payload))
             case _:
+                if kind == m.PROGRESS:
+                    self._hear_who_is_silent(m.header(kind, header))
                 self._heard.put(_Arrived(kind, header, payload))
 
     def lost(self, error: PeerError) -> None:
@@ -464,6 +472,7 @@ class FanInLink:
             return
         if joined.trial_until is not None and time.monotonic() > joined.trial_until:
             self._settle_trial(False)
+        self._see_who_is_silent(joined)
         beat = self._received.heartbeat() if self._clock.due() else None
         if beat is not None:
             beat = Heartbeat(beat.ack, beat.credit, beat.have & MOST_HAVE)
@@ -476,6 +485,28 @@ class FanInLink:
                 b=self._own.rank,
             )
             joined.sockets[0].send(packet, packet.size, joined.switch)
+
+    def _hear_who_is_silent(self, said: m.ProgressHeader) -> None:
+        """The server's own words take the place of what was seen here."""
+        if said.of == m.WAITS_ONLY:
+            self._server_names = bool(said.doing)
+            if self._joined is not None:
+                self._joined.silent = False
+
+    def _see_who_is_silent(self, joined: _Joined) -> None:
+        """Heartbeats come by the switch twice a second. Where none do, the owner's errors say so,
+        unless the server knows more."""
+        came, now = joined.port.packets - joined.port.strangers, time.monotonic()
+        if came != joined.came:
+            joined.came, joined.last = came, now
+        for_s = now - joined.last
+        silent = for_s > SILENT_S
+        if self._server_names or silent == joined.silent:
+            return
+        joined.silent = silent
+        words = f"switch {self._own.switch}, from which no packet has come since {ago(for_s)}"
+        said = m.encode((words if silent else "", 0, m.WAITS_ONLY))
+        self._heard.put(_Arrived(m.PROGRESS, said, memoryview(b"")))
 
     # up
 

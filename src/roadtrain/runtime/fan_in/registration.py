@@ -20,6 +20,7 @@ from roadtrain.config.fan_in import FanIn, SwitchNode
 from roadtrain.errors import BusyError, DeadlineError, LostError, PeerError, WireError
 from roadtrain.kernels.packets import ROOT
 from roadtrain.runtime import frames as m
+from roadtrain.runtime.fan_in.lateness import since
 from roadtrain.transport.address import address_of
 from roadtrain.transport.link import Link
 from roadtrain.transport.tcp import Address, TcpOptions, connect
@@ -28,6 +29,7 @@ SWITCH_S = 60.0  # for a switch to be there, also again
 BUSY_S = 10.0  # for the job before, which may be leaving, to give its slots back
 AGAIN_S = 0.2  # between two tries
 ANSWER_S = 10.0  # for a switch to answer
+RESTART = "run `roadtrain serve {} --switch` there"
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class SwitchLink:
         self.link: Link
         self._answer: queue.SimpleQueue[m.SwitchReadyHeader | PeerError] = queue.SimpleQueue()
         self.error: PeerError | None = None  # why it has ended
+        self.ended = 0.0  # and when
 
     def ready(self) -> m.SwitchReadyHeader:
         """What it answers. Raises DeadlineError, or what it says."""
@@ -101,7 +104,7 @@ class SwitchLink:
 
     def _end(self, error: PeerError) -> None:
         if self.error is None:
-            self.error = error
+            self.ended, self.error = time.monotonic(), error
             self._answer.put(error)
             self._lost(self)
 
@@ -126,6 +129,7 @@ class Registration:
         self.ports: dict[str, int] = {}  # of the switches that were there once
         self._links: dict[str, SwitchLink] = {}  # by address
         self._lost: queue.SimpleQueue[SwitchLink | None] = queue.SimpleQueue()  # None: the end
+        self._begun = time.monotonic()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._work, name="register at switches", daemon=True)
 
@@ -140,10 +144,17 @@ class Registration:
             self._thread.join()
 
     @property
-    def absent(self) -> list[str]:
-        """Switches that are not there now."""
-        here = {address for address, link in list(self._links.items()) if link.error is None}
-        return [one.address for one in self.tree.plan.from_root if one.address not in here]
+    def absent(self) -> dict[str, float]:
+        """Addresses of the switches that do not answer, each with the seconds since when. Those
+        below a switch that was never there are not asked, and not named."""
+        now, found = time.monotonic(), dict[str, float]()
+        for node in self.tree.plan.from_root:
+            link = self._links.get(node.address)
+            if link is None:
+                return {**found, node.address: now - self._begun}
+            if link.error is not None:
+                found[node.address] = now - link.ended
+        return found
 
     def _work(self) -> None:
         try:
@@ -180,10 +191,13 @@ class Registration:
             except (LostError, DeadlineError, BusyError) as error:
                 limit_s = BUSY_S if isinstance(error, BusyError) else self._deadline_s
                 if time.monotonic() - begin >= min(limit_s, self._deadline_s):
+                    for_s = time.monotonic() - begin
                     raise DeadlineError(
                         f"switch {node.address} did not take job {self.tree.session} within"
-                        f" {time.monotonic() - begin:.0f} s: {_line(error)}",
-                        hint="is `roadtrain serve --switch` running there, with enough --memory?",
+                        f" {for_s:.0f} s, {since(for_s)}: {_line(error)}",
+                        hint=f"{RESTART.format(node.address)} with enough --memory, or leave the"
+                        " switch out of fan_in; then start the job again: it goes on at the last"
+                        " committed step",
                     ) from error
             self._over.wait(AGAIN_S)
 
