@@ -328,3 +328,15 @@ def test_one_server_may_die_with_its_disk(data, n, marked):
             world.start(set(range(n)))
         if not world.together:
             break  # that start was not finished: until then there is one copy
+
+
+@pytest.mark.parametrize("replicas", [True, False])
+def test_the_way_out_of_a_fork_is_one_that_is_taken(replicas):
+    """Servers without replicas cannot be given up: nobody else has their chunks (Rule 6)."""
+    holders = ring(2) if replicas else {(0,), (1,)}
+    forked = {0: ServerHoldings(8, (A, alone(B, 0))), 1: ServerHoldings(8, (A, alone(C, 1)))}
+    with pytest.raises(ForkedError, match="neither goes on from the other") as raised:
+        Histories(forked, NAMES[:2], holders)
+    hint = str(raised.value).partition("hint: ")[2]
+    assert ("give_up" in hint) is replicas
+    assert replicas or "Start them with the directories that were trained together" in hint

@@ -200,13 +200,26 @@ class Histories:
                     raise ForkedError(
                         f"{self._told(one, other)}; {self._told(other, one)}: neither goes on from"
                         " the other",
-                        hint=(
-                            "nothing was changed. Give one of them up: give_up=[...]"
-                            f" (--servers.give_up) with the address of {self.names[one]} or of"
-                            f" {self.names[other]}; what that holds is moved aside and it is filled"
-                            " up from the others"
-                        ),
+                        hint=self._way_out(one, other),
                     )
+
+    def _way_out(self, *forked: int) -> str:
+        """The hint for servers of which neither goes on from the other."""
+        spare = [n for n in forked if not self._lost_without(n)]
+        if not spare:
+            return (
+                "nothing was changed: each of them holds chunks that no other server has, so none"
+                " can be given up. Start them with the directories that were trained together, of"
+                " one copy of the store"
+            )
+        return (
+            "nothing was changed. Give one of them up: give_up=[...] (--servers.give_up) with the"
+            f" address of {' or of '.join(self.names[n] for n in spare)}; what that holds is moved"
+            " aside and it is filled up from the others"
+        )
+
+    def _lost_without(self, number: int) -> list[int]:
+        return lost_chunks(self.holders, set(range(len(self.names))) - {number})
 
     def _goes_on_from(self, later: int, earlier: int) -> bool:
         mine, its = self.counting[later], self.counting[earlier]
@@ -277,8 +290,8 @@ class Histories:
             f"the run's last session, with {self._names(witness.members)}, is in the history of"
             f" nobody here: they are at step {max(held.newest for held in self.found.values())}",
             hint=(
-                "was an older copy put back? Name the servers that hold the run; give_up=[...] or"
-                " --new-store goes on with what is there"
+                "nothing was changed: was an older copy put back? Start the servers with the"
+                " directories that hold the run; --new-store goes back to what is there"
             ),
         )
 
