@@ -132,6 +132,9 @@ class ChargedLink:
     def __init__(self, link: MessageLink, down: Wire) -> None:
         self.peer, self._link, self._down = link.peer, link, down
 
+    def waits_for(self) -> str:
+        return self._link.waits_for()
+
     def send(self, message: Any) -> None:
         nbytes = 0
         if isinstance(message, messages.Push):

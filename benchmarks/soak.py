@@ -104,6 +104,7 @@ CYCLE = (  # every kind is among any so many faults; a kind that has many moment
     "histories mixed",
     "Trainer killed",
     "store swapped",
+    "workers stop apart",
 )
 
 
@@ -190,6 +191,20 @@ def relay_killed(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
     scene.start()
     strike_at(scene, replace(fault, moment=fault.moment / 3), reference, kill)
     return supervised(scene, fault)
+
+
+@kind("workers stop apart")
+def stop_apart(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
+    """One worker's time is over, or it is interrupted: all end after the same step, in order."""
+    stops = {rank: {"stops_at": 1 << 30} for rank in range(WORKERS)}
+    stops[int(fault.victims[0][-1])]["stops_at"] = 1 + fault.choice % (STEPS - 2)
+    scene.start(wrong=stops)
+    scene.finished()
+    last = [max(step for _, step in told.steps) for told in scene.told()]
+    if len(set(last)) > 1:
+        raise Wrong(f"workers end after steps {last}")
+    scene.finish()
+    return []
 
 
 @kind("server moved")

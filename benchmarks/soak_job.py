@@ -35,6 +35,8 @@ from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.runtime.session_host import SessionHost
 from roadtrain.storage.mark import Mark
 from roadtrain.training.metrics import Metrics, committed_by
+from roadtrain.training.step_words import WorkerWords
+from roadtrain.training.stop import INTERRUPTED
 from roadtrain.transport.tcp import TcpOptions
 
 BUDGET = 96 << 20
@@ -60,7 +62,8 @@ FLAVOURS = {"plain": Flavour(), "clipped": Flavour(clip=0.5), "late": Flavour(st
 class Errand:
     """What one worker of one start is told. `relay`: all are of one host, and one communicates
     for them. `change`: what is wrong with it. `grows_at`: from this step on its own state needs
-    room on the disk."""
+    room on the disk. `stops_at`: workers tell each other at the end of each step whether they stop,
+    and this one does from that step on; 0: they do not."""
 
     flavour: str
     servers: tuple[str, ...]
@@ -73,6 +76,7 @@ class Errand:
     relay: bool = False
     change: str = ""
     grows_at: int = 1 << 30
+    stops_at: int = 0
     replicas: int = 1
     run: str = ""  # a run directory, which knows the store; worker 0's alone
 
@@ -202,7 +206,8 @@ def _train(errand: Errand, token: bytes) -> None:
         else nullcontext()
     )
     with placed, lines as metrics:
-        while placed.steps_done < errand.steps:
+        words, stopped = WorkerWords(placed) if errand.stops_at else None, False
+        while placed.steps_done < errand.steps and not stopped:
             number = placed.steps_done
             growing.nbytes = GROWN if number >= errand.grows_at else 0
             torch.manual_seed(1000 + number * errand.workers + errand.rank)  # also dropout's
@@ -211,8 +216,13 @@ def _train(errand: Errand, token: bytes) -> None:
             loss.backward()
             if flavour.clip:
                 nn.utils.clip_grad_norm_(model.parameters(), flavour.clip)
+            if words is not None:
+                words.say(float(loss), 64, INTERRUPTED * (number + 1 >= errand.stops_at))
             placed.step()
             placed.zero_grad()
+            if words is not None:
+                told = words.hear(placed.steps_done)
+                stopped = told is not None and bool(told.why)
             if mark is not None and metrics is not None:
                 metrics.append({"step": placed.steps_done, "loss": float(loss)})
                 mark.advance(placed.committed_step)

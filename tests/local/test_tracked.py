@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tracked_run import SCHEDULERS
 import roadtrain
 from roadtrain.errors import ConfigError, LoopError
 
+also = partial(pytest.param, marks=pytest.mark.exhaustive)
 HERE = Path(__file__).parent
 STEPS = 14  # of 6 batches an epoch
 BASE = {"scheduler": "LambdaLR", "workers": 0}
@@ -58,23 +60,27 @@ def survives(tmp_path, kills, **options):
     "options",
     [
         {},
-        {"generator": True},
-        {"evaluates": True},
-        {"accumulate": 4},
+        also({"generator": True}),
+        also({"evaluates": True}),
+        also({"accumulate": 4}),
         {"streamed": True},
     ],
     ids=str,
 )
+@pytest.mark.timeout(400)
 def test_a_killed_script_goes_on(tmp_path, options):
     """Also between step() and scheduler.step(), and at the end of an epoch."""
-    survives(tmp_path, [[4, "step"], [5, "end"], [6, "end"], [7, "end"], [12, "step"]], **options)
+    survives(tmp_path, [[4, "step"], [6, "end"], [7, "end"]], **options)
 
 
 def test_a_script_with_loader_processes_goes_on(tmp_path):
     survives(tmp_path, [[8, "end"]], workers=2)
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("SequentialLR", "ReduceLROnPlateau") else also(name) for name in SCHEDULERS],
+)
 def test_each_scheduler_goes_on(tmp_path, name):
     survives(tmp_path, [[5, "step"]], scheduler=name)
 
@@ -86,7 +92,7 @@ def test_an_interrupted_script_goes_on(tmp_path):
 
 def test_a_scheduler_that_is_not_tracked_is_said(tmp_path):
     _, said, _ = script(tmp_path / "s", steps=3, tracked=False)
-    assert not any("schedule" in line for line in said)
+    assert not any("schedule begins" in line for line in said)
     _, said, _ = script(tmp_path / "s", steps=5, tracked=False)
     assert sum("schedule begins anew" in line for line in said) == 1
     _, said, _ = script(tmp_path / "s", steps=7)

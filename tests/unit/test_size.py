@@ -10,7 +10,7 @@ from pathlib import Path
 
 SRC = Path(__file__).parents[2] / "src" / "roadtrain"
 AIM = 17_500
-RATCHET = 52_700  # docs/decisions/0038; only ever lowered without a line there
+RATCHET = 54_450  # docs/decisions/0038; only ever lowered without a line there
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -275,7 +275,7 @@ class PlacedOptimizer(StoredOptimizer):
         self.check_usable()
         self.write_staged()
         if torch.is_grad_enabled():
-            self.capture()
+            self.capture(at_forward=True)
             self.root.pass_begins()
         self.root.refresh()
 

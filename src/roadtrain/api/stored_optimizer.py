@@ -164,6 +164,8 @@ class StoredOptimizer(torch.optim.Optimizer):
         if self._resumed is None or self._checked:
             return
         self._checked = True
+        if self._resumed.get("at_forward"):  # whatever the script has drawn before its loop
+            job_state.set_generators(self._resumed, self._device)
         self.check_lightning(self.model)
         schedules = any(map(is_scheduler, self._extra.values()))
         if self.steps_done and self._has_scheduler() and not schedules:
@@ -220,18 +222,20 @@ class StoredOptimizer(torch.optim.Optimizer):
         if (state := self._resumed) is not None:
             job_state.set_generators({**state, **state.get("at_step", {})}, self._device)
 
-    def capture(self) -> None:
-        """The last step's job state is final: the servers may commit it."""
+    def capture(self, at_forward: bool = False) -> None:
+        """The last step's job state is final: the servers may commit it. `at_forward`: the random
+        generators are those that the next step begins to compute with."""
         if self._due is not None:
-            self._worker.blob(self._due, self.job_state(self._drawn))
+            self._worker.blob(self._due, self.job_state(self._drawn, at_forward))
             self._due = None  # an interrupt before this has the step captured again
 
-    def job_state(self, drawn: Mapping[str, Any] | None = None) -> bytes:
+    def job_state(self, drawn: Mapping[str, Any] | None = None, at_forward: bool = False) -> bytes:
         """Encode what else a step consists of: generators, buffers, hyperparameters, what is
         tracked.
 
         Args:
             drawn: What `_draws` returned when the step ended; None: as it is now.
+            at_forward: Whether the next step is about to compute.
 
         Raises:
             ConfigError: A state cannot be written as plain data (streaming/plain.py).
@@ -248,6 +252,7 @@ class StoredOptimizer(torch.optim.Optimizer):
             states | (drawn or now)["extra"],
             self._history,
             at_step={k: v for k, v in before if not job_state.same(v, now["generators"][k])},
+            at_forward=at_forward,
             given=self._as_given,
             scheduled=any(map(is_scheduler, self._extra.values())),
         )
