@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from roadtrain.config.job import Job, check_own, load_job
@@ -29,7 +31,9 @@ def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) ->
         print(f"parallelism: {', '.join(idle)} without {needs}: no effect")
     plain = importlib.import_module("roadtrain.training.train")
     run = parallel.train_parallel if job.parallelism.used else plain.train
-    summary = run(job, program=sys.argv[0])
+    called = Path(sys.argv[0])
+    program = "python -m roadtrain" if called.name == "__main__.py" else shlex.quote(str(called))
+    summary = run(job, program=program)
     return 130 if summary.stopped == "interrupted" else 0
 
 

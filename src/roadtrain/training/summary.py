@@ -105,7 +105,7 @@ def rows(
         outside = [d for d in job.store.files if not Path(d).is_relative_to(job.run_dir)]
         removes = shlex.join(["rm", "-r", job.run.dir, *outside])
         out.append(("on disk", f"{show_bytes(used)}; {removes} removes it"))
-    again = shlex.join([program, "train", str(job.run_dir / "job.toml")])
+    again = f"{program} {shlex.join(['train', str(job.run_dir / 'job.toml')])}"
     again += "" if summary.stopped else f" --run.steps {2 * job.run.steps}"
     return [*out, ("to go on", going_on(summary, again))]
 
