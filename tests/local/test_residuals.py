@@ -192,6 +192,27 @@ def test_a_worker_whose_residuals_are_gone_says_so(addresses, tmp_path):
     assert len(said) == 1 and "worker-0" in said[0] and "lossy" in said[0]
 
 
+def test_residuals_of_a_copy_that_went_on_elsewhere_are_refused(hosts, tmp_path):
+    """They are of the same job and the same step as the servers' contents."""
+
+    def run(home, host, steps, session, left=None):
+        left = str(tmp_path / (left or home) / "left")
+        options = {"residuals": left, "session": session, **FEEDBACK}
+        workers = Workers(Case(), [host.where], tmp_path / home, steps, 1, **options)
+        return workers.join(), workers.errors()
+
+    (tmp_path / "a").mkdir()
+    ours = hosts(1, directory=tmp_path / "a" / "host")[0]
+    assert run("a", ours, 2, "1")[0] == [0]
+    ours.kill()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    ours, theirs = (hosts(1, directory=tmp_path / home / "host")[0] for home in "ab")
+    assert run("a", ours, 4, "2")[0] == run("b", theirs, 4, "3")[0] == [0]
+    codes, errors = run("a", ours, 6, "4", left="b")
+    assert codes != [0] and "ForkedError" in errors[0] and "the residuals of worker 0" in errors[0]
+    assert run("a", ours, 6, "5")[0] == [0]
+
+
 def test_what_is_refused(addresses, tmp_path):
     def place(servers, residuals=None, **options):
         model, optimizer = build(Case())

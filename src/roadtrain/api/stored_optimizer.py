@@ -32,7 +32,7 @@ from roadtrain.api.session_plan import SessionPlan
 from roadtrain.api.state_dicts import ModelStates, Pieces, Values
 from roadtrain.api.tracked import LoaderPosition, is_data, is_scheduler, trackable
 from roadtrain.chunks import ParamSpec
-from roadtrain.errors import GoneError, LoopError
+from roadtrain.errors import ForkedError, GoneError, LoopError
 from roadtrain.kernels.rule import Rule
 from roadtrain.runtime.local_servers import pieces_of
 from roadtrain.runtime.session import JobSession
@@ -253,6 +253,7 @@ class StoredOptimizer(torch.optim.Optimizer):
             self._history,
             at_step={k: v for k, v in before if not job_state.same(v, now["generators"][k])},
             at_forward=at_forward,
+            residuals=self.session.residual_sessions[1],
             given=self._as_given,
             scheduled=any(map(is_scheduler, self._extra.values())),
         )
@@ -260,6 +261,7 @@ class StoredOptimizer(torch.optim.Optimizer):
     def load_job_state(self, blob: bytes) -> None:
         """Resume from what `job_state` returned."""
         state = job_state.decode(blob, self.steps_done)
+        self._check_residuals(state.get("residuals", ""))
         groups, lines = job_state.resumed_groups(state, self.param_groups)
         for line in lines:
             self._report(line)
@@ -270,6 +272,21 @@ class StoredOptimizer(torch.optim.Optimizer):
         optimizer_states.take_groups(self, {"param_groups": groups})
         for name in self._extra:
             self._restore(name)
+
+    def _check_residuals(self, committed: str) -> None:
+        """Raise ForkedError where this worker's residuals are of another session than the one that
+        committed the servers' step."""
+        found = self.session.residual_sessions[0]
+        if found and committed and found != committed:
+            raise ForkedError(
+                f"the residuals of worker {self.group.rank} at step {self.steps_done} were trained"
+                f" by session {found}, and the servers' step by session {committed}",
+                hint=(
+                    "nothing was changed: these residuals are of a copy that went on elsewhere;"
+                    " name the directory that was trained with these servers, or an empty one: then"
+                    " residuals begin at zero (lossy)"
+                ),
+            )
 
     @property
     def _device(self) -> torch.device:

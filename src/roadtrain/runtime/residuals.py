@@ -12,6 +12,8 @@ snapshot), residuals begin at zero, and that is said.
 
 from __future__ import annotations
 
+import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from roadtrain.chunks import ChunkTable, ParamSpec, Record
 from roadtrain.config.budgets import RecordBudgets
 from roadtrain.device.buffers import Buffer
 from roadtrain.kernels.rule import Rule
+from roadtrain.protocol.history import HistoryLink
 from roadtrain.runtime.server import Server, Setup
 from roadtrain.runtime.store_plan import StorePlan
 from roadtrain.runtime.trace import Stages
@@ -69,6 +72,14 @@ def residual_block_of(table: ChunkTable) -> dict[int, int]:
     names = {block.name: block.index for block in table.blocks}
     found = {block.index: names.get(f"residual:{block.name}") for block in table.blocks}
     return {block: residuals for block, residuals in found.items() if residuals}
+
+
+def begin_session(tier: FileTier) -> tuple[str, str]:
+    """Every record of a worker's residuals names a new session from now on. Returns the one that
+    trained what is there, "" where that is not known, and the new one."""
+    before = "" if tier.session is None else tier.session.id
+    tier.session = HistoryLink(uuid.uuid4().hex[:16], max(0, tier.step), (), int(time.time()))
+    return before, tier.session.id
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from roadtrain.kernels.codecs import Compressor
 from roadtrain.protocol.worker import WorkerSetup
 from roadtrain.runtime.connection import MessageLink
 from roadtrain.runtime.remote_servers import RemoteServers
-from roadtrain.runtime.residuals import Residuals, residual_block_of
+from roadtrain.runtime.residuals import Residuals, begin_session, residual_block_of
 from roadtrain.runtime.store_plan import StorePlan, fill_record
 from roadtrain.runtime.trace import Stages
 from roadtrain.runtime.worker import Worker
@@ -123,6 +123,8 @@ class JobSession:
         self._own = None
         try:
             tier = None if residuals is None else residuals.open(self.meta.job, self.step, report)
+            # the sessions that trained this worker's residuals: the one before, and this one
+            self.residual_sessions = ("", "") if tier is None else begin_session(tier)
             table, own = self.store_plan.table, None
             holders = [
                 tuple(s for s in self.meta.holders(c.id) if s in servers.numbers)
