@@ -51,7 +51,7 @@ def test_the_table_says_what_was_needed_used_moved_and_what_limited(
     assert re.search("[MG]iB", rows["peak memory of the process, torch and text included"])
     assert "from files" in rows["moved in this run"] and "to files" in rows["moved in this run"]
     assert re.fullmatch(
-        r"[\d.]+ s: computing [\d.]+ s, waiting [\d.]+ s; limited by (computing|files|updates)",
+        r"[\d.]+ \w+: computing [\d.]+ \w+, waiting [\d.]+ \w+; limited by (computing|files|updates)",
         rows["a step took"],
     )
     assert rows["to go on"] == f"bin/roadtrain train {job.run_dir}/job.toml --run.steps 4"

@@ -265,6 +265,7 @@ class Engine:
                 continue
             self._end(task)
             if until is not None and until():
+                self._share()  # the rates of this moment, as `check` wants them
                 return
         if self._open if until is None else not until():
             left = ", ".join(f"{t.stage} of {t.where or 'nobody'}" for t in list(self._open)[:3])

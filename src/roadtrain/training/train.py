@@ -116,7 +116,7 @@ def _train(job: Job, report: Report, program: str) -> Summary:
             def ask() -> None:
                 norms.append(optimizer.grad_norm())
 
-            words, stopped = training.words, "" if training.words else stop.why()
+            words, stopped = training.words, ""
 
             def before(loss: float) -> None:
                 if late == 1:
@@ -124,12 +124,12 @@ def _train(job: Job, report: Report, program: str) -> Summary:
                 if words is not None:
                     words.say(loss, tokens_of(job), stop.why())
 
-            while optimizer.steps_done < job.run.steps and not stopped:
+            while optimizer.steps_done < job.run.steps and not (stopped if words else stop.why()):
                 loss, lr = step(training, optimizer.steps_done, before)
                 if not late:
                     ask()
                 told = words.hear(optimizer.steps_done) if words else None
-                stopped = _why(told, stop.why()) if words else stop.why()
+                stopped = _why(told, stop.why())
                 now = time.perf_counter()
                 norm = norms.pop() if norms else math.nan
                 line = _line(training, loss, lr, norm, now - then) | _of_all(training, told)
@@ -143,8 +143,8 @@ def _train(job: Job, report: Report, program: str) -> Summary:
                     mark.advance(optimizer.committed_step)
                 show(line)
                 totals.add(line, optimizer.memory()["resident"])
-        if optimizer.steps_done >= job.run.steps:
-            stopped = ""
+        stopped = stopped if words else stop.why()
+        stopped = stopped if optimizer.steps_done < job.run.steps else ""
         optimizer.flush()
         if rank == 0:
             mark.advance(optimizer.committed_step, now=True)
