@@ -265,7 +265,6 @@ class Engine:
                 continue
             self._end(task)
             if until is not None and until():
-                self._share()  # the rates of this moment, as `check` wants them
                 return
         if self._open if until is None else not until():
             left = ", ".join(f"{t.stage} of {t.where or 'nobody'}" for t in list(self._open)[:3])
@@ -279,7 +278,9 @@ class Engine:
         tasks, resources = self._touched()
         if len(tasks) == 1:  # most often
             (task,) = tasks
-            rates = {task: min(task.max_rate, *(r.capacity / w for r, w in task.uses))}
+            # a resource may be used twice: out and, as a share of the answer, in
+            full = (resource.capacity / resource.running[task] for resource, _ in task.uses)
+            rates = {task: min(task.max_rate, *full)}
         else:
             rates = fair_rates(tasks, resources)
         for task, rate in rates.items():
