@@ -21,6 +21,14 @@ CASE = Case()
 EAGER = Case(eager=True)
 
 
+@pytest.fixture(autouse=True)
+def interrupts():
+    """Ctrl-C interrupts, also where a shell's background job, which ignores it, runs the tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def plain_losses(steps):
     """Losses of the same steps without an interruption."""
     model, placed, scaler = place(CASE, None)

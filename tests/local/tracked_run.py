@@ -78,6 +78,9 @@ def main(store, steps, options):
     model, optimizer = build(Case())
     for group in optimizer.param_groups:
         group |= options.get("edited", {})
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored where a shell's job is tested
     torch.manual_seed(5), random.seed(5), np.random.seed(5)
     optimizer = roadtrain.place(model, optimizer, store=store, host_budget="128MiB")
     scheduler = SCHEDULERS[options["scheduler"]](optimizer)
