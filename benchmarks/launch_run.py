@@ -177,14 +177,19 @@ class LaunchedRun:
     def losses(self) -> dict[int, float]:
         """Step -> the mean over its ranks: a data-parallel rank's line tells of its own
         micro-batches. Where fewer ranks ran, each has more of a step's tokens: lines that the
-        others wrote of such a step before it was done again do not count."""
+        others wrote of such a step before it was done again do not count. Worker 0 of servers
+        tells of all workers, and so of more tokens than another one."""
         of_rank = [self.all_lines(rank) for rank in range(MOST_RANKS)]
         steps = sorted(of_rank[0])
         whole = sum(int(lines[steps[0]]["tokens"]) for lines in of_rank if steps[0] in lines)
         out: dict[int, float] = {}
         for step in steps:
             losses, tokens = list[float](), 0
-            for line in (lines[step] for lines in of_rank if step in lines):
+            told = [lines[step] for lines in of_rank if step in lines]
+            if any(line["tokens"] < told[0]["tokens"] for line in told):
+                out[step] = float(told[0]["loss"])
+                continue
+            for line in told:
                 if tokens < whole:
                     losses.append(float(line["loss"]))
                     tokens += int(line["tokens"])
