@@ -97,7 +97,9 @@ class Constants:
         computing = (flops + small) / (device.flops * self.efficiency) + moved
         if not (block.flops or block.tables):  # an embedding that every device has: next to nothing
             return max(computing, self.launch)
-        crossing = forward_bytes(block, samples, ranks) / device.memory_rate
+        # processors' memory is the host's, whose rate the simulator shares out
+        own = float("inf") if device.is_host else device.memory_rate
+        crossing = forward_bytes(block, samples, ranks) / own
         return max(computing, crossing, self.launch, LAUNCH_S)
 
     def _measured(self, kind: str, samples: float) -> float | None:
