@@ -225,7 +225,8 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
 
     try:
         if "run" in options:
-            options["mark"] = Mark(Path(options.pop("run")), report=said)
+            new_store = options.pop("new_store", False)
+            options["mark"] = Mark(Path(options.pop("run")), new_store=new_store, report=said)
         link = TcpOptions(token=token, retry_s=retry_s, tls=tls)
         model, optimizer = build(case)
         if change == "model":

@@ -80,6 +80,32 @@ def test_a_run_directory_knows_who_was_there(cluster, alone, tmp_path):
     same(two.train(8, **run), alone, 8)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_older_copy_is_refused_and_gone_on_from_where_it_is_meant(
+    replicas, cluster, alone, tmp_path
+):  # Rule 6
+    """All servers were put back to what they held before the last two sessions."""
+    two = cluster(2)
+    run = {"run": str(tmp_path / "run"), "replicas": replicas, **ONE}
+    (tmp_path / "run").mkdir()
+    two.train(2, **run)
+    two.lose(0, 1, keep=True)
+    copies = [shutil.copytree(h.directory, two.home / f"old{i}") for i, h in enumerate(two.hosts)]
+    two.back(0, 1)
+    two.train(3, **run)
+    two.train(4, **run)
+    two.lose(0, 1, keep=True)
+    for host, copy in zip(two.hosts, copies):
+        shutil.rmtree(host.directory)
+        copy.rename(host.directory)
+    two.back(0, 1)
+    error = refused(two, 6, run=run["run"], replicas=replicas)
+    assert "StaleError" in error and "in the history of nobody here: they are at step 2" in error
+    assert "--new-store goes back to what is there" in error, error
+    same(two.train(6, new_store=True, **run), alone, 6)
+    two.train(7, **run)
+
+
 def test_two_histories_are_refused_and_one_is_given_up(cluster, alone):
     two = cluster(2)
     two.train(2, **ONE)
@@ -190,3 +216,9 @@ def test_copies_of_one_store_are_not_mixed(cluster):
         "ForkedError" in error
         and error.count("is at step 4 on a history of its own since step 2") == 2
     ), error
+    assert "give_up" not in error and "directories that were trained together" in error, error
+    ours.lose(0, keep=True)
+    ours.hosts[0].directory.rename(ours.home / "third0")
+    (ours.home / "first0").rename(ours.hosts[0].directory)
+    ours.back(0)
+    assert start(steps=6, session="e").join() == [0]

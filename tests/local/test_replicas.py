@@ -31,8 +31,7 @@ class Cluster:
             steps,
             workers,
             session=str(self.sessions),
-            replicas=2,
-            **options,
+            **{"replicas": 2, **options},
         )
 
     def train(self, steps, **options):

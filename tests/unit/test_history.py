@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -340,3 +342,51 @@ def test_the_way_out_of_a_fork_is_one_that_is_taken(replicas):
     hint = str(raised.value).partition("hint: ")[2]
     assert ("give_up" in hint) is replicas
     assert replicas or "Start them with the directories that were trained together" in hint
+
+
+def ways_out(error):
+    """The servers that the hint of a fork says may be given up, each way."""
+    hint = str(error).partition("hint: ")[2]
+    named = re.search("with the address of (.*); what they hold", hint)
+    ways = named.group(1).split(" or of ") if named else []
+    return [{NAMES.index(name) for name in way.split(", ")} for way in ways], hint
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(st.data(), st.integers(2, 5), st.booleans())
+def test_every_way_out_of_a_fork_is_one_that_is_taken(data, n, replicas):  # Rule 6
+    """Copies of a store that went on without each other are mixed, some of them behind."""
+    first = HistoryLink("first", 0, tuple(range(n)))
+    found = {}
+    for number in range(n):
+        copy = data.draw(st.sampled_from(["empty", "behind", "a", "b", "c"]))
+        link = HistoryLink(copy, 5, tuple(range(n)))
+        if copy == "empty":
+            found[number] = ServerHoldings()
+        elif copy == "behind":
+            found[number] = ServerHoldings(5, (first,))
+        else:
+            found[number] = ServerHoldings(data.draw(st.integers(7, 9)), (first, link))
+    holders = ring(n) if replicas else {(i,) for i in range(n)}
+    try:
+        Histories(found, NAMES[:n], holders)
+    except ForkedError as error:
+        ways, hint = ways_out(error)
+    else:
+        return
+    for way in ways:
+        left = {number: held for number, held in found.items() if number not in way}
+        assert isinstance(Histories(left, NAMES[:n], holders).resume(None, way), Resume)
+    assert replicas or not ways
+    if not ways:
+        assert "give_up" not in hint and "directories that were trained together" in hint
+
+
+def test_a_server_that_has_not_answered_yet_may_hold_what_is_given_up():
+    forked = {0: ServerHoldings(8, (A, alone(B, 0))), 1: ServerHoldings(8, (A, alone(C, 1)))}
+    with pytest.raises(ForkedError) as raised:
+        Histories(forked, NAMES[:3], ring(3))
+    assert ways_out(raised.value)[0] == [{1}, {0}]
+    with pytest.raises(ForkedError) as raised:  # it answers, and is empty
+        Histories({**forked, 2: ServerHoldings()}, NAMES[:3], ring(3))
+    assert ways_out(raised.value)[0] == []

@@ -28,6 +28,7 @@ Assumes: what a server says of itself is whole. Does NOT know how it was asked, 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -119,6 +120,7 @@ class Histories:
         }
         self.names = names
         self.holders = holders
+        self.silent = set(range(len(names))) - found.keys()
         self.counting = {number: self._counting(number) for number in self.found}
         self._refuse_forks()
         self.history = max(self.counting.values(), key=len, default=())
@@ -194,9 +196,7 @@ class Histories:
     def _refuse_forks(self) -> None:
         for one in self.found:
             for other in self.found:
-                if one < other and not (
-                    self._goes_on_from(one, other) or self._goes_on_from(other, one)
-                ):
+                if one < other and not self._agree(one, other):
                     raise ForkedError(
                         f"{self._told(one, other)}; {self._told(other, one)}: neither goes on from"
                         " the other",
@@ -204,22 +204,42 @@ class Histories:
                     )
 
     def _way_out(self, *forked: int) -> str:
-        """The hint for servers of which neither goes on from the other."""
-        spare = [n for n in forked if not self._lost_without(n)]
+        """The hint for servers of which neither goes on from the other: whom to give up so that all
+        who are left agree and hold every chunk."""
+        spare: list[str] = []
+        for kept in forked:
+            side = [kept]
+            for number in self.found:
+                if all(self._agree(number, other) for other in side):
+                    side.append(number)
+            if self._can_do_with(side):
+                spare.append(self._names([n for n in self.found if n not in side]))
         if not spare:
             return (
-                "nothing was changed: each of them holds chunks that no other server has, so none"
-                " can be given up. Start them with the directories that were trained together, of"
-                " one copy of the store"
+                "nothing was changed: each side holds chunks that no other server has, so none can"
+                " be given up. Start them with the directories that were trained together, of one"
+                " copy of the store"
             )
         return (
-            "nothing was changed. Give one of them up: give_up=[...] (--servers.give_up) with the"
-            f" address of {' or of '.join(self.names[n] for n in spare)}; what that holds is moved"
-            " aside and it is filled up from the others"
+            "nothing was changed. Give the servers of one side up: give_up=[...]"
+            f" (--servers.give_up) with the address of {' or of '.join(spare)}; what they hold is"
+            " moved aside and they are filled up from the others"
         )
 
-    def _lost_without(self, number: int) -> list[int]:
-        return lost_chunks(self.holders, set(range(len(self.names))) - {number})
+    def _can_do_with(self, side: Collection[int]) -> bool:
+        """Whether a start goes on with these alone. A silent server may hold its chunks."""
+        if self.silent:
+            return not lost_chunks(self.holders, {*self.silent, *side})
+        found = {n: self.found[n] for n in side}
+        given_up = self.found.keys() - found.keys()
+        with suppress(ForkedError):
+            histories = Histories(found, self.names, self.holders)
+            return isinstance(histories.resume(None, given_up), Resume)
+        return False
+
+    def _agree(self, one: int, other: int) -> bool:
+        """Whether one of the two goes on from the other."""
+        return self._goes_on_from(one, other) or self._goes_on_from(other, one)
 
     def _goes_on_from(self, later: int, earlier: int) -> bool:
         mine, its = self.counting[later], self.counting[earlier]

@@ -89,8 +89,10 @@ class FoundStores:
             decided: Resume | Doubt | None = None
             try:
                 decided = self._histories(()).resume(self._witness())
-            except (ForkedError, StaleError):
-                if not self._give_up:
+            except (ForkedError, StaleError) as error:
+                if isinstance(error, StaleError) and self._mark and self._mark.new_store:
+                    decided = self._histories(()).resume()
+                elif not self._give_up:
                     raise
             self.given_up = () if isinstance(decided, Resume) else self._give_up
             if decided is None or self.given_up:

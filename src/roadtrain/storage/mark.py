@@ -58,7 +58,8 @@ class Mark:
     for none. `sessions`: for each step that has a line there, the session that trained it, "" where
     the line does not say. `reads`: a store that is there is wanted, none shall be made.
     `known`: what was known when it was opened, then what was written last. `fresh`: whether
-    `check` has let another store in than the one that metrics.jsonl tells of."""
+    `check` has let another store in than the one that metrics.jsonl tells of. `new_store`: a person
+    says that the store that is there is meant."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class Mark:
         self.path = directory / NAME
         self.fresh = False
         self._sessions = sessions or {}
-        self._new_store = new_store
+        self.new_store = new_store
         self._reads = reads
         self._report = report
         self._written = -EVERY_S  # when the mark was written last
@@ -103,7 +104,7 @@ class Mark:
             return
         another = step < 0 or self.known.job not in ("", job) or isinstance(refusal, ForkedError)
         if not (back and not another):
-            if not self._new_store:
+            if not self.new_store:
                 raise refusal
             self._report(f"--new-store: {refusal}".partition("\n")[0])
         self.fresh = another
@@ -197,7 +198,7 @@ class Mark:
                 raise ValueError("it has no checksum")
             known = msgspec.json.decode(body, type=Known)
         except ValueError as error:
-            if metrics.step < 0 and not self._new_store:
+            if metrics.step < 0 and not self.new_store:
                 raise DamagedError(
                     f"{self.path}: damaged ({error}): which store is this run's, at which step, is"
                     " not known",
