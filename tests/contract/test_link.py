@@ -27,6 +27,7 @@ import pytest
 import roadtrain_rdma as rdma
 from roadtrain.errors import (
     AuthError,
+    BusyError,
     ConfigError,
     DeadlineError,
     LostError,
@@ -477,6 +478,8 @@ def test_accept_may_refuse_with_words_that_the_client_gets(kind, folder):
         WireError("step 3 is needed, this is step 5"),
         AuthError("not of this job"),
         ValueError("a bug"),
+        BusyError("busy with another start"),
+        WireError("a long story: " + 9000 * "x"),
     ]
 
     def accept(link, hello):
@@ -493,8 +496,12 @@ def test_accept_may_refuse_with_words_that_the_client_gets(kind, folder):
         connect(listener.address, Recorder(), options, hello=b"2")
     with pytest.raises(WireError, match="65537 bytes, 65536"):
         connect(listener.address, Recorder(), options, hello=bytes(65537))
+    with pytest.raises(BusyError, match="busy with another start"):
+        connect(listener.address, Recorder(), options, hello=b"3")
+    with pytest.raises(WireError, match=r"a long story: x{2000}"):
+        connect(listener.address, Recorder(), options, hello=b"4")
     listener.close()
-    assert len(reports) >= 3
+    assert len(reports) >= 5
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp", RDMA])
@@ -630,7 +637,8 @@ def wait_report(reports: list[str], word: str) -> None:
 @pytest.mark.parametrize("token", [b"another token of a job", None])
 def test_a_wrong_token_or_none_is_refused_on_both_sides(server, token):
     listener, reports = server
-    with pytest.raises(AuthError, match="token"):
+    words = "token does not match" if token else "none here, one there"
+    with pytest.raises(AuthError, match=words):
         tcp.connect(listener.address, Recorder(), tcp.TcpOptions(token=token))
     wait_report(reports, "token")
 
@@ -669,6 +677,72 @@ def test_no_link_of_too_many_connections_before_the_token_is_proven(server, numb
     assert sock.recv(1) == b""
     sock.close()
     wait_report(reports, f"connection {number} of {connections}, 64 are allowed")
+
+
+def test_no_hello_of_any_size_before_the_token_is_proven(server):  # Rule 8
+    listener, reports = server
+    ours = handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16))._replace(hello_nbytes=65537)
+    sock = stranger(listener, sealed(handshake.GREETING.pack(*ours)))
+    handshake.receive(sock, handshake.GREETING.size + SUM.size, time.monotonic() + WAIT_S, "")
+    assert sock.recv(1) == b""
+    sock.close()
+    wait_report(reports, "a hello of 65537 bytes, 65536 are allowed")
+
+
+def test_a_hello_that_was_changed_on_the_way_is_not_taken(server):
+    listener, reports = server
+    ours = handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16), hello=b"hello")
+    sock = stranger(listener)
+    handshake.client_greet(sock, ours, TOKEN, b"jello", time.monotonic() + WAIT_S)
+    assert sock.recv(1) == b""
+    sock.close()
+    wait_report(reports, "hello does not match its checksum")
+
+
+def test_a_connection_of_a_number_that_came_before_is_refused(server):
+    listener, reports = server
+    until = time.monotonic() + WAIT_S
+    socks = [stranger(listener) for _ in range(2)]
+    for sock in socks:
+        ours = handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16), 0, 2)
+        handshake.client_greet(sock, ours, TOKEN, b"", until)
+    wait_report(reports, "connection 0 came twice")
+    for sock in socks:
+        sock.close()
+
+
+def test_closing_a_listener_does_not_wait_for_the_rest_of_a_link():
+    listener = tcp.listen(
+        ("127.0.0.1", 0),
+        lambda link, hello: Recorder(),
+        tcp.TcpOptions(token=TOKEN, handshake_s=60.0),
+        lambda line: None,
+    )
+    sock = stranger(listener)
+    ours = handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16), 0, 2)
+    handshake.client_greet(sock, ours, TOKEN, b"", time.monotonic() + WAIT_S)
+    begin = time.monotonic()
+    listener.close()
+    assert time.monotonic() - begin < 10
+    sock.close()
+
+
+def test_a_link_that_is_made_is_no_handshake_any_more():
+    """Of several connections the first waits for the others, and no longer."""
+    options, made = tcp.TcpOptions(token=TOKEN, handshake_s=60.0, connections=3), []
+
+    def accept(link, hello):
+        made.append(link)
+        return Recorder()
+
+    listener = tcp.listen(("127.0.0.1", 0), accept, options)
+    link, until = tcp.connect(listener.address, Recorder(), options), time.monotonic() + WAIT_S
+    while greeting_threads():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    link.close()
+    made[0].close()
+    listener.close()
 
 
 def test_garbage_gets_no_answer(server):
@@ -1033,6 +1107,95 @@ def test_the_binding_of_tls_is_the_certificate_that_the_server_showed(folder):
         tcp._binding = handshake_binding
     assert plain is handshake.client_greet and seen == [tls.binding()] and len(seen[0]) == 32
     listener.close()
+
+
+VERDICT_NBYTES = handshake.VERDICT.size + SUM.size
+
+
+def judged(change, error=None, *, summed=True):
+    """What a client says of a verdict that somebody changes on its way: its code, text and proof.
+    summed: the text's checksum is made right again."""
+    ours, theirs = socket.socketpair()
+    until = time.monotonic() + 5
+
+    def serve() -> None:
+        theirs_greeting = handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16))
+        caller = handshake.server_greet(theirs, theirs_greeting, TOKEN, until)
+        mine, its = socket.socketpair()
+        with mine, its, theirs:
+            if error is None:
+                handshake.take(mine, caller, until)
+            else:
+                handshake.refuse(mine, error, until, caller)
+            raw = its.recv(1 << 16)
+            code, _, text_sum, proof = handshake.VERDICT.unpack(raw[: handshake.VERDICT.size])
+            code, text, proof = change(code, raw[VERDICT_NBYTES:], proof)
+            if summed:
+                text_sum = SUM.unpack(sealed(text)[-SUM.size :])[0]
+            head = handshake.VERDICT.pack(code, len(text), text_sum, proof)
+            theirs.sendall(sealed(head) + text)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with ours:
+        try:
+            greeting = handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16))
+            answer = handshake.client_greet(ours, greeting, TOKEN, b"", until)
+            handshake.client_verdict(ours, answer, until)
+        except PeerError as found:
+            return found
+        finally:
+            thread.join()
+    return None
+
+
+def test_who_changes_a_verdict_on_the_way_is_found():
+    seen = []
+    assert judged(lambda code, text, proof: (seen.append(proof), (code, text, proof))[1]) is None
+    refusal = WireError("no room")
+    same = judged(lambda *verdict: verdict, refusal)
+    assert isinstance(same, WireError) and "no room" in str(same)
+    changes = {
+        "refused": (lambda code, text, proof: (handshake.REFUSED, text, proof), None),
+        "taken": (lambda code, text, proof: (handshake.TAKEN, text, proof), refusal),
+        "busy": (lambda code, text, proof: (handshake.BUSY, text, proof), refusal),
+        "other words": (lambda code, text, proof: (code, b"go away", proof), refusal),
+        "of another session": (lambda code, text, proof: (code, text, seen[0]), None),
+    }
+    for name, (change, error) in changes.items():
+        found = judged(change, error)
+        assert isinstance(found, AuthError) and "does not prove the token" in str(found), name
+    flipped = judged(lambda code, text, proof: (code, b"go away", proof), refusal, summed=False)
+    assert isinstance(flipped, WireError) and "checksum" in str(flipped), "no wrong token"
+
+
+def test_a_verdict_is_short_and_plain():
+    """It may come from a stranger: no more is read of it, and no control character is shown."""
+
+    def unproven(text):
+        return judged(lambda code, _, proof: (handshake.NOT_PROVEN, text, proof))
+
+    long = unproven(bytes(handshake.MAX_TEXT + 1))
+    assert isinstance(long, WireError) and "2049 bytes, 2048 are allowed" in str(long)
+    shown = str(unproven(b"\x1b[2Jno\x07 token\xff"))
+    assert "[2Jno token" in shown and shown.replace("\n", "").isprintable()
+
+
+def test_each_side_proves_its_own_role():
+    """What a server proves is no client's proof of the same words."""
+    answer = handshake.Answered(handshake.greeting(tcp.TcpOptions(), TOKEN, b""), TOKEN, b"said")
+    words = b"said" + bytes([handshake.TAKEN])
+    assert handshake._prove_verdict(answer, handshake.TAKEN, b"") == handshake._prove(
+        TOKEN, b"server", words
+    )
+    assert handshake._prove(TOKEN, b"server", words) != handshake._prove(TOKEN, b"client", words)
+
+
+@pytest.mark.parametrize("given", [(10, [20, 30]), (30, [20, 10]), (30, [10, 20]), (20, [30, 10])])
+def test_the_smallest_limit_of_both_sides_counts(given):
+    ours, theirs = given
+    greetings = [handshake.greeting(tcp.TcpOptions(frame_limit=n), TOKEN, b"") for n in theirs]
+    assert handshake.limits(tcp.TcpOptions(frame_limit=ours), greetings) == 10
 
 
 def test_messages_of_another_edition_are_refused_with_a_sentence_on_both_sides():

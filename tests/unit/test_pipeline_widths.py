@@ -248,6 +248,24 @@ def test_a_rank_knows_its_peers() -> None:
     ]
 
 
+@pytest.mark.parametrize(("stages", "parts"), [(2, 2), (4, 2), (4, 3)])
+def test_interleaved_stages_begin_with_the_forwards_of_the_paper(stages: int, parts: int) -> None:
+    """Narayanan et al., section 2.2: 2 (p - 1 - s) + (v - 1) p, never more than there are."""
+    for stage in range(stages):
+        warm = 2 * (stages - 1 - stage) + (parts - 1) * stages
+        for turns in (1, 2, 8):
+            found = first_forwards(stage, stages, turns * stages, parts)
+            assert found == min(warm, turns * stages * parts)
+
+
+def test_a_stage_is_finished_once_its_last_run_has_ended() -> None:
+    machine = StageStateMachine(0, 1, 1)
+    [forward] = machine.start()
+    [backward] = machine.ended(forward)
+    assert not machine.finished
+    assert machine.ended(backward) == [] and machine.finished
+
+
 def test_what_passes_inside_a_rank_is_no_transfer() -> None:
     machine = StageStateMachine(0, 1, 4, 3)
     assert machine.sends() == machine.receives() == []

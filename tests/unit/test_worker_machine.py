@@ -10,6 +10,7 @@ from roadtrain.chunks import SEGMENT, ChunkTable, ParamSpec
 from roadtrain.errors import LoopError
 from roadtrain.protocol import messages
 from roadtrain.protocol import worker_events as w
+from roadtrain.protocol.block_state import BlockState, GradPhase
 from roadtrain.protocol.worker import WorkerSetup, WorkerStateMachine
 
 ROOT, ROOT_GRAD = "root", "gradient of the root"
@@ -414,7 +415,13 @@ def test_a_buffer_is_free_once_every_server_has_read_all_of_it():
 
 
 @pytest.mark.parametrize(
-    ("staleness", "asked"), [(0, [0, 1, 2, 2]), (1, [0, 0, 1, 2]), (3, [-3, -2, -1, -1])]
+    ("staleness", "asked"),
+    [
+        (0, [0, 1, 2, 2]),
+        (1, [0, 0, 1, 2]),
+        (2, [-2, -1, 0, 0]),
+        (3, [-3, -2, -1, -1]),
+    ],
 )
 def test_which_version_a_step_asks_for(staleness, asked):  # Rule 1
     """Updates in the first two steps, none in the third."""
@@ -445,6 +452,9 @@ def test_what_a_gradient_may_become():
     assert not machine.sums_here(1)
     [update] = machine.handle(w.BeginUpdate(1, 1, {0: ()}, lambda param: 1.0))
     assert list(update.message.scales) == [0.5], "the mean of two workers"
+    assert not machine.is_open(1) and machine.blocks[1].updated
+    [update, *_] = machine.handle(w.BeginUpdate(2, 1, {0: ()}, lambda param: 1.0))
+    assert list(update.message.scales) == [None], "this worker has no gradient of it"
     with pytest.raises(LoopError, match="after its update had begun"):
         machine.handle(w.GradReady(1, [1]))
     with pytest.raises(AssertionError):
@@ -469,6 +479,125 @@ def test_residuals_are_of_one_worker():
     assert machine.workers_of(2) == 1 and not machine.sums_here(2)
     updates = machine.handle(w.BeginUpdate(2, 1, {0: ()}, lambda param: 1.0))
     assert [list(say.message.scales) for say in updates] == [[1.0], [1.0]]
+
+
+def test_what_never_changes_is_asked_for_as_it_is():  # Rule 1
+    """A session goes on with staleness 1: of the last step's updates, the frozen chunk had none."""
+    machine = a_machine(staleness=1, committed=5)
+    [pulls] = machine.handle(w.FetchInto(3, "here"))
+    asked = {pull.chunk.trainable: pull.version for pull in pulls.pulls}
+    assert asked == {True: -1, False: 0}
+
+
+def test_a_gradient_with_memory_of_its_own_takes_none_of_the_pool():
+    """The root block's, or one that is pushed once more, is always kept where it lies."""
+    machine = a_machine(buffers=3)
+    chunk = machine.table.blocks[1].chunks[0]
+
+    def pushed(buffer, fresh):
+        [say] = machine.handle(w.SendDense(buffer, [(chunk, None, "")], fresh, {}, False))
+        return say.message.keep
+
+    assert pushed(ROOT_GRAD, True) and not machine.kept
+    for fresh, kept in ((False, 0), (True, 1)):
+        buffer = machine.next_buffer()
+        machine.handle(w.TakeBuffer())
+        assert pushed(buffer, fresh) and len(machine.kept) == kept
+    machine.handle(w.TakeBuffer())
+    assert not pushed(0, True) and pushed(ROOT_GRAD, True)
+    machine.check()
+
+
+def test_a_dropped_gradient_leaves_nothing():
+    """Neither its sums nor its parameters count for the next one."""
+    machine = a_machine()
+    machine.handle(w.GradReady(1, [1]))
+    [chunk] = [chunk.id for chunk in machine.table.blocks[1].chunks]
+    machine.handle(messages.GradAccumulated(chunk, (3.0,)))
+    machine.current.add(1)
+    state = machine.blocks[1]
+    assert state.sums.values == {chunk: (3.0,)}
+    machine.handle(w.DropGrad(1))
+    assert not (state.sums.values or state.present or machine.current or state.held)
+
+
+@pytest.mark.parametrize(("staleness", "versions"), [(0, [1, 1, 1]), (1, [1, 2, 2])])
+def test_a_block_is_fetched_again_when_its_values_change(staleness, versions):
+    """An update in the first step alone; with staleness 1 it is seen a step later."""
+    machine, found = a_machine(staleness=staleness), []
+    for step in (1, 2, 3):
+        if step == 1:
+            machine.handle(w.GradReady(1, [1]))
+            chunk = machine.table.blocks[1].chunks[0].id
+            machine.handle(messages.GradAccumulated(chunk, (1.0,)))
+            machine.handle(w.BeginUpdate(1, step, {0: ()}, lambda param: 1.0))
+            machine.handle(w.EndUpdate(1))
+        machine.handle(w.EndOpenStep(step))
+        machine.commit.committed = step
+        found.append(machine.blocks[1].version)
+    assert found == versions
+
+
+def test_a_slot_says_which_version_is_in_it():
+    machine = a_machine()
+    machine.handle(w.BeginAgain(3))
+    machine.handle(w.FetchBlock(1))
+    slot = machine.prefetch.where[1]
+    assert machine.slot_version[slot] == machine.blocks[1].version == 1
+
+
+def arrive(machine, actions):
+    """All pulls come, and those that they make room for."""
+    for action in actions:
+        if isinstance(action, w.StartPulls):
+            for pull in action.pulls:
+                arrive(machine, machine.handle(messages.Pulled(pull.ticket, pull.chunk.id)))
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_to_begin_again_is_to_begin_there(staleness):
+    """After two steps all are sent back: what is asked for is what a new session asks for."""
+    machine = a_machine(staleness=staleness)
+    for step in (1, 2):
+        machine.handle(w.GradReady(1, [1]))
+        chunk = machine.table.blocks[1].chunks[0].id
+        machine.handle(messages.GradAccumulated(chunk, (1.0,)))
+        machine.handle(w.BeginUpdate(1, step, {0: ()}, lambda param: 1.0))
+        machine.handle(w.EndUpdate(1))
+        arrive(machine, machine.handle(w.EndOpenStep(step)))
+        machine.commit.committed = step
+    machine.current.add(0)
+    machine.handle(w.BeginAgain(7))
+    machine.check()
+    fresh = a_machine(staleness=staleness, committed=7)
+
+    def asks(it):
+        versions = []
+        for block in (1, 2, 3):
+            [pulls] = it.handle(w.FetchInto(block, f"block {block}"))
+            versions.append([pull.version for pull in pulls.pulls])
+        state = [(s.updated_in, s.changed_in, s.phase) for s in it.blocks]
+        return versions, it.chunk_version, state, it.current, it.open_step
+
+    assert asks(machine) == asks(fresh)
+
+
+def test_the_end_of_a_step_opens_every_gradient_again():
+    """What is held stays held; nothing is closed or updated; sums that are whole are let go."""
+    ends = {
+        GradPhase.EMPTY: GradPhase.EMPTY,
+        GradPhase.HELD: GradPhase.HELD,
+        GradPhase.EMPTY_CLOSED: GradPhase.EMPTY,
+        GradPhase.HELD_CLOSED: GradPhase.HELD,
+        GradPhase.UPDATED: GradPhase.EMPTY,
+    }
+    for before, after in ends.items():
+        state = BlockState(0, 0, phase=before)
+        for _ in range(5):
+            last = state.sums
+            state.end_step()
+            assert state.sums is not last and [*state.ended] == [last]
+        assert state.phase is after
 
 
 def test_other_contents_are_fetched_anew():

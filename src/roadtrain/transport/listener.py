@@ -229,6 +229,8 @@ class Listener:
         to that thread."""
         theirs = caller.greeting
         with self._lock:
+            if self._closed:  # nobody would end the wait for the others
+                raise LostError("closed before the link was whole")
             first = theirs.link not in self._joining
             joining = self._joining.setdefault(theirs.link, _Joining())
             if theirs.number in joining.there:
