@@ -4,6 +4,7 @@ every way it ends."""
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from roadtrain.errors import LostError, PeerError, WireError
 from roadtrain.kernels import fixed_point, packets
 from roadtrain.kernels.packets import Kind
 from roadtrain.runtime import frames as m
+from roadtrain.runtime.fan_in import link as link_module
 from roadtrain.runtime.fan_in.link import FanInLink, Participant, dial
 from roadtrain.units import round_up
 from tests.local.faulty import RandomFaults
@@ -389,6 +391,37 @@ def test_errors_of_packets_name_server_and_switch(scene: Any) -> None:  # Rule 5
     owner = it.owners[0]
     owner.until(lambda: bool(owner.errors))
     assert "server 0" in str(owner.errors[0]) and "switch 127.0.0.1:9" in str(owner.errors[0])
+
+
+def test_a_switch_that_sends_nothing_is_named_until_it_does_or_the_server_knows_more(
+    scene: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:  # Rule 5
+    monkeypatch.setattr(link_module, "SILENT_S", 0.5)
+    it = scene(workers=1)
+    hub, owner = it.hub, it.owners[0]
+
+    def words() -> list[str]:
+        progress = [fields for kind, fields in owner.frames if kind == m.PROGRESS]
+        assert all(fields.of == m.WAITS_ONLY for fields in progress)
+        return [fields.doing for fields in progress]
+
+    def server_says(text: str) -> None:
+        hub.members[0].link.send(m.PROGRESS, m.encode((text, 0, m.WAITS_ONLY)))
+
+    hub.quiet = True
+    owner.until(lambda: len(words()) == 1)
+    silent = r"switch 127.0.0.1:9, from which no packet has come since \d\d:\d\d:\d\d UTC"
+    assert re.fullmatch(silent, words()[0])
+    hub.quiet = False
+    owner.until(lambda: words()[1:] == [""])
+    server_says("switch 127.0.0.1:8, which is gone")
+    owner.until(lambda: len(words()) == 3)
+    hub.quiet = True
+    time.sleep(1.0)
+    assert words()[2:] == ["switch 127.0.0.1:8, which is gone"]
+    server_says("")
+    owner.until(lambda: len(words()) == 5)
+    assert words()[3] == "" and re.fullmatch(silent, words()[4])
 
 
 @pytest.mark.parametrize("ends", ["hub", "owner"])

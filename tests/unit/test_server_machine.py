@@ -290,6 +290,35 @@ def test_a_sum_that_was_dropped_is_taken_again(closes):
     assert sums_of(world) == [(0, 1), (1,)] and chunk_of(world).version == 1
 
 
+def test_one_relay_stands_for_several_workers():
+    """What it pushes is their sum: its norm is told once the relay has closed it, not before."""
+    world = World(server({0: Resident.RECORD}, durable=False, relays=True), 0)
+    world.feed(messages.Push(0, None, True, True, 1))
+    world.drain()
+    assert sums_of(world) == []
+    world.feed(messages.ApplyUpdate(0, 1, (), [1.0], 0))
+    world.drain()
+    assert sums_of(world) == [(0,)] and chunk_of(world).version == 1
+
+
+def test_a_dropped_gradient_frees_the_memory_of_its_own_worker():
+    """The other worker's is in use until the update."""
+    world = World(server({0: Resident.RECORD}, durable=False, workers=2), 0)
+    for worker in (0, 1):
+        world.feed(messages.Push(0, None, True, True, 10 + worker, None, worker))
+    world.drain()
+    world.feed(messages.DiscardGrad(0, 0))
+
+    def freed():
+        return [m.ticket for m in world.sent if isinstance(m, messages.BufferFree)]
+
+    assert freed() == [10]
+    for worker in (0, 1):
+        world.feed(messages.ApplyUpdate(0, 1, (), [1.0], 0, worker))
+    world.drain()
+    assert freed() == [10, 11]
+
+
 def test_a_sum_counts_for_its_own_step_only():
     """The first step's gradients are closed, the second step's are not."""
     world = World(server({0: Resident.RECORD}, durable=False, workers=2), 0)
@@ -465,6 +494,8 @@ def test_workers_that_differ_are_told():
     assert agreed([nan, replace(nan, scales=[float("nan"), None], worker=1)]).scales[0] != 0
     with pytest.raises(LoopError, match="hyperparameters"):
         agreed([a, replace(a, hyper=(0.2,), worker=1)])
+    with pytest.raises(LoopError, match="2 and 1 parameters"):
+        agreed([a, replace(a, scales=[1.0], worker=1)])
     with pytest.raises(LoopError, match=r"by 1.0 and 0.5"):
         agreed([a, replace(a, scales=[0.5, None], worker=1)])
 
@@ -677,8 +708,31 @@ def test_ledger_with_replicas_gives_the_blob_to_all_before_the_commit():
     assert ledger.on_prepared(messages.Prepared(2, 1)) == []
     assert ledger.missing() == "step 1 waits for server(s) [4]"
     assert ledger.on_prepared(messages.Prepared(4, 1)) == [(1, messages.Commit(1, b"x"))]
+    assert ledger.missing() == "step 1 waits for server(s) [1]"
     assert [s for s, _ in ledger.on_committed(messages.CommitDone(1))] == [2, 4]
     ledger.check()
+
+
+def test_what_only_one_worker_has_is_prepared_before_the_others_are_told():
+    """Server 9 is that worker's own: it compares nothing and keeps no job's state."""
+    ledger = CommitStateMachine((1, 2, 9), 0, everywhere=True, own=9)
+    ledger.end_step(1)
+    ledger.blob(1, b"x")
+    for server_ in (1, 2):
+        assert ledger.on_written(messages.Written(server_, 1)) == []
+    assert ledger.on_prepared(messages.Prepared(9, 1)) == [(2, messages.Commit(1, b"x"))]
+    assert ledger.on_prepared(messages.Prepared(2, 1)) == [(1, messages.Commit(1, b"x"))]
+
+
+def test_two_chunks_whose_differences_cancel_are_found():  # Rule 6
+    """The plain sums are the same, the weighted ones are not."""
+    ledger = CommitStateMachine((0, 1), 0, everywhere=True)
+    ledger.end_step(1)
+    ledger.blob(1, b"x")
+    for server_, (second, third) in ((0, (10, 20)), (1, (20, 10))):
+        sums = added(added((0, 0), 2, second), 3, third)
+        assert ledger.on_written(messages.Written(server_, 1, ((0, *sums),))) == []
+    assert ledger.diverged is not None and ledger.diverged.chunk([2, 3]) is None
 
 
 @pytest.mark.parametrize("bad", [(), (5,), (2, 7)])
@@ -736,9 +790,11 @@ def test_a_server_says_what_it_wrote_before_it_prepares():
         world.feed(messages.EndStep(1))
         world.drain()
         assert not any(isinstance(a, messages.Prepare) for a in world.log)
-        said.append(next(m for m in world.sent if isinstance(m, messages.Written)))
         world.feed(messages.Commit(1, b"x"))
         world.drain()
+        written = [m for m in world.sent if isinstance(m, messages.Written)]
+        assert len(written) == 1, "once, however long the step waits"
+        said += written
         assert [a.step for a in world.log if isinstance(a, messages.Prepare)] == [1]
     first = added((0, 0), 0, 1000)
     second = added(added((0, 0), 1, 1001), 2, 1002)

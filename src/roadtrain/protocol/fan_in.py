@@ -417,7 +417,7 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
                 f"chunk {chunk.number} was summed without worker(s) {_listed(sorted(late))}, who"
                 " waited with gradients of other chunks and have one of it after all: the server"
                 " with the other copy may have summed it otherwise",
-                hint="a greater host budget, so that workers need not wait, or replicas = 1",
+                hint="raise the host budget, so that workers need not wait, or leave fan_in out",
             )
 
     def _discard(self, chunk: ChunkQueue) -> None:

@@ -481,7 +481,8 @@ def agreed(updates: Sequence[ApplyUpdate]) -> ApplyUpdate:
         if len(other.scales) != len(scales) or other.hyper != updates[0].hyper:
             raise LoopError(
                 f"workers 0 and {other.worker} differ in step {other.step}, chunk {other.chunk}:"
-                f" hyperparameters {updates[0].hyper} and {other.hyper}",
+                f" {len(scales)} and {len(other.scales)} parameters, hyperparameters"
+                f" {updates[0].hyper} and {other.hyper}",
                 hint="every worker runs the same loop with the same optimizer",
             )
         for i, (mine, theirs) in enumerate(zip(scales, other.scales)):

@@ -151,7 +151,7 @@ def open_or_none(
         if meta.staleness:
             raise ConfigError(
                 f"{opened.directories[0]} has staleness 1 and is not converted",
-                hint="keep its layout",
+                hint="keep the directories, chunk_elements and dtype that it was made with",
             )
         new = convert(
             opened, meta, store_plan.directories, store_plan.owners, direct=store_plan.direct

@@ -69,19 +69,20 @@ def check_same(where: str, held: StoreMeta, store_plan: StorePlan) -> None:
             f"{where}: holds state of {[g.rule for g in held.groups]}, the optimizer is "
             f"{[g.rule for g in store_plan.groups]}",
             hint=(
-                "use the same optimizer and parameter groups, or export the weights and start anew"
+                "use the same optimizer and parameter groups, or export the weights and begin in an"
+                " empty store"
             ),
         )
     if held.staleness != (store_plan.staleness == 1):
         raise ForeignError(
             f"{where}: trained with staleness {held.staleness}, asked for is"
             f" {store_plan.staleness}",
-            hint="go on as before, or export the weights and start anew",
+            hint="go on as before, or export the weights and begin in an empty store",
         )
     if held.replicas != store_plan.replicas:
         raise ForeignError(
             f"{where}: made with replicas = {held.replicas}, asked for are {store_plan.replicas}",
-            hint="go on as before, or export the weights and start anew",
+            hint="go on as before, or export the weights and begin in an empty store",
         )
 
 

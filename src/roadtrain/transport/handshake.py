@@ -283,7 +283,8 @@ def _fits(ours: Greeting, raw: bytes) -> Greeting:
             f"the peer speaks other messages ({theirs.language.hex()[:8]}) than this side"
             f" ({ours.language.hex()[:8]}): another edition of roadtrain, or a server of another"
             " kind",
-            hint="install the same version on both",
+            hint="install the same version of roadtrain on both; is this the address of a server of"
+            " the kind that is meant?",
         )
     if theirs.has_token != ours.has_token:
         have = ("none here", "one there") if theirs.has_token else ("one here", "none there")
