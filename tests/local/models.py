@@ -83,10 +83,9 @@ def place(case, store, seed=0, **options):
         store=store,
         dtype=case.dtype,
         extra=extra,
-        deadline_s=60,
         backwards_per_step=case.accumulate if case.eager else None,
         delay=delay_of(case),
-        **{"report": lambda _: None, **options},
+        **{"report": lambda _: None, "deadline_s": 60, **options},
     )
     return model, placed, scaler
 

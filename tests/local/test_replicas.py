@@ -4,11 +4,16 @@ server, with all it held, costs no step and no bit (Rules 1 and 3)."""
 import random
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from models import Case, one_step, place
 from processes import HostProcess, Workers, losses
+
+import roadtrain
+from roadtrain.errors import LostError
+from roadtrain.protocol.messages import CommitDone
 
 STEPS, LONG = 14, Case(clip=0.5, dtype=torch.bfloat16)
 
@@ -215,6 +220,40 @@ def test_another_number_of_replicas_is_refused(cluster):
     alone = Workers(LONG, two.where[:1], two.home, 4, 1, session="alone", replicas=2)
     assert alone.join() == [3] and "replicas = 2 with 1 server" in alone.errors()[0]
     two.train(3)
+
+
+def test_a_dead_server_costs_no_link_to_a_living_one(alone, cluster, monkeypatch):  # Rule 3
+    """An answer to server 0 finds the link of server 1 lost, before anybody has heard of it. Server
+    0 hears nevertheless that it may go on without the other."""
+    two, held = cluster(2), []
+    servers = roadtrain.Servers(two.where, replicas=2)
+    model, placed, scaler = place(LONG, servers, deadline_s=20, chunk_elements=1 << 16)
+    worker, server = placed._worker, placed.session.servers.servers[0]  # noqa: SLF001
+    one_step(LONG, model, placed, scaler, 1, seed=1000)
+    placed.flush()
+
+    def hold(message):
+        held.append(message) if isinstance(message, CommitDone) else worker.deliver(message)
+
+    def lost(message):
+        raise LostError("server 1: ended without a goodbye")
+
+    server.deliver = hold
+    one_step(LONG, model, placed, scaler, 2, seed=1001)
+    with ThreadPoolExecutor() as pool:
+        closing, until = pool.submit(placed.close), time.monotonic() + 30
+        while not held:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        monkeypatch.setattr(worker.links[1], "send", lost)
+        for message in held:
+            worker.deliver(message)  # as a link's thread does; what is raised ends the link
+        two.lose(1)
+        with pytest.raises(LostError, match="step 3, sending: server 1: ended without a goodbye"):
+            closing.result(30)
+    two.back(1)
+    later = losses(two.train(4, workers=1).logs[0])
+    assert later.keys() == {"3", "4", "end"} and later["4"] == alone[0]["4"]
 
 
 @pytest.mark.timeout(300)

@@ -151,12 +151,13 @@ class WorkerSums:
         self._coordinator = coordinator
         self._closed, self._watcher = threading.Event(), threading.Thread()
         try:
-            for number, address in enumerate(reducers):
-                name = f"the reducer of worker {number}"
-                self._reducers[number] = self._reach(number, address, own, name)
+            # first those that refuse all workers alike: one that leaves there is not missed below
             for number, text, _ in spares:
                 name = f"spare host {text}"
                 self._reducers[number] = self._reach(number, address_of(text), None, name)
+            for number, address in enumerate(reducers):
+                name = f"the reducer of worker {number}"
+                self._reducers[number] = self._reach(number, address, own, name)
         except BaseException:
             self.close()
             raise

@@ -124,7 +124,13 @@ class Worker:
                 case messages.Failed(_, error):
                     self._error = self._error or error
                 case _:
-                    self._handle(message)
+                    try:
+                        self._handle(message)
+                    except Exception as error:
+                        # It would end the link by which `message` came. Where another server's
+                        # link is lost, as the answer found, only the next wait raises it.
+                        if error is not self._error:
+                            raise
             if (found := self.machine.commit.diverged) is not None and self._error is None:
                 self._error = self._diverged(found)
             self._lock.notify_all()
@@ -152,8 +158,10 @@ class Worker:
     def _tell(self, server: int, message: Any) -> None:
         try:
             self.links[server].send(message)
+            return
         except (LostError, WireError) as error:
-            raise self._in_step(error, "sending") from error
+            self._error = self._error or self._in_step(error, "sending")
+        raise self._error
 
     def _in_step(self, error: BaseException, doing: str) -> BaseException:
         """The end of a link, with the step at work and what was done in it (Rule 5)."""
