@@ -10,12 +10,14 @@ Assumes: made by place(). Does NOT run update rules or move bytes; runtime/worke
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
 import itertools
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -36,6 +38,7 @@ from roadtrain.streaming.split import Split
 from roadtrain.streaming.stream import BlockStream
 
 _live: weakref.WeakSet[PlacedOptimizer] = weakref.WeakSet()  # those that are not closed
+_closing: set[PlacedOptimizer] = set()  # those that were dropped, until they are
 
 
 class PlacedOptimizer(StoredOptimizer):
@@ -328,10 +331,11 @@ class PlacedOptimizer(StoredOptimizer):
             return
         if os.getpid() != self._worker.maker:
             return
-        if threading.current_thread() is threading.main_thread():
-            _close_and_say(self)
-        else:  # which the close may have to wait for
-            threading.Thread(target=_close_and_say, args=(self,), name="roadtrain close").start()
+        # The collector runs in any thread, at any moment: this one may hold what the close waits
+        # for, or a lock of the threading module that starting a thread takes.
+        _closing.add(self)
+        closes = threading.Thread(target=_close_and_say, args=(self,), daemon=False)
+        _thread.start_new_thread(closes.start, ())
 
     def __enter__(self) -> PlacedOptimizer:
         return self
@@ -372,6 +376,8 @@ def check_not_in_ram(model: nn.Module) -> None:
 def close_earlier(request: Request, model: nn.Module | None = None) -> None:
     """Close sessions of this process that hold `model`, or what `request` asks for: directories, or
     a place at servers. Their last step is committed."""
+    while any(placed._worker.maker == os.getpid() for placed in list(_closing)):
+        time.sleep(0.01)  # each close has its deadline
     for placed in list(_live):
         if placed._worker.maker != os.getpid():
             continue
@@ -388,6 +394,8 @@ def _close_and_say(placed: PlacedOptimizer) -> None:
     except Exception as error:
         if placed.steps_done > placed.committed_step:
             placed.request.report(f"step {placed.steps_done} could not be committed: {error}")
+    finally:
+        _closing.discard(placed)
 
 
 def _release_in_child() -> None:
