@@ -52,7 +52,7 @@ def test_what_is_whole_passes_at_once(lab) -> None:
     # each group goes by the fastest network that its hosts share (Yang et al., section 3.2)
     assert "dp stage 0 tensor index 0: infiniband at 100 MB/s (eth0 of a0 a1)" in printed
     assert "dp stage 1 tensor index 0: roce at 75 MB/s (eth0 of b0 b1)" in printed
-    assert "activations stage 0 to 1: ethernet at 6 MB/s" in printed
+    assert "activations stage 0 to 1: ethernet at 6.2 MB/s" in printed
     assert "tp stage 0 replica 0: inside host a0" in printed
     assert not said["b1"].printed
 
