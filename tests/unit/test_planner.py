@@ -414,6 +414,33 @@ def test_a_plan_or_a_sentence(
         assert all(need.fits for need in answer.pick.result.needs)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "model", "ranks", "rates"),
+    [
+        ("raid0", "DLRM-Kaggle", Parallelism(dp=16), ("1MB/s", "900GB/s")),
+        ("ddp", "OPT-125M", Parallelism(pp=3, virtual_stages=4), ("1MB/s", "1B/s")),
+    ],
+    ids=["SSDs", "a pipeline"],
+)
+def test_thousands_of_micro_batches_of_which_no_two_take_the_same_are_not_all_simulated(
+    name: str, model: str, ranks: Parallelism, rates: tuple[str, str]
+) -> None:
+    """A search for a plan took minutes for one step of them, on SSDs or links so slow that steps
+    take days."""
+    rate, link = rates
+    cluster = eight_ssds(4, 7, 4 if ranks.pp == 1 else 1, rate=rate, nics=[{"rate": link}])
+    few, many = (
+        simulate(Plan(placement(name), ranks, 1, number), cluster, shape(model), OF, checked=False)
+        for number in (480, 98_304)
+    )
+    whole = simulate(few.plan, cluster, shape(model), OF, checked=False, logs=[])
+    assert few.seconds == pytest.approx(whole.seconds, rel=0.03)
+    assert few.bytes == pytest.approx(whole.bytes, rel=0.03)
+    assert many.tasks <= few.tasks < whole.tasks
+    assert few.seconds < many.seconds < float("inf")
+
+
 def test_memory_is_kept_free() -> None:  # Rule 4
     """A plan that needs 0.97 of a device's memory fits without headroom, not with what is kept
     where nobody says."""

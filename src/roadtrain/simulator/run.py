@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from math import ceil
 from typing import Any
 
 from roadtrain.config.cluster import Cluster
@@ -18,7 +19,8 @@ from roadtrain.simulator.engine import Cost, Engine, Task
 from roadtrain.simulator.memory import Need, check
 from roadtrain.simulator.scene import Scene
 
-MOST_STEPS, SAME = 12, 1e-6
+# MANY: micro-batches whose mean stands for more where no two take exactly the same
+MOST_STEPS, SAME, MANY = 12, 1e-6, 64
 # of what was counted: "seconds", a resource, a lane, (stage's key, 0 or 1)
 Counts = dict[Any, float]
 
@@ -67,29 +69,19 @@ def simulate(
     apart: bool = False,
 ) -> Result:
     """Steps until two in a row take the same time. Of many micro-batches those that repeat are
-    counted, not simulated, unless it is `traced` or logged. `apart`: each data-parallel rank is
-    simulated, on hosts whose cards all traffic shares, as is always done where widths differ; else
-    those of a stage are one that has what the least of them has. Raises ConfigError for a plan that
-    this cluster cannot carry out, BudgetError (unless not `checked`) for one that does not fit
-    its memories."""
+    counted, not simulated, unless it is `traced` or logged. Where they never quite repeat, the mean
+    of MANY stands for the rest of a step that has over six times as many. `apart`: each
+    data-parallel rank is simulated, on hosts whose cards all traffic shares, as is always done
+    where widths differ; else those of a stage are one that has what the least of them has. Raises
+    ConfigError for a plan that this cluster cannot carry out, BudgetError (unless not `checked`)
+    for one that does not fit its memories."""
     engine = Engine(traced)
-    scene, parallelism = Scene(plan, cluster, model, constants, apart=apart), plan.parallelism
+    scene = Scene(plan, cluster, model, constants, apart=apart)
     if checked:
         check(scene.needs, plan)
     scene.build(engine, logs)
     steps = _Steps(scene)
-    turn = parallelism.pp  # micro-batches after which a pipeline repeats itself
-    counts = None
-    for times in (2, 6):
-        few = times * turn * parallelism.virtual_stages + plan.num_microbatches % turn
-        if (
-            counts is None
-            and not traced
-            and logs is None
-            and not scene.apart
-            and 3 * plan.num_microbatches > 2 * (5 * few + 3 * turn)
-        ):
-            counts = steps.counted(few, turn, plan.num_microbatches)
+    counts = None if traced or logs is not None or scene.apart else steps.of_repeats()
     counts = counts or steps.steady(scene.num_microbatches)
     # work that piles up has to be done in the end
     seconds = max(counts["seconds"], scene.bound()[0])
@@ -153,23 +145,36 @@ class _Steps:
         half = 1 if len(took) < MOST_STEPS else len(took) // 2
         return {key: n / half for key, n in _less(self.marks[-1], self.marks[-1 - half]).items()}
 
-    def counted(self, few: int, turn: int, num_microbatches: int) -> Counts | None:
-        """Of a step of `num_microbatches`, by what `turn` more do to steps of a few. None where
-        that is not always the same."""
+    def of_repeats(self) -> Counts | None:
+        """Of a step of many micro-batches, by fewer of them. None where there are too few."""
+        plan = self.scene.plan
+        turn = plan.parallelism.pp  # micro-batches after which a pipeline repeats itself
+        wanted, odd = plan.num_microbatches, plan.num_microbatches % turn
+        least = turn * plan.parallelism.virtual_stages
+        for few in (2 * least + odd, 6 * least + odd):
+            if 3 * wanted > 2 * (5 * few + 3 * turn) and (counts := self.counted(few, turn)):
+                return counts
+        many = max(6 * least, turn * ceil(MANY / turn))
+        return self.counted(many + odd, many, exactly=False) if wanted > 6 * many else None
+
+    def counted(self, few: int, turn: int, *, exactly: bool = True) -> Counts | None:
+        """Of the plan's step, by what `turn` micro-batches more do to steps of `few`. None where
+        that is not always the same and `exactly` asks for it."""
         base, one, two = self.steady(few), self.one(few + turn), self.one(few + 2 * turn)
         more = _less(two, one)
         for stage in self.scene.stages:
-            stage.num_microbatches = num_microbatches
+            stage.num_microbatches = self.scene.num_microbatches
         before, took = _less(one, base), {(key, 0) for key in self.scene.engine.stages}
+        turns = (self.scene.num_microbatches - few) / turn - 2
         if not self._same(before, more, self.marks[-1]) or any(
             abs(before.get(key, 0.0) - n) > SAME * two["seconds"]
             for key, n in more.items()
             if key in took
         ):
-            return None
-        return {
-            key: n + more[key] * ((num_microbatches - few) / turn - 2) for key, n in two.items()
-        }
+            if exactly:
+                return None
+            self.differ = abs(more["seconds"] - before["seconds"]) * turns
+        return {key: n + more[key] * turns for key, n in two.items()}
 
     def _same(self, one: Counts, other: Counts, whole: Counts) -> bool:
         """`whole`: counts so far, of which it is a small part by which resources may differ."""
