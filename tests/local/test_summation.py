@@ -563,6 +563,23 @@ def test_fsdp2_is_needed_for_its_sums():
         roadtrain.sum_fsdp(nn.Linear(2, 2), None)
 
 
+@pytest.mark.parametrize(
+    ("option", "wrong"),
+    [
+        ("spares", 5),
+        ("rates", "fast"),
+        ("budget", "lots"),
+        ("deadline_s", -1),
+        ("local", "no"),
+        ("tls", 3),
+        ("token_file", 7),
+    ],
+)
+def test_a_wrong_option_of_the_hook_is_named(option, wrong):  # Rule 6
+    with pytest.raises(RoadtrainError, match=f"Summation: `{option}` cannot be"):
+        roadtrain.Summation(**{option: wrong})
+
+
 def test_the_hook_needs_a_process_group():
     with pytest.raises(ConfigError, match="no process group"):
         roadtrain.Summation()

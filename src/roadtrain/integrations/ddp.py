@@ -21,6 +21,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from roadtrain.config.options import Deadline, PathLike, Size, check_options
 from roadtrain.device.copies import own_device
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.codecs import format_of
@@ -58,15 +59,16 @@ class Summation(TensorSums):
     address: str | None = None
     # the token of the spare hosts, by which the workers of several hosts know each other too;
     # needed beyond this host
-    token_file: str | None = None
-    budget: str | int | None = None  # bytes for this process's reducers; None: half of what is free
-    deadline_s: float = 600.0  # how long a sum may take
+    token_file: PathLike | None = None
+    budget: Size | None = None  # bytes for this process's reducers; None: half of what is free
+    deadline_s: Deadline = 600.0  # how long a sum may take
     # this host's certificate and key, and who signs the others'; to spare hosts and other workers
     tls: Tls | None = None
     rank: int = field(init=False)
     workers: int = field(init=False)
 
     def __post_init__(self) -> None:
+        check_options(Summation, vars(self))
         if not dist.is_initialized():
             raise ConfigError(
                 "no process group", hint="torch.distributed.init_process_group() comes first"
@@ -104,10 +106,6 @@ class Summation(TensorSums):
         super().__init__(sums, self.format, ends)
 
 
-def _shapes(tensors: Sequence[torch.Tensor]) -> str:
-    return " ".join("x".join(map(str, tensor.shape)) for tensor in tensors)
-
-
 def sum_hook(state: Summation, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """For `register_comm_hook`. What DDP gives last is nearest the input, and wanted first by
     the next forward."""
@@ -121,7 +119,7 @@ def sum_hook(state: Summation, bucket: dist.GradBucket) -> torch.futures.Future[
     grads = bucket.buffer()
     grads.div_(state.workers)
     key = bucket.index() << 40 | grads.numel()  # another after DDP has grouped anew
-    shapes = _shapes(bucket.gradients())
+    shapes = " ".join("x".join(map(str, tensor.shape)) for tensor in bucket.gradients())
     says = f" of gradients {shapes}{', the last' * bucket.is_last()}"
     return state.sum(
         Named(key, f"DDP's bucket {bucket.index()}", says), grads, priority=-bucket.index()

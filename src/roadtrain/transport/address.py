@@ -51,7 +51,7 @@ def local_options(options: TcpOptions) -> shm.ShmOptions:
     )
 
 
-def token_of(path: str | None) -> bytes | None:
+def token_of(path: str | Path | None) -> bytes | None:
     """The job's token: the content of a file that its owner alone can read. Raises ConfigError."""
     if path is None:
         return None
