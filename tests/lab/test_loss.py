@@ -90,7 +90,10 @@ def test_frames_count_what_the_rate_holds_for() -> None:
         assert len(arrived(a, b)) == TRAIN * TRAINS
         out, into = (host.nics[0].frames() - then for host, then in zip((a, b), before))
         whole = TRAIN * TRAINS * (SEGMENT + headers)
-        assert 0 <= out.sent - whole < 1000 and 0 <= into.received - whole < 1000
+        # ARP and neighbor discovery come on top: less than one byte for each frame
+        assert (
+            0 <= out.sent - whole < TRAIN * TRAINS and 0 <= into.received - whole < TRAIN * TRAINS
+        )
         assert out.received < 1000 and into.sent < 1000
 
 
