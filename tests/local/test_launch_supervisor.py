@@ -515,7 +515,8 @@ def test_launchers_and_supervisors_that_are_killed(tmp_path: Path) -> None:
         launcher.wait()
         wait_for(lambda: not run.home.is_supervised(), "the end of a run without its launcher")
         assert (run.home.state().code, run.home.state().why) == (130, "its launcher is gone")
-        assert run.run("status", "tiny")[0] == 0 and run.nothing_runs()
+        assert run.run("status", "tiny")[0] == 0
+        wait_for(run.nothing_runs, "the end of what ran")
 
         assert run.run("launch", "--resume", "tiny", "--detach")[0] == 0
         run.step_reached(len(run.lines) + 5)
@@ -552,7 +553,8 @@ def test_a_run_is_stopped_and_refused_by_name(tmp_path: Path) -> None:
         run.step_reached(3)
         code, said = run.run("launch", "--stop", "tiny")
         assert code == 0 and "run tiny is stopped: the user asked for it" in said
-        assert launcher.wait(PATIENCE_S) == 130 and run.nothing_runs()
+        assert launcher.wait(PATIENCE_S) == 130
+        wait_for(run.nothing_runs, "the end of what ran")
         done = len(run.lines)
         (tmp_path / "store").rename(tmp_path / "elsewhere")
         code, said = run.run("launch", "--resume", "tiny")
