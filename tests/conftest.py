@@ -6,7 +6,6 @@ import importlib.util
 import os
 from pathlib import Path
 
-import hypothesis
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +35,3 @@ check_tree()
 # Tests start processes, some of them in other directories.
 before = filter(None, [os.environ.get("PYTHONPATH")])
 os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, PACKAGES.values()), *before])
-# The same examples in every run: a slow one, which no timeout ends, would otherwise come and go.
-hypothesis.settings.register_profile("repeatable", derandomize=True)
-hypothesis.settings.load_profile("repeatable")

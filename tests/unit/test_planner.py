@@ -416,25 +416,33 @@ def test_a_plan_or_a_sentence(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "model", "ranks", "rates"),
+    ("plan", "model", "where"),
     [
-        ("raid0", "DLRM-Kaggle", Parallelism(dp=16), ("1MB/s", "900GB/s")),
-        ("ddp", "OPT-125M", Parallelism(pp=3, virtual_stages=4), ("1MB/s", "1B/s")),
+        (
+            Plan(placement("raid0"), Parallelism(dp=16), 32, 480),
+            "DLRM-Kaggle",
+            {"hosts": 4, "devices": 4, "nics": [{"rate": "900GB/s"}]},
+        ),
+        (
+            Plan(placement("ddp"), Parallelism(pp=3, virtual_stages=4), 1, 480),
+            "OPT-125M",
+            {"hosts": 3, "devices": 1, "nics": [{"rate": "1B/s"}]},
+        ),
     ],
     ids=["SSDs", "a pipeline"],
 )
-def test_thousands_of_micro_batches_of_which_no_two_take_the_same_are_not_all_simulated(
-    name: str, model: str, ranks: Parallelism, rates: tuple[str, str]
+def test_a_step_of_many_micro_batches_that_differ_is_estimated(
+    plan: Plan, model: str, where: dict[str, Any]
 ) -> None:
-    """A search for a plan took minutes for one step of them, on SSDs or links so slow that steps
-    take days."""
-    rate, link = rates
-    cluster = eight_ssds(4, 7, 4 if ranks.pp == 1 else 1, rate=rate, nics=[{"rate": link}])
+    """On SSDs or links so slow that a step takes hours, no two take exactly the same; a search for
+    a plan took minutes to simulate one step of thousands."""
+    cluster = eight_ssds(ssds=7, rate="1MB/s", memory_rate="1MB/s", **where)
     few, many = (
-        simulate(Plan(placement(name), ranks, 1, number), cluster, shape(model), OF, checked=False)
-        for number in (480, 98_304)
+        simulate(plan.changed(num_microbatches=number), cluster, shape(model), OF, checked=False)
+        for number in (plan.num_microbatches, 98_304)
     )
-    whole = simulate(few.plan, cluster, shape(model), OF, checked=False, logs=[])
+    whole = simulate(plan, cluster, shape(model), OF, checked=False, logs=[])
+    assert few.estimated and many.estimated and not whole.estimated
     assert few.seconds == pytest.approx(whole.seconds, rel=0.03)
     assert few.bytes == pytest.approx(whole.bytes, rel=0.03)
     assert many.tasks <= few.tasks < whole.tasks

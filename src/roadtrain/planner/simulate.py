@@ -126,8 +126,7 @@ def assumptions(
 ) -> dict[str, tuple[float, str]]:
     """All that a prediction rests on and nobody gave: name -> value and how people say it.
     Rates in bytes a second."""
-    out = guesses(cluster)
-    out |= {
+    out = guesses(cluster) | {
         "step inside a host": (INSIDE_S, show_seconds(INSIDE_S)),
         "bytes a parameter's update": (UPDATE_BYTES, f"{UPDATE_BYTES:g}"),
     }
@@ -166,19 +165,14 @@ def least_forward(cluster: Cluster, model: ModelShape, of: Constants, plan: Plan
 def assumed(cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | None) -> list[str]:
     """Lines for people."""
     own = guesses(cluster)
-    lines = [
-        "assumed "
-        + (
-            ", ".join(f"{name} {said}" for name, (_, said) in own.items())
-            or "nothing of the cluster"
-        )
-    ]
+    of_cluster = ", ".join(f"{name} {said}" for name, (_, said) in own.items())
     rest = [
         f"{name} {said}"
         for name, (_, said) in assumptions(cluster, model, of, plan).items()
         if name not in own
     ]
-    return [*lines, "assumed " + ", ".join(rest), *(f"assumed {note}" for note in model.notes)]
+    lines = [of_cluster or "nothing of the cluster", ", ".join(rest), *model.notes]
+    return [f"assumed {line}" for line in lines]
 
 
 def not_counted(plan: Plan, model: ModelShape) -> list[str]:
@@ -209,7 +203,8 @@ def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -
         ),
         (
             f"a step  {show_seconds(result.seconds)}, {show_number(result.samples_per_s)}"
-            f" samples/s, {show_flops(flops_per_s)} a device (the last two steps differ by"
+            f" samples/s, {show_flops(flops_per_s)} a device ("
+            f"{'estimated from shorter ones; ' * result.estimated}the last two steps differ by"
             f" {show_seconds(result.differ)})"
         ),
     ]
@@ -279,6 +274,7 @@ def as_json(result: Result, cluster: Cluster, model: ModelShape, of: Constants) 
         "plan": {**asdict(result.plan), "placement": result.plan.placement.name},
         "step_s": result.seconds,
         "differ_s": result.differ,
+        "estimated": result.estimated,
         "samples_per_s": result.samples_per_s,
         "busy": result.busy,
         "bytes": result.bytes,

@@ -7,7 +7,6 @@ result.seconds, result.busy["stage 0 out"], result.peaks
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from math import ceil
 from typing import Any
 
@@ -19,7 +18,7 @@ from roadtrain.simulator.engine import Cost, Engine, Task
 from roadtrain.simulator.memory import Need, check
 from roadtrain.simulator.scene import Scene
 
-# MANY: micro-batches whose mean stands for more where no two take exactly the same
+# MANY: micro-batches of the shorter step from which a long one is estimated
 MOST_STEPS, SAME, MANY = 12, 1e-6, 64
 # of what was counted: "seconds", a resource, a lane, (stage's key, 0 or 1)
 Counts = dict[Any, float]
@@ -27,10 +26,11 @@ Counts = dict[Any, float]
 
 @dataclass(frozen=True)
 class Result:
-    """`seconds`: of a step in the steady state; `differ`: by how much the last two differ. `busy`:
-    share of the time that each resource or device is taken. `stages`: (where, stage) -> seconds and
-    bytes a step. `peaks`: bytes of each memory. `bytes`: a step, through each resource.
-    """
+    """`seconds`: of a step in the steady state; `differ`: by how much the last two that were
+    simulated differ. `estimated`: whether those were shorter, of micro-batches that never repeat
+    exactly. `busy`: share of the time that each resource or device is taken. `stages`: (where,
+    stage) -> seconds and bytes a step. `peaks`: bytes of each memory. `bytes`: a step, through each
+    resource."""
 
     plan: Plan
     seconds: float
@@ -46,6 +46,7 @@ class Result:
     trace: list[Task] = field(default_factory=list, repr=False)
     needs: list[Need] = field(default_factory=list)
     timeline: dict[str, list[tuple[float, float]]] = field(default_factory=dict, repr=False)
+    estimated: bool = False
 
     @property
     def samples_per_s(self) -> float:
@@ -69,8 +70,8 @@ def simulate(
     apart: bool = False,
 ) -> Result:
     """Steps until two in a row take the same time. Of many micro-batches those that repeat are
-    counted, not simulated, unless it is `traced` or logged. Where they never quite repeat, the mean
-    of MANY stands for the rest of a step that has over six times as many. `apart`: each
+    counted, not simulated, unless it is `traced` or logged. Where they never repeat exactly, a step
+    of over six times MANY is estimated from steps of MANY and three times as many. `apart`: each
     data-parallel rank is simulated, on hosts whose cards all traffic shares, as is always done
     where widths differ; else those of a stage are one that has what the least of them has. Raises
     ConfigError for a plan that this cluster cannot carry out, BudgetError (unless not `checked`)
@@ -81,8 +82,10 @@ def simulate(
         check(scene.needs, plan)
     scene.build(engine, logs)
     steps = _Steps(scene)
-    counts = None if traced or logs is not None or scene.apart else steps.of_repeats()
+    counts = None if traced or logs is not None or scene.apart else steps.extrapolated()
     counts = counts or steps.steady(scene.num_microbatches)
+    for stage in scene.stages:
+        stage.num_microbatches = scene.num_microbatches
     # work that piles up has to be done in the end
     seconds = max(counts["seconds"], scene.bound()[0])
     busy = {
@@ -111,16 +114,18 @@ def simulate(
         engine.trace or [],
         scene.needs,
         {p.name: p.changes for p in engine.pools.values()},
+        steps.estimated,
     )
 
 
 class _Steps:
     """Runs steps. `marks`: after each, all that was counted until then: seconds, what each
     resource gave, what each lane and stage took. `differ`: seconds by which the last two steady
-    steps differ."""
+    steps differ. `estimated`: as in Result."""
 
     def __init__(self, scene: Scene) -> None:
-        self.scene, self.marks, self.differ = scene, [_mark(scene.engine)], 0.0
+        self.scene, self.marks = scene, [_mark(scene.engine)]
+        self.differ, self.estimated = 0.0, False
 
     def one(self, num_microbatches: int) -> Counts:
         engine, stages = self.scene.engine, self.scene.stages
@@ -130,7 +135,8 @@ class _Steps:
         engine.run(until=lambda: all(len(s.ends) == s.step for s in stages))
         if fixed := self.scene.constants.fixed:
             engine.task("Wait", Cost(fixed), where="step")
-            engine.run(until=partial(_past, engine, engine.now + fixed))
+            end = engine.now + fixed
+            engine.run(until=lambda: engine.now >= end)
         self.marks.append(_mark(engine))
         return _less(self.marks[-1], self.marks[-2])
 
@@ -145,36 +151,37 @@ class _Steps:
         half = 1 if len(took) < MOST_STEPS else len(took) // 2
         return {key: n / half for key, n in _less(self.marks[-1], self.marks[-1 - half]).items()}
 
-    def of_repeats(self) -> Counts | None:
-        """Of a step of many micro-batches, by fewer of them. None where there are too few."""
+    def extrapolated(self) -> Counts | None:
+        """Counts of a step of many micro-batches, from shorter steps. None where it has too few."""
         plan = self.scene.plan
         turn = plan.parallelism.pp  # micro-batches after which a pipeline repeats itself
-        wanted, odd = plan.num_microbatches, plan.num_microbatches % turn
+        number, odd = plan.num_microbatches, plan.num_microbatches % turn
         least = turn * plan.parallelism.virtual_stages
         for few in (2 * least + odd, 6 * least + odd):
-            if 3 * wanted > 2 * (5 * few + 3 * turn) and (counts := self.counted(few, turn)):
+            if 3 * number > 2 * (5 * few + 3 * turn) and (counts := self.counted(few, turn)):
                 return counts
         many = max(6 * least, turn * ceil(MANY / turn))
-        return self.counted(many + odd, many, exactly=False) if wanted > 6 * many else None
+        if number <= 6 * many:
+            return None
+        self.estimated = True
+        few_counts, counts = self.steady(many + odd), self.steady(3 * many + odd)
+        times = (number - odd - 3 * many) / (2 * many)
+        return {key: n + times * (n - few_counts.get(key, 0.0)) for key, n in counts.items()}
 
-    def counted(self, few: int, turn: int, *, exactly: bool = True) -> Counts | None:
-        """Of the plan's step, by what `turn` micro-batches more do to steps of `few`. None where
-        that is not always the same and `exactly` asks for it."""
+    def counted(self, few: int, turn: int) -> Counts | None:
+        """Counts of the plan's step, from what `turn` more micro-batches add to a step of `few`.
+        None where that is not always the same."""
         base, one, two = self.steady(few), self.one(few + turn), self.one(few + 2 * turn)
         more = _less(two, one)
-        for stage in self.scene.stages:
-            stage.num_microbatches = self.scene.num_microbatches
         before, took = _less(one, base), {(key, 0) for key in self.scene.engine.stages}
-        turns = (self.scene.num_microbatches - few) / turn - 2
         if not self._same(before, more, self.marks[-1]) or any(
             abs(before.get(key, 0.0) - n) > SAME * two["seconds"]
             for key, n in more.items()
             if key in took
         ):
-            if exactly:
-                return None
-            self.differ = abs(more["seconds"] - before["seconds"]) * turns
-        return {key: n + more[key] * turns for key, n in two.items()}
+            return None
+        times = (self.scene.num_microbatches - few) / turn - 2
+        return {key: n + more[key] * times for key, n in two.items()}
 
     def _same(self, one: Counts, other: Counts, whole: Counts) -> bool:
         """`whole`: counts so far, of which it is a small part by which resources may differ."""
@@ -191,7 +198,3 @@ def _mark(engine: Engine) -> Counts:
 
 def _less(after: Counts, before: Counts) -> Counts:
     return {key: n - before.get(key, 0.0) for key, n in after.items()}
-
-
-def _past(engine: Engine, second: float) -> bool:
-    return engine.now >= second
