@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import benchmarks
-from roadtrain.config.names import unknown_name
 from roadtrain.errors import ConfigError, RoadtrainError
+from roadtrain.options.names import unknown_name
 
 
 def names() -> list[str]:

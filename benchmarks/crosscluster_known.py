@@ -28,8 +28,8 @@ from benchmarks.crosscluster_lab import CPUS, START_CPUS
 from benchmarks.crosscluster_model import Batch, ModelSize, RunSpec, next_token_loss
 from roadtrain.errors import RoadtrainError
 from roadtrain.lab import Network
-from roadtrain.parallel.data_group import DataGroup
-from roadtrain.parallel.sharded_optimizer import ShardedOptimizer
+from roadtrain.stages.data_group import DataGroup
+from roadtrain.stages.sharded_optimizer import ShardedOptimizer
 
 TIMES = 5
 SENT = 4 << 20  # elements each way

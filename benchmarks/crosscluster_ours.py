@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from benchmarks.crosscluster_model import RunSpec, next_token_loss, optimizer_of
-from roadtrain.api.parallel_options import ParallelOptions
-from roadtrain.api.parallelize import parallelize
-from roadtrain.api.stores import Files, Servers
-from roadtrain.config.networks import NetworkStatement
-from roadtrain.config.parallelism import Parallelism
-from roadtrain.parallel.stage_model import MicroBatch
+from roadtrain.placement.stores import Files, Servers
+from roadtrain.stages.networks import NetworkStatement
+from roadtrain.stages.parallel_options import ParallelOptions
+from roadtrain.stages.parallelism import Parallelism
+from roadtrain.stages.parallelize import parallelize
+from roadtrain.stages.stage_model import MicroBatch
 
 DEADLINE_S = 240.0
 

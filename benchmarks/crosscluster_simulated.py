@@ -15,13 +15,13 @@ from benchmarks.crosscluster_model import RunSpec
 from benchmarks.crosscluster_runs import Run
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.models import ModelShape, from_config
-from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import ElementBytes, NetworkGroup, Plan, placement
 from roadtrain.errors import ConfigError
 from roadtrain.lab import CARRIED
 from roadtrain.simulator.compute import Constants, HostTimes
 from roadtrain.simulator.fabric import UPDATE_BYTES
 from roadtrain.simulator.run import Result, simulate
+from roadtrain.stages.parallelism import Parallelism
 
 FP32 = ElementBytes(parameter_bytes=4, gradient_bytes=4, activation_bytes=4)
 KINDS = {"ib": ("infiniband", INFINIBAND), "roce": ("roce", ROCE)}

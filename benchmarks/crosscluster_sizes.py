@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from statistics import median
 
 from benchmarks.report import Row
-from roadtrain.config.parallelism import even
-from roadtrain.protocol.stage_sizes import best_sizes, papers_sizes
-from roadtrain.protocol.step_model import BoundarySpeed, StageSpeed, StepModel, StepWork
+from roadtrain.stages.parallelism import even
+from roadtrain.stages.protocol.stage_sizes import best_sizes, papers_sizes
+from roadtrain.stages.protocol.step_model import BoundarySpeed, StageSpeed, StepModel, StepWork
 
 AS_GOOD = 1 + 1e-9
 PAPER, UNIFORM = "the paper's formula", "uniform stages"

@@ -48,7 +48,7 @@ from benchmarks.report import Report, Row
 from roadtrain.config.job import load_job
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab import LoopDevice, Throttle, lab_available
-from roadtrain.runtime.session_host import SessionHost
+from roadtrain.servers.serve import SessionHost
 from roadtrain.training.build import build_model, build_optimizer
 from roadtrain.training.train import Training, held_out_loss, place_job, step
 from roadtrain.transport.tcp import TcpOptions

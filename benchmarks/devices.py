@@ -36,8 +36,6 @@ import torch
 
 from benchmarks.report import Report, Row
 from roadtrain.chunks import Block, ChunkTable, ParamSpec
-from roadtrain.config.budgets import BudgetTerms, derive
-from roadtrain.config.lossy import TopK
 from roadtrain.device.buffers import Buffer, array_in
 from roadtrain.device.copies import HostBuffer
 from roadtrain.errors import RoadtrainError
@@ -45,11 +43,13 @@ from roadtrain.kernels.codecs import Compressor
 from roadtrain.kernels.rule import Rule
 from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.lab import LoopDevice, Throttle, lab_available
-from roadtrain.protocol import messages
-from roadtrain.runtime.connection import MessageLink
-from roadtrain.runtime.local_servers import LocalServers
-from roadtrain.runtime.session import JobSession
-from roadtrain.runtime.store_plan import StorePlan
+from roadtrain.options.budgets import BudgetTerms, derive
+from roadtrain.options.lossy import TopK
+from roadtrain.servers.connection import MessageLink
+from roadtrain.servers.local_servers import LocalServers
+from roadtrain.servers.protocol import messages
+from roadtrain.servers.session import JobSession
+from roadtrain.servers.store_plan import StorePlan
 from roadtrain.units import GIB, MIB
 
 RATE = 40e6  # bytes a second of one device, each way

@@ -25,9 +25,9 @@ from pathlib import Path
 
 from benchmarks.fanin_transfer import Bench, one_switch, tree
 from benchmarks.report import Report, Row
-from roadtrain.config.names import unknown_name
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab import network_available
+from roadtrain.options.names import unknown_name
 
 
 def _rows_of(*modules: str) -> Callable[[Bench], list[Row]]:

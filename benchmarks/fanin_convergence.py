@@ -5,7 +5,7 @@ the same first values, each worker with rows of its own.
 
 Sequences are of SEQ_LEN tokens and each worker has one at a time, so that the five runs take
 minutes. One process computes for all workers. Gradients lie in the chunks that place() cuts a model
-into, and pass through the kernels of the wire (kernels/fixed_point.py) packet by packet, so a sum
+into, and pass through the kernels of the wire (switch/fixed_point.py) packet by packet, so a sum
 has the bits that it has behind switches. Updates are torch's.
 Compared is the loss on text held out, HELD_OUT batches, after the last step; that of the last TAIL
 steps is told beside it.
@@ -29,11 +29,11 @@ import torch
 import roadtrain
 from benchmarks.report import Row, cores
 from roadtrain.chunks import Chunk
-from roadtrain.config.fan_in import WIDTH
 from roadtrain.config.job import Job, load_job
-from roadtrain.kernels import fixed_point
-from roadtrain.kernels.packets import HEADER_NBYTES, PACKET_NBYTES
 from roadtrain.streaming.split import DTYPES, split, table
+from roadtrain.switch import fixed_point
+from roadtrain.switch.options import WIDTH
+from roadtrain.switch.packets import HEADER_NBYTES, PACKET_NBYTES
 from roadtrain.training.build import build_model, build_optimizer, fitted
 from roadtrain.training.data import Tokens
 from roadtrain.training.schedule import learning_rate

@@ -16,7 +16,7 @@ import struct
 import sys
 import time
 
-from roadtrain.kernels.packets import MAGIC, Kind
+from roadtrain.switch.packets import MAGIC, Kind
 
 ETH_P_IP, ETH_P_ALL, SO_ATTACH_FILTER, OUTGOING = 0x0800, 3, 26, 4
 MAGIC_AT, KIND_AT = 42, 45  # after the headers of Ethernet, IP and UDP

@@ -24,8 +24,8 @@ from benchmarks.fanin_machines import (
     sender_step,
 )
 from benchmarks.fanin_upwards import Variant
-from roadtrain.protocol.numbered import NOTHING, Heartbeat, NumberedSender, heard, merged
-from roadtrain.protocol.switch import SwitchStateMachine
+from roadtrain.switch.protocol.numbered import NOTHING, Heartbeat, NumberedSender, heard, merged
+from roadtrain.switch.protocol.switch import SwitchStateMachine
 
 
 class HastySwitch(SwitchStateMachine):

@@ -1,5 +1,5 @@
-"""The machines of the fan-in (protocol/numbered.py, protocol/switch.py) as states that can be
-compared: each step makes a machine of a state, lets it act, and looks at it again.
+"""The machines of the fan-in (switch/protocol/numbered.py, switch/protocol/switch.py) as states
+that can be compared: each step makes a machine of a state, lets it act, and looks at it again.
 
 What is left out of a state: counters; of resends all but their order.
 """
@@ -9,13 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from roadtrain.protocol.numbered import (
-    Heartbeat,
-    NumberedReceiver,
-    NumberedSender,
-    Resend,
-)
-from roadtrain.protocol.switch import Entry, Packet, SwitchStateMachine
+from roadtrain.switch.protocol.numbered import Heartbeat, NumberedReceiver, NumberedSender, Resend
+from roadtrain.switch.protocol.switch import Entry, Packet, SwitchStateMachine
 
 Data = tuple[tuple[int, int], ...]  # (worker, number) of all that is in a sum, sorted
 SEND, SILENT, RESTART = "send", "silent", "restart"

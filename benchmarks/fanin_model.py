@@ -4,9 +4,9 @@ end, whatever is lost, repeated or late, and whoever restarts.
     workers' senders --packets--> switches --sums--> the server's receiver      fanin_upwards.py
     workers' receivers <--copies-- switch <--packets-- the server's sender      fanin_downwards.py
 
-The machines are those that run (protocol/numbered.py, protocol/switch.py). In each state it is
-asserted what they say of themselves (`check()`), that no number is taken twice, and that no slot is
-taken while its number has not come to the end.
+The machines are those that run (switch/protocol/numbered.py, switch/protocol/switch.py). In each
+state it is asserted what they say of themselves (`check()`), that no number is taken twice, and
+that no slot is taken while its number has not come to the end.
 
 Note "Network": all that was ever sent may arrive at any time, any number of times, or never. This
 covers loss, repetition and reordering anywhere. As a number's data never change, what a worker has
@@ -15,7 +15,7 @@ sent is the numbers below its `next`; a heartbeat may be any that its origin may
 Note "Restarts": a switch may lose its table at any time. A worker that restarts begins a new job:
 all machines are new, and packets of the old job are still under way. So a restart is the first
 state again, with packets of all numbers of an older job under way; they are refused, as a packet's
-tag is the job's (kernels/packets.py). Variant.ANY_JOB shows that this is needed.
+tag is the job's (switch/packets.py). Variant.ANY_JOB shows that this is needed.
 
 Note "The end": from every state, all that is under way may be lost; then rounds in which all send
 again and nothing is lost must lead to where all is delivered. So whoever waits, waits not in vain:

@@ -1,5 +1,5 @@
-"""PlainTable: a switch's table as kernels/switch_table.py has it, by the state machine of
-protocol/switch.py and numpy. What the compiled one is compared with."""
+"""PlainTable: a switch's table as switch/switch_table.py has it, by the state machine of
+switch/protocol/switch.py and numpy. What the compiled one is compared with."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from functools import cache
 
 import numpy as np
 
-from roadtrain.kernels.packets import HEADER, HEADER_NBYTES, PACKET_NBYTES, Kind
-from roadtrain.protocol.numbered import Heartbeat
-from roadtrain.protocol.switch import Packet, SwitchStateMachine
+from roadtrain.switch.packets import HEADER, HEADER_NBYTES, PACKET_NBYTES, Kind
+from roadtrain.switch.protocol.numbered import Heartbeat
+from roadtrain.switch.protocol.switch import Packet, SwitchStateMachine
 
 Payload = np.ndarray  # uint8 [PAYLOAD_NBYTES]
 WIDTHS = {1: np.int8, 2: np.int16, 4: np.int32}

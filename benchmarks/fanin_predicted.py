@@ -23,14 +23,14 @@ from benchmarks.fanin_transfer import Case
 from benchmarks.fanin_worker import CHUNK, DTYPES, WorkerSpec, losses_of
 from benchmarks.report import Row, cores
 from roadtrain.config.cluster import Cluster, make_cluster
-from roadtrain.config.fan_in import Wire
 from roadtrain.config.models import BlockShape, ModelShape
-from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import ElementBytes, Plan, PlanMemory, SwitchPackets, placement
 from roadtrain.planner.probe import processors
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.fabric import UPDATE_BYTES
 from roadtrain.simulator.run import Result, simulate
+from roadtrain.stages.parallelism import Parallelism
+from roadtrain.switch.options import Wire
 
 GOAL = 0.10
 LATENCY = "100us"  # of a veth pair and a bridge, with the time that a thread takes to wake

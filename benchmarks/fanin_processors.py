@@ -14,12 +14,12 @@ from functools import cache
 
 import numpy as np
 
-from roadtrain.kernels import fixed_point, packets
-from roadtrain.kernels.packets import BLOCK, PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
-from roadtrain.kernels.switch_table import SwitchTable
-from roadtrain.protocol.numbered import Heartbeat
-from roadtrain.runtime.fan_in.streams import RUN, Batch, PacketPort, PacketSender
-from roadtrain.transport.datagrams import DatagramSocket
+from roadtrain.switch import fixed_point, packets
+from roadtrain.switch.datagrams import DatagramSocket
+from roadtrain.switch.packets import BLOCK, PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
+from roadtrain.switch.protocol.numbered import Heartbeat
+from roadtrain.switch.streams import RUN, Batch, PacketPort, PacketSender
+from roadtrain.switch.switch_table import SwitchTable
 
 COUNT, WARM_UP = 400 * RUN, 40 * RUN  # packets
 WINDOW = 1024

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.fanin_plain import WIDTHS
 from benchmarks.report import Row
-from roadtrain.kernels.packets import (
+from roadtrain.switch.packets import (
     HEADER,
     HEADER_NBYTES,
     MAGIC,
@@ -28,8 +28,8 @@ from roadtrain.kernels.packets import (
     VERSION,
     Kind,
 )
-from roadtrain.kernels.switch_table import SwitchTable
-from roadtrain.protocol.numbered import Heartbeat, NumberedReceiver, NumberedSender
+from roadtrain.switch.protocol.numbered import Heartbeat, NumberedReceiver, NumberedSender
+from roadtrain.switch.switch_table import SwitchTable
 
 BATCH = 45  # numbers that a worker takes at once: what one call sends
 SILENT_TICKS = 8  # without progress, after which workers send again

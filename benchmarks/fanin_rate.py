@@ -13,10 +13,10 @@ import numpy as np
 import psutil
 
 from benchmarks.report import Row
-from roadtrain.kernels import packets
-from roadtrain.kernels.packets import PACKET_NBYTES, Kind, PacketKey
-from roadtrain.kernels.switch_table import SwitchTable
-from roadtrain.transport.datagrams import RECEIVE_NBYTES, DatagramSocket
+from roadtrain.switch import packets
+from roadtrain.switch.datagrams import RECEIVE_NBYTES, DatagramSocket
+from roadtrain.switch.packets import PACKET_NBYTES, Kind, PacketKey
+from roadtrain.switch.switch_table import SwitchTable
 from roadtrain.units import MIB
 
 KEY, JOB, CHILDREN, SLOTS, RUN = PacketKey.derive(b"benchmark", bytes(16)), 1, 2, 2048, 44

@@ -25,8 +25,8 @@ from benchmarks.fanin_machines import (
     sender_state,
     sender_step,
 )
-from roadtrain.protocol.numbered import Heartbeat, NumberedSender
-from roadtrain.protocol.switch import Packet, SwitchStateMachine
+from roadtrain.switch.protocol.numbered import Heartbeat, NumberedSender
+from roadtrain.switch.protocol.switch import Packet, SwitchStateMachine
 
 Tree = tuple["int | Tree", ...]  # a switch: its children, of which an int is a worker
 

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import roadtrain
 from benchmarks.apart import peak_bytes
 from benchmarks.model420 import adamw, batch, build
-from roadtrain.config.fan_in import FanIn, SwitchNode
+from roadtrain.switch.options import FanIn, SwitchNode
 
 TIMEOUT = timedelta(seconds=300)
 DEADLINE_S = 120.0

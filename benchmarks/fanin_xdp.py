@@ -25,15 +25,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import Row
-from roadtrain.kernels import packets
-from roadtrain.kernels.packets import PACKET_NBYTES, Kind, PacketKey
-from roadtrain.kernels.switch_table import SwitchTable
 from roadtrain.lab import LabNic, Network, network_available
-from roadtrain.runtime.fan_in import xdp
-from roadtrain.runtime.fan_in.bpf_object import NATIVE, BpfError, BpfObject
-from roadtrain.runtime.fan_in.xdp import XdpDevice
-from roadtrain.runtime.fan_in.xdp_table import LIVE, MOST_JOBS, UDP_HEADER, XdpJob, XdpTable
-from roadtrain.transport.datagrams import RECEIVE_NBYTES, DatagramSocket
+from roadtrain.switch import packets, xdp
+from roadtrain.switch.bpf_object import NATIVE, BpfError, BpfObject
+from roadtrain.switch.datagrams import RECEIVE_NBYTES, DatagramSocket
+from roadtrain.switch.packets import PACKET_NBYTES, Kind, PacketKey
+from roadtrain.switch.switch_table import SwitchTable
+from roadtrain.switch.xdp import XdpDevice
+from roadtrain.switch.xdp_table import LIVE, MOST_JOBS, UDP_HEADER, XdpJob, XdpTable
 from roadtrain.units import MIB
 
 FORWARDER = Path(__file__).with_name("fanin_xdp_forward.bpf.c")

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from benchmarks.launch_bench import Bench
 from benchmarks.report import Report, Row
-from roadtrain.config.names import unknown_name
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab import network_available
+from roadtrain.options.names import unknown_name
 
 ITEMS = ("plan", "start", "faults", "replan", "files")
 

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from roadtrain.config.job import load_job
-from roadtrain.parallel.stage_model import MicroBatch
 from roadtrain.planner.model_config import shape_of_config
 from roadtrain.planner.probe import processors
+from roadtrain.stages.stage_model import MicroBatch
 from roadtrain.training.build import build_config, build_model
 from roadtrain.training.train_parallel import loss_of
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.models import BlockShape, ModelShape
-from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import (
     ElementBytes,
     Framework,
@@ -20,6 +19,7 @@ from roadtrain.config.plan import (
     SwitchPackets,
     placement,
 )
+from roadtrain.stages.parallelism import Parallelism
 
 
 @cache

@@ -30,7 +30,6 @@ from benchmarks import summation_steps
 from benchmarks.report import Report, Row
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.job import Job, make_job
-from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import ElementBytes, Plan, placement
 from roadtrain.errors import ConfigError
 from roadtrain.lab import (
@@ -47,6 +46,7 @@ from roadtrain.planner.calibrate_lab import servers, workers
 from roadtrain.planner.measure import shape_of
 from roadtrain.simulator.memory import buffer_bytes
 from roadtrain.simulator.run import Result, simulate
+from roadtrain.stages.parallelism import Parallelism
 from roadtrain.units import MIB
 
 STEPS = 4

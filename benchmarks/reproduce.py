@@ -20,16 +20,16 @@ from pathlib import Path
 from benchmarks import paper_clusters as papers
 from roadtrain.config.cluster import Cluster
 from roadtrain.config.models import ModelShape, Transformer, gpt, shape
-from roadtrain.config.names import did_you_mean
 from roadtrain.config.plan import Plan
 from roadtrain.errors import BudgetError, ConfigError
-from roadtrain.protocol.shares import busiest, cut, optimum, order, reducers
+from roadtrain.options.names import did_you_mean
 from roadtrain.simulator.compute import constants
 from roadtrain.simulator.engine import Cost, Engine, Task
 from roadtrain.simulator.memory import check
 from roadtrain.simulator.run import Result, simulate
 from roadtrain.simulator.scene import Scene
 from roadtrain.storage.direct import replace_file
+from roadtrain.sums.protocol.shares import busiest, cut, optimum, order, reducers
 
 NEAR = 0.10
 
@@ -517,8 +517,8 @@ def byteps() -> Values:
 
 def _gap(k: int, n: int = 8, elements: int = 250_000_000) -> float:
     """Below the optimum at the card's whole goodput: what parts of 4 MiB cost, cut, given to
-    sites and sent as protocol/shares.py says. A sum comes back once all have sent their part; a
-    worker's parts for a site follow each other, and those for several share its card as the
+    sites and sent as sums/protocol/shares.py says. A sum comes back once all have sent their part;
+    a worker's parts for a site follow each other, and those for several share its card as the
     sites' shares are. The size is not printed: 1 GB."""
     engine, best = Engine(), optimum([1.0] * n, [1.0] * k)
     rate = 100e9 / 8 * constants("byteps").network

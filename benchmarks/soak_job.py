@@ -26,13 +26,13 @@ import torch
 from torch import nn
 
 from benchmarks.soak_power import Power, Strike
-from roadtrain.api.place import place
-from roadtrain.api.stores import Servers
-from roadtrain.config.lossy import Delay
 from roadtrain.errors import RoadtrainError
 from roadtrain.kernels.sum import sum_k, sum_squares
 from roadtrain.kernels.torch_rules import rules_for
-from roadtrain.runtime.session_host import SessionHost
+from roadtrain.options.lossy import Delay
+from roadtrain.placement.place import place
+from roadtrain.placement.stores import Servers
+from roadtrain.servers.serve import SessionHost
 from roadtrain.storage.mark import Mark
 from roadtrain.training.metrics import Metrics, committed_by
 from roadtrain.training.step_words import WorkerWords

@@ -34,9 +34,9 @@ import numpy as np
 
 from benchmarks.report import machine
 from roadtrain.errors import PeerError, RoadtrainError
-from roadtrain.runtime import frames as m
-from roadtrain.runtime import health
-from roadtrain.runtime.rendezvous import SumSetup, Wanted, connect
+from roadtrain.servers import frames as m
+from roadtrain.servers import health
+from roadtrain.sums.rendezvous import SumSetup, Wanted, connect
 from roadtrain.transport.address import address_of, token_of
 from roadtrain.transport.tcp import TcpOptions
 

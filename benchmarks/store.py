@@ -28,12 +28,12 @@ import torch
 
 from benchmarks.report import Report, Row
 from roadtrain.chunks import ChunkTable, ParamSpec
-from roadtrain.config.budgets import Budgets, BudgetTerms, derive
 from roadtrain.device.buffers import Buffer
 from roadtrain.kernels.torch_rules import rules_for
-from roadtrain.runtime.local_servers import LocalServers
-from roadtrain.runtime.session import JobSession
-from roadtrain.runtime.store_plan import StorePlan
+from roadtrain.options.budgets import Budgets, BudgetTerms, derive
+from roadtrain.servers.local_servers import LocalServers
+from roadtrain.servers.session import JobSession
+from roadtrain.servers.store_plan import StorePlan
 from roadtrain.units import GIB, MIB
 
 # the first touches every page and extent, the next five are the server's own trial of mix and

@@ -1,10 +1,10 @@
 """Summation service: a gradient exchanged by n worker hosts with k spare ones over emulated links,
 beside gloo's ring.
 
-The optimum is protocol/shares.py's, at the rate that TCP carries of whole Ethernet frames (0.956):
-a round cannot be shorter. Goodput is M bytes of gradient over the seconds of a round, of the
-slowest worker; the median of ROUNDS. Every round's sums are checked against the order that they are
-promised in. Needs root. Does NOT emulate latency.
+The optimum is sums/protocol/shares.py's, at the rate that TCP carries of whole Ethernet frames
+(0.956): a round cannot be shorter. Goodput is M bytes of gradient over the seconds of a round, of
+the slowest worker; the median of ROUNDS. Every round's sums are checked against the order that they
+are promised in. Needs root. Does NOT emulate latency.
 
     python -m benchmarks.summation --rank 0 --workers 4 --addresses A,B,.. --rates R,R,..
     --nbytes N --json OUT
@@ -33,10 +33,10 @@ from benchmarks import summation_steps
 from benchmarks.report import Report, Row, cores
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab import CARRIED, LabNic, Network, network_available
-from roadtrain.protocol.shares import busiest, optimum
-from roadtrain.runtime import frames as m
-from roadtrain.runtime.reducer import Reducers
-from roadtrain.runtime.summation import SumOptions, WorkerSums
+from roadtrain.servers import frames as m
+from roadtrain.sums.protocol.shares import busiest, optimum
+from roadtrain.sums.reducer import Reducers
+from roadtrain.sums.summation import SumOptions, WorkerSums
 from roadtrain.transport.tcp import TcpOptions, listen
 
 RATE = 50e6  # bytes a second of a link: 400 Mbit/s

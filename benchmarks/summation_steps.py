@@ -35,7 +35,7 @@ from roadtrain.errors import RoadtrainError
 from roadtrain.integrations import horovod as hvd
 from roadtrain.integrations.ddp import Summation, sum_hook
 from roadtrain.lab import CARRIED, LabNic, Network
-from roadtrain.protocol.shares import optimum
+from roadtrain.sums.protocol.shares import optimum
 from roadtrain.transport.address import write_token
 
 PORT, TIMEOUT_S, STEPS = 7400, 300, 4

@@ -32,8 +32,8 @@ import roadtrain
 from roadtrain import cli, errors
 from roadtrain.config.cluster import Cluster
 from roadtrain.config.job import Job
-from roadtrain.config.schema import section_in
 from roadtrain.lab.labfile import LabFile
+from roadtrain.options.schema import section_in
 
 ROOT = Path(__file__).parents[1]
 MADE = "*This page is made from the code.*\n\n"

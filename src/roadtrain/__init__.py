@@ -12,18 +12,18 @@ from roadtrain.errors import RoadtrainError
 __version__ = "0.1.0"  # pyproject.toml reads it here
 
 if TYPE_CHECKING:
-    from roadtrain.api.optimizer import PlacedOptimizer
-    from roadtrain.api.parallel_options import ParallelOptions
-    from roadtrain.api.parallelize import parallelize
-    from roadtrain.api.place import place
-    from roadtrain.api.stores import Files, Memory, Servers
-    from roadtrain.config.fan_in import FanIn, SwitchNode
-    from roadtrain.config.lossy import Delay, Downcast, TopK
-    from roadtrain.config.parallelism import Parallelism
     from roadtrain.integrations.ddp import Summation, sum_hook
     from roadtrain.integrations.fsdp import sum_fsdp
     from roadtrain.kernels.lion import Lion
-    from roadtrain.parallel.stage_model import MicroBatch
+    from roadtrain.options.lossy import Delay, Downcast, TopK
+    from roadtrain.placement.optimizer import PlacedOptimizer
+    from roadtrain.placement.place import place
+    from roadtrain.placement.stores import Files, Memory, Servers
+    from roadtrain.stages.parallel_options import ParallelOptions
+    from roadtrain.stages.parallelism import Parallelism
+    from roadtrain.stages.parallelize import parallelize
+    from roadtrain.stages.stage_model import MicroBatch
+    from roadtrain.switch.options import FanIn, SwitchNode
 
 __all__ = [
     "Delay",
@@ -48,20 +48,20 @@ __all__ = [
 ]
 
 _HOMES = {
-    "place": "roadtrain.api.place",
-    "Files": "roadtrain.api.stores",
-    "Memory": "roadtrain.api.stores",
-    "Servers": "roadtrain.api.stores",
-    "FanIn": "roadtrain.config.fan_in",
-    "SwitchNode": "roadtrain.config.fan_in",
-    "TopK": "roadtrain.config.lossy",
-    "Downcast": "roadtrain.config.lossy",
-    "Delay": "roadtrain.config.lossy",
-    "PlacedOptimizer": "roadtrain.api.optimizer",
-    "parallelize": "roadtrain.api.parallelize",
-    "ParallelOptions": "roadtrain.api.parallel_options",
-    "Parallelism": "roadtrain.config.parallelism",
-    "MicroBatch": "roadtrain.parallel.stage_model",
+    "place": "roadtrain.placement.place",
+    "Files": "roadtrain.placement.stores",
+    "Memory": "roadtrain.placement.stores",
+    "Servers": "roadtrain.placement.stores",
+    "FanIn": "roadtrain.switch.options",
+    "SwitchNode": "roadtrain.switch.options",
+    "TopK": "roadtrain.options.lossy",
+    "Downcast": "roadtrain.options.lossy",
+    "Delay": "roadtrain.options.lossy",
+    "PlacedOptimizer": "roadtrain.placement.optimizer",
+    "parallelize": "roadtrain.stages.parallelize",
+    "ParallelOptions": "roadtrain.stages.parallel_options",
+    "Parallelism": "roadtrain.stages.parallelism",
+    "MicroBatch": "roadtrain.stages.stage_model",
     "Lion": "roadtrain.kernels.lion",
     "Summation": "roadtrain.integrations.ddp",
     "sum_hook": "roadtrain.integrations.ddp",

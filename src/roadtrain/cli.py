@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from roadtrain import __version__
-from roadtrain.config.names import unknown_name
 from roadtrain.errors import AuthError, ConfigError, PeerError, RoadtrainError
+from roadtrain.options.names import unknown_name
 
 REFUSED, PEER_FAILED = 2, 3  # exit codes of errors made on purpose
 
@@ -59,7 +59,7 @@ COMMANDS = {
         job_word=0,
     ),
     "serve": Command(
-        "roadtrain.runtime.session_host:command",
+        "roadtrain.servers.serve:command",
         "Serve parameters and optimizer state to workers (servers.addresses of their job). The same"
         " command resumes.",
         ("HOST:PORT",),
@@ -150,7 +150,7 @@ COMMANDS = {
         ("[PAPER]",),
     ),
     "preflight": Command(
-        "roadtrain.parallel.preflight:command",
+        "roadtrain.stages.preflight:command",
         "Test every pair of hosts of every group over the network that it will use; print the"
         " matrix, or what is wrong. Started on every host, under torchrun or with --hosts.",
         ("[JOB.toml]",),

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from roadtrain.errors import ConfigError, LostError
-from roadtrain.transport import datagrams
-from roadtrain.transport.datagrams import RECEIVE_NBYTES, DatagramSocket
+from roadtrain.switch import datagrams
+from roadtrain.switch.datagrams import RECEIVE_NBYTES, DatagramSocket
 from roadtrain.units import MIB
 from tests.local.faulty import RandomFaults
 

@@ -25,7 +25,6 @@ import torch
 
 import roadtrain
 from roadtrain import cli
-from roadtrain.api.former import FORMER
 from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.config import job
 from roadtrain.config.cluster import make_cluster
@@ -34,16 +33,17 @@ from roadtrain.config.plan import Plan, PlanMemory
 from roadtrain.config.plan import placement as named_placement
 from roadtrain.errors import RoadtrainError
 from roadtrain.kernels import codecs
-from roadtrain.protocol import messages as ops
-from roadtrain.protocol.server import ServerStateMachine
-from roadtrain.runtime import frames as m
-from roadtrain.runtime.reducer import Reducer
-from roadtrain.runtime.session_host import SessionHost
+from roadtrain.placement.former import FORMER
+from roadtrain.servers import frames as m
+from roadtrain.servers.protocol import messages as ops
+from roadtrain.servers.protocol.server import ServerStateMachine
+from roadtrain.servers.serve import SessionHost
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.run import simulate
 from roadtrain.storage.direct import DirectFile
 from roadtrain.storage.sealed import unsealed
 from roadtrain.streaming import plain
+from roadtrain.sums.reducer import Reducer
 from roadtrain.transport import handshake as shake
 from roadtrain.transport import link as wire
 from roadtrain.transport.tcp import TcpOptions

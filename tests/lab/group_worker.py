@@ -7,13 +7,13 @@ import sys
 import torch
 import torch.distributed as dist
 
-from roadtrain.config.host_ranks import DataGroups
 from roadtrain.config.job import load_job
-from roadtrain.config.networks import CONTROL, stated
-from roadtrain.parallel.groups import GroupKind, Groups
-from roadtrain.parallel.preflight import preflight
-from roadtrain.parallel.process_groups import make_process_groups, start_processes
-from roadtrain.parallel.rank_meeting import launch_of, meet
+from roadtrain.stages.groups import GroupKind, Groups
+from roadtrain.stages.host_ranks import DataGroups
+from roadtrain.stages.networks import CONTROL, stated
+from roadtrain.stages.preflight import preflight
+from roadtrain.stages.process_groups import make_process_groups, start_processes
+from roadtrain.stages.rank_meeting import launch_of, meet
 
 NBYTES = 4 << 20
 

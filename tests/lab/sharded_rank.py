@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from roadtrain.parallel.sharded_optimizer import ShardedOptimizer, ShardedOptions
+from roadtrain.stages.sharded_optimizer import ShardedOptimizer, ShardedOptions
 
 WIDTH, TOKENS = 512, 384
 WARM = 2  # steps: the first one shows the order

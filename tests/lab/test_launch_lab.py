@@ -20,7 +20,7 @@ from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.lab import PREFIX, lab_available, network_available, sweep
 from roadtrain.launch.lab import LabEngine
 from roadtrain.launch.processes import Process, Role
-from roadtrain.protocol.launch import HostCame, HostLost, Output, ProcessEnded
+from roadtrain.launch.protocol.messages import HostCame, HostLost, Output, ProcessEnded
 
 pytestmark = [
     pytest.mark.lab,

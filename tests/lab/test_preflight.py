@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import crosscluster_broken as broken
 from roadtrain.lab import network_available
-from roadtrain.parallel.rank_meeting import MEET_S
+from roadtrain.stages.rank_meeting import MEET_S
 
 pytestmark = [
     pytest.mark.lab,

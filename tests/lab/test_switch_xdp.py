@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from roadtrain.lab import LabNic, Network, network_available
-from roadtrain.runtime.fan_in.switch import SwitchHost
-from roadtrain.runtime.fan_in.xdp import XdpDevice
-from roadtrain.runtime.fan_in.xdp_table import XdpTable
+from roadtrain.switch.switch import SwitchHost
+from roadtrain.switch.xdp import XdpDevice
+from roadtrain.switch.xdp_table import XdpTable
 from roadtrain.transport.tcp import TcpOptions
 from roadtrain.units import MIB
 from tests.lab.host_thread import HostThread

@@ -1,4 +1,4 @@
-"""runtime/fan_in/xdp.py: the switch's table in the kernel, on hosts of the lab. Packets of real sockets
+"""switch/xdp.py: the switch's table in the kernel, on hosts of the lab. Packets of real sockets
 are summed, whatever is lost, repeated or joined to trains; a program that is broken, or cannot be
 compiled, is not used; nothing stays attached."""
 
@@ -21,13 +21,12 @@ import numpy as np
 import pytest
 
 from roadtrain.errors import BudgetError, ConfigError, LostError
-from roadtrain.kernels import packets
-from roadtrain.kernels.packets import HEADER, HEADER_NBYTES, PACKET_NBYTES, Kind, PacketKey
 from roadtrain.lab import LabHost, LabNic, Network, network_available
-from roadtrain.runtime.fan_in import xdp
-from roadtrain.runtime.fan_in.bpf_object import NATIVE, BpfError, BpfObject
-from roadtrain.runtime.fan_in.xdp import XdpDevice
-from roadtrain.runtime.fan_in.xdp_table import MOST_JOBS, XdpTable
+from roadtrain.switch import packets, xdp
+from roadtrain.switch.bpf_object import NATIVE, BpfError, BpfObject
+from roadtrain.switch.packets import HEADER, HEADER_NBYTES, PACKET_NBYTES, Kind, PacketKey
+from roadtrain.switch.xdp import XdpDevice
+from roadtrain.switch.xdp_table import MOST_JOBS, XdpTable
 from tests.lab.host_thread import HostThread
 
 pytestmark = [
@@ -381,7 +380,7 @@ def test_a_device_has_room_for_so_many_jobs() -> None:  # Rule 4
 
 
 def test_the_program_ends_with_its_process() -> None:
-    says = "from roadtrain.runtime.fan_in.xdp import XdpDevice\nimport time\n"
+    says = "from roadtrain.switch.xdp import XdpDevice\nimport time\n"
     says += "print(XdpDevice.opened('eth0').mode, flush=True)\ntime.sleep(60)\n"
     with network() as lab:
         host = lab.hosts["switch"]

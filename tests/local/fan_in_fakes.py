@@ -1,5 +1,5 @@
 """A fake worker and a fake end of a fan-in, driven by the test's own thread: real sockets and
-protocol/numbered.py, nothing else. Gradient number n of a worker is a fixed array, so each sum is
+switch/protocol/numbered.py, nothing else. Gradient number n of a worker is a fixed array, so each sum is
 known."""
 
 from __future__ import annotations
@@ -12,18 +12,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from roadtrain.errors import LostError, PeerError
-from roadtrain.kernels import packets
-from roadtrain.kernels.packets import (
-    HEADER_NBYTES,
-    PACKET_NBYTES,
-    PAYLOAD_NBYTES,
-    Kind,
-    PacketKey,
-)
-from roadtrain.protocol.numbered import NumberedReceiver, NumberedSender
-from roadtrain.runtime import frames as m
-from roadtrain.runtime.fan_in.streams import Batch, beat_packet, beats_of
-from roadtrain.transport.datagrams import DatagramSocket
+from roadtrain.servers import frames as m
+from roadtrain.switch import packets
+from roadtrain.switch.datagrams import DatagramSocket
+from roadtrain.switch.packets import HEADER_NBYTES, PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
+from roadtrain.switch.protocol.numbered import NumberedReceiver, NumberedSender
+from roadtrain.switch.streams import Batch, beat_packet, beats_of
 from roadtrain.transport.tcp import Address, TcpOptions, connect
 from roadtrain.units import MIB
 

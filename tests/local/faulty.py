@@ -6,7 +6,7 @@ import random
 import threading
 from dataclasses import dataclass, field
 
-from roadtrain.transport.datagrams import Packet
+from roadtrain.switch.datagrams import Packet
 
 
 @dataclass

@@ -19,11 +19,11 @@ from torch.nn import functional
 
 import roadtrain
 from roadtrain import Files, Servers
-from roadtrain.api.parallel_options import ParallelOptions
-from roadtrain.config.parallelism import Parallelism
-from roadtrain.parallel.pipeline import Pipeline
-from roadtrain.parallel.snapshots import SnapshotOptions
-from roadtrain.parallel.stage_model import MicroBatch
+from roadtrain.stages.parallel_options import ParallelOptions
+from roadtrain.stages.parallelism import Parallelism
+from roadtrain.stages.pipeline import Pipeline
+from roadtrain.stages.snapshots import SnapshotOptions
+from roadtrain.stages.stage_model import MicroBatch
 from roadtrain.storage.mark import Mark
 
 MICROS = 4

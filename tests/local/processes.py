@@ -19,13 +19,13 @@ from ports import free_port
 import roadtrain
 from roadtrain import Servers
 from roadtrain.errors import RoadtrainError
-from roadtrain.kernels import packets
-from roadtrain.runtime import server
-from roadtrain.runtime.fan_in.switch import SwitchHost
-from roadtrain.runtime.session_host import SessionHost
+from roadtrain.servers import server
+from roadtrain.servers.serve import SessionHost
 from roadtrain.storage.direct import DirectFile, typed_errors
 from roadtrain.storage.mark import Mark
-from roadtrain.transport.datagrams import DatagramSocket
+from roadtrain.switch import packets
+from roadtrain.switch.datagrams import DatagramSocket
+from roadtrain.switch.switch import SwitchHost
 from roadtrain.transport.tcp import TcpOptions
 
 FORK = multiprocessing.get_context("forkserver")
@@ -33,8 +33,8 @@ FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(
     [
         "torch._dynamo",
-        "roadtrain.api.place",
-        "roadtrain.runtime.session_host",
+        "roadtrain.placement.place",
+        "roadtrain.servers.serve",
         "pytest",
         "transformers.models.llama.modeling_llama",
         "transformers.models.gpt2.modeling_gpt2",

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from roadtrain.errors import DamagedError
-from roadtrain.parallel.control import ControlLinks, RankPlace
-from roadtrain.parallel.pieces import VALUE, Extent, Piece
+from roadtrain.stages.control import ControlLinks, RankPlace
+from roadtrain.stages.pieces import VALUE, Extent, Piece
 
 SIZES = {"first.weight": 4000, "first.bias": 1, "second.weight": 12345}
 

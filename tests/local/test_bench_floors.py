@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 
 from benchmarks import delayed, scaling, workers
-from roadtrain.protocol.prefetch import Prefetcher
+from roadtrain.servers.protocol.prefetch import Prefetcher
 
 
 def test_floor_with_buffering_is_one_pull_and_the_last_piece_at_staleness_0() -> None:

@@ -15,9 +15,9 @@ from torch import nn
 
 import roadtrain
 from roadtrain import Delay, Servers, TopK
-from roadtrain.api import session_plan
-from roadtrain.config.budgets import derive
 from roadtrain.errors import BudgetError, ConfigError, ForeignError
+from roadtrain.options.budgets import derive
+from roadtrain.placement import session_plan
 from roadtrain.storage.file import FileTier
 
 

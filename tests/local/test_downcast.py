@@ -18,8 +18,8 @@ from roadtrain import Downcast, Servers
 from roadtrain.config.job import make_job
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.sum import sum_squares
-from roadtrain.runtime import frames as m
-from roadtrain.runtime.remote_server import RemoteServer
+from roadtrain.servers import frames as m
+from roadtrain.servers.remote_server import RemoteServer
 from roadtrain.streaming.split import split, table
 from roadtrain.training import verify
 from roadtrain.training.train import place_job

@@ -11,11 +11,11 @@ import pytest
 from test_summation import DTYPES, Hosts, expected, values
 
 from roadtrain.errors import LostError, RoadtrainError
-from roadtrain.runtime import frames as m
-from roadtrain.runtime import summation
-from roadtrain.runtime.coordinator import TO_COORDINATOR, Coordinator, CoordinatorLink
-from roadtrain.runtime.reducer import Reducers
-from roadtrain.runtime.summation import WorkerSums
+from roadtrain.servers import frames as m
+from roadtrain.sums import summation
+from roadtrain.sums.coordinator import TO_COORDINATOR, Coordinator, CoordinatorLink
+from roadtrain.sums.reducer import Reducers
+from roadtrain.sums.summation import WorkerSums
 from roadtrain.transport.tcp import TcpOptions, listen
 
 TENSORS = {

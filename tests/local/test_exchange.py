@@ -7,9 +7,9 @@ import pytest
 import world
 from state_pieces import SIZES, RandomSource, linked, same_as_whole, spread
 
-from roadtrain.parallel import control
-from roadtrain.parallel.exchange import exchange
-from roadtrain.parallel.pieces import Extent
+from roadtrain.stages import control
+from roadtrain.stages.exchange import exchange
+from roadtrain.stages.pieces import Extent
 
 pytestmark = pytest.mark.slow
 

@@ -19,19 +19,19 @@ from models import Case, build
 from processes import Workers, free_port, losses
 from torch import nn
 
-from roadtrain.config.fan_in import FanIn, SwitchNode
 from roadtrain.errors import PeerError, WireError
-from roadtrain.kernels import fixed_point
-from roadtrain.runtime import frames as m
-from roadtrain.runtime import health
-from roadtrain.runtime.fan_in import switch as switch_module
-from roadtrain.runtime.fan_in.link import hello_of
-from roadtrain.runtime.fan_in.registration import Registration, TreeOfJob
-from roadtrain.runtime.fan_in.switch import SwitchHost
-from roadtrain.runtime.fan_in.switch_job import SwitchJob
+from roadtrain.servers import frames as m
+from roadtrain.servers import health
 from roadtrain.storage.ledger import StoreMeta
+from roadtrain.switch import fixed_point
+from roadtrain.switch import switch as switch_module
+from roadtrain.switch.datagrams import DatagramSocket
+from roadtrain.switch.link import hello_of
+from roadtrain.switch.options import FanIn, SwitchNode
+from roadtrain.switch.registration import Registration, TreeOfJob
+from roadtrain.switch.switch import SwitchHost
+from roadtrain.switch.switch_job import SwitchJob
 from roadtrain.transport.address import address_of
-from roadtrain.transport.datagrams import DatagramSocket
 from roadtrain.transport.tcp import TcpOptions, connect
 from roadtrain.units import MIB
 

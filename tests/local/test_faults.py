@@ -19,7 +19,6 @@ from torch import nn
 
 import roadtrain
 from roadtrain import Files, TopK
-from roadtrain.api import session_plan
 from roadtrain.errors import (
     BudgetError,
     ConfigError,
@@ -32,8 +31,9 @@ from roadtrain.errors import (
     LostError,
     WireError,
 )
-from roadtrain.protocol import messages
-from roadtrain.protocol.queues import Trial
+from roadtrain.placement import session_plan
+from roadtrain.servers.protocol import messages
+from roadtrain.servers.protocol.queues import Trial
 from roadtrain.units import parse_bytes
 
 PLAIN = Case(clip=0.5)

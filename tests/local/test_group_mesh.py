@@ -8,9 +8,9 @@ import torch.distributed as dist
 import world
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from roadtrain.config.parallelism import Parallelism
 from roadtrain.errors import ConfigError
-from roadtrain.parallel.groups import GroupKind, Groups, RankGroup
+from roadtrain.stages.groups import GroupKind, Groups, RankGroup
+from roadtrain.stages.parallelism import Parallelism
 
 HOSTS = [("a0", "a", 2), ("a1", "a", 2)]
 CASES = (

@@ -20,8 +20,9 @@ from roadtrain import cli
 from roadtrain.config.job import make_job
 from roadtrain.errors import AuthError, ConfigError, RoadtrainError
 from roadtrain.planner import probe_links
-from roadtrain.runtime import frames as m
-from roadtrain.runtime import health, rendezvous, session_host
+from roadtrain.servers import frames as m
+from roadtrain.servers import health, serve
+from roadtrain.sums import rendezvous
 from roadtrain.training.train import link_of
 from roadtrain.transport.address import address_of, tls_of, token_of, write_token
 from roadtrain.transport.tcp import TcpOptions, Tls
@@ -151,9 +152,9 @@ def test_the_keys_of_a_job_and_the_options_of_commands(tls, token, tmp_path, cap
         with pytest.raises(ConfigError):
             tls_of(words.get("cert"), words.get("key"), None)
     with pytest.raises(ConfigError, match="--cert and --key"):
-        session_host.command("127.0.0.1:0", sum=True, client_ca=str(tls.ca))
+        serve.command("127.0.0.1:0", sum=True, client_ca=str(tls.ca))
     with pytest.raises(ConfigError, match="older name"):
-        session_host.command(
+        serve.command(
             "127.0.0.1:0", sum=True, cert=str(tls.cert), key=str(tls.key), ca="a", client_ca="b"
         )
     words = ["--token-file", str(token), "--cert", str(tls.cert), "--key", str(tls.key)]

@@ -14,7 +14,7 @@ from roadtrain.errors import LaunchError
 from roadtrain.launch.agent_link import AgentHost
 from roadtrain.launch.agents import HostAgents
 from roadtrain.launch.processes import HostFile, Process, Role, WorkerSet
-from roadtrain.protocol.launch import (
+from roadtrain.launch.protocol.messages import (
     HostCame,
     HostLost,
     Output,

@@ -14,13 +14,13 @@ from test_launch_supervisor import job_tree, launched
 from roadtrain.config.cluster import make_cluster
 from roadtrain.config.job import make_job
 from roadtrain.config.machines import Machines, PlanHost
-from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, placement
 from roadtrain.config.plan_file import PlanFile, load_plan_file
 from roadtrain.launch.here import here_engine
 from roadtrain.launch.measured_run import measure_run, run_seen
 from roadtrain.launch.resolve import resolve
 from roadtrain.planner.machines_of import machines_of
+from roadtrain.stages.parallelism import Parallelism
 
 pytestmark = pytest.mark.slow
 NAMES = ("a", "b", "c")

@@ -29,9 +29,7 @@ from roadtrain.launch.engine import HostSeen
 from roadtrain.launch.home import LaunchRecord, RunHome, RunState
 from roadtrain.launch.logs import RunLogs
 from roadtrain.launch.processes import HostFile, Process, WorkerSet
-from roadtrain.launch.resolve import ResolvedRun, resolve
-from roadtrain.launch.supervisor import Supervisor
-from roadtrain.protocol.launch import (
+from roadtrain.launch.protocol.messages import (
     HostCame,
     HostLost,
     Output,
@@ -39,6 +37,8 @@ from roadtrain.protocol.launch import (
     RunEvent,
     WorkersEnded,
 )
+from roadtrain.launch.resolve import ResolvedRun, resolve
+from roadtrain.launch.supervisor import Supervisor
 from roadtrain.training.metrics import read_metrics
 from roadtrain.training.train import train
 

@@ -11,8 +11,8 @@ from models import Case, Net, contents, new_scaler, place, run
 import roadtrain
 from roadtrain import TopK
 from roadtrain.device.copies import AfterCopies, HostBuffer
-from roadtrain.protocol import messages
-from roadtrain.runtime.worker import Worker
+from roadtrain.servers.protocol import messages
+from roadtrain.servers.worker import Worker
 
 
 def test_each_chunk_is_released_right_behind_its_gradient(monkeypatch):

@@ -14,14 +14,14 @@ import torch
 from processes import free_port
 
 from roadtrain import cli
-from roadtrain.api.parallel_training import StepResult
 from roadtrain.config.job import load_job
-from roadtrain.config.networks import HostCards
 from roadtrain.errors import ConfigError
-from roadtrain.parallel.pipeline import StepTimes
-from roadtrain.parallel.rank_meeting import LAUNCH_NAMES, RankHello, check_same
-from roadtrain.parallel.snapshots import SnapshotOptions
-from roadtrain.parallel.stage_model import MicroBatch
+from roadtrain.stages.networks import HostCards
+from roadtrain.stages.parallel_training import StepResult
+from roadtrain.stages.pipeline import StepTimes
+from roadtrain.stages.rank_meeting import LAUNCH_NAMES, RankHello, check_same
+from roadtrain.stages.snapshots import SnapshotOptions
+from roadtrain.stages.stage_model import MicroBatch
 from roadtrain.storage.mark import Mark
 from roadtrain.storage.safetensors_io import open_dir
 from roadtrain.training import train_parallel

@@ -14,10 +14,10 @@ from world import run
 
 import roadtrain
 from roadtrain import MicroBatch, Parallelism, ParallelOptions
-from roadtrain.api.stage_buffers import told_buffers
 from roadtrain.errors import ConfigError
-from roadtrain.parallel.snapshots import SnapshotOptions
-from roadtrain.parallel.tensor_styles import Column, Row
+from roadtrain.stages.snapshots import SnapshotOptions
+from roadtrain.stages.stage_buffers import told_buffers
+from roadtrain.stages.tensor_styles import Column, Row
 
 STEPS = 3
 SHAPES = {

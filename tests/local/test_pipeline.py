@@ -10,12 +10,12 @@ import transformers
 from torch import distributed
 from world import run
 
-from roadtrain.parallel.cuts import Cuts, Segment
-from roadtrain.parallel.links import Position, StageLinks
-from roadtrain.parallel.pipeline import Pipeline, PipelineShape
-from roadtrain.parallel.stage_model import MicroBatch, StageModel
-from roadtrain.parallel.torch_stage import SegmentModule, TorchStage
-from roadtrain.protocol.pipeline import BACKWARD, FORWARD
+from roadtrain.stages.cuts import Cuts, Segment
+from roadtrain.stages.links import Position, StageLinks
+from roadtrain.stages.pipeline import Pipeline, PipelineShape
+from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD
+from roadtrain.stages.stage_model import MicroBatch, StageModel
+from roadtrain.stages.torch_stage import SegmentModule, TorchStage
 
 STEPS = 3
 CPU = torch.device("cpu")

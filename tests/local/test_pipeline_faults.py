@@ -16,8 +16,8 @@ from pipeline_job import (
     start,
 )
 
-from roadtrain.config.parallelism import Parallelism
-from roadtrain.parallel.control import GRACE_S
+from roadtrain.stages.control import GRACE_S
+from roadtrain.stages.parallelism import Parallelism
 
 pytestmark = pytest.mark.slow
 STEPS = 5

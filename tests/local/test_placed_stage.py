@@ -20,16 +20,16 @@ from torch.nn import functional
 
 import roadtrain
 from roadtrain import Files, Memory, Servers
-from roadtrain.api.placed_stage import PlacedStage, times
 from roadtrain.chunks import ParamSpec
-from roadtrain.config.parallelism import Parallelism
 from roadtrain.errors import LoopError, PeerError, RoadtrainError
-from roadtrain.parallel.control import ControlLinks
-from roadtrain.parallel.cuts import Cuts, Segment
-from roadtrain.parallel.exchange import exchange
-from roadtrain.parallel.pieces import VALUE, Extent, Piece
-from roadtrain.parallel.stage_model import MicroBatch, StageModel
-from roadtrain.runtime.worker_group import WorkerGroup
+from roadtrain.servers.worker_group import WorkerGroup
+from roadtrain.stages.control import ControlLinks
+from roadtrain.stages.cuts import Cuts, Segment
+from roadtrain.stages.exchange import exchange
+from roadtrain.stages.parallelism import Parallelism
+from roadtrain.stages.pieces import VALUE, Extent, Piece
+from roadtrain.stages.placed_stage import PlacedStage, times
+from roadtrain.stages.stage_model import MicroBatch, StageModel
 
 MICROS = 4
 

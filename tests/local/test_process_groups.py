@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 import world
 
-from roadtrain.config.networks import CONTROL, choose_networks
 from roadtrain.errors import ConfigError, LostError
-from roadtrain.parallel.networks import this_host
-from roadtrain.parallel.process_groups import make_process_groups, start_processes
+from roadtrain.stages.host_cards import this_host
+from roadtrain.stages.networks import CONTROL, choose_networks
+from roadtrain.stages.process_groups import make_process_groups, start_processes
 
 pytestmark = pytest.mark.slow
 RANKS = 3

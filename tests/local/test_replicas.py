@@ -13,7 +13,7 @@ from processes import HostProcess, Workers, losses
 
 import roadtrain
 from roadtrain.errors import LostError
-from roadtrain.protocol.messages import CommitDone
+from roadtrain.servers.protocol.messages import CommitDone
 
 STEPS, LONG = 14, Case(clip=0.5, dtype=torch.bfloat16)
 

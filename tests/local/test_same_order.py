@@ -13,12 +13,12 @@ from torch.optim import AdamW
 
 import roadtrain
 from roadtrain import Delay
-from roadtrain.api import session_plan
 from roadtrain.config.cluster import make_cluster
 from roadtrain.config.models import BlockShape, ModelShape
 from roadtrain.config.plan import Plan, PlanMemory, placement
-from roadtrain.protocol import messages
-from roadtrain.protocol.server import ServerStateMachine
+from roadtrain.placement import session_plan
+from roadtrain.servers.protocol import messages
+from roadtrain.servers.protocol.server import ServerStateMachine
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.run import simulate
 

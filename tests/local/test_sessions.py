@@ -12,13 +12,12 @@ from models import Case
 from processes import Workers, free_port, losses
 
 import roadtrain
-from roadtrain import Servers
+from roadtrain import Servers, retry
 from roadtrain.errors import BusyError, DamagedError, LostError
-from roadtrain.runtime import connection, hosted_store, remote_servers, server_session
-from roadtrain.runtime import frames as m
-from roadtrain.runtime.session_host import SessionHost
+from roadtrain.servers import connection, hosted_store, remote_servers, server_session
+from roadtrain.servers import frames as m
+from roadtrain.servers.serve import SessionHost
 from roadtrain.storage.file import FileTier
-from roadtrain.transport import retry
 from roadtrain.transport.tcp import TcpOptions
 
 

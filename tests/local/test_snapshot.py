@@ -13,7 +13,7 @@ from processes import HostProcess, Workers, losses
 
 from roadtrain.device.buffers import Buffer
 from roadtrain.errors import ConfigError
-from roadtrain.runtime.session_host import command
+from roadtrain.servers.serve import command
 from roadtrain.storage.generation import open_part
 
 CASE, STEPS, EVERY = Case(clip=0.5, groups=True, frozen=True), 24, 3

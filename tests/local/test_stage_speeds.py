@@ -1,4 +1,4 @@
-"""parallel/partition.py on three processes, two replicas before one: what each measures, the sizes
+"""stages/partition.py on three processes, two replicas before one: what each measures, the sizes
 that all choose from it, and the seconds of a step that a DriftWatch is given."""
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import torch.distributed as dist
 import world
 from torch import nn
 
-from roadtrain.config.parallelism import Parallelism, RankPosition
 from roadtrain.errors import BudgetError
-from roadtrain.parallel.block_times import (
+from roadtrain.stages.block_times import (
     block_memories,
     block_parameters,
     block_weights,
     measure_blocks,
 )
-from roadtrain.parallel.control import ControlLinks
-from roadtrain.parallel.cuts import Cuts, Segment
-from roadtrain.parallel.groups import GroupKind, Groups
-from roadtrain.parallel.links import Position, StageLinks
-from roadtrain.parallel.partition import (
+from roadtrain.stages.control import ControlLinks
+from roadtrain.stages.cuts import Cuts, Segment
+from roadtrain.stages.groups import GroupKind, Groups
+from roadtrain.stages.links import Position, StageLinks
+from roadtrain.stages.parallelism import Parallelism, RankPosition
+from roadtrain.stages.partition import (
     MeasuredRank,
     choose_sizes,
     gather_measured,
@@ -32,9 +32,9 @@ from roadtrain.parallel.partition import (
     measured_work,
     own_pass_s,
 )
-from roadtrain.parallel.pipeline import PipelineShape, StepTimes
-from roadtrain.parallel.stage_model import MicroBatch, StageModel
-from roadtrain.protocol.pipeline import BACKWARD, FORWARD
+from roadtrain.stages.pipeline import PipelineShape, StepTimes
+from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD
+from roadtrain.stages.stage_model import MicroBatch, StageModel
 
 BLOCKS, MICROS, NBYTES = 8, 6, 1 << 20
 SLOW = 2  # the rank of stage 1 takes 12 ms a block, the others 4 ms

@@ -25,10 +25,11 @@ import roadtrain
 from roadtrain.errors import BudgetError, ConfigError, DeadlineError, LostError, RoadtrainError
 from roadtrain.kernels import codecs
 from roadtrain.kernels.cast import cast
-from roadtrain.runtime import frames as m
-from roadtrain.runtime import health, rendezvous, session_host
-from roadtrain.runtime.reducer import Reducers
-from roadtrain.runtime.summation import SumOptions, WorkerSums
+from roadtrain.servers import frames as m
+from roadtrain.servers import health, serve
+from roadtrain.sums import rendezvous
+from roadtrain.sums.reducer import Reducers
+from roadtrain.sums.summation import SumOptions, WorkerSums
 from roadtrain.transport.address import address_of, write_token
 from roadtrain.transport.tcp import TcpOptions, listen
 
@@ -343,9 +344,9 @@ def test_a_spare_host_by_its_command(tmp_path, hosts):
         {"store": "x", "formats": "y"},
     ):
         with pytest.raises(ConfigError, match="--sum"):
-            session_host.command("127.0.0.1:0", **wrong)
+            serve.command("127.0.0.1:0", **wrong)
     with pytest.raises(ConfigError, match="nowhere_to_be_found"):
-        session_host.command("127.0.0.1:0", sum=True, formats="nowhere_to_be_found")
+        serve.command("127.0.0.1:0", sum=True, formats="nowhere_to_be_found")
 
 
 def test_spare_hosts_know_formats_of_the_user(tmp_path, hosts, monkeypatch):

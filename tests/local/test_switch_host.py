@@ -16,14 +16,14 @@ from processes import free_port
 
 from roadtrain import cli
 from roadtrain.errors import AuthError, BusyError, ConfigError, LostError, WireError
-from roadtrain.kernels.packets import PACKET_NBYTES, Kind, PacketKey
-from roadtrain.runtime import frames as m
-from roadtrain.runtime import health, session_host
-from roadtrain.runtime.fan_in import switch_command
-from roadtrain.runtime.fan_in.streams import beat_packet
-from roadtrain.runtime.fan_in.switch import SwitchHost
-from roadtrain.runtime.fan_in.switch_children import UNKNOWN_RANK
-from roadtrain.runtime.fan_in.switch_memory import SlotQuota
+from roadtrain.servers import frames as m
+from roadtrain.servers import health, serve
+from roadtrain.switch import switch_command
+from roadtrain.switch.packets import PACKET_NBYTES, Kind, PacketKey
+from roadtrain.switch.streams import beat_packet
+from roadtrain.switch.switch import SwitchHost
+from roadtrain.switch.switch_children import UNKNOWN_RANK
+from roadtrain.switch.switch_memory import SlotQuota
 from roadtrain.transport.address import write_token
 from roadtrain.transport.link import Receiver
 from roadtrain.transport.tcp import TcpOptions, connect
@@ -395,7 +395,7 @@ def test_who_is_no_end_of_a_fan_in_is_refused(switches):
 
 
 def test_a_server_that_is_named_as_a_switch_says_so(tmp_path):  # Rule 6
-    with session_host.SessionHost((HOST, 0), tmp_path, 64 * MIB, OPTIONS, [].append) as server:
+    with serve.SessionHost((HOST, 0), tmp_path, 64 * MIB, OPTIONS, [].append) as server:
         where = server.where.rpartition(":")
         with pytest.raises(WireError, match=f"{server.where} is a server, no switch"):
             connect(
@@ -536,7 +536,7 @@ def test_memory_is_bounded_under_stuck_slots(switches, peers):
 )
 def test_options_that_contradict_each_other(options, words):
     with pytest.raises(ConfigError, match=words):
-        session_host.command(f"{HOST}:0", **options)
+        serve.command(f"{HOST}:0", **options)
 
 
 def test_the_status_of_a_run_asks_its_switches(switches, peers, tmp_path, capsys):

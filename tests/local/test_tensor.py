@@ -17,18 +17,18 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.utils import _pytree as pytree
 
-from roadtrain.config.networks import HostCards, choose_networks
-from roadtrain.config.parallelism import Parallelism
 from roadtrain.errors import DifferError, UserError
-from roadtrain.parallel.cuts import Cuts, Segment
-from roadtrain.parallel.groups import GroupKind, Groups
-from roadtrain.parallel.pieces import VALUE, Extent, Piece
-from roadtrain.parallel.process_groups import make_process_groups
-from roadtrain.parallel.sharded_optimizer import ShardedOptimizer, ShardedOptions
-from roadtrain.parallel.stage_model import MicroBatch, StageModel
-from roadtrain.parallel.tensor import tensor_parallel
-from roadtrain.parallel.tensor_pieces import TensorPieces
-from roadtrain.parallel.tensor_styles import Column, LocalHeads, Row, Vocabulary
+from roadtrain.stages.cuts import Cuts, Segment
+from roadtrain.stages.groups import GroupKind, Groups
+from roadtrain.stages.networks import HostCards, choose_networks
+from roadtrain.stages.parallelism import Parallelism
+from roadtrain.stages.pieces import VALUE, Extent, Piece
+from roadtrain.stages.process_groups import make_process_groups
+from roadtrain.stages.sharded_optimizer import ShardedOptimizer, ShardedOptions
+from roadtrain.stages.stage_model import MicroBatch, StageModel
+from roadtrain.stages.tensor import tensor_parallel
+from roadtrain.stages.tensor_pieces import TensorPieces
+from roadtrain.stages.tensor_styles import Column, LocalHeads, Row, Vocabulary
 
 pytestmark = pytest.mark.slow
 

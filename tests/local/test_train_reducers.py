@@ -15,10 +15,10 @@ from pipeline_job import PipelineProcesses, PipelineSpec, losses, resumed, start
 from test_parallel_job import losses as job_losses
 from test_parallel_job import torchrun
 
-from roadtrain.api.parallel_options import ParallelOptions
-from roadtrain.config.parallelism import Parallelism
 from roadtrain.errors import ConfigError
-from roadtrain.runtime import health
+from roadtrain.servers import health
+from roadtrain.stages.parallel_options import ParallelOptions
+from roadtrain.stages.parallelism import Parallelism
 from roadtrain.training import status
 from roadtrain.transport.address import address_of, write_token
 from roadtrain.transport.tcp import TcpOptions

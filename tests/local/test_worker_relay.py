@@ -84,7 +84,7 @@ def test_a_kill_is_noticed_and_nothing_is_lost(whom, addresses, tmp_path):  # Ru
             c.pid
             for p in workers.processes
             for c in psutil.Process(p.pid).children()
-            if "roadtrain.runtime.relay" in " ".join(c.cmdline())
+            if "roadtrain.relay.relay" in " ".join(c.cmdline())
         ]
     else:
         victim = workers.processes[1].pid

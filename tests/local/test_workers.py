@@ -15,8 +15,8 @@ from processes import HostProcess, Workers, losses
 from roadtrain import TopK
 from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.lab.relay import Relay
-from roadtrain.protocol import messages
-from roadtrain.runtime import frames as m
+from roadtrain.servers import frames as m
+from roadtrain.servers.protocol import messages
 
 CASES = {
     "plain": Case(eager=True),

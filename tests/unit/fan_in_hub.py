@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from roadtrain.kernels import packets
-from roadtrain.kernels.packets import PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
-from roadtrain.protocol.numbered import Heartbeat, NumberedReceiver, merged
-from roadtrain.runtime import frames as m
-from roadtrain.runtime.fan_in.streams import Batch, PacketPort, PacketSender, beat_packet, beats_of
-from roadtrain.transport.datagrams import DatagramSocket
+from roadtrain.servers import frames as m
+from roadtrain.switch import packets
+from roadtrain.switch.datagrams import DatagramSocket
+from roadtrain.switch.packets import PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
+from roadtrain.switch.protocol.numbered import Heartbeat, NumberedReceiver, merged
+from roadtrain.switch.streams import Batch, PacketPort, PacketSender, beat_packet, beats_of
 from roadtrain.transport.link import Link
 from roadtrain.transport.tcp import Address, TcpOptions, listen
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from roadtrain.protocol.agreement import (
+from roadtrain.sums.protocol.agreement import (
     Agreed,
     AgreementStateMachine,
     AskWhetherBegun,

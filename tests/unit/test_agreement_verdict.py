@@ -1,4 +1,4 @@
-"""A verdict of the coordinator while the program of a worker goes on (runtime/agreement.py)."""
+"""A verdict of the coordinator while the program of a worker goes on (sums/agreement.py)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import threading
 from typing import Any
 
 from roadtrain.errors import DifferError
-from roadtrain.runtime import frames as m
-from roadtrain.runtime.agreement import Agreement
+from roadtrain.servers import frames as m
+from roadtrain.sums.agreement import Agreement
 
 
 class Silent:

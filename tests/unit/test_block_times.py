@@ -1,4 +1,4 @@
-"""parallel/block_times.py: a segment's own speed, block by block, and what is as before."""
+"""stages/block_times.py: a segment's own speed, block by block, and what is as before."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from roadtrain.parallel import block_times
-from roadtrain.parallel.block_times import (
+from roadtrain.stages import block_times
+from roadtrain.stages.block_times import (
     RankTimes,
     block_memories,
     block_parameters,
     block_weights,
     measure_blocks,
 )
-from roadtrain.parallel.cuts import Cuts, Segment
-from roadtrain.parallel.stage_model import MicroBatch, StageModel
-from roadtrain.protocol.stage_memory import BlockMemory
+from roadtrain.stages.cuts import Cuts, Segment
+from roadtrain.stages.protocol.stage_memory import BlockMemory
+from roadtrain.stages.stage_model import MicroBatch, StageModel
 
 ROWS, WIDTH = 4, 8
 MOMENT_S = 1e-6

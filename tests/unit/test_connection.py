@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from roadtrain.errors import BusyError, LostError, WireError
-from roadtrain.runtime import frames as m
-from roadtrain.runtime.connection import COMING_S, HostedSession, WorkerConnection
+from roadtrain.servers import frames as m
+from roadtrain.servers.connection import COMING_S, HostedSession, WorkerConnection
 
 
 class Wire:

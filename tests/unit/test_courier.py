@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from roadtrain.errors import LoopError, LostError
-from roadtrain.parallel.courier import Courier, CourierJob
+from roadtrain.stages.courier import Courier, CourierJob
 
 
 def fails():

@@ -10,12 +10,12 @@ import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from roadtrain.config.parallelism import Parallelism
 from roadtrain.errors import ConfigError, LoopError, ModelError
-from roadtrain.parallel.cuts import Cuts, Returned, Segment
-from roadtrain.parallel.layout import StageLayout
-from roadtrain.parallel.stage_model import MicroBatch, StageModel
-from roadtrain.parallel.torch_stage import SegmentModule
+from roadtrain.stages.cuts import Cuts, Returned, Segment
+from roadtrain.stages.layout import StageLayout
+from roadtrain.stages.parallelism import Parallelism
+from roadtrain.stages.stage_model import MicroBatch, StageModel
+from roadtrain.stages.torch_stage import SegmentModule
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 50}
 ATTENTION = {"intermediate_size": 48, "num_attention_heads": 4}

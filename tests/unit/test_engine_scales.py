@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.models import BlockShape, ModelShape
-from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import PLACEMENTS, Plan, PlanMemory, placement
 from roadtrain.simulator import compute, switches
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Cost, Engine, Resource, Task, fair_rates
 from roadtrain.simulator.run import simulate
+from roadtrain.stages.parallelism import Parallelism
 
 WIDE = st.builds(lambda a, e: a * 10.0**e, st.floats(1, 9.99), st.integers(-15, 15))
 

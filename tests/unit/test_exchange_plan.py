@@ -11,10 +11,10 @@ import pytest
 from thread_links import run_ranks
 
 from roadtrain.errors import DamagedError, GoneError, LostError
-from roadtrain.parallel.control import RankPlace
-from roadtrain.parallel.exchange import exchange
-from roadtrain.parallel.pieces import Extent
-from roadtrain.parallel.transfers import PieceTransfer, plan_transfers, uncovered
+from roadtrain.stages.control import RankPlace
+from roadtrain.stages.exchange import exchange
+from roadtrain.stages.pieces import Extent
+from roadtrain.stages.transfers import PieceTransfer, plan_transfers, uncovered
 from tests.local import state_pieces
 
 SIZES = {"a": 37, "b": 1, "c": 64}

@@ -1,11 +1,11 @@
-"""config/fan_in.py: the tree of switches that a job sums in."""
+"""switch/options.py: the tree of switches that a job sums in."""
 
 from __future__ import annotations
 
 import pytest
 
-from roadtrain.config.fan_in import FanIn, SwitchNode, fan_in_of
 from roadtrain.errors import ConfigError
+from roadtrain.switch.options import FanIn, SwitchNode, fan_in_of
 
 ROOT = SwitchNode("root:1")
 RACKS = (SwitchNode("rack0:1", "root:1", (0, 2)), SwitchNode("rack1:1", "root:1", (1, 3)))

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from roadtrain.chunks import PAGE, ChunkTable, ParamSpec
-from roadtrain.config.fan_in import FanIn, SwitchNode
 from roadtrain.errors import LostError, PeerError, WireError
-from roadtrain.kernels import fixed_point, packets
-from roadtrain.kernels.packets import Kind
-from roadtrain.runtime import frames as m
-from roadtrain.runtime.fan_in import link as link_module
-from roadtrain.runtime.fan_in.link import FanInLink, Participant, dial
+from roadtrain.servers import frames as m
+from roadtrain.switch import fixed_point, packets
+from roadtrain.switch import link as link_module
+from roadtrain.switch.link import FanInLink, Participant, dial
+from roadtrain.switch.options import FanIn, SwitchNode
+from roadtrain.switch.packets import Kind
 from roadtrain.units import round_up
 from tests.local.faulty import RandomFaults
 from tests.unit.fan_in_hub import WINDOW, Hub

@@ -7,8 +7,9 @@ from collections import Counter
 import pytest
 
 from roadtrain.errors import LoopError, LostError
-from roadtrain.protocol import messages
-from roadtrain.protocol.fan_in import (
+from roadtrain.servers.protocol import messages
+from roadtrain.servers.protocol.intermediary import Give, Up
+from roadtrain.switch.protocol.fan_in import (
     ALONE_S,
     Announce,
     Broadcast,
@@ -20,7 +21,6 @@ from roadtrain.protocol.fan_in import (
     SendMaxima,
     Tick,
 )
-from roadtrain.protocol.intermediary import Give, Up
 
 
 def packets_of(chunk):

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from roadtrain.chunks import ChunkTable, ParamSpec, record
-from roadtrain.config.budgets import derive_fan_in, derive_server
 from roadtrain.errors import BudgetError, WireError
-from roadtrain.kernels import fixed_point, packets
-from roadtrain.kernels.packets import HEADER_NBYTES, PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
-from roadtrain.protocol.fan_in import LateWorker
-from roadtrain.runtime.fan_in.incoming import Incoming
-from roadtrain.runtime.fan_in.lateness import LATE_S, SILENT_S, Lateness
-from roadtrain.runtime.fan_in.outgoing import Outgoing, OutgoingBytes
-from roadtrain.runtime.fan_in.streams import Batch
-from roadtrain.runtime.fan_in.trial import ANSWERS_S, MulticastTrial, group_of, packet_of
+from roadtrain.options.budgets import derive_fan_in, derive_server
+from roadtrain.switch import fixed_point, packets
+from roadtrain.switch.incoming import Incoming
+from roadtrain.switch.lateness import LATE_S, SILENT_S, Lateness
+from roadtrain.switch.outgoing import Outgoing, OutgoingBytes
+from roadtrain.switch.packets import HEADER_NBYTES, PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
+from roadtrain.switch.protocol.fan_in import LateWorker
+from roadtrain.switch.streams import Batch
+from roadtrain.switch.trial import ANSWERS_S, MulticastTrial, group_of, packet_of
 
 KEY = PacketKey.derive(b"0123456789abcdef", b"nonce")
 WORKERS = 3

@@ -11,7 +11,7 @@ from benchmarks.fanin_machines import LiteralSwitch
 from benchmarks.fanin_plain import PlainTable
 from benchmarks.fanin_random import Scene, Table, Weather, through
 from roadtrain.errors import WireError
-from roadtrain.kernels.switch_table import SwitchTable
+from roadtrain.switch.switch_table import SwitchTable
 
 BAD = Weather(loss=0.05, repeated=0.05, very_late=0.05, restart=0.05)
 

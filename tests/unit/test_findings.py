@@ -11,22 +11,14 @@ from dataclasses import dataclass, replace
 import pytest
 import torch.distributed as dist
 
-from roadtrain.config.job_parallelism import ParallelismSection
-from roadtrain.config.networks import HostCard, HostCards, choose_networks
-from roadtrain.config.schema import checked
 from roadtrain.errors import ConfigError, DeadlineError, PeerError
-from roadtrain.parallel import preflight, probes
-from roadtrain.parallel import rank_meeting as meeting
-from roadtrain.parallel.findings import (
-    CardLink,
-    Finding,
-    Report,
-    Trouble,
-    links_of,
-    matrix,
-    problem,
-)
-from roadtrain.parallel.rank_meeting import (
+from roadtrain.options.schema import checked
+from roadtrain.stages import preflight, probes
+from roadtrain.stages import rank_meeting as meeting
+from roadtrain.stages.findings import CardLink, Finding, Report, Trouble, links_of, matrix, problem
+from roadtrain.stages.job_parallelism import ParallelismSection
+from roadtrain.stages.networks import HostCard, HostCards, choose_networks
+from roadtrain.stages.rank_meeting import (
     Launch,
     MeetingAnswer,
     RankHello,

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roadtrain.errors import ConfigError, RuleError, WireError
-from roadtrain.kernels import fixed_point as fixed
 from roadtrain.kernels.cast import reference_downcast, reference_widen
-from roadtrain.kernels.packets import BLOCK, HEADER_NBYTES, PACKET_NBYTES, PAYLOAD_NBYTES
+from roadtrain.switch import fixed_point as fixed
+from roadtrain.switch.packets import BLOCK, HEADER_NBYTES, PACKET_NBYTES, PAYLOAD_NBYTES
 
 DTYPES = ("fp32", "bf16", "fp16")
 WIDTHS = (1, 2, 4)

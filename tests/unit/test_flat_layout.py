@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from roadtrain.chunks import ParamSpec
 from roadtrain.errors import StoreError
-from roadtrain.parallel.flat_layout import lay_out, overlaps
-from roadtrain.parallel.lacking import Lacking
-from roadtrain.parallel.pieces import Extent
+from roadtrain.stages.flat_layout import lay_out, overlaps
+from roadtrain.stages.lacking import Lacking
+from roadtrain.stages.pieces import Extent
 
 SHAPES = st.sampled_from([(0,), (1,), (7,), (33, 5), (64, 64), (257,)])
 

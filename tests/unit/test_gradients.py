@@ -13,8 +13,8 @@ from roadtrain.chunks import ITEMSIZE, SEGMENT, Chunk, ChunkTable, ParamSpec
 from roadtrain.kernels.cast import cast_in_place, reference_downcast, reference_widen
 from roadtrain.kernels.codecs import downcast_in_place
 from roadtrain.kernels.sum import sum_squares
-from roadtrain.protocol import messages
-from roadtrain.runtime.gradients import PushedGradients
+from roadtrain.servers.gradients import PushedGradients
+from roadtrain.servers.protocol import messages
 
 N = 2 * SEGMENT + 4096 + 77
 

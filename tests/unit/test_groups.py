@@ -1,4 +1,4 @@
-"""parallel/groups.py and config/host_ranks.py: groups of clusters of any size, checked against the
+"""stages/groups.py and stages/host_ranks.py: groups of clusters of any size, checked against the
 paper's formulas and against what a group is; which parallelisms are refused or suit."""
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roadtrain.config.host_ranks import DataGroups, suited_parallelism, suited_parallelisms
-from roadtrain.config.parallelism import Parallelism, RankPosition
 from roadtrain.errors import ConfigError
-from roadtrain.parallel.groups import GroupKind, Groups
+from roadtrain.stages.groups import GroupKind, Groups
+from roadtrain.stages.host_ranks import DataGroups, suited_parallelism, suited_parallelisms
+from roadtrain.stages.parallelism import Parallelism, RankPosition
 
 TWO_AND_ONE = [("a0", "a", 2), ("a1", "a", 2), ("b0", "b", 2)]  # clusters of 4 and 2 devices
 

@@ -10,14 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roadtrain.errors import ForkedError, StaleError
-from roadtrain.protocol.history import (
-    Doubt,
-    Histories,
-    HistoryLink,
-    Resume,
-    ServerHoldings,
-    Witness,
-)
+from roadtrain.storage.history import Doubt, Histories, HistoryLink, Resume, ServerHoldings, Witness
 
 NAMES = [f"server {n} (host{n}:7000)" for n in range(5)]
 A, B, C = (

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from roadtrain.errors import ConfigError
-from roadtrain.protocol.host_roots import PcieSwitch, choose, switches_of
+from roadtrain.sums.protocol.host_roots import PcieSwitch, choose, switches_of
 
 PAIRS = [(0, 1), (2, 3), (4, 5), (6, 7)]
 

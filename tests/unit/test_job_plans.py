@@ -12,7 +12,6 @@ from test_simulated import lump
 from roadtrain import cli
 from roadtrain.config.cluster import load_cluster, make_cluster
 from roadtrain.config.job import Job, load_job, make_job
-from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, load_plan, placement
 from roadtrain.config.plan_file import PlanFile, load_plan_file
 from roadtrain.errors import ConfigError
@@ -22,6 +21,7 @@ from roadtrain.planner import plan as planner
 from roadtrain.planner.job_keys import batch_of_job, job_keys, stated_degrees
 from roadtrain.planner.job_plans import JobPlans, shape_of_job
 from roadtrain.planner.machines_of import machines_of
+from roadtrain.stages.parallelism import Parallelism
 
 CLUSTER = """
 [[hosts]]

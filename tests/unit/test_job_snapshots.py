@@ -23,11 +23,11 @@ from roadtrain.errors import (
     LostError,
     StaleError,
 )
-from roadtrain.parallel import snapshot_files
-from roadtrain.parallel.control import RankPlace
-from roadtrain.parallel.pieces import Extent
-from roadtrain.parallel.snapshot_choice import ParamEntry
-from roadtrain.parallel.snapshots import JobSnapshots, SnapshotOptions, buddies
+from roadtrain.stages import snapshot_files
+from roadtrain.stages.control import RankPlace
+from roadtrain.stages.pieces import Extent
+from roadtrain.stages.snapshot_choice import ParamEntry
+from roadtrain.stages.snapshots import JobSnapshots, SnapshotOptions, buddies
 from roadtrain.storage.mark import Mark
 from tests.local.state_pieces import SIZES, RandomSource, same_as_whole, spread
 

@@ -22,7 +22,6 @@ from roadtrain.config.cluster import make_cluster
 from roadtrain.config.job import make_job
 from roadtrain.config.job_model import shape_of
 from roadtrain.config.machines import Machines, PlanHost, PlannedModel, ServerPlace
-from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, placement
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.device.buffers import Buffer
@@ -33,6 +32,7 @@ from roadtrain.launch.engine import HostSeen
 from roadtrain.launch.look import HostQuestion, look
 from roadtrain.launch.resolve import ResolvedRun, resolve
 from roadtrain.planner.job_plans import JobPlans
+from roadtrain.stages.parallelism import Parallelism
 from roadtrain.storage.generation import create_part, publish_part
 from roadtrain.storage.ledger import GroupRule, StoreMeta
 from roadtrain.storage.lock import Locks

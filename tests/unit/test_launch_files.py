@@ -20,7 +20,6 @@ import yaml
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.job import Job, load_job, make_job
 from roadtrain.config.machines import Machines, PlanHost, ServerPlace, SwitchPlace
-from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, placement
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError, RoadtrainError
@@ -28,6 +27,7 @@ from roadtrain.launch.resolve import ResolvedRun, resolve
 from roadtrain.launch.torchrun import TorchrunWorkers, gpus_of, unknown_devices, with_device
 from roadtrain.launch.write_kubernetes import as_yaml, kubernetes_objects, name_of, write_kubernetes
 from roadtrain.launch.write_slurm import slurm_script, write_slurm
+from roadtrain.stages.parallelism import Parallelism
 
 TOKEN = "a token that nobody should read"
 JOB = {

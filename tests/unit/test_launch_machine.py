@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roadtrain.protocol.launch import (
+from roadtrain.launch.protocol.messages import (
     Committed,
     EndRun,
     HostCame,
@@ -31,8 +31,8 @@ from roadtrain.protocol.launch import (
     TimePassed,
     WorkersEnded,
 )
-from roadtrain.protocol.run_phases import ProcessPhase, RunPhase
-from roadtrain.protocol.run_state import RunStateMachine
+from roadtrain.launch.protocol.run_phases import ProcessPhase, RunPhase
+from roadtrain.launch.protocol.run_state import RunStateMachine
 
 SERVER, REDUCER = RunService("server s0 0", "s0"), RunService("reducer r0", "r0", reducer=True)
 REPLICATED = tuple(

@@ -22,10 +22,8 @@ from roadtrain.config.machines import PlanHost
 from roadtrain.errors import LaunchError
 from roadtrain.launch.home import LAUNCHED, LaunchRecord, RunHome, RunState
 from roadtrain.launch.processes import Process, Role, WorkerSet
-from roadtrain.launch.ray import actors, cluster, engine, held_process, start, workers
-from roadtrain.launch.ray.nodes import RayNode
-from roadtrain.protocol import run_state
-from roadtrain.protocol.launch import (
+from roadtrain.launch.protocol import run_state
+from roadtrain.launch.protocol.messages import (
     HostCame,
     HostLost,
     Output,
@@ -33,6 +31,8 @@ from roadtrain.protocol.launch import (
     WorkersEnded,
     WorkersPlaced,
 )
+from roadtrain.launch.ray import actors, cluster, engine, held_process, start, workers
+from roadtrain.launch.ray.nodes import RayNode
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from roadtrain.config.machines import PlanHost, ServerPlace
+from roadtrain.launch.protocol.messages import HostCame, HostLeaves, HostLost, Output
 from roadtrain.launch.ray.nodes import HostMap, RayNode
-from roadtrain.protocol.launch import HostCame, HostLeaves, HostLost, Output
 
 STORE = (ServerPlace("/store", 7000),)
 

@@ -18,7 +18,6 @@ import tomli_w
 from roadtrain.config.cluster import Cluster, Host, make_cluster
 from roadtrain.config.machines import Machines, PlanHost, ServerPlace
 from roadtrain.config.models import from_config
-from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, placement
 from roadtrain.config.plan_file import PlanFile, load_plan_file
 from roadtrain.errors import ConfigError, LaunchError
@@ -35,6 +34,7 @@ from roadtrain.planner.machines_of import machines_of, predicted_of
 from roadtrain.planner.search import SearchResult, search
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.run import simulate
+from roadtrain.stages.parallelism import Parallelism
 from roadtrain.transport.address import write_token
 from tests.local.ports import free_port
 

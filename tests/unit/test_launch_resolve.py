@@ -20,7 +20,6 @@ from roadtrain.config.machines import (
     ServerPlace,
     SwitchPlace,
 )
-from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, placement
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError
@@ -30,6 +29,7 @@ from roadtrain.launch.home import RunHome
 from roadtrain.launch.processes import Role
 from roadtrain.launch.resolve import ResolvedRun, absolute_job, resolve
 from roadtrain.planner.machines_of import machines_of
+from roadtrain.stages.parallelism import Parallelism
 
 TOKEN = "a token that nobody should read"
 TWO = (

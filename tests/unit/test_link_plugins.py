@@ -9,7 +9,7 @@ import pytest
 
 from roadtrain import cli
 from roadtrain.errors import ConfigError
-from roadtrain.runtime.session_host import SessionHost
+from roadtrain.servers.serve import SessionHost
 from roadtrain.transport import plugins, tcp
 from roadtrain.units import MIB
 

@@ -9,9 +9,15 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roadtrain.protocol.membership import AskRounds, Change, Map, MembershipStateMachine, Spares
-from roadtrain.runtime import frames as m
-from roadtrain.runtime.coordinator import CoordinatorLink
+from roadtrain.servers import frames as m
+from roadtrain.sums.coordinator import CoordinatorLink
+from roadtrain.sums.protocol.membership import (
+    AskRounds,
+    Change,
+    Map,
+    MembershipStateMachine,
+    Spares,
+)
 
 KEYS, PARTS = (1, 2, 99), 23
 

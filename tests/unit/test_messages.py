@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from roadtrain.chunks import PAGE, Chunk, ChunkTable, ParamSpec
 from roadtrain.device.pool import BufferPool
 from roadtrain.errors import WireError
-from roadtrain.protocol import messages
-from roadtrain.runtime import frames as m
-from roadtrain.runtime.parameter_connection import ParameterConnection
+from roadtrain.servers import frames as m
+from roadtrain.servers.parameter_connection import ParameterConnection
+from roadtrain.servers.protocol import messages
 from roadtrain.units import round_up
 
 CHUNKS = ChunkTable.build(

@@ -9,7 +9,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from roadtrain.config.networks import (
+from roadtrain.errors import ConfigError, LostError
+from roadtrain.options.schema import checked
+from roadtrain.stages import host_cards as networks
+from roadtrain.stages import process_groups
+from roadtrain.stages.networks import (
     CONTROL,
     ETHERNET,
     INFINIBAND,
@@ -23,10 +27,7 @@ from roadtrain.config.networks import (
     pick,
     stated,
 )
-from roadtrain.config.schema import checked
-from roadtrain.errors import ConfigError, LostError
-from roadtrain.parallel import networks, process_groups
-from roadtrain.parallel.process_groups import nccl_network
+from roadtrain.stages.process_groups import nccl_network
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""protocol/numbered.py: the ends of a numbered stream, alone and through a link that loses, delays
+"""switch/protocol/numbered.py: the ends of a numbered stream, alone and through a link that loses, delays
 and repeats."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roadtrain.errors import WireError
-from roadtrain.protocol.numbered import (
+from roadtrain.switch.protocol.numbered import (
     NOTHING,
     Heartbeat,
     NumberedReceiver,

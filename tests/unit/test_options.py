@@ -27,8 +27,8 @@ from roadtrain import (
     SwitchNode,
     TopK,
 )
-from roadtrain.config.options import check_options
 from roadtrain.errors import ConfigError, UnitError
+from roadtrain.options.check import check_options
 from roadtrain.transport.tcp import TcpOptions, Tls
 
 VALUES = {

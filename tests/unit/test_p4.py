@@ -1,5 +1,5 @@
-"""runtime/fan_in/p4: the program's source, run by a translator (p4_reader.py, p4_machine.py), does on
-random packets what protocol/switch.py says; neither p4c nor bmv2 is at hand."""
+"""switch/p4: the program's source, run by a translator (p4_reader.py, p4_machine.py), does on
+random packets what switch/protocol/switch.py says; neither p4c nor bmv2 is at hand."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from roadtrain.errors import BudgetError, ConfigError
-from roadtrain.kernels.packets import HEADER, HEADER_NBYTES, MAGIC, VERSION, Kind
-from roadtrain.protocol.numbered import Heartbeat
-from roadtrain.protocol.switch import Packet, SwitchStateMachine
-from roadtrain.runtime.fan_in import p4
-from roadtrain.runtime.fan_in.p4.entries import P4Job, P4Neighbour, entries
+from roadtrain.switch import p4
+from roadtrain.switch.p4.entries import P4Job, P4Neighbour, entries
+from roadtrain.switch.packets import HEADER, HEADER_NBYTES, MAGIC, VERSION, Kind
+from roadtrain.switch.protocol.numbered import Heartbeat
+from roadtrain.switch.protocol.switch import Packet, SwitchStateMachine
 from tests.unit.p4_machine import Entries, Machine
 from tests.unit.p4_reader import P4Error, read
 

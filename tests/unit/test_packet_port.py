@@ -6,17 +6,10 @@ import time
 
 import numpy as np
 
-from roadtrain.kernels import packets
-from roadtrain.kernels.packets import HEADER_NBYTES, PACKET_NBYTES, Kind, PacketKey
-from roadtrain.protocol.numbered import Heartbeat
-from roadtrain.runtime.fan_in.streams import (
-    GATHERED,
-    LEFT_S,
-    Batch,
-    Moderation,
-    PacketPort,
-    beat_packet,
-)
+from roadtrain.switch import packets
+from roadtrain.switch.packets import HEADER_NBYTES, PACKET_NBYTES, Kind, PacketKey
+from roadtrain.switch.protocol.numbered import Heartbeat
+from roadtrain.switch.streams import GATHERED, LEFT_S, Batch, Moderation, PacketPort, beat_packet
 
 KEY, JOB = PacketKey.derive(b"0123456789abcdef", b"nonce"), 7
 ABOVE, OTHER = ("10.0.0.1", 7101), ("10.0.0.2", 7101)

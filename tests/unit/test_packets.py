@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roadtrain.errors import WireError
-from roadtrain.kernels import packets
-from roadtrain.kernels.packets import (
+from roadtrain.switch import packets
+from roadtrain.switch.packets import (
     HEADER,
     HEADER_NBYTES,
     PACKET_NBYTES,

@@ -1,4 +1,4 @@
-"""config/parallelism.py and protocol/pipeline.py: groups as in Yang et al. (Holmes), balanced
+"""stages/parallelism.py and stages/protocol/pipeline.py: groups as in Yang et al. (Holmes), balanced
 stages, one forward one backward."""
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roadtrain.config.parallelism import Parallelism, balanced, even
 from roadtrain.errors import ConfigError
-from roadtrain.protocol.pipeline import (
+from roadtrain.stages.parallelism import Parallelism, balanced, even
+from roadtrain.stages.protocol.pipeline import (
     BACKWARD,
     FORWARD,
     RunBlocks,

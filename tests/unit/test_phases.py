@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from test_server_machine import World, _run_sequence
 
-from roadtrain.protocol import chunk_state, messages, prefetch
-from roadtrain.protocol.chunk_state import ChunkPhase, ChunkState, Resident
-from roadtrain.protocol.prefetch import Prefetcher, Slot, SlotPhase
-from roadtrain.protocol.server import ServerStateMachine
-from roadtrain.protocol.server_steps import ServerSpec
+from roadtrain.servers.protocol import chunk_state, messages, prefetch
+from roadtrain.servers.protocol.chunk_state import ChunkPhase, ChunkState, Resident
+from roadtrain.servers.protocol.prefetch import Prefetcher, Slot, SlotPhase
+from roadtrain.servers.protocol.server import ServerStateMachine
+from roadtrain.servers.protocol.server_steps import ServerSpec
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, kind: type) -> set[tuple[Any, Any]]:

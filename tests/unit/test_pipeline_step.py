@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from roadtrain import Files, Memory, Parallelism, ParallelOptions
-from roadtrain.api.parallel_training import ParallelTraining
 from roadtrain.errors import LoopError
-from roadtrain.parallel.pipeline import Pipeline, PipelineShape
-from roadtrain.parallel.stage_model import MicroBatch
+from roadtrain.stages.parallel_training import ParallelTraining
+from roadtrain.stages.pipeline import Pipeline, PipelineShape
+from roadtrain.stages.stage_model import MicroBatch
 
 
 class PassesOn:

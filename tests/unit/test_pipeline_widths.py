@@ -1,4 +1,4 @@
-"""protocol/pipeline.py where stages have different numbers of replicas: nobody waits for ever, what
+"""stages/protocol/pipeline.py where stages have different numbers of replicas: nobody waits for ever, what
 is held is bounded, and receives can be posted ahead in the order of the sends (NCCL's rule)."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roadtrain.errors import ConfigError
-from roadtrain.protocol.pipeline import (
+from roadtrain.stages.protocol.pipeline import (
     BACKWARD,
     FORWARD,
     Peer,

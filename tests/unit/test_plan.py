@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roadtrain.chunks import SEGMENT, ChunkTable, ParamSpec, record
-from roadtrain.config.budgets import HUGE, BudgetTerms, derive
 from roadtrain.errors import BudgetError
-from roadtrain.protocol.assignment import assign
+from roadtrain.options.budgets import HUGE, BudgetTerms, derive
+from roadtrain.servers.protocol.assignment import assign
 from roadtrain.units import GIB, MIB, parse_bytes, round_up
 
 ARRAYS, SCALARS = 2, 1

@@ -10,9 +10,7 @@ from test_simulated import WHOLE, lump
 from test_simulated_fan_in import racks
 
 from roadtrain.config.cluster import make_cluster
-from roadtrain.config.fan_in import FanIn, SwitchNode
 from roadtrain.config.job import ServersSection
-from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, placement
 from roadtrain.planner import plan as planner
 from roadtrain.planner import simulate as simulator
@@ -20,6 +18,8 @@ from roadtrain.planner import switches
 from roadtrain.planner.candidates import candidates
 from roadtrain.planner.search import scaled, search
 from roadtrain.simulator.run import simulate
+from roadtrain.stages.parallelism import Parallelism
+from roadtrain.switch.options import FanIn, SwitchNode
 
 
 def node(workers: int, **changes: object) -> Plan:
@@ -40,7 +40,7 @@ def test_a_job_names_its_switch() -> None:
 
 
 def test_a_job_names_a_tree() -> None:
-    """As config/fan_in.py takes it: each worker is below one switch."""
+    """As switch/options.py takes it: each worker is below one switch."""
     said = keys(node(5), 2, 3)["switches"]
     nodes = [SwitchNode(**{**one, "workers": tuple(one["workers"])}) for one in said]
     tree = FanIn(tuple(nodes))

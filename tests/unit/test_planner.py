@@ -19,7 +19,6 @@ from roadtrain import cli
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.job import make_job
 from roadtrain.config.models import ModelShape, gpt, shape
-from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import PLACEMENTS, Plan, load_plan, make_plan, placement
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.planner.candidates import MOST_MICROBATCHES, candidates
@@ -29,6 +28,7 @@ from roadtrain.simulator.compute import Constants, HostTimes
 from roadtrain.simulator.engine import Engine
 from roadtrain.simulator.run import simulate
 from roadtrain.simulator.scene import Scene
+from roadtrain.stages.parallelism import Parallelism
 
 OF = Constants()
 

@@ -10,8 +10,8 @@ import pytest
 
 import roadtrain
 from roadtrain import cli, hvd
-from roadtrain.api.former import FORMER
 from roadtrain.config import job
+from roadtrain.placement.former import FORMER
 
 
 def test_package() -> None:
@@ -234,8 +234,8 @@ def test_keys_of_a_job() -> None:
 def test_the_command_line_and_what_sums_import_no_torch() -> None:
     """torch takes seconds and 200 MB, in each process of a relay or a reducer too."""
     code = (
-        "import sys, roadtrain.cli, roadtrain.training.status, roadtrain.runtime.relay,"
-        " roadtrain.runtime.reducer, roadtrain; sys.exit('torch' in sys.modules)"
+        "import sys, roadtrain.cli, roadtrain.training.status, roadtrain.relay.relay,"
+        " roadtrain.sums.reducer, roadtrain; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

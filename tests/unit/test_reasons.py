@@ -4,9 +4,9 @@ workers (Rule 5)."""
 import pytest
 
 from roadtrain.errors import LostError
-from roadtrain.runtime import frames as m
-from roadtrain.runtime.parameter_connection import ParameterConnection
-from roadtrain.runtime.remote_server import RemoteServer
+from roadtrain.servers import frames as m
+from roadtrain.servers.parameter_connection import ParameterConnection
+from roadtrain.servers.remote_server import RemoteServer
 
 
 class Wire:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from roadtrain.runtime import frames as m
-from roadtrain.runtime.reducer import Reducer
+from roadtrain.servers import frames as m
+from roadtrain.sums.reducer import Reducer
 
 
 class Heard:

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from roadtrain.errors import LostError
-from roadtrain.protocol import messages
-from roadtrain.protocol.relay import Give, PushSum, RelayStateMachine, Up
+from roadtrain.relay.protocol.relay import Give, PushSum, RelayStateMachine, Up
+from roadtrain.servers.protocol import messages
 
 
 class World:

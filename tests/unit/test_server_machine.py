@@ -9,13 +9,12 @@ import pytest
 
 from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.errors import LoopError, LostError
-from roadtrain.protocol import messages
-from roadtrain.protocol.assignment import assign
-from roadtrain.protocol.chunk_state import ChunkPhase, Resident
-from roadtrain.protocol.commit import CommitStateMachine, added
-from roadtrain.protocol.history import Histories, HistoryLink, Resume, ServerHoldings
-from roadtrain.protocol.prefetch import Prefetcher, SlotPhase
-from roadtrain.protocol.queues import (
+from roadtrain.servers.protocol import messages
+from roadtrain.servers.protocol.assignment import assign
+from roadtrain.servers.protocol.chunk_state import ChunkPhase, Resident
+from roadtrain.servers.protocol.commit import CommitStateMachine, added
+from roadtrain.servers.protocol.prefetch import Prefetcher, SlotPhase
+from roadtrain.servers.protocol.queues import (
     READ_PARAMETERS,
     READ_STATE,
     WRITE_STATE,
@@ -23,8 +22,9 @@ from roadtrain.protocol.queues import (
     Trial,
     Turns,
 )
-from roadtrain.protocol.server import ServerStateMachine, agreed
-from roadtrain.protocol.server_steps import ServerSpec
+from roadtrain.servers.protocol.server import ServerStateMachine, agreed
+from roadtrain.servers.protocol.server_steps import ServerSpec
+from roadtrain.storage.history import Histories, HistoryLink, Resume, ServerHoldings
 
 
 class World:
@@ -72,7 +72,7 @@ class World:
         self.feed(messages.Done(action, result))
 
     def may_run(self, action):
-        """A server's kernels run sums before updates (runtime/server.py)."""
+        """A server's kernels run sums before updates (servers/server.py)."""
         summing = [other.chunk for other in self.todo if isinstance(other, messages.Total)]
         return not isinstance(action, messages.Update) or action.chunk not in summing
 

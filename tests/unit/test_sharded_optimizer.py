@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from roadtrain.api.parallel_parts import bring
 from roadtrain.errors import LoopError, ModelError, RuleError, StoreError
 from roadtrain.kernels.torch_rules import rules_for
-from roadtrain.parallel.bucket_state import BucketState
-from roadtrain.parallel.pieces import VALUE, Extent, Piece
-from roadtrain.parallel.sharded_optimizer import ShardedOptimizer, ShardedOptions
-from roadtrain.parallel.side_stream import SideStream
+from roadtrain.stages.bucket_state import BucketState
+from roadtrain.stages.parallel_parts import bring
+from roadtrain.stages.pieces import VALUE, Extent, Piece
+from roadtrain.stages.sharded_optimizer import ShardedOptimizer, ShardedOptions
+from roadtrain.stages.side_stream import SideStream
 
 SMALL = ShardedOptions(bucket_bytes=2048)
 

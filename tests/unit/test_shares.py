@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roadtrain.errors import ConfigError
-from roadtrain.protocol.shares import ALIGN, busiest, cut, optimum, order, reducers
+from roadtrain.sums.protocol.shares import ALIGN, busiest, cut, optimum, order, reducers
 
 ONE = Fraction(1)
 

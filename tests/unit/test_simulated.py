@@ -12,7 +12,6 @@ import pytest
 
 from roadtrain.config.cluster import Cluster, Device, make_cluster
 from roadtrain.config.models import BlockShape, ModelShape, Transformer, gpt, shape
-from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import (
     PARTS,
     PLACEMENTS,
@@ -24,7 +23,6 @@ from roadtrain.config.plan import (
     placement,
 )
 from roadtrain.errors import BudgetError, ConfigError
-from roadtrain.protocol.shares import optimum
 from roadtrain.simulator.compute import LAUNCH_S, Constants
 from roadtrain.simulator.engine import Cost, Engine
 from roadtrain.simulator.fabric import Fabric, FlowGroup, Site
@@ -32,6 +30,8 @@ from roadtrain.simulator.memory import device_bytes, saved_bytes
 from roadtrain.simulator.run import Result, _Steps, simulate
 from roadtrain.simulator.scene import Scene
 from roadtrain.simulator.step import SimulatedStage
+from roadtrain.stages.parallelism import Parallelism
+from roadtrain.sums.protocol.shares import optimum
 
 RATE = 10e9
 WHOLE = Constants(efficiency=0.5, network=1.0)

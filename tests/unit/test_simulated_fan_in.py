@@ -13,19 +13,18 @@ from test_simulated import WHOLE, lump, traffic
 from benchmarks.fanin_predicted import ModelSizes, predict
 from benchmarks.fanin_processors import PacketSeconds
 from roadtrain.config.cluster import Cluster, make_cluster
-from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, SwitchPackets, placement
 from roadtrain.config.switch_tree import switch_tree
 from roadtrain.errors import ConfigError, LoopError
-from roadtrain.kernels import fixed_point, packets
-from roadtrain.protocol.fan_in import ALONE_S, FanInStateMachine, Grant
-from roadtrain.runtime.fan_in import streams
 from roadtrain.simulator import switches
 from roadtrain.simulator.compute import Constants, HostTimes
 from roadtrain.simulator.engine import Engine
 from roadtrain.simulator.run import Result, simulate
 from roadtrain.simulator.scene import Scene
-from roadtrain.transport.datagrams import MOST_NBYTES
+from roadtrain.stages.parallelism import Parallelism
+from roadtrain.switch import fixed_point, packets, streams
+from roadtrain.switch.datagrams import MOST_NBYTES
+from roadtrain.switch.protocol.fan_in import ALONE_S, FanInStateMachine, Grant
 
 RATE = 1e9  # of every link
 N = 64 << 20  # parameters, in 8 blocks of one piece

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 from test_simulated import WHOLE, cluster, lump, run
 
-from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import Plan, placement
 from roadtrain.errors import LoopError
-from roadtrain.protocol.commit import CommitStateMachine
-from roadtrain.protocol.membership import MembershipStateMachine
-from roadtrain.protocol.pipeline import StageStateMachine
-from roadtrain.protocol.prefetch import Prefetcher
-from roadtrain.protocol.reducer import ReducerStateMachine
-from roadtrain.protocol.relay import RelayStateMachine
-from roadtrain.protocol.server import ServerStateMachine
+from roadtrain.relay.protocol.relay import RelayStateMachine
+from roadtrain.servers.protocol.commit import CommitStateMachine
+from roadtrain.servers.protocol.prefetch import Prefetcher
+from roadtrain.servers.protocol.server import ServerStateMachine
 from roadtrain.simulator.engine import Engine
 from roadtrain.simulator.run import _Steps
 from roadtrain.simulator.scene import Scene
+from roadtrain.stages.parallelism import Parallelism
+from roadtrain.stages.protocol.pipeline import StageStateMachine
+from roadtrain.sums.protocol.membership import MembershipStateMachine
+from roadtrain.sums.protocol.reducer import ReducerStateMachine
 
 EVENTS: list[tuple[type, str]] = [
     (ServerStateMachine, "handle"),

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from roadtrain.api.stage_buffers import (
+from roadtrain.errors import ForeignError
+from roadtrain.stages.cuts import Cuts, Segment
+from roadtrain.stages.stage_buffers import (
     adopt_buffers,
     buffers_blob,
     gather_buffers,
     restore_buffers,
     told_buffers,
 )
-from roadtrain.errors import ForeignError
-from roadtrain.parallel.cuts import Cuts, Segment
-from roadtrain.parallel.stage_model import MicroBatch, StageModel
+from roadtrain.stages.stage_model import MicroBatch, StageModel
 
 X = torch.arange(12.0).view(4, 3)
 

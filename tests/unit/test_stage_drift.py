@@ -1,4 +1,4 @@
-"""protocol/drift.py and stage_memory.py: when other sizes are offered, and which fit."""
+"""stages/protocol/drift.py and stage_memory.py: when other sizes are offered, and which fit."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from random import Random
 import pytest
 
 from roadtrain.errors import BudgetError, ConfigError
-from roadtrain.protocol.drift import DriftRule, DriftWatch, SizesOffer
-from roadtrain.protocol.stage_memory import BlockMemory, StageMemory
-from roadtrain.protocol.stage_sizes import best_sizes
-from roadtrain.protocol.step_model import StageSpeed, StepModel, StepWork
+from roadtrain.stages.protocol.drift import DriftRule, DriftWatch, SizesOffer
+from roadtrain.stages.protocol.stage_memory import BlockMemory, StageMemory
+from roadtrain.stages.protocol.stage_sizes import best_sizes
+from roadtrain.stages.protocol.step_model import StageSpeed, StepModel, StepWork
 
 WORK = StepWork((StageSpeed(0.1, 0.2),) * 2, (1.0,) * 12, 16)
 RULE = DriftRule()

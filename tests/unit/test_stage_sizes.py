@@ -1,4 +1,4 @@
-"""protocol/step_model.py and stage_sizes.py: the step's length as the state machines run it, the
+"""stages/protocol/step_model.py and stage_sizes.py: the step's length as the state machines run it, the
 exact search against all sizes there are, the paper's formula."""
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roadtrain.config.parallelism import balanced, even
 from roadtrain.errors import ConfigError
-from roadtrain.protocol.pipeline import FORWARD, Peer, RunBlocks, StageStateMachine
-from roadtrain.protocol.stage_sizes import (
+from roadtrain.stages.parallelism import balanced, even
+from roadtrain.stages.protocol.pipeline import FORWARD, Peer, RunBlocks, StageStateMachine
+from roadtrain.stages.protocol.stage_sizes import (
     all_fit,
     best_sizes,
     blocks_of,
     compare_sizes,
     papers_sizes,
 )
-from roadtrain.protocol.step_model import BoundarySpeed, StageSpeed, StepModel, StepWork
+from roadtrain.stages.protocol.step_model import BoundarySpeed, StageSpeed, StepModel, StepWork
 
 
 def played(work: StepWork, sizes: tuple[int, ...]) -> float:

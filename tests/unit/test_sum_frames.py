@@ -10,11 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from roadtrain.errors import BudgetError, BusyError, LostError, RoadtrainError, WireError
-from roadtrain.protocol.membership import Change, Spares
-from roadtrain.runtime import frames as m
-from roadtrain.runtime.agreement import Agreement
-from roadtrain.runtime.coordinator import Coordinator, CoordinatorLink
-from roadtrain.runtime.reducer import Reducer
+from roadtrain.servers import frames as m
+from roadtrain.sums.agreement import Agreement
+from roadtrain.sums.coordinator import Coordinator, CoordinatorLink
+from roadtrain.sums.protocol.membership import Change, Spares
+from roadtrain.sums.reducer import Reducer
 
 LIMIT = 1 << 16
 PART = m.encode((0, 0, 0, 2, "\0" * 6, 4))

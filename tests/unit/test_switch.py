@@ -1,4 +1,4 @@
-"""protocol/switch.py: sums and copies in the network, with loss, delay, repetition and restarts."""
+"""switch/protocol/switch.py: sums and copies in the network, with loss, delay, repetition and restarts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 
-from roadtrain.protocol.numbered import Heartbeat, NumberedReceiver, NumberedSender, merged
-from roadtrain.protocol.switch import Packet, SwitchStateMachine
+from roadtrain.switch.protocol.numbered import Heartbeat, NumberedReceiver, NumberedSender, merged
+from roadtrain.switch.protocol.switch import Packet, SwitchStateMachine
 
 WINDOW, COUNT = 8, 200
 

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from roadtrain.errors import BudgetError, BusyError, ConfigError
-from roadtrain.kernels.packets import PACKET_NBYTES
-from roadtrain.kernels.switch_table import SwitchTable
-from roadtrain.protocol.numbered import NOTHING, Heartbeat
-from roadtrain.protocol.switch import SwitchStateMachine
-from roadtrain.runtime.fan_in import switch_outgoing
-from roadtrain.runtime.fan_in.switch_children import UNKNOWN_RANK, Children
-from roadtrain.runtime.fan_in.switch_memory import SLOT_NBYTES, SlotQuota
-from roadtrain.runtime.fan_in.switch_outgoing import SwitchOutgoing
-from roadtrain.runtime.fan_in.switch_runs import MOST, READ_NBYTES, read_runs
+from roadtrain.switch import switch_outgoing
+from roadtrain.switch.packets import PACKET_NBYTES
+from roadtrain.switch.protocol.numbered import NOTHING, Heartbeat
+from roadtrain.switch.protocol.switch import SwitchStateMachine
+from roadtrain.switch.switch_children import UNKNOWN_RANK, Children
+from roadtrain.switch.switch_memory import SLOT_NBYTES, SlotQuota
+from roadtrain.switch.switch_outgoing import SwitchOutgoing
+from roadtrain.switch.switch_runs import MOST, READ_NBYTES, read_runs
+from roadtrain.switch.switch_table import SwitchTable
 from roadtrain.units import KIB, MIB
 
 A, B, C = ("10.0.0.1", 1), ("10.0.0.2", 2), ("10.0.0.3", 3)

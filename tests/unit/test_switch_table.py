@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from roadtrain.errors import ConfigError, WireError
-from roadtrain.kernels import packets
-from roadtrain.kernels.packets import HEADER_NBYTES, PACKET_NBYTES, PAYLOAD_NBYTES, Kind
-from roadtrain.kernels.switch_table import StuckSlot, SwitchTable
+from roadtrain.switch import packets
+from roadtrain.switch.packets import HEADER_NBYTES, PACKET_NBYTES, PAYLOAD_NBYTES, Kind
+from roadtrain.switch.switch_table import StuckSlot, SwitchTable
 
 INTEGER = {1: "<i1", 2: "<i2", 4: "<i4"}
 ABOVE = 9  # this switch's child number at its parent

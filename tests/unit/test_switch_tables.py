@@ -1,4 +1,4 @@
-"""The compiled table of a switch is the state machine of protocol/switch.py, packet by packet
+"""The compiled table of a switch is the state machine of switch/protocol/switch.py, packet by packet
 (Rule 7): the same answers to the same packets, whatever they are."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.fanin_plain import PlainTable
-from roadtrain.kernels.packets import HEADER, HEADER_NBYTES, PACKET_NBYTES, Kind
-from roadtrain.kernels.switch_table import SwitchTable
+from roadtrain.switch.packets import HEADER, HEADER_NBYTES, PACKET_NBYTES, Kind
+from roadtrain.switch.switch_table import SwitchTable
 
 SUMMED = [(Kind.GRADIENT, 1), (Kind.GRADIENT, 2), (Kind.GRADIENT, 4), (Kind.EXPONENTS, 0)]
 Sent = tuple[int, int, int, bool]  # number, sender, which of SUMMED (mostly the number's), taken?

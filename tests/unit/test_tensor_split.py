@@ -11,14 +11,14 @@ import torch
 from thread_links import run_ranks
 
 from roadtrain.errors import ConfigError, StoreError
-from roadtrain.parallel.control import RankPlace
-from roadtrain.parallel.pieces import VALUE, Extent, Piece
-from roadtrain.parallel.snapshot_choice import ParamEntry
-from roadtrain.parallel.snapshots import JobSnapshots, SnapshotOptions
-from roadtrain.parallel.tensor import TensorParallel, device_of
-from roadtrain.parallel.tensor_pieces import TensorPieces
-from roadtrain.parallel.tensor_split import TensorSplit
-from roadtrain.parallel.tensor_styles import Summed
+from roadtrain.stages.control import RankPlace
+from roadtrain.stages.pieces import VALUE, Extent, Piece
+from roadtrain.stages.snapshot_choice import ParamEntry
+from roadtrain.stages.snapshots import JobSnapshots, SnapshotOptions
+from roadtrain.stages.tensor import TensorParallel, device_of
+from roadtrain.stages.tensor_pieces import TensorPieces
+from roadtrain.stages.tensor_split import TensorSplit
+from roadtrain.stages.tensor_styles import Summed
 
 # shape, dim, parts, padded
 SHAPES = [

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from roadtrain.protocol.host_roots import PcieSwitch, switches_of
-from roadtrain.runtime.host import ACCELERATORS, CARDS, NVIDIA, cards, functions, topology
+from roadtrain.servers.host import ACCELERATORS, CARDS, NVIDIA, cards, functions, topology
+from roadtrain.sums.protocol.host_roots import PcieSwitch, switches_of
 
 GPU, GPU_2 = "pci0000:40/0000:40:01.1/0000:41:00.0", "pci0000:c0/0000:c0:01.1/0000:c1:00.0"
 CARD, SSD = "pci0000:80/0000:80:03.1/0000:82:00.0", "pci0000:40/0000:40:03.2/0000:44:00.0"

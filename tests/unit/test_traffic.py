@@ -1,4 +1,4 @@
-"""protocol/traffic.py: bytes of each link in a step, against closed forms."""
+"""stages/protocol/traffic.py: bytes of each link in a step, against closed forms."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roadtrain.config.parallelism import Parallelism
 from roadtrain.errors import ConfigError
-from roadtrain.protocol.traffic import (
+from roadtrain.stages.parallelism import Parallelism
+from roadtrain.stages.protocol.traffic import (
     BoundaryBytes,
     Links,
     SharedBytes,

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from roadtrain.api.parallel_parts import UserOptimizer
 from roadtrain.errors import ConfigError
+from roadtrain.stages.parallel_parts import UserOptimizer
 
 
 def quiet(line):

@@ -13,15 +13,15 @@ from torch import nn
 
 import roadtrain
 from roadtrain import Delay, Downcast, FanIn, Files, Memory, Servers, SwitchNode, TopK
-from roadtrain.api.former import FORMER, current
-from roadtrain.api.request import Request
-from roadtrain.api.session_plan import plan_session
-from roadtrain.api.stores import store_of
 from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.config.job import make_job
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.kernels.torch_rules import rules_for
-from roadtrain.runtime.worker_group import WorkerGroup
+from roadtrain.placement.former import FORMER, current
+from roadtrain.placement.request import Request
+from roadtrain.placement.session_plan import plan_session
+from roadtrain.placement.stores import store_of
+from roadtrain.servers.worker_group import WorkerGroup
 from roadtrain.training.train import store_of as train_store_of
 from roadtrain.transport.tcp import TcpOptions, Tls
 

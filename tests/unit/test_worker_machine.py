@@ -8,10 +8,10 @@ import pytest
 
 from roadtrain.chunks import SEGMENT, ChunkTable, ParamSpec
 from roadtrain.errors import LoopError
-from roadtrain.protocol import messages
-from roadtrain.protocol import worker_events as w
-from roadtrain.protocol.block_state import BlockState, GradPhase
-from roadtrain.protocol.worker import WorkerSetup, WorkerStateMachine
+from roadtrain.servers.protocol import messages
+from roadtrain.servers.protocol import worker_events as w
+from roadtrain.servers.protocol.block_state import BlockState, GradPhase
+from roadtrain.servers.protocol.worker import WorkerSetup, WorkerStateMachine
 
 ROOT, ROOT_GRAD = "root", "gradient of the root"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from roadtrain.parallel.control import ControlLinks, RankPlace
+from roadtrain.stages.control import ControlLinks, RankPlace
 
 
 class ThreadLinks(ControlLinks):

@@ -35,9 +35,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from roadtrain.config.names import did_you_mean
-from roadtrain.config.networks import fastest_common
-from roadtrain.config.schema import (
+from roadtrain.errors import ConfigError
+from roadtrain.options.names import did_you_mean
+from roadtrain.options.schema import (
     Bytes,
     Count,
     Flag,
@@ -53,7 +53,7 @@ from roadtrain.config.schema import (
     read_toml,
     refusing,
 )
-from roadtrain.errors import ConfigError
+from roadtrain.stages.networks import fastest_common
 from roadtrain.units import show_rate, show_seconds
 
 

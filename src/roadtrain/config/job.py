@@ -21,10 +21,9 @@ import tomli_w
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from roadtrain.chunks import MAX_CHUNK
-from roadtrain.config.fan_in import WINDOW, WINDOWS, FanIn, SwitchNode, Wire
-from roadtrain.config.job_parallelism import ParallelismSection, Stages
-from roadtrain.config.names import Former, Report, did_you_mean, in_words_of_now
-from roadtrain.config.schema import (
+from roadtrain.errors import ConfigError
+from roadtrain.options.names import Former, Report, did_you_mean, in_words_of_now
+from roadtrain.options.schema import (
     Count,
     Flag,
     Integer,
@@ -41,7 +40,8 @@ from roadtrain.config.schema import (
     refusing,
     unknown_key,
 )
-from roadtrain.errors import ConfigError
+from roadtrain.stages.job_parallelism import ParallelismSection, Stages
+from roadtrain.switch.options import WINDOW, WINDOWS, FanIn, SwitchNode, Wire
 from roadtrain.units import parse_bytes
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adagrad", "rmsprop")

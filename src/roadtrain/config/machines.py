@@ -28,8 +28,8 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from roadtrain.config.schema import Integer, Number, Whole, refusing, value
 from roadtrain.errors import ConfigError
+from roadtrain.options.schema import Integer, Number, Whole, refusing, value
 
 PORT = 7000  # the first port of a host's processes that listen
 RENDEZVOUS_PORT = 29500

@@ -14,10 +14,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
-from roadtrain.config.fan_in import WIDTH, WINDOW, Wire
-from roadtrain.config.names import Former, Report, did_you_mean, in_words_of_now
-from roadtrain.config.parallelism import Parallelism
-from roadtrain.config.schema import (
+from roadtrain.errors import ConfigError
+from roadtrain.options.names import Former, Report, did_you_mean, in_words_of_now
+from roadtrain.options.schema import (
     Count,
     Flag,
     Integer,
@@ -31,7 +30,8 @@ from roadtrain.config.schema import (
     refusing,
     value,
 )
-from roadtrain.errors import ConfigError
+from roadtrain.stages.parallelism import Parallelism
+from roadtrain.switch.options import WIDTH, WINDOW, Wire
 
 # of each device's and host's memory, that a plan leaves free where nobody says otherwise
 HEADROOM = 0.05
@@ -49,7 +49,7 @@ class Placement:
     parameters: Where
     state: Where
     # "ring": all-reduce, or reduce-scatter where the state is split; "switch": in the network;
-    # "spares": the summation service, shares by protocol/shares.py; "separate": servers on the
+    # "spares": the summation service, shares by sums/protocol/shares.py; "separate": servers on the
     # spare hosts alone; "relay": cards that compute
     sum: Literal["ring", "switch", "spares", "separate", "relay", "server"]
     update: Literal["device", "host", "ssd", "server"]
@@ -142,7 +142,7 @@ class ElementBytes:
 
 @value
 class SwitchPackets:
-    """How data crosses switches that sum. As roadtrain's own packets (kernels/packets.py), unless a
+    """How data crosses switches that sum. As roadtrain's own packets (switch/packets.py), unless a
     plan describes others'."""
 
     wire: Wire = "int32"  # what an element of a gradient travels as

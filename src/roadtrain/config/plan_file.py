@@ -15,9 +15,9 @@ import tomli_w
 
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.machines import Machines, PlannedModel, Predicted
-from roadtrain.config.names import Report
 from roadtrain.config.plan import OTHER_TABLES, Plan, make_plan
-from roadtrain.config.schema import as_tree, checked, read_toml
+from roadtrain.options.names import Report
+from roadtrain.options.schema import as_tree, checked, read_toml
 
 
 @dataclass(frozen=True)

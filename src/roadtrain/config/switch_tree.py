@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from roadtrain.config.cluster import Cluster, Host, LinkRate, Nic, Switch
-from roadtrain.config.networks import listed
 from roadtrain.errors import ConfigError
+from roadtrain.stages.networks import listed
 
 
 @dataclass(frozen=True)

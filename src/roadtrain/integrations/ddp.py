@@ -21,13 +21,13 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from roadtrain.config.options import Deadline, PathLike, Size, check_options
 from roadtrain.device.copies import own_device
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.codecs import format_of
-from roadtrain.protocol.reducer import RULES
-from roadtrain.runtime.rendezvous import SumSetup, Wanted, connect
-from roadtrain.runtime.tensor_sums import Named, TensorSums, end_all
+from roadtrain.options.check import Deadline, PathLike, Size, check_options
+from roadtrain.sums.protocol.reducer import RULES
+from roadtrain.sums.rendezvous import SumSetup, Wanted, connect
+from roadtrain.sums.tensor_sums import Named, TensorSums, end_all
 from roadtrain.transport.address import own_address, token_of
 from roadtrain.transport.tcp import Tls
 from roadtrain.units import parse_bytes

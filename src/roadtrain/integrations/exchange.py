@@ -9,7 +9,7 @@ dtype and the lowest number that none under way has: buffers do not grow with th
 Workers agree where all make their unnamed calls, and finish them, in the same order; where that
 order depends on time (on `poll`), names are needed. NOTE agreement. That all mean the same by a
 name (or by the n-th unnamed call) is checked when it is new, and while a call waits
-(runtime/agreement.py): who differs, and those who wait for each other, all get a DifferError within
+(sums/agreement.py): who differs, and those who wait for each other, all get a DifferError within
 seconds, and may go on. What is then under way anywhere is given up.
 
 What the summation service does not sum (fp64, integers) goes through torch.distributed, where order
@@ -32,9 +32,9 @@ from roadtrain.chunks import TRAINABLE
 from roadtrain.device.copies import own_device
 from roadtrain.errors import ConfigError, LoopError, PeerError, RoadtrainError, TwiceError
 from roadtrain.integrations.ddp import Summation
-from roadtrain.runtime.agreement import OperationTicket
-from roadtrain.runtime.tensor_sums import Named, described, key_of
 from roadtrain.streaming.split import DTYPES, NAMES
+from roadtrain.sums.agreement import OperationTicket
+from roadtrain.sums.tensor_sums import Named, described, key_of
 
 AT_ONCE = "unnamed, waited for"  # one call at a time: nothing to number
 UNNAMED = "an unnamed sum"  # to the other workers, by its number

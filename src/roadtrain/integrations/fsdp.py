@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from roadtrain.errors import ConfigError
 from roadtrain.integrations.ddp import Summation
-from roadtrain.runtime.tensor_sums import Named
+from roadtrain.sums.tensor_sums import Named
 
 
 class _Scatter(ReduceScatter):  # type: ignore[misc]

@@ -39,7 +39,7 @@ from roadtrain.integrations.distributed import (
     distribute_asynchronously,
 )
 from roadtrain.integrations.exchange import AT_ONCE, Exchange, Handle
-from roadtrain.runtime.tensor_sums import described
+from roadtrain.sums.tensor_sums import described
 
 __all__ = [
     "Average",

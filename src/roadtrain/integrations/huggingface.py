@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from roadtrain.api.former import FORMER
-from roadtrain.api.optimizer import PlacedOptimizer
-from roadtrain.api.place import place
-from roadtrain.api.stores import Memory, store_of
 from roadtrain.errors import ConfigError
 from roadtrain.integrations.trainer_progress import follow
+from roadtrain.placement.former import FORMER
+from roadtrain.placement.optimizer import PlacedOptimizer
+from roadtrain.placement.place import place
+from roadtrain.placement.stores import Memory, store_of
 
 # in a name, as the Trainer has it; norms by their class too
 NOT_DECAYED = ("bias", "layernorm", "rmsnorm")

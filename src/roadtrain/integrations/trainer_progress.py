@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from roadtrain.api.job_state import generators, set_generators
-from roadtrain.api.optimizer import PlacedOptimizer
 from roadtrain.errors import ConfigError
+from roadtrain.placement.job_state import generators, set_generators
+from roadtrain.placement.optimizer import PlacedOptimizer
 
 # of TrainerState: all that changes while it trains
 KEPT = (

@@ -10,7 +10,7 @@ gradient of the same elements: at workers that sum, at reducers, and at workers 
 as one (`Compressor`, Smart-Infinity's SmartComp), or whole in 16 bits (`downcast_in_place`).
 
 Flat arrays. Lossy: off by default (Rule 2). Does NOT know tensors, rounds or links, nor where
-residuals rest (runtime/residuals.py).
+residuals rest (servers/residuals.py).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 
 from roadtrain.chunks import ITEMSIZE, Chunk
-from roadtrain.config.lossy import TopK
-from roadtrain.config.names import did_you_mean
 from roadtrain.errors import ConfigError, WireError
 from roadtrain.kernels import quantize
 from roadtrain.kernels.cast import NUMPY_OF, cast, cast_in_place
 from roadtrain.kernels.sum import accumulate, sums_of_squares
 from roadtrain.kernels.topk import scatter, top_k
+from roadtrain.options.lossy import TopK
+from roadtrain.options.names import did_you_mean
 
 
 class Codec:

@@ -11,9 +11,9 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from roadtrain.config.schema import Count, RateText, Section, SizeText, checked, read_toml
 from roadtrain.lab.cpus import MIN_CPUS
 from roadtrain.lab.nics import LabNic
+from roadtrain.options.schema import Count, RateText, Section, SizeText, checked, read_toml
 from roadtrain.units import parse_rate
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from roadtrain.errors import RoadtrainError
-from roadtrain.transport.retry import retry
+from roadtrain.retry import retry
 
 PREFIX = "roadtrain-lab-"
 UNDO_TIMEOUT_S = 10.0

@@ -34,8 +34,7 @@ from roadtrain.launch.agent_messages import (
 from roadtrain.launch.descendants import kill_marked
 from roadtrain.launch.engine import HostSeen
 from roadtrain.launch.processes import HostFile, Process, WorkerSet
-from roadtrain.launch.worker_run import WorkerRun
-from roadtrain.protocol.launch import (
+from roadtrain.launch.protocol.messages import (
     HostCame,
     HostLeaves,
     HostLost,
@@ -43,6 +42,7 @@ from roadtrain.protocol.launch import (
     ProcessEnded,
     RunEvent,
 )
+from roadtrain.launch.worker_run import WorkerRun
 
 WORKERS = "workers"  # all of them, as `stop` calls them
 ASK_S, PUT_S = 120.0, 30.0

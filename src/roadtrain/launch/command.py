@@ -22,7 +22,6 @@ from typing import Any
 import msgspec
 
 from roadtrain.config.job import Job, load_job
-from roadtrain.config.names import unknown_name
 from roadtrain.config.plan_file import PlanFile, load_plan_file
 from roadtrain.errors import ConfigError, LaunchError, RoadtrainError
 from roadtrain.launch.control import ControlClient, ask_supervisor
@@ -51,6 +50,7 @@ from roadtrain.launch.home import (
 )
 from roadtrain.launch.logs import LogTail
 from roadtrain.launch.resolve import ResolvedRun, resolve
+from roadtrain.options.names import unknown_name
 from roadtrain.planner.job_keys import batch_of_job, contradicted
 
 # --write KIND -> "module:function" of a ResolvedRun, --out and --image; it returns lines to print.

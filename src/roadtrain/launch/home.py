@@ -75,7 +75,7 @@ class ProcessRow(msgspec.Struct, frozen=True):
     name: str
     role: str
     host: str
-    state: str  # protocol/run_state.py: waiting, running, stopping, ended
+    state: str  # launch/protocol/run_state.py: waiting, running, stopping, ended
     restarts: int
     since: float  # of the state, seconds since 1970
 

@@ -24,8 +24,8 @@ from roadtrain.launch.engine import LaunchEngine
 from roadtrain.launch.measured_cluster import LinkSeen, RunSeen
 from roadtrain.launch.measured_host import MODULE, HostAnswer, Told, WorkerSeconds
 from roadtrain.launch.processes import HostFile, Process, Role
+from roadtrain.launch.protocol.messages import ProcessEnded
 from roadtrain.launch.resolve import ResolvedRun
-from roadtrain.protocol.launch import ProcessEnded
 
 MOST = 8  # hosts whose links one asking host measures: 56 of them, about 40 s
 END_S = 20.0  # for processes that listen to end

@@ -20,16 +20,16 @@ from typing import Any
 
 from roadtrain.config.job import DataSection, Job, PredictedSection, moved
 from roadtrain.config.job_model import check_model, layers_of
-from roadtrain.config.job_parallelism import DEGREES, StagePlacement
 from roadtrain.config.machines import FILES, LAUNCHED_AS, PORT, Machines, PlanHost, host_port
 from roadtrain.config.plan import Plan
 from roadtrain.config.plan_file import PlanFile
-from roadtrain.config.schema import flat
 from roadtrain.errors import ConfigError
 from roadtrain.launch.processes import HostFile, Process, Role, WorkerSet
 from roadtrain.launch.widths import WorkerHost, job_on
+from roadtrain.options.schema import flat
 from roadtrain.planner.job_keys import job_keys
 from roadtrain.planner.machines_of import REDUCED
+from roadtrain.stages.job_parallelism import DEGREES, StagePlacement
 
 COMMAND = ("-m", "roadtrain.cli")
 REDUCERS = "reducers.txt"

@@ -1,6 +1,6 @@
 """Supervisor: the loop of a launched run: what an engine tells goes to the state machine
-(protocol/run_state.py), whose actions the engine carries out; what the user asks comes by the
-control socket; what happens is written to the run's home.
+(launch/protocol/run_state.py), whose actions the engine carries out; what the user asks comes by
+the control socket; what happens is written to the run's home.
 
 One thread. The committed step is asked of worker 0's host when something has ended, and by
 `roadtrain status`: nothing follows the metrics in between. Does NOT decide anything about
@@ -37,8 +37,7 @@ from roadtrain.launch.home import (
 from roadtrain.launch.logs import PLAIN, RunLogs
 from roadtrain.launch.measured_run import measure_run
 from roadtrain.launch.processes import HostFile, Process, Role, WorkerSet
-from roadtrain.launch.resolve import ResolvedRun
-from roadtrain.protocol.launch import (
+from roadtrain.launch.protocol.messages import (
     STEP_GRACE_S,
     Committed,
     EndRun,
@@ -59,8 +58,9 @@ from roadtrain.protocol.launch import (
     WorkersEnded,
     WorkersPlaced,
 )
-from roadtrain.protocol.run_phases import ProcessState, RunPhase
-from roadtrain.protocol.run_state import INTERRUPTED, RunStateMachine
+from roadtrain.launch.protocol.run_phases import ProcessState, RunPhase
+from roadtrain.launch.protocol.run_state import INTERRUPTED, RunStateMachine
+from roadtrain.launch.resolve import ResolvedRun
 from roadtrain.storage.direct import replace_file
 
 TURN_S = 0.2  # between looks at the control socket

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from roadtrain.config.host_ranks import check_ranks
 from roadtrain.config.job import Job
-from roadtrain.config.parallelism import Parallelism
 from roadtrain.errors import ConfigError
+from roadtrain.stages.host_ranks import check_ranks
+from roadtrain.stages.parallelism import Parallelism
 
 
 class WorkerHost(NamedTuple):

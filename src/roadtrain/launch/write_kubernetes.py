@@ -26,7 +26,6 @@ from typing import Any
 
 import yaml
 
-from roadtrain.config.fan_in import MOST_JOBS
 from roadtrain.config.job import DataSection, Job
 from roadtrain.errors import ConfigError
 from roadtrain.launch.processes import HostFile, Process, Role
@@ -44,6 +43,7 @@ from roadtrain.launch.torchrun import (
     with_device,
 )
 from roadtrain.storage.direct import make_directory, typed_errors
+from roadtrain.switch.options import MOST_JOBS
 from roadtrain.transport.address import write_token
 
 Tree = dict[str, Any]

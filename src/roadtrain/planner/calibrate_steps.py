@@ -24,12 +24,12 @@ import torch
 from roadtrain.chunks import ITEMSIZE
 from roadtrain.config.job import Job, load_job
 from roadtrain.config.models import ModelShape
-from roadtrain.config.parallelism import Parallelism
 from roadtrain.config.plan import ElementBytes, Framework, Plan, PlanMemory, placement
 from roadtrain.errors import PeerError, RoadtrainError
 from roadtrain.planner.model_config import shape_of_config
-from roadtrain.runtime import health
-from roadtrain.runtime.trace import Stages
+from roadtrain.servers import health
+from roadtrain.servers.trace import Stages
+from roadtrain.stages.parallelism import Parallelism
 from roadtrain.training.train import Training, link_of, place_job, step
 from roadtrain.transport.address import address_of
 

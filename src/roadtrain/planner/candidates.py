@@ -15,14 +15,14 @@ from itertools import product
 from typing import Any
 
 from roadtrain.config.cluster import Cluster
-from roadtrain.config.fan_in import WINDOW, WINDOWS
-from roadtrain.config.host_ranks import suited_parallelisms
 from roadtrain.config.models import ModelShape
-from roadtrain.config.parallelism import Parallelism, balanced, even
 from roadtrain.config.plan import HEADROOM, PLACEMENTS, Placement, Plan, placement
 from roadtrain.errors import ConfigError
 from roadtrain.simulator.memory import stage_bytes
 from roadtrain.simulator.scene import Scene
+from roadtrain.stages.host_ranks import suited_parallelisms
+from roadtrain.stages.parallelism import Parallelism, balanced, even
+from roadtrain.switch.options import WINDOW, WINDOWS
 
 MOST_PP, MOST_PARTS = 64, (2, 4)
 # samples of a micro-batch that are tried: of sequences; of images and rows, which are one token

@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from roadtrain.chunks import ChunkTable, ParamSpec
-from roadtrain.config.budgets import least_relay
 from roadtrain.config.job import Job
 from roadtrain.config.job_model import shape_of
-from roadtrain.config.job_parallelism import DEGREES
 from roadtrain.config.machines import FILES, Machines, host_port
 from roadtrain.config.models import BlockShape
 from roadtrain.config.plan import Plan
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError
+from roadtrain.options.budgets import least_relay
 from roadtrain.planner import switches
 from roadtrain.planner.candidates import EVERY
 from roadtrain.planner.machines_of import (
@@ -32,6 +31,7 @@ from roadtrain.planner.machines_of import (
     store_in,
     why_not_run,
 )
+from roadtrain.stages.job_parallelism import DEGREES
 from roadtrain.units import GIB, parse_bytes
 
 RELAY_SLACK = 1.25  # parameters are cut at their ends too, and copies want room

@@ -16,19 +16,19 @@ from typing import Any
 
 from roadtrain.chunks import ITEMSIZE
 from roadtrain.config.cluster import Cluster, Host
-from roadtrain.config.host_ranks import check_ranks
 from roadtrain.config.job import CompressSection, Job
 from roadtrain.config.machines import Machines
 from roadtrain.config.models import ModelShape
-from roadtrain.config.networks import ETHERNET, KINDS
 from roadtrain.config.plan import Plan
 from roadtrain.config.plan_file import PlanFile
-from roadtrain.config.schema import flat
 from roadtrain.errors import ConfigError
+from roadtrain.options.schema import flat
 from roadtrain.planner import switches
 from roadtrain.planner.job_keys import contradicted, job_keys, stated_degrees
 from roadtrain.planner.machines_of import IN_STAGES, machines_of, why_not_run
 from roadtrain.planner.simulate import load_model
+from roadtrain.stages.host_ranks import check_ranks
+from roadtrain.stages.networks import ETHERNET, KINDS
 
 # bytes of what an update keeps of a parameter, besides the parameter
 MOMENTS = {"adamw": 8, "adam": 8, "lion": 4, "adagrad": 4, "rmsprop": 4, "sgd": 0}

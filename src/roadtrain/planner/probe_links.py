@@ -24,7 +24,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from roadtrain.errors import DeadlineError, LostError, PeerError, WireError
-from roadtrain.runtime.frames import language_of
+from roadtrain.servers.frames import language_of
 from roadtrain.transport.address import address_of
 from roadtrain.transport.link import Link
 from roadtrain.transport.listener import Listener

@@ -18,7 +18,6 @@ from typing import Any
 
 from roadtrain.config.cluster import Cluster, guesses, load_cluster
 from roadtrain.config.models import ModelShape, from_config, named_shape
-from roadtrain.config.networks import KINDS
 from roadtrain.config.plan import HEADROOM, Plan, load_plan, make_plan
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
@@ -27,6 +26,7 @@ from roadtrain.simulator.compute import constants as named
 from roadtrain.simulator.fabric import INSIDE_S, UPDATE_BYTES
 from roadtrain.simulator.memory import kept_free
 from roadtrain.simulator.run import Result, simulate
+from roadtrain.stages.networks import KINDS
 from roadtrain.storage.direct import check_file, replace_file
 from roadtrain.units import (
     show_bytes,

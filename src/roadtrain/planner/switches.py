@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from roadtrain.config.cluster import Cluster, Host
-from roadtrain.config.fan_in import WINDOW
 from roadtrain.config.plan import Plan
 from roadtrain.config.switch_tree import SwitchTree, switch_tree
+from roadtrain.switch.options import WINDOW
 
 PORT = "PORT"  # where people put a number
 RELAY = "4GiB"  # of the process that communicates for the workers of a host

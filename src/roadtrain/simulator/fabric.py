@@ -5,8 +5,8 @@ Hosts that do the same are one *site* with a multiplicity: what each of `hosts` 
 server weighs `hosts` times there. Collectives are closed-form traffic, with n ranks and M bytes, in
 each direction of a card: ring all-reduce 2 (n - 1) / n M, all-gather and reduce-scatter (n - 1) / n
 M, a sum in switches M (fan_in_costs.py), the summation service (1 + (n - 2) x) M with x from
-protocol/shares.py, servers n M. A transfer takes all that it crosses at once (it is cut into pieces
-that follow each other), so its slowest part sets its pace. `latency` counts the steps of the
+sums/protocol/shares.py, servers n M. A transfer takes all that it crosses at once (it is cut into
+pieces that follow each other), so its slowest part sets its pace. `latency` counts the steps of the
 algorithm.
 """
 
@@ -255,7 +255,7 @@ class Fabric:
         self, passes: float, exchanges: float = 0.0
     ) -> tuple[list[tuple[Resource, float]], float]:
         """Uses and latency of a byte that goes round so often. `exchanges`: of these, those in
-        which processors send each part straight to who needs it (parallel/data_group.py)."""
+        which processors send each part straight to who needs it (stages/data_group.py)."""
         n, hosts = self.group.dp, self.group.hosts
         if n == 1:
             return [], 0.0

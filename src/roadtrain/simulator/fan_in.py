@@ -15,7 +15,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from roadtrain.protocol.fan_in import (
+from roadtrain.servers.protocol.intermediary import Give, Up
+from roadtrain.servers.protocol.messages import (
+    ApplyUpdate,
+    Close,
+    Done,
+    Pull,
+    Pulled,
+    WorkerMessage,
+)
+from roadtrain.simulator.apart import joined
+from roadtrain.simulator.engine import Cost, Engine, Lane
+from roadtrain.simulator.fan_in_costs import FanInCosts
+from roadtrain.simulator.server import BlockPieces, SimulatedServer
+from roadtrain.switch.protocol.fan_in import (
     Announce,
     Broadcast,
     ExponentsCame,
@@ -28,19 +41,6 @@ from roadtrain.protocol.fan_in import (
     SendMaxima,
     Tick,
 )
-from roadtrain.protocol.intermediary import Give, Up
-from roadtrain.protocol.messages import (
-    ApplyUpdate,
-    Close,
-    Done,
-    Pull,
-    Pulled,
-    WorkerMessage,
-)
-from roadtrain.simulator.apart import joined
-from roadtrain.simulator.engine import Cost, Engine, Lane
-from roadtrain.simulator.fan_in_costs import FanInCosts
-from roadtrain.simulator.server import BlockPieces, SimulatedServer
 
 # buffers of an end where its server has memory to spare: for chunks that it sends, and for sums
 COPIES, SUMS = 6, 6

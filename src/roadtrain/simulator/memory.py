@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from roadtrain.chunks import PAGE
-from roadtrain.config.budgets import HUGE
 from roadtrain.config.cluster import Cluster, Host
 from roadtrain.config.models import BlockShape
 from roadtrain.config.plan import Plan
 from roadtrain.errors import BudgetError, ConfigError
-from roadtrain.protocol.pipeline import ahead
+from roadtrain.options.budgets import HUGE
+from roadtrain.stages.protocol.pipeline import ahead
 from roadtrain.units import round_up, show_bytes
 
 USABLE = 0.9  # of a host's memory: the rest is the system's
@@ -162,8 +162,8 @@ def host_bytes(plan: Plan, blocks: Sequence[BlockShape], ranks: int) -> float:
 
 
 def buffer_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
-    """What roadtrain's own buffers take in a process that trains under `plan`, as config/budgets.py
-    cuts them: whole huge pages. Without saved inputs of blocks."""
+    """What roadtrain's own buffers take in a process that trains under `plan`, as
+    options/budgets.py cuts them: whole huge pages. Without saved inputs of blocks."""
     layers = [block.params for block in blocks if "." in block.name]
     total, most = sum(block.params for block in blocks), max(layers)
     sizes = [

@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from roadtrain.config.cluster import Cluster, Device, Host, Nic, least_of
-from roadtrain.config.fan_in import MOST_CHILDREN
 from roadtrain.config.models import BlockShape, ModelShape
 from roadtrain.config.plan import NetworkGroup, Plan
 from roadtrain.config.switch_tree import SwitchTree, switch_tree
 from roadtrain.errors import ConfigError
-from roadtrain.protocol.pipeline import FORWARD, RunBlocks
 from roadtrain.simulator.apart import (
     Meeting,
     RankFabric,
@@ -32,6 +30,8 @@ from roadtrain.simulator.fan_in import SimulatedFanIn
 from roadtrain.simulator.memory import cut, needs, shared_needs
 from roadtrain.simulator.step import SimulatedStage, block_pieces
 from roadtrain.simulator.switches import SwitchResources
+from roadtrain.stages.protocol.pipeline import FORWARD, RunBlocks
+from roadtrain.switch.options import MOST_CHILDREN
 
 
 class Scene:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from roadtrain.protocol.chunk_state import Resident
-from roadtrain.protocol.commit import Addressed, CommitStateMachine
-from roadtrain.protocol.messages import (
+from roadtrain.servers.protocol.chunk_state import Resident
+from roadtrain.servers.protocol.commit import Addressed, CommitStateMachine
+from roadtrain.servers.protocol.messages import (
     Action,
     Answer,
     CommitDone,
@@ -31,9 +31,9 @@ from roadtrain.protocol.messages import (
     Update,
     Write,
 )
-from roadtrain.protocol.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue
-from roadtrain.protocol.server import ServerStateMachine
-from roadtrain.protocol.server_steps import ServerSpec
+from roadtrain.servers.protocol.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue
+from roadtrain.servers.protocol.server import ServerStateMachine
+from roadtrain.servers.protocol.server_steps import ServerSpec
 from roadtrain.simulator.engine import Cost, Engine, Lane, Task
 from roadtrain.simulator.fabric import Fabric
 

@@ -24,23 +24,23 @@ from typing import Any
 from roadtrain.config.cluster import Device
 from roadtrain.config.models import BlockShape
 from roadtrain.config.plan import Plan
-from roadtrain.protocol.intermediary import Give, Up
-from roadtrain.protocol.messages import ApplyUpdate, Done, Pull, Pulled, Push
-from roadtrain.protocol.pipeline import (
-    BACKWARD,
-    FORWARD,
-    RunBlocks,
-    StageStateMachine,
-    own_microbatches,
-)
-from roadtrain.protocol.prefetch import Prefetcher, PullBlock
-from roadtrain.protocol.relay import RelayEvent, RelayStateMachine
+from roadtrain.relay.protocol.relay import RelayEvent, RelayStateMachine
+from roadtrain.servers.protocol.intermediary import Give, Up
+from roadtrain.servers.protocol.messages import ApplyUpdate, Done, Pull, Pulled, Push
+from roadtrain.servers.protocol.prefetch import Prefetcher, PullBlock
 from roadtrain.simulator.apart import RankOf, StagePush
 from roadtrain.simulator.engine import Cost, Engine, Lane, Resource
 from roadtrain.simulator.fabric import Fabric
 from roadtrain.simulator.fan_in import SimulatedFanInLink
 from roadtrain.simulator.memory import device_bytes, host_bytes, saved_bytes, working_bytes
 from roadtrain.simulator.server import BlockPieces, SimulatedServer
+from roadtrain.stages.protocol.pipeline import (
+    BACKWARD,
+    FORWARD,
+    RunBlocks,
+    StageStateMachine,
+    own_microbatches,
+)
 
 SMALLEST = 8 << 20  # parameters of a piece, where there are several
 ROW_BYTES = 2  # of an element of a row that is looked up (config/models.py)

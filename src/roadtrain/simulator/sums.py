@@ -2,7 +2,7 @@
 which host sums how much, reducers say when a sum is there.
 
 A chunk is one part here. What links carry is that of many small parts under way at once: the closed
-form of protocol/shares.py. Hosts that do the same send at the same time.
+form of sums/protocol/shares.py. Hosts that do the same send at the same time.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from roadtrain.protocol.membership import (
+from roadtrain.sums.protocol.membership import (
     AskRounds,
     Change,
     Map,
     MembershipAction,
     MembershipStateMachine,
 )
-from roadtrain.protocol.reducer import Arrived, PartRound, ReducerStateMachine
-from roadtrain.protocol.shares import busiest
+from roadtrain.sums.protocol.reducer import Arrived, PartRound, ReducerStateMachine
+from roadtrain.sums.protocol.shares import busiest
 
 FORMAT = "fp32"  # that parts travel in: here only a word that all say alike
 

@@ -22,8 +22,8 @@ import numpy as np
 from roadtrain.chunks import PAGE, Record
 from roadtrain.device.buffers import Buffer
 from roadtrain.errors import DamagedError, FullError
-from roadtrain.protocol.history import HistoryLink
 from roadtrain.storage.direct import DirectFile, free_nbytes, sync_directory
+from roadtrain.storage.history import HistoryLink
 from roadtrain.storage.ledger import ROW, Ledger, LedgerEntry, Rows, StoreMeta, digest
 from roadtrain.storage.lock import Locks
 from roadtrain.storage.tier import RECORD, STATE_PART, WEIGHTS, part_range

@@ -28,7 +28,6 @@ from roadtrain.errors import (
     GoneError,
     StaleError,
 )
-from roadtrain.protocol.history import HistoryLink, Witness
 from roadtrain.storage.current import (
     NAME,
     Counting,
@@ -43,6 +42,7 @@ from roadtrain.storage.current import (
 )
 from roadtrain.storage.direct import check_directory, in_ram, make_directory, sync_directory
 from roadtrain.storage.file import FileTier
+from roadtrain.storage.history import HistoryLink, Witness
 from roadtrain.storage.ledger import StoreMeta
 from roadtrain.storage.lock import Locks
 

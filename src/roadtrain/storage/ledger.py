@@ -12,7 +12,7 @@ counts, wipes what does not, and syncs both, before anything else is written; a 
 fails is wiped at once, and its step never counts.
 
 Note "sessions": a record names the session that trained its step (a HistoryLink,
-protocol/history.py). A session is one opening of a store on files that trains. So two copies of a
+storage/history.py). A session is one opening of a store on files that trains. So two copies of a
 directory that went on without each other have different sessions at the same step, and cannot be
 taken for each other. Records of servers' parts name none: their history rests in `store.json`.
 
@@ -39,8 +39,8 @@ import xxhash
 
 from roadtrain.chunks import Chunk, ChunkTable, ParamSpec, Record, Span, record
 from roadtrain.errors import DamagedError, ForeignError, GoneError, StaleError, StoreError
-from roadtrain.protocol.history import HistoryLink
 from roadtrain.storage.direct import DirectFile, replace_file, typed_errors
+from roadtrain.storage.history import HistoryLink
 from roadtrain.storage.lock import lock
 from roadtrain.storage.sealed import sealed, unsealed
 
@@ -136,7 +136,7 @@ class StoreMeta:
     copy_of: int = 0  # the generation that this one was made from, to replace it; 0: from none
     # with replicas, in the first edition: the last session of each server, 0: not there
     sessions: tuple[int, ...] = ()
-    # of a store on servers: every session that began to train (protocol/history.py)
+    # of a store on servers: every session that began to train (storage/history.py)
     history: tuple[HistoryLink, ...] = ()
     # servers of the last of them that this one may go on without, as a witness said
     without: tuple[int, ...] = ()

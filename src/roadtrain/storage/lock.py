@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from roadtrain.errors import StoreError
+from roadtrain.retry import retry
 from roadtrain.storage.direct import typed_errors
-from roadtrain.transport.retry import retry
 
 LOCK_WAIT_S = 5.0  # a killed process's helpers may hold the lock for a moment longer
 

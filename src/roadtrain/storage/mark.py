@@ -30,8 +30,8 @@ from roadtrain.errors import (
     StaleError,
     StoreError,
 )
-from roadtrain.protocol.history import Witness
 from roadtrain.storage.direct import replace_file, typed_errors
+from roadtrain.storage.history import Witness
 from roadtrain.storage.sealed import sealed, unsealed
 
 NAME = "mark.json"
@@ -48,7 +48,7 @@ class Known(msgspec.Struct, frozen=True):
         ""  # uuid of the store; "": not known, or the state rested in the memory of the process
     )
     step: int = -1  # committed at least; -1: nothing is known
-    history: str = ""  # a Witness (protocol/history.py): its last sessions; "": not known
+    history: str = ""  # a Witness (storage/history.py): its last sessions; "": not known
     settled: bool = True  # see Note "settled"
     format: int = 1
 

@@ -13,7 +13,7 @@ begun a snapshot all have finished the one before, and the oldest of their newes
 that each of them still has. A session begins with one that all have (with replicas: that some have
 who hold every chunk); whoever lacks that begins anew, at once.
 
-Assumes: what store.tier says. Does NOT decide what to go back to (runtime/opening.py does).
+Assumes: what store.tier says. Does NOT decide what to go back to (servers/opening.py does).
 """
 
 from __future__ import annotations

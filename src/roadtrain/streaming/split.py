@@ -24,9 +24,9 @@ from pydantic import AfterValidator, Field
 from torch import nn
 
 from roadtrain.chunks import MAX_CHUNK, TRAINABLE, ChunkTable, ParamSpec
-from roadtrain.config.names import did_you_mean
-from roadtrain.config.schema import refusing
 from roadtrain.errors import ConfigError, ModelError
+from roadtrain.options.names import did_you_mean
+from roadtrain.options.schema import refusing
 
 DTYPES = {
     "fp32": torch.float32,

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from roadtrain.config.job import Job
-from roadtrain.config.names import did_you_mean
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.lion import Lion
+from roadtrain.options.names import did_you_mean
 from roadtrain.training.data import Tokens, need
 
 _OWN = (

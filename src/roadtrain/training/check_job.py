@@ -10,11 +10,11 @@ import functools
 import json
 from collections.abc import Sequence
 
-from roadtrain.api.request import Request
 from roadtrain.config.job import Job, make_job
 from roadtrain.errors import RoadtrainError
-from roadtrain.parallel.tensor_families import family_plan
-from roadtrain.runtime.worker_group import WorkerGroup
+from roadtrain.placement.request import Request
+from roadtrain.servers.worker_group import WorkerGroup
+from roadtrain.stages.tensor_families import family_plan
 from roadtrain.training import train_parallel
 from roadtrain.training.build import build_model
 from roadtrain.training.train import compression_of, delay_of, promise, silent, store_of

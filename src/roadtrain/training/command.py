@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from roadtrain.config.job import Job, check_own, load_job
-from roadtrain.config.job_parallelism import ParallelismSection
+from roadtrain.stages.job_parallelism import ParallelismSection
 
 
 def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) -> int:

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from roadtrain.api.job_state import persistent_buffers
 from roadtrain.chunks import ParamSpec
 from roadtrain.config.job import Job, job_of_run, make_job
 from roadtrain.errors import ConfigError
+from roadtrain.placement.job_state import persistent_buffers
 from roadtrain.storage.convert import MASTER, read_param
 from roadtrain.storage.direct import check_directory, make_directory
 from roadtrain.storage.generation import open_store

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from roadtrain.api.stage_buffers import buffers_in
 from roadtrain.config.job import Job
 from roadtrain.errors import ConfigError, GoneError
-from roadtrain.parallel.pieces import VALUE, Extent
-from roadtrain.parallel.snapshot_choice import Description, ParamEntry
-from roadtrain.parallel.snapshot_files import PartReader, look
-from roadtrain.parallel.snapshots import FOLDER
-from roadtrain.parallel.transfers import uncovered
+from roadtrain.stages.pieces import VALUE, Extent
+from roadtrain.stages.snapshot_choice import Description, ParamEntry
+from roadtrain.stages.snapshot_files import PartReader, look
+from roadtrain.stages.snapshots import FOLDER
+from roadtrain.stages.stage_buffers import buffers_in
+from roadtrain.stages.transfers import uncovered
 from roadtrain.storage.safetensors_io import Item
 from roadtrain.streaming.split import DTYPES, NAMES, as_numpy
 

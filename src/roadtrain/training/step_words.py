@@ -3,7 +3,7 @@ one of them stops. So all end after the same step, and the run's loss is that of
 
 Without a delay each hears the others' words of a step before it goes on, which it must do anyway to
 get the next parameters. With a delay of k steps the words of k + 1 steps before are here without
-waiting. Does NOT know how words travel (protocol/messages.py, StepWords).
+waiting. Does NOT know how words travel (servers/protocol/messages.py, StepWords).
 """
 
 from __future__ import annotations

@@ -19,17 +19,18 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from roadtrain.api.place import place
-from roadtrain.api.stores import Files, Memory, Servers
 from roadtrain.config.job import Job
-from roadtrain.config.lossy import Delay, Downcast, TopK
 from roadtrain.config.machines import LAUNCHED_AS
 from roadtrain.device.copies import own_device
 from roadtrain.errors import ConfigError
-from roadtrain.protocol.history import Witness
-from roadtrain.runtime.trace import NetStages, Stages
-from roadtrain.runtime.worker_group import WorkerGroup
+from roadtrain.options.lossy import Delay, Downcast, TopK
+from roadtrain.placement.place import place
+from roadtrain.placement.stores import Files, Memory, Servers
+from roadtrain.progress import progress, show_table
+from roadtrain.servers.trace import NetStages, Stages
+from roadtrain.servers.worker_group import WorkerGroup
 from roadtrain.storage.direct import make_directory, replace_file
+from roadtrain.storage.history import Witness
 from roadtrain.storage.mark import Mark
 from roadtrain.streaming.split import DTYPES
 from roadtrain.training.build import build_model, build_optimizer, fitted
@@ -37,7 +38,6 @@ from roadtrain.training.data import Tokens
 from roadtrain.training.memory_limit import ENFORCED_BY, limited
 from roadtrain.training.metrics import Metrics, committed_by, sessions_in, was_away
 from roadtrain.training.predicted import promised
-from roadtrain.training.progress import progress, show_table
 from roadtrain.training.schedule import learning_rate
 from roadtrain.training.step_words import StepOfAll, WorkerWords
 from roadtrain.training.stop import INTERRUPTED, Stop

@@ -19,17 +19,18 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from roadtrain.api.parallel_options import ParallelOptions, StageStore
-from roadtrain.api.parallel_training import ParallelTraining, StepResult
-from roadtrain.api.parallelize import parallelize
-from roadtrain.api.stores import Files, Memory, Servers
 from roadtrain.config.job import CompressSection, Job
-from roadtrain.config.job_parallelism import StagePlacement
 from roadtrain.device.copies import own_device
 from roadtrain.errors import ConfigError
-from roadtrain.parallel.rank_meeting import LAUNCH_NAMES, launch_of
-from roadtrain.parallel.snapshots import FOLDER, SnapshotOptions
-from roadtrain.parallel.stage_model import MicroBatch
+from roadtrain.placement.stores import Files, Memory, Servers
+from roadtrain.progress import progress, show_table
+from roadtrain.stages.job_parallelism import StagePlacement
+from roadtrain.stages.parallel_options import ParallelOptions, StageStore
+from roadtrain.stages.parallel_training import ParallelTraining, StepResult
+from roadtrain.stages.parallelize import parallelize
+from roadtrain.stages.rank_meeting import LAUNCH_NAMES, launch_of
+from roadtrain.stages.snapshots import FOLDER, SnapshotOptions
+from roadtrain.stages.stage_model import MicroBatch
 from roadtrain.storage.direct import make_directory
 from roadtrain.storage.mark import Mark
 from roadtrain.streaming.plain import decode, encode
@@ -40,7 +41,6 @@ from roadtrain.training.export_stages import newest
 from roadtrain.training.memory_limit import limited
 from roadtrain.training.metrics import Metrics, was_away
 from roadtrain.training.predicted import promised
-from roadtrain.training.progress import progress, show_table
 from roadtrain.training.schedule import learning_rate
 from roadtrain.training.stop import Stop
 from roadtrain.training.summary import Summary, Totals, going_on

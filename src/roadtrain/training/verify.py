@@ -21,7 +21,6 @@ import numpy as np
 import psutil
 import torch
 
-from roadtrain.api.optimizer import amp_of
 from roadtrain.chunks import SEGMENT, ParamSpec
 from roadtrain.config.job import Job, load_job
 from roadtrain.errors import BudgetError, ConfigError
@@ -29,6 +28,7 @@ from roadtrain.kernels.generic import TorchRule, check_rule
 from roadtrain.kernels.rule import Rule
 from roadtrain.kernels.sum import sum_squares
 from roadtrain.kernels.torch_rules import rules_for
+from roadtrain.placement.optimizer import amp_of
 from roadtrain.storage.convert import MASTER
 from roadtrain.storage.rates import storage_rates
 from roadtrain.streaming.grads import PlacedGrad

@@ -13,7 +13,7 @@ and each side proves its own role: what was heard once proves nothing again, and
 proves nothing for the other. Each message ends with its own checksum: a flipped bit is called so,
 not a wrong token.
 
-NOTE language. A digest of what the frames of both sides can say (of runtime/frames.py, most often):
+NOTE language. A digest of what the frames of both sides can say (of servers/frames.py, most often):
 two editions of roadtrain that would misunderstand each other do not begin. The first ten bytes
 (magic, version) stay as they are in every edition, so that each can say of the other that it is
 another one.

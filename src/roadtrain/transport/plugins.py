@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from importlib.metadata import EntryPoint, entry_points
 
-from roadtrain.config.names import unknown_name
 from roadtrain.errors import ConfigError
+from roadtrain.options.names import unknown_name
 from roadtrain.transport import tcp
 
 GROUP = "roadtrain.links"

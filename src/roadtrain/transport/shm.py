@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roadtrain.errors import AuthError, ConfigError, LostError, PeerError, WireError
+from roadtrain.retry import retry
 from roadtrain.transport.handshake import (
     NO_LANGUAGE,
     Common,
@@ -45,7 +46,6 @@ from roadtrain.transport.handshake import (
 )
 from roadtrain.transport.link import Link, Receiver, copy
 from roadtrain.transport.listener import Accept, Listener, Report
-from roadtrain.transport.retry import retry
 from roadtrain.transport.stream import Channel, FrameStream
 from roadtrain.units import GIB, KIB, MIB
 

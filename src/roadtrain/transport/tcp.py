@@ -35,8 +35,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from roadtrain.config.options import check_options
 from roadtrain.errors import ConfigError, RoadtrainError
+from roadtrain.options.check import check_options
+from roadtrain.retry import retry
 from roadtrain.transport.handshake import (
     MAX_CONNECTIONS,
     NO_LANGUAGE,
@@ -49,7 +50,6 @@ from roadtrain.transport.handshake import (
 )
 from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.listener import Accept, Listener, Report
-from roadtrain.transport.retry import retry
 from roadtrain.transport.stream import Channel, FrameStream
 from roadtrain.units import KIB
 

@@ -31,6 +31,16 @@ from roadtrain.errors import LaunchError
 from roadtrain.launch.agent import put_file
 from roadtrain.launch.engine import HostSeen
 from roadtrain.launch.processes import HostFile, Process, WorkerSet
+from roadtrain.launch.protocol.messages import (
+    HostCame,
+    HostLeaves,
+    HostLost,
+    Output,
+    ProcessEnded,
+    ProcessRestarted,
+    RunEvent,
+    WorkersPlaced,
+)
 from roadtrain.launch.ray import cluster
 from roadtrain.launch.ray.actors import (
     News,
@@ -49,16 +59,6 @@ from roadtrain.launch.ray.workers import (
     remove_old_places,
     set_environment,
     with_threads,
-)
-from roadtrain.protocol.launch import (
-    HostCame,
-    HostLeaves,
-    HostLost,
-    Output,
-    ProcessEnded,
-    ProcessRestarted,
-    RunEvent,
-    WorkersPlaced,
 )
 
 WORKERS = "workers"  # all of them, as `stop` calls them

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from roadtrain.config.machines import PlanHost
-from roadtrain.protocol.launch import HostCame, HostLeaves, HostLost, Output, RunEvent
+from roadtrain.launch.protocol.messages import HostCame, HostLeaves, HostLost, Output, RunEvent
 
 LABEL = "roadtrain-host"
 NOTICE_S = 120.0  # of a node that is drained without a deadline, as spot machines have

@@ -23,10 +23,10 @@ from ray.exceptions import RayError
 from roadtrain.errors import LaunchError
 from roadtrain.launch.home import LAUNCHED, RunHome, RunState
 from roadtrain.launch.processes import Process, Role
+from roadtrain.launch.protocol.messages import ProcessEnded
 from roadtrain.launch.ray import cluster
 from roadtrain.launch.ray.actors import is_there, kill_named, service_actors
 from roadtrain.launch.ray.held_process import HeldProcess, Said, to_ray_log
-from roadtrain.protocol.launch import ProcessEnded
 
 STARTS_S = 120.0  # the supervisor's process has the run's lock, or has refused, within it
 TRIES = 6  # of a supervisor that ends soon

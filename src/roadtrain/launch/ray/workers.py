@@ -39,6 +39,7 @@ from ray.util.placement_group import (
 
 from roadtrain.errors import LaunchError
 from roadtrain.launch.processes import Process, WorkerSet
+from roadtrain.launch.protocol.messages import ProcessEnded, WorkersEnded
 from roadtrain.launch.ray.cluster import THREADS
 from roadtrain.launch.ray.held_process import (
     END_S,
@@ -49,7 +50,6 @@ from roadtrain.launch.ray.held_process import (
 )
 from roadtrain.launch.ray.nodes import RayNode
 from roadtrain.launch.worker_run import WorkerRun
-from roadtrain.protocol.launch import ProcessEnded, WorkersEnded
 
 ANSWER_S = 60.0  # an actor that is alive answers within it
 TURN_S = 0.5  # between a worker's questions whether it is to end

@@ -1,1 +1,0 @@
-"""The user's face: place(), the optimizer that it returns, state dicts."""

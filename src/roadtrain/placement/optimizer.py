@@ -1,0 +1,414 @@
+"""PlacedOptimizer: a real torch.optim.Optimizer over the user's own parameter groups, whose state
+is elsewhere.
+
+A step: backward pushes each block's gradient; step() starts the updates (scaled by what clipping
+and loss scaling did to the gradients' handles) and ends the step; it is committed while the next
+one computes.
+
+Assumes: made by place(). Does NOT run update rules or move bytes; servers/worker.py does.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import contextlib
+import itertools
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from roadtrain.errors import LoopError
+from roadtrain.placement.request import Request
+from roadtrain.placement.session_plan import SessionPlan
+from roadtrain.placement.stored_optimizer import StoredOptimizer
+from roadtrain.placement.tracked import is_scheduler
+from roadtrain.servers.session import JobSession
+from roadtrain.streaming.activations import Activations
+from roadtrain.streaming.grads import PlacedGrad
+from roadtrain.streaming.released import forbid_in_child, is_called_by_dynamo
+from roadtrain.streaming.split import Split
+from roadtrain.streaming.stream import BlockStream
+
+_live: weakref.WeakSet[PlacedOptimizer] = weakref.WeakSet()  # those that are not closed
+_closing: set[PlacedOptimizer] = set()  # those that were dropped, until they are
+
+
+class PlacedOptimizer(StoredOptimizer):
+    """What `place` returns.
+
+    `steps_done`: the steps taken so far, over all runs of the job; the data goes on from there.
+    `committed_step`: the last step that no crash can lose any more."""
+
+    # GradScaler hands over its scale; an inf or nan skips the step exactly
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        parts: Split,
+        plan: SessionPlan,
+        session: JobSession,
+        extra: Mapping[str, Any],
+    ) -> None:
+        super().__init__(model, optimizer, parts, plan, session, extra)
+        # schedulers made before place() look at it; the two share their groups
+        self._given: Any = optimizer
+        # The model's stream fetches from, and pushes to, this object.
+        self.release = self._worker.release
+        self.gradient_buffer = self._worker.gradient_buffer
+        self.sum_squares = self._worker.sum_squares
+        self._of_block = [
+            [p for _, p in part.params if p.requires_grad] for part in (parts.root, *parts.blocks)
+        ]
+        self._promise = plan.request.backwards_per_step
+        self._passes = 0  # backward passes of this step that have ended
+        # the root's gradients stay here after a pass, until root.pass_ended() is called
+        self.root_waits = False
+        # used by updates that have begun in this step's backward
+        self._begun_with: dict[int, tuple[float, ...]] | None = None
+        self._stream: BlockStream | None = None
+        self._activations: Activations | None = None
+        self._hooks: list[Any] = []
+        self._compiled = False  # torch.compile guards the classes of the root's parameters
+        self._abandoned = False
+        me = weakref.ref(self)
+        self._at_exit = lambda: _close_quietly(me())
+        atexit.register(self._at_exit)
+        _live.add(self)
+        self._made = id(self)
+
+    def attach(self, stream: BlockStream, activations: Activations) -> None:
+        """Called once by place()."""
+        self._stream, self._activations = stream, activations
+        self.root.layout = stream.root
+        self._states.attach()
+        self._hooks.append(self.model.register_forward_pre_hook(lambda *_: self._pass_begins()))
+        of_root = {p for _, p in self.root.params}
+        for module in self.model.modules():
+            if not of_root.isdisjoint(module.parameters(recurse=False)):
+                hook = module.register_forward_pre_hook(lambda *_: self.forward_begins())
+                self._hooks.append(hook)
+
+    # what the model's stream calls
+
+    def fetch(self, block: int) -> tuple[torch.Tensor, int]:
+        self.check_usable()
+        self.write_staged()
+        return self._worker.fetch(block)
+
+    def push(self, block: int, buffer: torch.Tensor, present: Sequence[int]) -> None:
+        state = self._worker.blocks[block]
+        fresh = all(p.grad is None for p in self._of_block[block])
+        if not fresh and not state.held and not state.updated:
+            raise LoopError(
+                f"block '{self.table.blocks[block].name}' got a gradient while its last one was"
+                " not cleared",
+                hint="call optimizer.zero_grad() once a step",
+            )
+        if not fresh and self._worker.residual_block:
+            raise LoopError(
+                "error feedback keeps one residual a step, and this is its second backward pass",
+                hint="one backward pass before each step(), or error_feedback=False",
+            )
+        assert self._stream is not None
+        if self._passes + 1 != self._promise or self._stream.pending(block):
+            self._worker.push_block(block, buffer, present, fresh=fresh)
+            return
+        if self._begun_with is None:
+            self._states.settle()
+            self._begun_with = self.hyperparameters()
+        self._worker.push_block(
+            block,
+            buffer,
+            present,
+            fresh=fresh,
+            step=self.steps_done + 1,
+            hyperparameters=self._begun_with,
+        )
+
+    def pass_ended(self) -> None:
+        self._passes += 1
+        if self._worker.workers > 1 and not self.root_waits:
+            self.root.pass_ended()
+
+    def memory(self) -> dict[str, int]:
+        """As StoredOptimizer's; "activations": the most bytes that activations on the host held."""
+        most = self._activations.peak_bytes if self._activations is not None else 0
+        return super().memory() | {"activations": most}
+
+    # torch.optim.Optimizer
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gradients that step() has not used are dropped."""
+        self.root.handles.clear()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "session"):
+            raise LoopError(
+                "parameter groups are fixed once placed", hint="add the group before place()"
+            )
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Start the updates of this step and end it; they run while the next forward does.
+        With GradScaler, a step with inf or nan is skipped: nothing changes but the number of
+        steps. Raises LoopError where gradients or hyperparameters are not as they must be."""
+        loss = None
+        if closure is not None:
+            self.check_lightning(*getattr(closure, "args", ()))  # of which one is its module
+            with torch.enable_grad():
+                loss = closure()
+        self.check_usable()
+        self.write_staged()
+        if self._begun_with is None:
+            self._states.settle()
+        self._check_gradients()
+        self.capture()
+        unscale, skip = amp_of(self)
+        hyperparameters = self.hyperparameters()
+        self._check_promise(hyperparameters, unscale, skip)
+        self.root.push_gradients()
+        blocks = self._update_blocks(hyperparameters, unscale, skip)
+        self._worker.end_step(self.steps_done + 1)
+        self.steps_done += 1
+        self._norm, self._due = (blocks, abs(unscale)), self.steps_done
+        self.step_ended()
+        self._begun_with, self._passes = None, 0
+        self._given._opt_called = True
+        self.root.handles.clear()  # model.zero_grad() does not tell us
+        if self._worker.root_is_old and not self._compiled:
+            self.root.refresh_when_read()
+        return loss
+
+    def _update_blocks(
+        self, hyperparameters: Mapping[int, tuple[float, ...]], unscale: float, skip: bool
+    ) -> list[int]:
+        """Starts the updates that have not begun in backward. Returns the blocks that have a
+        gradient; several workers name all, since another may have one."""
+        several = self._worker.workers > 1
+        states = self._worker.blocks[: len(self.table.blocks)]
+        blocks = [b for b, s in enumerate(states) if s.held or s.updated or several]
+        for block in blocks:
+            if states[block].updated:
+                continue
+            if skip and not several:
+                self._worker.forget(block)
+            else:
+                self._worker.apply_update(
+                    block,
+                    self.steps_done + 1,
+                    hyperparameters,
+                    lambda i: None if skip else self._scale(i, unscale),
+                )
+        return blocks
+
+    def _scale(self, param: int, unscale: float) -> float | None:
+        p = self._params[param]
+        grad = self.root.handles.get(p) if p.grad is None else p.grad
+        if grad is None:
+            return None
+        return (grad.scale if isinstance(grad, PlacedGrad) else 1.0) * unscale
+
+    def _check_gradients(self) -> None:
+        for p in itertools.chain.from_iterable(self._of_block[1:]):
+            if p.grad is not None and not isinstance(p.grad, PlacedGrad):
+                raise LoopError(
+                    f"the gradient of {self.params[self._index[p]].name!r} was set by hand,"
+                    " and would not reach its server",
+                    hint="gradients of blocks come from backward()",
+                )
+
+    def _check_promise(
+        self, hyperparameters: Mapping[int, tuple[float, ...]], unscale: float, skip: bool
+    ) -> None:
+        if self._begun_with is None:
+            return
+        scaled = any(isinstance(p.grad, PlacedGrad) and p.grad.scale != 1.0 for p in self._params)
+        if skip or unscale != 1.0 or scaled or hyperparameters != self._begun_with:
+            raise LoopError(
+                "updates began in backward, but then gradients were scaled or the learning rate"
+                " changed",
+                hint="leave backwards_per_step out of place(): updates then wait for step()",
+            )
+
+    # a forward pass
+
+    @torch.compiler.disable
+    def _pass_begins(self) -> None:
+        """Before the whole model computes."""
+        self._compiled = self._compiled or is_called_by_dynamo()
+        self.root.check_unchanged()
+        if torch.is_grad_enabled():
+            self._check_no_strangers()
+            self._check_tracked()
+        self.forward_begins()
+
+    def _has_scheduler(self) -> bool:
+        steps = (vars(optimizer).get("step") for optimizer in (self, self._given))
+        return any(hasattr(step, "_wrapped_by_lr_sched") for step in steps)
+
+    def _check_no_strangers(self) -> None:
+        for name, p in self.model.named_parameters():
+            if p.requires_grad and p not in self._index:
+                raise LoopError(
+                    f"parameter {name!r} came into the model after place(): it would not be trained"
+                    " as it should",
+                    hint=(
+                        "add adapters and resize embeddings before place(), or place the model"
+                        " again"
+                    ),
+                )
+
+    def forward_begins(self) -> None:
+        """Before the model computes: the last step's job state is final, and the root block must
+        be new."""
+        self.check_usable()
+        self.write_staged()
+        if torch.is_grad_enabled():
+            self.capture(at_forward=True)
+            self.root.pass_begins()
+        self.root.refresh()
+
+    # the end
+
+    def abandon(self) -> None:
+        """The last step is not to be committed, if that has not begun (it begins with the next
+        forward): `close` commits those before it, and the next start takes it again. No step can
+        follow."""
+        self._abandoned = self._due is not None
+        self._due = None
+
+    def close(self) -> None:
+        """Commit what was taken, end all threads, give the model its own forwards back. The
+        model's block parameters refuse to be read: place it again, or export the store. The
+        state_dict() of a closed optimizer is read from the store's files, if it has some."""
+        if self._closed:
+            return
+        self._worker.check_process()
+        try:
+            if self._abandoned:
+                self._worker.wait_committed(self.steps_done - 1)
+            else:
+                self.flush()
+                self.grad_norm()
+                self._states.settle()
+                self.root.check_unchanged()
+                self.root.refresh()
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Close without committing anything more."""
+        atexit.unregister(self._at_exit)
+        _live.discard(self)
+        self._closed = True
+        self.zero_grad()  # of a step that is never taken
+        self.root.close()
+        for hook in self._hooks:
+            hook.remove()
+        if self._stream is not None and self._activations is not None:
+            self._stream.detach()
+            self._activations.close()
+        self.session.close()
+
+    def __del__(self) -> None:
+        """Close what was dropped without `close`, as a cell of a notebook does that runs again."""
+        # Lightning's optimizer is of a subclass, with a copy of our attributes
+        if getattr(self, "_made", 0) != id(self) or self._closed:
+            return
+        if os.getpid() != self._worker.maker:
+            return
+        # The collector runs in any thread, at any moment: this one may hold what the close waits
+        # for, or a lock of the threading module that starting a thread takes.
+        _closing.add(self)
+        closes = threading.Thread(target=_close_and_say, args=(self,), daemon=False)
+        _thread.start_new_thread(closes.start, ())
+
+    def __enter__(self) -> PlacedOptimizer:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._close_after(kind is not None)
+
+    def _close_after(self, failed: bool) -> None:
+        """`failed`: by an error, which may have come between step() and scheduler.step(): then the
+        step is taken again rather than committed with a schedule that lacks it."""
+        if failed and any(map(is_scheduler, self._extra.values())):
+            self.abandon()
+        self.close()
+
+
+def amp_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
+    """(what gradients must be multiplied by, whether the step is skipped), as GradScaler.step
+    left them there."""
+    scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    unscale = 1.0 if scale is None else 1.0 / float(scale)
+    return unscale, found is not None and bool(float(found))
+
+
+def check_not_in_ram(model: nn.Module) -> None:
+    """Raise LoopError where `model` is placed and its state, in RAM, would be lost."""
+    for placed in list(_live):
+        if placed.model is model and placed.request.in_memory:
+            raise LoopError(
+                f"the model is placed already, at step {placed.steps_done}, and its state is in RAM"
+                " only",
+                hint=(
+                    "go on with the optimizer that place() returned; or save its state_dict() and"
+                    " the model's, then call its close()"
+                ),
+            )
+
+
+def close_earlier(request: Request, model: nn.Module | None = None) -> None:
+    """Close sessions of this process that hold `model`, or what `request` asks for: directories, or
+    a place at servers. Their last step is committed."""
+    while any(placed._worker.maker == os.getpid() for placed in list(_closing)):
+        time.sleep(0.01)  # each close has its deadline
+    for placed in list(_live):
+        if placed._worker.maker != os.getpid():
+            continue
+        if placed.model is model or placed.request.held & request.held:
+            _close_and_say(placed)
+            placed._placed_again = True
+            request.report("placed again in this process: the earlier session is closed")
+
+
+def _close_and_say(placed: PlacedOptimizer) -> None:
+    """Close `placed`; report a step that could not be committed."""
+    try:
+        placed.close()
+    except Exception as error:
+        if placed.steps_done > placed.committed_step:
+            placed.request.report(f"step {placed.steps_done} could not be committed: {error}")
+    finally:
+        _closing.discard(placed)
+
+
+def _release_in_child() -> None:
+    """In a forked child: parameters of root blocks lie in memory that it does not have."""
+    for placed in list(_live):
+        forbid_in_child(placed.root.params, placed._worker.maker)
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+def _close_quietly(placed: PlacedOptimizer | None) -> None:
+    """At exit: commit what can be committed. What failed has been raised where it happened."""
+    if placed is not None:
+        with contextlib.suppress(Exception):
+            placed._close_after(getattr(sys, "last_value", None) is not None)

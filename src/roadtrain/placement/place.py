@@ -1,0 +1,264 @@
+"""place(): the user's one line. Their model keeps its modules, their optimizer its class and
+groups; parameters and optimizer state move to servers, blocks are fetched as they run.
+
+Assumes: what RANK and WORLD_SIZE say, where there are several workers. Does NOT start processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from roadtrain.chunks import MAX_CHUNK, SEGMENT
+from roadtrain.device.copies import beside_accelerator, own_device
+from roadtrain.errors import ConfigError, ModelError
+from roadtrain.kernels.generic import say_generic
+from roadtrain.kernels.torch_rules import rules_for
+from roadtrain.options.check import (
+    Deadline,
+    ExistingPath,
+    PathLike,
+    PositiveInt,
+    Size,
+    check_options,
+)
+from roadtrain.options.lossy import Delay, Downcast, TopK
+from roadtrain.placement.first_values import open_weights, start
+from roadtrain.placement.former import current
+from roadtrain.placement.job_state import HasState
+from roadtrain.placement.optimizer import PlacedOptimizer, check_not_in_ram, close_earlier
+from roadtrain.placement.request import Report, Request
+from roadtrain.placement.session_plan import (
+    SessionPlan,
+    describe,
+    keep_blocks,
+    open_files,
+    open_session,
+    plan_session,
+)
+from roadtrain.placement.stores import Files, Memory, Servers, store_of
+from roadtrain.servers.session import JobSession
+from roadtrain.servers.worker_group import WorkerGroup
+from roadtrain.storage.generation import OpenedStore
+from roadtrain.storage.mark import Mark
+from roadtrain.streaming.fetched import has_released_value
+from roadtrain.streaming.split import ComputeDtype, split, table
+
+ChunkElements = Annotated[int, Field(ge=SEGMENT, le=MAX_CHUNK, multiple_of=SEGMENT)]
+
+
+def place(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    store: PathLike | Sequence[PathLike] | Files | Memory | Servers | None = None,
+    compress: TopK | Downcast | None = None,
+    delay: Delay | None = None,
+    host_budget: Size | None = None,
+    device_budget: Size | None = None,
+    dtype: ComputeDtype | None = None,
+    blocks: str | Sequence[str] | None = None,
+    backwards_per_step: PositiveInt | None = None,
+    chunk_elements: ChunkElements = MAX_CHUNK,
+    device: torch.device | str | None = None,
+    weights: ExistingPath | None = None,
+    init: Callable[[nn.Module], None] | None = None,
+    extra: Mapping[str, HasState] | None = None,
+    mark: Mark | None = None,
+    deadline_s: Deadline = 600.0,
+    report: Report = print,
+    group: WorkerGroup | None = None,
+    **former: Any,
+) -> PlacedOptimizer:
+    """Move `model`'s parameters and `optimizer`'s state to servers; returns the optimizer to use
+    from now on.
+
+    store: where they rest: a directory or several (as Files), Files, Memory (as None) or Servers.
+    compress: TopK or Downcast of the gradients (None: they go as they are).
+    delay: how many updates a step's parameters may lack (None: none).
+    host_budget: host bytes for everything that roadtrain keeps in memory ("900MiB"; None: half of
+    what is free).
+    device_budget: bytes of the accelerator for parameters and gradients that are there for a
+    moment; what a block's own forward and backward allocate is not in it (None: no bound).
+    dtype: what parameters travel and compute in (None: their own); masters and state are fp32.
+    blocks: names or patterns of the blocks (None: found).
+    backwards_per_step: None, updates begin at step(); N promises that step() follows every N-th
+    backward pass, without clipping or loss scaling, and a block is updated as soon as its last
+    gradient is in.
+    chunk_elements: of the units that are transferred and stored.
+    device: where blocks run ("cuda": each worker's own, by LOCAL_RANK; None: where the model is).
+    weights: a directory of safetensors in Hugging Face layout that the first values come from.
+    init: initialises a module of a model built on `meta`.
+    extra: objects with state_dict/load_state_dict that are committed and resumed with each step.
+    mark: what a run directory knows of its store (storage/mark.py): another store than it names,
+    an older one, or none, is refused before anything is changed.
+    deadline_s: after which a wait is an error that says for whom (Rule 5).
+    report: hears each line that is printed.
+    group: which of the servers' workers this process is (None: as torchrun says it); the ranks of
+    a pipeline's stage are a group of their own.
+    former: keywords of the first edition (placement/former.py).
+
+    Raises UserError (ConfigError, ModelError, RuleError, BudgetError) before anything is changed,
+    StoreError (also ForkedError, where servers went on without each other, and StaleError, where
+    later steps are known of).
+    """
+    check_options(place, locals())
+    check_fresh(optimizer)
+    given = {
+        "store": store,
+        "compress": compress,
+        "delay": delay,
+        "host_budget": host_budget,
+        "device_budget": device_budget,
+    }
+    options = current(given, former, report)
+    check_options(place, options)
+    request = _request(
+        options,
+        backwards_per_step,
+        chunk_elements,
+        deadline_s,
+        report,
+        group or WorkerGroup.of_environment(),
+    )
+    device = _device(model, device, report)
+    parts = split(model, blocks)
+    groups = groups_of(model, optimizer, report)
+    rules = rules_for(optimizer)
+    say_generic(rules, report)
+    if not request.in_memory:
+        check_not_in_ram(model)
+    close_earlier(request)
+    plan = plan_session(request, device, table(parts, groups, dtype, request.chunk_elements), rules)
+    request.say_lossy()
+    tensors = {} if weights is None else open_weights(weights, plan.table)
+    plan, opened = open_files(plan, mark)
+    said = opened.notes if opened is not None else ()
+    try:
+        if weights is None:
+            _check_has_values(model, opened)
+        close_earlier(request, model)
+        session = open_session(plan, opened, mark)
+    except BaseException:  # an interrupt too: a notebook would keep the lock
+        if opened is not None:
+            opened.close()
+        raise
+    placed = PlacedOptimizer(model, optimizer, parts, plan, session, extra or {})
+    try:
+        start(placed, parts, plan, tensors, init)
+        _adopt(mark, plan, session, placed.steps_done)
+    except BaseException:
+        placed.end()
+        raise
+    if request.servers:
+        spare = plan.budgets.worker.kept if request.buffering == "auto" else 0
+        report(keep_blocks(session.worker, spare))
+    for note in session.servers.store.notes if session.servers.store else ():
+        if note not in said:  # when it was opened
+            report(note)
+    report(describe(plan, session, placed.steps_done))
+    return placed
+
+
+def _request(
+    options: dict[str, Any],
+    backwards_per_step: int | None,
+    chunk_elements: int,
+    deadline_s: float,
+    report: Report,
+    all_workers: WorkerGroup,
+) -> Request:
+    """Raises ConfigError where the options contradict each other."""
+    options["store"] = store_of(options["store"])
+    served = isinstance(options["store"], Servers)
+    request = Request(
+        **options,
+        backwards_per_step=backwards_per_step,
+        chunk_elements=chunk_elements,
+        deadline_s=deadline_s,
+        group=all_workers if served else WorkerGroup(),
+        report=report,
+    )
+    if not served and (others := all_workers.workers - 1):
+        report(
+            f"WORLD_SIZE says {others} more worker(s): without servers each trains by itself,"
+            " nothing is averaged"
+        )
+    return request
+
+
+def _device(model: nn.Module, asked: torch.device | str | None, report: Report) -> torch.device:
+    """Where blocks run. Raises ConfigError, ModelError."""
+    if asked is not None:
+        return own_device(asked, report)
+    found = {p.device for p in model.parameters()} - {torch.device("meta")}
+    if len(found) > 1:
+        raise ModelError(
+            f"the model's parameters are on {sorted(map(str, found))}", hint="put it on one device"
+        )
+    device = next(iter(found), torch.device("cpu"))
+    if line := beside_accelerator(device):
+        report(line)
+    return own_device(device, report)
+
+
+def groups_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, report: Report
+) -> dict[nn.Parameter, int]:
+    """Parameter -> its group of the optimizer. Raises ConfigError for one that is not the
+    model's."""
+    groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    mine = set(model.parameters())
+    strangers = [p for p in groups if p not in mine]
+    if strangers:
+        raise ConfigError(
+            f"{len(strangers)} of the optimizer's {len(groups)} parameters are not in the model "
+            f"(the first has shape {tuple(strangers[0].shape)})",
+            hint="make the optimizer from the parameters of this model",
+        )
+    if outside := [n for n, p in model.named_parameters() if p.requires_grad and p not in groups]:
+        report(
+            f"{len(outside)} parameters are in no parameter group ({outside[0]!r} is the first):"
+            " they stay as they are and get no gradient, so that clipping does not count theirs"
+        )
+    return groups
+
+
+def check_fresh(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigError for an optimizer that is placed, or whose state would be lost."""
+    if isinstance(optimizer, PlacedOptimizer):
+        raise ConfigError(
+            "this optimizer is placed already",
+            hint="give place() the optimizer that it was made from",
+        )
+    if any(state and float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+        raise ConfigError(
+            f"this {type(optimizer).__name__} has taken steps: its state would be lost",
+            hint="place it before the first step; optimizer.state.clear() begins anew",
+        )
+
+
+def _check_has_values(model: nn.Module, opened: OpenedStore | None) -> None:
+    """ConfigError where neither the model nor a store holds the first values."""
+    gone = [n for n, p in model.named_parameters() if has_released_value(p)]
+    if gone and opened is None:
+        raise ConfigError(
+            f"{len(gone)} of the model's parameters hold no values ({gone[0]!r}): it is placed,"
+            " or was",
+            hint=(
+                "build the model anew, or name the store that holds its values, or give"
+                " weights=DIRECTORY"
+            ),
+        )
+
+
+def _adopt(mark: Mark | None, plan: SessionPlan, session: JobSession, step: int) -> None:
+    """The run directory's mark names the store that was opened or made."""
+    if mark is not None and plan.request.group.rank == 0:
+        mark.adopt(
+            "" if plan.request.in_memory else session.meta.job, step, session.servers.history
+        )

@@ -1,0 +1,102 @@
+"""RootBlock: the parameters that lie in no other block, and their gradients.
+
+They stay on the device for the whole job. After a step they are fetched anew before the model next
+computes, or when somebody reads one. Their gradients are ordinary tensors in `p.grad` until they
+are pushed: by step(), or, where several workers sum them, at the end of each backward pass.
+
+Assumes: the root is block 0, so its parameters are the table's first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from roadtrain.chunks import ChunkTable
+from roadtrain.errors import LoopError
+from roadtrain.servers.worker import Worker
+from roadtrain.streaming.fetched import FetchedParameters
+from roadtrain.streaming.grads import PlacedGrad
+from roadtrain.streaming.released import (
+    check_unchanged,
+    is_behind,
+    set_behind,
+    set_fetched,
+    set_released,
+)
+from roadtrain.streaming.split import ModulePart
+
+
+class RootBlock:
+    def __init__(self, part: ModulePart, table: ChunkTable, worker: Worker) -> None:
+        self.params = part.params
+        self.specs = table.params[: len(part.params)]
+        self.trained = [(i, p) for i, (_, p) in enumerate(part.params) if p.requires_grad]
+        self.layout: FetchedParameters | None = None  # of the gradients; the block stream's
+        # several workers: the handles of what was pushed, while the next pass is computed
+        self.handles: dict[nn.Parameter, PlacedGrad] = {}
+        self._worker = worker
+        self._versions: list[int] = []  # torch's, of the parameters when they were last fetched
+
+    def push_gradients(self) -> None:
+        """Pushes the tensors in `p.grad` as one flat buffer. Raises LoopError."""
+        grads = {
+            i: p.grad
+            for i, p in self.trained
+            if self.specs[i].trainable and p.grad is not None and not isinstance(p.grad, PlacedGrad)
+        }
+        if not grads:
+            return
+        assert self.layout is not None
+        buffer = self._worker.gradient_buffer(0)
+        self.layout.lay_out(buffer, grads)
+        if self.handles and not self._worker.blocks[0].held:
+            raise LoopError(
+                "the root block got a gradient while its last one was not cleared",
+                hint="call optimizer.zero_grad() once a step",
+            )
+        self._worker.push_block(0, buffer, list(grads), fresh=not self.handles)
+
+    def pass_ended(self) -> None:
+        """Several workers: the gradients leave after each backward pass, as those of a block do."""
+        self.push_gradients()
+        for i, p in self.trained:
+            if p.grad is not None:
+                spec = self.specs[i]
+                self.handles.setdefault(p, PlacedGrad(p, i, self._worker, spec.name))
+            if p in self.handles:
+                p.grad = self.handles[p]
+
+    def pass_begins(self) -> None:
+        """The pass computes ordinary gradients, which are added where the earlier ones are."""
+        for p in self.handles:
+            p.grad = None
+
+    def refresh(self) -> None:
+        """Fetches the parameters if a step has changed them. Called before every module that has
+        some: cheap where nothing is new."""
+        if not self._worker.root_is_old and self._versions:
+            return
+        self.check_unchanged()
+        fetched = self._worker.refresh_root()
+        for _, p in self.params:
+            set_fetched(p)
+            if fetched:
+                torch.autograd.graph.increment_version(p)
+        self._versions = [p._version for _, p in self.params]
+
+    def refresh_when_read(self) -> None:
+        """The parameters are old; the first use of one fetches them all."""
+        for _, p in self.params:
+            set_behind(p, self.refresh)
+
+    def check_unchanged(self) -> None:
+        """Raises LoopError where a parameter was written to since it was fetched."""
+        if self._versions:
+            check_unchanged(self.params, self._versions)
+
+    def close(self) -> None:
+        """Parameters that are still old refuse to be read."""
+        for _, p in self.params:
+            if is_behind(p):
+                set_released(p)

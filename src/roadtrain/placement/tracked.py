@@ -1,0 +1,220 @@
+"""Objects whose state is committed with each step: schedulers, loaders, generators, loss scalers.
+
+NOTE when a state is captured. A step is complete only after the loop's next lines, such as
+scheduler.step() and scaler.update(). So most states are captured when the next forward begins, and
+the step cannot be committed before. By then the loop has drawn the next batch, which belongs to the
+next step. So whatever batches come from (what can be iterated, torch.Generator) and the process's
+random generators are captured when step() ends, and again when a tracked DataLoader is asked for
+the next batch, which is after an evaluation in between.
+
+A DataLoader has no state of its own: `LoaderPosition` counts its batches and remembers what
+generators its order was drawn from. Does NOT see batches that a loop draws ahead of its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from roadtrain.errors import ConfigError
+from roadtrain.placement.job_state import generators, set_generators
+
+HOST = torch.device("cpu")
+COUNTERS = ("epoch", "iteration")  # of samplers and loaders that shuffle by a seed and an epoch
+SAMPLERS = ("sampler", "batch_sampler")
+
+
+def trackable(
+    name: str, thing: Any, before_batch: Callable[[], None], settle: Callable[[], None]
+) -> Any:
+    """Return an object with `state_dict` and `load_state_dict` for `thing`, itself if it has them.
+
+    Args:
+        name: Name for messages.
+        thing: What the user tracks.
+        before_batch: Called before a DataLoader draws a batch.
+        settle: Sets the process's generators to those of the resumed step.
+
+    Raises:
+        ConfigError: The state of `thing` cannot be saved or restored.
+    """
+    if _has_state(thing):
+        return thing
+    if isinstance(thing, torch.Generator):
+        return GeneratorState(thing)
+    if isinstance(thing, DataLoader):
+        return LoaderPosition(thing, before_batch, settle)
+    raise ConfigError(
+        f"{name!r} is a {type(thing).__name__}, whose state cannot be committed with each step",
+        hint=(
+            "track a torch DataLoader, a torch.Generator, or an object with state_dict() and"
+            " load_state_dict()"
+        ),
+    )
+
+
+def _has_state(thing: Any) -> bool:
+    """Whether `thing` saves and restores its state. The loaders of accelerate have the methods,
+    which fail where the loader below has none."""
+    save, load = (getattr(thing, method, None) for method in ("state_dict", "load_state_dict"))
+    if not callable(save) or not callable(load) or isinstance(thing, torch.optim.Optimizer):
+        return False
+    try:
+        if isinstance(thing, DataLoader):
+            save()
+    except AttributeError:
+        return False
+    return True
+
+
+def is_data(thing: Any) -> bool:
+    """Whether batches come from `thing`, so that its state is captured when step() ends."""
+    iterable = hasattr(thing, "__iter__") or hasattr(thing, "__next__")
+    mine = isinstance(thing, (LoaderPosition, GeneratorState))
+    return mine or (iterable and not isinstance(thing, torch.nn.Module))
+
+
+def is_scheduler(thing: Any) -> bool:
+    """Whether `thing` sets hyperparameters; accelerate wraps a scheduler."""
+    inner = getattr(thing, "scheduler", thing)
+    return isinstance(inner, LRScheduler) or (
+        hasattr(inner, "optimizer") and hasattr(inner, "step")
+    )
+
+
+class GeneratorState:
+    """A torch.Generator as an object with a state dict."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._generator.set_state(state["state"])
+
+
+class LoaderPosition:
+    """How far a DataLoader has been read in its current epoch.
+
+    `began`: the generators and counters of its samplers as the epoch began. `served`: the number of
+    batches drawn since. The loader keeps its identity; its class becomes a subclass that counts.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], before_batch: Callable[[], None], settle: Callable[[], None]
+    ) -> None:
+        if "_position" not in vars(loader):
+            # accelerate's loaders have a property of that name
+            vars(object)["__class__"].__set__(loader, _counted(type(loader)))
+        vars(loader)["_position"] = self
+        self._loader, self.before_batch, self._settle = loader, before_batch, settle
+        self.began: Mapping[str, Any] = {}
+        self.served = 0
+        # where iteration goes on, until a step was taken or the epoch has ended
+        self.resumed: Mapping[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.resumed or {"began": self.began, "served": self.served})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.resumed = state if state["served"] else None
+
+    def iterate(self, begin: Callable[[], Iterator[Any]]) -> _Batches:
+        """`begin`: the loader's own `__iter__`."""
+        self.before_batch()
+        if self.resumed is None:
+            return _Batches(self, self.begin_epoch(begin), None)
+        self.began, self.served = self.resumed["began"], self.resumed["served"]
+        self._set_order(self.began)
+        batches = begin()
+        _skip(batches, self.served)
+        self._settle()
+        return _Batches(self, batches, begin)
+
+    def begin_epoch(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        self.resumed, self.served = None, 0
+        own = [one.get_state() for one in self._generators()]
+        counters = [getattr(owner, key) for owner, key in self._counters()]
+        self.began = {"global": generators(HOST), "own": own, "counters": counters}
+        return begin()
+
+    def _set_order(self, began: Mapping[str, Any]) -> None:
+        set_generators(began["global"], HOST)
+        for generator, state in zip(self._generators(), began["own"]):
+            generator.set_state(state)
+        for (owner, key), value in zip(self._counters(), began["counters"]):
+            setattr(owner, key, value)
+
+    def _owners(self) -> list[Any]:
+        """The loader and its samplers, each once."""
+        found: list[Any] = [self._loader]
+        for owner in found:
+            inner = (getattr(owner, name, None) for name in SAMPLERS)
+            found += [one for one in inner if one is not None and all(one is not o for o in found)]
+        return found
+
+    def _generators(self) -> list[torch.Generator]:
+        held = (getattr(owner, "generator", None) for owner in self._owners())
+        return list({id(one): one for one in held if isinstance(one, torch.Generator)}.values())
+
+    def _counters(self) -> list[tuple[Any, str]]:
+        pairs = ((owner, key) for owner in self._owners() for key in COUNTERS)
+        return [(owner, key) for owner, key in pairs if type(getattr(owner, key, None)) is int]
+
+
+def _counted(cls: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
+    """A subclass of the same name whose batches are counted."""
+
+    def __iter__(self: Any) -> _Batches:
+        position: LoaderPosition = self._position
+        return position.iterate(partial(cls.__iter__, self))
+
+    return type(cls.__name__, (cls,), {"__iter__": __iter__, "__doc__": cls.__doc__})
+
+
+class _Batches:
+    """`begin`: of an iteration that goes on where a step left it; None for a new epoch."""
+
+    def __init__(
+        self,
+        position: LoaderPosition,
+        batches: Iterator[Any],
+        begin: Callable[[], Iterator[Any]] | None,
+    ) -> None:
+        self._position, self._batches, self._begin = position, batches, begin
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __next__(self) -> Any:
+        position = self._position
+        position.before_batch()
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            position.resumed = None
+            if self._begin is None:
+                raise
+            # the step was the last one of its epoch
+            self._batches, self._begin = position.begin_epoch(self._begin), None
+            batch = next(self._batches)
+        self._begin = None
+        position.served += 1
+        return batch
+
+
+def _skip(batches: Iterator[Any], count: int) -> None:
+    """Drop `count` batches; without reading their items where they are read in this process."""
+    source: Iterator[Any] = batches
+    if getattr(batches, "_num_workers", 1) == 0:
+        by_index = hasattr(getattr(batches, "_dataset", None), "__getitem__")
+        source = getattr(batches, "_sampler_iter", batches) if by_index else batches
+    for _ in range(count):
+        next(source, None)

@@ -1,0 +1,1 @@
+"""What a relay decides: events in, actions out (Rule 7)."""

@@ -1,0 +1,310 @@
+"""A relay: a process beside the workers of one host that communicates for them.
+
+    worker --ring--+
+    worker --ring--+-- relay --TCP-- every server        one link a server, however many workers
+
+So a trainer's interpreter lock and processor time stay its own. Parameters are pulled once for all
+and kept while the budget lasts; one worker's gradients go on as they come, several workers' as
+their sum (fp32, in order: Rule 1). To the servers the relay is one worker. Each server has a Lane
+here: threads of links around relay/protocol/relay.py, no others.
+
+Worker 0 of the host starts it and says on its standard input what to do; it ends when the workers
+have left. Does NOT import torch, decide, or keep anything that a restart needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from roadtrain.chunks import PAGE, Chunk
+from roadtrain.device.buffers import Buffer
+from roadtrain.device.pool import BufferPool
+from roadtrain.errors import (
+    BusyError,
+    ConfigError,
+    DeadlineError,
+    ForeignError,
+    PeerError,
+    WireError,
+)
+from roadtrain.options.budgets import RelayBudgets
+from roadtrain.relay.protocol.relay import PushSum, RelayStateMachine
+from roadtrain.retry import retry
+from roadtrain.servers import frames as m
+from roadtrain.servers.gradients import PushedGradients
+from roadtrain.servers.intermediary import IntermediarySession
+from roadtrain.servers.parameter_connection import ParameterConnection
+from roadtrain.servers.protocol import messages
+from roadtrain.servers.protocol.intermediary import Up
+from roadtrain.storage.ledger import StoreMeta
+from roadtrain.switch.link import Participant, dial
+from roadtrain.switch.options import FanIn
+from roadtrain.transport import shm
+from roadtrain.transport.address import local_options
+from roadtrain.transport.link import Link
+from roadtrain.transport.listener import Listener
+from roadtrain.transport.tcp import Address, TcpOptions
+from roadtrain.units import round_up, show_bytes
+
+END_S = 10.0
+SILENT_S = 30.0  # after which a worker here is taken for stopped: the server hears of no life then
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a relay is told. `session`: as servers/worker_group.py has it; `directory`: of the
+    sockets it listens on."""
+
+    directory: str
+    servers: Sequence[Address]
+    options: TcpOptions
+    session: str
+    host: int
+    hosts: int
+    local: int
+    meta: str
+    budgets: RelayBudgets
+    deadline_s: float
+    fan_in: FanIn | None = None
+
+
+def sockets_of(session: str, host: int, servers: Sequence[Address]) -> Path:
+    """The same for all workers of a host, another for each start of a job."""
+    name = hashlib.sha256(repr((session, host, list(servers))).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"roadtrain-relay-{os.geteuid()}-{name}"
+
+
+def start(orders: Orders) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "roadtrain.relay.relay"], stdin=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(orders, enc_hook=str))
+    process.stdin.close()
+    return process
+
+
+def end(process: subprocess.Popen[bytes] | None) -> None:
+    """It leaves by itself once the workers have; not for ever."""
+    if process is not None:
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+class ServerChannel(IntermediarySession):
+    """What goes between the workers here and one server: to the workers their session, to the
+    server's link its Receiver. Ranks are those on this host."""
+
+    machine: RelayStateMachine
+
+    def __init__(
+        self, orders: Orders, number: int, meta: StoreMeta, finished: Callable[[], None]
+    ) -> None:
+        super().__init__(orders.local, deadline_s=orders.deadline_s)
+        budgets, table = orders.budgets, meta.table
+        self.orders, self.number, self._finished = orders, number, finished
+        self._signature, self._chunks = meta.signature, table.chunks
+        self._tickets = itertools.count(1)  # of sums: the server knows a push's buffer by it
+        self.machine = RelayStateMachine(orders.local, budgets.copies)
+        self._copies = [Buffer(budgets.piece_bytes) for _ in range(budgets.copies)]
+        # (chunk, worker) -> tickets of what is held
+        self._kept: dict[tuple[int, int], list[int]] = {}
+        self._grads: Any = None  # Gradients, where there are several workers
+        if orders.local > 1:
+            trainable = {c.id: c for c in table.trainable}
+            self._grads = PushedGradients(trainable, None, 2, budgets.scratch_bytes, orders.local)
+
+    def dial(self) -> None:
+        """To the server, as worker `host` of `hosts`. Raises PeerError."""
+        o = self.orders
+        summed = 1 if o.local == 1 else -o.local
+        hello = m.Hello(o.session, o.host, o.hosts, summed, self.number, self._signature)
+        own = None
+        if o.fan_in is not None:
+            own = Participant(o.fan_in, o.host, o.hosts, self._chunks, adds=o.local > 1)
+        self._up = retry(
+            lambda: dial(
+                o.servers[self.number],
+                self,
+                o.options,
+                hello,
+                own,
+                name=f"server {self.number}",
+                report=partial(print, flush=True),
+            ),
+            BusyError,
+            o.options.retry_s,
+        )
+        self._connected.set()
+
+    # who is here
+
+    def accept(self, link: Link, hello: bytes) -> ParameterConnection:
+        said = m.decoded(m.HELLO, hello, "no greeting of a worker")
+        index = said.rank - self.orders.host * self.orders.local
+        with self.lock:
+            if said.session != self.orders.session:
+                raise self.busy()
+            if not 0 <= index < self.orders.local:
+                raise WireError(
+                    f"worker {said.rank} is none of the {self.orders.local} of host"
+                    f" {self.orders.host}"
+                )
+            if said.signature != self._signature:
+                raise ForeignError(
+                    f"worker {said.rank} has another model, dtype, chunk size or optimizer than"
+                    " worker 0 of its host",
+                    hint="every worker runs the same job",
+                )
+            return self.join(index, link)
+
+    def name_of(self, rank: int) -> str:
+        return super().name_of(self.orders.host * self.orders.local + rank)
+
+    def prepare(self, worker: ParameterConnection) -> None:
+        worker.pool = BufferPool(self.orders.budgets.pool, self.orders.budgets.piece_bytes)
+
+    def one_left(self, rank: int, error: PeerError, all_gone: bool) -> None:
+        if all_gone:
+            self.end(error)
+        else:
+            self.tell(messages.PeerLost(rank, str(error)))
+
+    def ended(self, error: BaseException) -> None:
+        """Workers that are still there are told why; the server sees its worker leave."""
+        self.dismiss(error)
+        if self._connected.is_set():
+            self._up.close()
+        self._finished()
+
+    # what its workers ask for
+
+    def chunk(self, number: int) -> Chunk:
+        if not 0 <= number < len(self._chunks):
+            raise WireError(f"chunk {number} of {len(self._chunks)}")
+        return self._chunks[number]
+
+    def beat(self) -> None:
+        """To the server its host lives, if all of its workers do."""
+        silent = any(one.silent_for(SILENT_S) for one in self.everyone())
+        if self._connected.is_set() and not silent:
+            with suppress(PeerError):
+                self._up.send(m.BEAT, m.encode(()), urgent=True)
+
+    # what the state machine says
+
+    def _carry_out(self, action: Any) -> None:
+        match action:
+            case Up(messages.Push() as push):
+                pusher = self.connections[push.worker]
+                self._send(push, lambda: pusher.freed(push.ticket))
+            case messages.Hold(push):
+                _, kept = self._grads.hold(push)
+                if kept:
+                    self._kept.setdefault((push.chunk, push.worker), []).append(push.ticket)
+                else:
+                    self.connections[push.worker].freed(push.ticket)
+            case messages.Discard(chunk, worker):
+                assert worker is not None  # that is said by a server only
+                self._grads.discard(chunk, worker)
+                self._free(chunk, worker)
+            case PushSum(chunk):
+                self._push_sum(chunk)
+            case _:
+                super()._carry_out(action)
+
+    def _push_sum(self, number: int) -> None:
+        grads = self._grads
+        if not grads.holds(number):
+            return
+        scratch, _, _ = grads.take(number)
+        for worker in self.connections:
+            self._free(number, worker)
+        whole = scratch.view[: round_up(4 * self._chunks[number].numel, PAGE)]
+        self._send(
+            messages.Push(number, whole, True, False, next(self._tickets)),
+            lambda: grads.done(scratch),
+        )
+
+    def _free(self, chunk: int, worker: int) -> None:
+        for ticket in self._kept.pop((chunk, worker), ()):
+            self.connections[worker].freed(ticket)
+
+
+def run(orders: Orders) -> None:
+    """Until every worker has left, or none came."""
+    meta, over = StoreMeta.from_json(orders.meta, "the layout"), threading.Semaphore(0)
+    directory = Path(orders.directory)
+    directory.mkdir(mode=0o700, exist_ok=True)
+    lanes = [
+        ServerChannel(orders, number, meta, over.release) for number in range(len(orders.servers))
+    ]
+    listeners = []
+    try:
+        for lane in lanes:
+            listeners.append(_listen(directory / str(lane.number), lane, orders.options))
+        for lane in lanes:
+            try:
+                lane.dial()
+            except PeerError as error:
+                lane.end(error)
+        for _ in lanes:
+            while not over.acquire(timeout=orders.deadline_s):
+                if not all(lane.connections for lane in lanes):
+                    raise DeadlineError(
+                        f"no worker came to the relay of host {orders.host} within "
+                        f"{orders.deadline_s:.0f} s"
+                    )
+    finally:
+        for listener in listeners:
+            listener.close()
+        for lane in lanes:
+            lane.end(DeadlineError("the relay ends"))
+            lane.wait_for_the_end(END_S)
+        with suppress(OSError):
+            directory.rmdir()
+
+
+def _listen(path: Path, lane: ServerChannel, options: TcpOptions) -> Listener:
+    """The relay of the start before may be about to leave."""
+    near = local_options(options)
+    return retry(
+        lambda: shm.listen(path, lane.accept, near, language=m.LANGUAGE), ConfigError, 10.0
+    )
+
+
+def main() -> None:
+    orders = msgspec.json.decode(
+        sys.stdin.buffer.read(), type=Orders, dec_hook=lambda kind, value: kind(value)
+    )
+    b = orders.budgets
+    nbytes = (b.copies + orders.local * b.pool) * b.piece_bytes + (
+        2 * b.scratch_bytes if orders.local > 1 else 0
+    )
+    print(
+        f"relay of host {orders.host}: {orders.local} worker(s), {len(orders.servers)} server(s), "
+        f"{show_bytes(len(orders.servers) * nbytes)} of buffers",
+        flush=True,
+    )
+    run(orders)
+
+
+if __name__ == "__main__":
+    main()

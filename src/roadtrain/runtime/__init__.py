@@ -1,1 +1,0 @@
-"""The state machines on real machines: the only room with threads."""

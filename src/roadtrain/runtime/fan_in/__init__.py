@@ -1,1 +1,0 @@
-"""Fan-in: sums inside the network, on real sockets. docs/concepts/fan-in.md has the data's way."""

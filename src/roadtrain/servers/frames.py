@@ -1,0 +1,593 @@
+"""Messages as frames: which kind, what stands in the typed header (msgpack), which bytes travel as
+payload.
+
+    worker -> server   Beat Open Fill Settle Begin Read |
+                       Pull Push Close ApplyUpdate DiscardGrad EndStep Commit Committed
+    server -> worker   Welcome Progress Filled Settled Ready Record Failed |
+                       Pulled GradAccumulated Written Prepared Committed
+    worker <-> reducer  Part Moved GivenUp | Sum Failed
+    worker <-> fan-in end  Announce Heard | FanIn Grant;  fan-in end <-> switch  | SwitchReady
+    worker <-> worker 0's coordinators  Gone State | Ask Change;  Say Stall Has | Agreed Asked
+                                                                  Differ Failed
+
+Those before the bar set a session up (servers/serve.py, servers/remote_servers.py), the
+others are servers/protocol/messages.py's. Everything is checked on arrival: WireError for what does
+not fit, nothing is executed or unpickled (Rule 8).
+
+NOTE language. LANGUAGE is a digest of every message: its name, number and the types of its header,
+of hello and of what is not a header but has a form. Both sides of a link show theirs in the
+handshake. EDITION counts what types do not say: raise it when a field means something else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+import numpy as np
+
+from roadtrain.chunks import ITEMSIZE, PAGE, Chunk
+from roadtrain.errors import WireError
+from roadtrain.kernels.cast import NUMPY_OF
+from roadtrain.servers.protocol import messages
+from roadtrain.storage.ledger import pack
+from roadtrain.units import round_up
+
+# Kinds of frames. A number is never used again for something else.
+
+# worker -> server
+OPEN = 1
+FILL = 2
+BEGIN = 3
+READ = 4
+PULL = 5
+PUSH = 6
+CLOSE = 7
+APPLY_UPDATE = 8
+DISCARD_GRAD = 9
+END_STEP = 10
+COMMIT = 11
+COMMITTED = 12  # also server -> worker
+SETTLE = 13
+BEAT = 14
+
+# server -> worker
+PROGRESS = 19
+WELCOME = 20
+FILLED = 21
+READY = 22
+RECORD = 23
+FAILED = 24  # from any role to any other
+PULLED = 25
+GRAD_ACCUMULATED = 26
+PREPARED = 27
+SETTLED = 28
+WRITTEN = 29
+STEP_WORDS = 49
+
+# worker <-> reducer
+PART = 30
+MOVED = 31
+SUM = 32
+GIVEN_UP = 37
+
+# worker <-> coordinator of spare hosts
+GONE = 33
+STATE = 34
+ASK = 35
+CHANGE = 36
+
+# worker <-> coordinator of agreement
+SAY = 38
+STALL = 39
+HAS = 40
+AGREED = 41
+ASKED = 42
+DIFFER = 43
+
+# worker <-> the fan-in end in front of its server, switch -> fan-in end
+ANNOUNCE = 44
+HEARD = 45
+FAN_IN = 46
+GRANT = 47
+SWITCH_READY = 48
+
+
+class ChunkHeader(NamedTuple):
+    chunk: int  # in a Read and its Record also -1: what was committed with the last step
+
+
+class StepHeader(NamedTuple):
+    step: int
+
+
+class OpenHeader(NamedTuple):
+    """Worker 0 says what the server's part of the store is; the payload describes it."""
+
+    new: bool  # the part is to be made; else it is there
+    step: int  # of the generation to open or make
+    servers: int  # how many the store is spread over
+    holds_gradients: bool  # gradients wait for the norm of all
+    snapshot: int  # go on from the snapshot of this step, if it is that of a new part; -1: none
+    given_up: bool  # what the new part replaces is moved aside
+
+
+class WelcomeHeader(NamedTuple):
+    step: int  # the newest of the store here, -1 without a store
+    snapshots: tuple[int, ...]  # steps of its snapshots
+    every: int  # steps between two snapshots; 0: it takes none
+    rests: str  # where the state rests, for people
+
+
+WAITS_ONLY = -1
+
+
+class ProgressHeader(NamedTuple):
+    """What the server waits for. Until Ready: how much of it is done."""
+
+    doing: str
+    done: int
+    of: int  # WAITS_ONLY: nothing moves, `doing` says who does not answer ("": everybody does)
+
+
+class ReadyHeader(NamedTuple):
+    step: int  # that was committed last
+    members: tuple[int, ...]  # the session's servers
+    job: str
+
+
+class PullHeader(NamedTuple):
+    chunk: int
+    version: int
+    ticket: int
+
+
+class PulledHeader(NamedTuple):
+    ticket: int
+    chunk: int
+
+
+class PushHeader(NamedTuple):
+    chunk: int
+    fresh: bool  # the first of its step: it replaces what is held
+    ticket: int
+    values: int  # how many a sparse gradient has; -1: it is dense
+    dtype: str  # of these; of a dense gradient only where it was downcast, else ""
+
+    @property
+    def dense(self) -> bool:
+        return self.values < 0
+
+
+class CloseHeader(NamedTuple):
+    chunk: int
+    step: int
+
+
+class ApplyUpdateHeader(NamedTuple):
+    chunk: int
+    step: int
+    order: int
+    hyperparameters: tuple[float, ...]
+
+
+class WrittenHeader(NamedTuple):
+    step: int
+    sums: tuple[tuple[int, int, int], ...]  # of each owner: its number, sum, weighted sum
+
+
+class FailedHeader(NamedTuple):
+    error: str  # the name of its class
+    words: str
+
+
+class PartHeader(NamedTuple):
+    """What a worker gives to a sum."""
+
+    key: int  # of the tensor
+    start: int  # its first element
+    round: int
+    elements: int
+    format: str
+    summed: int  # bytes of an element where the payload is the sum itself, else 0
+
+
+class SumHeader(NamedTuple):
+    key: int  # of the tensor
+    start: int  # its first element
+    round: int
+    summed: bool  # a worker had the sum already: the payload is as it lies in memory
+
+
+class GoneHeader(NamedTuple):
+    reducer: int
+    why: str
+
+
+class StateHeader(NamedTuple):
+    number: int  # of the question
+    refused: tuple[int, ...]  # reducers that this worker could not reach
+
+
+class AskHeader(NamedTuple):
+    number: int
+    added: tuple[tuple[int, str, float], ...]  # new reducers: number, address, rate
+
+
+class ChangeHeader(NamedTuple):
+    number: int
+    gone: tuple[int, ...]  # reducers that are left out from now on
+    added: tuple[tuple[int, str, float], ...]  # new reducers: number, address, rate
+
+
+class SayHeader(NamedTuple):
+    epoch: int
+    identity: str  # of the operation
+    use: int  # how many of this identity came before in the epoch
+    signature: str
+    each: bool  # it is agreed each time
+
+
+class StallHeader(NamedTuple):
+    epoch: int  # the payload is Stalled
+
+
+class HasHeader(NamedTuple):
+    epoch: int
+    place: tuple[str, int]  # identity and use that were asked for
+    begun: bool
+    blocked: list[tuple[str, int]]  # what the worker is blocked on: none or one
+
+
+class AgreedHeader(NamedTuple):
+    epoch: int
+    identity: str
+    use: int
+    signature: str
+
+
+class AskedHeader(NamedTuple):
+    epoch: int
+    place: tuple[str, int]  # identity and use
+
+
+class DifferHeader(NamedTuple):
+    epoch: int  # that begins
+    why: str
+
+
+class AnnounceHeader(NamedTuple):
+    """A worker has a gradient of the chunk to be summed: its next one of this chunk."""
+
+    chunk: int
+    fresh: bool  # the first of its step: it replaces what is held
+
+
+class HeardHeader(NamedTuple):
+    trial: bool  # the network's own multicast has come through
+
+
+class FanInHeader(NamedTuple):
+    """All that a worker needs to take part; said once the switches are ready. The payload is the
+    nonce that the keys of the packets are derived with."""
+
+    job: int  # of the packets
+    child: int  # what this worker calls itself to its switch
+    port: int  # of the switch, where this job's datagrams go; its host is the plan's
+    delay_ms: int  # that this worker waits longer than worker 0 before it sends again
+    group: str  # HOST:PORT of the network's multicast; empty: the switches copy
+
+
+class GrantHeader(NamedTuple):
+    """All workers have announced the chunk, or closed it: its exponents are wanted."""
+
+    chunk: int
+    round: int  # counts the sums of this chunk, from 1
+    first: int  # number of the first packet of exponents
+    # what this worker adds: the first of what it has announced and was not granted; else zeros. It
+    # cannot know: what it has announced may be of its next step already.
+    announced: bool
+
+
+class SwitchReadyHeader(NamedTuple):
+    port: int  # where the job's datagrams go
+    slots: int  # of the table, that the job has
+
+
+NO_FIELDS = tuple[()]
+_HEADERS: Mapping[int, Any] = {
+    OPEN: OpenHeader,
+    FILL: ChunkHeader,  # the payload is its record
+    SETTLE: NO_FIELDS,  # a new part is whole: it counts, with what was committed as payload
+    BEGIN: NO_FIELDS,
+    READ: ChunkHeader,
+    PULL: PullHeader,
+    PUSH: PushHeader,
+    CLOSE: CloseHeader,
+    APPLY_UPDATE: ApplyUpdateHeader,
+    DISCARD_GRAD: ChunkHeader,
+    END_STEP: StepHeader,
+    COMMIT: StepHeader,
+    COMMITTED: StepHeader,
+    BEAT: NO_FIELDS,  # the worker's process runs
+    WELCOME: WelcomeHeader,
+    FILLED: ChunkHeader,
+    READY: ReadyHeader,
+    RECORD: ChunkHeader,
+    FAILED: FailedHeader,
+    PULLED: PulledHeader,
+    GRAD_ACCUMULATED: ChunkHeader,
+    SETTLED: NO_FIELDS,
+    WRITTEN: WrittenHeader,
+    PREPARED: StepHeader,
+    STEP_WORDS: StepHeader,
+    PROGRESS: ProgressHeader,
+    PART: PartHeader,
+    MOVED: NO_FIELDS,  # this worker's parts go elsewhere from now on
+    GIVEN_UP: NO_FIELDS,  # so is what this worker pushed and is not summed
+    SUM: SumHeader,
+    GONE: GoneHeader,
+    STATE: StateHeader,
+    ASK: AskHeader,
+    CHANGE: ChangeHeader,
+    SAY: SayHeader,
+    STALL: StallHeader,
+    HAS: HasHeader,
+    AGREED: AgreedHeader,
+    ASKED: AskedHeader,
+    DIFFER: DifferHeader,
+    ANNOUNCE: AnnounceHeader,
+    HEARD: HeardHeader,
+    FAN_IN: FanInHeader,
+    GRANT: GrantHeader,
+    SWITCH_READY: SwitchReadyHeader,
+}
+
+
+# What is not a header but has a form
+
+
+class Hello(NamedTuple):
+    """A worker's greeting to a server."""
+
+    session: str
+    rank: int
+    workers: int
+    local: int  # workers of each host that are summed first; negative: their relay has done it
+    server: int  # its number
+    signature: str  # of the layout
+
+
+class SumHello(NamedTuple):
+    """A worker's greeting to a reducer or a coordinator."""
+
+    session: str
+    rank: int
+    workers: int
+    rule: str  # of the sum, or coordinator.TO_COORDINATOR
+
+
+# begins the greeting of a worker (or relay) of a job that sums in the network; FanInHello is the
+# rest
+FAN_IN_GREETING = b"roadtrain fan-in "
+
+
+class FanInHello(NamedTuple):
+    hello: Hello
+    # The job's switch/options.py: (address, parent, workers) of each switch, wire, window,
+    # multicast
+    switches: tuple[tuple[str, str, tuple[int, ...]], ...]
+    wire: str
+    window: int
+    multicast: str
+
+
+# begins the greeting of a fan-in end to a switch; SwitchHello is the rest
+SWITCH_GREETING = b"roadtrain switch "
+
+
+class SwitchHello(NamedTuple):
+    """A job asks a switch to sum and copy for it, until this link ends."""
+
+    session: str  # for people
+    job: int  # of the packets
+    nonce: bytes  # that the keys of the packets are derived with
+    children: int
+    slots: int  # of the table that it asks for
+    child: int  # what this switch calls itself to its parent; the root: packets.ROOT
+    parent: tuple[str, int]  # where datagrams to the parent go; of the root those to the server
+    port: int  # where datagrams came before this switch was lost; 0: any
+    first: int = 0  # what its child 0 calls itself in packets, the next child one more
+
+
+# begins the greeting of who says that a server may go on without others; Without is the rest
+WITHOUT = b"roadtrain without "
+
+
+class Without(NamedTuple):
+    job: str
+    link: str  # of its history (storage/history.py)
+    servers: tuple[int, ...]
+
+
+# Payload of a State: tensor -> last round begun, whether it is complete. Of a Change: tensor ->
+# last round that any worker has begun, first that any lacks.
+Rounds = dict[int, tuple[int, int]]
+# What health.answer says: of the server; worker -> (seconds, what it waits for); seconds a stage.
+Status = tuple[str, Mapping[str, tuple[float, str]], Mapping[str, float]]
+# Payload of a Stall: all that a worker waits for, and what its thread does (none or one):
+# identity, use, signature.
+Stalled = tuple[list[tuple[str, int, str]], list[tuple[str, int, str]]]
+
+HELLO = msgspec.msgpack.Decoder(Hello)
+SUM_HELLO = msgspec.msgpack.Decoder(SumHello)
+WITHOUT_REST = msgspec.msgpack.Decoder(Without)
+FAN_IN_HELLO = msgspec.msgpack.Decoder(FanInHello)
+SWITCH_HELLO = msgspec.msgpack.Decoder(SwitchHello)
+ROUNDS = msgspec.msgpack.Decoder(Rounds)
+STALLED = msgspec.msgpack.Decoder(Stalled)
+_DECODERS = {kind: msgspec.msgpack.Decoder(header) for kind, header in _HEADERS.items()}
+encode = msgspec.msgpack.Encoder().encode
+
+
+def _shape(kind: Any) -> str:
+    """A type as text that is the same in every version of Python; of named fields their types."""
+    if hasattr(kind, "_fields"):
+        return f"tuple[{', '.join(map(_shape, get_type_hints(kind).values()))}]"
+    inside = ", ".join("..." if arg is ... else _shape(arg) for arg in get_args(kind))
+    name = getattr(get_origin(kind) or kind, "__name__", str(kind))
+    return f"{name}[{inside}]" if inside else name
+
+
+def language_of(words: Mapping[str, Any]) -> bytes:
+    """16 bytes: of names and the types that they stand for."""
+    told = [
+        f"{name}: {kind if isinstance(kind, (int, str)) else _shape(kind)}"
+        for name, kind in sorted(words.items())
+    ]
+    return hashlib.blake2b("\n".join(told).encode(), digest_size=16).digest()
+
+
+_KINDS = {
+    name: number for name, number in vars().items() if type(number) is int and number in _HEADERS
+}
+EDITION = 2  # NOTE language
+LANGUAGE = language_of(
+    {
+        **{f"{name} = {number}": _HEADERS[number] for name, number in _KINDS.items()},
+        "edition": EDITION,
+        "hello": Hello,
+        "hello of a summation": SumHello,
+        "without": Without,
+        "hello of a fan-in": FanInHello,
+        "hello to a switch": SwitchHello,
+        "rounds": Rounds,
+        "status": Status,
+        "stalled": Stalled,
+    }
+)
+T = TypeVar("T")
+
+
+def header(kind: int, raw: bytes) -> Any:
+    """The header's fields. WireError for an unknown kind or a header of another shape."""
+    if kind not in _DECODERS:
+        raise WireError(f"a frame of unknown kind {kind}")
+    return decoded(_DECODERS[kind], raw, f"the header of a frame of kind {kind}")
+
+
+def decoded(decoder: msgspec.msgpack.Decoder[T], raw: bytes | memoryview, what: str) -> T:
+    """WireError for another shape."""
+    try:
+        return decoder.decode(raw)
+    except msgspec.DecodeError as error:
+        raise WireError(f"{what}: {error}") from error
+
+
+def rounds(payload: memoryview) -> dict[int, tuple[int, int]]:
+    """Of a state or a change."""
+    return decoded(ROUNDS, payload, "the rounds of a change of spare hosts")
+
+
+def stalled(payload: memoryview) -> Stalled:
+    return decoded(STALLED, payload, "what a worker waits for")
+
+
+def as_bytes(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).view(np.uint8).reshape(-1).data
+
+
+def frame(message: Any) -> tuple[int, bytes, Sequence[memoryview]]:
+    """(kind, header, payload) of what a worker says to a server; of a pull without where it
+    goes."""
+    match message:
+        case messages.Pull(chunk, version, _, ticket):
+            return PULL, encode((chunk, version, ticket)), ()
+        case messages.Push(chunk, (indices, values), fresh, _, ticket, sums):
+            dtype = "fp32" if values.dtype == np.float32 else "16"
+            parts = [as_bytes(np.asarray(sums)), as_bytes(indices), as_bytes(values)]
+            return PUSH, encode((chunk, fresh, ticket, len(values), dtype)), parts
+        case messages.Push(chunk, _, fresh, _, ticket):
+            return PUSH, encode((chunk, fresh, ticket, -1, message.dtype)), [message.sent]
+        case messages.Close(chunk, step):
+            return CLOSE, encode((chunk, step)), ()
+        case messages.ApplyUpdate(chunk, step, hyper, scales, order):
+            there = np.array([s is not None for s in scales])
+            parts = [as_bytes(np.array([0.0 if s is None else s for s in scales])), as_bytes(there)]
+            return APPLY_UPDATE, encode((chunk, step, order, hyper)), parts
+        case messages.DiscardGrad(chunk):
+            return DISCARD_GRAD, encode((chunk,)), ()
+        case messages.EndStep(step, _, word):
+            return END_STEP, encode((step,)), [memoryview(word)] if word else ()
+        case messages.Commit(step, blob):
+            return COMMIT, encode((step,)), [memoryview(blob)]
+        case messages.CommitDone(step):
+            return COMMITTED, encode((step,)), ()
+    raise AssertionError(message)
+
+
+def reply(message: Any) -> tuple[int, tuple[Any, ...], bytes | memoryview]:
+    """(kind, fields, payload) of what a server says to workers."""
+    match message:
+        case messages.GradAccumulated(chunk, sums):
+            return GRAD_ACCUMULATED, (chunk,), as_bytes(sums)
+        case messages.Written(_, step, chunk_sums):
+            return WRITTEN, (step, chunk_sums), b""
+        case messages.Prepared(_, step):
+            return PREPARED, (step,), b""
+        case messages.CommitDone(step):
+            return COMMITTED, (step,), b""
+        case messages.StepWords(step, words):
+            return STEP_WORDS, (step,), pack(words)
+    raise AssertionError(message)
+
+
+def apply_update(
+    fields: ApplyUpdateHeader, payload: memoryview, chunk: Chunk, worker: int
+) -> messages.ApplyUpdate:
+    n = len(chunk.spans)
+    if len(payload) != 9 * n:
+        raise WireError(
+            f"an update of chunk {chunk.id} with {len(payload)} bytes of scales, {9 * n} expected"
+        )
+    there = np.frombuffer(payload, np.uint8, n, 8 * n)
+    scales = [float(s) if t else None for s, t in zip(np.frombuffer(payload, np.float64, n), there)]
+    return messages.ApplyUpdate(
+        fields.chunk, fields.step, fields.hyperparameters, scales, fields.order, worker
+    )
+
+
+def push_nbytes(fields: PushHeader, chunk: Chunk, dense: int) -> int:
+    """The payload of a push of `chunk`; `dense`: that of a dense gradient that is not downcast."""
+    dtype = fields.dtype
+    if not fields.dense:
+        itemsize = 4 if dtype == "fp32" else 2
+        return 8 * len(chunk.segments) + fields.values * (4 + itemsize)
+    if not dtype:
+        return dense
+    if dtype not in ("bf16", "fp16") or chunk.dtype != "fp32":
+        raise WireError(
+            f"a gradient of chunk {chunk.id}, which is {chunk.dtype}, came as {dtype!r}"
+        )
+    return round_up(chunk.numel * ITEMSIZE[dtype], PAGE)
+
+
+def push(
+    fields: PushHeader, payload: memoryview, chunk: Chunk, keep: bool, worker: int
+) -> messages.Push:
+    number, fresh, ticket, k, dtype = fields
+    if fields.dense:
+        return messages.Push(number, payload, fresh, keep, ticket, None, worker, dtype)
+    n = len(chunk.segments)
+    sums = np.frombuffer(payload, np.float64, n)
+    indices = np.frombuffer(payload, np.uint32, k, 8 * n)
+    kind = np.float32 if dtype == "fp32" else NUMPY_OF[chunk.dtype]
+    values = np.frombuffer(payload, kind, k, 8 * n + 4 * k)
+    if k and int(indices.max()) >= chunk.numel:
+        raise WireError(
+            f"an index {int(indices.max())} in a gradient of chunk {number}, which has"
+            f" {chunk.numel}"
+        )
+    return messages.Push(number, (indices, values), fresh, False, ticket, sums, worker)

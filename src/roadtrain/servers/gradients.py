@@ -1,0 +1,221 @@
+"""Gradients: what workers pushed for one server's chunks, until the update takes it.
+
+A push is kept where it lies, copied, written to the spill file, or (top-k) a list of indices and
+values. With several workers the sum is taken when it is asked for, into fp32, for the norm and for
+the update: `sum_in_order` of the workers of each host, then of the hosts. What one worker pushes in
+several passes adds up in the chunk's dtype, also where it was downcast on its way.
+
+Assumes: one thread at a time for one chunk. Does NOT know steps or who waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from roadtrain.chunks import ITEMSIZE, PAGE, Chunk
+from roadtrain.device.buffers import Buffer, array_in
+from roadtrain.device.pool import BufferPool
+from roadtrain.kernels.cast import cast, cast_in_place
+from roadtrain.kernels.sum import accumulate, sum_in_order, sums_of_squares
+from roadtrain.kernels.topk import scatter
+from roadtrain.servers.protocol import messages
+from roadtrain.storage.file import FileTier
+from roadtrain.units import round_up
+
+Held = Mapping[int, Any]  # worker -> what is held of it
+Gradients = Iterable[tuple[np.ndarray, str]]  # each with its dtype
+
+
+class PushedGradients:
+    """`scratch`: buffers of `scratch_bytes`, at least two; a sum, a spilled gradient and an
+    expanded one take one.
+    `local`: workers of a host; negative where each push is the fp32 sum of one."""
+
+    def __init__(
+        self,
+        chunks: Mapping[int, Chunk],
+        tier: FileTier | None,
+        buffers: int,
+        scratch_bytes: int,
+        workers: int,
+        local: int = 1,
+    ) -> None:
+        self.chunks, self.tier, self.alone, self.local = chunks, tier, workers == local == 1, local
+        self._per_host = local if local > 1 else workers  # workers that are summed first
+        self._at_once = 2 + (1 < local < workers)  # scratch buffers of one sum
+        self.scratch = BufferPool(max(self._at_once, buffers), scratch_bytes)
+        # chunk -> worker -> (memory with room for the chunk's dtype, dtype) | dtype if spilled |
+        # [(indices, values)...]
+        self._held: dict[int, dict[int, Any]] = {}
+        # sums that were just taken, kept for the update
+        self._totals: dict[int, tuple[Buffer, np.ndarray]] = {}
+
+    def hold(self, push: messages.Push) -> tuple[Any, bool]:
+        """(sums of squares of the worker's gradient so far, a segment each; whether the pushed
+        memory is in use)."""
+        chunk, held = self.chunks[push.chunk], self._held.setdefault(push.chunk, {})
+        if not isinstance(push.grad, tuple):
+            return self._hold_dense(chunk, held, push)
+        if push.fresh:
+            held[push.worker] = [push.grad]
+            return push.sums, False
+        held[push.worker].append(push.grad)
+        scratch, dense, dtype = self._dense(chunk, held[push.worker], push.worker)
+        # of what was sent: what was left out of several passes is unknown here
+        sums = sums_of_squares(dense, dtype, chunk.segments)
+        self.done(scratch)
+        return sums, False
+
+    def spill(self, push: messages.Push, spill_slot: int) -> int:
+        assert self.tier is not None
+        self.tier.spill_write(push.chunk, push.sent, spill_slot)
+        return len(push.sent)
+
+    def _hold_dense(
+        self, chunk: Chunk, held: dict[int, Any], push: messages.Push
+    ) -> tuple[Any, bool]:
+        own = "fp32" if self.local < 0 else chunk.dtype
+        from_spill, memory, dtype = None, push.grad, push.dtype or own
+        if push.spill_slot is not None:
+            from_spill = self._spilled(chunk, push.spill_slot, dtype)
+            memory = from_spill.view
+        grad = array_in(memory, dtype, 0, chunk.numel)
+        before = None if push.fresh else held.get(push.worker)
+        scratch, kept, spilled = None, False, False
+        if before is not None:
+            scratch, total, of_total = self._dense(chunk, before, push.worker)
+            memory = before[0] if scratch is None else scratch.view
+            if of_total != own:
+                total = cast_in_place(memory, chunk.numel, of_total, own)
+            _add(total, own, grad, dtype)
+            grad, dtype, spilled = total, own, scratch is not None
+            held[push.worker] = memory, own
+        elif push.keep:
+            held[push.worker], kept = (memory, dtype), True
+        elif self.tier is None:
+            held[push.worker] = np.frombuffer(memory, np.uint8).copy().data, dtype
+        else:
+            spilled = True
+        sums = sums_of_squares(grad, dtype, chunk.segments) if self.alone else None
+        if spilled:
+            assert self.tier is not None
+            self.tier.spill_write(chunk.id, grad.view(np.uint8).data, push.worker)
+            held[push.worker] = dtype
+        self.done(scratch)
+        self.done(from_spill)
+        return sums, kept
+
+    def holds(self, number: int) -> bool:
+        return bool(self._held.get(number))
+
+    def total_sums(self, number: int) -> Any:
+        """Sums of squares of the sum over workers; the sum itself stays where there is room,
+        for `take`."""
+        chunk = self.chunks[number]
+        scratch, total, dtype = self._total(chunk, self._held.get(number, {}))
+        sums = sums_of_squares(total, dtype, chunk.segments)
+        if scratch is not None and self.scratch.spare >= self._at_once:
+            self._totals[number] = (scratch, total)
+        else:
+            self.done(scratch)
+        return sums
+
+    def take(self, number: int) -> tuple[Buffer | None, np.ndarray, str]:
+        """The gradient to update with and its dtype; it is forgotten here. Give the buffer back
+        by `done`."""
+        held = self._held.pop(number)
+        if number in self._totals:
+            return *self._totals.pop(number), "fp32"
+        return self._total(self.chunks[number], held)
+
+    def done(self, scratch: Buffer | None) -> None:
+        if scratch is not None:
+            self.scratch.put(scratch)
+
+    def discard(self, number: int, worker: int | None) -> None:
+        held = self._held.get(number, {})
+        if number in self._totals:
+            self.done(self._totals.pop(number)[0])
+        for one in [*held] if worker is None else [worker]:
+            held.pop(one, None)
+
+    def close(self) -> None:
+        self._held.clear()
+        for buffer in self.scratch.buffers:
+            buffer.close()
+
+    def _total(self, chunk: Chunk, held: Held) -> tuple[Buffer | None, np.ndarray, str]:
+        if self.alone:
+            worker, part = next(iter(held.items()))
+            return self._dense(chunk, part, worker)
+        scratch = self.scratch.get()
+        total = array_in(scratch.view, "fp32", 0, chunk.numel)
+        sum_in_order(total, self._of_hosts(chunk, held, total))
+        return scratch, total, "fp32"
+
+    def _of_hosts(self, chunk: Chunk, held: Held, total: np.ndarray) -> Gradients:
+        """The sum of each host's workers, one after another; the first in `total`."""
+        hosts = itertools.groupby(sorted(held), lambda worker: worker // self._per_host)
+        for i, (_, workers) in enumerate(hosts):
+            scratch = self.scratch.get() if i else None
+            into = total if scratch is None else array_in(scratch.view, "fp32", 0, chunk.numel)
+            sum_in_order(into, self._of_workers(chunk, {one: held[one] for one in workers}))
+            yield into, "fp32"
+            self.done(scratch)
+
+    def _of_workers(self, chunk: Chunk, held: Held) -> Gradients:
+        """All at once where they lie in memory, else one after another."""
+        if all(isinstance(part, tuple) for part in held.values()):
+            return [*self._one_by_one(chunk, held)]
+        return self._one_by_one(chunk, held)
+
+    def _one_by_one(self, chunk: Chunk, held: Held) -> Gradients:
+        for worker, part in held.items():
+            scratch, dense, dtype = self._dense(chunk, part, worker)
+            yield dense, dtype
+            self.done(scratch)
+
+    def _dense(self, chunk: Chunk, part: Any, worker: int) -> tuple[Buffer | None, np.ndarray, str]:
+        """What is held of a worker, as one array, and its dtype: where it lies, or (spilled,
+        compressed) in a scratch buffer."""
+        if isinstance(part, tuple):
+            memory, dtype = part
+            return None, array_in(memory, dtype, 0, chunk.numel), dtype
+        if isinstance(part, str):
+            scratch = self._spilled(chunk, worker, part)
+            return scratch, array_in(scratch.view, part, 0, chunk.numel), part
+        scratch = self.scratch.get()
+        dense = array_in(scratch.view, "fp32", 0, chunk.numel)
+        for i, (indices, values) in enumerate(part):
+            wide = values
+            if values.dtype != np.float32:
+                wide = np.empty(values.size, np.float32)
+                cast(values, chunk.dtype, wide, "fp32")
+            if i == 0:
+                scatter(indices, wide, dense)
+            else:
+                dense[indices] += wide
+        return scratch, dense, "fp32"
+
+    def _spilled(self, chunk: Chunk, spill_slot: int, dtype: str) -> Buffer:
+        assert self.tier is not None
+        scratch = self.scratch.get()
+        self.tier.spill_read(
+            chunk.id, scratch.view[: round_up(chunk.numel * ITEMSIZE[dtype], PAGE)], spill_slot
+        )
+        return scratch
+
+
+def _add(acc: np.ndarray, dtype: str, grad: np.ndarray, of_grad: str) -> None:
+    """acc += grad in acc's dtype, rounded to nearest even, as torch accumulates p.grad."""
+    if dtype == "fp32":
+        accumulate(acc, grad, of_grad)
+        return
+    wide = np.empty(acc.size, np.float32)
+    cast(acc, dtype, wide, "fp32")
+    accumulate(wide, grad, of_grad)
+    cast(wide, "fp32", acc, dtype)

@@ -1,0 +1,148 @@
+"""IntermediarySession: what goes between several participants and one server, whoever stands there
+(a relay beside the workers of a host, the end of a fan-in). To the participants it is their
+session, to the link of the server its Receiver; servers/protocol/intermediary.py says what goes on.
+
+Frames that set a session up pass as they are; what the server says to its one worker all are told,
+each its own part of what was committed. Does NOT know gradients: its heirs do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from roadtrain.chunks import PAGE
+from roadtrain.device.buffers import Buffer
+from roadtrain.errors import LostError, PeerError, RoadtrainError, WireError
+from roadtrain.servers import frames as m
+from roadtrain.servers.parameter_connection import ParameterConnection, ParameterSession
+from roadtrain.servers.protocol import messages
+from roadtrain.servers.protocol.intermediary import Give, Up
+from roadtrain.storage.ledger import pack, unpack
+from roadtrain.transport.link import Link
+from roadtrain.units import round_up
+
+
+class IntermediarySession(ParameterSession):
+    """Invariants, under `lock`: `_said` is what those who come later are told; `_readers` are the
+    participants that wait for a Record, in the order of their questions."""
+
+    machine: Any  # an Intermediary; there before anybody pulls or ends a step
+    _copies: list[Buffer]  # for parameters, by their number
+
+    def __init__(
+        self, participants: int, *, stands_for: int = 1, deadline_s: float | None = None
+    ) -> None:
+        """`stands_for`: workers that one participant commits for. `deadline_s`: for the link to the
+        server."""
+        super().__init__(participants, 1)
+        self._stands_for, self._up_s = stands_for, deadline_s
+        self._connected = threading.Event()  # `_up` is there
+        self._up: Link
+        # welcome and ready, for those who come later
+        self._said: list[tuple[int, bytes, bytes]] = []
+        self._readers: deque[ParameterConnection] = deque()
+
+    # who is here
+
+    def new_connection(self, rank: int, link: Link) -> ParameterConnection:
+        worker = super().new_connection(rank, link)
+        self.prepare(worker)
+        for kind, header, payload in self._said:
+            self._tell_one(worker, kind, header, payload)
+        return worker
+
+    def prepare(self, worker: ParameterConnection) -> None:
+        """Before it hears anything."""
+
+    def takes(self, rank: int) -> bool:
+        return not self.gone and super().takes(rank)
+
+    # what the participants ask for
+
+    def set_up(
+        self, worker: ParameterConnection, kind: int, fields: Any, payload: memoryview
+    ) -> None:
+        with self.lock:
+            if kind == m.READ:
+                self._readers.append(worker)
+            self._up.send(kind, m.encode(fields), [payload] if payload else [])
+
+    def tell(self, message: Any) -> None:
+        try:
+            with self.lock:
+                for action in self.machine.handle(message):
+                    self._carry_out(action)
+        except RoadtrainError as error:
+            self.end(error)
+
+    # the Receiver's, called by the link of the server
+
+    def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
+        fields = m.header(kind, header)
+        if kind != m.PULLED:
+            return memoryview(bytearray(nbytes))
+        ticket, number = fields
+        with self.lock:
+            buffer = self.machine.buffer_for(ticket, number)
+            if buffer is None or nbytes != round_up(self.chunk(number).weights_nbytes, PAGE):
+                raise WireError(f"{nbytes} bytes of chunk {number} came for ticket {ticket}")
+            return self._copies[buffer].view[:nbytes]
+
+    def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
+        fields = m.header(kind, header)
+        if kind == m.PULLED:
+            self.tell(messages.Pulled(*fields))
+            return
+        self._connected.wait(self._up_s)
+        with self.lock:
+            if kind in (m.WELCOME, m.READY):
+                self._said.append((kind, header, bytes(payload)))
+            if kind == m.RECORD:
+                with suppress(PeerError):
+                    self._readers.popleft().link.send(kind, header, [payload])
+                return
+            first = kind in (m.FILLED, m.SETTLED)
+            for worker in [self.connections[0]] if first else self.everyone():
+                self._tell_one(worker, kind, header, payload)
+        if kind == m.FAILED:
+            self.end(LostError(fields[1]))
+
+    def lost(self, error: PeerError) -> None:
+        self.end(error)
+
+    def _tell_one(
+        self, worker: ParameterConnection, kind: int, header: bytes, payload: bytes | memoryview
+    ) -> None:
+        if kind == m.READY and self.workers * self._stands_for > 1:
+            payload = self._part_of(worker.rank, unpack(bytes(payload)))
+        with suppress(PeerError):
+            worker.link.send(kind, header, [memoryview(payload)], urgent=True)
+
+    def _part_of(self, rank: int, blobs: list[bytes]) -> bytes:
+        """What the workers of a participant committed; where others did, what their first did."""
+        each = self._stands_for
+        mine = blobs[each * rank : each * (rank + 1)]
+        return pack(mine if len(mine) == each else blobs[:1])
+
+    # what the state machine says
+
+    def _carry_out(self, action: Any) -> None:
+        """What is the same for all. Under `lock`."""
+        match action:
+            case Up(messages.Commit(step, blobs)):
+                self._send(messages.Commit(step, pack(blobs)))
+            case Up(messages.EndStep(step, _, words)) if words:
+                self._send(messages.EndStep(step, word=pack(words)))
+            case Up(message):
+                self._send(message)
+            case Give(pull, buffer):
+                pull.into.send(self._copies[buffer].view, lambda: self.tell(messages.Done(action)))
+            case _:
+                raise AssertionError(action)
+
+    def _send(self, message: Any, sent: Callable[[], None] | None = None) -> None:
+        self._up.send(*m.frame(message), sent, urgent=isinstance(message, messages.Pull))

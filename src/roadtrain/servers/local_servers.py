@@ -1,0 +1,174 @@
+"""The servers of a job in threads of this process, one a storage directory; without directories one
+server keeps everything in RAM.
+
+Opens the store or makes it, and converts it when the plan asked for is another one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from roadtrain.chunks import Chunk
+from roadtrain.device.buffers import Buffer
+from roadtrain.errors import ConfigError
+from roadtrain.options.budgets import RecordBudgets
+from roadtrain.servers.server import Server, Setup
+from roadtrain.servers.store_plan import StorePlan, check_same
+from roadtrain.servers.trace import Stages
+from roadtrain.servers.worker_group import WorkerGroup
+from roadtrain.storage.convert import (
+    RecordView,
+    convert,
+    needs_conversion,
+    param_pieces,
+    read_record,
+    rewritten,
+)
+from roadtrain.storage.generation import Accept, OpenedStore, create_store, open_store
+from roadtrain.storage.ledger import unpack
+
+
+class LocalServers:
+    """JobServers of this process. `running`: the servers, once they are connected. `opened`: None
+    where a new store is to be made."""
+
+    local, rests = True, ""
+
+    def __init__(
+        self,
+        store_plan: StorePlan,
+        budgets: RecordBudgets,
+        opened: OpenedStore | None,
+        *,
+        deadline_s: float,
+        report: Callable[[str], None] = print,
+    ) -> None:
+        self.store_plan, self.group = store_plan, WorkerGroup()
+        self._budgets, self._deadline_s, self._report = budgets, deadline_s, report
+        self.store, self.new = opened, opened is None
+        if opened is None and store_plan.directories:
+            self.store = create_store(
+                store_plan.directories,
+                store_plan.meta(),
+                store_plan.owners,
+                direct=store_plan.direct,
+            )
+        # what a run directory keeps of it (storage/mark.py)
+        self.history = str(self.store.begin_session()) if self.store else ""
+        in_ram = replace(store_plan.meta(), owners=store_plan.owners, directories=("RAM",))
+        self.meta = self.store.meta if self.store else in_ram
+        self.step = max(0, self.store.step) if self.store else 0
+        self.blob = unpack(self.store.blob)[0] if self.store else b""
+        self.numbers = range(len(self.meta.directories))
+        self.running: list[Server] = []
+
+    def connect(self, deliver: Callable[[Any], None], stages: Stages) -> Mapping[int, Server]:
+        buffers = self._budgets.buffers // (max(self.meta.owners, default=0) + 1)
+        share = replace(self._budgets, buffers=buffers)
+        for i, where in enumerate(self.store_plan.directories or ("RAM",)):
+            setup = Setup(
+                i,
+                f"server {i} ({where})",
+                self.meta,
+                self.store_plan.rules,
+                self.store.tiers[i] if self.store else None,
+                share,
+                self._report,
+            )
+            server = Server(setup, lambda message, _: deliver(message), stages, self.step)
+            self.running.append(server)
+        return dict(enumerate(self.running))
+
+    def fill(self, number: int, chunk: int, record: memoryview) -> None:
+        self.running[number].fill(chunk, record)
+
+    def start(self, blob: bytes) -> None:
+        """Commits step 0 of a new store with `blob`, then serves."""
+        if self.new and self.store is not None:
+            self.store.commit(0, blob)
+            self.store.publish()
+        for server in self.running:
+            server.start()
+
+    def record_of(self, chunk: Chunk, what: str) -> RecordView:
+        if self.store is not None:
+            return read_record(self.store, chunk, Buffer(self.meta.records[chunk.id].nbytes), what)
+        return RecordView(self.meta, chunk, self.running[0].memory[chunk.id])
+
+    def rewrite(self, change: Callable[[RecordView], None], step: int, blob: bytes) -> None:
+        if self.store is not None:
+            self.store = rewritten(self.store, change, step, blob, direct=self.store_plan.direct)
+            self.meta, self.blob = self.store.meta, blob
+        else:
+            for chunk in self.store_plan.table.chunks:
+                change(self.record_of(chunk, ""))
+        for i, server in enumerate(self.running):
+            tier = self.store.tiers[i] if self.store else None
+            server.begin_again(self.meta, tier, step, self._deadline_s)
+
+    def nbytes(self) -> int:
+        return sum(server.nbytes() for server in self.running)
+
+    def stop(self) -> list[str]:
+        return [name for server in self.running for name in server.stop(self._deadline_s)]
+
+    def close(self) -> None:
+        if self.store is not None:
+            self.store.close()
+
+    abort = close
+
+
+def open_or_none(
+    store_plan: StorePlan,
+    report: Callable[[str], None],
+    accept: Accept = lambda job, step, session: None,
+) -> OpenedStore | None:
+    """The job's store, converted to `store_plan` where it has another; None where there is none
+    yet.
+    `accept`: see open_store. Raises ForeignError where it belongs to another model or
+    optimizer."""
+    if not store_plan.directories:
+        return None
+    opened = open_store(
+        store_plan.directories, also=store_plan.moved_from, direct=store_plan.direct, accept=accept
+    )
+    if opened is None:
+        return None
+    for note in opened.notes:  # at once: what follows may fail
+        report(note)
+    start = time.monotonic()
+    try:
+        check_same(str(opened.directories[0]), opened.meta, store_plan)
+        meta = store_plan.meta(opened.meta.job)
+        if not needs_conversion(opened, meta, store_plan.directories):
+            return opened
+        if meta.staleness:
+            raise ConfigError(
+                f"{opened.directories[0]} has staleness 1 and is not converted",
+                hint="keep the directories, chunk_elements and dtype that it was made with",
+            )
+        new = convert(
+            opened, meta, store_plan.directories, store_plan.owners, direct=store_plan.direct
+        )
+    except BaseException:
+        opened.close()
+        raise
+    report(f"store converted to the layout asked for in {time.monotonic() - start:.1f} s")
+    return new
+
+
+def pieces_of(store: OpenedStore, name: str, what: str) -> Iterator[tuple[int, np.ndarray]]:
+    """(first element, values) of a parameter, a chunk at a time."""
+    sizes = store.meta.records
+    return param_pieces(
+        store.meta,
+        name,
+        what,
+        lambda chunk: read_record(store, chunk, Buffer(sizes[chunk.id].nbytes), what),
+    )

@@ -1,0 +1,193 @@
+"""ParameterConnection: what a worker says to a parameter server, or to the relay before it, and
+where it goes: to the session's own methods until the store is open, from then on as messages to a
+state machine.
+
+Gradients arrive in buffers of `pool`, in order; who has no buffer left waits, and so does its
+worker: that is the back-pressure. Does NOT know what a server does with a message.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from roadtrain.chunks import PAGE, Chunk
+from roadtrain.device.buffers import Buffer
+from roadtrain.device.pool import BufferPool
+from roadtrain.errors import LostError, PeerError, WireError
+from roadtrain.servers import frames as m
+from roadtrain.servers.connection import HostedSession, WorkerConnection
+from roadtrain.servers.protocol import messages
+from roadtrain.transport.link import Link
+from roadtrain.units import round_up
+
+# frames with which worker 0 opens the store, and everybody reads it between steps
+SETS_UP = (m.OPEN, m.FILL, m.SETTLE, m.BEGIN, m.READ)
+# frames whose payload may be of any length; those not named here and not Push or Fill have none
+MOST_WORDS = 1 << 16  # bytes that the workers of a connection say at the end of a step
+_ANY_PAYLOAD = (m.OPEN, m.SETTLE, m.COMMIT, m.APPLY_UPDATE)
+
+
+class PullReply:
+    """Where a remote worker's pull goes (`Pull.into`)."""
+
+    def __init__(self, connection: ParameterConnection, ticket: int, chunk: Chunk) -> None:
+        self.connection, self.ticket, self.chunk = connection, ticket, chunk
+        self.asked = time.monotonic()
+        self.nbytes = round_up(chunk.weights_nbytes, PAGE)
+        self._buffer: Buffer | None = None
+
+    def buffer(self) -> memoryview:
+        self._buffer = self.connection.session.answers.get()
+        return self._buffer.view[: self.nbytes]
+
+    def send(self, view: memoryview, done: Callable[[], None]) -> int:
+        def sent() -> None:
+            if self._buffer is not None:
+                self.connection.session.answers.put(self._buffer)
+            done()
+
+        with suppress(PeerError):  # a lost worker ends the session where it is noticed
+            self.connection.link.send(
+                m.PULLED, m.encode((self.ticket, self.chunk.id)), [view[: self.nbytes]], sent
+            )
+        return self.nbytes
+
+
+class ParameterConnection(WorkerConnection):
+    """Invariants: `_coming` are the buffers of dense gradients that got room and have not
+    arrived, in order; a buffer in `_kept` is back in `pool` once the server has let go of it."""
+
+    session: ParameterSession
+
+    def __init__(self, session: ParameterSession, rank: int, link: Link) -> None:
+        super().__init__(session, rank, link)
+        self.signature = ""  # of the worker's layout
+        self.pool: BufferPool | None = None  # set once the store is open
+        self._coming: deque[Buffer] = deque()
+        self._kept: dict[int, Buffer] = {}  # by ticket
+        self._reason: LostError | None = None  # why it ends, where it said so before
+
+    def find_room(self, kind: int, fields: Any, nbytes: int) -> memoryview:
+        if kind == m.PUSH:
+            return self._room_for_push(fields, nbytes)
+        if kind == m.FILL:
+            return Buffer(nbytes).view[:nbytes]
+        if kind == m.END_STEP and nbytes <= MOST_WORDS:
+            return memoryview(bytearray(nbytes))
+        if kind not in _ANY_PAYLOAD:
+            raise WireError(f"a frame of kind {kind} has no payload, {nbytes} bytes came")
+        return memoryview(bytearray(nbytes))
+
+    def _room_for_push(self, fields: m.PushHeader, nbytes: int) -> memoryview:
+        chunk = self.session.chunk(fields.chunk)
+        # a relay's sums are fp32
+        dense = 4 * chunk.numel if self.session.local < 0 else chunk.weights_nbytes
+        expected = m.push_nbytes(fields, chunk, round_up(dense, PAGE)) if chunk.trainable else -1
+        if nbytes != expected:
+            raise WireError(f"a push of chunk {chunk.id} with {nbytes} bytes, {expected} expected")
+        if not fields.dense:
+            return memoryview(bytearray(nbytes))
+        assert self.pool is not None
+        self._coming.append(self.pool.get())
+        return self._coming[-1].view[:nbytes]
+
+    def take(self, kind: int, fields: Any, payload: memoryview) -> None:
+        if kind in SETS_UP:
+            self.session.set_up(self, kind, fields, payload)
+            return
+        if kind not in _TAKES:
+            raise WireError(f"a frame of kind {kind} goes the other way")
+        _TAKES[kind](self, fields, payload)
+
+    def pull(self, fields: m.PullHeader, payload: memoryview) -> None:
+        number, version, ticket = fields
+        reply = PullReply(self, ticket, self.session.chunk(number))
+        self.session.tell(messages.Pull(number, version, reply, ticket, self.rank))
+
+    def push(self, fields: m.PushHeader, payload: memoryview) -> None:
+        assert self.pool is not None
+        chunk, dense = self.session.chunk(fields.chunk), fields.dense
+        if dense and not payload:
+            raise WireError(f"a push of chunk {chunk.id} without a gradient")
+        if dense and fields.dtype:  # with the room for the fp32 sum that it may become
+            payload = self._coming[0].view[: chunk.weights_nbytes]
+        push = m.push(fields, payload, chunk, self.pool.spare >= 2, self.rank)
+        if dense:
+            if push.ticket in self._kept:  # freeing the one would free the other's memory
+                raise WireError(f"two pushes with the ticket {push.ticket}")
+            self._kept[push.ticket] = self._coming.popleft()
+        self.session.tell(push)
+
+    def update(self, fields: m.ApplyUpdateHeader, payload: memoryview) -> None:
+        chunk = self.session.chunk(fields.chunk)
+        self.session.tell(m.apply_update(fields, payload, chunk, self.rank))
+
+    def close_grad(self, fields: m.CloseHeader, payload: memoryview) -> None:
+        chunk = self.session.chunk(fields.chunk)
+        self.session.tell(messages.Close(chunk.id, fields.step, self.rank))
+
+    def discard(self, fields: m.ChunkHeader, payload: memoryview) -> None:
+        self.session.tell(messages.DiscardGrad(self.session.chunk(fields.chunk).id, self.rank))
+
+    def failed(self, fields: m.FailedHeader, payload: memoryview) -> None:
+        self._reason = LostError(f"it ended with {fields.error}: {fields.words}")
+
+    def lost(self, error: PeerError) -> None:
+        self.session.left(self, self._reason or error)
+
+    def freed(self, ticket: int) -> None:
+        """The server has let go of what was pushed with `ticket`."""
+        buffer = self._kept.pop(ticket, None)
+        if buffer is not None and self.pool is not None:
+            self.pool.put(buffer)
+
+
+_TAKES: Mapping[int, Callable[[ParameterConnection, Any, memoryview], None]] = {
+    m.BEAT: lambda self, fields, payload: self.session.beat(),
+    m.PULL: ParameterConnection.pull,
+    m.PUSH: ParameterConnection.push,
+    m.APPLY_UPDATE: ParameterConnection.update,
+    m.CLOSE: ParameterConnection.close_grad,
+    m.DISCARD_GRAD: ParameterConnection.discard,
+    m.END_STEP: lambda self, fields, payload: self.session.tell(
+        messages.EndStep(fields.step, self.rank, bytes(payload))
+    ),
+    m.COMMIT: lambda self, fields, payload: self.session.tell(
+        messages.Commit(fields.step, bytes(payload), self.rank)
+    ),
+    m.COMMITTED: lambda self, fields, payload: self.session.tell(messages.CommitDone(fields.step)),
+    m.FAILED: ParameterConnection.failed,
+}
+
+
+class ParameterSession(HostedSession[ParameterConnection]):
+    """What workers of a parameter server, or of the relay before it, ask for."""
+
+    connection_class = ParameterConnection
+    answers: BufferPool  # a server's: where pulls are read into
+
+    def __init__(self, workers: int, local: int) -> None:
+        super().__init__(workers)
+        # workers of each host that are summed first (Rule 1); negative: their relay has done that
+        self.local = local
+
+    def chunk(self, number: int) -> Chunk:
+        """WireError where it is not of this server."""
+        raise NotImplementedError
+
+    def beat(self) -> None:
+        """A worker's process runs."""
+
+    def set_up(
+        self, worker: ParameterConnection, kind: int, fields: Any, payload: memoryview
+    ) -> None:
+        """A frame of SETS_UP."""
+        raise NotImplementedError
+
+    def tell(self, message: Any) -> None:
+        """To the state machine."""
+        raise NotImplementedError

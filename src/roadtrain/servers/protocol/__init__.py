@@ -1,0 +1,1 @@
+"""What servers and workers decide: events in, actions out (Rule 7)."""

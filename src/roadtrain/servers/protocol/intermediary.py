@@ -1,0 +1,229 @@
+"""What anybody does who stands between several workers and one server: the half that a relay and
+the end of a fan-in have in common. Pure.
+
+    Pull            a version of a chunk is asked for once and kept in one of `buffers` until the
+                    room is needed (the least recently used goes first)
+    EndStep, Commit go on once all have said them; CommitDone once anybody has
+    PeerLost        is an error in the middle of a step, and for whoever begins another one
+
+Does NOT know gradients, or who gets a copy: its heirs do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+
+from roadtrain.errors import LostError
+from roadtrain.servers.protocol.messages import (
+    Commit,
+    CommitDone,
+    EndStep,
+    PeerLost,
+    Pull,
+    WorkerMessage,
+)
+
+Key: TypeAlias = tuple[int, int]  # chunk, version
+StepEvent: TypeAlias = EndStep | Commit | CommitDone | PeerLost
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """A message to the server. A pull's `into` is the number of its buffer."""
+
+    message: WorkerMessage
+
+
+D = TypeVar("D")  # the action that gives a copy to workers
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRequest(Generic[D]):
+    """Somebody wants the version of a chunk that `pull` names."""
+
+    pull: Pull
+    given: Callable[[int], D]  # the action, of the number of the buffer that holds it
+
+    @property
+    def key(self) -> Key:
+        return self.pull.chunk, self.pull.version
+
+
+@dataclass(frozen=True, slots=True)
+class Give:
+    """Send what is in a buffer to the worker that asked."""
+
+    pull: Pull
+    buffer: int
+
+
+class CopyPhase(Enum):
+    COMING = "coming"  # from the server: who asks for it waits
+    HERE = "here"  # it may be dropped while nobody reads it
+
+
+@dataclass(slots=True)
+class Copy(Generic[D]):
+    """The weights part of one version of a chunk."""
+
+    buffer: int
+    phase: CopyPhase = CopyPhase.COMING
+    requests: list[CopyRequest[D]] = field(default_factory=list)  # that wait; none once it is HERE
+    readers: int = 0  # sends that read it; none before it is HERE
+
+    @property
+    def droppable(self) -> bool:
+        return self.phase is CopyPhase.HERE and not self.readers
+
+
+class Intermediary(Generic[D]):
+    OF_WORKERS: ClassVar[str] = ""  # which workers these are, for people
+
+    def __init__(self, workers: int, buffers: int) -> None:
+        self.workers, self.n_buffers = workers, buffers
+        # Free buffers and those of copies are disjoint and together all buffers.
+        self.free = list(range(buffers))
+        self.copies: dict[Key, Copy[D]] = {}  # the least recently used first
+        self.asked: dict[int, Key] = {}  # ticket of ours -> the copy that is COMING, each once
+        # What waits for a buffer, only while none can be had.
+        self.queue: deque[CopyRequest[D]] = deque()
+        # step -> what each worker said that ended it: some, not all
+        self.ending: dict[int, dict[int, bytes]] = {}
+        # step -> worker -> its blob: of some, not of all
+        self.commits: dict[int, dict[int, Any]] = {}
+        self.committed: int | None = None  # the last step that the server was told of
+        self.lost: str | None = None  # which worker has gone, and why
+        self._ticket = 0
+
+    # copies
+
+    def buffer_for(self, ticket: int, chunk: int) -> int | None:
+        """The buffer that the answer to a pull of ours goes to; None where it was not asked for."""
+        key = self.asked.get(ticket)
+        return None if key is None or key[0] != chunk else self.copies[key].buffer
+
+    def _request(self, request: CopyRequest[D]) -> list[Up | D]:
+        if self.queue:
+            self.queue.append(request)
+            return []
+        return self._ask(request)
+
+    def _ask(self, request: CopyRequest[D]) -> list[Up | D]:
+        """Give it, wait for what is coming, or ask the server for it."""
+        copy = self.copies.pop(request.key, None)
+        out: list[Up | D] = []
+        if copy is None:
+            if (buffer := self._room()) is None:
+                self.queue.appendleft(request)
+                return []
+            copy = Copy(buffer)
+            self._ticket += 1
+            self.asked[self._ticket] = request.key
+            out.append(Up(replace(request.pull, into=buffer, ticket=self._ticket)))
+        self.copies[request.key] = copy
+        if copy.phase is CopyPhase.HERE:
+            copy.readers += 1
+            return [request.given(copy.buffer)]
+        copy.requests.append(request)
+        return out
+
+    def _room(self) -> int | None:
+        """A free buffer, else that of the least recently used copy that nobody reads."""
+        if self.free:
+            return self.free.pop()
+        for key, copy in self.copies.items():
+            if copy.droppable:
+                del self.copies[key]
+                return copy.buffer
+        return None
+
+    def _pulled(self, ticket: int) -> list[D]:
+        copy = self.copies[self.asked.pop(ticket)]
+        requests, copy.requests = copy.requests, []
+        copy.phase = CopyPhase.HERE
+        copy.readers += len(requests)
+        return [one.given(copy.buffer) for one in requests]
+
+    def _given(self, pull: Pull) -> list[Up | D]:
+        """A copy was given to those that asked as `pull` did."""
+        self.copies[pull.chunk, pull.version].readers -= 1
+        out: list[Up | D] = []
+        while self.queue:
+            waiting = len(self.queue)
+            out += self._ask(self.queue.popleft())
+            if len(self.queue) == waiting:
+                break
+        return out
+
+    # steps
+
+    def _step(self, event: StepEvent) -> list[Up]:
+        match event:
+            case EndStep():
+                return self._end_step(event)
+            case Commit():
+                return self._commit(event)
+            case CommitDone(step):
+                return self._committed(step)
+            case PeerLost():
+                self._peer_lost(event)
+                return []
+
+    def _end_step(self, event: EndStep) -> list[Up]:
+        self._nobody_lost()
+        ending = self.ending.setdefault(event.step, {})
+        ending[event.worker] = event.word
+        if len(ending) < self.workers:
+            return []
+        del self.ending[event.step]
+        words = [ending[worker] for worker in sorted(ending)]
+        return [Up(EndStep(event.step, word=words if any(words) else b""))]
+
+    def _commit(self, event: Commit) -> list[Up]:
+        blobs = self.commits.setdefault(event.step, {})
+        blobs[event.worker] = event.blob
+        if len(blobs) < self.workers:
+            return []
+        del self.commits[event.step]
+        return [Up(Commit(event.step, [blobs[worker] for worker in range(self.workers)]))]
+
+    def _committed(self, step: int) -> list[Up]:
+        if self.committed is not None and step <= self.committed:
+            return []  # another worker said so before
+        self.committed = step
+        return [Up(CommitDone(step))]
+
+    # workers that go
+
+    def in_step(self) -> bool:
+        """Whether a chunk is in the middle of a step."""
+        raise NotImplementedError
+
+    def _peer_lost(self, event: PeerLost) -> None:
+        """Nothing is lost where no step is open and none of the others begins one: they may be
+        leaving too."""
+        self.lost = f"worker {event.worker}{self.OF_WORKERS} has gone: {event.why}"
+        if self.ending or self.commits or self.in_step():
+            raise LostError(self.lost)
+
+    def _nobody_lost(self) -> None:
+        if self.lost is not None:
+            raise LostError(self.lost)
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        copies = self.copies.values()
+        used = [copy.buffer for copy in copies]
+        assert sorted(used + self.free) == list(range(self.n_buffers))
+        coming = {key for key, copy in self.copies.items() if copy.phase is CopyPhase.COMING}
+        assert set(self.asked.values()) == coming and len(self.asked) == len(coming)
+        for copy in copies:
+            assert copy.readers >= 0
+            assert not (copy.requests if copy.phase is CopyPhase.HERE else copy.readers)
+        assert not self.queue or not (self.free or any(copy.droppable for copy in copies))
+        for said in (*self.ending.values(), *self.commits.values()):
+            assert 0 < len(said) < self.workers

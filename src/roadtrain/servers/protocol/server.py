@@ -1,0 +1,502 @@
+"""What a server does next. Events and messages in, actions out; no I/O, no threads, no clock.
+
+A chunk's way through one step (its phases: servers/protocol/chunk_state.py):
+    Push -> Hold -> Done      the gradient rests here
+    ApplyUpdate               wanted: queued by (step, order) until a record buffer is free
+    Read -> Done              skipped where the record is kept in memory
+    Update -> Done            the new version exists: waiting pulls are answered at once
+    Write -> Done             skipped where nothing rests on files
+When a step has ended and all its updates are written, the step is prepared and committed
+(servers/protocol/server_steps.py). With several workers ApplyUpdate, EndStep and Commit count once
+all have sent theirs (`_meet`); what they push is summed first:
+    Close or ApplyUpdate of all -> Total -> Done      all are told the sum's norm (GradAccumulated)
+
+With staleness 1 the weights part of a record is one update behind its master: a pull gets the one
+or the other, so the next step computes while this one's updates run. What is said of the next step
+before then waits in `early`; gradients that cannot wait where they lie are written away (Push ->
+Spill -> Done), for what this step needs may come behind them.
+
+Rule 3: a chunk is written for step s only when step s-1 is committed, so the slot that is
+overwritten is never the committed one. Rule 4: at most `buffers` records are away from their files
+at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from roadtrain.errors import LoopError, LostError
+from roadtrain.servers.protocol.chunk_state import AFTER_UPDATE, ChunkPhase, ChunkState, Early
+from roadtrain.servers.protocol.messages import (
+    Action,
+    Answer,
+    ApplyUpdate,
+    BufferFree,
+    Close,
+    Commit,
+    CommitDone,
+    Discard,
+    DiscardGrad,
+    Done,
+    EndStep,
+    Event,
+    GradAccumulated,
+    GradientMessage,
+    Hold,
+    PeerLost,
+    Prepare,
+    Pull,
+    Pulled,
+    Push,
+    Read,
+    Send,
+    Spill,
+    Total,
+    Update,
+    Write,
+)
+from roadtrain.servers.protocol.queues import Turns
+from roadtrain.servers.protocol.server_steps import ServerSpec, ServerSteps
+
+# Updates of resident chunks that are begun: pulls of those that are not begun go on being answered.
+AT_ONCE = 2
+
+
+class ServerStateMachine:
+    def __init__(self, spec: ServerSpec) -> None:
+        self.spec = spec
+        self.steps = ServerSteps(spec)
+        self.chunks = {number: ChunkState(part) for number, part in spec.chunks.items()}
+        for number, in_last_step in spec.delayed.items():
+            self.chunks[number].master_from = 0 if in_last_step else -1
+        # Record buffers that no chunk holds. These and those of chunks are all, each once.
+        self.free = list(range(spec.buffers))
+        # Heaps of (step, order, chunk): the chunks whose next update is queued, each once. Resident
+        # records need no buffer, so they have a heap of their own.
+        self.queue: list[tuple[int, int, int]] = []
+        self.resident_queue: list[tuple[int, int, int]] = []
+        self.updating = 0  # resident chunks that are UPDATING: at most AT_ONCE
+        # The chunks that are UPDATED, where records rest on files: their writes wait.
+        self.gated: deque[int] = deque()
+        self.turns: Turns[Pull] = Turns(spec.answers)
+        self.lost: str | None = None  # which worker has gone, and why
+
+    @property
+    def committed(self) -> int:
+        return self.steps.committed
+
+    def handle(self, event: Event) -> list[Action]:
+        """Next actions. Asserts on what a correct doer cannot report. Raises LostError where a
+        step needs a worker that has gone, LoopError where workers do different things."""
+        match event:
+            case Pull():
+                return self._pull(event)
+            case Push() | Close() | ApplyUpdate() | DiscardGrad():
+                return self._gradient(event)
+            case EndStep():
+                self._nobody_lost()
+                return self.steps.end(event)
+            case Commit():
+                return self.steps.commit(event)
+            case CommitDone(step):
+                return self._committed(step)
+            case PeerLost():
+                return self._peer_lost(event)
+            case Done(action, result):
+                return self._done(action, result)
+
+    def _done(self, action: Action, result: tuple[Any, ...]) -> list[Action]:
+        match action:
+            case Answer(pull):
+                return self._answered(pull)
+            case Hold(push):
+                return self._held(push, *result)
+            case Spill():
+                return self._spilled(action)
+            case Total(chunk):
+                return [Send(GradAccumulated(chunk, *result))]
+            case Read(chunk):
+                return self._read(chunk)
+            case Update(chunk):
+                return self._updated(chunk, *result)
+            case Write(chunk):
+                return self._written(chunk)
+            case Prepare(step):
+                return self._prepared(step)
+        raise AssertionError(f"nobody reports that {action} is done")
+
+    # workers that come and go
+
+    def _peer_lost(self, event: PeerLost) -> list[Action]:
+        """Nothing is lost where no step is open and none of the others begins one: they may be
+        leaving too."""
+        step = self.committed + 1
+        self.lost = f"worker {event.worker} has gone before step {step} was committed: {event.why}"
+        if self.steps.busy or any(chunk.in_step for chunk in self.chunks.values()):
+            raise LostError(self.lost)
+        return []
+
+    def _nobody_lost(self) -> None:
+        if self.lost is not None:
+            raise LostError(self.lost)
+
+    # pulls
+
+    def _pull(self, pull: Pull) -> list[Action]:
+        chunk = self.chunks[pull.chunk]
+        if chunk.version < pull.version or chunk.changing:
+            chunk.pulls.append(pull)
+            return []
+        self.turns.ask(pull.worker, pull)
+        return self._answers()
+
+    def _answers(self) -> list[Action]:
+        """Begin those whose turn it is."""
+        out: list[Action] = []
+        while (pull := self.turns.next()) is not None:
+            chunk = self.chunks[pull.chunk]
+            if chunk.changing:  # the update began before this pull's turn came
+                self.turns.answered(pull.worker)
+                chunk.pulls.append(pull)
+            else:
+                out.append(self._answer(chunk, pull))
+        return out
+
+    def _answer(self, chunk: ChunkState, pull: Pull) -> Answer:
+        chunk.answering += 1
+        newest = chunk.master_from is not None and pull.version >= chunk.master_from
+        kept = chunk.resident if newest else chunk.in_memory
+        return Answer(pull, kept or chunk.phase in AFTER_UPDATE, newest)
+
+    def _answered(self, pull: Pull) -> list[Action]:
+        chunk = self.chunks[pull.chunk]
+        chunk.answering -= 1
+        self.turns.answered(pull.worker)
+        out: list[Action] = [Send(Pulled(pull.ticket, pull.chunk), pull.worker), *self._answers()]
+        if chunk.answering == 0 and chunk.phase is ChunkPhase.READ:
+            out.append(self._update(pull.chunk, chunk))
+        self._finish_write(chunk)
+        return out + self._advance()
+
+    def _answer_waiting(self, chunk: ChunkState) -> list[Action]:
+        ready = [pull for pull in chunk.pulls if pull.version <= chunk.version]
+        chunk.pulls = [pull for pull in chunk.pulls if pull.version > chunk.version]
+        for pull in ready:
+            self.turns.ask(pull.worker, pull)
+        return self._answers()
+
+    # gradients
+
+    def _gradient(self, event: GradientMessage) -> list[Action]:
+        if not isinstance(event, DiscardGrad):
+            self._nobody_lost()
+        if isinstance(event, ApplyUpdate):
+            self.steps.update_asked(event.step, event.chunk)
+        chunk = self.chunks[event.chunk]
+        if chunk.update_due or chunk.heard_early(event.worker):
+            return self._set_aside(chunk, event)
+        match event:
+            case Push():
+                chunk.holds.append(event)
+                return [Hold(event)] if len(chunk.holds) == 1 else []
+            case Close():
+                chunk.closed.setdefault(event.step, set()).add(event.worker)
+                return self._meet(event.chunk)
+            case ApplyUpdate():
+                return self._update_asked(chunk, event)
+            case DiscardGrad():
+                if not chunk.holds:
+                    return self._discard(chunk, event)
+                chunk.holds.append(event)  # what was pushed before it is still being held
+                return []
+
+    def _set_aside(self, chunk: ChunkState, event: GradientMessage) -> list[Action]:
+        """The chunk's step before comes first: its gradient is still needed."""
+        if not isinstance(event, Push) or not self._in_the_way(event):
+            chunk.early.append(event)
+            return []
+        spill = Spill(event, chunk.next_spill_slot(self.spec.workers))
+        chunk.early.append(spill)
+        return [spill]
+
+    def _in_the_way(self, push: Push) -> bool:
+        """Whether the worker waits for its memory: not kept, and neither compressed nor spilled."""
+        if push.keep or not self.spec.durable:
+            return False
+        return push.sums is None and push.spill_slot is None
+
+    def _spilled(self, spill: Spill) -> list[Action]:
+        push, chunk = spill.push, self.chunks[spill.chunk]
+        at = next(i for i, one in enumerate(chunk.early) if one is spill)
+        chunk.early[at] = replace(push, grad=None, spill_slot=spill.spill_slot)
+        return [Send(BufferFree(push.ticket), push.worker), *self._in_turn(chunk)]
+
+    def _in_turn(self, chunk: ChunkState) -> list[Action]:
+        """What was early is said again; up to what is still being written away."""
+        out: list[Action] = []
+        said: deque[Early] = deque(chunk.early)
+        chunk.early = []
+        while said and not isinstance(said[0], Spill):
+            event = said.popleft()
+            assert not isinstance(event, Spill)
+            out += self.handle(event)
+        chunk.early += said
+        return out
+
+    def _held(self, push: Push, sums: Any, kept: bool) -> list[Action]:
+        chunk = self.chunks[push.chunk]
+        chunk.holds.popleft()
+        out: list[Action] = []
+        if self.spec.alone:
+            out.append(Send(GradAccumulated(push.chunk, sums)))
+        if push.spill_slot is not None:
+            chunk.spill_slots.remove(push.spill_slot)
+        elif kept:
+            chunk.kept.append((push.worker, push.ticket))
+        else:
+            out.append(Send(BufferFree(push.ticket), push.worker))
+        while chunk.holds and isinstance(discard := chunk.holds[0], DiscardGrad):
+            chunk.holds.popleft()
+            out += self._discard(chunk, discard)
+        if chunk.holds and isinstance(following := chunk.holds[0], Push):
+            out.append(Hold(following))
+        return out + self._meet(push.chunk) + self._advance()
+
+    def _discard(self, chunk: ChunkState, event: DiscardGrad) -> list[Action]:
+        assert chunk.queued is None
+        chunk.summed_in = None  # what is pushed instead is summed anew
+        return [Discard(event.chunk, event.worker), *self._free_kept(chunk, event.worker)]
+
+    def _free_kept(self, chunk: ChunkState, worker: int | None = None) -> list[Action]:
+        return [Send(BufferFree(ticket), to) for to, ticket in chunk.free_kept(worker)]
+
+    # updates
+
+    def _update_asked(self, chunk: ChunkState, update: ApplyUpdate) -> list[Action]:
+        if self.spec.alone:
+            self._enqueue(chunk, update)
+            return self._advance()
+        asked = chunk.asked.setdefault(update.step, {})
+        assert update.worker not in asked, f"chunk {update.chunk} is asked to update twice"
+        asked[update.worker] = update
+        if chunk.summed_in is None or chunk.summed_in < update.step:
+            chunk.closed.setdefault(update.step, set()).add(update.worker)
+        return self._meet(update.chunk) + self._advance()
+
+    def _enqueue(self, chunk: ChunkState, update: ApplyUpdate) -> None:
+        assert chunk.queued is None, f"chunk {update.chunk} is asked to update twice"
+        chunk.queued = update
+        queue = self.resident_queue if chunk.resident else self.queue
+        heapq.heappush(queue, (update.step, update.order, update.chunk))
+
+    def _next_step(self, chunk: ChunkState) -> int:
+        """The step that makes the chunk's next version."""
+        return self.spec.committed + chunk.version + 1
+
+    def _meet(self, number: int) -> list[Action]:
+        """With several workers: the chunk's next step goes on once all have said the same. What
+        they say of a later one waits until this one's update is done, so that no gradient is taken
+        for another step's."""
+        chunk = self.chunks[number]
+        if chunk.holds or self.spec.alone:
+            return []
+        step, workers = self._next_step(chunk), self.spec.workers
+        out: list[Action] = []
+        if len(chunk.closed.get(step, ())) == workers:
+            del chunk.closed[step]
+            chunk.summed_in = step
+            out.append(Total(number))
+        if len(chunk.asked.get(step, ())) < workers:
+            return out
+        asked = chunk.asked.pop(step)
+        update = agreed([asked[worker] for worker in range(workers)])
+        if any(scale is not None for scale in update.scales):
+            self._enqueue(chunk, update)
+            return out
+        chunk.version += 1  # nobody has a gradient: the step passes
+        self.steps.update_over(step, number)
+        out += [Discard(number, None), *self._free_kept(chunk), *self._answer_waiting(chunk)]
+        return out + self._meet(number) + self._in_turn(chunk) + self.steps.prepare()
+
+    def _read(self, number: int) -> list[Action]:
+        chunk = self.chunks[number]
+        if chunk.answering and chunk.in_memory:
+            chunk.enter(ChunkPhase.READ)  # what is being copied out must not change under the copy
+            return []
+        return [self._update(number, chunk)]
+
+    def _update(self, number: int, chunk: ChunkState) -> Update:
+        assert chunk.active is not None
+        chunk.enter(ChunkPhase.UPDATING)
+        self.updating += chunk.resident
+        return Update(number, chunk.active)
+
+    def _updated(self, number: int, checksum: int = 0) -> list[Action]:
+        chunk = self.chunks[number]
+        chunk.enter(ChunkPhase.UPDATED)
+        assert chunk.active is not None
+        self.steps.updated(chunk.active.step, number, checksum)
+        self.updating -= chunk.resident
+        chunk.version += 1
+        if chunk.master_from is not None:
+            chunk.master_from = chunk.version
+        out = [
+            *self._free_kept(chunk),
+            *self._answer_waiting(chunk),
+            *self._meet(number),
+            *self._in_turn(chunk),
+        ]
+        if not self.spec.durable:
+            return out + self._written(number)
+        self.gated.append(number)
+        return out + self._advance()
+
+    def _written(self, number: int) -> list[Action]:
+        chunk = self.chunks[number]
+        assert chunk.active is not None
+        chunk.enter(ChunkPhase.WRITTEN)
+        self.steps.update_over(chunk.active.step, number)
+        chunk.active = None
+        self._finish_write(chunk)
+        return self.steps.prepare() + self._advance()
+
+    def _finish_write(self, chunk: ChunkState) -> None:
+        """A written chunk gives its buffer back once nobody copies from it any more."""
+        if chunk.phase is not ChunkPhase.WRITTEN or chunk.answering:
+            return
+        chunk.enter(ChunkPhase.IDLE)
+        if chunk.buffer is not None:
+            self.free.append(chunk.buffer)
+            chunk.buffer = None
+
+    def _prepared(self, step: int) -> list[Action]:
+        said = self.steps.prepared(step)
+        started = self._advance() if self.spec.commits else []
+        return [said, *started, *self.steps.prepare()]
+
+    def _committed(self, step: int) -> list[Action]:
+        if step <= self.committed:
+            return []  # another worker said so before
+        self.steps.committed = step
+        return self._advance() + self.steps.prepare()
+
+    def _advance(self) -> list[Action]:
+        """Start what can start: writes past the gate, then updates and reads of the most wanted
+        chunks."""
+        return [
+            *self._start_writes(),
+            *self._start_updates(self.resident_queue, lambda: self.updating < AT_ONCE),
+            *self._start_updates(self.queue, lambda: bool(self.free)),
+        ]
+
+    def _start_writes(self) -> list[Action]:
+        out: list[Action] = []
+        waiting: deque[int] = deque()
+        for number in self.gated:
+            chunk = self.chunks[number]
+            assert chunk.active is not None
+            if self.committed >= chunk.active.step - 1 and not chunk.answering:
+                chunk.enter(ChunkPhase.WRITING)
+                out.append(Write(number))
+            else:
+                waiting.append(number)
+        self.gated = waiting
+        return out
+
+    def _start_updates(
+        self, queue: list[tuple[int, int, int]], room: Callable[[], bool]
+    ) -> list[Action]:
+        out: list[Action] = []
+        later: list[tuple[int, int, int]] = []
+        while queue and room():
+            entry = heapq.heappop(queue)
+            number = entry[2]
+            chunk = self.chunks[number]
+            read_by_pulls = chunk.resident and chunk.answering
+            if chunk.phase is not ChunkPhase.IDLE or chunk.holds or read_by_pulls:
+                later.append(entry)
+                continue
+            assert chunk.queued is not None and chunk.active is None
+            chunk.active, chunk.queued = chunk.queued, None
+            if chunk.resident:
+                out.append(self._update(number, chunk))
+            else:
+                chunk.enter(ChunkPhase.READING)
+                chunk.buffer = self.free.pop()
+                out.append(Read(number, chunk.buffer))
+        for entry in later:
+            heapq.heappush(queue, entry)
+        return out
+
+    # for people, and for tests
+
+    def waits(self) -> tuple[list[Pull], list[tuple[int, str]]]:
+        """The pulls that wait for a version or their turn; which worker owes what."""
+        ending = self.steps.ending.items()
+        owed = [(step, ended, f"the end of step {step}") for step, ended in ending]
+        for number, chunk in self.chunks.items():
+            step = self._next_step(chunk)
+            if closed := chunk.closed.get(step):
+                owed.append((step, closed, f"the gradient of chunk {number} in step {step}"))
+            if asked := chunk.asked.get(step):
+                owed.append((step, set(asked), f"the update of chunk {number} in step {step}"))
+        owed.sort(key=lambda one: one[0])
+        pulls = [pull for chunk in self.chunks.values() for pull in chunk.pulls]
+        pulls += [pull for waiting in self.turns.waiting.values() for pull in waiting]
+        everybody = range(self.spec.workers)
+        return pulls, [(w, what) for _, said, what in owed for w in everybody if w not in said]
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        chunks = self.chunks.values()
+        used = [chunk.buffer for chunk in chunks if chunk.buffer is not None]
+        assert sorted(used + self.free) == list(range(self.spec.buffers))
+        queued = sorted(number for _, _, number in (*self.queue, *self.resident_queue))
+        assert queued == sorted(n for n, chunk in self.chunks.items() if chunk.queued is not None)
+        assert all(self.chunks[number].resident for _, _, number in self.resident_queue)
+        assert self.updating == sum(c.resident and c.phase is ChunkPhase.UPDATING for c in chunks)
+        assert self.updating <= AT_ONCE
+        assert sorted(self.gated) == sorted(
+            n for n, chunk in self.chunks.items() if chunk.phase is ChunkPhase.UPDATED
+        )
+        for chunk in chunks:
+            chunk.check(self._next_step(chunk), self.spec.workers)
+        for step, numbers in self.steps.open_updates.items():
+            open_now = {n for n, chunk in self.chunks.items() if step in chunk.asks_in()}
+            assert numbers == open_now, (step, numbers, open_now)
+        self.steps.check()
+        self.turns.check()
+
+
+def agreed(updates: Sequence[ApplyUpdate]) -> ApplyUpdate:
+    """What all workers asked for, in their order. A parameter without a gradient on some of them
+    is scaled as the others say. Raises LoopError where they say different things: their models
+    or loops differ."""
+    scales: list[float | None] = list(updates[0].scales)
+    for other in updates[1:]:
+        if len(other.scales) != len(scales) or other.hyper != updates[0].hyper:
+            raise LoopError(
+                f"workers 0 and {other.worker} differ in step {other.step}, chunk {other.chunk}:"
+                f" {len(scales)} and {len(other.scales)} parameters, hyperparameters"
+                f" {updates[0].hyper} and {other.hyper}",
+                hint="every worker runs the same loop with the same optimizer",
+            )
+        for i, (mine, theirs) in enumerate(zip(scales, other.scales)):
+            if mine is None:
+                scales[i] = theirs
+            elif theirs is not None and not _same_scale(mine, theirs):
+                raise LoopError(
+                    f"workers 0 and {other.worker} scale a gradient of step {other.step} by"
+                    f" {mine} and {theirs}",
+                    hint="clip by the norm that roadtrain gives: it is that of the workers' mean",
+                )
+    return replace(updates[0], scales=tuple(scales))
+
+
+def _same_scale(a: float, b: float) -> bool:
+    """Of a run that has diverged all scales are NaN."""
+    return a == b or (a != a and b != b)

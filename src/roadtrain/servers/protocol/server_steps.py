@@ -1,0 +1,163 @@
+"""Which steps a server has ended, written, prepared and committed. One half of
+servers/protocol/server.py; the other half is about chunks.
+
+A step is ended once all workers have said so. When all its updates are written too, a server with
+replicas says what it wrote (Written). Then it prepares the step, once the step before is committed
+and, where the job's own state is kept here, once that state is here (Commit). The first server
+commits by preparing; the others are told (CommitDone).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from roadtrain.servers.protocol.chunk_state import Resident
+from roadtrain.servers.protocol.commit import added
+from roadtrain.servers.protocol.messages import (
+    Action,
+    Commit,
+    CommitDone,
+    EndStep,
+    Prepare,
+    Prepared,
+    Send,
+    StepWords,
+    Written,
+)
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """One server of one session of workers."""
+
+    number: int
+    chunks: Mapping[int, Resident]  # that it owns or holds a replica of
+    buffers: int  # record buffers
+    durable: bool  # records rest on files
+    committed: int = 0  # the step at which the session began
+    workers: int = 1
+    relays: bool = False  # each worker is the relay of several: it pushes their sum
+    # Chunks whose weights part is one update behind -> whether the last update was in the step at
+    # which the session began.
+    delayed: Mapping[int, bool] = field(default_factory=dict)
+    first: int = 0  # the server that commits
+    everywhere: bool = False  # replicas: the job's own state is kept by all servers
+    owners: Mapping[int, int] = field(default_factory=dict)  # with replicas, of each chunk
+    answers: int | None = None  # how many of a worker's pulls are answered at once; None: all
+
+    @property
+    def alone(self) -> bool:
+        """One worker: nobody else is waited for, nothing is summed."""
+        return self.workers == 1 and not self.relays
+
+    @property
+    def commits(self) -> bool:
+        return self.number == self.first
+
+    @property
+    def keeps_blobs(self) -> bool:
+        return self.commits or self.everywhere
+
+
+class ServerSteps:
+    def __init__(self, spec: ServerSpec) -> None:
+        self.spec = spec
+        self.committed = spec.committed
+        # Step -> the chunks that any worker asked an update of, until written. A step is here from
+        # the first such chunk (or from its end) until it is prepared.
+        self.open_updates: dict[int, set[int]] = {}
+        # Step -> the workers that have ended it: some, not all.
+        self.ending: dict[int, set[int]] = {}
+        # Of these steps: worker -> what it said to the others.
+        self.words: dict[int, dict[int, Any]] = {}
+        # Steps that all workers have ended and that are not prepared, in order.
+        self.ended: deque[int] = deque()
+        self.preparing: int | None = None
+        # Step -> worker -> its part of the job's own state, until the step is prepared.
+        self.blobs: dict[int, dict[int, Any]] = {}
+        self.said_written = spec.committed  # the last step of which Written was sent
+        # With replicas: step -> owner -> the sums of Written so far, until that is sent.
+        self.sums: dict[int, dict[int, tuple[int, int]]] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is under way."""
+        under_way = self.ending or self.ended or self.blobs or self.open_updates
+        return bool(under_way) or self.preparing is not None
+
+    def update_asked(self, step: int, chunk: int) -> None:
+        self.open_updates.setdefault(step, set()).add(chunk)
+
+    def update_over(self, step: int, chunk: int) -> None:
+        """It is written, or nobody had a gradient."""
+        self.open_updates[step].discard(chunk)
+
+    def updated(self, step: int, chunk: int, checksum: int) -> None:
+        """With replicas: what the update of the chunk made."""
+        owner = self.spec.owners.get(chunk)
+        if owner is not None:
+            sums = self.sums.setdefault(step, {})
+            sums[owner] = added(sums.get(owner, (0, 0)), chunk, checksum)
+
+    def end(self, event: EndStep) -> list[Action]:
+        ending = self.ending.setdefault(event.step, set())
+        ending.add(event.worker)
+        words = self.words.setdefault(event.step, {})
+        words[event.worker] = event.word
+        if len(ending) < self.spec.workers:
+            return []
+        del self.ending[event.step], self.words[event.step]
+        self.ended.append(event.step)
+        self.open_updates.setdefault(event.step, set())
+        said = [words[worker] for worker in sorted(words)]
+        out: list[Action] = [Send(StepWords(event.step, said))] if any(said) else []
+        return out + self.prepare()
+
+    def commit(self, event: Commit) -> list[Action]:
+        self.blobs.setdefault(event.step, {})[event.worker] = event.blob
+        return self.prepare()
+
+    def prepare(self) -> list[Action]:
+        """Prepare the oldest ended step, if it is its turn."""
+        if not self.ended or self.preparing is not None or self.open_updates[self.ended[0]]:
+            return []
+        step = self.ended[0]
+        if self.committed < step - 1:
+            return []
+        out: list[Action] = []
+        if self.spec.everywhere and self.said_written < step:
+            self.said_written = step
+            sums = [(owner, *both) for owner, both in sorted(self.sums.pop(step, {}).items())]
+            out.append(Send(Written(self.spec.number, step, tuple(sums))))
+        if self.spec.keeps_blobs and len(self.blobs.get(step, ())) < self.spec.workers:
+            return out
+        self.ended.popleft()
+        del self.open_updates[step]
+        self.preparing = step
+        blobs = self.blobs.pop(step, {})
+        return [*out, Prepare(step, [blobs[worker] for worker in sorted(blobs)])]
+
+    def prepared(self, step: int) -> Send:
+        """Returns what is said of it."""
+        assert self.preparing == step
+        self.preparing = None
+        if not self.spec.commits:
+            return Send(Prepared(self.spec.number, step))
+        self.committed = step
+        return Send(CommitDone(step))
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        for step, workers in self.ending.items():
+            assert 0 < len(workers) < self.spec.workers
+            assert step not in self.ended and set(self.words[step]) == workers
+        assert [*self.ended] == sorted(self.ended)
+        assert set(self.ended) <= set(self.open_updates)
+        assert self.preparing not in self.open_updates
+        assert self.preparing is None or self.preparing == self.committed + 1
+        assert all(step > self.committed for step in self.blobs)
+        assert not self.sums or self.spec.owners
+        assert all(step > self.said_written for step in self.sums) or not self.spec.everywhere

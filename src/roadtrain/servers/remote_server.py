@@ -1,0 +1,196 @@
+"""The worker's end of the link to one server elsewhere. Does NOT decide who takes part:
+remote_servers.py does.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from roadtrain.errors import DeadlineError, LostError, PeerError, WireError
+from roadtrain.servers import frames as m
+from roadtrain.servers.connection import NO_ANSWER, SLOW
+from roadtrain.servers.protocol import messages
+from roadtrain.storage.ledger import unpack
+from roadtrain.transport.link import Link
+from roadtrain.units import show_bytes
+
+
+class RemoteServer:
+    """The worker's end of the link to one server: a MessageLink, and the Receiver of its frames.
+    `all`: the job's servers by number; whoever waits for any of them hears of the first that fails.
+    """
+
+    def __init__(self, number: int, peer: str, all: Mapping[int, RemoteServer]) -> None:
+        self.number, self.peer, self._all = number, peer, all
+        self.link: Link | None = None
+        self.deliver: Callable[[Any], None] = lambda message: None  # until there is a worker
+        # ticket -> chunk, where its parameters go
+        self._into: dict[int, tuple[int, memoryview]] = {}
+        self._inbox: queue.SimpleQueue[tuple[int, Any, bytes | memoryview]] = queue.SimpleQueue()
+        # what is under way there, how much of how much is done
+        self.progress: tuple[str, int, int] = "", 0, 0
+        self.moved = -math.inf  # when that changed
+        self.silent = ""  # who keeps it from answering, as it said last
+        self._error: BaseException | None = None
+        self._told = False  # it said itself that it ends
+        self.gone = False  # its link ended without a word
+
+    def connect(self, deliver: Callable[[Any], None]) -> None:
+        """From now on there is a worker, who hears also of what has failed before."""
+        self.deliver = deliver
+        if self._error is not None:
+            deliver(messages.Failed(self.number, self._error))
+
+    def send(self, message: Any) -> None:
+        if isinstance(message, messages.Pull):
+            self._into[message.ticket] = (message.chunk, message.into)
+        kind, header, parts = m.frame(message)
+        sent = (
+            (lambda: self.deliver(messages.BufferFree(message.ticket)))
+            if isinstance(message, messages.Push)
+            else None
+        )
+        self._post(kind, header, parts, sent)
+
+    def say(self, kind: int, fields: tuple[Any, ...], payload: bytes | memoryview = b"") -> None:
+        self._post(kind, m.encode(fields), [memoryview(payload)])
+
+    def _post(
+        self,
+        kind: int,
+        header: bytes,
+        parts: Sequence[memoryview],
+        sent: Callable[[], None] | None = None,
+    ) -> None:
+        assert self.link is not None
+        try:
+            # a pull names the version that it needs: it may overtake the pushes that give it
+            self.link.send(kind, header, parts, sent, urgent=kind == m.PULL)
+        except LostError:
+            # else whoever waits next hears what the server said before it hung up
+            if self._error is None:
+                raise
+
+    def wait(self, kind: int, what: str, deadline_s: float) -> tuple[Any, Any]:
+        """The next session frame, which must be of `kind`: (fields, payload). The deadline is
+        for no progress."""
+        begin = time.monotonic()
+        while True:
+            left_s = max(begin, self.moved) + deadline_s - time.monotonic()
+            try:
+                got, fields, payload = self._inbox.get(timeout=max(0.0, left_s))
+                break
+            except queue.Empty:
+                if time.monotonic() >= max(begin, self.moved) + deadline_s:
+                    raise DeadlineError(
+                        f"waited {deadline_s:.0f} s for {what} from {self.peer}{self.waits_for()}",
+                        hint=NO_ANSWER if self.silent else SLOW,
+                    ) from None
+        if got == m.FAILED:
+            raise LostError(
+                f"waiting for {what}: {self._error or f'{self.peer} ended'}"
+            ) from self._error
+        if got != kind:
+            raise WireError(f"{self.peer} sent a frame of kind {got} instead of {what}")
+        return fields, payload
+
+    def waits_for(self) -> str:
+        """For people: what it waits for itself."""
+        what, done, of = self.progress
+        amount = f", {show_bytes(done)} of {show_bytes(of)}" if done else ""
+        what = self.silent or what
+        return f", which waits for {what}{'' if self.silent else amount}" if what else ""
+
+    def beat(self) -> None:
+        if self.link is not None:
+            with suppress(PeerError):
+                self.link.send(m.BEAT, m.encode(()), urgent=True)
+
+    def has_spoken(self) -> bool:
+        """Whether `wait` would not wait."""
+        return not self._inbox.empty()
+
+    def close(self) -> None:
+        """Where this worker ends because of a server, the others hear of it, for the sentences
+        of their workers."""
+        if self.link is None:
+            return
+        if self._error is not None:
+            with suppress(PeerError):
+                self.link.send(
+                    m.FAILED, m.encode((type(self._error).__name__, str(self._error))), urgent=True
+                )
+        self.link.close()
+
+    # the Receiver of its link
+
+    def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
+        fields = m.header(kind, header)
+        if kind == m.PULLED:
+            ticket, chunk = fields
+            expected, into = self._into.get(ticket, (-1, memoryview(b"")))
+            if expected != chunk or len(into) != nbytes:
+                raise WireError(
+                    f"{nbytes} bytes of chunk {chunk} came for ticket {ticket}, {len(into)} were"
+                    " asked for"
+                )
+            return into
+        if kind not in (m.WELCOME, m.READY, m.GRAD_ACCUMULATED, m.STEP_WORDS, m.RECORD):
+            raise WireError(f"a frame of kind {kind} has no payload, {nbytes} bytes came")
+        return memoryview(bytearray(nbytes))
+
+    def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
+        fields = m.header(kind, header)
+        match kind:
+            case m.FAILED:
+                self._failed(LostError(f"{self.peer} ended: {fields[1]}"))
+            case m.RECORD:
+                self._inbox.put((kind, fields, payload))
+            case m.PROGRESS if fields.of == m.WAITS_ONLY:
+                self.silent = fields.doing
+            case m.PROGRESS:
+                if fields != self.progress:
+                    self.progress, self.moved = fields, time.monotonic()
+            case m.WELCOME | m.FILLED | m.SETTLED | m.READY:
+                if kind == m.READY:
+                    self.progress = "", 0, 0
+                self._inbox.put((kind, fields, bytes(payload)))
+            case _:
+                self.deliver(self._message(kind, fields, payload))
+
+    def _message(self, kind: int, fields: tuple[Any, ...], payload: memoryview) -> Any:
+        """To the worker."""
+        match kind:
+            case m.PULLED:
+                ticket, chunk = fields
+                del self._into[ticket]
+                return messages.Pulled(ticket, chunk)
+            case m.GRAD_ACCUMULATED:
+                return messages.GradAccumulated(fields[0], np.frombuffer(payload, np.float64))
+            case m.WRITTEN:
+                return messages.Written(self.number, *fields)
+            case m.PREPARED:
+                return messages.Prepared(self.number, fields[0])
+            case m.COMMITTED:
+                return messages.CommitDone(fields[0])
+            case m.STEP_WORDS:
+                return messages.StepWords(fields[0], unpack(bytes(payload)))
+        raise WireError(f"a frame of kind {kind} goes the other way")
+
+    def lost(self, error: PeerError) -> None:
+        self.gone = not self._told
+        self._failed(error)
+
+    def _failed(self, error: PeerError) -> None:
+        self._told = True
+        for server in (self, *list(self._all.values())):
+            server._error = server._error or error
+            server._inbox.put((m.FAILED, (), b""))
+        self.deliver(messages.Failed(self.number, error))

@@ -1,0 +1,461 @@
+"""The servers of a job that run elsewhere: joins them, opens the store with them, fills it, leaves.
+
+Worker 0 makes the store or opens it, and fills a new one; the others wait until it is there. From
+then on all workers do the same, and the servers wait for all of them. A lost server or worker is an
+error here: whoever started this process (torchrun) starts it again, and it goes on at the last
+committed step.
+
+With replicas worker 0 then leaves out a server that does not answer, and fills one that has missed
+steps up again from those that have not; the others go by what it did. Where all that is left in the
+servers' stores is not the newest step, it sends all of them back to a snapshot, if they have one
+(opening.py).
+
+Does NOT convert a store to another number of servers, chunk size or dtype: that is refused, with
+what is there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import msgspec
+
+from roadtrain.chunks import Chunk
+from roadtrain.errors import BusyError, DeadlineError, LostError, PeerError, WireError
+from roadtrain.kernels.rules import described
+from roadtrain.options.budgets import RelayBudgets
+from roadtrain.relay import relay as relays
+from roadtrain.retry import SAY_S, SAY_SOON_S
+from roadtrain.servers import frames as m
+from roadtrain.servers import health
+from roadtrain.servers.opening import Begin, FoundStore, FoundStores, Opening
+from roadtrain.servers.remote_server import RemoteServer
+from roadtrain.servers.store_plan import StorePlan
+from roadtrain.servers.trace import Stages
+from roadtrain.servers.worker_group import WorkerGroup
+from roadtrain.storage.convert import RecordView
+from roadtrain.storage.history import Doubt, HistoryLink, Resume, Witness
+from roadtrain.storage.ledger import StoreMeta
+from roadtrain.storage.mark import Mark
+from roadtrain.switch.link import Participant, dial
+from roadtrain.switch.options import FanIn
+from roadtrain.transport import shm
+from roadtrain.transport.address import local_options
+from roadtrain.transport.tcp import Address, TcpOptions
+
+FILLS_AT_ONCE = 4
+GRACE_S = 5.0  # for a server to answer once others that hold every chunk have
+DIAL_S = 2.0  # for one try to reach a host that may be dead
+BEAT_S = 2.0  # between two signs of life; servers bear SILENT_S of silence (servers/serve.py)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Where a job's servers are, and how this worker comes to them."""
+
+    addresses: Sequence[Address]  # by number of the server
+    options: TcpOptions
+    group: WorkerGroup
+    relay: RelayBudgets | None = None  # of the process that communicates for this host's workers
+    mark: Mark | None = None  # what the run directory knows of the store
+    give_up: Sequence[int] = ()  # servers whose contents are not to count where that is in doubt
+    fan_in: FanIn | None = None  # how gradients are summed on their way
+
+
+class RemoteServers:
+    """JobServers elsewhere. `servers`: those that take part. Raises ForeignError where they hold
+    another job, LostError, DeadlineError."""
+
+    local, store = False, None
+
+    def __init__(
+        self,
+        store_plan: StorePlan,
+        reach: Reach,
+        *,
+        deadline_s: float,
+        holds_gradients: bool,
+        report: Callable[[str], None] = print,
+        anew: int | None = None,
+    ) -> None:
+        """`anew`: whatever they hold, they are filled by worker 0, as the contents of that step."""
+        self.store_plan, self.reach, self.group = store_plan, reach, reach.group
+        self._deadline_s, self._report = deadline_s, report
+        self._holds_gradients, self._anew = holds_gradients, anew
+        self.names = tuple(
+            f"server {number} ({host}:{port})"
+            for number, (host, port) in enumerate(reach.addresses)
+        )
+        self.meta = replace(store_plan.meta(), owners=store_plan.owners, directories=self.names)
+        self.new, self.step, self.blob = False, 0, b""
+        self.servers: dict[int, RemoteServer] = {}
+        self._stores = FoundStores(store_plan, self.meta, reach.mark, reach.give_up)
+        self._rests: list[str] = []  # where each server that was joined keeps what it holds
+        self._said: dict[int, tuple[Any, Any]] = {}  # Ready, of whom it has come
+        self._covered_since: float | None = None
+        self._begun: set[int] = set()  # servers that have written down that this session began
+        self._unfilled = dict.fromkeys(range(len(self.names)), 0)
+        # which are filled up again -> what was committed with the last step
+        self._behind: dict[int, bytes] = {}
+        self.history = ""  # what this run is a witness of, from when its session has begun
+        self._sockets: Path | None = None  # where this host's relay listens
+        self._relay = self._start_relay()
+        self._over = threading.Event()
+        self._beats = threading.Thread(target=self._beat, name="beats", daemon=True)
+        self._beats.start()
+        try:
+            missing = self._join_all()
+            if self.group.rank == 0:
+                self._open(missing)
+        except BaseException:
+            self.abort()
+            raise
+
+    def again(self, step: int) -> RemoteServers:
+        """All workers, once this session is closed: the same servers in a new one, whose contents
+        are to be filled anew as those of `step`."""
+        group = replace(self.group, session=f"{self.group.session}:from step {step}")
+        return RemoteServers(
+            self.store_plan,
+            replace(self.reach, group=group),
+            deadline_s=self._deadline_s,
+            holds_gradients=self._holds_gradients,
+            report=self._report,
+            anew=step,
+        )
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        return sorted(self.servers)
+
+    @property
+    def rests(self) -> str:
+        return "; ".join(dict.fromkeys(self._rests))
+
+    def connect(self, deliver: Callable[[Any], None], stages: Stages) -> Mapping[int, RemoteServer]:
+        for server in self.servers.values():
+            server.connect(deliver)
+        return self.servers
+
+    def _start_relay(self) -> Popen[bytes] | None:
+        """The process of this host's workers, started by the first of them."""
+        group, relay = self.group, self.reach.relay
+        if relay is None:
+            return None
+        host = group.rank // group.local
+        self._sockets = relays.sockets_of(group.session, host, self.reach.addresses)
+        if group.rank % group.local:
+            return None
+        return relays.start(
+            relays.Orders(
+                str(self._sockets),
+                self.reach.addresses,
+                self.reach.options,
+                group.session,
+                host,
+                group.workers // group.local,
+                group.local,
+                self.meta.to_json(),
+                relay,
+                self._deadline_s,
+                self.reach.fan_in,
+            )
+        )
+
+    def _beat(self) -> None:
+        """This process runs, whatever its main thread does: servers end the session of one that
+        is stopped."""
+        while not self._over.wait(BEAT_S):
+            for server in list(self.servers.values()):
+                server.beat()
+
+    # who takes part
+
+    def _join_all(self) -> dict[int, PeerError | None]:
+        """Connects to the servers until `_enough`. Returns the missing ones, with what was wrong
+        last. Tries again for `retry_s` while nobody listens, or while a server is busy with workers
+        that may be leaving.
+        """
+        options = self.reach.options
+        missing: dict[int, PeerError | None] = dict.fromkeys(range(len(self.names)))
+        begin = time.monotonic()
+        say_at = begin + SAY_SOON_S
+        while True:
+            self._try_to_join(missing)
+            if self._enough(missing):
+                return missing
+            # for worker 0 to begin
+            waiting = not missing or (self.group.rank > 0 and len(self.servers) > 0)
+            limit_s = (options.retry_s or 0.0) + self._deadline_s * waiting
+            moved = max([begin, *(server.moved for server in self.servers.values())], default=begin)
+            since = moved if waiting else begin
+            if time.monotonic() - since > limit_s:
+                break
+            if time.monotonic() >= say_at:
+                self._say_how_far(missing, since + limit_s - time.monotonic())
+                say_at = time.monotonic() + SAY_S
+            time.sleep(0.05)
+        if waiting:
+            raise DeadlineError(
+                f"waited {limit_s:.0f} s for worker 0 to begin with {self._names(self.servers)}"
+            )
+        raise self._no_answer(missing, limit_s)
+
+    def _try_to_join(self, missing: dict[int, PeerError | None]) -> None:
+        """Once each of `missing`."""
+        options, spare = self.reach.options, self.meta.replicas > 1
+        if spare:
+            options = replace(options, retry_s=0.0, connect_s=min(options.connect_s, DIAL_S))
+        for number in list(missing):
+            try:
+                self._join(number, options)
+                del missing[number]
+            except (LostError, DeadlineError, WireError) as error:
+                if not isinstance(error, BusyError) and (not spare or isinstance(error, WireError)):
+                    raise
+                missing[number] = error
+
+    def _no_answer(self, missing: Mapping[int, PeerError | None], limit_s: float) -> PeerError:
+        why = next(e for e in missing.values() if e is not None)
+        if self.meta.replicas == 1:
+            return why
+        doubt = self._stores.decide() if self._stores.found else None
+        which = f"; {doubt.why}" if isinstance(doubt, Doubt) else ", which others do not replace"
+        error = LostError(
+            f"no answer for {limit_s:.0f} s from {self._names(missing)}{which}: {why}",
+            hint=(doubt.hint if isinstance(doubt, Doubt) else "")
+            or "a new store needs all its servers, later each chunk needs one of its two",
+        )
+        error.__cause__ = why
+        return error
+
+    def _say_how_far(self, missing: Mapping[int, PeerError | None], left_s: float) -> None:
+        for why in filter(None, missing.values()):
+            said = str(why).partition("\n")[0]
+            self._report(f"waiting: {said}. It is tried for another {left_s:.0f} s")
+            return
+        for server in self.servers.values():
+            if words := server.waits_for():
+                self._report(f"{server.peer}{words}")
+                return
+
+    def _join(self, number: int, options: TcpOptions) -> None:
+        own = self._participant()
+        peer = self.names[number] + (f" by switch {own.switch}" if own is not None else "")
+        server = RemoteServer(number, peer, self.servers)
+        g, name = self.group, f"server {number}"
+        hello = m.Hello(g.session, g.rank, g.workers, g.local, number, self.meta.signature)
+        if self._sockets is not None:
+            server.link = shm.connect(
+                self._sockets / str(number),
+                server,
+                local_options(options),
+                hello=m.encode(hello),
+                name=f"relay to {name}",
+                language=m.LANGUAGE,
+            )
+        else:
+            address = self.reach.addresses[number]
+            server.link = dial(address, server, options, hello, own, name=name, report=self._report)
+        try:
+            fields, description = server.wait(m.WELCOME, "a welcome", self._deadline_s)
+        except BaseException:
+            server.close()
+            raise
+        newest, snapshots, every, rests = fields
+        self.servers[number] = server
+        self._rests.append(rests)
+        if self.group.rank == 0:
+            meta = StoreMeta.from_json(description, server.peer) if description else None
+            self._stores.add(number, FoundStore(newest, snapshots, every, meta))
+
+    def _participant(self) -> Participant | None:
+        """Who takes part in the network's sum for this worker."""
+        plan, group, each = self.reach.fan_in, self.group, 1
+        if plan is None:
+            return None
+        if self._sockets is not None:  # the relay of its host does
+            each = group.local
+        chunks = self.store_plan.table.chunks
+        return Participant(plan, group.rank // each, group.workers // each, chunks)
+
+    def _enough(self, missing: Mapping[int, PeerError | None]) -> bool:
+        return self._enough_for_first(missing) if self.group.rank == 0 else self._enough_for_other()
+
+    def _enough_for_first(self, missing: Mapping[int, PeerError | None]) -> bool:
+        """Whether all are here, or for GRACE_S those that hold every chunk, nobody being busy."""
+        busy = any(isinstance(error, WireError) for error in missing.values())
+        covered = not busy and self.meta.replicas > 1 and isinstance(self._stores.decide(), Resume)
+        now = time.monotonic()
+        self._covered_since = (self._covered_since or now) if covered else None
+        return not missing or (
+            self._covered_since is not None and now - self._covered_since >= GRACE_S
+        )
+
+    def _enough_for_other(self) -> bool:
+        """Whether all of whom worker 0 took are here and ready; the rest is left."""
+        for number, server in self.servers.items():
+            if number not in self._said and server.has_spoken():
+                self._said[number] = server.wait(
+                    m.READY, "word that worker 0 has opened the store", self._deadline_s
+                )
+        members = next((members for (_, members, _), _ in self._said.values()), ())
+        if not members or not self._said.keys() >= set(members):
+            return False
+        for number in self.servers.keys() - set(members):
+            self.servers.pop(number).close()
+        (self.step, _, job), self.blob = self._said[members[0]]
+        self.meta = replace(self.meta, job=job)
+        return True
+
+    def _names(self, numbers: Iterable[int]) -> str:
+        return self._stores.names_of(numbers)
+
+    # the store
+
+    def _open(self, missing: Mapping[int, PeerError | None]) -> None:
+        """Worker 0: the servers make a store, or open the one that they hold, or go back to a
+        snapshot."""
+        opening = self._stores.opening(missing, self._report)
+        if self._anew is not None:
+            opening = opening.anew(self._anew)
+        self.new, self.step = opening.begin is Begin.NEW, opening.step
+        back = opening.begin is Begin.SNAPSHOT
+        behind = self.servers if back else sorted(self.servers.keys() - set(opening.members))
+        self._behind = {} if self.new else dict.fromkeys(behind, b"")
+        if given_up := self._stores.given_up:
+            self._report(f"given up: what {self._names(given_up)} may hold beyond step {self.step}")
+        link = HistoryLink(uuid.uuid4().hex[:16], self.step, tuple(self.numbers), int(time.time()))
+        history = opening.history
+        self.meta = replace(opening.meta, history=(*history, link), sessions=(), without=())
+        self.history = str(Witness(history[-1].id if history else "", link.id, link.members))
+        for number in self.servers:
+            self._say_open(number, opening)
+        if missing:
+            self._report(
+                f"replicas: no answer from {self._names(missing)}: left out, its chunks have one"
+                " copy until a start finds it again"
+            )
+        for number in self._behind:
+            if not back or number not in opening.having:  # else it restores that itself
+                self._report(
+                    f"replicas: {self.names[number]} is filled up again at step {self.step}"
+                )
+                self._fill_up(number, opening.members)
+
+    def _say_open(self, number: int, opening: Opening) -> None:
+        rules = [described(rule) for rule in self.store_plan.rules]
+        meta = replace(self.meta, index=number).to_json()
+        new = self.new or number in self._behind
+        # what was kept elsewhere may be another's
+        ours = number in opening.having and (opening.begin is Begin.SNAPSHOT or not new)
+        given_up = new and number in self._stores.given_up
+        self.servers[number].say(
+            m.OPEN,
+            (
+                new,
+                self.step,
+                len(self.names),
+                self._holds_gradients,
+                opening.kept if ours else -1,
+                given_up,
+            ),
+            msgspec.json.encode({"meta": meta, "rules": rules}),
+        )
+
+    def _fill_up(self, number: int, members: Sequence[int]) -> None:
+        """All that server `number` is to hold, from `members`, whose contents count."""
+        for chunk in self.meta.owned(number):
+            source = next(s for s in self.meta.holders(chunk) if s in members)
+            self.fill(number, chunk, self._read(source, chunk, f"chunk {chunk}"))
+        self._behind[number] = bytes(self._read(members[0], -1, "the job's own state"))
+
+    def fill(self, number: int, chunk: int, record: memoryview) -> None:
+        while self._unfilled[number] >= FILLS_AT_ONCE:
+            self._filled(number)
+        self._unfilled[number] += 1
+        self.servers[number].say(m.FILL, (chunk,), record)
+
+    def _filled(self, number: int) -> None:
+        self.servers[number].wait(m.FILLED, "a chunk to be stored", self._deadline_s)
+        self._unfilled[number] -= 1
+
+    def start(self, blob: bytes) -> None:
+        """Worker 0: step 0 of a new store is committed with `blob`, server 0 last; then the
+        servers write down that this session begins, and serve."""
+        if self.group.rank:
+            return
+        first = self.meta.members[0]
+        order = sorted(self.servers, reverse=True)
+        for number in order:
+            while self._unfilled[number]:
+                self._filled(number)
+            if self.new or number in self._behind:
+                own = blob if self.new and (number == first or self.meta.replicas > 1) else b""
+                self.servers[number].say(m.SETTLE, (), self._behind.get(number, own))
+                self.servers[number].wait(m.SETTLED, "a new part to be whole", self._deadline_s)
+        if (
+            self.reach.mark is not None and not self.new
+        ):  # before anybody else can know of this session
+            self.reach.mark.adopt(self.meta.job, self.step, self.history)
+        for number in order:  # all have what the link says that they have
+            self.servers[number].say(m.BEGIN, ())
+            _, given = self.servers[number].wait(m.READY, "the store to be ready", self._deadline_s)
+            self._begun.add(number)
+            self.blob = given if number == first else self.blob
+
+    def record_of(self, chunk: Chunk, what: str) -> RecordView:
+        holder = next(s for s in self.meta.holders(chunk.id) if s in self.servers)
+        return RecordView(self.meta, chunk, self._read(holder, chunk.id, f"chunk {chunk.id}"))
+
+    def _read(self, number: int, chunk: int, what: str) -> memoryview:
+        self.servers[number].say(m.READ, (chunk,))
+        return self.servers[number].wait(m.RECORD, what, self._deadline_s)[1]
+
+    def rewrite(self, change: Callable[[RecordView], None], step: int, blob: bytes) -> None:
+        raise AssertionError("what servers elsewhere hold is not rewritten")
+
+    def nbytes(self) -> int:
+        return 0
+
+    def stop(self) -> list[str]:
+        self._over.set()
+        self._beats.join()
+        for server in self.servers.values():
+            server.close()
+        self._bear_witness()
+        return []
+
+    def close(self) -> None:
+        relays.end(self._relay)
+
+    def abort(self) -> None:
+        """Where no session comes of it."""
+        self._over.set()
+        self._beats.join()
+        for server in self.servers.values():
+            server.close()
+        if self._relay is not None:
+            self._relay.kill()
+
+    def _bear_witness(self) -> None:
+        """Worker 0 of two servers, without a run directory: one of them at most is told that it may
+        go on without the other, the one that is left or else the first. Whoever has not begun this
+        session cannot know of it.
+        """
+        pair = self.meta.replicas > 1 and len(self.names) == len(self.servers) == 2
+        if self.group.rank or self.reach.mark is not None or not pair:
+            return
+        gone = [number for number, server in self.servers.items() if server.gone]
+        other = gone[0] if gone else max(self.servers)
+        if len(gone) > 1 or other not in self._begun:
+            return
+        word = m.encode((self.meta.job, self.meta.history[-1].id, (other,)))
+        health.ask(self.reach.addresses[1 - other], self.reach.options, m.WITHOUT + word)

@@ -1,0 +1,165 @@
+"""Where the residuals of error feedback rest: what a worker has not sent (kernels/codecs.py).
+
+The residuals of a block are a block of their own, which a server stores under the rule `replace`,
+so they are pulled, pushed, committed and resumed like everything else (Rule 3).
+
+Where the servers are elsewhere, they rest on the worker's own host: they are the part of one more
+server, which only this worker knows and which runs in its process (`Residuals`). It prepares each
+step before the others commit it (servers/protocol/commit.py), so after a kill it is at the step
+that the job goes on from. Where it is not (the worker is on another host now, or all went back to a
+snapshot), residuals begin at zero, and that is said.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from roadtrain.chunks import ChunkTable, ParamSpec, Record
+from roadtrain.device.buffers import Buffer
+from roadtrain.kernels.rule import Rule
+from roadtrain.options.budgets import RecordBudgets
+from roadtrain.servers.server import Server, Setup
+from roadtrain.servers.store_plan import StorePlan
+from roadtrain.servers.trace import Stages
+from roadtrain.storage.file import FileTier
+from roadtrain.storage.generation import create_part, open_part, publish_part
+from roadtrain.storage.history import HistoryLink
+from roadtrain.storage.ledger import StoreMeta
+
+Report = Callable[[str], None]
+
+
+class Replace(Rule):
+    """The new value is what was pushed."""
+
+    name = "replace"
+    arrays: tuple[str, ...] = ()
+    reads_state = False
+
+    def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
+        return ()
+
+    def apply(self, p: Any, grad: Any, *_: Any) -> None:
+        p[:] = grad
+
+    def reference(self, *args: Any) -> None:
+        self.apply(*args)
+
+
+def residual_blocks(table: ChunkTable, groups: int) -> list[tuple[str, list[ParamSpec]]]:
+    """A block of fp32 residuals for every block that trains anything. Each trainable run
+    becomes a run of residuals with the same element offsets; group `groups + i` belongs to the
+    i-th run."""
+    out = []
+    for block in table.blocks:
+        specs = []
+        for i, run in enumerate(r for r in block.runs if r.trainable):
+            for span in run.spans:
+                p = table.params[span.param]
+                specs.append(ParamSpec(f"residual:{p.name}", p.shape, "fp32", True, groups + i))
+        if specs:
+            out.append((f"residual:{block.name}", specs))
+    return out
+
+
+def residual_block_of(table: ChunkTable) -> dict[int, int]:
+    """Block -> the block of its residuals, where `table` has one."""
+    names = {block.name: block.index for block in table.blocks}
+    found = {block.index: names.get(f"residual:{block.name}") for block in table.blocks}
+    return {block: residuals for block, residuals in found.items() if residuals}
+
+
+def begin_session(tier: FileTier) -> tuple[str, str]:
+    """Every record of a worker's residuals names a new session from now on. Returns the one that
+    trained what is there, "" where that is not known, and the new one."""
+    before = "" if tier.session is None else tier.session.id
+    tier.session = HistoryLink(uuid.uuid4().hex[:16], max(0, tier.step), (), int(time.time()))
+    return before, tier.session.id
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """The residuals of a worker whose servers are elsewhere."""
+
+    store_plan: StorePlan  # the model's blocks and behind them their residuals, with one directory
+    base: int  # the chunks of the model; all others are this part's
+    number: int  # of its server, one more than the last of the job's
+
+    @property
+    def table(self) -> ChunkTable:
+        return self.store_plan.table
+
+    @property
+    def directory(self) -> Path:
+        return self.store_plan.directories[0]
+
+    @property
+    def records(self) -> Mapping[int, Record]:
+        return self.meta().owned(self.number)
+
+    def meta(self, job: str = "") -> StoreMeta:
+        owners = tuple(self.number if chunk.id >= self.base else -1 for chunk in self.table.chunks)
+        return replace(
+            self.store_plan.meta(job),
+            owners=owners,
+            directories=("",) * (self.number + 1),
+            index=self.number,
+        )
+
+    def open(self, job: str, step: int, report: Report) -> FileTier:
+        """At `step` of `job`. Raises ForeignError where the directory holds another job's,
+        StoreError."""
+        meta, steps = self.meta(job), tuple[int, ...]()
+        if (found := open_part(self.directory, direct=self.store_plan.direct)) is not None:
+            same, steps = (
+                (found.meta.job, found.meta.signature) == (job, meta.signature),
+                found.found,
+            )
+            found.close()
+            if same and step in steps:
+                part = open_part(self.directory, step, direct=self.store_plan.direct)
+                assert part is not None
+                if part.note:
+                    report(part.note)
+                return part
+        tier = create_part(self.directory, meta, direct=self.store_plan.direct)
+        try:
+            for chunk, record in meta.owned(self.number).items():
+                tier.write(chunk, "record", Buffer(record.nbytes).view)
+            tier.prepare(step, b"")
+            tier.committed(step)
+            for line in publish_part(self.directory):
+                report(line)
+        except BaseException:
+            tier.close()
+            raise
+        if step:
+            report(
+                f"lossy: {self.directory} has residuals of step(s)"
+                f" {', '.join(map(str, steps)) or 'none'}, not of {step}: they begin at zero"
+            )
+        return tier
+
+    def server(
+        self,
+        tier: FileTier,
+        budgets: RecordBudgets,
+        deliver: Callable[[Any], None],
+        stages: Stages,
+        report: Report,
+    ) -> Server:
+        setup = Setup(
+            self.number,
+            f"residuals ({self.directory})",
+            tier.meta,
+            self.store_plan.rules,
+            tier,
+            budgets,
+            report,
+        )
+        return Server(setup, lambda message, _: deliver(message), stages, tier.step)

@@ -1,0 +1,583 @@
+"""A server: owns chunks, holds their gradients, updates them next to their storage. Threads around
+servers/protocol/server.py.
+
+One loop thread feeds the state machine; I/O threads serve the device's queue; update threads run
+kernels and copies. All heavy work (preadv/pwritev, hashing, numba kernels, numpy copies) releases
+the GIL.
+Memory: record buffers and scratch are allocated once; what is kept from files lies in one arena.
+
+Any failure ends the server: the worker gets Failed with the cause, and the last committed step
+stays as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from roadtrain.chunks import Chunk, Record
+from roadtrain.device.buffers import Buffer, array_in
+from roadtrain.errors import DeadlineError, LostError, RoadtrainError
+from roadtrain.kernels.cast import cast
+from roadtrain.kernels.rule import Rule
+from roadtrain.options.budgets import RecordBudgets
+from roadtrain.servers.gradients import PushedGradients
+from roadtrain.servers.protocol import messages
+from roadtrain.servers.protocol.chunk_state import Resident
+from roadtrain.servers.protocol.queues import (
+    READ_PARAMETERS,
+    READ_STATE,
+    WRITE_STATE,
+    DeviceQueue,
+    Trial,
+)
+from roadtrain.servers.protocol.server import ServerStateMachine
+from roadtrain.servers.protocol.server_steps import ServerSpec
+from roadtrain.servers.trace import Stages
+from roadtrain.storage.file import FileTier
+from roadtrain.storage.ledger import StoreMeta, digest, pack
+from roadtrain.transport.link import copy
+from roadtrain.units import show_rate
+
+Outcome = tuple[int, tuple[Any, ...] | None]
+Job = Callable[[], Outcome]
+
+LOOK_S = 2.0  # for the loop to come to a question
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What one server is made of. `meta`: of the whole store. `tier` None: everything rests in
+    memory."""
+
+    number: int
+    name: str
+    meta: StoreMeta
+    rules: Sequence[Rule]
+    tier: FileTier | None
+    budgets: RecordBudgets  # this server's alone
+    report: Callable[[str], None]
+    workers: int = 1
+    local: int = 1  # of each host, whose gradients are summed first; negative: their relay has
+    io_threads: int = 4  # a direction
+    # buffers for parameters on their way to all workers; None: they go to the workers' own memory
+    answers: int | None = None
+
+
+class Server:
+    """`deliver(message, worker)`: to one worker, or (None) to all."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        deliver: Callable[[Any, int | None], None],
+        stages: Stages,
+        committed: int,
+    ) -> None:
+        self.setup, self.peer, self._deliver, self._stages = setup, setup.name, deliver, stages
+        self.tier, meta, budgets = setup.tier, setup.meta, setup.budgets
+        self.records = meta.owned(setup.number)
+        self.chunks = {number: meta.table.chunks[number] for number in self.records}
+        self._resident = budgets.resident if self.tier else frozenset(self.chunks)
+        buffers, scratch_bytes = (budgets.buffers, budgets.scratch_bytes) if self.chunks else (0, 0)
+        self._buffers = [Buffer(budgets.buffer_bytes) for _ in range(buffers)]
+        self.memory = self._keep()
+        self._grads = PushedGradients(
+            self.chunks, self.tier, buffers, scratch_bytes, setup.workers, setup.local
+        )
+        # chunk -> checksums of what is updated and not yet written
+        self._sums: dict[int, dict[str, int]] = {}
+        self._late = frozenset(
+            c for c, chunk in self.chunks.items() if meta.staleness and chunk.trainable
+        )
+        self.machine = self._decide(committed)
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._device = DeviceQueue(limit=setup.io_threads)
+        self.trial, self._moved, self._busy_s, self._began = Trial(), 0, 0.0, 0.0
+        self._device_ready = threading.Condition()
+        self._kernels: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
+        self._count = itertools.count()  # of what is put there: equal priorities keep their order
+        self._stopping = False
+        self._failed = False
+        self._threads: list[threading.Thread] = []
+
+    def _decide(self, committed: int) -> ServerStateMachine:
+        setup, meta = self.setup, self.setup.meta
+        spec = ServerSpec(
+            setup.number,
+            {c: self._resident_part(c) for c in self.chunks},
+            len(self._buffers) - bool(self.memory),
+            durable=self.tier is not None,
+            committed=committed,
+            workers=setup.workers,
+            relays=setup.local < 0,
+            delayed={
+                c: self.tier is not None and self.tier.written_in(c) == committed > 0
+                for c in self._late
+            },
+            first=meta.members[0],
+            everywhere=meta.replicas > 1,
+            owners={c: meta.owners[c] for c in self.chunks} if meta.replicas > 1 else {},
+            answers=None if setup.answers is None else setup.answers // setup.workers,
+        )
+        return ServerStateMachine(spec)
+
+    def _resident_part(self, chunk: int) -> Resident:
+        if chunk in self._resident:
+            return Resident.RECORD
+        kept = chunk in self.setup.budgets.weights_resident
+        return Resident.WEIGHTS if kept else Resident.NOTHING
+
+    def nbytes(self) -> int:
+        """Memory that this server holds."""
+        return sum(b.nbytes for b in [*self._buffers, *self._grads.scratch.buffers])
+
+    def _keep(self) -> dict[int, memoryview]:
+        """One more buffer for everything that is kept in memory, and each chunk's view into it."""
+        sizes = {
+            c: r.nbytes if c in self._resident else r.weights_nbytes
+            for c, r in self.records.items()
+            if c in self._resident | self.setup.budgets.weights_resident
+        }
+        if not sizes:
+            return {}
+        self._buffers.append(Buffer(sum(sizes.values())))
+        starts = itertools.accumulate(sizes.values(), initial=0)
+        return {c: self._buffers[-1].view[at : at + sizes[c]] for c, at in zip(sizes, starts)}
+
+    def start(self, loaded: Callable[[int], None] = lambda nbytes: None) -> None:
+        """Loads what is kept in memory (`loaded` hears of each chunk's bytes), then serves.
+        Raises StoreError when the files are damaged."""
+        self._load(loaded)
+        n_io = 2 * self.setup.io_threads if self.tier is not None else 0
+        jobs = [
+            (self._loop, "loop"),
+            (self._compute, "update"),
+            *[(self._io, f"io{i}") for i in range(n_io)],
+        ]
+        for target, name in jobs:
+            thread = threading.Thread(target=target, name=f"{self.setup.name} {name}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def send(self, message: Any) -> None:
+        """From the worker of this process (Server is its MessageLink)."""
+        if self._stopping:
+            raise LostError(f"{self.peer} is closed")
+        self.receive(message)
+
+    def waits_for(self) -> str:
+        return ""
+
+    def receive(self, message: Any) -> None:
+        """A message from a worker, or an event of a doer. Does not block."""
+        self._inbox.put(message)
+
+    def waits(self) -> tuple[list[messages.Pull], list[tuple[int, str]]]:
+        """As the state machine says. DeadlineError where it does not."""
+        said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.receive(lambda: said.put(self.machine.waits()))
+        try:
+            return said.get(timeout=LOOK_S)
+        except queue.Empty:
+            raise DeadlineError(f"{self.setup.name} is too busy to say what it does") from None
+
+    def begin_again(
+        self, meta: StoreMeta, tier: FileTier | None, step: int, deadline_s: float
+    ) -> None:
+        """Between steps, nothing being under way: its records are now those of `tier` (None:
+        what was written into its memory) at `step`. Raises StoreError when the files are
+        damaged, DeadlineError."""
+        said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def change() -> None:
+            self.setup = replace(self.setup, meta=meta, tier=tier)
+            self.tier = self._grads.tier = tier
+            self._sums.clear()
+            self.machine = self._decide(step)
+            try:
+                self._load()
+            except BaseException as error:
+                said.put(error)
+                raise
+            said.put(None)
+
+        self.receive(change)
+        try:
+            error = said.get(timeout=deadline_s)
+        except queue.Empty:
+            raise DeadlineError(
+                f"waited {deadline_s:.0f} s for {self.setup.name} to read its records anew"
+            ) from None
+        if error is not None:
+            raise error
+
+    def stop(self, deadline_s: float) -> list[str]:
+        """Ends all threads; does not wait for unfinished steps (the caller flushes first if it
+        wants them). Returns the names of those that hang beyond the deadline; the memory that
+        they use stays until they let go. The tier is closed by whoever opened it."""
+        self._stopping = True
+        self._inbox.put(None)
+        with self._device_ready:
+            self._device_ready.notify_all()
+        for i in range(len(self._threads)):
+            self._kernels.put((9, i, None))
+        until = time.monotonic() + deadline_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        late = [thread.name for thread in self._threads if thread.is_alive()]
+        self._threads.clear()
+        self.memory.clear()
+        self._grads.close()
+        for buffer in self._buffers:
+            buffer.close()
+        return late
+
+    def fill(self, chunk: int, view: memoryview) -> None:
+        """Before start: the first contents of a chunk's record."""
+        if self.tier is not None:
+            self.tier.write(chunk, "record", view)
+        else:
+            copy(self.memory[chunk], view)
+
+    # threads
+
+    def _loop(self) -> None:
+        while not self._stopping:
+            event = self._inbox.get()
+            if event is None:
+                return
+            try:
+                self._take(event)
+            except BaseException as error:
+                self._fail(error)
+                return
+            del event  # it may name a worker's memory, which no thread that waits holds
+
+    def _take(self, event: Any) -> None:
+        if callable(event):
+            event()
+            return
+        if (
+            isinstance(event, messages.CommitDone)
+            and self.tier
+            and event.step > self.machine.committed
+        ):
+            self.tier.committed(event.step)
+        for action in self.machine.handle(event):
+            self._carry_out(action)
+
+    def _carry_out(self, action: Any) -> None:
+        match action:
+            case messages.Send(message, to):
+                self._deliver(message, to)
+            case messages.Answer():
+                self._answer(action)
+            case messages.Hold(push):
+                nbytes = self.chunks[push.chunk].weights_nbytes
+                self._kernel(1, "Sum", action, lambda: (nbytes, self._grads.hold(push)))
+            case messages.Spill(push, spill_slot):
+                self._kernel(1, "Sum", action, lambda: (self._grads.spill(push, spill_slot), ()))
+            case messages.Total(chunk):
+                nbytes = self.chunks[chunk].weights_nbytes
+                self._kernel(1, "Sum", action, lambda: (nbytes, (self._grads.total_sums(chunk),)))
+            case messages.Update(chunk, apply_update):
+                self._kernel(2, "Update", action, lambda: self._update(chunk, apply_update))
+            case messages.Read(chunk, buffer):
+                self._io_push(READ_STATE, 0, "Read", action, lambda: self._read(chunk, buffer))
+            case messages.Write(chunk):
+                self._io_push(WRITE_STATE, 0, "Write", action, lambda: self._write(chunk))
+            case messages.Prepare(step, blobs):
+                self._prepare(action, step, blobs)
+            case messages.Discard(chunk, worker):
+                self._grads.discard(chunk, worker)
+
+    def _kernel(self, priority: int, stage: str, action: Any, job: Job) -> None:
+        self._kernels.put((priority, next(self._count), (stage, action, job)))
+
+    def _io_push(self, priority: int, order: int, stage: str, action: Any, job: Job) -> None:
+        with self._device_ready:
+            self._device.push(priority, order, (stage, action, job))
+            self._device_ready.notify()
+
+    def _work(self, stage: str, action: Any, job: Job) -> int:
+        """Carries an action out, counts it, reports it. Returns its bytes."""
+        start = time.perf_counter()
+        try:
+            nbytes, result = job()
+        except BaseException as error:
+            self._fail(error)
+            return 0
+        self._stages.add(stage, time.perf_counter() - start, nbytes)
+        if result is not None:
+            self.receive(messages.Done(action, result))
+        return nbytes
+
+    def _compute(self) -> None:
+        while (work := self._kernels.get()[2]) is not None and not self._stopping:
+            self._work(*work)
+            del work
+
+    def _io(self) -> None:
+        while True:
+            with self._device_ready:
+                while (item := self._device.next()) is None and not self._stopping:
+                    self._device_ready.wait()
+                if self._stopping or item is None:
+                    return
+                if self._device.at_work == 1:
+                    self._began = time.perf_counter()
+            priority, work = item
+            nbytes = self._work(*work)
+            del item, work
+            with self._device_ready:
+                self._moved += nbytes if priority != READ_PARAMETERS else 0
+                self._device.done(priority)
+                if self._device.at_work == 0:
+                    self._busy_s += time.perf_counter() - self._began
+                self._device_ready.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failed or self._stopping:
+            return
+        self._failed = True
+        if not isinstance(error, RoadtrainError):
+            wrapped = LostError(f"{self.setup.name} stopped: {type(error).__name__}: {error}")
+            wrapped.__cause__ = error
+            error = wrapped
+        self._deliver(messages.Failed(self.setup.number, error), None)
+
+    # doers: each returns its bytes and the action's result; None where somebody else reports it
+    # later
+
+    def _load(self, loaded: Callable[[int], None] = lambda nbytes: None) -> None:
+        tier = self.tier
+        if tier is None:
+            return
+        for number, view in self.memory.items():
+            loaded(len(view))
+            if number not in self._resident:
+                self._read_weights(number, view)
+                continue
+            tier.read(number, "record", view)
+            if not tier.has_weights(number):
+                self._cast_weights(number, view, view)
+
+    def _read_weights(self, number: int, into: memoryview, newest: bool = False) -> None:
+        """The weights part from the file; cast from the master where the file does not hold it,
+        or that is `newest`."""
+        tier, record = self.tier, self.records[number]
+        assert tier is not None
+        if tier.has_weights(number) and not newest:
+            tier.read(number, "weights", into)
+            return
+        whole = Buffer(record.nbytes).view
+        tier.read(number, "state", whole[record.weights_nbytes : record.nbytes])
+        self._cast_weights(number, whole, into)
+
+    def _cast_weights(self, number: int, view: memoryview, into: memoryview) -> None:
+        chunk = self.chunks[number]
+        master = array_in(view, "fp32", self.records[number].master, chunk.numel)
+        cast(master, "fp32", array_in(into, chunk.dtype, 0, chunk.numel), chunk.dtype)
+
+    def _record_view(self, chunk: int) -> memoryview:
+        if chunk in self._resident:
+            return self.memory[chunk]
+        buffer = self.machine.chunks[chunk].buffer
+        assert buffer is not None
+        return self._buffers[buffer].view
+
+    def _answer(self, answer: messages.Answer) -> None:
+        pull, newest = answer.pull, answer.newest
+        if answer.memory:
+            self._kernel(0, "Fetch", answer, lambda: self._give_from_memory(answer))
+            return
+
+        def read(into: memoryview) -> None:
+            self._read_weights(pull.chunk, into, newest)
+
+        job = partial(self._give, answer, read)
+        self._io_push(READ_PARAMETERS, pull.ticket, "Fetch", answer, job)
+
+    def _give_from_memory(self, answer: messages.Answer) -> Outcome:
+        chunk = answer.pull.chunk
+        if answer.newest:
+            record = self._record_view(chunk)
+            return self._give(answer, lambda into: self._cast_weights(chunk, record, into))
+        view = self.memory.get(chunk)  # that may be the weights part alone
+        if view is None:
+            view = self._record_view(chunk)
+        return self._give(answer, lambda into: copy(into, view[: len(into)]), view)
+
+    def _give(
+        self,
+        answer: messages.Answer,
+        put: Callable[[memoryview], None],
+        view: memoryview | None = None,
+    ) -> Outcome:
+        """What `put` writes goes to the worker. `view`: where it lies already, for a link to
+        send it from there."""
+        into = answer.pull.into
+        if isinstance(into, memoryview):
+            put(into)
+            return len(into), ()
+        if view is None:
+            view = into.buffer()
+            put(view)
+        return into.send(view, lambda: self.receive(messages.Done(answer))), None
+
+    def _state_part(self, number: int) -> tuple[str, int]:
+        """What of a record is read for an update, and its first byte."""
+        record = self.records[number]
+        return ("state", record.weights_nbytes) if record.master else ("record", 0)
+
+    def _read(self, number: int, buffer: int) -> Outcome:
+        assert self.tier is not None
+        if not self.setup.rules[self.chunks[number].group].reads_state:
+            return 0, ()
+        part, first = self._state_part(number)
+        view = self._buffers[buffer].view[first : self.records[number].nbytes]
+        self.tier.read(number, part, view, check=False)
+        return len(view), ()
+
+    def _update(self, number: int, apply_update: messages.ApplyUpdate) -> Outcome:
+        chunk, record, tier = self.chunks[number], self.records[number], self.tier
+        rule, view = self.setup.rules[chunk.group], self._record_view(number)
+        scratch, grad, dtype = self._grads.take(number)
+        public = self.memory.get(number, view)
+        if tier is not None and number not in self._resident and rule.reads_state:
+            part, first = self._state_part(number)
+            # checked here: then it lies in the cache
+            tier.check_sums(number, part, view[first : record.nbytes])
+        late = number in self._late  # the weights part gets what the master was before
+        if late:
+            self._cast_weights(number, view, view)
+        narrow = None if late or chunk.dtype == "fp32" else public
+        apply_rule(rule, chunk, record, view, narrow, grad, dtype, apply_update)
+        if narrow is None and public is not view:
+            copy(public[: chunk.weights_nbytes], view[: chunk.weights_nbytes])
+        self._grads.done(scratch)
+        if tier is not None:
+            part, first = self._written_part(chunk)
+            self._sums[number] = tier.sums(number, part, view[first : record.nbytes])
+        checksum = self._checksum(chunk, public) if self.setup.meta.replicas > 1 else 0
+        return record.nbytes, (checksum,)
+
+    def _checksum(self, chunk: Chunk, public: memoryview) -> int:
+        """Of what an update made, whether or not all of it is written: the state, and what a
+        pull returns. The padding behind a 16-bit copy is nobody's."""
+        sums = self._sums[chunk.id]
+        copied = (
+            digest(public[: chunk.weights_nbytes])
+            if self.records[chunk.id].master
+            else sums.get("weights", 0)
+        )
+        return digest(struct.pack("<QQ", copied, sums.get("state", 0)))
+
+    def _write(self, number: int) -> Outcome:
+        chunk, record, tier = self.chunks[number], self.records[number], self.tier
+        assert tier is not None
+        part, first = self._written_part(chunk)
+        tier.write(
+            number, part, self._record_view(number)[first : record.nbytes], self._sums.pop(number)
+        )
+        return record.nbytes - first, ()
+
+    def _written_part(self, chunk: Chunk) -> tuple[str, int]:
+        """What of a record is written, and its first byte: not the copy where that is kept, and
+        can be cast again."""
+        derived = chunk.dtype != "fp32" and chunk.id in self.memory and chunk.id not in self._late
+        return ("state", self.records[chunk.id].weights_nbytes) if derived else ("record", 0)
+
+    def _prepare(self, action: messages.Prepare, step: int, blobs: Sequence[bytes]) -> None:
+        tier = self.tier
+        if tier is None:
+            self.receive(messages.Done(action))
+            return
+
+        def prepare() -> Outcome:
+            tier.prepare(step, pack(blobs))
+            if self.machine.spec.commits:
+                tier.committed(step)
+            self._choose()
+            return 0, ()
+
+        self._io_push(WRITE_STATE, -1, "Commit", action, prepare)
+
+    def _choose(self) -> None:
+        """A step ended: mix reads and writes of state, or let them alternate in bursts?"""
+        with self._device_ready:
+            now, known = time.perf_counter(), self.trial.chosen
+            busy = self._busy_s + now - self._began  # this very job is at work
+            self._device.burst = self.trial.stepped(self._device.burst, self._moved, busy)
+            self._moved, self._busy_s, self._began = 0, 0.0, now
+        if self.trial.chosen and not known:
+            mix, bursts = (show_rate(max(self.trial.rates[way])) for way in (False, True))
+            self.setup.report(
+                f"{self.setup.name}: reads and writes"
+                f" {'in bursts' if self._device.burst else 'mixed'} (measured: mixed {mix}, bursts"
+                f" {bursts})"
+            )
+
+
+def apply_rule(
+    rule: Rule,
+    chunk: Chunk,
+    record: Record,
+    view: memoryview,
+    public: memoryview | None,
+    grad: np.ndarray,
+    dtype: str,
+    apply_update: messages.ApplyUpdate,
+) -> None:
+    """Runs `rule` on every span of the record in `view` that has a gradient; neighbours with equal
+    scalars and scale run as one range, padding included. The 16-bit copy, where one is wanted, goes
+    to the start of `public`.
+    """
+    n = chunk.numel
+    p = np.frombuffer(view, np.float32, n, record.master)
+    arrays = [np.frombuffer(view, np.float32, n, at) for at in record.arrays]
+    copy = None if public is None else np.frombuffer(public, np.uint16, n)
+    width = len(rule.scalars)
+    rows = np.frombuffer(view, np.float64, width * len(chunk.spans), record.scalars).reshape(
+        len(chunk.spans), width
+    )
+    first = 0
+    while first < len(chunk.spans):
+        last = first + 1
+        while (
+            last < len(chunk.spans)
+            and apply_update.scales[last] == apply_update.scales[first]
+            and np.array_equal(rows[last], rows[first])
+        ):
+            last += 1
+        scale = apply_update.scales[first]
+        start = 0 if first == 0 else chunk.spans[first].start
+        stop = n if last == len(chunk.spans) else chunk.spans[last].start
+        cut = slice(start, stop)
+        if scale is not None:
+            row = rows[first].copy()
+            rule.apply(
+                p[cut],
+                grad[cut],
+                dtype,
+                [a[cut] for a in arrays],
+                row,
+                apply_update.hyper,
+                scale,
+                None if copy is None else copy[cut],
+                chunk.dtype,
+            )
+            rows[first:last] = row
+        elif copy is not None:
+            cast(p[cut], "fp32", copy[cut], chunk.dtype)
+        first = last

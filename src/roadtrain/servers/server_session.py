@@ -1,0 +1,490 @@
+"""ServerSession: the workers of one start of a job at one parameter server, from the first that
+joins until the last has left or one is lost.
+
+    Open, Begin -> served                       the store is there
+    Open, Fill, Settle, Begin -> served         a new one, or one that is filled up
+
+Worker 0 opens the store and fills a new one; all others wait for Ready, and hear how far it is.
+With Begin the server writes down that it takes part in this session, before the session's first
+step (storage/history.py). Links' threads come in by what ParameterSession names, the server's
+loop thread by `deliver`, the host's own by `look` and `tear_down`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import msgspec
+
+from roadtrain.chunks import Chunk
+from roadtrain.device.buffers import Buffer
+from roadtrain.device.pool import BufferPool
+from roadtrain.errors import (
+    BusyError,
+    DeadlineError,
+    ForeignError,
+    LostError,
+    PeerError,
+    WireError,
+)
+from roadtrain.kernels.rule import Rule
+from roadtrain.kernels.rules import rule_of
+from roadtrain.options.budgets import derive_server
+from roadtrain.servers import frames as m
+from roadtrain.servers.hosted_store import HostedStore
+from roadtrain.servers.parameter_connection import ParameterConnection, ParameterSession
+from roadtrain.servers.protocol import messages
+from roadtrain.servers.server import Server, Setup
+from roadtrain.servers.trace import Stages
+from roadtrain.storage.convert import RecordView
+from roadtrain.storage.file import FileTier
+from roadtrain.storage.generation import create_part, open_part, publish_part
+from roadtrain.storage.ledger import StoreMeta, pack, unpack
+from roadtrain.storage.snapshot import Snapshots, open_snapshot, restore
+from roadtrain.transport.link import Link
+from roadtrain.units import show_bytes
+
+END_S = 10.0  # for a session's threads to end
+
+
+class StoreHost(Protocol):
+    """What a session needs of the process that it is in."""
+
+    store: HostedStore
+    nbytes: int  # of memory that a session may use
+    where: str  # HOST:PORT
+    report: Callable[[str], None]
+
+    def session_ended(self, session: ServerSession, error: BaseException) -> None:
+        """Once, soon to be followed by `tear_down` from the host's own thread."""
+
+
+# (layout, number of the server, bytes that it may use) -> bytes that are not the server's
+MemoryBeside = Callable[[StoreMeta, int, int], int]
+
+
+class ServerSession(ParameterSession):
+    """`server` runs from Begin on. `host`: of what is in its memory and on its files; it is
+    told once that the session is over, and tears it down."""
+
+    def __init__(self, hello: m.Hello, host: StoreHost, beside: MemoryBeside | None = None) -> None:
+        """`beside`: who else takes of this process's memory, asked once the layout is known."""
+        super().__init__(hello.workers, hello.local)
+        self._beside = beside
+        self.name, self.number, self.host, self.store = (
+            hello.session,
+            hello.server,
+            host,
+            host.store,
+        )
+        self.stages, self.began = Stages(), time.monotonic()
+        self.server: Server | None = None
+        self.meta: StoreMeta | None = None
+        self.tier: FileTier | None = None
+        self.kept: FileTier | None = None  # the part that snapshots go to
+        self.snapshots: Snapshots | None = None
+        self.answers = BufferPool(0, 1)
+        self.pools: list[BufferPool] = []  # of each worker's gradients
+        self.ready = False
+        self.setup: Setup
+        self._new = False  # the part is new
+        self._step = 0  # of the generation that worker 0 has named
+        self._storing = threading.RLock()  # whoever works with the tiers before the server does
+        self._closed = False  # under `_storing`: the tiers are closed, or would be
+        self._doing = "worker 0 to open the store"  # until `ready`, for who waits
+        self._done = 0  # of that, bytes or chunks
+        self._all = 0
+
+    @property
+    def step(self) -> int:
+        return -1 if self.tier is None else self.tier.step
+
+    # who is here
+
+    def admit(self, rank: int, link: Link, signature: str) -> ParameterConnection:
+        with self.lock:
+            worker = self.join(rank, link)
+            worker.signature = signature
+        try:
+            self._welcome(worker)
+        except BaseException as error:
+            self._refused(worker, error)
+            raise
+        return worker
+
+    def is_of(self, hello: m.Hello) -> bool:
+        """Whether that worker belongs to this start of the job."""
+        theirs = hello.session, hello.workers, hello.local
+        return theirs == (self.name, self.workers, self.local)
+
+    def busy(self) -> BusyError:
+        return BusyError(f"busy with a session of {self.workers} worker(s), at step {self.step}")
+
+    def _refused(self, worker: ParameterConnection, error: BaseException) -> None:
+        """It does not take part: without worker 0, or without anybody, nothing can."""
+        with self.lock:
+            self.connections.pop(worker.rank, None)
+            over = worker.rank == 0 or self.gone >= self.connections.keys()
+        if over:
+            self.end(error)
+
+    def _welcome(self, worker: ParameterConnection) -> None:
+        # only worker 0 goes by what is held: the others do not wait while a large store is made
+        step, kept, meta = self.store.held(self.tier) if worker.rank == 0 else (-1, (), None)
+        about = meta.to_json().encode() if meta else b""
+        worker.say(m.WELCOME, (step, kept, self.store.every, self.store.rests), about)
+        if self.ready and (error := self._greet(worker)) is not None:
+            raise error
+
+    def _greet(self, worker: ParameterConnection) -> ForeignError | None:
+        """Ready: what the worker needs to go on from here. A worker of another job ends the
+        session."""
+        assert self.meta is not None and self.tier is not None
+        if worker.signature != self.meta.signature:
+            error = ForeignError(
+                f"{worker.link.peer} has another model, dtype, chunk size or optimizer than the"
+                f" store ({worker.signature} and {self.meta.signature})",
+                hint="every worker runs the same job",
+            )
+            self.end(error)
+            return error
+        worker.pool = self.pools[worker.rank]
+        blobs, n = unpack(self.tier.blob), max(-self.local, 1)
+        mine = blobs[n * worker.rank : n * (worker.rank + 1)]
+        fields = self.tier.step, self.meta.members, self.meta.job
+        worker.say(m.READY, fields, pack(mine if len(mine) == n else blobs[:1]))
+        return None
+
+    def one_left(self, rank: int, error: PeerError, all_gone: bool) -> None:
+        """Where nothing is under way the others may be leaving too; else the session is over."""
+        if all_gone or self.server is None:
+            self.end(error)
+        else:
+            self.server.receive(messages.PeerLost(rank, str(error)))
+
+    # until the store is open
+
+    def chunk(self, number: int) -> Chunk:
+        meta = self.meta
+        if (
+            meta is None
+            or not 0 <= number < len(meta.owners)
+            or self.number not in meta.holders(number)
+        ):
+            raise WireError(f"chunk {number} is not of server {self.number}")
+        return meta.table.chunks[number]
+
+    def set_up(
+        self, worker: ParameterConnection, kind: int, fields: Any, payload: memoryview
+    ) -> None:
+        _SETS_UP[kind](self, worker, fields, payload)
+
+    def _open(self, worker: ParameterConnection, fields: m.OpenHeader, payload: memoryview) -> None:
+        """Makes the store, or opens it at the step given."""
+        meta, rules = _described(bytes(payload))
+        told_well = meta.index == self.number and len(meta.directories) == fields.servers
+        if worker.rank or self.tier or not told_well:
+            raise WireError("a store is opened by worker 0, once, with this server's number")
+        self._new, self._step = fields.new, fields.step
+        self._doing = f"worker 0 to {'make' if fields.new else 'open'} the store"
+        self._done, self._all = 0, sum(record.nbytes for record in meta.owned(self.number).values())
+        with self._stored(), self.store.storing():
+            self._open_tiers(fields, replace(meta, history=meta.history[:-1]))
+        self._doing, self._done = "worker 0 to fill the store", 0
+        tier = self._own_tier(meta)
+        self.meta = replace(tier.meta, history=meta.history, sessions=(), without=())
+        if self.kept is not None:
+            self.snapshots = Snapshots(tier, self.kept, self.store.every, self.host.report)
+        self._plan_memory(tier, self.meta, rules, fields.holds_gradients)
+        for one in (tier, self.kept):
+            if one is not None and one.note:
+                self.host.report(one.note)
+
+    def _open_tiers(self, fields: m.OpenHeader, meta: StoreMeta) -> None:
+        directory = self.store.directory
+        if self.store.every:
+            self.kept = open_snapshot(self.store.snapshot, meta, fields.snapshot)
+        if not fields.new:
+            self.tier = open_part(directory, fields.step)
+            return
+        self.tier = tier = create_part(directory, meta, keep=fields.given_up)
+        if self.kept is None or fields.snapshot != fields.step:
+            return
+        self._doing = "the snapshot to be copied back"
+        counted = tier.on_write
+        tier.on_write = lambda chunk: self._count(meta.records[chunk].nbytes)
+        restore(self.kept, tier)
+        tier.on_write = counted
+        self.host.report(
+            f"{directory}: back to step {fields.snapshot}, from the snapshot in"
+            f" {self.store.snapshot}"
+        )
+
+    def _own_tier(self, meta: StoreMeta) -> FileTier:
+        """What was opened, if it is this server's part of worker 0's job."""
+        tier = self.tier
+        if tier is not None and (tier.meta.job, tier.meta.index) == (meta.job, self.number):
+            return tier
+        there = (
+            "nothing"
+            if tier is None
+            else f"the part of server {tier.meta.index} of job {tier.meta.job}"
+        )
+        raise ForeignError(
+            f"{self.store.directory}: holds {there}, asked for is server {self.number} of job"
+            f" {meta.job}",
+            hint="name the servers in the order in which they were named first",
+        )
+
+    def _plan_memory(
+        self, tier: FileTier, meta: StoreMeta, rules: list[Rule], holds_gradients: bool
+    ) -> None:
+        nbytes = self.host.nbytes - (self.snapshots.nbytes if self.snapshots else 0)
+        budgets = derive_server(
+            meta.table,
+            meta.owned(self.number),
+            nbytes,
+            workers=self.workers,
+            holds_gradients=holds_gradients,
+            wide=self.local < 0,
+            beside=self._beside(meta, self.number, nbytes) if self._beside else 0,
+        )
+        tier.spill_workers = self.workers
+        self.answers = BufferPool(budgets.answers, budgets.piece_bytes)
+        self.pools = [BufferPool(budgets.pool, budgets.piece_bytes) for _ in range(self.workers)]
+        self.setup = Setup(
+            self.number,
+            f"server {self.number} ({self.host.where}, {self.store.directory})",
+            meta,
+            rules,
+            tier,
+            budgets.records,
+            self.host.report,
+            self.workers,
+            self.local,
+            answers=budgets.answers,
+        )
+
+    def _fill(
+        self, worker: ParameterConnection, fields: m.ChunkHeader, payload: memoryview
+    ) -> None:
+        """The first contents of a chunk's record."""
+        chunk = self.chunk(fields.chunk)
+        if worker.rank or self.tier is None or self.tier.step >= 0:
+            raise WireError("only worker 0 fills, and only a new part")
+        if len(payload) != (expected := self.setup.meta.records[chunk.id].nbytes):
+            raise WireError(f"{len(payload)} bytes fill chunk {chunk.id}, {expected} expected")
+        with self._stored():
+            self.tier.write(chunk.id, "record", payload)
+        self._count(len(payload))
+        worker.say(m.FILLED, (chunk.id,))
+
+    def _settle(self, worker: ParameterConnection, fields: tuple[()], payload: memoryview) -> None:
+        """A new part is whole: from now on it counts."""
+        if worker.rank or self.tier is None or not self._new or self.ready:
+            raise WireError("worker 0 settles a new part, once")
+        with self._stored():
+            if self.tier.step < 0:
+                self.tier.prepare(self._step, bytes(payload))
+                self.tier.committed(self._step)
+            with self.store.storing():
+                for line in publish_part(self.store.directory):
+                    self.host.report(line)
+        worker.say(m.SETTLED, ())
+
+    def _begin(self, worker: ParameterConnection, fields: tuple[()], payload: memoryview) -> None:
+        """The store is open: serves."""
+        tier, meta = self.tier, self.meta
+        if worker.rank or tier is None or meta is None or tier.step < 0 or self.ready:
+            raise WireError(
+                "worker 0 begins, once, after it has opened a store and settled a new one"
+            )
+        with self._stored():
+            self._serve(tier, meta)
+
+    def _serve(self, own: FileTier, meta: StoreMeta) -> None:
+        with self.store.storing():  # before its first step: whoever is not here misses that
+            for tier in filter(None, (own, self.kept)):
+                replace(tier.meta, history=meta.history, sessions=(), without=()).write(
+                    tier.directory
+                )
+        if self.snapshots is not None:
+            self.snapshots.start()
+        self._doing, self._done = "the server to load what it keeps in memory", 0
+        self.server = Server(self.setup, self.deliver, self.stages, own.step)
+        self._all = sum(map(len, self.server.memory.values()))
+        self.server.start(self._count)
+        with self.lock:
+            self.ready = True
+            workers = self.everyone()
+        self.host.report(
+            f"{self.setup.name}: step {own.step}, {self.workers} worker(s), "
+            f"{len(self.server.chunks)} chunks, {show_bytes(self.server.nbytes())} of buffers"
+        )
+        for one in workers:
+            self._greet(one)
+
+    def _read(
+        self, worker: ParameterConnection, fields: m.ChunkHeader, payload: memoryview
+    ) -> None:
+        """A whole record, between steps; -1: what all workers committed with the last one."""
+        if self.meta is None or self.tier is None:
+            raise WireError("nothing is open yet")
+        if fields.chunk == -1:
+            worker.say(m.RECORD, (-1,), self.tier.blob)
+            return
+        chunk = self.chunk(fields.chunk)
+        record = Buffer(self.meta.records[chunk.id].nbytes).view
+        with self._stored():
+            self.tier.read(chunk.id, "record", record)
+        # with staleness 1 the weights part is that before step s, as the master is where s updated
+        # nothing of the chunk
+        unchanged = (
+            self.meta.staleness
+            and chunk.trainable
+            and self.tier.written_in(chunk.id) < self.tier.step
+        )
+        if unchanged or not self.tier.has_weights(chunk.id):
+            RecordView(self.meta, chunk, record).cast_weights()
+        worker.say(m.RECORD, (chunk.id,), record)
+
+    @contextmanager
+    def _stored(self) -> Iterator[None]:
+        """The tiers stay open meanwhile. Raises LostError where they are closed."""
+        with self._storing:
+            if self._closed:
+                raise LostError("the session has ended")
+            try:
+                yield
+            finally:
+                # it took too long: nobody waited, and nobody else ends what was begun
+                if self._closed:
+                    self._close_tiers()
+
+    def _close_tiers(self) -> None:
+        """Under `_storing`."""
+        if self.server is not None:
+            self.server.stop(END_S)
+        tiers, self.tier, self.kept = (self.tier, self.kept), None, None
+        for tier in filter(None, tiers):
+            tier.close()
+
+    def _count(self, done: int) -> None:
+        self._done += done
+
+    # while it serves
+
+    def tell(self, message: Any) -> None:
+        if self.server is None:
+            raise WireError("nothing is served yet")
+        self.server.receive(message)
+
+    def deliver(self, message: Any, to: int | None) -> None:
+        """What the server says, from its loop thread."""
+        workers = self.everyone() if to is None else [self.connections[to]]
+        match message:
+            case messages.BufferFree(ticket):
+                workers[0].freed(ticket)
+            case messages.Failed(_, error):
+                self.end(error)
+            case messages.Pulled():
+                pass  # PullReply has sent it
+            case _:
+                kind, fields, payload = m.reply(message)
+                for worker in workers:
+                    worker.say(kind, fields, payload)
+
+    def look(self, silent_s: float) -> None:
+        """Once in a while: tells who waits how far it is; a worker whose process has stopped
+        ends the session."""
+        with self.lock:
+            if self.over is not None:
+                return
+            workers = [one for one in self.everyone() if one.rank not in self.gone]
+        if not self.ready:
+            done = self._done or (self.store.made() if self.tier is None else 0)
+            for worker in workers:
+                worker.say(m.PROGRESS, (self._doing, done, self._all))
+        for worker in workers:
+            if for_s := worker.silent_for(silent_s):
+                self.end(
+                    DeadlineError(
+                        f"worker {worker.rank} has been silent for {for_s:.0f} s: its process is"
+                        " stopped, or its host hangs",
+                        hint="end it; the next start goes on at the last committed step",
+                    )
+                )
+
+    def status(self) -> m.Status:
+        """What this server does, and what its workers (or their relays) wait for."""
+        with self.lock:
+            here, now = dict(self.connections), time.monotonic()
+        role = "worker" if self.local > 0 else "relay of host"
+        names = {rank: f"{role} {rank}" for rank in range(self.workers)}
+        for rank, worker in here.items():
+            names[rank] += f" ({worker.link.peer.partition('(')[2].rpartition(':')[0]})"
+        if self._beside is not None:
+            names = {0: "the fan-in"}  # in this process; it says itself whom it waits for
+        pulls, owed = self.server.waits() if self.server else ([], [(0, "the opened store")])
+        text = f"step {self.step}, {self.workers} worker(s)"
+        if owed:
+            seconds, rank, what = max(
+                (now - (here[rank].heard if rank in here else self.began), rank, what)
+                for rank, what in owed
+            )
+            text += f"; waits since {seconds:.1f} s for {what} of {names[rank]}"
+        waits = {names[rank]: (0.0, "") for rank in here}
+        for pull in pulls:
+            name = names[pull.worker]
+            waits[name] = max(waits[name], (now - pull.into.asked, f"chunk {pull.chunk}"))
+        return text, waits, self.stages.seconds()
+
+    # the end
+
+    def ended(self, error: BaseException) -> None:
+        self.host.session_ended(self, error)
+
+    def tear_down(self, error: BaseException) -> None:
+        """From the host's own thread. What was not committed is dropped when the store is
+        opened again."""
+        self.dismiss(error)
+        for pool in [self.answers, *self.pools]:
+            pool.close()
+        self.wait_for_the_end()
+        if self.snapshots is not None:
+            self.snapshots.close()
+        if self.server is not None:
+            self.server.stop(END_S)
+        self._closed = True
+        if self._storing.acquire(timeout=END_S):
+            self._close_tiers()
+            self._storing.release()
+        else:  # a device hangs: whoever waits for it closes them
+            self.host.report(f"{self.store.directory}: still at work for the session that is over")
+        for pool in [self.answers, *self.pools]:
+            for buffer in pool.buffers:
+                buffer.close()
+
+
+_SETS_UP: Mapping[int, Callable[[ServerSession, ParameterConnection, Any, memoryview], None]] = {
+    m.OPEN: ServerSession._open,
+    m.FILL: ServerSession._fill,
+    m.SETTLE: ServerSession._settle,
+    m.BEGIN: ServerSession._begin,
+    m.READ: ServerSession._read,
+}
+
+
+def _described(body: bytes) -> tuple[StoreMeta, list[Rule]]:
+    """The store that worker 0 describes."""
+    try:
+        tree = msgspec.json.decode(body, type=dict[str, Any])
+        meta = StoreMeta.from_json(tree["meta"], "the store that worker 0 describes")
+        return meta, [rule_of(one) for one in tree["rules"]]
+    except (msgspec.DecodeError, KeyError) as error:
+        raise WireError(f"worker 0 describes no store: {error}") from error

@@ -1,0 +1,112 @@
+"""What a job's store shall be: which chunk rests where, by which rules; whether one that was found
+is that; and the first record of each chunk. Does NOT open or write stores: local_servers.py and
+remote_servers.py do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from roadtrain.chunks import Chunk, ChunkTable
+from roadtrain.device.buffers import Buffer
+from roadtrain.errors import ForeignError
+from roadtrain.kernels.rule import Rule
+from roadtrain.servers.protocol.assignment import assign
+from roadtrain.storage.convert import MASTER, RecordView, Source
+from roadtrain.storage.ledger import GroupRule, StoreMeta
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """What rests where. `weights`: relative rates of the directories. `staleness`: 1 keeps two
+    versions of the parameters, with a higher one pulls get the newest."""
+
+    table: ChunkTable
+    rules: Sequence[Rule]
+    directories: tuple[Path, ...]
+    direct: bool = True
+    weights: tuple[float, ...] = ()
+    staleness: int = 0
+    replicas: int = 1
+    moved_from: tuple[Path, ...] = ()  # directories that hold parts of the store and shall not
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Of each chunk, by the weights of the directories (or servers)."""
+        return assign(self.table, self.weights or (1.0,) * max(1, len(self.directories)))
+
+    @property
+    def groups(self) -> tuple[GroupRule, ...]:
+        return tuple(GroupRule(r.name, tuple(r.arrays), tuple(r.scalars)) for r in self.rules)
+
+    def meta(self, job: str = "") -> StoreMeta:
+        return StoreMeta.of(self.table, self.groups, job, int(self.staleness == 1), self.replicas)
+
+
+def check_same(where: str, held: StoreMeta, store_plan: StorePlan) -> None:
+    """ForeignError where the store at `where` is of another model or optimizer than
+    `store_plan`."""
+    if held.table.fingerprint() != store_plan.table.fingerprint():
+        ours = {p.name: (p.shape, p.trainable) for p in store_plan.table.params}
+        theirs = {p.name: (p.shape, p.trainable) for p in held.table.params}
+        diff = next(
+            (n for n in [*ours, *theirs] if ours.get(n) != theirs.get(n)), "the split into blocks"
+        )
+        raise ForeignError(
+            f"{where}: holds another model: {diff} is {theirs.get(diff, 'absent')} there and "
+            f"{ours.get(diff, 'absent')} here (shape, trainable)",
+            hint=(
+                "name another store directory, or give the same model, blocks and error feedback as"
+                " before"
+            ),
+        )
+    if held.groups != store_plan.groups:
+        raise ForeignError(
+            f"{where}: holds state of {[g.rule for g in held.groups]}, the optimizer is "
+            f"{[g.rule for g in store_plan.groups]}",
+            hint=(
+                "use the same optimizer and parameter groups, or export the weights and begin in an"
+                " empty store"
+            ),
+        )
+    if held.staleness != (store_plan.staleness == 1):
+        raise ForeignError(
+            f"{where}: trained with staleness {held.staleness}, asked for is"
+            f" {store_plan.staleness}",
+            hint="go on as before, or export the weights and begin in an empty store",
+        )
+    if held.replicas != store_plan.replicas:
+        raise ForeignError(
+            f"{where}: made with replicas = {held.replicas}, asked for are {store_plan.replicas}",
+            hint="go on as before, or export the weights and begin in an empty store",
+        )
+
+
+def fill_record(
+    meta: StoreMeta,
+    store_plan: StorePlan,
+    chunk: Chunk,
+    source: Source,
+    hyperparameters: Sequence[Sequence[float]],
+) -> memoryview:
+    """The first record of `chunk`: what `source` gives, then what its rule starts with."""
+    view = RecordView(meta, chunk, Buffer(meta.records[chunk.id].nbytes).view)
+    view.fill(store_plan.table.params, source)
+    if chunk.trainable:
+        for i in range(len(chunk.spans)):
+            start_state(view, i, store_plan.rules[chunk.group], hyperparameters[chunk.group])
+    return view.view
+
+
+def start_state(view: RecordView, span: int, rule: Rule, hyper: Sequence[float]) -> None:
+    """What `rule` starts with, where its state arrays and scalars are zero."""
+    row = np.array([view.piece(what, span)[0] for what in rule.scalars])
+    rule.start(
+        view.piece(MASTER, span), [view.piece(what, span) for what in rule.arrays], row, hyper
+    )
+    for what, value in zip(rule.scalars, row):
+        view.piece(what, span)[0] = value

@@ -1,0 +1,556 @@
+"""The worker's side: lends blocks to the stream of the model, sends gradients off, starts updates,
+commits steps. servers/protocol/worker.py decides; this carries out what it says, and waits.
+
+Threads: the training thread (and autograd's) call in; servers deliver messages from their threads.
+One condition guards all shared state. Every wait has a deadline and says what it waits for (Rule
+5).
+
+A parameter's way: server -> `into` (a slot's host buffer) -> on CUDA one copy to the slot's device
+buffer -> the stream's views. A gradient's way: the stream's flat push buffer -> (CUDA: pinned host
+copy) -> server, whole or top-k.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from roadtrain.chunks import PAGE, Block, Chunk
+from roadtrain.device.buffers import Heap
+from roadtrain.device.copies import AfterCopies, HostBuffer
+from roadtrain.errors import DeadlineError, DivergedError, LoopError, LostError, WireError
+from roadtrain.kernels.codecs import Compressor, downcast_in_place
+from roadtrain.options.budgets import WorkerBudgets
+from roadtrain.servers.connection import NO_ANSWER, SLOW, MessageLink
+from roadtrain.servers.protocol import messages
+from roadtrain.servers.protocol import worker_events as w
+from roadtrain.servers.protocol.commit import Diverged
+from roadtrain.servers.protocol.worker import WorkerSetup, WorkerStateMachine
+from roadtrain.servers.trace import Stages
+from roadtrain.servers.worker_buffers import WorkerBuffers
+from roadtrain.streaming.released import in_child
+from roadtrain.units import round_up
+
+
+class ProcessLock(threading.Condition):
+    """A condition that only the process that made it can use.
+
+    A forked child has none of the threads that would notify it, and may have inherited it locked.
+    `interrupted`: Ctrl-C stopped a change of the guarded state halfway. Stopping a wait is
+    harmless.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker = os.getpid()
+        self.waiting = self.interrupted = False
+
+    def check_process(self) -> None:
+        """Raise LoopError in a forked child."""
+        if os.getpid() != self.maker:
+            raise in_child(self.maker)
+
+    def __enter__(self) -> bool:
+        self.check_process()
+        return super().__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        self.interrupted |= kind is KeyboardInterrupt and not self.waiting
+        self.waiting = False
+        super().__exit__(kind, *rest)
+
+
+class Worker:
+    """The Lender of streaming/stream.py and the GradBook of streaming/grads.py. Block indices
+    are those of the ChunkTable; the root block (0) has permanent buffers and no slot."""
+
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        budgets: WorkerBudgets,
+        device: torch.device,
+        stages: Stages,
+        *,
+        deadline_s: float,
+        compressor: Compressor | None = None,
+    ) -> None:
+        self.machine = WorkerStateMachine(setup)
+        self.table, self.owners, self.workers = setup.table, setup.owners, setup.workers
+        self.residual_block = setup.residual_block
+        self.blocks, self.prefetch = self.machine.blocks, self.machine.prefetch
+        self.order = self.machine.order  # block -> place in a forward, from 1
+        self.stages, self.deadline_s, self.compressor = stages, deadline_s, compressor
+        self.links: dict[int, MessageLink] = {}  # by number of the server
+        self._block_of = {
+            s.param: b.index for b in self.table.blocks for run in b.runs for s in run.spans
+        }
+        self.word = b""  # to the other workers, with the end of the step
+        self.grad_dtype = ""  # what fp32 gradients travel as, where not as they are
+        # gradients never wait for step(), so none is moved away from its buffer
+        self.keep_always = False
+        self._lock = ProcessLock()
+        self.maker, self.check_process = self._lock.maker, self._lock.check_process
+        self._error: BaseException | None = None
+        self.buffers = WorkerBuffers(setup, budgets, device)
+        self.root = self.buffers.root
+        self.pull_rate = 0.0  # bytes a second of the last block pulled alone
+        self.heap = Heap()
+        # what waits for copies from the device (push) and to it (pull)
+        self._after: dict[str, AfterCopies] = {}
+        if device.type == "cuda":
+            self._after = {
+                of: AfterCopies(f"worker {of}", self._copy_failed) for of in ("push", "pull")
+            }
+
+    @property
+    def committed(self) -> int:
+        return self.machine.commit.committed
+
+    def nbytes(self) -> int:
+        return sum(b.nbytes for b in self.buffers)
+
+    # messages from and to servers
+
+    def deliver(self, message: Any) -> None:
+        with self._lock:
+            match message:
+                case messages.Failed(_, error):
+                    self._error = self._error or error
+                case _:
+                    try:
+                        self._handle(message)
+                    except Exception as error:
+                        # It would end the link by which `message` came. Where another server's
+                        # link is lost, as the answer found, only the next wait raises it.
+                        if error is not self._error:
+                            raise
+            if (found := self.machine.commit.diverged) is not None and self._error is None:
+                self._error = self._diverged(found)
+            self._lock.notify_all()
+
+    def _handle(self, event: Any) -> None:
+        """With the lock."""
+        self._carry_out(self.machine.handle(event))
+
+    def _carry_out(self, actions: Sequence[w.Action]) -> None:
+        for action in actions:
+            match action:
+                case w.Say(message, servers):
+                    for server in servers:
+                        self._tell(server, message)
+                case w.StartPulls(target, pulls):
+                    self._start_pulls(self.buffers.slot(target), pulls)
+                case w.CopyIn(target, block):
+                    self.buffers.slot(target).to_device(self.table.blocks[block].pull_nbytes)
+
+    def _diverged(self, found: Diverged) -> DivergedError:
+        one, other = (getattr(self.links[n], "peer", f"server {n}") for n in found.servers)
+        chunks = [c for c in self.table.trainable if self.owners[c.id][0] == found.owner]
+        return found.error(one, other, {c.id: c.block for c in chunks})
+
+    def _tell(self, server: int, message: Any) -> None:
+        try:
+            self.links[server].send(message)
+            return
+        except (LostError, WireError) as error:
+            self._error = self._error or self._in_step(error, "sending")
+        raise self._error
+
+    def _in_step(self, error: BaseException, doing: str) -> BaseException:
+        """The end of a link, with the step at work and what was done in it (Rule 5)."""
+        if not isinstance(error, (LostError, WireError)) or str(error).startswith("step "):
+            return error
+        told = type(error)(f"step {self.machine.open_step}, {doing}: {error}")
+        told.__cause__ = error
+        return told
+
+    def _wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Waits under the lock. Raises a server's error if one failed, DeadlineError when the
+        deadline passes."""
+        if self._lock.interrupted and self._error is None:
+            self._error = LoopError(
+                f"step {self.machine.open_step} was interrupted halfway",
+                hint="place the model again: it goes on from the last committed step",
+            )
+        self._lock.waiting = True
+        with self.stages.timed("Wait"):
+            in_time = self._lock.wait_for(
+                lambda: self._error is not None or ready(), self.deadline_s
+            )
+        self._lock.waiting = False
+        if not in_time:
+            waits = {link.peer: link.waits_for() for link in self.links.values()}
+            self._error = DeadlineError(  # kept, so that whoever closes does not wait once more
+                f"the worker waited {self.deadline_s:.0f} s for {what()} in step"
+                f" {self.machine.open_step}; commit: {self.machine.commit.missing()}; peers:"
+                f" {', '.join(peer + words for peer, words in waits.items())}",
+                hint=NO_ANSWER if any(waits.values()) else SLOW,
+            )
+        elif self._error is not None:
+            self._error = self._in_step(self._error, f"waiting for {what()}")
+        if self._error is not None:
+            raise self._error
+
+    # pulls
+
+    def fetch(self, block: int) -> tuple[torch.Tensor, int]:
+        with self._lock:
+            self._handle(w.FetchBlock(block))
+            self._wait(
+                lambda: self.machine.slot_of(block) is not None,
+                lambda: f"the parameters of block '{self.table.blocks[block].name}'",
+            )
+            self._handle(w.UseBlock(block))
+            slot = self.machine.slot_in_use(block)
+            version = self.machine.slot_version[slot]
+        return self.buffers.slots[slot].on_device(), version
+
+    def release(self, block: int) -> None:
+        with self._lock:
+            self.buffers.slots[self.machine.slot_in_use(block)].record_use()
+            self._handle(w.ReleaseBlock(block))
+        self.heap.trim()
+
+    def _start_pulls(self, host: HostBuffer, pulls: Sequence[w.ChunkPull]) -> None:
+        """With the lock: where the device still reads what `host` held, the pulls are sent
+        later, by another thread."""
+        if (copying := host.copying()) is None:
+            self._send_pulls(host, pulls)
+        else:
+            self._after["pull"].put(copying, partial(self._send_pulls_later, host, pulls))
+
+    def _send_pulls_later(self, host: HostBuffer, pulls: Sequence[w.ChunkPull]) -> None:
+        with self._lock:
+            self._send_pulls(host, pulls)
+
+    def _send_pulls(self, host: HostBuffer, pulls: Sequence[w.ChunkPull]) -> None:
+        for pull in pulls:
+            into = host.view[pull.at : pull.at + round_up(pull.chunk.weights_nbytes, PAGE)]
+            message = messages.Pull(pull.chunk.id, pull.version, into, pull.ticket)
+            self._tell(pull.server, message)
+
+    def start_pull(self, block: Block, host: HostBuffer) -> None:
+        """Fetches `block` into a buffer of its own."""
+        with self._lock:
+            self._handle(w.FetchInto(block.index, host))
+
+    def wait_pulled(self, host: HostBuffer, what: str) -> None:
+        with self._lock:
+            self._wait(lambda: not self.machine.is_coming(host), lambda: what)
+
+    def pull_into(self, block: Block, host: HostBuffer) -> None:
+        """Fetches `block` into a permanent buffer and waits."""
+        start = time.perf_counter()
+        self.start_pull(block, host)
+        self.wait_pulled(host, f"the parameters of '{block.name}'")
+        self.pull_rate = block.pull_nbytes / (time.perf_counter() - start)
+        host.on_device()
+
+    def pull_newest(self, chunk: Chunk) -> memoryview:
+        """Its weights part after every update released so far, whether committed or not. Waits."""
+        host = HostBuffer(round_up(chunk.weights_nbytes, PAGE), torch.device("cpu"))
+        with self._lock:
+            self._handle(w.FetchNewest(chunk.id, host))
+        self.wait_pulled(host, f"chunk {chunk.id}")
+        return host.view
+
+    def give_up_slots(self, count: int) -> None:
+        """Before the first step."""
+        slots = self.buffers.slots
+        self.prefetch.shrink(len(slots) - count)
+        for _ in range(count):
+            slots.pop().close()
+
+    @property
+    def root_is_old(self) -> bool:
+        """Whether the released steps gave the root block another version than is here."""
+        return self.machine.root_is_old
+
+    def refresh_root(self) -> bool:
+        """Brings the root block to the version that the released steps gave it. True if it was
+        fetched."""
+        if not self.root_is_old:
+            return False
+        self.root.record_use()
+        self.pull_into(self.table.blocks[0], self.root)
+        return True
+
+    # pushes
+
+    def gradient_buffer(self, block: int) -> torch.Tensor:
+        with self._lock:
+            if block == 0:
+                root = self.buffers.root_gradient
+                self._wait(
+                    lambda: not self.machine.is_read(root), lambda: "the root's gradient buffer"
+                )
+                return root.tensor
+            self._wait(
+                lambda: self.machine.next_buffer() is not None,
+                lambda: f"a gradient buffer for '{self.table.blocks[block].name}'",
+            )
+            host = self.buffers.gradient(self.machine.next_buffer())
+            self._handle(w.TakeBuffer())
+            return host.tensor
+
+    def push_block(
+        self,
+        block: int,
+        buffer: torch.Tensor,
+        present: Sequence[int],
+        *,
+        fresh: bool,
+        step: int = 0,
+        hyperparameters: Mapping[int, tuple[float, ...]] = {},
+    ) -> None:
+        """Sends the gradient of `block` in the flat `buffer`. `fresh`: it begins a new sum. `step`:
+        the gradient is whole and not to be scaled, so each chunk's update in that step begins as
+        soon as it is there.
+        """
+        table = self.table.blocks[block]
+        self.machine.check_takes_grad(block)
+        if fresh:
+            self.forget(block)
+        host = self.buffers.with_gradient(buffer)
+        at_once = step > 0 and self.compressor is None
+        with self.stages.timed("Push", table.push_nbytes):
+            copied = host.from_device(table.push_nbytes)
+            then: dict[int, w.Say] = {}
+            with self._lock:
+                self._handle(w.GradReady(block, present))
+                if at_once:
+                    begin = w.BeginUpdate(block, step, hyperparameters, lambda param: 1.0)
+                    then = {
+                        say.message.chunk: say
+                        for say in self.machine.handle(begin)
+                        if isinstance(say, w.Say)
+                    }
+                self.machine.copying += copied is not None
+            if copied is None:
+                self._push_host(table, host, fresh, then)
+            else:
+                self._after["push"].put(
+                    copied, partial(self._push_copied, table, host, fresh, then)
+                )
+            if at_once:
+                self._end_update(block)
+            elif step:
+                self.apply_update(block, step, hyperparameters, lambda param: 1.0)
+
+    def _push_copied(self, *what: Any) -> None:
+        self._push_host(*what)
+        with self._lock:
+            self.machine.copying -= 1
+            self._lock.notify_all()
+
+    def _copy_failed(self, error: BaseException) -> None:
+        self.deliver(messages.Failed(-1, error))
+
+    def _until_said(self) -> None:
+        """Waits, with the lock, for gradients that are still being copied from the device: what
+        is said of them comes after them."""
+        self._wait(self.machine.may_say, lambda: "gradients to be copied from the device")
+
+    def _until_summed(self, block: int) -> None:
+        self._wait(
+            lambda: self.machine.sums_here(block),
+            lambda: f"the sums of block '{self.table.blocks[block].name}'",
+        )
+
+    def _push_host(
+        self, table: Block, host: HostBuffer, fresh: bool, then: Mapping[int, w.Say] = {}
+    ) -> None:
+        if self.compressor is None:
+            self.send_dense(table.trainable, host, fresh, then)
+        else:
+            self._send_packed(table, host, fresh, self.compressor)
+
+    def _send_packed(self, table: Block, host: HostBuffer, fresh: bool, by: Compressor) -> None:
+        residual_block = self.residual_block.get(table.index)
+        target = residual = None
+        if residual_block is not None:
+            target = self._residual(residual_block, permanent=table.index == 0)
+            residual = np.frombuffer(target.view, np.float32)
+        for chunk, grad, sums in by.compress(table.trainable, host.view, residual):
+            with self._lock:
+                self._handle(w.SendPacked(chunk.id, grad, sums, fresh))
+        if residual_block is not None and target is not None:
+            self._send_residual(residual_block, target)
+        with self._lock:
+            self._handle(w.ReturnBuffer(self.buffers.key(host)))
+            self._lock.notify_all()
+
+    def _residual(self, residual_block: int, *, permanent: bool) -> HostBuffer:
+        """A buffer that holds the newest residuals and may be changed in place, then sent."""
+        block = self.table.blocks[residual_block]
+        if permanent:  # the root's: it never leaves this worker
+            host = self.buffers.residual(residual_block, block.pull_nbytes)
+            with self._lock:
+                self._wait(
+                    lambda: not (self.machine.is_read(host) or self.machine.is_coming(host)),
+                    lambda: f"the buffer of '{block.name}'",
+                )
+            if residual_block not in self.machine.current:
+                self.pull_into(block, host)
+                self.machine.current.add(residual_block)
+            return host
+        self.fetch(residual_block)
+        slot = self.buffers.slots[self.machine.slot_in_use(residual_block)]
+        host = self.buffers.with_gradient(self.gradient_buffer(residual_block))
+        n = block.push_nbytes
+        np.copyto(np.frombuffer(host.view, np.uint8, n), np.frombuffer(slot.view, np.uint8, n))
+        self.release(residual_block)
+        return host
+
+    def _send_residual(self, residual_block: int, host: HostBuffer) -> None:
+        table = self.table.blocks[residual_block]
+        with self._lock:
+            present = [s.param for run in table.runs for s in run.spans]
+            self._handle(w.GradReady(residual_block, present))
+        self.send_dense(table.chunks, host, True)
+
+    def send_dense(
+        self,
+        chunks: Sequence[Chunk],
+        host: HostBuffer,
+        fresh: bool,
+        then: Mapping[int, w.Say] = {},
+    ) -> None:
+        """Pushes `chunks` out of `host`, free again when every server has said so. `then`: said
+        right after a chunk."""
+        dtypes = downcast_in_place(chunks, host.view, self.grad_dtype)
+        pieces = [
+            (c, host.view[c.push_offset : c.push_offset + round_up(c.weights_nbytes, PAGE)], dtype)
+            for c, dtype in zip(chunks, dtypes)
+        ]
+        with self._lock:
+            self._handle(w.SendDense(self.buffers.key(host), pieces, fresh, then, self.keep_always))
+
+    # one step
+
+    def sum_squares(self, param: int) -> float:
+        """Of the gradient of `param` summed so far in this step. Waits for the servers that
+        hold it."""
+        return self.block_sums(self._block_of[param]).get(param, 0.0)
+
+    def block_sums(self, block: int, *, last_step: bool = False) -> dict[int, float]:
+        """param -> sum of squares, added up in flat order, the same for every chunk size. Of the
+        workers' mean, where there are several: the block's gradient is taken for whole then.
+        `last_step`: of the step that ended last instead.
+        """
+        state, workers = self.blocks[block], self.machine.workers_of(block)
+        with self._lock:
+            if not last_step and self.machine.is_open(block):
+                self._until_said()
+                self._handle(w.CloseGrad(block))
+            of = state.ended[-1] if last_step else state.sums
+            self._wait(
+                lambda: not of.due, lambda: f"the sums of block '{self.table.blocks[block].name}'"
+            )
+        out: dict[int, float] = {}
+        for chunk in self.table.blocks[block].chunks:
+            for (param, _, _), value in zip(chunk.segments, of.values.get(chunk.id, ())):
+                out[param] = out.get(param, 0.0) + float(value) / workers**2
+        return out
+
+    def forget(self, block: int) -> None:
+        """Drops the held gradient of `block`, if any."""
+        if not self.blocks[block].held:
+            return
+        with self._lock:
+            self._until_summed(block)  # what is still being held cannot be dropped
+            self._until_said()
+            self._handle(w.DropGrad(block))
+        if block in self.residual_block:
+            self.forget(self.residual_block[block])
+
+    def apply_update(
+        self,
+        block: int,
+        step: int,
+        hyperparameters: Mapping[int, tuple[float, ...]],
+        scales: w.Scales,
+    ) -> None:
+        """Starts the update of `block` as part of `step`: every span whose `scales(param)` is
+        not None. With several workers each releases every block, and the server takes what any
+        of them has."""
+        with self._lock:
+            updates = self.machine.handle(w.BeginUpdate(block, step, hyperparameters, scales))
+            self._until_said()
+            self._carry_out(updates)
+        self._end_update(block)
+        residual_block = self.residual_block.get(block)
+        if residual_block is None:
+            return
+        applied = [say.message for say in updates if isinstance(say, w.Say)]
+        if any(scale is not None for update in applied for scale in update.scales):
+            groups = {chunk.group: () for chunk in self.table.blocks[residual_block].chunks}
+            self.apply_update(residual_block, step, groups, lambda param: 1.0)
+        else:  # the step is skipped, or this worker had no gradient
+            self.forget(residual_block)
+
+    def _end_update(self, block: int) -> None:
+        """One worker's chunks without a gradient are dropped."""
+        with self._lock:
+            if self.machine.left_over(block):
+                self._until_summed(block)
+                self._until_said()
+            self._handle(w.EndUpdate(block))
+
+    def end_step(self, step: int) -> None:
+        """All of `step` is released; `word` goes to the other workers. Waits while more steps are
+        uncommitted than may be, or sums are behind."""
+        machine = self.machine
+        with self._lock:
+            last, behind = machine.committed_before_end(step), machine.sums_behind
+            self._wait(lambda: self.committed >= last, lambda: f"the commit of step {last}")
+            self._wait(
+                lambda: machine.may_end(step), lambda: f"the sums of step {step - 1 - behind}"
+            )
+            word, self.word = self.word, b""
+            self._handle(w.EndOpenStep(step, word))
+
+    def words(self, step: int) -> Sequence[bytes]:
+        """Wait until all workers have ended `step`, and return what each said with it. Only where
+        all said something; those of earlier steps are dropped."""
+        known = self.machine.words
+        with self._lock:
+            self._wait(lambda: step in known, lambda: f"the other workers' end of step {step}")
+            for earlier in [number for number in known if number < step]:
+                del known[earlier]
+            return known.pop(step)
+
+    def blob(self, step: int, blob: bytes) -> None:
+        with self._lock:
+            self._handle(w.JobState(step, blob))
+
+    def wait_committed(self, step: int) -> None:
+        with self._lock:
+            self._wait(lambda: self.committed >= step, lambda: f"the commit of step {step}")
+
+    def rest(self) -> None:
+        """Waits until nothing is on its way from a server; drops what is held of gradients."""
+        for block in range(len(self.blocks)):
+            self.forget(block)
+        with self._lock:
+            self._wait(
+                lambda: not self.machine.is_coming(), lambda: "the parameters that are on their way"
+            )
+
+    def begin_again(self, step: int) -> None:
+        """The servers hold other contents, as those of `step`."""
+        with self._lock:
+            self._handle(w.BeginAgain(step))
+
+    def close(self) -> None:
+        for after in self._after.values():
+            after.close()
+        for buffer in self.buffers:
+            buffer.close()

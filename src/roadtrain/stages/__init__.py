@@ -1,0 +1,2 @@
+"""Groups and stages: which processes work together, over which network, on which part of the
+model."""

@@ -1,0 +1,188 @@
+"""BucketState: one bucket's memory on one rank, and the update of what this rank keeps of it: its
+share, or all.
+
+Bytes a parameter, with d ranks and a rule of k arrays: values in the dtype they compute in, 4 for
+gradients (always fp32: what several micro-batches and ranks give is added in fp32), and (4 k +
+4)/d for the state, of which the fp32 master costs nothing where the values are fp32: it is this
+rank's share of them. Where each rank has the whole sum (`whole`) d is 1: every rank updates all,
+alike.
+
+The state is where the update runs: on the device with a rule that has a kernel there, else on the
+host, to which the share's gradient is copied. Does NOT communicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from roadtrain.chunks import Span
+from roadtrain.errors import StoreError
+from roadtrain.kernels import gpu
+from roadtrain.kernels import sum as sums
+from roadtrain.kernels.rule import Rule
+from roadtrain.kernels.rules import AdamRule, SgdRule
+from roadtrain.stages.flat_layout import Bucket
+from roadtrain.stages.pieces import VALUE, Extent, Piece
+from roadtrain.streaming.split import NAMES
+
+HOST = torch.device("cpu")
+
+
+def update_device(rule: Rule, device: torch.device) -> torch.device:
+    """Where the update of values on `device` runs."""
+    has_kernel = device.type == "cuda" and gpu.available()
+    return device if has_kernel and isinstance(rule, AdamRule | SgdRule) else HOST
+
+
+class BucketState:
+    """values: [numel] of the compute dtype, grads: fp32 [numel], both parts of larger memory.
+    `spans`: what this rank keeps, in elements of that. `share_spans`, `share_grads`: what it counts
+    and tells for the group, which has every element once."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        rank: int,
+        values: torch.Tensor,
+        grads: torch.Tensor,
+        rule: Rule,
+        *,
+        whole: bool = False,
+    ) -> None:
+        self.bucket, self.values, self.grads, self.rule = bucket, values, grads, rule
+        self.share_spans: tuple[Span, ...] = bucket.spans_of(rank)
+        self.share_grads = grads[bucket.of_rank(rank)]
+        self.spans = bucket.spans if whole else self.share_spans
+        self.dtype = NAMES[values.dtype]
+        kept = slice(0, bucket.numel) if whole else bucket.of_rank(rank)
+        self.own_values, self.own_grads = values[kept], grads[kept]
+        self.where = update_device(rule, values.device)
+        # the fp32 values themselves, where they are here
+        in_place = self.dtype == "fp32" and self.where == values.device
+        self.master = (
+            self.own_values if in_place else torch.empty(len(self.own_values), device=self.where)
+        )
+        self.arrays = [torch.zeros(len(self.own_values), device=self.where) for _ in rule.arrays]
+        self.rows = np.zeros((len(self.spans), len(rule.scalars)))
+
+    def begin(self, hyper: Sequence[float], masters: Mapping[int, torch.Tensor]) -> None:
+        """Masters, and state as it is before the first step. masters: flat, by `Span.param`; where
+        there is none the values are taken."""
+        if self.master is not self.own_values:
+            self.master.copy_(self.own_values)
+        for i, span in enumerate(self.spans):
+            if (flat := masters.get(span.param)) is not None:
+                stop = span.origin + span.stop - span.start
+                self.master[span.start : span.stop].copy_(flat[span.origin : stop])
+            self._start(i, slice(span.start, span.stop), hyper)
+
+    def _start(self, span: int, part: slice, hyper: Sequence[float]) -> None:
+        """State as it is before the first step, of a part of the span."""
+        arrays = [torch.zeros(part.stop - part.start) for _ in self.arrays]
+        self.rows[span] = 0
+        master = self.master[part].cpu().numpy()
+        self.rule.start(master, [array.numpy() for array in arrays], self.rows[span], hyper)
+        for array, started in zip(self.arrays, arrays):
+            array[part].copy_(started)
+
+    def sum_squares(self, counts: Sequence[bool]) -> float:
+        """Of this rank's share of the summed gradients, in float64. counts: of each of the
+        stage's parameters, whether it is added."""
+        parts = [self.share_grads[s.start : s.stop] for s in self.share_spans if counts[s.param]]
+        if self.share_grads.device.type != "cpu":
+            return float(sum(part.double().square().sum() for part in parts))
+        return sum(sums.sum_squares(part.numpy(), "fp32") for part in parts)
+
+    def update(
+        self, hyper: Sequence[float], scale: float, has_gradient: Callable[[int], bool]
+    ) -> None:
+        """Of the parameters with a gradient; what is kept of the values is new after this."""
+        spans = [i for i, span in enumerate(self.spans) if has_gradient(span.param)]
+        if self.where == self.values.device:
+            copy = None if self.master is self.own_values else self.own_values
+            self._apply(spans, self.own_grads, hyper, scale, copy)
+            return
+        host = torch.empty_like(self.own_values, device=HOST)
+        copy = host if self.dtype != "fp32" else None
+        if copy is not None:
+            copy.copy_(self.own_values)  # what is not updated
+        self._apply(spans, self.own_grads.to(HOST), hyper, scale, copy)
+        self.own_values.copy_(self.master if copy is None else copy)
+
+    def publish(self) -> None:
+        """What is kept of the values is what the masters are, rounded."""
+        if self.master is not self.own_values:
+            self.own_values.copy_(self.master)
+
+    def _apply(
+        self,
+        spans: Sequence[int],
+        grads: torch.Tensor,
+        hyper: Sequence[float],
+        scale: float,
+        copy: torch.Tensor | None,
+    ) -> None:
+        """copy: gets the masters in the compute dtype."""
+        for i in spans:
+            part = slice(self.spans[i].start, self.spans[i].stop)
+            master, grad, row = self.master[part], grads[part], self.rows[i]
+            arrays = [array[part] for array in self.arrays]
+            out = None if copy is None else copy[part]
+            if self.where.type != "cpu":
+                gpu.apply(self.rule, master, grad, arrays, row, hyper, scale, out)
+                continue
+            self.rule.apply(
+                master.numpy(),
+                grad.numpy(),
+                "fp32",
+                [array.numpy() for array in arrays],
+                row,
+                hyper,
+                scale,
+                None if out is None else out.view(torch.uint16).numpy(),
+                None if out is None else self.dtype,
+            )
+
+    def piece(self, span: int, name: str, start: int, stop: int) -> Piece:
+        """A copy of elements [start, stop) of the parameter, all of them in span `span`."""
+        at = self.spans[span].start + start - self.spans[span].origin
+        part = slice(at, at + stop - start)
+        arrays = {VALUE: self.master, **dict(zip(self.rule.arrays, self.arrays))}
+        copies = {key: array[part].to(HOST, copy=True) for key, array in arrays.items()}
+        scalars = dict(zip(self.rule.scalars, map(float, self.rows[span])))
+        return Piece(Extent(name, start, stop), copies, scalars)
+
+    def take(self, span: int, piece: Piece, hyper: Sequence[float]) -> None:
+        """Take what of `piece` (of the same parameter) lies in the span. Raises StoreError for
+        state that the rule does not keep, or lacks."""
+        mine, extent = self.spans[span], piece.extent
+        start = max(extent.start, mine.origin)
+        stop = min(extent.stop, mine.origin + mine.stop - mine.start)
+        if stop <= start:
+            return
+        here = slice(mine.start + start - mine.origin, mine.start + stop - mine.origin)
+        there = slice(start - extent.start, stop - extent.start)
+        self._check_names(piece)
+        self.master[here].copy_(piece.arrays[VALUE][there])
+        if len(piece.arrays) == 1 and not piece.scalars:
+            self._start(span, here, hyper)
+            return
+        for key, array in zip(self.rule.arrays, self.arrays):
+            array[here].copy_(piece.arrays[key][there])
+        self.rows[span] = [piece.scalars[key] for key in self.rule.scalars]
+
+    def _check_names(self, piece: Piece) -> None:
+        """A piece has the values alone (then the state is that of a first step), or all."""
+        kept, given = {VALUE, *self.rule.arrays}, set(piece.arrays)
+        scalars = set(piece.scalars)
+        only_values = given == {VALUE} and not scalars
+        if not only_values and (given != kept or scalars != set(self.rule.scalars)):
+            raise StoreError(
+                f"a piece of {piece.extent.name!r} has"
+                f" {', '.join(sorted(given | scalars))}, {self.rule.name} keeps"
+                f" {', '.join(sorted(kept | set(self.rule.scalars)))}",
+                hint="continue with the optimizer that the state was made by",
+            )

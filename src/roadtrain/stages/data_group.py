@@ -1,0 +1,109 @@
+"""DataGroup: the collective operations of one stage's data-parallel ranks on flat memory.
+
+On the host gradients are exchanged in messages, which move each share once, and are summed in the
+order of the ranks in fp32 (Rule 1). gloo's own reduce-scatter is an all-reduce inside and moves
+twice as much. On an accelerator NCCL's reduce-scatter sums in an order of its own, which is said.
+
+An operation that has begun is returned, to be waited for; a group of one begins none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from roadtrain.errors import ConfigError
+from roadtrain.kernels.sum import sum_in_order
+from roadtrain.stages.courier import Pending
+from roadtrain.stages.messages import Messages, exchange_messages
+
+DEFAULT_DEADLINE_S = 600.0
+# torch 2.13 renames it
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class DataGroup:
+    """`group`: None where the stage has one rank and needs no process group. Raises ConfigError
+    for a backend that cannot reach `device`."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.width = 1 if group is None else dist.get_world_size(group)
+        self.deadline_s = DEFAULT_DEADLINE_S if group is None else deadline_of(group, device)
+        backend = "none" if group is None else dist.get_backend(group)
+        self.exact = device.type == "cpu" or self.width == 1
+        if self.width > 1 and backend == "gloo" and device.type != "cpu":
+            raise ConfigError(
+                f"a gloo group cannot sum gradients on {device}",
+                hint="data-parallel groups of accelerators need NCCL, or their own backend",
+            )
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether a reduce-scatter needs memory for what arrives."""
+        return self.exact and self.width > 1
+
+    def __str__(self) -> str:
+        if self.group is None:
+            return "a group of one"
+        return ranks_of(self.group)
+
+    def reduce_scatter(self, grads: torch.Tensor, arriving: torch.Tensor) -> Pending | None:
+        """Begin. grads: fp32 [width * share]; arriving: fp32 of the same length, memory to use."""
+        if self.width == 1:
+            return None
+        shares = grads.view(self.width, -1)
+        own = shares[self.rank]
+        if not self.exact:
+            return _reduce_scatter(own, grads, group=self.group, async_op=True)
+        places = arriving.view(self.width, -1)
+        places[self.rank].copy_(own)
+        return self._exchange(shares.unbind(), places.unbind())
+
+    def sum_arrived(self, grads: torch.Tensor, arriving: torch.Tensor) -> None:
+        """The sum over ranks of the own share, into the own share of `grads`."""
+        if self.exchanges:
+            own = grads.view(self.width, -1)[self.rank].numpy()
+            sum_in_order(own, [(row.numpy(), "fp32") for row in arriving.view(self.width, -1)])
+
+    def all_gather(self, values: torch.Tensor) -> Pending | None:
+        """Begin, in place: each rank's share of `values` [width * share] comes to all."""
+        if self.width == 1:
+            return None
+        shares = values.view(self.width, -1)
+        own = shares[self.rank]
+        if self.exact and self.width == 2:  # in gloo's ring both directions share a connection
+            return self._exchange([own] * 2, shares.unbind())
+        return _all_gather(values, own, group=self.group, async_op=True)
+
+    def _exchange(self, sent: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor]) -> Messages:
+        assert self.group is not None
+        return exchange_messages(sent, arriving, self.group)
+
+    def any_of(self, flags: torch.Tensor) -> Pending | None:
+        """Begin, in place: the largest of each element over the ranks."""
+        if self.width == 1:
+            return None
+        return dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def from_first(self, values: torch.Tensor) -> Pending | None:
+        """Begin, in place: those of the group's first rank."""
+        if self.width == 1:
+            return None
+        return dist.broadcast(values, group=self.group, group_src=0, async_op=True)
+
+
+def ranks_of(group: dist.ProcessGroup) -> str:
+    """For people."""
+    return f"the group of ranks {', '.join(map(str, dist.get_process_group_ranks(group)))}"
+
+
+def deadline_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds that the group gives one operation."""
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return DEFAULT_DEADLINE_S if timeout is None else float(timeout.total_seconds())

@@ -1,0 +1,185 @@
+"""Groups: which ranks work together, as a value: every rank's host, cluster, stage, replica and
+tensor index, and from them the data, tensor, pipeline and boundary groups of one job.
+
+Each rank makes the same value from the same job, so that all create the same process groups in
+the same order. Does NOT create process groups, nor choose their networks; `mesh` makes a DeviceMesh
+of those that were created.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from roadtrain.errors import ConfigError
+from roadtrain.stages.host_ranks import DataGroups, HostDevices, Hosts, check_ranks
+from roadtrain.stages.parallelism import Parallelism, RankPosition
+
+
+class GroupKind(StrEnum):
+    """What the ranks of a group do together."""
+
+    TENSOR = "tp"  # parts of each matrix of one replica of a stage
+    DATA = "dp"  # sums of the gradients of a stage
+    PIPELINE = "pp"  # the stages that a micro-batch goes through
+    ACTIVATIONS = "activations"  # from a stage to the one after it
+    GRADIENTS = "gradients"  # of activations, from a stage to the one before it
+    SHARED = "shared"  # sums of gradients of parameters that several stages have
+
+
+MESH_DIMS = (GroupKind.PIPELINE, GroupKind.DATA, GroupKind.TENSOR)  # outermost first
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """`name` is unique among a job's groups and the same on every rank. `ranks` ascend."""
+
+    kind: GroupKind
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of one job. Make it with `of`, which checks it."""
+
+    parallelism: Parallelism
+    host_of: tuple[HostDevices, ...]  # of each rank
+
+    @classmethod
+    def of(
+        cls,
+        parallelism: Parallelism,
+        hosts: Hosts,
+        *,
+        blocks: int | None = None,
+        data_groups: DataGroups = DataGroups.IN_ONE_CLUSTER,
+    ) -> Groups:
+        """hosts: (host name, cluster name, devices) in the order of ranks. blocks: of the model,
+        to be divided into stages. Raises ConfigError where it cannot work: the first reason, with
+        both numbers."""
+        host_of = check_ranks(parallelism, hosts, blocks=blocks, data_groups=data_groups)
+        return cls(parallelism, tuple(host_of))
+
+    @property
+    def world_size(self) -> int:
+        return len(self.host_of)
+
+    def position(self, rank: int) -> RankPosition:
+        return self.parallelism.position(rank)
+
+    def host(self, rank: int) -> str:
+        return self.host_of[rank].host
+
+    def cluster(self, rank: int) -> str:
+        return self.host_of[rank].cluster
+
+    def stage_ranks(self, stage: int) -> range:
+        first = self.parallelism.first_ranks
+        return range(first[stage], first[stage + 1])
+
+    @property
+    def tensor(self) -> tuple[RankGroup, ...]:
+        """One a replica of a stage, in rank order."""
+        return self._named(GroupKind.TENSOR, self.parallelism.tensor_groups())
+
+    @property
+    def data(self) -> tuple[RankGroup, ...]:
+        """One a tensor index of a stage, stage by stage."""
+        return self._named(GroupKind.DATA, self.parallelism.data_groups())
+
+    @property
+    def pipelines(self) -> tuple[RankGroup, ...]:
+        """One a way through the stages; where widths differ, a rank may be in several."""
+        return self._named(GroupKind.PIPELINE, self.parallelism.pipeline_groups())
+
+    @property
+    def boundaries(self) -> tuple[RankGroup, ...]:
+        """All ranks of two stages that send to each other, for each of the parallelism's
+        boundaries: a group for activations, then one for their gradients. Each direction has its
+        own, so that the messages of one never wait for those of the other."""
+        out = []
+        pairs = zip(self.parallelism.boundaries, self.parallelism.boundary_groups(), strict=True)
+        for (stage, after), ranks in pairs:
+            for kind, a, b in (
+                (GroupKind.ACTIVATIONS, stage, after),
+                (GroupKind.GRADIENTS, after, stage),
+            ):
+                out.append(RankGroup(kind, f"{kind} stage {a} to {b}", tuple(ranks)))
+        return tuple(out)
+
+    @property
+    def to_create(self) -> tuple[RankGroup, ...]:
+        """Every group that needs a process group, in the order in which all ranks create them.
+        Pipelines need one where each rank is in one of them: as a dimension of `mesh`."""
+        pipelines = () if self.parallelism.widths else self.pipelines
+        return (*pipelines, *self.data, *self.tensor, *self.boundaries)
+
+    def group_of(self, kind: GroupKind, rank: int) -> RankGroup:
+        """The tensor, data or (where all widths are the same) pipeline group that `rank` is in."""
+        found = [one for one in self.to_create if one.kind is kind and rank in one.ranks]
+        if len(found) != 1:
+            raise ConfigError(
+                f"rank {rank} is in {len(found)} groups of kind {kind} of {self.parallelism}, not"
+                " in 1",
+                hint="ask for a data or a tensor group; pipelines share ranks where widths differ",
+            )
+        return found[0]
+
+    def mesh(
+        self, rank: int, processes: Mapping[GroupKind, ProcessGroup], device_type: str
+    ) -> DeviceMesh:
+        """The DeviceMesh of process groups that exist: dimensions "pp", "dp", "tp" where all
+        stages have one width, else "dp", "tp" of the rank's own stage.
+
+        processes: this rank's process group of each dimension, with the ranks of `group_of`.
+        Raises ConfigError where one is missing or has other ranks.
+        """
+        dims = MESH_DIMS[1:] if self.parallelism.widths else MESH_DIMS
+        for dim in dims:
+            self._check_processes(dim, rank, processes)
+        ranks = torch.arange(self.world_size)
+        shape = [self.parallelism.pp, -1, self.parallelism.tp]
+        if self.parallelism.widths:
+            own = self.stage_ranks(self.position(rank).stage)
+            ranks, shape = ranks[own.start : own.stop], shape[1:]
+        return DeviceMesh.from_group(
+            [processes[dim] for dim in dims],
+            device_type,
+            ranks.reshape(shape),
+            mesh_dim_names=tuple(dim.value for dim in dims),
+        )
+
+    def _check_processes(
+        self, dim: GroupKind, rank: int, processes: Mapping[GroupKind, ProcessGroup]
+    ) -> None:
+        wanted = self.group_of(dim, rank)
+        if dim not in processes:
+            raise ConfigError(
+                f"rank {rank} has {len(processes)} process groups and none for {wanted.name}",
+                hint="create those of Groups.to_create on every rank",
+            )
+        found = tuple(torch.distributed.get_process_group_ranks(processes[dim]))
+        if found != wanted.ranks:
+            raise ConfigError(
+                f"the process group of rank {rank} for {wanted.name} has ranks {list(found)}, not"
+                f" {list(wanted.ranks)}",
+                hint="create those of Groups.to_create on every rank",
+            )
+
+    def _named(self, kind: GroupKind, groups: list[list[int]]) -> tuple[RankGroup, ...]:
+        """Named by where they are: ranks of one stage have the stage in common."""
+        out = []
+        for number, ranks in enumerate(groups):
+            at = self.position(ranks[0])
+            where = {
+                GroupKind.TENSOR: f"stage {at.stage} replica {at.replica}",
+                GroupKind.DATA: f"stage {at.stage} tensor index {at.tensor}",
+            }.get(kind, f"way {number}")
+            out.append(RankGroup(kind, f"{kind} {where}", tuple(ranks)))
+        return tuple(out)

@@ -1,0 +1,127 @@
+"""What cards this host has, as the system says: interfaces with addresses, kinds and rates.
+
+A kind is certain where there is an RDMA device (/sys/class/infiniband, by its link layer) or an
+InfiniBand interface; all else is Ethernet unless the user states otherwise. Left out: interfaces
+that are down, loopback, bridges without a card (what containers hang on), link-local addresses.
+
+Assumes Linux. Does NOT choose among cards (stages/networks.py).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from roadtrain.stages.networks import ETHERNET, INFINIBAND, ROCE, HostCard, HostCards
+
+ARPHRD_INFINIBAND = "32"  # if_arp.h
+MBIT = 1e6 / 8
+
+
+@dataclass(frozen=True)
+class RdmaPort:
+    """A port of an RDMA device."""
+
+    device: str
+    kind: str
+    bytes_per_s: float
+
+
+def this_host(sys: Path = Path("/sys")) -> HostCards:
+    """This host with all its cards. sys: where sysfs is mounted."""
+    ports = rdma_ports(sys)
+    states = psutil.net_if_stats()
+    cards = []
+    for interface, addresses in psutil.net_if_addrs().items():
+        state = states.get(interface)
+        if state is None or not state.isup:
+            continue
+        ours = _in_sysfs(sys, interface, addresses)
+        if ours is not None and (ours / "bridge").exists() and not _has_card(sys, ours):
+            continue
+        port = ports.get(interface) if ours is not None else None
+        kind = _kind(ours, port)
+        rate = max(state.speed, 0) * MBIT if port is None else port.bytes_per_s
+        cards += [
+            HostCard(
+                interface,
+                address,
+                prefix,
+                kind=kind or ETHERNET,
+                bytes_per_s=rate,
+                mtu=state.mtu,
+                found=kind,
+                device=port.device if port else "",
+            )
+            for address, prefix in _addresses(addresses)
+        ]
+    return HostCards(identity(), socket.gethostname(), tuple(cards))
+
+
+def identity() -> str:
+    """The same for processes that share this host's memory and its network."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+
+
+def rdma_ports(sys: Path) -> dict[str, RdmaPort]:
+    """By the network interface that each belongs to."""
+    found = {}
+    for link_layer in sorted(sys.glob("class/infiniband/*/ports/*/link_layer")):
+        port = link_layer.parent
+        kind = INFINIBAND if link_layer.read_text().strip() == "InfiniBand" else ROCE
+        rate = re.match(r"([0-9.]+) Gb/sec", _read(port / "rate"))
+        made = RdmaPort(port.parents[1].name, kind, float(rate[1]) * 1e3 * MBIT if rate else 0.0)
+        for path in port.glob("gid_attrs/ndevs/*"):
+            if name := _read(path):
+                found[name] = made
+        for path in port.parents[1].glob("device/net/*"):
+            found.setdefault(path.name, made)
+    return found
+
+
+def _read(path: Path) -> str:
+    """ "" where it cannot be read: unused entries of sysfs answer with an error."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _addresses(addresses: list[psutil._common.snicaddr]) -> list[tuple[str, int]]:
+    """Each with the length of its prefix; of IPv6 the first, where there is no IPv4."""
+    found: dict[int, list[tuple[str, int]]] = {4: [], 6: []}
+    for one in addresses:
+        if one.family not in (socket.AF_INET, socket.AF_INET6) or not one.netmask:
+            continue
+        address = ipaddress.ip_address(one.address.partition("%")[0])
+        if not (address.is_loopback or address.is_link_local):
+            mask = int(ipaddress.ip_address(one.netmask))
+            found[address.version].append((str(address), mask.bit_count()))
+    return found[4] or found[6][:1]
+
+
+def _in_sysfs(sys: Path, interface: str, addresses: list[psutil._common.snicaddr]) -> Path | None:
+    """What sysfs says of the interface; None where sysfs shows another network namespace's."""
+    path = sys / "class" / "net" / interface
+    own = next((one.address for one in addresses if one.family == psutil.AF_LINK), "")
+    return path if _read(path / "address").lower() == own.lower() != "" else None
+
+
+def _has_card(sys: Path, bridge: Path) -> bool:
+    """Whether a card, or a bond of cards, is a port of the bridge."""
+    ports = [sys / "class" / "net" / port.name for port in (bridge / "brif").glob("*")]
+    return any((port / "device").exists() or (port / "bonding").exists() for port in ports)
+
+
+def _kind(ours: Path | None, port: RdmaPort | None) -> str:
+    """ "" where the system is not sure."""
+    if port is not None:
+        return port.kind
+    return INFINIBAND if ours and _read(ours / "type") == ARPHRD_INFINIBAND else ""

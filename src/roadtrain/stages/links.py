@@ -1,0 +1,135 @@
+"""StageLinks: messages between stages: activations forward, their gradients back.
+
+Each boundary and direction has a process group of its own, on the network that was chosen for it
+(`process_groups`); messages between two ranks of a group come in the order in which they were sent.
+A send returns at once and its tensors are kept until it is done; receives are posted ahead. Every
+wait has a deadline, and an error that says who waits for what from whom (Rule 5).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+from roadtrain.errors import DeadlineError, LostError, PeerError
+from roadtrain.stages.protocol.pipeline import FORWARD, Peer, Transfer
+
+Channel = tuple[int, str]  # a boundary, and FORWARD or BACKWARD
+WORDS = {True: "the activations", False: "the gradient of the activations"}
+
+
+@dataclass(frozen=True)
+class Position:
+    """Who this rank is, for people and for peers."""
+
+    stage: int
+    replica: int
+    rank_of: Callable[[Peer], int]  # global rank of a peer
+    host_of: Callable[[int], str]  # of a global rank
+
+    def named(self, peer: Peer) -> str:
+        rank = self.rank_of(peer)
+        return f"stage {peer.stage} (rank {rank} on {self.host_of(rank)})"
+
+
+@dataclass
+class _Sent:
+    """A message that may still be on its way."""
+
+    works: list[Any]
+    tensors: list[torch.Tensor]
+    transfer: Transfer
+
+
+class StageLinks:
+    """This rank's messages to and from the stages beside it."""
+
+    def __init__(
+        self,
+        channels: Mapping[Channel, distributed.ProcessGroup],
+        position: Position,
+        deadline_s: float,
+    ) -> None:
+        self._channels, self._position, self._deadline_s = channels, position, deadline_s
+        self._sent: list[_Sent] = []
+        self._receiving: dict[Transfer, list[Any]] = {}
+        self.step = 0  # for messages of errors
+        self.sent_bytes: dict[Channel, int] = dict.fromkeys(channels, 0)
+        self.wait_s = 0.0
+
+    def send(self, transfer: Transfer, tensors: Sequence[torch.Tensor]) -> None:
+        """tensors: kept until they are sent; nobody may write to them."""
+        group, to = self._group(transfer), self._position.rank_of(transfer.receiver)
+        whole = [x.detach().contiguous() for x in tensors]
+        with self._translated(transfer, sending=True):
+            works = [distributed.isend(x, to, group) for x in whole]
+        self._sent = [one for one in self._sent if not all(w.is_completed() for w in one.works)]
+        self._sent.append(_Sent(works, whole, transfer))
+        self.sent_bytes[transfer.boundary, transfer.what] += sum(x.nbytes for x in whole)
+
+    def post(self, transfer: Transfer, buffers: Sequence[torch.Tensor]) -> None:
+        """From now on the message may arrive in `buffers`."""
+        group, sender = self._group(transfer), self._position.rank_of(transfer.sender)
+        with self._translated(transfer, sending=False):
+            self._receiving[transfer] = [
+                distributed.irecv(x.detach(), sender, group) for x in buffers
+            ]
+
+    def wait(self, transfer: Transfer) -> None:
+        """Until the message is in its buffers. Raises DeadlineError, LostError."""
+        then = time.monotonic()
+        works = self._receiving.pop(transfer)
+        with self._translated(transfer, sending=False):
+            for work in works:
+                work.wait(timedelta(seconds=self._deadline_s))
+        self.wait_s += time.monotonic() - then
+
+    def flush(self) -> None:
+        """Until all that was sent has left. Raises as `wait`."""
+        then = time.monotonic()
+        for one in self._sent:
+            with self._translated(one.transfer, sending=True):
+                for work in one.works:
+                    work.wait(timedelta(seconds=self._deadline_s))
+        self._sent.clear()
+        self.wait_s += time.monotonic() - then
+
+    def _group(self, transfer: Transfer) -> distributed.ProcessGroup:
+        return self._channels[transfer.boundary, transfer.what]
+
+    def _translated(self, transfer: Transfer, *, sending: bool) -> _Translation:
+        return _Translation(self._sentence(transfer, sending), self._deadline_s)
+
+    def _sentence(self, transfer: Transfer, sending: bool) -> str:
+        own = f"stage {self._position.stage}, replica {self._position.replica}"
+        other = self._position.named(transfer.receiver if sending else transfer.sender)
+        what = f"{WORDS[transfer.what == FORWARD]} of micro-batch {transfer.micro}"
+        way = "sends" if sending else "waits for"
+        return f"{own} {way} {what} of step {self.step} {'to' if sending else 'from'} {other}"
+
+
+class _Translation:
+    """Inside it torch's errors of a peer become ours, with who, what, which step and from whom."""
+
+    def __init__(self, sentence: str, deadline_s: float) -> None:
+        self._sentence, self._deadline_s = sentence, deadline_s
+
+    def __enter__(self) -> None:
+        self._then = time.monotonic()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, PeerError):
+            took = time.monotonic() - self._then
+            first = str(error).strip().splitlines()[0] if str(error).strip() else kind.__name__
+            if took >= 0.9 * self._deadline_s:
+                raise DeadlineError(
+                    f"{self._sentence}: nothing for {took:.1f} s, the deadline is"
+                    f" {self._deadline_s:.1f} s"
+                ) from error
+            raise LostError(f"{self._sentence}, who is gone: {first}") from error

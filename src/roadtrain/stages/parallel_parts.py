@@ -1,0 +1,284 @@
+"""What a process's part of a parallel training is made of: process groups over chosen networks, the
+stage's optimizer, the pipeline."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from roadtrain.errors import ConfigError
+from roadtrain.placement.place import check_fresh, groups_of, place
+from roadtrain.servers.worker_group import WorkerGroup
+from roadtrain.stages.control import ControlLinks, RankPlace
+from roadtrain.stages.groups import GroupKind, Groups
+from roadtrain.stages.layout import StageLayout
+from roadtrain.stages.links import Channel, Position, StageLinks
+from roadtrain.stages.networks import CONTROL, stated
+from roadtrain.stages.parallel_options import ParallelOptions
+from roadtrain.stages.parallelism import RankPosition
+from roadtrain.stages.pipeline import Pipeline, PipelineShape
+from roadtrain.stages.placed_stage import PlacedStage
+from roadtrain.stages.preflight import preflight
+from roadtrain.stages.process_groups import ProcessGroups, make_process_groups, start_processes
+from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, Peer
+from roadtrain.stages.rank_meeting import RankMeeting
+from roadtrain.stages.sharded_optimizer import ShardedOptimizer, ShardedOptions
+from roadtrain.stages.shared_copies import SharedCopies
+from roadtrain.stages.stage_model import StageModel
+from roadtrain.stages.stage_optimizer import StageOptimizer
+from roadtrain.stages.tensor import TensorParallel, tensor_parallel
+from roadtrain.stages.tensor_pieces import TensorPieces
+from roadtrain.stages.torch_stage import LossFunction, SegmentModule, TorchStage
+from roadtrain.sums.service_sums import connect_sums
+
+Report = Callable[[str], None]
+WHAT = {GroupKind.ACTIVATIONS: FORWARD, GroupKind.GRADIENTS: BACKWARD}
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A process among the others of a job."""
+
+    rank: int
+    groups: Groups
+    layout: StageLayout
+    processes: ProcessGroups
+    control: ControlLinks
+    options: ParallelOptions
+    device: torch.device
+    rule: str  # the name of the optimizer's class, which a snapshot tells
+    start: str  # the name of this start, another one for each
+
+    @property
+    def position(self) -> RankPosition:
+        return self.groups.position(self.rank)
+
+    @property
+    def data_group(self) -> distributed.ProcessGroup:
+        return self.processes[self.groups.group_of(GroupKind.DATA, self.rank)]
+
+    @property
+    def width(self) -> int:
+        return self.groups.parallelism.replicas_of[self.position.stage]
+
+
+def connect(
+    meeting: RankMeeting,
+    groups: Groups,
+    layout: StageLayout,
+    options: ParallelOptions,
+    device: torch.device,
+    report: Report,
+) -> ProcessGroups:
+    """Choose a network for every group, prove that it works, and make the process groups. Raises
+    ConfigError where a group has no network in common, PeerError where one does not work."""
+    every = [*groups.to_create, *layout.shared_groups()]
+    hosts = stated(meeting.hosts, options.networks)
+    found = preflight(meeting, every, hosts, say=report)
+    control = found.networks[CONTROL]
+    start_processes(control, meeting.store, meeting.rank, meeting.world_size, options.deadline_s)
+    return make_process_groups(
+        every,
+        found.networks,
+        options.deadline_s,
+        device_type=device.type,
+        environment=os.environ,
+        say=report,
+    )
+
+
+def control_links(processes: ProcessGroups, groups: Groups, deadline_s: float) -> ControlLinks:
+    places = []
+    for rank in range(groups.world_size):
+        at = groups.position(rank)
+        role = f"stage {at.stage}, replica {at.replica}"
+        places.append(RankPlace(groups.cluster(rank), groups.host(rank), role))
+    return ControlLinks(processes.control, places, replies=processes.replies, deadline_s=deadline_s)
+
+
+class UserOptimizer:
+    """The user's optimizer, and the parameters of the whole model that its groups were made of.
+    Raises ConfigError for one of other parameters, and one that has taken steps, also later, where
+    it loads the state of such a one."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, report: Report) -> None:
+        groups_of(model, optimizer, report)
+        check_fresh(optimizer)
+        self.optimizer = optimizer
+        self._groups = optimizer.param_groups
+        self._whole = [list(group["params"]) for group in self._groups]
+        optimizer.register_load_state_dict_post_hook(self._loaded)
+
+    def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """torch has put other groups in the place of those that the stages read."""
+        for group, loaded in zip(self._groups, optimizer.param_groups, strict=True):
+            group.update(loaded)
+        optimizer.param_groups = self._groups
+        check_fresh(optimizer)
+
+    @property
+    def rule(self) -> str:
+        return type(self.optimizer).__name__
+
+    def keep(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer, whose groups have those parameters that `model` has."""
+        own = set(model.parameters())
+        for group, whole in zip(self.optimizer.param_groups, self._whole, strict=True):
+            group["params"] = [p for p in whole if p in own]
+        return self.optimizer
+
+
+def make_stage_optimizer(
+    joined: Joined,
+    stage_model: StageModel,
+    optimizer: torch.optim.Optimizer,
+    report: Report,
+) -> StageOptimizer:
+    """What updates this rank's stage: placed, or with its state cut over the data group."""
+    stage = joined.position.stage
+    if stage in joined.options.stores:
+        return placed_stage(joined, stage_model, optimizer)
+    split = split_layers(joined, stage_model)
+    if split is not None:
+        report(f"stage {stage}: {split}")
+    sums = None
+    if joined.options.reducers:
+        group = joined.groups.group_of(GroupKind.DATA, joined.rank)
+        address = joined.processes.networks[group.name].card_of(joined.rank).address
+        sums = connect_sums(joined.options, joined.control, address, report)
+    masters = bring(stage_model.model, joined.device, joined.options.dtype)
+    cut_over_ranks = ShardedOptimizer(
+        stage_model.model,
+        optimizer,
+        joined.data_group,
+        shared=shared_copies(joined),
+        blocks=stage_model.own_modules,
+        masters=masters,
+        options=ShardedOptions(
+            sums=sums,
+            overlap=joined.options.overlap,
+            label=f"stage {stage}",
+            counts=None if split is None else split.counts,
+        ),
+        report=report,
+    )
+    return cut_over_ranks if split is None else TensorPieces(cut_over_ranks, split)
+
+
+def placed_stage(
+    joined: Joined, stage_model: StageModel, optimizer: torch.optim.Optimizer
+) -> PlacedStage:
+    """The stage's state rests where the options say. Each stage says itself where that is."""
+    at, options = joined.position, joined.options
+    placed = place(
+        stage_model.model,
+        optimizer,
+        store=options.stores[at.stage],
+        dtype=options.dtype,
+        blocks=stage_model.own_names,
+        device=joined.device,
+        deadline_s=options.deadline_s,
+        report=partial(_of_stage, at.stage) if at.replica == 0 else _silent,
+        group=WorkerGroup(session=joined.start).of_stage(at.stage, at.replica, joined.width),
+    )
+    return PlacedStage(placed, shared_copies(joined))
+
+
+def _of_stage(stage: int, line: str) -> None:
+    print(f"stage {stage}: {line}", flush=True)
+
+
+def _silent(_: str) -> None: ...
+
+
+def split_layers(joined: Joined, stage_model: StageModel) -> TensorParallel | None:
+    """Every layer in parts over the replica's tensor group, where there are several ranks."""
+    if joined.groups.parallelism.tp == 1:
+        return None
+    group = joined.processes[joined.groups.group_of(GroupKind.TENSOR, joined.rank)]
+    mesh = DeviceMesh.from_group(group, joined.device.type, mesh_dim_names=("tp",))
+    plan = joined.options.tensor_plan
+    return tensor_parallel(stage_model.model, mesh, stage_model.own_names, plan)
+
+
+def shared_copies(joined: Joined) -> dict[str, SharedCopies]:
+    """Of the parameters that this stage has in common with others, by name. Raises ConfigError
+    where some of these stages are placed and some are not: they sum gradients in other ways."""
+    at, out = joined.position, dict[str, SharedCopies]()
+    widths = joined.groups.parallelism.replicas_of
+    for stages, names in joined.layout.shared().items():
+        placed = [stage for stage in stages if stage in joined.options.stores]
+        if placed and len(placed) < len(stages):
+            raise ConfigError(
+                f"stages {', '.join(map(str, stages))} share {names[0]!r}, and of these only"
+                f" {', '.join(map(str, placed))} have a store",
+                hint="give all of them a store, or none",
+            )
+        if at.stage in stages:
+            group = joined.processes[joined.layout.shared_group(stages, at.tensor)]
+            copies = SharedCopies(group, tuple(widths[stage] for stage in stages))
+            out |= dict.fromkeys(names, copies)
+    return out
+
+
+def bring(
+    model: nn.Module, device: torch.device, dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    """Parameters in `dtype` (None: their own), and buffers, to the device. Returns the fp32 values
+    of those that are narrower now, by name and where they were."""
+    masters = {}
+    for name, p in model.named_parameters():
+        floating = dtype if dtype is not None and p.is_floating_point() else p.dtype
+        if p.dtype == torch.float32 != floating:
+            masters[name] = p.data
+        p.data = p.data.to(device, floating)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+    return masters
+
+
+def make_pipeline(joined: Joined, stage_model: StageModel, loss: LossFunction) -> Pipeline:
+    """This rank's segments and its links to the stages beside it."""
+    at, options, layout = joined.position, joined.options, joined.layout
+    parallelism = joined.groups.parallelism
+    shape = PipelineShape(
+        at.stage,
+        at.replica,
+        parallelism.replicas_of,
+        parallelism.virtual_stages,
+        options.num_microbatches,
+    )
+    parts = [
+        TorchStage(
+            SegmentModule(stage_model, layout.segments[number], loss, options.activations),
+            number,
+            len(layout.segments),
+            shape.slots(),
+            joined.device,
+            joined.processes.alone,
+        )
+        for number in layout.numbers(at.stage)
+    ]
+    return Pipeline(shape, parts, stage_links(joined), options.seed)
+
+
+def stage_links(joined: Joined) -> StageLinks:
+    groups, at = joined.groups, joined.position
+
+    def rank_of(peer: Peer) -> int:
+        return groups.parallelism.rank(RankPosition(peer.stage, peer.replica, at.tensor))
+
+    channels: dict[Channel, Any] = {}
+    pairs = [pair for pair in groups.parallelism.boundaries for _ in WHAT]
+    for group, (boundary, _) in zip(groups.boundaries, pairs, strict=True):
+        if group in joined.processes:
+            channels[boundary, WHAT[group.kind]] = joined.processes[group]
+    position = Position(at.stage, at.replica, rank_of, groups.host)
+    return StageLinks(channels, position, joined.options.deadline_s)

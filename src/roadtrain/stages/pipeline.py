@@ -1,0 +1,243 @@
+"""Pipeline: one rank's part of a pipelined step: forwards and backwards of its segments in
+`protocol.pipeline`'s order, on what the stages beside it send.
+
+A micro-batch's loss is divided by the number of micro-batches of the whole step, over all replicas;
+gradients are summed over a stage's ranks. So they are weighted rightly where stages have different
+widths. Does NOT update parameters.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from roadtrain.stages.links import Channel, StageLinks
+from roadtrain.stages.protocol.pipeline import (
+    BACKWARD,
+    FORWARD,
+    RunBlocks,
+    StageStateMachine,
+    Transfer,
+)
+from roadtrain.stages.stage_model import MicroBatch, RandomStart
+from roadtrain.stages.torch_stage import TorchStage
+
+SPARE_SLOTS = 1  # micro-batches that may arrive before the order needs them
+
+
+@dataclass(frozen=True)
+class PipelineShape:
+    """Where a rank stands in the order of a step.
+
+    widths: data-parallel ranks of each stage. num_microbatches: of a step, over all replicas.
+    """
+
+    stage: int
+    replica: int
+    widths: tuple[int, ...]
+    virtual_stages: int
+    num_microbatches: int
+
+    @property
+    def stages(self) -> int:
+        return len(self.widths)
+
+    def machine(self) -> StageStateMachine:
+        """Raises ConfigError where micro-batches, parts and widths do not go together."""
+        return StageStateMachine(
+            self.stage,
+            self.stages,
+            self.num_microbatches,
+            self.virtual_stages,
+            widths=self.widths,
+            replica=self.replica,
+        )
+
+    def slots(self) -> int:
+        """Micro-batches of one part for which a rank has buffers."""
+        machine = self.machine()
+        return max(1, min(len(machine.own), machine.ahead + SPARE_SLOTS))
+
+
+@dataclass
+class StepTimes:
+    """Seconds of one step on this rank."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    waiting: float = 0.0
+
+
+@dataclass
+class _Step:
+    """A step under way."""
+
+    machine: StageStateMachine
+    # messages that are not posted yet, by channel and in order
+    due: dict[Channel, deque[Transfer]] = field(default_factory=dict)
+    slot_of: dict[tuple[int, int], int] = field(default_factory=dict)  # (part, micro)
+    posted: dict[tuple[str, int, int], Transfer] = field(default_factory=dict)  # what, part, micro
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)  # by micro, until their backward
+    total: float = 0.0
+
+
+class Pipeline:
+    """parts: this rank's segments, part k of the model's virtual stages at k. seed: of the random
+    numbers that forwards draw."""
+
+    def __init__(
+        self, shape: PipelineShape, parts: Sequence[TorchStage], links: StageLinks, seed: int = 0
+    ) -> None:
+        self.shape, self.parts, self.links, self.seed = shape, list(parts), links, seed
+        self.times = StepTimes()
+
+    def step(self, number: int, batch: Callable[[int], MicroBatch]) -> float:
+        """All micro-batches of step `number`, forward and backward; gradients are in the
+        parameters then, of this rank's micro-batches.
+
+        batch: the micro-batch of that number (0 to num_microbatches - 1); asked for this rank's
+        own. Returns the sum of this rank's losses, each divided by num_microbatches: 0.0 before
+        the last stage. Raises PeerError (DeadlineError, LostError).
+        """
+        self.times, self.links.step, self.links.wait_s = StepTimes(), number, 0.0
+        step = _Step(self.shape.machine())
+        for transfer in step.machine.receives():
+            step.due.setdefault((transfer.boundary, transfer.what), deque()).append(transfer)
+        for part in self.parts:
+            part.free = list(range(len(part.args_recv_info)))
+        try:
+            self._post(step)
+            for run in self._runs(step):
+                self._run(step, run, batch)
+                self._post(step)
+            self.links.flush()
+        except BaseException:
+            for part in self.parts:
+                part.drop()
+            raise
+        self.times.waiting = self.links.wait_s
+        return step.total
+
+    @torch.no_grad()
+    def evaluate(self, batch: Callable[[int], MicroBatch]) -> float:
+        """All micro-batches forward. Returns the sum of this rank's losses, each divided by
+        num_microbatches: 0.0 before the last stage. Raises as `step`."""
+        machine, total = self.shape.machine(), 0.0
+        handed: dict[tuple[int, int], list[torch.Tensor]] = {}
+        for run in (run for run in machine.order if run.what == FORWARD):
+            part, sender = self.parts[run.part], machine.comes(run)
+            slot = 0  # one micro-batch of a part at a time
+            if sender is not None and (run.part, run.micro) in handed:
+                for buffer, x in zip(part.inputs(slot), handed.pop((run.part, run.micro))):
+                    buffer.detach().copy_(x)
+            elif sender is not None:
+                transfer = machine.arrival(run)
+                self.links.post(transfer, part.inputs(slot))
+                self.links.wait(transfer)
+            out = part.run_forward(slot, batch(run.micro))
+            part.drop()
+            peer = machine.goes(run)
+            if peer is None:
+                assert isinstance(out, torch.Tensor)
+                total += float(out) / self.shape.num_microbatches
+            elif (peer.stage, peer.replica) == (self.shape.stage, self.shape.replica):
+                handed[peer.part, run.micro] = list(out)
+            else:
+                # copies, since a block may return what it got, whose buffer is filled again
+                self.links.send(machine.transfer(run), [x.clone() for x in out])
+        self.links.flush()
+        return total
+
+    def _runs(self, step: _Step) -> Iterator[RunBlocks]:
+        """What the machine says, each after what it needs is here."""
+        machine = step.machine
+        ready = machine.start()
+        while not machine.finished:
+            if not ready:
+                run = machine.order[machine.at]
+                self.links.wait(step.posted.pop((run.what, run.part, run.micro)))
+                ready = machine.arrived(run.what, run.micro, run.part)
+            (run,) = ready
+            yield run
+            ready = machine.ended(run)
+
+    def _run(self, step: _Step, run: RunBlocks, batch: Callable[[int], MicroBatch]) -> None:
+        then = time.perf_counter()
+        if run.what == FORWARD:
+            sends = self._forward(step, run, batch)
+            self.times.forward += time.perf_counter() - then
+        else:
+            sends = self._backward(step, run)
+            self.times.backward += time.perf_counter() - then
+        if (peer := step.machine.goes(run)) is None:
+            return
+        own = self.shape.stage, self.shape.replica
+        if (peer.stage, peer.replica) == own:
+            self._hand_over(step, run, peer.part, sends)
+            return
+        self.links.send(step.machine.transfer(run), sends)
+
+    def _forward(
+        self, step: _Step, run: RunBlocks, batch: Callable[[int], MicroBatch]
+    ) -> list[torch.Tensor]:
+        part = self.parts[run.part]
+        slot = self._slot(step, run.part, run.micro)
+        random = RandomStart(self.seed, self.links.step, run.micro)
+        random.batch()
+        out = part.run_forward(slot, batch(run.micro), random)
+        if not part.is_last:
+            return list(out)
+        assert isinstance(out, torch.Tensor)
+        loss = out / self.shape.num_microbatches
+        step.losses[run.micro] = loss
+        step.total += float(loss.detach())
+        return []
+
+    def _backward(self, step: _Step, run: RunBlocks) -> list[torch.Tensor]:
+        part = self.parts[run.part]
+        slot = step.slot_of.pop((run.part, run.micro))
+        loss = step.losses.pop(run.micro) if part.is_last else None
+        gradients = part.run_backward(slot, loss, run.last)
+        part.free.append(slot)
+        return gradients
+
+    def _hand_over(
+        self, step: _Step, run: RunBlocks, part: int, tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """The next part is on this rank too: what `run` leaves is copied into its buffers."""
+        slot = self._slot(step, part, run.micro)
+        there = self.parts[part]
+        buffers = there.inputs(slot) if run.what == FORWARD else there.output_gradients(slot)
+        with torch.no_grad():
+            for buffer, tensor in zip(buffers, tensors, strict=True):
+                buffer.detach().copy_(tensor)
+        step.machine.here[run.what].add((run.micro, part))
+
+    def _slot(self, step: _Step, part: int, micro: int) -> int:
+        if (part, micro) not in step.slot_of:
+            step.slot_of[part, micro] = self.parts[part].free.pop()
+        return step.slot_of[part, micro]
+
+    def _post(self, step: _Step) -> None:
+        """Post the receives whose buffers are free, each channel's in order."""
+        for waiting in step.due.values():
+            while waiting and self._may_arrive(step, waiting[0]):
+                transfer = waiting.popleft()
+                part, micro = transfer.receiver.part, transfer.micro
+                slot = self._slot(step, part, micro)
+                here = self.parts[part]
+                forward = transfer.what == FORWARD
+                self.links.post(
+                    transfer, here.inputs(slot) if forward else here.output_gradients(slot)
+                )
+                step.posted[transfer.what, part, micro] = transfer
+
+    def _may_arrive(self, step: _Step, transfer: Transfer) -> bool:
+        part = transfer.receiver.part
+        if transfer.what == BACKWARD:
+            return (part, transfer.micro) in step.slot_of
+        return bool(self.parts[part].free)

@@ -1,0 +1,269 @@
+"""PlacedStage: a stage of a pipeline whose parameters and optimizer state are placed: on this
+host's files or memory, or with servers that all ranks of the stage share.
+
+    placed = roadtrain.place(stage.model, optimizer, store=..., group=group.of_stage(1, 0, 2))
+    stage_optimizer = PlacedStage(placed)
+
+Servers take the mean over their workers, a stage wants the sum: gradients are scaled by the number
+of ranks. Gradients leave after each backward, updates wait for `step`.
+
+Note "what is committed": the store commits each step by itself, and may so be ahead of, or behind,
+the job's snapshot. `load` compares: a store that holds just what is loaded is left as it is, any
+other one is made anew. Servers are filled by the stage's first rank.
+
+Assumes: nothing else takes steps with the placed optimizer. Does NOT move blocks (streaming/).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from roadtrain.chunks import NUMPY, ParamSpec
+from roadtrain.errors import ConfigError, LoopError, RoadtrainError, StaleError
+from roadtrain.kernels.cast import cast
+from roadtrain.placement.optimizer import PlacedOptimizer
+from roadtrain.stages.courier import typed
+from roadtrain.stages.data_group import deadline_of, ranks_of
+from roadtrain.stages.pieces import VALUE, Extent, Piece
+from roadtrain.stages.taken_pieces import TakenPieces
+from roadtrain.storage.convert import MASTER, RecordView
+from roadtrain.streaming.grads import PlacedGrad
+
+SUM_ELEMENTS = 1 << 20  # of a shared parameter's gradient that are summed at once
+
+
+class Copies(Protocol):
+    """A parameter of which several stages have a copy. `group`: all ranks of these stages, stage by
+    stage, replica by replica. `replica`: this rank's in its own stage. `counts`: whether this
+    stage's copy is the one that a norm over the job counts."""
+
+    @property
+    def group(self) -> dist.ProcessGroup: ...
+    @property
+    def replica(self) -> int: ...
+    @property
+    def counts(self) -> bool: ...
+
+
+class PlacedStage:
+    """A StageOptimizer (stages/stage_optimizer.py). `shared`: by name, parameters of which other
+    stages have copies; those stages are placed too. Raises ConfigError."""
+
+    def __init__(self, placed: PlacedOptimizer, shared: Mapping[str, Copies] | None = None) -> None:
+        self.placed, self._shared = placed, dict(shared or {})
+        self.width = placed.group.workers
+        self.param_groups: list[dict[str, Any]] = placed.param_groups
+        self._names = {spec.name: i for i, spec in enumerate(placed.params)}
+        root = {spec.name: p for spec, (_, p) in zip(placed.root.specs, placed.root.params)}
+        self._copies = {name: root[name] for name in sorted(self._shared) if name in root}
+        if absent := [n for n in self._shared if n in self._names and n not in root]:
+            raise ConfigError(
+                f"{absent[0]!r} is shared by several stages, and lies in a block that is fetched",
+                hint="name the blocks (blocks=...) so that shared parameters lie outside of them",
+            )
+        placed.root_waits = True
+        self._finished = False  # the step's gradients have left, all of them
+        self._record: tuple[int, int, RecordView] | None = None  # step, chunk
+
+    @property
+    def steps_done(self) -> int:
+        return self.placed.steps_done
+
+    # a step
+
+    def begin_step(self, backwards: int) -> None:
+        """See StageOptimizer. Blocks are fetched as they run."""
+        if self._finished or any(p.grad is not None for p in self._parameters()):
+            raise LoopError(
+                f"step {self.steps_done + 1} begins with gradients that no update took",
+                hint="call step() once a step",
+            )
+
+    def sum_squares(self) -> float:
+        """See StageOptimizer. The stage's first rank tells the sum of all of them."""
+        self._finish_gradients()
+        sums = self.placed.square_sums()
+        if self.placed.group.rank:
+            return 0.0
+        return sum(value for index, value in sums.items() if self._counts(index))
+
+    def step(self, scale: float = 1.0) -> None:
+        """See StageOptimizer."""
+        self._finish_gradients()
+        factor = times(scale, self.width)
+        for p in self._parameters():
+            if isinstance(p.grad, PlacedGrad):
+                p.grad.mul_(factor)
+        self.placed.step()
+        self.placed.zero_grad()
+        self._finished = False
+
+    def abandon(self) -> None:
+        """See StageOptimizer. What the store has committed stays."""
+        self.placed.abandon()
+        with contextlib.suppress(RoadtrainError, RuntimeError):
+            self.placed.close()
+
+    def settle(self) -> None:
+        """See StageOptimizer."""
+        self.placed.flush()
+
+    def close(self) -> None:
+        """See StageOptimizer."""
+        self.placed.close()
+
+    def _parameters(self) -> Iterable[torch.nn.Parameter]:
+        return (p for group in self.param_groups for p in group["params"])
+
+    def _counts(self, index: int) -> bool:
+        copies = self._shared.get(self.placed.params[index].name)
+        return copies is None or copies.counts
+
+    @torch.no_grad()
+    def _finish_gradients(self) -> None:
+        """All gradients have left to the servers."""
+        if self._finished:
+            return
+        for name, p in self._copies.items():
+            if p.requires_grad:
+                self._sum_copies(name, p, self._shared[name])
+        self.placed.root.pass_ended()
+        self._finished = True
+
+    def _sum_copies(self, name: str, p: torch.nn.Parameter, copies: Copies) -> None:
+        """The first rank of each stage has the sum over all ranks of all of them, in their order
+        and in fp32, the others zero: so each stage sums to the same bits. Raises PeerError."""
+        grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
+        flat = grad.view(-1)
+        ranks = dist.get_world_size(copies.group)
+        for start in range(0, flat.numel(), SUM_ELEMENTS):
+            part = flat[start : start + SUM_ELEMENTS]
+            terms = [torch.empty_like(part) for _ in range(ranks)]
+            try:
+                dist.all_gather(terms, part.clone(), group=copies.group)
+            except RuntimeError as error:
+                who = f"{name!r} over {ranks_of(copies.group)}"
+                what = f"step {self.steps_done + 1}: the sum of the copies of {who}"
+                raise typed(error, what, deadline_of(copies.group, p.device)) from error
+            total = terms[0].float()
+            for term in terms[1:]:
+                total += term
+            part.copy_(total)
+        p.grad = grad if copies.replica == 0 else torch.zeros_like(grad)
+
+    # state
+
+    def extents(self) -> list[Extent]:
+        """See StageOptimizer. The ranks of a stage have a share each of what all of them reach.
+        Waits for the commit of the last step, which needs all of them."""
+        self.placed.flush()
+        return self._share()
+
+    def wanted(self) -> list[Extent]:
+        """See StageOptimizer. The stage's first rank fills the servers."""
+        if self.placed.group.rank:
+            return []
+        return [Extent(spec.name, 0, spec.numel) for spec in self.placed.params if spec.numel]
+
+    def _share(self) -> list[Extent]:
+        rank, width = self.placed.group.rank, self.width
+        found = (
+            Extent(spec.name, spec.numel * rank // width, spec.numel * (rank + 1) // width)
+            for spec in self.placed.params
+        )
+        return [extent for extent in found if extent.numel]
+
+    def piece(self, extent: Extent) -> Piece:
+        """See StageOptimizer. Only after `extents`."""
+        spec = self.placed.params[self._names[extent.name]]
+        rule = self.placed.rules[spec.group] if spec.trainable else None
+        whats = {VALUE: MASTER} | {key: key for key in (rule.arrays if rule else ())}
+        out = {key: np.empty(extent.numel, np.float32) for key in whats}
+        scalars: dict[str, float] = {}
+        for chunk, i, span in self.placed.session.meta.where[extent.name]:
+            last = span.origin + span.stop - span.start
+            first, last = max(extent.start, span.origin), min(extent.stop, last)
+            if first >= last:
+                continue
+            view = self._record_of(chunk)
+            for key, what in whats.items():
+                values = view.piece(what, i)[first - span.origin : last - span.origin]
+                into = out[key][first - extent.start : last - extent.start]
+                _widen(values, spec, into)
+            scalars = {key: float(view.piece(key, i)[0]) for key in (rule.scalars if rule else ())}
+        return Piece(extent, {key: torch.from_numpy(array) for key, array in out.items()}, scalars)
+
+    def _record_of(self, chunk: Any) -> RecordView:
+        """The last one that was read is at hand: pieces are smaller than chunks."""
+        key = (self.steps_done, chunk.id)
+        if self._record is None or self._record[:2] != key:
+            view = self.placed.session.servers.record_of(chunk, "")
+            self._record = (*key, view)
+        return self._record[2]
+
+    def load(self, pieces: Iterable[Piece], steps_done: int) -> None:
+        """See StageOptimizer, and Note "what is committed". Raises StaleError where servers hold
+        other values of that very step, StoreError where a piece did not come, LoopError where the
+        store cannot take other values."""
+        placed = self.placed
+        placed.flush()
+        self._record = None
+        same = placed.steps_done == steps_done
+        taken = TakenPieces(placed.params, placed.rules, placed.scratch)
+        for piece in pieces:
+            same = same and self._holds(piece)
+            taken.take(piece)
+        first = placed.group.rank == 0
+        if first:
+            taken.check(f"the stage at step {steps_done}")
+        if not same:
+            self._check_all_know(steps_done)
+            values, state = (taken.values(), taken.state()) if first else ({}, {})
+            placed.take_values(steps_done, values, state)
+        self._record = None
+
+    def _check_all_know(self, steps_done: int) -> None:
+        """The other ranks of the stage see only which step it is."""
+        if self.width > 1 and self.placed.steps_done == steps_done:
+            raise StaleError(
+                f"the servers of this stage hold other values of step {steps_done} than the job's"
+                " snapshot",
+                hint="give this stage the servers of this run, or empty ones",
+            )
+
+    def _holds(self, piece: Piece) -> bool:
+        own = self.piece(piece.extent)
+        return (
+            own.arrays.keys() == piece.arrays.keys()
+            and dict(own.scalars) == dict(piece.scalars)
+            and all(
+                torch.equal(array.view(torch.int32), piece.arrays[key].view(torch.int32))
+                for key, array in own.arrays.items()
+            )
+        )
+
+
+def times(scale: float, width: int) -> float:
+    """What gives `scale` again when it is divided by `width`; where no number does, `scale` is
+    rounded to fp32 first, for which one does."""
+    if (scale * width) / width == scale or scale != scale:
+        return scale * width
+    return float(np.float32(scale)) * width
+
+
+def _widen(values: np.ndarray[Any, Any], spec: ParamSpec, into: np.ndarray[Any, Any]) -> None:
+    if values.dtype == into.dtype:
+        np.copyto(into, values)
+    elif spec.dtype in NUMPY and not spec.trainable and spec.dtype != "fp64":
+        cast(values, spec.dtype, into, "fp32")
+    else:
+        raise ConfigError(
+            f"frozen parameter {spec.name!r} is {spec.dtype}, which has no exact fp32",
+            hint="keep it as a buffer",
+        )

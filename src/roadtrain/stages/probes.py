@@ -1,0 +1,258 @@
+"""probe(): one host tests its links to others over the addresses that training will use.
+
+Of each link, in both directions: a connection, an answer, a payload larger than any frame (so that
+a frame size that is lost on the way is found), the difference of the clocks; then, one link after
+the other, the rate roughly. One asyncio loop, plain sockets bound to the chosen addresses. Who
+connects shows a token that only ranks of this start know (Rule 8).
+
+Does NOT decide what is wrong (findings.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from roadtrain.stages.findings import CardLink, Finding, Trouble
+from roadtrain.stages.networks import HostCard
+from roadtrain.stages.rank_meeting import half_open
+from roadtrain.units import KIB, MIB
+
+STEP_S = 4.0  # of connecting, of the answer, of the large payload each
+RATE_S = 0.1  # of measuring one link
+RATED = 8  # links of a host whose rate is measured: a start stays short on large clusters
+LARGE = 192 * KIB  # larger than the largest MTU, 64 KiB
+FIRST = 256 * KIB  # of a measurement: what queues on the way swallow at once
+MOST = 4 * MIB
+TOKEN_NBYTES = 16
+PINGS = 3
+PING, SEND, FETCH = b"P", b"S", b"F"  # what a client asks for, one byte each
+CLOCK, LENGTH = struct.Struct("!d"), struct.Struct("!Q")
+PIECE = bytes(64 * KIB)
+
+
+@dataclass(frozen=True)
+class Doors:
+    """Where a host listens: of each of its addresses, the port. `token` opens them."""
+
+    token: str
+    ports: dict[str, int]
+
+
+@dataclass
+class Listeners:
+    """The sockets of one host, until `close`."""
+
+    token: bytes = field(default_factory=lambda: secrets.token_bytes(TOKEN_NBYTES))
+    sockets: dict[str, socket.socket] = field(default_factory=dict)  # by address
+
+    def listen(self, addresses: Sequence[str]) -> Doors:
+        """Raises OSError where an address is not this host's."""
+        for address in dict.fromkeys(addresses):
+            made = socket.socket(_family(address), socket.SOCK_STREAM)
+            self.sockets[address] = made
+            made.bind((address, 0))
+            made.listen(128)
+            made.setblocking(False)
+        ports = {address: one.getsockname()[1] for address, one in self.sockets.items()}
+        return Doors(self.token.hex(), ports)
+
+    def close(self) -> None:
+        for one in self.sockets.values():
+            one.close()
+
+
+@dataclass(frozen=True)
+class Target:
+    """A link of this host, and the door at its other end."""
+
+    link: CardLink
+    own: HostCard
+    door: tuple[str, int]
+    token: bytes
+
+
+async def probe(
+    listeners: Listeners,
+    targets: Sequence[Target],
+    reported: Callable[[list[Finding], set[str]], Awaitable[None]],
+) -> None:
+    """Tests all targets, gives what was found to `reported`, with the addresses whose connections
+    this host could not answer, and serves the others until `reported` returns."""
+    async with _serving(listeners):
+        heard: set[str] = set()
+        listening = asyncio.create_task(_listen_for_half_open(listeners, heard))
+        findings = await asyncio.gather(*(_test(target) for target in targets))
+        listening.cancel()
+        rated = [i for i, one in enumerate(findings) if one.trouble is None][:RATED]
+        for i in rated:
+            findings[i] = await _rate(targets[i], findings[i])
+        await reported(findings, heard)
+
+
+@contextlib.asynccontextmanager
+async def _serving(listeners: Listeners) -> AsyncIterator[None]:
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        try:
+            await _answer(listeners.token, reader, writer)
+        except (OSError, EOFError, asyncio.CancelledError):
+            pass  # the peer says what it saw
+        finally:
+            tasks.discard(task)
+            writer.close()
+
+    servers = [await asyncio.start_server(serve, sock=one) for one in listeners.sockets.values()]
+    try:
+        yield
+    finally:
+        for server in servers:
+            server.close()
+        for task in [*tasks]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _answer(token: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """What one client asks for, until it leaves."""
+    async with asyncio.timeout(STEP_S):
+        if not secrets.compare_digest(await reader.readexactly(TOKEN_NBYTES), token):
+            return
+    while what := await reader.read(1):
+        if what == PING:
+            writer.write(CLOCK.pack(time.time()))
+        elif what == SEND:
+            writer.write(CLOCK.pack(await _take(reader)))
+        elif what == FETCH:
+            writer.write(bytes(LARGE))
+        else:
+            return
+        await writer.drain()
+
+
+async def _take(reader: asyncio.StreamReader) -> float:
+    """Reads pieces until one of no length; bytes a second, past what queues swallow."""
+    total, begin, first = 0, time.monotonic(), 0
+    while length := LENGTH.unpack(await reader.readexactly(LENGTH.size))[0]:
+        left = min(length, MOST)
+        while left:
+            data = await reader.read(left)
+            if not data:
+                raise EOFError
+            left -= len(data)
+            total += len(data)
+            if total < FIRST:
+                begin, first = time.monotonic(), total
+    return (total - first) / max(time.monotonic() - begin, 1e-6)
+
+
+async def _listen_for_half_open(listeners: Listeners, heard: set[str]) -> None:
+    ports = [one.getsockname()[1] for one in listeners.sockets.values()]
+    while True:
+        await asyncio.sleep(0.25)
+        for port in ports:
+            heard |= half_open(port)
+
+
+class _Stuck(Exception):
+    """A step that failed, with the reason."""
+
+    def __init__(self, trouble: Trouble, why: str) -> None:
+        super().__init__(why)
+        self.trouble, self.why = trouble, why
+
+
+@contextlib.asynccontextmanager
+async def _step(trouble: Trouble) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(STEP_S):
+            yield
+    except TimeoutError as error:
+        why = error.strerror or f"nothing within {STEP_S:.0f} s"
+        raise _Stuck(trouble, why) from error
+    except (OSError, EOFError) as error:
+        why = (error.strerror if isinstance(error, OSError) else "") or "the connection ended"
+        raise _Stuck(trouble, why) from error
+
+
+async def _test(target: Target) -> Finding:
+    try:
+        async with _connected(target) as (reader, writer):
+            async with _step(Trouble.NO_ANSWER):
+                pings = [await _ping(reader, writer) for _ in range(PINGS)]
+            async with _step(Trouble.LARGE_LOST):
+                writer.write(SEND + _framed(bytes(LARGE)) + LENGTH.pack(0))
+                await writer.drain()
+                await reader.readexactly(CLOCK.size)
+            async with _step(Trouble.LARGE_LOST_BACK):
+                writer.write(FETCH)
+                await reader.readexactly(LARGE)
+    except _Stuck as stuck:
+        return Finding(target.link, stuck.trouble, stuck.why)
+    seconds, ahead_s = min(pings)
+    return Finding(target.link, None, "", latency_s=seconds / 2, ahead_s=ahead_s)
+
+
+async def _rate(target: Target, finding: Finding) -> Finding:
+    """With the rate, where it can be had: a link that fails here has passed every test, and a
+    host that went away does not report."""
+    begin = time.monotonic()
+    try:
+        async with _connected(target) as (reader, writer), _step(Trouble.LARGE_LOST):
+            writer.write(SEND)
+            sent = 0
+            while sent < MOST and time.monotonic() - begin < RATE_S:
+                writer.write(_framed(PIECE))
+                await writer.drain()
+                sent += len(PIECE)
+            writer.write(LENGTH.pack(0))
+            (rate,) = CLOCK.unpack(await reader.readexactly(CLOCK.size))
+    except _Stuck:
+        return finding
+    return replace(finding, bytes_per_s=rate if sent > FIRST else 0.0)
+
+
+async def _ping(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[float, float]:
+    """(seconds there and back, seconds by which the other clock is ahead)."""
+    sent, begin = time.time(), time.monotonic()
+    writer.write(PING)
+    (there,) = CLOCK.unpack(await reader.readexactly(CLOCK.size))
+    took = time.monotonic() - begin
+    return took, there - (sent + took / 2)
+
+
+@contextlib.asynccontextmanager
+async def _connected(
+    target: Target,
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    address, port = target.door
+    with socket.socket(_family(address), socket.SOCK_STREAM) as sock:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 128 * KIB)
+        async with _step(Trouble.CANNOT_CONNECT):
+            sock.bind((target.own.address, 0))
+            await asyncio.get_running_loop().sock_connect(sock, (address, port))
+            reader, writer = await asyncio.open_connection(sock=sock, limit=MIB)
+        try:
+            writer.write(target.token)
+            yield reader, writer
+        finally:
+            writer.transport.abort()
+
+
+def _framed(data: bytes) -> bytes:
+    return LENGTH.pack(len(data)) + data
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,0 +1,1 @@
+"""What stages decide, and the arithmetic of their sizes, memory and traffic (Rule 7)."""

@@ -1,0 +1,230 @@
+"""How long a step of a pipeline takes with given stages: the state machines of `pipeline` with
+durations of runs and messages.
+
+Each replica runs in its machine's order. A message of a replica leaves after those that it sent
+before over the same boundary and direction, while it computes on. The step ends when each stage
+has done what nothing hides after its last backward (gradients that are still to be summed, the
+update). Which run follows which does not depend on the durations, so the order is found once and
+many stages are tried with it. Messages of different senders, boundaries or directions take nothing
+from each other: where links are busier than devices and a card carries several, a step is longer.
+Pure arithmetic. Does NOT know where durations come from.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from roadtrain.errors import ConfigError
+from roadtrain.stages.protocol.pipeline import (
+    BACKWARD,
+    FORWARD,
+    Peer,
+    RunBlocks,
+    StageStateMachine,
+    check_order,
+)
+
+MOST_TIMES = 1 << 22  # finish times held at once, of all runs of the stages that are tried
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpeed:
+    """Seconds that a block of weight 1 takes on the slowest replica of a stage."""
+
+    forward_s: float  # of one micro-batch
+    backward_s: float  # of one micro-batch
+    update_s: float = 0.0  # once a step, after the last backward, that nothing hides
+
+    @property
+    def pass_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, slots=True)
+class BoundarySpeed:
+    """Seconds that one micro-batch's message takes from a replica over a boundary."""
+
+    activations_s: float = 0.0
+    gradients_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """All that decides how long a step takes, but for the stages' sizes. Raises ConfigError."""
+
+    stages: tuple[StageSpeed, ...]
+    weights: tuple[float, ...]  # of each block of the model: its work, over that of an ordinary one
+    num_microbatches: int  # of a step, over all replicas
+    widths: tuple[int, ...] = ()  # replicas of each stage; none: one each
+    # after each stage; of interleaved ones after the last too; none: messages take no time
+    boundaries: tuple[BoundarySpeed, ...] = ()
+    ends: tuple[float, float] = (0.0, 0.0)  # weights of what comes before and after all blocks
+    virtual_stages: int = 1
+
+    def __post_init__(self) -> None:
+        check_order(
+            len(self.stages), self.num_microbatches, self.virtual_stages, self.widths_of_stages
+        )
+        if self.boundaries and len(self.boundaries) != self.boundary_count:
+            raise ConfigError(
+                f"{len(self.boundaries)} boundaries have a speed, {len(self.stages)} stages have"
+                f" {self.boundary_count}"
+            )
+        if self.parts > len(self.weights):
+            raise ConfigError(
+                f"{len(self.weights)} blocks cannot be {self.parts} parts",
+                hint="pp x virtual_stages is at most the number of blocks",
+            )
+        if min(self.weights) <= 0 or min(self.ends) < 0:
+            raise ConfigError("the weight of a block is above 0, of an end 0 or more")
+        if any(speed.pass_s <= 0 for speed in self.stages):
+            raise ConfigError("a stage's seconds a block are above 0")
+
+    @property
+    def parts(self) -> int:
+        """Of the model, over all stages; part i is of stage i mod p."""
+        return len(self.stages) * self.virtual_stages
+
+    @property
+    def boundary_count(self) -> int:
+        stages = len(self.stages)
+        return stages if self.virtual_stages > 1 and stages > 1 else stages - 1
+
+    @property
+    def widths_of_stages(self) -> tuple[int, ...]:
+        return self.widths or (1,) * len(self.stages)
+
+    def boundary(self, number: int) -> BoundarySpeed:
+        return self.boundaries[number] if self.boundaries else BoundarySpeed()
+
+    @cached_property
+    def before(self) -> tuple[float, ...]:
+        """Weights of all blocks before each one, and of all."""
+        return tuple(itertools.accumulate(self.weights, initial=0.0))
+
+    def weight(self, part: int, begin: int, stop: int) -> float:
+        """Of blocks [begin, stop) as that part of the model."""
+        ends = self.ends[0] * (part == 0) + self.ends[1] * (part == self.parts - 1)
+        return self.before[stop] - self.before[begin] + ends
+
+
+@dataclass(slots=True)
+class _Order:
+    """What a step consists of, each after all that it needs. Rows of durations: forwards of all
+    parts, backwards of all parts, then activations and gradients of all boundaries."""
+
+    rows: list[int] = field(default_factory=list)
+    needs: list[tuple[int, ...]] = field(default_factory=list)
+    last_of: list[tuple[int, int]] = field(default_factory=list)  # (stage, its replica's last run)
+
+    def add(self, row: int, needs: Iterator[int | None]) -> int:
+        self.rows.append(row)
+        self.needs.append(tuple(one for one in needs if one is not None))
+        return len(self.rows) - 1
+
+
+class StepModel:
+    """The step of `work` for any stages' sizes."""
+
+    def __init__(self, work: StepWork) -> None:
+        self.work = work
+        self._order = _ordered(work)
+
+    def seconds(self, sizes: Sequence[int]) -> float:
+        """sizes: blocks of each part, in the model's order."""
+        return float(self.seconds_of_all([sizes])[0])
+
+    def seconds_of_all(self, many: Sequence[Sequence[int]]) -> Array:
+        """Of each of many sizes. Raises ConfigError where they do not add up."""
+        sizes = np.asarray(many, dtype=np.int64).reshape(len(many), -1)
+        parts, blocks = self.work.parts, len(self.work.weights)
+        wrong = sizes.shape[1:] != (parts,) or (sizes.sum(1) != blocks).any() or (sizes < 0).any()
+        if wrong:
+            raise ConfigError(
+                f"sizes {list(many[0])} are not {parts} parts with {blocks} blocks in all"
+            )
+        at_once = max(1, MOST_TIMES // len(self._order.rows))
+        found = [self._run(sizes[i : i + at_once]) for i in range(0, len(sizes), at_once)]
+        return np.concatenate(found)
+
+    def _run(self, sizes: npt.NDArray[np.int64]) -> Array:
+        durations, updates = self._durations(sizes)
+        order = self._order
+        ends = np.empty((len(order.rows), len(sizes)))
+        for number, (row, needs) in enumerate(zip(order.rows, order.needs, strict=True)):
+            end = durations[row].copy()
+            if needs:
+                end += ends[needs[0]] if len(needs) == 1 else np.maximum(*(ends[n] for n in needs))
+            ends[number] = end
+        step = np.zeros(len(sizes))
+        for stage, number in order.last_of:
+            np.maximum(step, ends[number] + updates[stage], out=step)
+        return step
+
+    def _durations(self, sizes: npt.NDArray[np.int64]) -> tuple[Array, Array]:
+        """By row of `_Order` and sizes; what follows the last backward, by stage and sizes."""
+        work, stages = self.work, len(self.work.stages)
+        stops = np.cumsum(sizes, axis=1)
+        weights = np.diff(np.asarray(work.before)[stops], axis=1, prepend=0.0).T
+        weights[0] += work.ends[0]
+        weights[-1] += work.ends[1]
+        speeds = [work.stages[part % stages] for part in range(work.parts)]
+        forward = weights * np.array([[one.forward_s] for one in speeds])
+        backward = weights * np.array([[one.backward_s] for one in speeds])
+        links = [work.boundary(i) for i in range(work.boundary_count)]
+        messages = [one.activations_s for one in links] + [one.gradients_s for one in links]
+        alike = np.repeat(np.array(messages).reshape(-1, 1), len(sizes), axis=1)
+        updates = np.stack(
+            [weights[i::stages].sum(0) * one.update_s for i, one in enumerate(work.stages)]
+        )
+        return np.concatenate([forward, backward, alike]), updates
+
+
+def _ordered(work: StepWork) -> _Order:
+    """By driving the machines, whatever the durations."""
+    stages, parts, widths = len(work.stages), work.virtual_stages, work.widths_of_stages
+    machines = {
+        (s, r): StageStateMachine(s, stages, work.num_microbatches, parts, widths=widths, replica=r)
+        for s in range(stages)
+        for r in range(widths[s])
+    }
+    order = _Order()
+    last: dict[tuple[int, int], int] = {}  # replica -> its last run
+    sent: dict[tuple[tuple[int, int], int], int] = {}  # sender, row -> its last message
+    came: dict[tuple[str, tuple[int, int], int, int], int] = {}  # -> what brought it
+    todo = deque((key, run) for key, machine in machines.items() for run in machine.start())
+    while todo:
+        key, run = todo.popleft()
+        needs = last.get(key), came.get((run.what, key, run.micro, run.part))
+        row = work.parts * (run.what == BACKWARD) + run.part * stages + key[0]
+        last[key] = number = order.add(row, iter(needs))
+        to = machines[key].goes(run)
+        todo += [(key, other) for other in machines[key].ended(run)]
+        if to is None:
+            continue
+        there = to.stage, to.replica
+        if there != key:
+            row = _message_row(work, key[0], run, to)
+            number = order.add(row, iter((number, sent.get((key, row)))))
+            sent[key, row] = number
+        came[run.what, there, run.micro, to.part] = number
+        arrived = machines[there].arrived(run.what, run.micro, to.part)
+        todo += [(there, other) for other in arrived]
+    order.last_of = [(stage, number) for (stage, _), number in last.items()]
+    return order
+
+
+def _message_row(work: StepWork, stage: int, run: RunBlocks, to: Peer) -> int:
+    first = 2 * work.parts
+    if run.what == FORWARD:
+        return first + stage
+    return first + work.boundary_count + to.stage

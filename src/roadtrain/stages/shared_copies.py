@@ -1,0 +1,125 @@
+"""SharedCopies: parameters of which several stages have a copy each (tied embeddings), and how the
+copies get one gradient.
+
+Each stage has summed its own ranks' gradients and has them in shares. Each rank gets, from every
+other stage, the elements of its own share, wherever that stage has them, so that the stages may be
+of different widths; a gradient crosses a link between two stages once each way. The sums of the
+stages are added in the order of the stages on all of them, so the copies stay equal, bit for bit
+(Rule 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+
+from roadtrain.errors import ConfigError, ModelError
+from roadtrain.kernels.sum import sum_in_order
+from roadtrain.stages.courier import Pending
+from roadtrain.stages.data_group import DataGroup, ranks_of
+from roadtrain.stages.flat_layout import Bucket, overlaps
+from roadtrain.stages.messages import exchange_messages
+
+
+@dataclass(frozen=True)
+class SharedCopies:
+    """`group`: all ranks of the stages that have a copy, stage by stage, replica by replica.
+    `widths`: ranks of each of these stages. Raises ConfigError where they do not add up."""
+
+    group: dist.ProcessGroup
+    widths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        size = dist.get_world_size(self.group)
+        if sum(self.widths) != size or len(self.widths) < 2 or min(self.widths) < 1:
+            raise ConfigError(
+                f"copies in stages of {', '.join(map(str, self.widths))} ranks, in a group of"
+                f" {size}",
+                hint="the group has every rank of each stage that has a copy",
+            )
+
+    def __str__(self) -> str:
+        return f"the copies in {ranks_of(self.group)}"
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def stage(self) -> int:
+        """Which of the stages that have a copy this rank is in."""
+        return sum(end <= self.rank for end in accumulate(self.widths))
+
+    @property
+    def replica(self) -> int:
+        """Which of its stage's ranks this is."""
+        return self.rank - sum(self.widths[: self.stage])
+
+    @property
+    def counts(self) -> bool:
+        """Of all copies the first stage's counts in what is added up over the job."""
+        return self.stage == 0
+
+    def exchange(self, bucket: Bucket, own: torch.Tensor, arriving: torch.Tensor) -> Pending:
+        """Begin. own: fp32 [share], summed over the stage; arriving: fp32 [stages - 1, share]."""
+        others = len(self.widths) - 1
+        place = bucket.of_rank(self.replica)
+        splits = overlaps(bucket.numel, place.start, place.stop, self.widths)
+        first = sum(self.widths[: self.stage])
+        splits[first : first + self.widths[self.stage]] = [0] * self.widths[self.stage]
+        sent = own if others == 1 else own.repeat(others)
+        if own.device.type == "cpu":
+            return exchange_messages(
+                sent.split(splits), arriving.view(-1).split(splits), self.group
+            )
+        work = dist.all_to_all_single(
+            arriving.view(-1), sent, splits, splits, group=self.group, async_op=True
+        )
+        assert work is not None
+        return work
+
+    def sum_arrived(self, own: torch.Tensor, arriving: torch.Tensor) -> None:
+        """own: the sum over all stages in their order. arriving: as exchanged."""
+        terms = [*arriving[: self.stage], own.clone(), *arriving[self.stage :]]
+        add_in_order(own, terms)
+
+    def any_of(self, flags: torch.Tensor) -> Pending | None:
+        """Begin, in place: the largest of each element over all stages' ranks."""
+        return dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def from_first(self, values: torch.Tensor) -> Pending | None:
+        """Begin, in place: those of the first stage's first rank."""
+        return dist.broadcast(values, group=self.group, group_src=0, async_op=True)
+
+
+def links_of(
+    shared: Mapping[str, SharedCopies], trainable: Collection[str], group: DataGroup
+) -> list[tuple[list[str], SharedCopies]]:
+    """The names that each group of stages shares, in an order that is the same everywhere. Raises
+    ModelError for a group in which the ranks of the stage `group` have another order."""
+    by_group: dict[int, tuple[list[str], SharedCopies]] = {}
+    for name, copies in sorted(shared.items()):
+        if (copies.widths[copies.stage], copies.replica) != (group.width, group.rank):
+            raise ModelError(
+                f"{name!r} is shared by stages of {copies.widths} ranks, where this one is rank"
+                f" {copies.replica} of stage {copies.stage}; in its own group it is rank"
+                f" {group.rank} of {group.width}",
+                hint="the group of copies has the stages' ranks in the order of their own groups",
+            )
+        if name in trainable:
+            by_group.setdefault(id(copies.group), ([], copies))[0].append(name)
+    return list(by_group.values())
+
+
+def add_in_order(total: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
+    """total = the sum of `terms` (fp32, apart from `total`), left to right, wherever they are."""
+    if total.device.type == "cpu":
+        sum_in_order(total.numpy(), [(term.numpy(), "fp32") for term in terms])
+        return
+    total.copy_(terms[0])
+    for term in terms[1:]:
+        total.add_(term)

@@ -1,0 +1,283 @@
+"""Coordinator: runs beside worker 0 and has one link from every worker of a start, for few and
+small frames, so that no gradient stands before them.
+
+    worker: Say Stall Has --> sums/protocol/agreement.py  --> Agreed Asked Differ Failed
+    worker: Gone State    --> sums/protocol/membership.py --> Ask Change
+
+It decides whether all mean the same by an operation, and which spare hosts sum. That a worker has
+gone, it learns from the end of that worker's link. A CoordinatorLink is a worker's end: what comes
+goes to sums/agreement.py and sums/summation.py. Frames go out in the order of the decisions.
+Does NOT sum, and does NOT start workers again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from roadtrain.errors import LostError, PeerError, WireError
+from roadtrain.servers import frames as m
+from roadtrain.servers.connection import HostedSession, WorkerConnection
+from roadtrain.sums.protocol.agreement import (
+    Agreed,
+    AgreementStateMachine,
+    AskWhetherBegun,
+    Differ,
+    Gone,
+    Operation,
+    Said,
+)
+from roadtrain.sums.protocol.membership import (
+    AskRounds,
+    Change,
+    MembershipAction,
+    MembershipStateMachine,
+    Spares,
+)
+from roadtrain.transport.link import Link
+
+TO_COORDINATOR = "coordinator"  # in a greeting, instead of a rule
+STATE_LIMIT = 16 << 20  # bytes of a worker's rounds
+STALL_LIMIT = 4 << 20  # bytes of what a worker waits for
+
+
+class SumGroup:
+    """Workers (`ranks`) that sum with each other, and the spare hosts that sum for them."""
+
+    def __init__(self, coordinator: Coordinator, ranks: Sequence[int], spares: Spares) -> None:
+        self.coordinator, self.ranks = coordinator, ranks
+        self.machine = MembershipStateMachine(len(ranks), spares)
+        self._lock = coordinator.lock
+
+    @property
+    def spares(self) -> dict[str, int]:
+        """Address -> number of its reducer, of the spare hosts that are there."""
+        with self._lock:
+            return {address: number for number, (address, _) in self.machine.spares.items()}
+
+    def lost_reducer(self, reducer: int, why: str) -> None:
+        with self._lock:
+            if reducer in self.machine.spares and reducer not in self.machine.lost:
+                self.coordinator.report(f"{why}: left out from now on")
+            self._say_all(self.machine.gone(reducer))
+
+    def offered(self, address: str, rate: float) -> None:
+        with self._lock:
+            self._say_all(self.machine.offered(address, rate))
+
+    def state(self, rank: int, fields: m.StateHeader, rounds: m.Rounds) -> None:
+        begun = {key: (last, bool(done)) for key, (last, done) in rounds.items()}
+        with self._lock:
+            said = self.machine.state(rank, fields.number, begun, fields.refused)
+            for change in said:
+                if isinstance(change, Change):
+                    for _, address, _ in change.added:
+                        self.coordinator.report(f"spare host {address} sums from now on")
+            self._say_all(said)
+
+    def _say_all(self, said: Sequence[MembershipAction]) -> None:
+        for one in said:
+            self.coordinator.send(self.ranks, *_frame(one))
+
+
+def _frame(said: MembershipAction) -> tuple[int, tuple[Any, ...], bytes]:
+    if isinstance(said, AskRounds):
+        return m.ASK, (said.number, said.added), b""
+    return m.CHANGE, (said.number, said.gone, said.added), m.encode(said.rounds)
+
+
+class Coordinator(HostedSession[WorkerConnection]):
+    """Of one start of a job. `waits`: as AgreementStateMachine has it. `groups`: ranks that sum
+    with each other and go round spare hosts; a worker is in one of them at most."""
+
+    payloads = {m.STATE: STATE_LIMIT, m.STALL: STALL_LIMIT}
+
+    def __init__(
+        self,
+        session: str,
+        workers: int,
+        waits: bool,
+        groups: Sequence[Sequence[int]] = (),
+        spares: Spares = (),
+        report: Callable[[str], None] = print,
+    ) -> None:
+        super().__init__(workers)
+        self.name, self.report = session, report
+        self.agreement = AgreementStateMachine(workers, waits)
+        self.groups = [SumGroup(self, ranks, spares) for ranks in groups]
+        self._group_of = {rank: group for group in self.groups for rank in group.ranks}
+
+    def new_connection(self, rank: int, link: Link) -> WorkerConnection:
+        worker = super().new_connection(rank, link)
+        group = self._group_of.get(rank)
+        if group is not None and group.machine.asked is not None:
+            self._send(worker, *_frame(group.machine.asked))
+        return worker
+
+    def take(self, worker: WorkerConnection, kind: int, fields: Any, payload: memoryview) -> None:
+        if kind in (m.GONE, m.STATE):
+            group = self._group_of.get(worker.rank)
+            if group is None:
+                raise WireError(f"worker {worker.rank} has no spare hosts and spoke of them")
+            if kind == m.GONE:
+                group.lost_reducer(*fields)
+            else:
+                group.state(worker.rank, fields, m.rounds(payload))
+            return
+        with self.lock:
+            self._tell(self._decided(worker.rank, kind, fields, payload))
+
+    def _decided(self, rank: int, kind: int, fields: Any, payload: memoryview) -> Sequence[Said]:
+        match kind:
+            case m.SAY:
+                epoch, *operation = fields
+                return self.agreement.say(rank, epoch, Operation(*operation))
+            case m.STALL:
+                pending, blocked = m.stalled(payload)
+                waiting = [Operation(*one) for one in pending]
+                mine = Operation(*blocked[0]) if blocked else None
+                return self.agreement.stall(rank, fields.epoch, waiting, mine)
+            case m.HAS:
+                epoch, place, begun, blocked = fields
+                return self.agreement.has(
+                    rank, epoch, place, begun, blocked[0] if blocked else None
+                )
+        raise WireError(f"a frame of kind {kind} came to a coordinator")
+
+    def one_left(self, rank: int, error: PeerError, all_gone: bool) -> None:
+        with self.lock:
+            self._tell(self.agreement.left(rank, str(error).splitlines()[0]))
+
+    def _tell(self, said: Sequence[Said]) -> None:
+        epoch, everyone = self.agreement.epoch, range(self.workers)
+        for one in said:
+            match one:
+                case Agreed(operation, to):
+                    fields = epoch, operation.identity, operation.use, operation.signature
+                    self.send(everyone if to is None else [to], m.AGREED, fields)
+                case AskWhetherBegun(to, place):
+                    self.send([to], m.ASKED, (epoch, place))
+                case Differ(number, words):
+                    self.send(everyone, m.DIFFER, (number, words))
+                case Gone(words, to):
+                    self.send(everyone if to is None else [to], m.FAILED, ("LostError", words))
+
+    def send(
+        self, ranks: Sequence[int], kind: int, fields: tuple[Any, ...], payload: bytes = b""
+    ) -> None:
+        """To those of them that are here."""
+        for worker in self.everyone():
+            if worker.rank in ranks:
+                self._send(worker, kind, fields, payload)
+
+    @staticmethod
+    def _send(
+        worker: WorkerConnection, kind: int, fields: tuple[Any, ...], payload: bytes = b""
+    ) -> None:
+        with suppress(PeerError):  # that it has gone is noticed
+            worker.link.send(kind, m.encode(fields), [memoryview(payload)] if payload else [])
+
+    def close(self, wait_s: float) -> None:
+        """Waits so long for the workers to leave by themselves."""
+        with self.lock:
+            self.lock.wait_for(lambda: self.connections.keys() <= self.gone, wait_s)
+        for worker in self.everyone():
+            worker.link.close()
+
+
+class GoesRound(Protocol):
+    """Whose sums go round spare hosts that are gone: a worker's sums/summation.py."""
+
+    def dial(self, added: Spares) -> list[int]:
+        """New spare hosts -> the numbers of those that it does not reach."""
+
+    def hold(self) -> dict[int, tuple[int, bool]]:
+        """Begins no round until `change`. Tensor -> its last round, whether its sum is there."""
+
+    def change(self, change: Change) -> None: ...
+
+    def fail(self, error: BaseException) -> None: ...
+
+
+class Agrees(Protocol):
+    """What hears of operations: a worker's sums/agreement.py."""
+
+    def heard(self, kind: int, fields: Any) -> None: ...
+
+    def fail(self, error: BaseException) -> None: ...
+
+    def lost(self, error: PeerError) -> None: ...
+
+
+class CoordinatorLink:
+    """A worker's end of its link to the coordinator: the link's Receiver. `agreement` and `sums`
+    are set before it is linked; no `sums`: this worker does not sum with spare hosts."""
+
+    def __init__(self) -> None:
+        self.agreement: Agrees
+        self.sums: GoesRound | None = None
+        self._link: Link | None = None
+        self._early: list[tuple[int, bytes, bytes]] = []  # said before the link was known here
+        self._closed = False
+        self._lock = threading.Lock()  # over the order of what is said
+
+    def linked(self, link: Link) -> None:
+        """Once. Raises PeerError."""
+        with self._lock:
+            self._link = link
+            for kind, header, payload in self._early:
+                link.send(kind, header, [memoryview(payload)])
+
+    def say(self, kind: int, fields: tuple[Any, ...], payload: bytes = b"") -> None:
+        """It may be asked, and spare hosts may die, before its link is known here. Raises
+        PeerError."""
+        header = m.encode(fields)
+        with self._lock:
+            if self._link is None:
+                self._early.append((kind, header, payload))
+            else:
+                self._link.send(kind, header, [memoryview(payload)])
+
+    def reducer_gone(self, reducer: int, why: str) -> None:
+        try:
+            self.say(m.GONE, (reducer, why))
+        except PeerError as error:
+            self.lost(error)
+
+    def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
+        if kind != m.CHANGE:
+            raise WireError(f"a frame of kind {kind} has no payload, {nbytes} bytes came")
+        return memoryview(bytearray(nbytes))
+
+    def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
+        fields, sums = m.header(kind, header), self.sums
+        match kind:
+            case m.ASK if sums is not None:
+                refused = sums.dial(fields.added)
+                rounds = {key: (last, int(done)) for key, (last, done) in sums.hold().items()}
+                self.say(m.STATE, (fields.number, refused), m.encode(rounds))
+            case m.CHANGE if sums is not None:
+                sums.change(Change(fields.number, fields.gone, fields.added, m.rounds(payload)))
+            case m.FAILED:
+                error = LostError(fields.words)
+                self.agreement.fail(error)
+                if sums is not None:
+                    sums.fail(error)
+            case m.DIFFER | m.AGREED | m.ASKED:
+                self.agreement.heard(kind, fields)
+            case _:
+                raise WireError(f"a frame of kind {kind} came from a coordinator")
+
+    def lost(self, error: PeerError) -> None:
+        """Where spare hosts come and go nothing can be summed without a coordinator."""
+        if not self._closed:
+            self.agreement.lost(error)
+            if self.sums is not None:
+                self.sums.fail(error)
+
+    def close(self) -> None:
+        self._closed = True
+        if self._link is not None:
+            self._link.close()

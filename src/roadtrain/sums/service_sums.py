@@ -1,0 +1,103 @@
+"""ServiceSums: a data group's gradients summed by the summation service: by the workers' own
+reducers and those of spare hosts, that come and go while training goes on.
+
+    gradient out -> reducers (sums/protocol/shares.py says which sums how much) -> the whole sum in
+
+Each worker sends a gradient once and gets its sum once; who sums has other workers' shares besides.
+Every worker keeps the whole state and updates all of it on its device: that is what the placements
+`summation` and `parameter-server` of a plan say and what is simulated (Rule 7). To update a share
+each and gather the values would be less work and memory, and M (n - 1) / n bytes more each way.
+
+Bits are those of sums without reducers where each host has one worker, or all are on one host (sums
+run in the order of the ranks); else each host's workers are summed first, which is said (Rule 6).
+Does NOT know layers or steps; a stage of several (pp, tp) is refused in ParallelOptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from roadtrain.stages.control import ControlLinks
+from roadtrain.stages.parallel_options import ParallelOptions
+from roadtrain.sums.rendezvous import SumSetup, Wanted, connect
+from roadtrain.sums.tensor_sums import Named, TensorSums, end_all
+from roadtrain.transport.address import token_of
+
+
+@dataclass
+class _Summed:
+    """One tensor's sum (a SumUnderWay)."""
+
+    sums: TensorSums
+    named: Named
+    future: torch.futures.Future[torch.Tensor]
+
+    def wait(self) -> torch.Tensor:
+        assert self.named.ticket is not None
+        with self.sums.waiting(self.named.ticket):
+            return self.future.wait()
+
+
+@dataclass(frozen=True)
+class ServiceSums:
+    """A WholeSums (stages/whole_sums.py)."""
+
+    sums: TensorSums
+
+    def begin(self, number: int, grads: torch.Tensor, what: str) -> _Summed:
+        named = Named(number, f"the gradients of {what}")
+        return _Summed(self.sums, named, self.sums.sum(named, grads))
+
+    def close(self) -> None:
+        self.sums.close()
+
+
+def connect_sums(
+    options: ParallelOptions,
+    control: ControlLinks,
+    address: str,
+    report: Callable[[str], None],
+) -> ServiceSums | None:
+    """What sums this rank's gradients; None where there is one rank. address: of this host, as the
+    other ranks reach it. Collective. Raises ConfigError, PeerError."""
+    if control.size == 1:
+        report("reducers: none is used, one worker has nothing to sum with others")
+        return None
+    wanted = Wanted(options.reducers, None, token_of(options.reducers_token_file))
+    there = control.same(wanted.now, "the reducers")
+    hosts = [place.host for place in control.places]
+    report(_described(options, there))
+    if len(set(hosts)) < len(hosts) and len(set(hosts)) > 1:
+        report(
+            f"reducers: the workers of each of {len(set(hosts))} hosts are summed first, so that"
+            " the bits are others than without reducers (to rounding)"
+        )
+    free = psutil.virtual_memory().available
+    setup = SumSetup(
+        rank=control.rank,
+        workers=control.size,
+        inside=True,
+        rule="sum",
+        address=address,
+        nbytes=free // (2 * hosts.count(hosts[control.rank])),
+        deadline_s=options.deadline_s,
+        separate=options.reducers_alone,
+        report=report,
+    )
+    ends: list[Callable[[], None]] = []
+    try:
+        sums = connect(wanted, setup, lambda words: control.gather(words, "the reducers"), ends)
+    except BaseException:
+        end_all(ends)
+        raise
+    return ServiceSums(TensorSums(sums, "", ends))
+
+
+def _described(options: ParallelOptions, there: dict[str, float]) -> str:
+    source = f" ({options.reducers})" if isinstance(options.reducers, str) else ""
+    beside = "the workers sum where none is there" if options.reducers_alone else "so do workers"
+    return f"reducers: {', '.join(there) or 'none yet'}{source} sum gradients, {beside}"

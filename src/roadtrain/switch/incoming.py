@@ -1,0 +1,143 @@
+"""Incoming: the stream of exponents and gradients that comes to the end of a fan-in. Which number
+belongs where; sums become fp32 in the buffer that waits for them. No threads, no sockets.
+
+    expect (numbers were granted) -> take (packets) -> ... -> Whole: all of a run has come
+
+Assumes that one thread takes. Does NOT know who sends, or when.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+
+from roadtrain.errors import WireError
+from roadtrain.switch import fixed_point, packets
+from roadtrain.switch.packets import PACKET_NBYTES, Kind
+from roadtrain.switch.protocol.numbered import Heartbeat, NumberedReceiver
+from roadtrain.switch.streams import Batch
+
+
+@dataclass(slots=True)
+class ExpectedRun:
+    """Numbers of one kind of a round, in order."""
+
+    first: int
+    count: int
+    kind: Kind  # EXPONENTS or GRADIENT
+    chunk: int
+    round: int
+    maxima: np.ndarray  # uint8 [blocks]: the greatest exponents; where EXPONENTS go
+    sum: np.ndarray  # fp32 [elements]: where GRADIENT goes; empty for EXPONENTS
+    missing: int  # packets that have not come
+
+    @property
+    def end(self) -> int:
+        return self.first + self.count
+
+
+class Incoming:
+    """Invariants: `_runs` are in the order of their numbers, without gaps between those that were
+    there at once; a run without anything missing is not in it. `_lock` guards it."""
+
+    def __init__(self, window: int, width: int, workers: int) -> None:
+        """`width`: bytes of an element of a gradient on its way; `workers`: that are summed."""
+        self._receiver = NumberedReceiver(window)
+        self._width, self._workers = width, workers
+        self._runs: list[ExpectedRun] = []
+        self._end = 0  # the number after the last that was granted
+        self._lock = threading.Lock()
+        self.packets = 0  # that came, again or not
+        self.repeated = 0  # that came and were not needed
+
+    def expect_exponents(self, chunk: int, round: int, first: int, blocks: int) -> None:
+        maxima = np.zeros(blocks, np.uint8)
+        count = -(-blocks // packets.PAYLOAD_NBYTES)
+        none = np.empty(0, np.float32)
+        self._expect(ExpectedRun(first, count, Kind.EXPONENTS, chunk, round, maxima, none, count))
+
+    def expect_gradient(
+        self, chunk: int, round: int, first: int, maxima: np.ndarray, into: np.ndarray
+    ) -> None:
+        """into: fp32 [elements]."""
+        count = fixed_point.packets_of(into.size, self._width)
+        self._expect(ExpectedRun(first, count, Kind.GRADIENT, chunk, round, maxima, into, count))
+
+    def _expect(self, run: ExpectedRun) -> None:
+        with self._lock:
+            assert run.first == self._end, "numbers are granted in order"
+            self._end = run.end
+            self._runs.append(run)
+
+    def take(self, batch: Batch) -> list[ExpectedRun]:
+        """Those that are whole now. Raises WireError for packets that nobody was granted."""
+        numbers = batch.numbers
+        if batch.segment != PACKET_NBYTES:
+            raise WireError(f"packets of {batch.segment} bytes came, {PACKET_NBYTES} have a sum")
+        with self._lock:
+            end = self._end
+        ok = np.flatnonzero(batch.ok)
+        if int(numbers[ok].max()) >= end:
+            raise WireError(f"packet {int(numbers[ok].max())} came, {end} were granted")
+        new = np.zeros(batch.count, np.bool_)
+        new[ok] = self._receiver.came_many(numbers[ok])
+        self.packets += len(ok)
+        self.repeated += len(ok) - int(np.count_nonzero(new))
+        return [run for run in self._runs_of(numbers[new]) if self._took(run, batch, numbers, new)]
+
+    def _runs_of(self, numbers: np.ndarray) -> list[ExpectedRun]:
+        if not numbers.size:
+            return []
+        low, high = int(numbers.min()), int(numbers.max())
+        with self._lock:
+            start = bisect_right(self._runs, low, key=lambda run: run.first) - 1
+            stop = bisect_right(self._runs, high, key=lambda run: run.first)
+            return self._runs[max(start, 0) : stop]
+
+    def _took(self, run: ExpectedRun, batch: Batch, numbers: np.ndarray, new: np.ndarray) -> bool:
+        """Whether the run is whole with these packets; it is forgotten here then."""
+        ours = new & (numbers >= run.first) & (numbers < run.end)
+        count = int(np.count_nonzero(ours))
+        if not count:
+            return False
+        if batch.kind is not run.kind:
+            raise WireError(
+                f"a packet of {batch.kind.name} came with a number of {run.kind.name}, chunk"
+                f" {run.chunk}"
+            )
+        index = numbers - run.first
+        if run.kind is Kind.EXPONENTS:
+            at = np.where(ours, index, 0).astype(np.uint32)
+            packets.copy_out(batch.buffer, PACKET_NBYTES, batch.count, ours, at, run.maxima)
+        else:
+            fixed_point.dequantize(
+                batch.buffer,
+                PACKET_NBYTES,
+                batch.count,
+                ours,
+                index,
+                self._width,
+                self._workers,
+                run.maxima,
+                run.sum,
+            )
+        run.missing -= count
+        if run.missing:
+            return False
+        with self._lock:
+            self._runs.remove(run)
+        return True
+
+    def heartbeat(self) -> Heartbeat:
+        """By the thread that takes."""
+        return self._receiver.heartbeat()
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        for run, following in zip(self._runs, self._runs[1:]):
+            assert run.end <= following.first
+        assert all(0 < run.missing <= run.count for run in self._runs)
+        assert not self._runs or self._runs[-1].end <= self._end

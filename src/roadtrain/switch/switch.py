@@ -1,0 +1,313 @@
+"""SwitchHost: what `roadtrain serve --switch` runs. Several jobs at a time, each until its link
+ends.
+
+    TCP  PORT          a job's fan-in end: SwitchHello --> SwitchReady(port, slots); the status
+    UDP  PORT+1 ...    one port for each job --> PacketLoop --> SwitchJob
+
+A job's table is bounded by what it asked for and by the budget of this process (SlotQuota), its
+socket is its own, so no job stops another. Nothing rests here: a switch that is started again has
+an empty table, the jobs' ends come again by themselves, and what was lost is sent again. Assumes
+that both sides know the token (the listener proves it). Does NOT know chunks or steps.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+
+from roadtrain.errors import (
+    BusyError,
+    ConfigError,
+    LostError,
+    PeerError,
+    RoadtrainError,
+    WireError,
+)
+from roadtrain.servers import frames as m
+from roadtrain.servers import health
+from roadtrain.switch.datagrams import DatagramSocket
+from roadtrain.switch.options import MOST_CHILDREN, MOST_JOBS
+from roadtrain.switch.packet_loop import END_S, PacketLoop
+from roadtrain.switch.packets import ROOT, PacketKey
+from roadtrain.switch.switch_job import SwitchJob, Table
+from roadtrain.switch.switch_memory import MOST_SLOTS, SlotQuota
+from roadtrain.switch.switch_table import SwitchTable
+from roadtrain.switch.xdp import XdpDevice
+from roadtrain.transport.link import Link, Receiver
+from roadtrain.transport.listener import Report
+from roadtrain.transport.tcp import Address, TcpOptions, listen
+from roadtrain.units import show_bytes
+
+LEAST_NONCE, MOST_NONCE = 16, 64  # bytes
+MOST_NAME = 200  # characters of a session's name that are shown
+
+
+class _JobLink:
+    """The Receiver of a job's link: all that it says, it said in its greeting."""
+
+    def __init__(self, host: SwitchHost, job: SwitchJob, link: Link) -> None:
+        self.host, self.job, self.link = host, job, link
+
+    def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
+        raise WireError(f"a frame of kind {kind} with {nbytes} bytes came to a switch")
+
+    def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
+        raise WireError(f"a frame of kind {kind} came to a switch")
+
+    def lost(self, error: PeerError) -> None:
+        self.host.leave(self, error)
+
+
+class SwitchHost:
+    """Listens until it is closed. Raises ConfigError where the address cannot be had, or the
+    memory holds no job.
+
+    Invariant, under `_lock`: `_links` are the jobs that the packet loop has or is about to get;
+    each has taken its slots from `quota`, which are given back when its socket is closed."""
+
+    def __init__(
+        self,
+        address: Address,
+        nbytes: int,
+        options: TcpOptions,
+        report: Report = print,
+        device: XdpDevice | None = None,
+    ) -> None:
+        """nbytes: of memory for all jobs. device: its owner's; it sums in the kernel."""
+        self.quota = SlotQuota(nbytes)
+        self._token, self._report, self._device = options.token, report, device
+        self._links: dict[bytes, _JobLink] = {}  # by nonce
+        self._closing: list[threading.Thread] = []  # links of jobs that are over
+        self._over: BaseException | None = None
+        self._lock = threading.Condition()  # notified when it is over
+        self._registering = threading.Lock()  # one job at a time
+        self._loop = PacketLoop(self._job_ended, self._end)
+        try:
+            self._listener = listen(address, self._accept, options, report, language=m.LANGUAGE)
+        except BaseException:
+            self._loop.close()
+            raise
+        where = self._listener.address
+        assert not isinstance(where, str), "a switch listens by TCP"
+        self._host, self.port = where
+        self.where = f"{self._host}:{self.port}"
+
+    def _accept(self, link: Link, hello: bytes) -> Receiver:
+        """Called by the listener for a link whose other side has proven the token."""
+        if hello == health.HELLO:
+            return health.answer(link, self.status())
+        if not hello.startswith(m.SWITCH_GREETING):
+            raise WireError(
+                f"{self.where} is a switch: it sums and copies packets, and serves no parameters",
+                hint="name it in the job's fan_in, and a `roadtrain serve --store` among the"
+                " servers",
+            )
+        rest = hello[len(m.SWITCH_GREETING) :]
+        said = _checked(m.decoded(m.SWITCH_HELLO, rest, "no greeting of a fan-in end"))
+        with self._registering:
+            receiver = self._register(said, link)
+        link.peer = f"job {said.session} ({link.peer})"
+        link.send(m.SWITCH_READY, m.encode((receiver.job.socket.address[1], said.slots)))
+        return receiver
+
+    def _register(self, said: m.SwitchHello, link: Link) -> _JobLink:
+        """A new job, or one that comes again since its link was lost and this side has not seen
+        that yet."""
+        if (before := self._link_of(said.nonce)) is not None:
+            self.leave(before, LostError("it has come again"), wait=True)
+        self.quota.take(said.slots, said.children, said.session)
+        socket = None
+        try:
+            socket = self._socket(said)
+            job = self._job(said, socket)
+            with self._lock:
+                if self._over is not None:
+                    raise BusyError(f"the switch at {self.where} stops")
+                receiver = self._links[said.nonce] = _JobLink(self, job, link)
+        except BaseException:
+            self.quota.give_back(said.slots, said.children)
+            if socket is not None:
+                socket.close()
+            raise
+        self._loop.add(job)
+        self._report(
+            f"job {job.name}: {said.slots} slots for {said.children} children, datagrams to port"
+            f" {socket.address[1]}"
+        )
+        return receiver
+
+    def _job(self, said: m.SwitchHello, socket: DatagramSocket) -> SwitchJob:
+        """Raises ConfigError where the parent's host cannot be found."""
+        key = PacketKey.derive(self._token, said.nonce)
+        parent = socket.number_of(said.parent)
+        table = self._table(said, parent, socket.address[1], key)
+        return SwitchJob(said, parent, socket, table, key, self._report)
+
+    def _table(self, said: m.SwitchHello, parent: Address, port: int, key: PacketKey) -> Table:
+        if self._device is not None:
+            try:
+                return self._device.table(
+                    job=said.job,
+                    port=port,
+                    children=said.children,
+                    child=said.child,
+                    first=said.first,
+                    slots=said.slots,
+                    key=key,
+                    parent=parent,
+                )
+            except (RoadtrainError, OSError) as error:  # as of a device that is gone
+                why = str(error).partition("\n")[0]
+                self._report(f"job {said.session}: no sums in the kernel: {why}; user space sums")
+        return SwitchTable(said.slots, said.children, said.first)
+
+    def _link_of(self, nonce: bytes) -> _JobLink | None:
+        with self._lock:
+            return self._links.get(nonce)
+
+    def _socket(self, said: m.SwitchHello) -> DatagramSocket:
+        """At the port that the job had before, or at one that is free. Raises BusyError."""
+        with self._lock:
+            taken = {link.job.socket.address[1]: link.job.name for link in self._links.values()}
+        if said.port in taken:
+            raise BusyError(
+                f"port {said.port} of this switch is that of job {taken[said.port]} now"
+            )
+        # Jobs begin to look at different ports: after a restart each finds its own one free.
+        ports = [self.port + 1 + (said.job + i) % MOST_JOBS for i in range(MOST_JOBS)]
+        if said.port:
+            if said.port not in ports:
+                raise WireError(
+                    f"job {said.session} asks for port {said.port}, this switch has {min(ports)} to"
+                    f" {max(ports)}"
+                )
+            try:
+                return self._socket_at(said.port, said)
+            except ConfigError as error:  # the job's own, of a link that has just ended, perhaps
+                raise BusyError(str(error)) from None
+        for port in ports:
+            if port not in taken and port < 1 << 16:
+                with suppress(ConfigError):  # another process has it
+                    return self._socket_at(port, said)
+        raise BusyError(
+            f"no port for datagrams is free from {min(ports)} to {max(ports)}, {len(taken)} jobs"
+            " have one",
+            hint="another switch, or a port with free ones above it",
+        )
+
+    def _socket_at(self, port: int, said: m.SwitchHello) -> DatagramSocket:
+        return DatagramSocket(
+            (self._host, port),
+            receive_nbytes=self.quota.receive_nbytes(said.slots, said.children),
+            send_nbytes=self.quota.send_nbytes,
+            report=self._report,
+        )
+
+    def leave(self, link: _JobLink, error: BaseException, wait: bool = False) -> None:
+        """The job's link has ended: so does the job. `wait`: until its slots and port are free."""
+        with self._lock:
+            if self._links.get(link.job.hello.nonce) is not link:
+                return
+            del self._links[link.job.hello.nonce]
+        self._dismiss(link, error)
+        self._loop.remove(link.job, wait)
+
+    def _job_ended(self, job: SwitchJob, error: BaseException | None) -> None:
+        """From the packet loop: its socket is closed."""
+        self.quota.give_back(job.hello.slots, job.hello.children)
+        if error is None:
+            return
+        with self._lock:
+            link = self._links.get(job.hello.nonce)
+            if link is None or link.job is not job:
+                return
+            del self._links[job.hello.nonce]
+        self._dismiss(link, error)
+
+    def _dismiss(self, link: _JobLink, error: BaseException) -> None:
+        """Says why a job is over, here and to its end. In a thread: this may be the link's own."""
+        self._report(f"job {link.job.name} is over: {_words(error)}".replace("\n", "; "))
+        thread = threading.Thread(target=_closed, args=(link.link, error), name="close job")
+        with self._lock:
+            self._closing = [one for one in self._closing if one.is_alive()] + [thread]
+            thread.start()
+
+    def status(self) -> m.Status:
+        with self._lock:
+            jobs = [link.job for link in self._links.values()]
+        quota = self.quota
+        rows = [
+            f"{health.SWITCH}{len(jobs)} job(s), {quota.used_slots} slots in use,"
+            f" {quota.free_slots} free; {show_bytes(quota.used_nbytes)} of"
+            f" {show_bytes(quota.nbytes)}"
+        ]
+        return "\n".join(rows + [row for job in jobs for row in job.rows()]), {}, {}
+
+    @property
+    def jobs(self) -> list[SwitchJob]:
+        with self._lock:
+            return [link.job for link in self._links.values()]
+
+    def _end(self, error: BaseException) -> None:
+        with self._lock:
+            self._over = self._over or error
+            self._lock.notify_all()
+
+    def run(self) -> None:
+        """Until `stop`; raises what ended the packet loop, if that failed."""
+        with self._lock:
+            while self._over is None:
+                self._lock.wait(1.0)
+        if not isinstance(self._over, LostError):
+            raise self._over
+
+    def stop(self) -> None:
+        self._end(LostError("the switch stops"))
+
+    def __enter__(self) -> SwitchHost:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._listener.close()
+        with self._lock:
+            links = list(self._links.values())
+            self._links.clear()
+        for link in links:
+            _closed(link.link, LostError("the switch stops"))
+        self._loop.close()
+        for thread in self._closing:
+            thread.join(END_S)
+
+
+def _closed(link: Link, error: BaseException) -> None:
+    """Tell a job's end why, and close."""
+    known = error if isinstance(error, RoadtrainError) else LostError(_words(error))
+    with suppress(PeerError):
+        link.send(m.FAILED, m.encode((type(known).__name__, str(known))), urgent=True)
+    link.close()
+
+
+def _words(error: BaseException) -> str:
+    known = isinstance(error, RoadtrainError)
+    return str(error) if known else f"this switch failed: {type(error).__name__}: {error}"
+
+
+def _checked(said: m.SwitchHello) -> m.SwitchHello:
+    """Raises WireError for what no job asks for."""
+    if not 1 <= said.children <= MOST_CHILDREN:
+        raise WireError(f"a switch for {said.children} children, 1 to {MOST_CHILDREN} are possible")
+    if not 1 <= said.slots <= MOST_SLOTS:
+        raise WireError(f"a table of {said.slots} slots, 1 to {MOST_SLOTS} are possible")
+    if not LEAST_NONCE <= len(said.nonce) <= MOST_NONCE:
+        raise WireError(
+            f"a nonce of {len(said.nonce)} bytes, {LEAST_NONCE} to {MOST_NONCE} are possible"
+        )
+    if not 0 <= said.child <= ROOT or not 0 <= said.job < 1 << 32:
+        raise WireError(f"job {said.job}, of which this switch is child {said.child}")
+    if not 0 <= said.first <= ROOT - said.children:
+        raise WireError(f"a first child that calls itself {said.first}")
+    if not 0 < said.parent[1] < 1 << 16 or not 0 <= said.port < 1 << 16:
+        raise WireError(f"ports {said.parent[1]} of the parent, {said.port} of this switch")
+    shown = "".join(c for c in said.session if c.isprintable())[:MOST_NAME]
+    return said._replace(session=shown)

@@ -1,0 +1,280 @@
+"""SwitchJob: what a switch does for one job. Run by run: a constant number of calls, none for
+each packet.
+
+    from children   GRADIENT EXPONENTS          --> SwitchTable --> sums, sealed --> parent
+                    PARAMETER_BEAT              --> Children    --> merged        --> parent
+    from the parent PARAMETERS MAXIMA           --> as they are --> every child
+                    GRADIENT_BEAT               --> its ack read, as it is --> every child
+
+Sun et al. (LuWu), section 3.2.3 and appendix A; switch/protocol/switch.py is what it does, of which
+the heartbeats run here and the sums in their compiled form. A packet without the job's tag changes
+nothing and is counted. Of one thread, the packet loop's; others only read. Does NOT wait or know of
+other jobs.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from roadtrain.servers.frames import SwitchHello
+from roadtrain.switch import packets
+from roadtrain.switch.datagrams import DatagramSocket
+from roadtrain.switch.packets import PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
+from roadtrain.switch.protocol.numbered import NOTHING, Heartbeat
+from roadtrain.switch.protocol.switch import SwitchStateMachine
+from roadtrain.switch.streams import Batch, beat_packet, beats_of
+from roadtrain.switch.switch_children import Children
+from roadtrain.switch.switch_outgoing import SwitchOutgoing
+from roadtrain.switch.switch_runs import MOST, READ_NBYTES, SwitchRun, read_runs
+from roadtrain.switch.switch_table import StuckSlot, SwitchTable
+from roadtrain.switch.xdp_table import XdpTable
+from roadtrain.transport.listener import Few, Report
+from roadtrain.transport.tcp import Address
+
+BEAT_S = 0.004  # between two merged heartbeats while what they say changes
+IDLE_S = 0.25  # between two while it does not
+LOOK_S = 0.25  # between two looks at who is silent and what is stuck
+STUCK_MS = 1000  # after which a sum that lacks packets is named
+MOST_NAMED = 4  # slots and children in one line
+MOST_HAVE = (1 << 8 * PAYLOAD_NBYTES) - 1  # what the bitmap of one heartbeat can say
+
+# What becomes of a packet, by its kind
+_NOTHING, _SUMMED, _COPIED, _HEARD = range(4)
+_WAY = np.full(256, _NOTHING, np.uint8)
+_WAY[[Kind.GRADIENT, Kind.EXPONENTS]] = _SUMMED
+_WAY[[Kind.PARAMETERS, Kind.MAXIMA, Kind.GRADIENT_BEAT]] = _COPIED
+_WAY[Kind.PARAMETER_BEAT] = _HEARD
+
+
+Table = SwitchTable | XdpTable  # in this process, or in the kernel
+
+
+class Buffers:
+    """Memory of the packet loop, for whichever job it serves."""
+
+    def __init__(self) -> None:
+        self.came = np.zeros(READ_NBYTES, np.uint8)
+        self.sums = np.zeros(MOST * PACKET_NBYTES, np.uint8)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Packets, since the job began. Those of sums are the table's, of sending SwitchOutgoing's."""
+
+    came: int = 0  # with the job's tag
+    strangers: int = 0  # without it
+    refused: int = 0  # with it, from where or of a form that this switch takes none
+    copied: int = 0  # down, each counted once
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What hinders a job."""
+
+    stuck: tuple[StuckSlot, ...] = ()  # sums that have lacked packets for more than STUCK_MS
+    silent: tuple[str, ...] = ()  # children that are not heard, and since when
+
+
+class SwitchJob:
+    def __init__(
+        self,
+        hello: SwitchHello,
+        parent: Address,
+        socket: DatagramSocket,
+        table: Table,
+        key: PacketKey,
+        report: Report,
+    ) -> None:
+        """parent: of `hello`, in numbers. Owns `socket` and `table`."""
+        self.hello, self._parent, self.socket, self.table = hello, parent, socket, table
+        self._key, self._report = key, Few(report)
+        machine = SwitchStateMachine(hello.slots, hello.children, hello.child)
+        self.children = Children(machine, time.monotonic())
+        self.counters, self.look = Counters(), Look()
+        self.out = SwitchOutgoing(socket)
+        self._said, self._said_at = NOTHING, 0.0  # what the parent was told last, and when
+        self._looked_at = 0.0
+        self._was_stuck = False
+        self._said_elsewhere = False  # that packets from above came from elsewhere
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.hello.session
+
+    def take(self, buffers: Buffers) -> bool:
+        """What has come, about 32 packets; False where nothing has."""
+        runs = read_runs(self.socket, buffers.came)
+        for run in runs:
+            self._take_run(run, buffers.sums)
+        return bool(runs)
+
+    def _take_run(self, run: SwitchRun, sums: np.ndarray) -> None:
+        ok = packets.verify(run.buffer, run.segment, run.count, self._key, self.hello.job)
+        right = int(np.count_nonzero(ok))
+        self.counters.came += right
+        self.counters.strangers += run.count - right
+        if not right:
+            return
+        headers = packets.headers(run.buffer, run.segment, run.count)
+        way = _WAY[headers["kind"]]
+        way[~ok] = _NOTHING
+        _, summed, copied, heard = np.bincount(way, minlength=4).tolist()
+        self.counters.refused += right - summed - copied - heard
+        if summed:
+            self._sum(run, way == _SUMMED, sums)
+        if copied:
+            self._copy(run, headers, way == _COPIED)
+        if heard:
+            self._hear(run, headers, way == _HEARD)
+
+    def _sum(self, run: SwitchRun, there: np.ndarray, sums: np.ndarray) -> None:
+        if run.segment != PACKET_NBYTES:
+            self.counters.refused += int(np.count_nonzero(there))
+            return
+        made = self.table.add(run.buffer, run.segment, run.count, there, sums, self.hello.child)
+        if made:
+            whole = sums[: made * PACKET_NBYTES]
+            packets.seal(whole, PACKET_NBYTES, made, self._key)
+            self.out.send(whole, PACKET_NBYTES, (self._parent,))
+
+    def _copy(self, run: SwitchRun, headers: np.ndarray, there: np.ndarray) -> None:
+        """Down, with the tags that they have, what the parent's host has sent."""
+        host = self._parent[0]
+        above = np.fromiter((source[0] == host for source in run.sources), np.bool_, run.count)
+        taken = there & above
+        count = int(np.count_nonzero(taken))
+        if not taken.all():
+            self._refuse(run, there & ~above)
+        if not count:
+            return
+        beats = headers["number"][taken & (headers["kind"] == Kind.GRADIENT_BEAT)]
+        if beats.size:
+            self.table.snoop(int(beats.max()))
+        copied = run.buffer
+        if count < run.count:
+            copied = copied.reshape(run.count, run.segment)[taken].reshape(-1)
+        self.counters.copied += count
+        if self.children.addresses:
+            self.out.send(copied, run.segment, self.children.addresses)
+
+    def _refuse(self, run: SwitchRun, there: np.ndarray) -> None:
+        """What goes down and has not come from the parent's host; the first time, says so: a parent
+        with several addresses may send from one by which this switch does not know it."""
+        at = np.flatnonzero(there)
+        self.counters.refused += at.size
+        if at.size and not self._said_elsewhere:
+            self._said_elsewhere = True
+            self._report(
+                f"job {self.name}: packets for the children came from {run.sources[at[0]][0]}, the"
+                f" parent is {self._parent[0]}: they are dropped"
+            )
+
+    def _hear(self, run: SwitchRun, headers: np.ndarray, there: np.ndarray) -> None:
+        for source in dict.fromkeys(run.sources):
+            of_one = np.fromiter((one == source for one in run.sources), np.bool_, run.count)
+            self._hear_from(
+                Batch(
+                    Kind.PARAMETER_BEAT,
+                    run.buffer,
+                    run.segment,
+                    run.count,
+                    there & of_one,
+                    headers,
+                    source,
+                )
+            )
+
+    def _hear_from(self, batch: Batch) -> None:
+        now = time.monotonic()
+        for beat, header in beats_of(batch):
+            child = int(header["sender"]) - self.hello.first
+            below = int(header["a"]), int(header["b"])
+            known = 0 <= child < self.hello.children
+            if not known or not self.children.heard(child, beat, batch.source, below, now):
+                self.counters.refused += 1
+
+    def tick(self, now: float) -> None:
+        """Now and then: what waits, heartbeats, who is silent."""
+        self.table.now = int(now * 1000)
+        if self.out.waits:
+            self.out.go_on()
+        beat, since = self.children.merged, now - self._said_at
+        if since >= IDLE_S or (since >= BEAT_S and beat != self._said):
+            self._say(beat, now)
+        if now - self._looked_at >= LOOK_S:
+            self._looked_at = now
+            self._look(now)
+
+    def _say(self, beat: Heartbeat, now: float) -> None:
+        """To the parent, what all children have."""
+        self._said, self._said_at = beat, now
+        silent_ms, rank = self.children.most_silent(now)
+        packet = beat_packet(
+            self._key,
+            self.hello.job,
+            Kind.PARAMETER_BEAT,
+            Heartbeat(beat.ack, beat.credit, beat.have & MOST_HAVE),
+            sender=self.hello.child,
+            a=silent_ms,
+            b=rank,
+        )
+        self.out.send(packet, packet.size, (self._parent,))
+
+    def _look(self, now: float) -> None:
+        self._report.tick()
+        stuck = tuple(self.table.stuck(STUCK_MS))
+        silent = self.children.silent(now)
+        for child, seconds in silent:
+            if not child.named:
+                child.named = True
+                self._report(f"job {self.name}: {child} has been silent for {seconds:.1f} s")
+        quiet = {child.number for child, _ in silent}
+        for child in self.children.all:
+            if child.named and child.number not in quiet:
+                child.named = False
+                self._report(f"job {self.name}: {child} is heard again")
+        if stuck and not self._was_stuck:
+            self._report(f"job {self.name}: {shown_stuck(stuck)}")
+        self._was_stuck = bool(stuck)
+        self.look = Look(stuck, tuple(f"{child} for {s:.1f} s" for child, s in silent))
+
+    def close(self) -> None:
+        self.socket.close()
+        if isinstance(self.table, XdpTable):
+            self.table.close()
+        self._report.tick(now=True)
+
+    def rows(self) -> list[str]:
+        """For people: what it has done, and what hinders it. From any thread."""
+        counters, table, look = self.counters, self.table.counters, self.look
+        lost = self.socket.drops, self.socket.unsent + self.out.given_up
+        late = table["dropped_old"]
+        return [
+            f"job {self.name}: {self.hello.slots} slots, {self.hello.children} children, datagrams"
+            f" to port {self.socket.address[1]}",
+            f"  {counters.came:,} packets came, {table['completed']:,} sums,"
+            f" {table['repeated']:,} repeated, {table['answered']:,} answered again, {late:,} late,"
+            f" {counters.copied:,} copied down, {self.out.sent:,} sent",
+            f"  loss: {lost[0]:,} dropped by the socket, {lost[1]:,} not sent;"
+            f" {counters.strangers:,} of strangers, {counters.refused + table['mismatched']:,}"
+            " refused",
+            f"  {shown_stuck(look.stuck)}",
+            f"  silent: {', '.join(look.silent) or 'nobody'}",
+        ]
+
+
+def shown_stuck(stuck: tuple[StuckSlot, ...]) -> str:
+    """For people."""
+    if not stuck:
+        return "stuck slots: none"
+    oldest = max(one.age for one in stuck) / 1000
+    few = "; ".join(
+        f"number {one.number} lacks child {', '.join(map(str, one.missing))}"
+        for one in stuck[:MOST_NAMED]
+    )
+    more = ", ..." if len(stuck) > MOST_NAMED else ""
+    return f"stuck slots: {len(stuck)}, the oldest for {oldest:.1f} s: {few}{more}"
