@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from roadtrain.servers import frames as m
+from roadtrain.servers.routes import greeting_of
 from roadtrain.switch import packets
 from roadtrain.switch.datagrams import DatagramSocket
 from roadtrain.switch.packets import PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
@@ -22,6 +23,8 @@ from roadtrain.transport.tcp import Address, TcpOptions, listen
 JOB, NONCE = 7, b"nonce of this session"
 WINDOW = 64
 INTEGER = {1: np.int8, 2: np.int16, 4: np.int32}
+
+GREETING = greeting_of("fan-in")
 
 
 @dataclass
@@ -104,8 +107,8 @@ class Hub:
     # TCP
 
     def _accept(self, link: Link, hello: bytes) -> Member:
-        assert hello.startswith(m.FAN_IN_GREETING)
-        said = m.decoded(m.FAN_IN_HELLO, hello[len(m.FAN_IN_GREETING) :], "a hello")
+        assert hello.startswith(GREETING)
+        said = m.decoded(m.FAN_IN_HELLO, hello[len(GREETING) :], "a hello")
         assert said.window == WINDOW
         with self.changed:
             member = self.members[said.hello.rank] = Member(self, said.hello.rank, link)

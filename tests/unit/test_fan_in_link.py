@@ -114,10 +114,9 @@ class Scene:
                 self.hub.options,
                 hello,
                 own,
-                name="server 0",
-                report=print,
+                0,
+                print,
             )
-            assert isinstance(link, FanInLink)
             owner.link = link
 
     def close(self) -> None:

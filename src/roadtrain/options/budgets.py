@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from roadtrain.chunks import Block, Chunk, ChunkTable, Record
 from roadtrain.errors import BudgetError
@@ -352,50 +352,6 @@ def derive_fan_in(
     more = max(host_bytes // 4 - least, 0) // (piece + scratch)
     count = min(LEAST_BUFFERS + more, MOST_BUFFERS)
     return FanInBudgets(count, piece, count, scratch)
-
-
-@dataclass(frozen=True)
-class RelayBudgets:
-    """Of a relay, for each server. `copies`: buffers of parameters; `pool`: of gradients, a
-    worker."""
-
-    copies: int
-    pool: int
-    piece_bytes: int
-    scratch_bytes: int  # of a sum
-
-
-def derive_relay(
-    table: ChunkTable, host_bytes: int, *, servers: int, local: int, holds_gradients: bool
-) -> RelayBudgets:
-    """Split a relay's `host_bytes`. Raises BudgetError with the least that would do."""
-    least, own = least_relay(table, servers=servers, local=local, holds_gradients=holds_gradients)
-    if host_bytes < least:
-        raise BudgetError(
-            f"a relay of {local} worker(s) and {servers} server(s) needs at least"
-            f" {-(-least // MIB)} MiB, it has {show_bytes(host_bytes)}",
-            hint="raise relay, or choose smaller chunks",
-        )
-    more = (host_bytes - least) // (servers * own.piece_bytes)
-    return replace(own, copies=own.copies + min(more, len(table.chunks)))
-
-
-def least_relay(
-    table: ChunkTable, *, servers: int, local: int, holds_gradients: bool
-) -> tuple[int, RelayBudgets]:
-    """The least bytes of a relay, and how they are split. One worker's gradients pass through;
-    those of several rest here until all have them, the whole model's if they wait for step()."""
-    share = -(-len(table.trainable) // servers) + 2  # chunks of a server
-    piece = max((round_up(c.weights_nbytes, HUGE) for c in table.chunks), default=HUGE)
-    scratch = (
-        max((round_up(c.numel * 4, HUGE) for c in table.trainable), default=HUGE)
-        if local > 1
-        else 0
-    )
-    pool = min(share, 8) if local == 1 or not holds_gradients else share
-    copies = 4
-    least = servers * ((local * pool + copies) * piece + 2 * scratch)
-    return least, RelayBudgets(copies, pool, piece, scratch)
 
 
 def _largest(table: ChunkTable) -> str:

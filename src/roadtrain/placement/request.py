@@ -11,12 +11,8 @@ from roadtrain.errors import ConfigError
 from roadtrain.options.lossy import Delay, Downcast, TopK
 from roadtrain.placement.stores import Files, Memory, Servers, Store
 from roadtrain.servers.worker_group import WorkerGroup
-from roadtrain.switch.fixed_point import BIAS, error_bound
-from roadtrain.switch.options import FanIn
-from roadtrain.switch.packets import BLOCK
 
 Report = Callable[[str], None]
-ONE = BIAS  # the exponent byte of a block whose greatest magnitude is from 0.5 to below 1
 
 
 @dataclass(frozen=True)
@@ -60,17 +56,6 @@ class Request:
         return self.store if isinstance(self.store, Servers) else None
 
     @property
-    def fan_in(self) -> FanIn | None:
-        """How gradients are summed in the network, if they are."""
-        return self.servers.plan if self.servers else None
-
-    @property
-    def participants(self) -> int:
-        """Who sends to switches: workers, or relays that communicate for those of a host."""
-        relayed = self.servers is not None and self.servers.relay is not None
-        return self.group.workers // self.group.local if relayed else self.group.workers
-
-    @property
     def buffering(self) -> str:
         return self.servers.buffering if self.servers else "auto"
 
@@ -98,45 +83,20 @@ class Request:
             self.report(f"lossy: {self.compress}")
         if self.delay is not None:
             self.report(f"late: {self.delay}")
-        if self.fan_in is not None:
-            self.report(f"lossy: {described(self.fan_in, self.participants)}")
-
-
-def described(plan: FanIn, participants: int) -> str:
-    """For people: the choice of integers and what it costs (Rule 2)."""
-    # of the greatest magnitude of a block, which is at least half of the power of two above it
-    off = 2 * error_bound(ONE, participants, plan.width)
-    return (
-        f"gradients are summed in the network as {plan.wire}, by {len(plan.switches)} switch(es):"
-        f" an element of the sum of {participants} is off by at most {off:.1e} of the greatest"
-        f" magnitude among the {BLOCK} elements that share its scale"
-    )
-
-
-def _check_fan_in(asked: Request, plan: FanIn) -> None:
-    if asked.top_k:
-        raise ConfigError(
-            f"{asked.top_k}, and fan_in: switches add whole gradients", hint="leave one of them out"
-        )
-    plan.check(asked.participants)
-    error_bound(ONE, asked.participants, plan.width)
+        if self.servers and (words := self.servers.route.lossy(self.group)):
+            self.report(f"lossy: {words}")
 
 
 def check(asked: Request) -> None:
     """Raises ConfigError for values that are each good and do not go together."""
     _check_error_feedback(asked)
-    if asked.fan_in is not None:
-        _check_fan_in(asked, asked.fan_in)
     servers = asked.servers
+    if servers:
+        servers.route.check_workers(asked.group, str(asked.top_k or ""))
     if asked.downcast and servers is None:
         raise ConfigError(
             f"Downcast({asked.downcast!r}) without servers: no gradient travels",
             hint="leave it out, or store=Servers([...])",
-        )
-    if servers and servers.relay is not None and asked.top_k and asked.group.local > 1:
-        raise ConfigError(
-            f"a relay adds up whole gradients of its {asked.group.local} workers, not top-k ones",
-            hint="leave relay out, or TopK",
         )
     if asked.staleness > 1 and asked.buffering == "none":
         raise ConfigError(

@@ -18,7 +18,7 @@ import torch
 from roadtrain.chunks import ChunkTable
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.codecs import Compressor
-from roadtrain.options.budgets import Budgets, BudgetTerms, RelayBudgets, derive, derive_relay
+from roadtrain.options.budgets import Budgets, BudgetTerms, derive
 from roadtrain.placement.request import Report, Request
 from roadtrain.placement.stores import Files, Memory, Servers
 from roadtrain.servers.local_servers import LocalServers, open_or_none
@@ -228,10 +228,9 @@ def _servers(plan: SessionPlan, opened: OpenedStore | None, mark: Mark | None) -
         addresses,
         servers.options(request.deadline_s),
         request.group,
-        relay=_relay(servers, plan),
+        route=servers.route,
         mark=mark if request.group.rank == 0 else None,
         give_up=[addresses.index(one) for one in servers.given_up],
-        fan_in=servers.plan,
     )
     return RemoteServers(
         plan.store_plan,
@@ -239,18 +238,6 @@ def _servers(plan: SessionPlan, opened: OpenedStore | None, mark: Mark | None) -
         deadline_s=request.deadline_s,
         holds_gradients=request.waits_for_step,
         report=request.report,
-    )
-
-
-def _relay(servers: Servers, plan: SessionPlan) -> RelayBudgets | None:
-    if servers.relay is None:
-        return None
-    return derive_relay(
-        plan.table,
-        parse_bytes(servers.relay),
-        servers=len(servers.addresses),
-        local=plan.request.group.local,
-        holds_gradients=plan.request.waits_for_step,
     )
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from roadtrain.errors import ConfigError
 from roadtrain.options.check import PathLike, PositiveInt, Size, check_options
-from roadtrain.switch.options import FanIn, SwitchNode, fan_in_of
+from roadtrain.servers.routes import DirectRoute, Route, load
 from roadtrain.transport.address import address_of, token_of
 from roadtrain.transport.tcp import Address, TcpOptions, Tls
+from roadtrain.units import parse_bytes
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Servers:
     relay: Size | None = None  # host bytes of a process that communicates for the workers here
     # gradients are summed, and parameters copied, by switches on the way: a FanIn, or the HOST:PORT
     # of the only switch in a list
-    fan_in: FanIn | Sequence[str | SwitchNode] | None = None
+    fan_in: Any = None
     # which blocks are kept from forward to backward, which then pulls nothing: as many as fit where
     # that is faster than the network (auto), all, or none
     buffering: Literal["auto", "all", "none"] = "auto"
@@ -115,8 +117,7 @@ class Servers:
                 hint="what was not sent rests in one directory of this host",
             )
         self._check_replicas()
-        self._check_relay()
-        self._check_fan_in()
+        self.route.check_links(self.link or TcpOptions(tls=self.tls), self.replicas)
 
     def _check_replicas(self) -> None:
         count, given_up = len(self.resolved), set(self.given_up)
@@ -132,45 +133,15 @@ class Servers:
                 hint="addresses as in addresses, not all of them, with replicas = 2",
             )
 
-    def _check_relay(self) -> None:
-        if self.relay is None:
-            return
-        if self.replicas > 1:
-            raise ConfigError(
-                f"a relay does not find out which of {self.replicas} replicas is missing",
-                hint="leave relay out, or replicas",
-            )
-        if self.link is not None and type(self.link) is not TcpOptions:
-            raise ConfigError(
-                "a relay reaches the servers over TCP, and link= is"
-                f" {type(self.link).__module__}.{type(self.link).__name__}",
-                hint="leave relay out, or give roadtrain.transport.tcp.TcpOptions",
-            )
-
-    def _check_fan_in(self) -> None:
-        if self.plan is None:
-            return
-        for switch in self.plan.switches:
-            address_of(switch.address)
-        if self.link is not None and type(self.link) is not TcpOptions:
-            raise ConfigError(
-                "fan_in sends what is no bulk over TCP, and link= is"
-                f" {type(self.link).__module__}.{type(self.link).__name__}",
-                hint="leave fan_in out, or give roadtrain.transport.tcp.TcpOptions",
-            )
-        if self.tls is not None or (self.link is not None and self.link.tls is not None):
-            raise ConfigError(
-                "fan_in together with TLS: packets to switches are authenticated, not encrypted",
-                hint="leave fan_in out, or tls and give a token",
-            )
-
-    @property
-    def plan(self) -> FanIn | None:
-        """How gradients are summed in the network, if they are."""
-        given = self.fan_in
-        if given is None or isinstance(given, FanIn):
-            return given
-        return fan_in_of(given)
+    @cached_property
+    def route(self) -> Route:
+        """How this worker reaches the servers: directly, or by what `fan_in` and `relay` select."""
+        route: Route = DirectRoute()
+        if self.fan_in is not None:
+            route = load("fan-in")(self.fan_in)
+        if self.relay is not None:
+            route = load("relay")(parse_bytes(self.relay), route)
+        return route
 
     @property
     def resolved(self) -> list[Address]:

@@ -19,7 +19,6 @@ from roadtrain.config.models import BlockShape
 from roadtrain.config.plan import Plan
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError
-from roadtrain.options.budgets import least_relay
 from roadtrain.planner import switches
 from roadtrain.planner.candidates import EVERY
 from roadtrain.planner.machines_of import (
@@ -31,6 +30,7 @@ from roadtrain.planner.machines_of import (
     store_in,
     why_not_run,
 )
+from roadtrain.relay.route import least_relay
 from roadtrain.stages.job_parallelism import DEGREES
 from roadtrain.units import GIB, parse_bytes
 

@@ -14,16 +14,11 @@ have left. Does NOT import torch, decide, or keep anything that a restart needs.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import os
-import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,71 +36,27 @@ from roadtrain.errors import (
     PeerError,
     WireError,
 )
-from roadtrain.options.budgets import RelayBudgets
 from roadtrain.relay.protocol.relay import PushSum, RelayStateMachine
+from roadtrain.relay.route import END_S, Orders
 from roadtrain.retry import retry
 from roadtrain.servers import frames as m
+from roadtrain.servers import routes
 from roadtrain.servers.gradients import PushedGradients
 from roadtrain.servers.intermediary import IntermediarySession
 from roadtrain.servers.parameter_connection import ParameterConnection
 from roadtrain.servers.protocol import messages
 from roadtrain.servers.protocol.intermediary import Up
+from roadtrain.servers.routes import OpenRoute, RouteEnds
+from roadtrain.servers.worker_group import WorkerGroup
 from roadtrain.storage.ledger import StoreMeta
-from roadtrain.switch.link import Participant, dial
-from roadtrain.switch.options import FanIn
 from roadtrain.transport import shm
 from roadtrain.transport.address import local_options
 from roadtrain.transport.link import Link
 from roadtrain.transport.listener import Listener
-from roadtrain.transport.tcp import Address, TcpOptions
+from roadtrain.transport.tcp import TcpOptions
 from roadtrain.units import round_up, show_bytes
 
-END_S = 10.0
 SILENT_S = 30.0  # after which a worker here is taken for stopped: the server hears of no life then
-
-
-@dataclass(frozen=True)
-class Orders:
-    """What a relay is told. `session`: as servers/worker_group.py has it; `directory`: of the
-    sockets it listens on."""
-
-    directory: str
-    servers: Sequence[Address]
-    options: TcpOptions
-    session: str
-    host: int
-    hosts: int
-    local: int
-    meta: str
-    budgets: RelayBudgets
-    deadline_s: float
-    fan_in: FanIn | None = None
-
-
-def sockets_of(session: str, host: int, servers: Sequence[Address]) -> Path:
-    """The same for all workers of a host, another for each start of a job."""
-    name = hashlib.sha256(repr((session, host, list(servers))).encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"roadtrain-relay-{os.geteuid()}-{name}"
-
-
-def start(orders: Orders) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "roadtrain.relay.relay"], stdin=subprocess.PIPE
-    )
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(orders, enc_hook=str))
-    process.stdin.close()
-    return process
-
-
-def end(process: subprocess.Popen[bytes] | None) -> None:
-    """It leaves by itself once the workers have; not for ever."""
-    if process is not None:
-        try:
-            process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 class ServerChannel(IntermediarySession):
@@ -115,11 +66,17 @@ class ServerChannel(IntermediarySession):
     machine: RelayStateMachine
 
     def __init__(
-        self, orders: Orders, number: int, meta: StoreMeta, finished: Callable[[], None]
+        self,
+        orders: Orders,
+        number: int,
+        meta: StoreMeta,
+        route: OpenRoute,
+        finished: Callable[[], None],
     ) -> None:
         super().__init__(orders.local, deadline_s=orders.deadline_s)
         budgets, table = orders.budgets, meta.table
         self.orders, self.number, self._finished = orders, number, finished
+        self._route = route
         self._signature, self._chunks = meta.signature, table.chunks
         self._tickets = itertools.count(1)  # of sums: the server knows a push's buffer by it
         self.machine = RelayStateMachine(orders.local, budgets.copies)
@@ -136,19 +93,9 @@ class ServerChannel(IntermediarySession):
         o = self.orders
         summed = 1 if o.local == 1 else -o.local
         hello = m.Hello(o.session, o.host, o.hosts, summed, self.number, self._signature)
-        own = None
-        if o.fan_in is not None:
-            own = Participant(o.fan_in, o.host, o.hosts, self._chunks, adds=o.local > 1)
+        report = partial(print, flush=True)
         self._up = retry(
-            lambda: dial(
-                o.servers[self.number],
-                self,
-                o.options,
-                hello,
-                own,
-                name=f"server {self.number}",
-                report=partial(print, flush=True),
-            ),
+            lambda: self._route.connect(self.number, self, o.options, hello, report),
             BusyError,
             o.options.retry_s,
         )
@@ -251,10 +198,21 @@ class ServerChannel(IntermediarySession):
 def run(orders: Orders) -> None:
     """Until every worker has left, or none came."""
     meta, over = StoreMeta.from_json(orders.meta, "the layout"), threading.Semaphore(0)
+    route = routes.from_json(*orders.onward).open(
+        RouteEnds(
+            orders.servers,
+            orders.options,
+            WorkerGroup(orders.host, orders.hosts, orders.session),
+            meta,
+            orders.deadline_s,
+            adds=orders.local > 1,
+        )
+    )
     directory = Path(orders.directory)
     directory.mkdir(mode=0o700, exist_ok=True)
     lanes = [
-        ServerChannel(orders, number, meta, over.release) for number in range(len(orders.servers))
+        ServerChannel(orders, number, meta, route, over.release)
+        for number in range(len(orders.servers))
     ]
     listeners = []
     try:

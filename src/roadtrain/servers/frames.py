@@ -369,12 +369,9 @@ class SumHello(NamedTuple):
     rule: str  # of the sum, or coordinator.TO_COORDINATOR
 
 
-# begins the greeting of a worker (or relay) of a job that sums in the network; FanInHello is the
-# rest
-FAN_IN_GREETING = b"roadtrain fan-in "
-
-
 class FanInHello(NamedTuple):
+    """The greeting of a worker (or relay) of a job that sums in the network."""
+
     hello: Hello
     # The job's switch/options.py: (address, parent, workers) of each switch, wire, window,
     # multicast

@@ -20,9 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from subprocess import Popen
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -30,13 +28,12 @@ import msgspec
 from roadtrain.chunks import Chunk
 from roadtrain.errors import BusyError, DeadlineError, LostError, PeerError, WireError
 from roadtrain.kernels.rules import described
-from roadtrain.options.budgets import RelayBudgets
-from roadtrain.relay import relay as relays
 from roadtrain.retry import SAY_S, SAY_SOON_S
 from roadtrain.servers import frames as m
 from roadtrain.servers import health
 from roadtrain.servers.opening import Begin, FoundStore, FoundStores, Opening
 from roadtrain.servers.remote_server import RemoteServer
+from roadtrain.servers.routes import DirectRoute, Route, RouteEnds
 from roadtrain.servers.store_plan import StorePlan
 from roadtrain.servers.trace import Stages
 from roadtrain.servers.worker_group import WorkerGroup
@@ -44,10 +41,6 @@ from roadtrain.storage.convert import RecordView
 from roadtrain.storage.history import Doubt, HistoryLink, Resume, Witness
 from roadtrain.storage.ledger import StoreMeta
 from roadtrain.storage.mark import Mark
-from roadtrain.switch.link import Participant, dial
-from roadtrain.switch.options import FanIn
-from roadtrain.transport import shm
-from roadtrain.transport.address import local_options
 from roadtrain.transport.tcp import Address, TcpOptions
 
 FILLS_AT_ONCE = 4
@@ -63,10 +56,9 @@ class Reach:
     addresses: Sequence[Address]  # by number of the server
     options: TcpOptions
     group: WorkerGroup
-    relay: RelayBudgets | None = None  # of the process that communicates for this host's workers
+    route: Route = field(default_factory=DirectRoute)
     mark: Mark | None = None  # what the run directory knows of the store
     give_up: Sequence[int] = ()  # servers whose contents are not to count where that is in doubt
-    fan_in: FanIn | None = None  # how gradients are summed on their way
 
 
 class RemoteServers:
@@ -105,8 +97,16 @@ class RemoteServers:
         # which are filled up again -> what was committed with the last step
         self._behind: dict[int, bytes] = {}
         self.history = ""  # what this run is a witness of, from when its session has begun
-        self._sockets: Path | None = None  # where this host's relay listens
-        self._relay = self._start_relay()
+        self._route = reach.route.open(
+            RouteEnds(
+                reach.addresses,
+                reach.options,
+                reach.group,
+                self.meta,
+                deadline_s,
+                holds_gradients=holds_gradients,
+            )
+        )
         self._over = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="beats", daemon=True)
         self._beats.start()
@@ -143,31 +143,6 @@ class RemoteServers:
         for server in self.servers.values():
             server.connect(deliver)
         return self.servers
-
-    def _start_relay(self) -> Popen[bytes] | None:
-        """The process of this host's workers, started by the first of them."""
-        group, relay = self.group, self.reach.relay
-        if relay is None:
-            return None
-        host = group.rank // group.local
-        self._sockets = relays.sockets_of(group.session, host, self.reach.addresses)
-        if group.rank % group.local:
-            return None
-        return relays.start(
-            relays.Orders(
-                str(self._sockets),
-                self.reach.addresses,
-                self.reach.options,
-                group.session,
-                host,
-                group.workers // group.local,
-                group.local,
-                self.meta.to_json(),
-                relay,
-                self._deadline_s,
-                self.reach.fan_in,
-            )
-        )
 
     def _beat(self) -> None:
         """This process runs, whatever its main thread does: servers end the session of one that
@@ -247,23 +222,12 @@ class RemoteServers:
                 return
 
     def _join(self, number: int, options: TcpOptions) -> None:
-        own = self._participant()
-        peer = self.names[number] + (f" by switch {own.switch}" if own is not None else "")
-        server = RemoteServer(number, peer, self.servers)
-        g, name = self.group, f"server {number}"
-        hello = m.Hello(g.session, g.rank, g.workers, g.local, number, self.meta.signature)
-        if self._sockets is not None:
-            server.link = shm.connect(
-                self._sockets / str(number),
-                server,
-                local_options(options),
-                hello=m.encode(hello),
-                name=f"relay to {name}",
-                language=m.LANGUAGE,
-            )
-        else:
-            address = self.reach.addresses[number]
-            server.link = dial(address, server, options, hello, own, name=name, report=self._report)
+        server = RemoteServer(number, self.names[number] + self._route.via, self.servers)
+        group = self.group
+        hello = m.Hello(
+            group.session, group.rank, group.workers, group.local, number, self.meta.signature
+        )
+        server.link = self._route.connect(number, server, options, hello, self._report)
         try:
             fields, description = server.wait(m.WELCOME, "a welcome", self._deadline_s)
         except BaseException:
@@ -275,16 +239,6 @@ class RemoteServers:
         if self.group.rank == 0:
             meta = StoreMeta.from_json(description, server.peer) if description else None
             self._stores.add(number, FoundStore(newest, snapshots, every, meta))
-
-    def _participant(self) -> Participant | None:
-        """Who takes part in the network's sum for this worker."""
-        plan, group, each = self.reach.fan_in, self.group, 1
-        if plan is None:
-            return None
-        if self._sockets is not None:  # the relay of its host does
-            each = group.local
-        chunks = self.store_plan.table.chunks
-        return Participant(plan, group.rank // each, group.workers // each, chunks)
 
     def _enough(self, missing: Mapping[int, PeerError | None]) -> bool:
         return self._enough_for_first(missing) if self.group.rank == 0 else self._enough_for_other()
@@ -434,7 +388,7 @@ class RemoteServers:
         return []
 
     def close(self) -> None:
-        relays.end(self._relay)
+        self._route.close()
 
     def abort(self) -> None:
         """Where no session comes of it."""
@@ -442,8 +396,7 @@ class RemoteServers:
         self._beats.join()
         for server in self.servers.values():
             server.close()
-        if self._relay is not None:
-            self._relay.kill()
+        self._route.abort()
 
     def _bear_witness(self) -> None:
         """Worker 0 of two servers, without a run directory: one of them at most is told that it may

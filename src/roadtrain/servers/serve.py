@@ -23,17 +23,15 @@ import psutil
 
 from roadtrain.errors import ConfigError, ForeignError, LostError, RoadtrainError, WireError
 from roadtrain.servers import frames as m
-from roadtrain.servers import health
+from roadtrain.servers import health, routes
 from roadtrain.servers.connection import MOST_WORKERS
 from roadtrain.servers.hosted_store import HostedStore
+from roadtrain.servers.routes import RouteEnd
 from roadtrain.servers.server_session import ServerSession
 from roadtrain.storage.direct import check_directory
-from roadtrain.sums.reducer import serve_sums
-from roadtrain.switch.end import FanInEnd
-from roadtrain.switch.switch_command import MEMORY, serve_switch
 from roadtrain.transport.address import address_of, tls_of, token_of
 from roadtrain.transport.link import Link, Receiver
-from roadtrain.transport.plugins import link_options
+from roadtrain.transport.plugins import link_options, load, plugin_names
 from roadtrain.transport.tcp import Address, TcpOptions, listen
 from roadtrain.units import parse_bytes, show_bytes
 
@@ -42,6 +40,9 @@ Report = Callable[[str], None]
 SILENT_S = 60.0
 LOOK_S = 1.0  # between two looks at the session
 EVERY = 100  # steps between two snapshots
+# What else `roadtrain serve` serves: functions of the address, the memory as the user wrote it (or
+# None), the options of links, and an option of their own.
+ROLES = "roadtrain.roles"
 
 
 def command(
@@ -101,11 +102,10 @@ def command(
         raise ConfigError("TLS: a server needs --cert and --key")
     options = link_options(link)(token=token_of(token_file), tls=tls)
     if switch:
-        nbytes = MEMORY if memory is None else parse_bytes(memory)
-        return serve_switch(where, nbytes, options, xdp=xdp)
-    nbytes = parse_bytes(budget) if budget is not None else psutil.virtual_memory().available // 2
+        return load(ROLES, "switch")(where, memory, options, xdp)
     if store is None:
-        return serve_sums(where, nbytes, options, formats)
+        return load(ROLES, "sum")(where, budget, options, formats)
+    nbytes = budget_of(budget)
     every = 0 if snapshot is None else snapshot_every or EVERY
     for directory in filter(None, (store, snapshot)):
         check_directory(Path(directory))
@@ -123,6 +123,11 @@ def command(
         )
         host.run()
     return 0
+
+
+def budget_of(text: str | None) -> int:
+    """Bytes of --budget; half of what is free where it is not given."""
+    return parse_bytes(text) if text is not None else psutil.virtual_memory().available // 2
 
 
 def _check_switch(
@@ -198,7 +203,7 @@ class SessionHost:
         self.nbytes, self.report = nbytes, report
         self.silent_s = silent_s  # how long a worker may be silent
         self.session: ServerSession | None = None
-        self.fan_in: FanInEnd | None = None  # in front of `session`, if its job has one
+        self.front: RouteEnd | None = None  # before `session`, if workers come by a route with one
         self._options = options
         self._ended: queue.SimpleQueue[tuple[ServerSession, BaseException] | None] = (
             queue.SimpleQueue()
@@ -215,51 +220,54 @@ class SessionHost:
             rest = m.decoded(m.WITHOUT_REST, hello[len(m.WITHOUT) :], "no word of a witness")
             done = self._go_on_without(rest)
             return health.answer(link, ("noted" if done else "not the last session here", {}, {}))
-        if hello.startswith(m.FAN_IN_GREETING):
-            greeting = hello[len(m.FAN_IN_GREETING) :]
-            return self._accept_fan_in(
-                link, m.decoded(m.FAN_IN_HELLO, greeting, "no greeting of a fan-in")
-            )
-        if hello.startswith(m.SWITCH_GREETING):
-            raise WireError(
-                f"{self.where} is a server, no switch: it sums no packets",
-                hint="name it among the job's servers, and a `roadtrain serve --switch` in fan_in",
-            )
+        if (by_route := routes.named_in(hello)) is not None:
+            return self._accept_by_route(link, *by_route)
         said = _checked(m.decoded(m.HELLO, hello, "no greeting of a worker"))
         with self._lock:
             session = self.session
             if session is None:
                 session = self.session = ServerSession(said, self)
-            elif self.fan_in is not None:
-                raise self._not_alike(said, "worker {} has no fan_in, the others have one")
+            elif self.front is not None:
+                name = self.front.name
+                raise self._not_alike(said, name, "worker {} has no {}, the others have one")
             elif not session.is_of(said):
                 raise session.busy()
             return session.admit(said.rank, link, said.signature)
 
-    def _accept_fan_in(self, link: Link, said: m.FanInHello) -> Receiver:
-        """A participant of a job that sums in the network. The first one begins the session."""
-        hello = _checked(said.hello)
+    def _accept_by_route(self, link: Link, name: str, rest: bytes) -> Receiver:
+        """A participant whose route has an end here. The first one begins the session."""
+        end_class = routes.load(name).end if name in plugin_names(routes.GROUP) else None
+        if end_class is None:
+            raise WireError(
+                f"{self.where} is a server, no {name}: it keeps a store",
+                hint="give it as one of the job's servers, and to nothing else",
+            )
+        greeting = end_class.greeting(rest)
+        hello = _checked(greeting.hello)
         with self._lock:
             if self.session is None:
-                end = FanInEnd(said, self, self._options)
-                self.fan_in, self.session = end, end.server
-            elif self.fan_in is None:
-                raise self._not_alike(hello, "worker {} has a fan_in, the others have none")
-            elif not self.fan_in.is_of(hello):
-                raise self.fan_in.busy()
-            return self.fan_in.accept(link, said)
+                self.front = end_class(greeting, self, self._options)
+                self.session = self.front.server
+            elif not isinstance(self.front, end_class):
+                raise self._not_alike(hello, name, "worker {} has a {}, the others have none")
+            elif not self.front.is_of(hello):
+                raise self.front.busy()
+            return self.front.accept(link, greeting)
 
-    def _not_alike(self, said: m.Hello, words: str) -> RoadtrainError:
-        """Why a worker cannot join a session of the other kind."""
+    def _not_alike(self, hello: m.Hello, route: str, words: str) -> RoadtrainError:
+        """Why a worker cannot join a session whose workers come by another route."""
         assert self.session is not None
-        if said.session != self.session.name:
+        if hello.session != self.session.name:
             return self.session.busy()
-        return ForeignError(words.format(said.rank), hint="every worker has the same fan_in")
+        option = route.replace("-", "_")
+        return ForeignError(
+            words.format(hello.rank, option), hint=f"every worker has the same {option}"
+        )
 
     def status(self) -> m.Status:
         doing: m.Status = "no session: waits for workers", {}, {}
-        if (doer := self.fan_in or self.session) is not None:
-            doing = doer.status()
+        if (session := self.front or self.session) is not None:
+            doing = session.status()
         return f"state {self.store.rests}; {doing[0]}", *doing[1:]
 
     def _go_on_without(self, said: m.Without) -> bool:
@@ -280,9 +288,9 @@ class SessionHost:
             try:
                 over = self._ended.get(timeout=LOOK_S)
             except queue.Empty:
-                for one in (self.fan_in, self.session):
-                    if one is not None:
-                        one.look(self.silent_s)
+                for session in (self.front, self.session):
+                    if session is not None:
+                        session.look(self.silent_s)
                 continue
             if over is None:
                 return
@@ -292,14 +300,14 @@ class SessionHost:
         step = session.step
         try:
             session.tear_down(error)
-            if self.fan_in is not None:
-                self.fan_in.tear_down(error)
+            if self.front is not None:
+                self.front.tear_down(error)
         except Exception as failed:  # whatever it was, the next one finds a server that is free
             self.report(
                 f"ending the session: {type(failed).__name__}: {failed}".replace("\n", "; ")
             )
         with self._lock:
-            self.session = self.fan_in = None
+            self.session = self.front = None
         self.report(f"session over at step {step}: {error}".replace("\n", "; "))
 
     def stop(self) -> None:
@@ -310,9 +318,9 @@ class SessionHost:
 
     def __exit__(self, *_: object) -> None:
         self._listener.close()
-        for one in (self.session, self.fan_in):
-            if one is not None:
-                one.tear_down(LostError("the server stops"))
+        for session in (self.session, self.front):
+            if session is not None:
+                session.tear_down(LostError("the server stops"))
 
 
 def _checked(said: m.Hello) -> m.Hello:

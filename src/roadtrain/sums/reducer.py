@@ -38,6 +38,7 @@ from roadtrain.kernels.sum import sum_in_order
 from roadtrain.servers import frames as m
 from roadtrain.servers import health
 from roadtrain.servers.connection import MOST_WORKERS, HostedSession, WorkerConnection
+from roadtrain.servers.serve import budget_of
 from roadtrain.sums.coordinator import TO_COORDINATOR, Coordinator
 from roadtrain.sums.protocol.reducer import RULES, Arrived, PartRound, ReducerStateMachine
 from roadtrain.transport.link import Link, Receiver
@@ -415,12 +416,18 @@ class Reducers:
 
 def serve_sums(
     address: Address,
-    nbytes: int,
+    budget: str | None,
     options: TcpOptions,
     module: str | None,
     report: Callable[[str], None] = print,
 ) -> int:
-    """`roadtrain serve HOST:PORT --sum`: until it is ended. `module`: of the user's own codecs."""
+    """`roadtrain serve HOST:PORT --sum`: sum gradients until it is ended.
+
+    Args:
+        budget: Bytes of memory for buffers; None: half of what is free.
+        module: The module of the user's own codecs.
+    """
+    nbytes = budget_of(budget)
     if module is not None:
         try:
             importlib.import_module(module)

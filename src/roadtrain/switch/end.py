@@ -133,6 +133,7 @@ class FanInEnd(IntermediarySession):
     Invariants, under `lock`: `_ports` are all or none; `_maxima` are those of rounds whose
     exponents have come and whose data is not granted."""
 
+    name = "fan-in"
     connection_class = FanInConnection
     machine: FanInStateMachine  # once the layout is known
 
@@ -198,6 +199,11 @@ class FanInEnd(IntermediarySession):
         )
 
     # who is here
+
+    @staticmethod
+    def greeting(rest: bytes) -> m.FanInHello:
+        """A participant's greeting. Raises WireError."""
+        return m.decoded(m.FAN_IN_HELLO, rest, "no greeting of a fan-in")
 
     def is_of(self, hello: m.Hello) -> bool:
         """Whether that participant belongs to this start of the job."""

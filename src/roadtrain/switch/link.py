@@ -34,6 +34,7 @@ import numpy as np
 from roadtrain.chunks import PAGE, Chunk
 from roadtrain.errors import LostError, PeerError, RoadtrainError, WireError
 from roadtrain.servers import frames as m
+from roadtrain.servers import routes
 from roadtrain.switch import fixed_point, packets
 from roadtrain.switch.datagrams import DatagramSocket
 from roadtrain.switch.granted import ROUNDS, Gradient, Granted, Numbers
@@ -52,9 +53,8 @@ from roadtrain.switch.streams import (
     beat_packet,
     beats_of,
 )
-from roadtrain.transport import tcp
 from roadtrain.transport.address import address_of, own_address
-from roadtrain.transport.link import Link, Receiver
+from roadtrain.transport.link import Receiver
 from roadtrain.transport.stream import FrameStream
 from roadtrain.transport.tcp import Address, TcpOptions
 from roadtrain.units import round_up
@@ -86,7 +86,7 @@ def hello_of(plan: FanIn, hello: m.Hello) -> bytes:
     """A participant's greeting to a server."""
     switches = tuple((one.address, one.parent, one.workers) for one in plan.switches)
     rest = m.FanInHello(hello, switches, plan.wire, plan.window, plan.multicast)
-    return m.FAN_IN_GREETING + m.encode(rest)
+    return routes.greeting_of("fan-in") + m.encode(rest)
 
 
 def dial(
@@ -94,31 +94,16 @@ def dial(
     receiver: Receiver,
     options: TcpOptions,
     hello: m.Hello,
-    participant: Participant | None = None,
-    *,
-    name: str,
+    participant: Participant,
+    number: int,
     report: Callable[[str], None],
-) -> Link:
-    """A link to the server there; with a `participant` to the fan-in end in front of it. `report`:
-    called with a line now and then while nobody listens. Raises what tcp.connect does, and
-    ConfigError where the participant is below no switch."""
-
-    def reach(receiver: Receiver, greeting: bytes) -> Link:
-        return tcp.connect(
-            address,
-            receiver,
-            options,
-            hello=greeting,
-            name=name,
-            language=m.LANGUAGE,
-            report=report,
-        )
-
-    if participant is None:
-        return reach(receiver, m.encode(hello))
+) -> FanInLink:
+    """A participant's link to the fan-in end in front of server `number`. Raises what tcp.connect
+    does, and ConfigError where the participant is below no switch."""
     load_kernels(participant.plan.width)
     link = FanInLink(receiver, participant, options.token)
-    made = reach(link, hello_of(participant.plan, hello))
+    greeting = hello_of(participant.plan, hello)
+    made = routes.dial(address, link, options, greeting, number, report)
     assert isinstance(made, FrameStream)
     link.begin(made)
     return link

@@ -9,20 +9,26 @@ from roadtrain.switch.switch import SwitchHost
 from roadtrain.switch.xdp import XdpDevice
 from roadtrain.transport.listener import Report
 from roadtrain.transport.tcp import Address, TcpOptions
-from roadtrain.units import MIB, show_bytes
+from roadtrain.units import MIB, parse_bytes, show_bytes
 
 MEMORY = 256 * MIB  # where none is said
 
 
 def serve_switch(
     address: Address,
-    nbytes: int,
+    memory: str | None,
     options: TcpOptions,
-    report: Report = print,
     xdp: str | None = None,
+    report: Report = print,
 ) -> int:
-    """Until it is ended. nbytes: of memory for the tables and sockets of all jobs. xdp: the network
-    device in whose driver packets are summed; where that cannot be, a line says why."""
+    """Serve a switch until it is ended.
+
+    Args:
+        memory: Bytes for the tables and sockets of all jobs (256MiB).
+        xdp: The network device in whose driver packets are summed; where that cannot be, a line
+            says why.
+    """
+    nbytes = MEMORY if memory is None else parse_bytes(memory)
     device = None if xdp is None else XdpDevice.opened(xdp)
     if isinstance(device, str):
         report(device)

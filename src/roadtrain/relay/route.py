@@ -1,0 +1,222 @@
+"""The route by a relay: workers of a host reach it over shared memory, and it reaches the servers.
+
+`Servers(relay=SIZE)` selects it. Worker 0 of each host starts the relay's process
+(relay/relay.py), which takes the route `onward` to the servers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from roadtrain.chunks import ChunkTable
+from roadtrain.errors import BudgetError, ConfigError
+from roadtrain.options.budgets import HUGE
+from roadtrain.servers import frames as m
+from roadtrain.servers.routes import OpenRoute, Report, Route, RouteEnds
+from roadtrain.servers.worker_group import WorkerGroup
+from roadtrain.transport import shm
+from roadtrain.transport.address import local_options
+from roadtrain.transport.link import Link, Receiver
+from roadtrain.transport.tcp import Address, TcpOptions
+from roadtrain.units import MIB, round_up, show_bytes
+
+END_S = 10.0  # for the relay to leave once its workers have
+
+
+@dataclass(frozen=True)
+class RelayRoute:
+    """A Route by this host's relay.
+
+    Args:
+        host_bytes: Of the relay's buffers.
+        onward: The relay's own route to the servers.
+    """
+
+    host_bytes: int
+    onward: Route
+    name, end = "relay", None
+
+    def check_links(self, options: TcpOptions, replicas: int) -> None:
+        if replicas > 1:
+            raise ConfigError(
+                f"a relay does not find out which of {replicas} replicas is missing",
+                hint="leave relay out, or replicas",
+            )
+        if type(options) is not TcpOptions:
+            raise ConfigError(
+                "a relay reaches the servers over TCP, and link= is"
+                f" {type(options).__module__}.{type(options).__name__}",
+                hint="leave relay out, or give roadtrain.transport.tcp.TcpOptions",
+            )
+        self.onward.check_links(options, replicas)
+
+    def check_workers(self, group: WorkerGroup, compressed: str) -> None:
+        self.onward.check_workers(_hosts(group), compressed)
+        if compressed and group.local > 1:
+            raise ConfigError(
+                f"a relay adds up whole gradients of its {group.local} workers, not top-k ones",
+                hint="leave relay out, or TopK",
+            )
+
+    def lossy(self, group: WorkerGroup) -> str:
+        return self.onward.lossy(_hosts(group))
+
+    def open(self, ends: RouteEnds) -> OpenRoute:
+        """Raises BudgetError where the relay's memory is too small."""
+        group = ends.group
+        budgets = derive_relay(
+            ends.meta.table,
+            self.host_bytes,
+            servers=len(ends.addresses),
+            local=group.local,
+            holds_gradients=ends.holds_gradients,
+        )
+        host, first = divmod(group.rank, group.local)
+        directory = directory_of(group.session, host, ends.addresses)
+        orders = Orders(
+            str(directory),
+            ends.addresses,
+            ends.options,
+            group.session,
+            host,
+            group.workers // group.local,
+            group.local,
+            ends.meta.to_json(),
+            budgets,
+            ends.deadline_s,
+            (self.onward.name, self.onward.to_json()),
+        )
+        return OpenRelayRoute(directory, start(orders) if first == 0 else None)
+
+    def to_json(self) -> str:
+        raise AssertionError("a relay does not reach its servers by another relay")
+
+
+@dataclass(frozen=True)
+class OpenRelayRoute:
+    """An OpenRoute: the sockets of a relay, and on worker 0 of the host its process."""
+
+    directory: Path
+    process: subprocess.Popen[bytes] | None
+    via = ""
+
+    def connect(
+        self, number: int, receiver: Receiver, options: TcpOptions, hello: m.Hello, report: Report
+    ) -> Link:
+        return shm.connect(
+            self.directory / str(number),
+            receiver,
+            local_options(options),
+            hello=m.encode(hello),
+            name=f"relay to server {number}",
+            language=m.LANGUAGE,
+        )
+
+    def close(self) -> None:
+        """It leaves by itself once the workers have; it is ended after END_S."""
+        if self.process is not None:
+            try:
+                self.process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    def abort(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+
+
+def _hosts(group: WorkerGroup) -> WorkerGroup:
+    """The relays as participants of the route onward."""
+    return replace(
+        group, rank=group.rank // group.local, workers=group.workers // group.local, local=1
+    )
+
+
+def directory_of(session: str, host: int, servers: Sequence[Address]) -> Path:
+    """Where the relay of a host listens: the same for all workers of the host, another for each
+    start of a job."""
+    name = hashlib.sha256(repr((session, host, list(servers))).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"roadtrain-relay-{os.geteuid()}-{name}"
+
+
+# the relay's process
+
+
+@dataclass(frozen=True)
+class RelayBudgets:
+    """A relay's memory for each server."""
+
+    copies: int  # buffers of parameters
+    pool: int  # buffers of gradients for each worker
+    piece_bytes: int
+    scratch_bytes: int  # of a sum
+
+
+@dataclass(frozen=True)
+class Orders:
+    """All that a relay's process needs, on its standard input."""
+
+    directory: str  # of the sockets it listens on
+    servers: Sequence[Address]
+    options: TcpOptions
+    session: str  # as servers/worker_group.py has it
+    host: int
+    hosts: int
+    local: int
+    meta: str
+    budgets: RelayBudgets
+    deadline_s: float
+    onward: tuple[str, str]  # the route to the servers: its name and options (routes.from_json)
+
+
+def start(orders: Orders) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "roadtrain.relay.relay"], stdin=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(orders, enc_hook=str))
+    process.stdin.close()
+    return process
+
+
+def derive_relay(
+    table: ChunkTable, host_bytes: int, *, servers: int, local: int, holds_gradients: bool
+) -> RelayBudgets:
+    """Split a relay's `host_bytes`. Raises BudgetError with the least that would do."""
+    least, own = least_relay(table, servers=servers, local=local, holds_gradients=holds_gradients)
+    if host_bytes < least:
+        raise BudgetError(
+            f"a relay of {local} worker(s) and {servers} server(s) needs at least"
+            f" {-(-least // MIB)} MiB, it has {show_bytes(host_bytes)}",
+            hint="raise relay, or choose smaller chunks",
+        )
+    more = (host_bytes - least) // (servers * own.piece_bytes)
+    return replace(own, copies=own.copies + min(more, len(table.chunks)))
+
+
+def least_relay(
+    table: ChunkTable, *, servers: int, local: int, holds_gradients: bool
+) -> tuple[int, RelayBudgets]:
+    """The least bytes of a relay, and how they are split. One worker's gradients pass through;
+    those of several rest here until all have them, the whole model's if they wait for step()."""
+    share = -(-len(table.trainable) // servers) + 2  # chunks of a server
+    piece = max((round_up(c.weights_nbytes, HUGE) for c in table.chunks), default=HUGE)
+    scratch = (
+        max((round_up(c.numel * 4, HUGE) for c in table.trainable), default=HUGE)
+        if local > 1
+        else 0
+    )
+    pool = min(share, 8) if local == 1 or not holds_gradients else share
+    copies = 4
+    least = servers * ((local * pool + copies) * piece + 2 * scratch)
+    return least, RelayBudgets(copies, pool, piece, scratch)

@@ -1,0 +1,114 @@
+"""The route through switches: gradients are summed, and parameters copied, on their way.
+
+`Servers(fan_in=...)` selects it. A participant is a worker, or a relay that stands for the workers
+of its host. FanInLink (switch/link.py) is its end, FanInEnd (switch/end.py) the server's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+import msgspec
+
+from roadtrain.errors import ConfigError
+from roadtrain.options.check import check_options
+from roadtrain.servers import frames as m
+from roadtrain.servers.routes import OpenRoute, Report, RouteEnds
+from roadtrain.servers.worker_group import WorkerGroup
+from roadtrain.switch.end import FanInEnd
+from roadtrain.switch.fixed_point import BIAS, error_bound
+from roadtrain.switch.link import Participant, dial
+from roadtrain.switch.options import FanIn, SwitchNode, fan_in_of
+from roadtrain.switch.packets import BLOCK
+from roadtrain.transport.address import address_of
+from roadtrain.transport.link import Link, Receiver
+from roadtrain.transport.tcp import TcpOptions
+
+EXPONENT = BIAS  # the exponent byte of a block whose greatest magnitude is from 0.5 to below 1
+
+
+@dataclass(frozen=True)
+class SwitchRoute:
+    """A Route through switches.
+
+    Args:
+        fan_in: A FanIn, its JSON, or the switches as `Servers` takes them: a list of HOST:PORT or
+            SwitchNode.
+    """
+
+    fan_in: FanIn | Sequence[str | SwitchNode]
+    name, end = FanInEnd.name, FanInEnd
+
+    def __post_init__(self) -> None:
+        check_options(SwitchRoute, vars(self))
+        for switch in self.plan.switches:
+            address_of(switch.address)
+
+    @cached_property
+    def plan(self) -> FanIn:
+        return self.fan_in if isinstance(self.fan_in, FanIn) else fan_in_of(self.fan_in)
+
+    def check_links(self, options: TcpOptions, replicas: int) -> None:
+        if type(options) is not TcpOptions:
+            raise ConfigError(
+                "fan_in sends what is no bulk over TCP, and link= is"
+                f" {type(options).__module__}.{type(options).__name__}",
+                hint="leave fan_in out, or give roadtrain.transport.tcp.TcpOptions",
+            )
+        if options.tls is not None:
+            raise ConfigError(
+                "fan_in together with TLS: packets to switches are authenticated, not encrypted",
+                hint="leave fan_in out, or tls and give a token",
+            )
+
+    def check_workers(self, group: WorkerGroup, compressed: str) -> None:
+        if compressed:
+            raise ConfigError(
+                f"{compressed}, and fan_in: switches add whole gradients",
+                hint="leave one of them out",
+            )
+        self.plan.check(group.workers)
+        error_bound(EXPONENT, group.workers, self.plan.width)
+
+    def lossy(self, group: WorkerGroup) -> str:
+        # of the greatest magnitude of a block, which is at least half of the power of two above it
+        off = 2 * error_bound(EXPONENT, group.workers, self.plan.width)
+        return (
+            f"gradients are summed in the network as {self.plan.wire}, by"
+            f" {len(self.plan.switches)} switch(es): an element of the sum of {group.workers} is"
+            f" off by at most {off:.1e} of the greatest magnitude among the {BLOCK} elements that"
+            " share its scale"
+        )
+
+    def open(self, ends: RouteEnds) -> OpenRoute:
+        return OpenSwitchRoute(ends, self.plan)
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(asdict(self.plan)).decode()
+
+    @staticmethod
+    def from_json(text: str) -> SwitchRoute:
+        return SwitchRoute(msgspec.json.decode(text, type=FanIn))
+
+
+class OpenSwitchRoute:
+    """An OpenRoute: a FanInLink to each server."""
+
+    def __init__(self, ends: RouteEnds, plan: FanIn) -> None:
+        group = ends.group
+        self._ends = ends
+        self._participant = Participant(
+            plan, group.rank, group.workers, ends.meta.table.chunks, ends.adds
+        )
+        self.via = f" by switch {self._participant.switch}"
+
+    def connect(
+        self, number: int, receiver: Receiver, options: TcpOptions, hello: m.Hello, report: Report
+    ) -> Link:
+        where = self._ends.addresses[number]
+        return dial(where, receiver, options, hello, self._participant, number, report)
+
+    def close(self) -> None: ...
+    def abort(self) -> None: ...

@@ -1,0 +1,116 @@
+"""The core stands alone (docs/concepts/design.md): with every wing and everything on top deleted, the
+README's example trains, and the core's own tests pass."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import roadtrain
+
+HOMES = vars(roadtrain)["_HOMES"]  # where the public names live
+ROOT = Path(__file__).resolve().parents[2]
+SRC = ROOT / "src" / "roadtrain"
+GROUND = ("__init__", "errors", "units", "chunks", "retry", "progress")
+ROOMS = (
+    "options",
+    "kernels",
+    "device",
+    "transport",
+    "streaming",
+    "storage",
+    "servers",
+    "placement",
+)
+CORE = {"roadtrain", *(f"roadtrain.{name}" for name in (*GROUND, *ROOMS))}
+FOLDERS = ("tests/unit", "tests/contract")
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules that a test file imports, also in the text of programs that it writes."""
+    text = path.read_text()
+    found = set(re.findall(r"\broadtrain(?:\.\w+)+", text))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module}
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def needs_only_the_core(path: Path) -> bool:
+    """Whether a test file, and the helper modules beside it that it imports, need no other room."""
+    helpers = []
+    for name in imports_of(path):
+        package, _, rest = name.partition(".")
+        home = ".".join(HOMES.get(rest, name).split(".")[:2])
+        if package == "roadtrain" and home not in CORE:
+            return False
+        if package in ("benchmarks", "roadtrain_rdma"):
+            return False
+        if (helper := path.with_name(f"{name}.py")).exists() and helper != path:
+            helpers.append(helper)
+    return all(map(needs_only_the_core, helpers))
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty folder with the core and its tests."""
+    root = tmp_path_factory.mktemp("core")
+    for name in GROUND:
+        target = root / "src" / "roadtrain" / f"{name}.py"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(SRC / f"{name}.py", target)
+    for room in ROOMS:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(SRC / room, root / "src" / "roadtrain" / room, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", root)
+    for folder in FOLDERS:
+        (root / folder).mkdir(parents=True)
+        for path in (ROOT / folder).glob("*.py"):
+            helps = not path.name.startswith("test_")
+            if helps or (path.name != "test_size.py" and needs_only_the_core(path)):
+                shutil.copy(path, root / folder)
+    return root
+
+
+def run(core: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": str(core / "src")}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=core,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+
+
+@pytest.mark.parametrize("store", ['"./state"', "roadtrain.Memory()"], ids=["files", "memory"])
+def test_the_readme_example_trains(core: Path, store: str) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    code, count = re.subn(r'store="[^"]*"', f"store={store}", code)
+    assert count == 1
+    code += f"\nassert roadtrain.__file__.startswith({str(core)!r})\n"
+    done = run(core, "-c", code)
+    assert done.returncode == 0, done.stderr
+    placed, *losses = done.stdout.splitlines()
+    assert placed.startswith("placed") and len(losses) == 20
+    assert float(losses[-1].split()[1]) < float(losses[0].split()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_tests_of_the_core_pass(core: Path) -> None:
+    files = [str(path.relative_to(core)) for f in FOLDERS for path in core.glob(f"{f}/test_*.py")]
+    assert len(files) >= 35  # else the selection is wrong
+    done = run(core, "-m", "pytest", "-q", "-m", "not slow and not exhaustive", *files)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
