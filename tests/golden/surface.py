@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import roadtrain
-from roadtrain import cli
+from roadtrain import Delay, Downcast, Files, Servers, TopK, cli
 from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.config import job
 from roadtrain.config.cluster import make_cluster
@@ -33,7 +33,6 @@ from roadtrain.config.plan import Plan, PlanMemory
 from roadtrain.config.plan import placement as named_placement
 from roadtrain.errors import RoadtrainError
 from roadtrain.kernels import codecs
-from roadtrain.placement.former import FORMER
 from roadtrain.servers import frames as m
 from roadtrain.servers.protocol import messages as ops
 from roadtrain.servers.protocol.server import ServerStateMachine
@@ -55,9 +54,50 @@ SPILL = "spill.bin"  # the file of gradients that wait for their update
 def silent(_: str) -> None: ...
 
 
+# Options of place() in the first edition: the option now, the class of its value, the field of that,
+# and the default then.
+PLACE_OPTIONS: dict[str, tuple[str, Any, str, Any]] = {
+    "servers": ("store", Servers, "addresses", None),
+    "replicas": ("store", Servers, "replicas", 1),
+    "give_up": ("store", Servers, "give_up", ()),
+    "link": ("store", Servers, "link", None),
+    "relay": ("store", Servers, "relay", None),
+    "buffering": ("store", Servers, "buffering", "auto"),
+    "store_rates": ("store", Files, "rates", None),
+    "moved_from": ("store", Files, "moved_from", ()),
+    "direct": ("store", Files, "direct", True),
+    "topk": ("compress", TopK, "keep", None),
+    "topk_per_block": ("compress", TopK, "per_block", False),
+    "error_feedback": ("compress", TopK, "error_feedback", False),
+    "grad_dtype": ("compress", Downcast, "dtype", None),
+    "staleness": ("delay", Delay, "steps", 0),
+    "budget": ("host_budget", None, "", None),
+}
+CHANGED = {  # values that are written in another way now
+    "topk": lambda volume: volume / 2,
+    "grad_dtype": lambda dtype: {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype],
+}
+
+
 def place(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
     """roadtrain.place with the option names of the first edition."""
-    return roadtrain.place(model, optimizer, **{"report": silent, "deadline_s": 60, **options})
+    now: dict[str, Any] = {"report": silent, "deadline_s": 60}
+    fields: dict[str, dict[str, Any]] = {}
+    kinds: dict[str, Any] = {}
+    for name, value in options.items():
+        option, kind, field, _ = PLACE_OPTIONS.get(name, (name, None, "", None))
+        value = CHANGED.get(name, lambda same: same)(value)
+        if kind is None:
+            now[option] = value
+        else:
+            kinds[option] = kind
+            fields.setdefault(option, {})[field] = value
+    if kinds.get("store") is Servers and "store" in now:
+        fields["store"]["residuals"] = now.pop("store")
+    if kinds.get("store") is Files:
+        fields["store"]["directories"] = now.pop("store")
+    now |= {option: kind(**fields[option]) for option, kind in kinds.items()}
+    return roadtrain.place(model, optimizer, **now)
 
 
 @contextlib.contextmanager
@@ -167,7 +207,7 @@ def job_of(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 def place_options() -> dict[str, str]:
     """The options of place() -> their defaults as text, those of the first edition too."""
     parameters = inspect.signature(roadtrain.place).parameters.values()
-    former = {name: repr(keyword.default) for name, keyword in FORMER.items()}
+    former = {name: repr(default) for name, (*_, default) in PLACE_OPTIONS.items()}
     now = {p.name: "" if p.default is p.empty else repr(p.default) for p in parameters}
     return former | now
 

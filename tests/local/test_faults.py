@@ -504,8 +504,6 @@ def test_chunks_are_spread_by_rates_and_stay_there(tmp_path):
     for wrong in ([1.0], [1.0, float("nan")], [1, -1], "fast"):
         with pytest.raises(ConfigError, match=r"rates.* (for 2 directories|cannot be)"):
             Files([tmp_path / "a", tmp_path / "b"], rates=wrong)
-    with pytest.raises(ConfigError, match="for 0 directories"):
-        train(None, 1, store_rates=[1.0], host_budget="128MiB")  # in a former word
 
 
 def test_rates_are_measured_for_a_new_store(tmp_path):

@@ -17,7 +17,6 @@ from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.config.job import make_job
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.kernels.torch_rules import rules_for
-from roadtrain.placement.former import FORMER, current
 from roadtrain.placement.request import Request
 from roadtrain.placement.session_plan import plan_session
 from roadtrain.placement.stores import store_of
@@ -176,78 +175,17 @@ def test_what_sums_in_the_network_cost_is_printed() -> None:  # Rule 2
 
 
 @pytest.mark.parametrize(
-    ("former", "now"),
+    ("option", "words"),
     [
-        ({"budget": "1GiB"}, {"host_budget": "1GiB"}),
-        ({"topk": 0.02}, {"compress": TopK(0.01)}),
-        (
-            {"topk": 0.3, "topk_per_block": True, "error_feedback": True},
-            {"compress": TopK(0.3 / 2, True, True)},
-        ),
-        ({"grad_dtype": torch.bfloat16}, {"compress": Downcast("bf16")}),
-        ({"staleness": 2}, {"delay": Delay(2)}),
-        ({"staleness": "none"}, {"delay": Delay(None)}),
-        ({"staleness": 0, "topk": None, "servers": [], "budget": None}, {}),
-        (
-            {"store": ["a", "b"], "store_rates": [1, 2], "moved_from": ["c"], "direct": False},
-            {"store": Files(["a", "b"], [1, 2], False, ["c"])},
-        ),
-        (
-            {
-                "servers": [A, B],
-                "replicas": 2,
-                "give_up": [A],
-                "link": TcpOptions(connections=2),
-                "buffering": "all",
-            },
-            {
-                "store": Servers(
-                    [A, B],
-                    link=TcpOptions(connections=2),
-                    replicas=2,
-                    give_up=[A],
-                    buffering="all",
-                )
-            },
-        ),
-        ({"servers": [A], "relay": "1GiB"}, {"store": Servers([A], relay="1GiB")}),
-        (
-            {"servers": [A], "store": "r", "direct": False},
-            {"store": Servers([A], residuals=Files("r", direct=False))},
-        ),
+        ("budgte", "unknown option of place `budgte`"),
+        ("host_budgets", "did you mean `host_budget`"),
+        ("servers", "unknown option of place `servers`"),
     ],
 )
-def test_a_former_keyword_means_what_it_meant(former: dict[str, Any], now: dict[str, Any]) -> None:
-    said: list[str] = []
-    words = {name: value for name, value in former.items() if name in FORMER}
-    options = {**OPTIONS, **{n: v for n, v in former.items() if n not in FORMER}}
-    assert current(options, words, said.append) == {**OPTIONS, **now}
-    assert len(said) == len(words)
-    assert all(f"place({word}=...) is " in line for word, line in zip(words, said))
-
-
-@pytest.mark.parametrize(
-    ("options", "former", "words"),
-    [
-        ({}, {"budgte": 1}, "unknown option of place `budgte`\nhint: did you mean `budget`"),
-        ({}, {"host_budgets": 1}, "did you mean `host_budget`"),
-        ({"host_budget": 1}, {"budget": 2}, "together with host_budget=1"),
-        ({"compress": TopK(0.1)}, {"topk": 0.1}, "TopK .* together with compress"),
-        ({"delay": Delay(1)}, {"staleness": 1}, "together with delay"),
-        ({"store": Servers([A])}, {"replicas": 2}, r"together with store=Servers\(\.\.\.\)"),
-        ({"store": Files("a")}, {"direct": False}, r"together with store=Files\(\.\.\.\)"),
-        ({}, {"relay": "1GiB"}, "relay is said, and no servers are given"),
-        ({}, {"error_feedback": True}, "error_feedback is said, and no topk"),
-        ({}, {"moved_from": ["a"]}, "moved_from for 0 directories"),
-        ({"store": "r"}, {"servers": [A], "store_rates": [1]}, "rates together with servers"),
-        ({}, {"topk": 0.1, "grad_dtype": torch.float16}, "together with compress"),
-    ],
-)
-def test_former_keywords_that_contradict(
-    options: dict[str, Any], former: dict[str, Any], words: str
-) -> None:
+def test_an_unknown_option_is_named(option: str, words: str) -> None:
+    model = nn.Linear(8, 8)
     with pytest.raises(ConfigError, match=words):
-        current({**OPTIONS, **options}, former, lambda _: None)
+        roadtrain.place(model, torch.optim.AdamW(model.parameters()), **{option: 1})
 
 
 def placed_losses(**options: Any) -> list[str]:
@@ -263,12 +201,6 @@ def placed_losses(**options: Any) -> list[str]:
             optimizer.step()
             optimizer.zero_grad()
     return losses
-
-
-def test_the_same_bits_in_former_words_and_in_those_of_now() -> None:
-    former = placed_losses(budget="128MiB", topk=0.3, error_feedback=True, staleness=0)
-    assert former == placed_losses(host_budget="128MiB", compress=TopK(0.15, error_feedback=True))
-    assert former != placed_losses(host_budget="128MiB")
 
 
 def test_a_device_budget_is_for_an_accelerator() -> None:
@@ -307,7 +239,7 @@ def test_a_budget_of_the_host_that_cannot_do() -> None:
 def test_a_jobs_switches_reach_its_servers() -> None:
     job = make_job({"model": {"pretrained": "x"}, "servers": {"addresses": [A], "switches": [B]}})
     store = train_store_of(job, moves=False)
-    assert isinstance(store, Servers) and store.plan == FanIn((SwitchNode(B),))
+    assert isinstance(store, Servers) and store.route.plan == FanIn((SwitchNode(B),))  # type: ignore[attr-defined]
     alone = make_job({"model": {"pretrained": "x"}, "servers": {"switches": [B]}})
     with pytest.raises(ConfigError, match="switches, and no servers are given"):
         train_store_of(alone, moves=False)

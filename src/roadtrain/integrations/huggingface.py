@@ -21,14 +21,13 @@ from torch import nn
 
 from roadtrain.errors import ConfigError
 from roadtrain.integrations.trainer_progress import follow
-from roadtrain.placement.former import FORMER
 from roadtrain.placement.optimizer import PlacedOptimizer
 from roadtrain.placement.place import place
 from roadtrain.placement.stores import Memory, store_of
 
 # in a name, as the Trainer has it; norms by their class too
 NOT_DECAYED = ("bias", "layernorm", "rmsnorm")
-OPTIONS = {*inspect.signature(place).parameters, *FORMER} - {"model", "optimizer", "former"}
+OPTIONS = {*inspect.signature(place).parameters} - {"model", "optimizer", "unknown"}
 
 
 class Placed:

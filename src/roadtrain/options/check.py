@@ -68,12 +68,13 @@ PathLike = Annotated[str | Path, AfterValidator(refusing(_check_path)), Field(de
 ExistingPath = Annotated[PathLike, AfterValidator(refusing(_check_exists))]
 
 
-def check_options(owner: Callable[..., Any], given: Mapping[str, Any]) -> None:
+def check_options(owner: Callable[..., Any], given: Mapping[str, Any], where: str = "") -> None:
     """Raise ConfigError for the first option that the annotations of `owner` do not allow.
 
     Args:
         owner: The function or dataclass that declares the options.
         given: Values by the name of the argument or field.
+        where: The value or function that users know, if it is another than `owner`.
     """
     model, hints = _declared(owner)
     try:
@@ -81,8 +82,8 @@ def check_options(owner: Callable[..., Any], given: Mapping[str, Any]) -> None:
     except ValidationError as cause:
         errors = cause.errors()
         name = str(errors[0]["loc"][0])
-        where = owner.__name__ if isinstance(owner, type) else f"{owner.__name__}()"
-        what = f"{where}: `{name}` cannot be {' '.join(_SHOWN.repr(given[name]).split())}"
+        own = owner.__name__ if isinstance(owner, type) else f"{owner.__name__}()"
+        what = f"{where or own}: `{name}` cannot be {' '.join(_SHOWN.repr(given[name]).split())}"
         hint = f"`{name}` must be {_accepted(hints[name])}"
         refused = next(filter(None, map(refusal_in, errors)), None)
         if refused is None:

@@ -6,6 +6,7 @@ Assumes: what RANK and WORLD_SIZE say, where there are several workers. Does NOT
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -27,8 +28,8 @@ from roadtrain.options.check import (
     check_options,
 )
 from roadtrain.options.lossy import Delay, Downcast, TopK
+from roadtrain.options.names import unknown_name
 from roadtrain.placement.first_values import open_weights, start
-from roadtrain.placement.former import current
 from roadtrain.placement.job_state import HasState
 from roadtrain.placement.optimizer import PlacedOptimizer, check_not_in_ram, close_earlier
 from roadtrain.placement.request import Report, Request
@@ -40,7 +41,7 @@ from roadtrain.placement.session_plan import (
     open_session,
     plan_session,
 )
-from roadtrain.placement.stores import Files, Memory, Servers, store_of
+from roadtrain.placement.stores import Files, Memory, Servers, Store, store_of
 from roadtrain.servers.session import JobSession
 from roadtrain.servers.worker_group import WorkerGroup
 from roadtrain.storage.generation import OpenedStore
@@ -72,7 +73,7 @@ def place(
     deadline_s: Deadline = 600.0,
     report: Report = print,
     group: WorkerGroup | None = None,
-    **former: Any,
+    **unknown: Any,
 ) -> PlacedOptimizer:
     """Move `model`'s parameters and `optimizer`'s state to servers; returns the optimizer to use
     from now on.
@@ -100,7 +101,6 @@ def place(
     report: hears each line that is printed.
     group: which of the servers' workers this process is (None: as torchrun says it); the ranks of
     a pipeline's stage are a group of their own.
-    former: keywords of the first edition (placement/former.py).
 
     Raises UserError (ConfigError, ModelError, RuleError, BudgetError) before anything is changed,
     StoreError (also ForkedError, where servers went on without each other, and StaleError, where
@@ -108,22 +108,20 @@ def place(
     """
     check_options(place, locals())
     check_fresh(optimizer)
-    given = {
-        "store": store,
-        "compress": compress,
-        "delay": delay,
-        "host_budget": host_budget,
-        "device_budget": device_budget,
-    }
-    options = current(given, former, report)
-    check_options(place, options)
-    request = _request(
-        options,
+    for name in unknown:
+        raise unknown_name("option of place", name, inspect.signature(place).parameters)
+    store = store_of(store)
+    request = Request(
+        store,
+        compress,
+        delay,
+        host_budget,
+        device_budget,
         backwards_per_step,
         chunk_elements,
         deadline_s,
+        _workers(store, group or WorkerGroup.of_environment(), report),
         report,
-        group or WorkerGroup.of_environment(),
     )
     device = _device(model, device, report)
     parts = split(model, blocks)
@@ -164,31 +162,16 @@ def place(
     return placed
 
 
-def _request(
-    options: dict[str, Any],
-    backwards_per_step: int | None,
-    chunk_elements: int,
-    deadline_s: float,
-    report: Report,
-    all_workers: WorkerGroup,
-) -> Request:
-    """Raises ConfigError where the options contradict each other."""
-    options["store"] = store_of(options["store"])
-    served = isinstance(options["store"], Servers)
-    request = Request(
-        **options,
-        backwards_per_step=backwards_per_step,
-        chunk_elements=chunk_elements,
-        deadline_s=deadline_s,
-        group=all_workers if served else WorkerGroup(),
-        report=report,
-    )
-    if not served and (others := all_workers.workers - 1):
+def _workers(store: Store, group: WorkerGroup, report: Report) -> WorkerGroup:
+    """The workers that train together with this one: those that share servers."""
+    if isinstance(store, Servers):
+        return group
+    if others := group.workers - 1:
         report(
             f"WORLD_SIZE says {others} more worker(s): without servers each trains by itself,"
             " nothing is averaged"
         )
-    return request
+    return WorkerGroup()
 
 
 def _device(model: nn.Module, asked: torch.device | str | None, report: Report) -> torch.device:

@@ -42,7 +42,7 @@ class SwitchRoute:
     name, end = FanInEnd.name, FanInEnd
 
     def __post_init__(self) -> None:
-        check_options(SwitchRoute, vars(self))
+        check_options(SwitchRoute, vars(self), "Servers")
         for switch in self.plan.switches:
             address_of(switch.address)
 
