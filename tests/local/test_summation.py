@@ -407,7 +407,7 @@ def ddp_child(rank, workers, port, hook, out, options=None, steps=6):
     )
     state, options = None, dict(options or {})
     per_host = options.pop("per_host", workers)
-    rendezvous._host = lambda: f"host {rank // per_host}"
+    rendezvous.host_identity = lambda: f"host {rank // per_host}"
     if hook:
         state = roadtrain.Summation(budget="64MiB", **options)
         model.register_comm_hook(state, roadtrain.sum_hook)

@@ -66,7 +66,7 @@ SILENT_S = 30.0  # after which a worker here is taken for stopped: the server he
 
 @dataclass(frozen=True)
 class Orders:
-    """What a relay is told. `session`: as servers/worker_group.py has it; `directory`: of the
+    """What a relay is told. `session`: as environment.py has it; `directory`: of the
     sockets it listens on."""
 
     directory: str

@@ -13,9 +13,9 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from roadtrain.environment import WorkerGroup
 from roadtrain.errors import ConfigError
 from roadtrain.placement.place import check_fresh, groups_of, place
-from roadtrain.servers.worker_group import WorkerGroup
 from roadtrain.stages.control import ControlLinks, RankPlace
 from roadtrain.stages.groups import GroupKind, Groups
 from roadtrain.stages.layout import StageLayout
@@ -81,12 +81,13 @@ def connect(
     ConfigError where a group has no network in common, PeerError where one does not work."""
     every = [*groups.to_create, *layout.shared_groups()]
     hosts = stated(meeting.hosts, options.networks)
-    found = preflight(meeting, every, hosts, say=report)
-    control = found.networks[CONTROL]
-    start_processes(control, meeting.store, meeting.rank, meeting.world_size, options.deadline_s)
+    networks = preflight(meeting, every, hosts, say=report)
+    start_processes(
+        networks[CONTROL], meeting.store, meeting.rank, meeting.world_size, options.deadline_s
+    )
     return make_process_groups(
         every,
-        found.networks,
+        networks,
         options.deadline_s,
         device_type=device.type,
         environment=os.environ,

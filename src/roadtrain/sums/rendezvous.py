@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import os
 import secrets
 import socket
 import tempfile
@@ -36,11 +35,12 @@ from typing import TypeVar
 import msgspec
 
 from roadtrain.device.buffers import Buffer
+from roadtrain.environment import host_identity
 from roadtrain.errors import ConfigError, PeerError
 from roadtrain.servers import frames as m
 from roadtrain.servers import health
-from roadtrain.servers import host as topology
 from roadtrain.servers.connection import link_to
+from roadtrain.sums import host_topology as topology
 from roadtrain.sums.agreement import Agreement
 from roadtrain.sums.coordinator import TO_COORDINATOR, Coordinator, CoordinatorLink
 from roadtrain.sums.protocol.host_roots import choose, switches_of
@@ -413,7 +413,7 @@ def _home(wanted: Wanted, address: str) -> Home:
     tls = wanted.tls
     listens = tls is None or None not in (tls.cert, tls.ca)
     return Home(
-        _host(),
+        host_identity(),
         wanted.token is not None,
         tls is not None,
         listens,
@@ -481,14 +481,6 @@ def _roots(places: Sequence[WorkerAddress], own: Sequence[int]) -> list[int]:
             f"roots {roots} of a host with {len(own)} workers", hint="each once, counted from 0"
         )
     return roots
-
-
-def _host() -> str:
-    """The same for processes that see the same memory and network."""
-    return (
-        f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
-        f" {os.stat('/proc/self/ns/net').st_ino}"
-    )
 
 
 def _roots_here() -> list[int]:
