@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from roadtrain.config.job import load_job
 from roadtrain.environment import launch_of
-from roadtrain.stages.groups import GroupKind, Groups
 from roadtrain.stages.host_ranks import DataGroups
 from roadtrain.stages.networks import CONTROL, stated
 from roadtrain.stages.preflight import preflight
 from roadtrain.stages.process_groups import make_process_groups, start_processes
+from roadtrain.stages.rank_groups import GroupKind, Groups
 from roadtrain.stages.rank_meeting import meet
 
 NBYTES = 4 << 20

@@ -23,7 +23,7 @@ from roadtrain import Files, Memory, Servers
 from roadtrain.chunks import ParamSpec
 from roadtrain.environment import WorkerGroup
 from roadtrain.errors import LoopError, PeerError, RoadtrainError
-from roadtrain.stages.control import ControlLinks
+from roadtrain.stages.control_links import ControlLinks
 from roadtrain.stages.cuts import Cuts, Segment
 from roadtrain.stages.exchange import exchange
 from roadtrain.stages.parallelism import Parallelism

@@ -19,11 +19,11 @@ from torch.utils import _pytree as pytree
 
 from roadtrain.errors import DifferError, UserError
 from roadtrain.stages.cuts import Cuts, Segment
-from roadtrain.stages.groups import GroupKind, Groups
 from roadtrain.stages.networks import HostCards, choose_networks
 from roadtrain.stages.parallelism import Parallelism
 from roadtrain.stages.pieces import VALUE, Extent, Piece
 from roadtrain.stages.process_groups import make_process_groups
+from roadtrain.stages.rank_groups import GroupKind, Groups
 from roadtrain.stages.sharded_optimizer import ShardedOptimizer, ShardedOptions
 from roadtrain.stages.stage_model import MicroBatch, StageModel
 from roadtrain.stages.tensor import tensor_parallel

@@ -1,4 +1,4 @@
-"""stages/groups.py and stages/host_ranks.py: groups of clusters of any size, checked against the
+"""stages/rank_groups.py and stages/host_ranks.py: groups of clusters of any size, checked against the
 paper's formulas and against what a group is; which parallelisms are refused or suit."""
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roadtrain.errors import ConfigError
-from roadtrain.stages.groups import GroupKind, Groups
 from roadtrain.stages.host_ranks import DataGroups, suited_parallelisms
 from roadtrain.stages.parallelism import Parallelism, RankPosition
+from roadtrain.stages.rank_groups import GroupKind, Groups
 
 TWO_AND_ONE = [("a0", "a", 2), ("a1", "a", 2), ("b0", "b", 2)]  # clusters of 4 and 2 devices
 

@@ -47,11 +47,11 @@ STILL_UP = {
     ("servers/remote_servers.py", "roadtrain.relay.relay"),
     ("servers/remote_servers.py", "roadtrain.switch.link"),
     ("servers/remote_servers.py", "roadtrain.switch.options"),
-    ("servers/serve.py", "roadtrain.sums.reducer"),
+    ("servers/serve.py", "roadtrain.sums.sum_server"),
     ("servers/serve.py", "roadtrain.switch.end"),
     ("servers/serve.py", "roadtrain.switch.switch_command"),
     ("stages/parallel_parts.py", "roadtrain.sums.service_sums"),
-    ("sums/service_sums.py", "roadtrain.stages.control"),
+    ("sums/service_sums.py", "roadtrain.stages.control_links"),
     ("sums/service_sums.py", "roadtrain.stages.parallel_options"),
 }
 LOOSE_MODULES = 10

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from roadtrain.errors import ConfigError, LoopError
-from roadtrain.integrations.exchange import SUMMED, Exchange, Handle
+from roadtrain.integrations.named_sums import SUMMED, Exchange, Handle
 
 
 class _Sum(NamedTuple):

@@ -28,7 +28,7 @@ from roadtrain.servers.connection import MOST_WORKERS
 from roadtrain.servers.hosted_store import HostedStore
 from roadtrain.servers.server_session import ServerSession
 from roadtrain.storage.direct import check_directory
-from roadtrain.sums.reducer import serve_sums
+from roadtrain.sums.sum_server import serve_sums
 from roadtrain.switch.end import FanInEnd
 from roadtrain.switch.switch_command import MEMORY, serve_switch
 from roadtrain.transport.address import address_of, tls_of, token_of

@@ -3,7 +3,6 @@ stage's optimizer, the pipeline."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from roadtrain.environment import WorkerGroup
 from roadtrain.errors import ConfigError
 from roadtrain.placement.place import check_fresh, groups_of, place
-from roadtrain.stages.control import ControlLinks, RankPlace
-from roadtrain.stages.groups import GroupKind, Groups
+from roadtrain.stages.control_links import ControlLinks, RankPlace
 from roadtrain.stages.layout import StageLayout
 from roadtrain.stages.links import Channel, Position, StageLinks
 from roadtrain.stages.networks import CONTROL, stated
@@ -28,6 +26,7 @@ from roadtrain.stages.placed_stage import PlacedStage
 from roadtrain.stages.preflight import preflight
 from roadtrain.stages.process_groups import ProcessGroups, make_process_groups, start_processes
 from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, Peer
+from roadtrain.stages.rank_groups import GroupKind, Groups
 from roadtrain.stages.rank_meeting import RankMeeting
 from roadtrain.stages.sharded_optimizer import ShardedOptimizer, ShardedOptions
 from roadtrain.stages.shared_copies import SharedCopies
@@ -90,7 +89,6 @@ def connect(
         networks,
         options.deadline_s,
         device_type=device.type,
-        environment=os.environ,
         say=report,
     )
 

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from roadtrain.config.job import load_job
 from roadtrain.environment import Launch, launch_of
 from roadtrain.errors import ConfigError
-from roadtrain.stages.groups import Groups
 from roadtrain.stages.host_cards import this_host
 from roadtrain.stages.host_ranks import DataGroups, check_ranks
 from roadtrain.stages.job_parallelism import ParallelismSection
 from roadtrain.stages.networks import NamedRanks, stated
 from roadtrain.stages.preflight import preflight
+from roadtrain.stages.rank_groups import Groups
 from roadtrain.stages.rank_meeting import MEET_S, meet
 
 PORT = 29500  # torchrun's own
