@@ -369,9 +369,6 @@ class Asynchronous(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """There is nothing to wait for."""
 
-    def apply_all(self) -> None:
-        """Nothing is put off."""
-
 
 def _become(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> Any:
     """The same object, so that schedulers see it, with a class of the same name between it and

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from roadtrain.environment import local_rank_of
 from roadtrain.errors import ConfigError
 from roadtrain.integrations.broadcast import (
     broadcast_optimizer,
@@ -167,17 +168,17 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    return _of_launcher("LOCAL_RANK", 0)
+    return _local("LOCAL_RANK")[0]
 
 
 def local_size() -> int:
-    return _of_launcher("LOCAL_WORLD_SIZE", 1)
+    return _local("LOCAL_WORLD_SIZE")[1]
 
 
-def _of_launcher(name: str, alone: int) -> int:
+def _local(name: str) -> tuple[int, int]:
     if size() > 1 and name not in os.environ:
         raise ConfigError(f"{name} is not set", hint="torchrun sets it")
-    return int(os.environ.get(name, alone))
+    return local_rank_of(os.environ)
 
 
 def _averages(op: str | None, average: bool | None = None) -> bool:

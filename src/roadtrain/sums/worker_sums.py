@@ -50,6 +50,8 @@ AHEAD = 2  # parts that wait in a link: what is more urgent goes before all othe
 DIAL_S = 2.0  # for a spare host that is new
 AGAIN = -(1 << 62)  # the priority of sums that others lack
 
+# priority, call, place in its order, key, round, part, whether it is the sum
+Entry = tuple[int, int, int, int, int, int, bool]
 Done = Callable[[], None]
 Accept = Callable[[Link, bytes], Receiver]
 
@@ -134,12 +136,11 @@ class WorkerSums:
         self._last: dict[int, TensorRound] = {}  # complete
         self._rounds: dict[int, int] = {}
         self._codecs: dict[tuple[int, str, int], TensorCodec] = {}
-        # priority, call, place in its order, key, round, part, whether it is the sum
-        self._queue: list[tuple[int, int, int, int, int, int, bool]] = []
+        self._queue: list[Entry] = []
         # key, round, part's start: sums that others lack -> whether in the queue still; what waits
         # until they have them
         self._owed: dict[tuple[int, int, int], bool] = {}
-        self._after: dict[tuple[int, int, int], tuple[int, int, int, int, int, int, bool]] = {}
+        self._after: dict[tuple[int, int, int], Entry] = {}
         self._calls = itertools.count()
         # keys that are not used again, of which sums may still come
         self._given_up: set[int] = set()
@@ -445,9 +446,7 @@ class WorkerSums:
                 out.append((key, number, start))
         return out
 
-    def _to_push_again(
-        self, tensor: TensorRound, gone: set[int], lacked: int
-    ) -> list[tuple[int, int, int, int, int, int, bool]]:
+    def _to_push_again(self, tensor: TensorRound, gone: set[int], lacked: int) -> list[Entry]:
         """Entries of the queue: parts that went to a host that is gone, those of `lacked` also
         where their sum has come."""
         out = []
