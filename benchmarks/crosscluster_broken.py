@@ -22,8 +22,8 @@ from typing import Any
 
 from roadtrain.errors import RoadtrainError
 from roadtrain.lab import LabHost, LabNic, Network
-from roadtrain.stages.preflight import command
 from roadtrain.stages.rank_meeting import MEET_S
+from roadtrain.training.preflight_command import command
 
 MBIT = 1e6 / 8
 HOSTS = ("a0", "a1", "b0", "b1")

@@ -36,7 +36,8 @@ from benchmarks.report import machine
 from roadtrain.errors import PeerError, RoadtrainError
 from roadtrain.servers import frames as m
 from roadtrain.servers import health
-from roadtrain.sums.rendezvous import SumSetup, Wanted, connect
+from roadtrain.sums.spare_hosts import SpareHosts
+from roadtrain.sums.sums import SumSetup, connect
 from roadtrain.transport.address import address_of, token_of
 from roadtrain.transport.tcp import TcpOptions
 
@@ -75,7 +76,6 @@ class Ended:
 def worker(
     home: Path, rank: int, workers: int, address: str = "127.0.0.1", token: str | None = None
 ) -> None:
-    ends: list[Callable[[], None]] = []
     told = iter(range(1 << 30))
 
     def tell(words: bytes) -> list[bytes]:
@@ -87,12 +87,12 @@ def worker(
             time.sleep(0.01)
         return [path.read_bytes() for path in paths]
 
-    sums = connect(
-        Wanted(str(home / "spares"), None, token_of(token)),
+    connected = connect(
+        SpareHosts(str(home / "spares"), None, token_of(token)),
         SumSetup(rank, workers, False, "sum", address, 1 << 28, HARD_S),
         tell,
-        ends,
-    ).near
+    )
+    sums = connected.near
     pattern = {key: np.arange(size, dtype=np.float32) % 97 for key, size in SIZES.items()}
     grads, outs = (
         {key: np.zeros(size, np.float32) for key, size in {0: 1, **SIZES}.items()} for _ in range(2)
@@ -119,8 +119,7 @@ def worker(
                     raise RoadtrainError(f"round {number}: a wrong sum of tensor {key}")
             number += 1
             print(number, time.monotonic(), file=log, flush=True)
-    while ends:
-        ends.pop()()
+    connected.ends.close()
 
 
 # the others

@@ -35,8 +35,8 @@ from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab import CARRIED, LabNic, Network, network_available
 from roadtrain.servers import frames as m
 from roadtrain.sums.protocol.shares import busiest, optimum
-from roadtrain.sums.reducer import Reducers
-from roadtrain.sums.summation import SumOptions, WorkerSums
+from roadtrain.sums.sum_server import Reducers
+from roadtrain.sums.worker_sums import SumOptions, WorkerSums
 from roadtrain.transport.tcp import TcpOptions, listen
 
 RATE = 50e6  # bytes a second of a link: 400 Mbit/s
@@ -249,7 +249,7 @@ def host(args: argparse.Namespace) -> dict[str, Any]:
             sites,
             like[:n],
             spares,
-            reducers,
+            reducers.accept,
             SumOptions("bench", options, deadline_s=TIMEOUT_S),
         )
         try:

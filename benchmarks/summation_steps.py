@@ -36,6 +36,7 @@ from roadtrain.integrations import horovod as hvd
 from roadtrain.integrations.ddp import Summation, sum_hook
 from roadtrain.lab import CARRIED, LabNic, Network
 from roadtrain.sums.protocol.shares import optimum
+from roadtrain.sums.tensor_sums import TensorSum
 from roadtrain.transport.address import write_token
 
 PORT, TIMEOUT_S, STEPS = 7400, 300, 4
@@ -63,8 +64,8 @@ class Net(nn.Module):
 class _Level(Summation):
     """All tensors are as urgent."""
 
-    def sum(self, key: Any, tensor: torch.Tensor, *, priority: int = 0, format: str = "") -> Any:
-        return super().sum(key, tensor, format=format)
+    def sum(self, *words: Any, priority: int = 0, **options: Any) -> TensorSum:
+        return super().sum(*words, **options)
 
 
 def rows(n: int, k: int, quick: bool) -> list[Row]:

@@ -150,7 +150,7 @@ COMMANDS = {
         ("[PAPER]",),
     ),
     "preflight": Command(
-        "roadtrain.stages.preflight:command",
+        "roadtrain.training.preflight_command:command",
         "Test every pair of hosts of every group over the network that it will use; print the"
         " matrix, or what is wrong. Started on every host, under torchrun or with --hosts.",
         ("[JOB.toml]",),

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 
 from roadtrain.config.job import load_job
-from roadtrain.stages.groups import GroupKind, Groups
+from roadtrain.environment import launch_of
 from roadtrain.stages.host_ranks import DataGroups
 from roadtrain.stages.networks import CONTROL, stated
 from roadtrain.stages.preflight import preflight
 from roadtrain.stages.process_groups import make_process_groups, start_processes
-from roadtrain.stages.rank_meeting import launch_of, meet
+from roadtrain.stages.rank_groups import GroupKind, Groups
+from roadtrain.stages.rank_meeting import meet
 
 NBYTES = 4 << 20
 
@@ -24,7 +25,7 @@ def main(job: str) -> None:
     parallelism = asked.degrees(met.world_size)
     hosts = stated(met.hosts, asked.networks)
     groups = Groups.of(parallelism, met.host_devices(hosts), data_groups=DataGroups.IN_ONE_CLUSTER)
-    networks = preflight(met, groups.to_create, hosts, say=lambda _: None).networks
+    networks = preflight(met, groups.to_create, hosts, say=lambda _: None)
     start_processes(networks[CONTROL], met.store, met.rank, met.world_size, 60.0)
     made = make_process_groups(groups.to_create, networks, 60.0)
     data = made[groups.group_of(GroupKind.DATA, met.rank)]

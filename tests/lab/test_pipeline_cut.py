@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from roadtrain.lab import LabNic, Network, network_available
-from roadtrain.stages.control import GRACE_S
+from roadtrain.stages.control_links import GRACE_S
 
 pytestmark = pytest.mark.skipif(network_available() is not None, reason=str(network_available()))
 JOB = Path(__file__).parents[1] / "local" / "pipeline_job.py"

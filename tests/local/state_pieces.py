@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from roadtrain.errors import DamagedError
-from roadtrain.stages.control import ControlLinks, RankPlace
+from roadtrain.stages.control_links import ControlLinks, RankPlace
 from roadtrain.stages.pieces import VALUE, Extent, Piece
 
 SIZES = {"first.weight": 4000, "first.bias": 1, "second.weight": 12345}

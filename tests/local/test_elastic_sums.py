@@ -12,10 +12,12 @@ from test_summation import DTYPES, Hosts, expected, values
 
 from roadtrain.errors import LostError, RoadtrainError
 from roadtrain.servers import frames as m
-from roadtrain.sums import summation
-from roadtrain.sums.coordinator import TO_COORDINATOR, Coordinator, CoordinatorLink
-from roadtrain.sums.reducer import Reducers
-from roadtrain.sums.summation import WorkerSums
+from roadtrain.servers.connection import link_to
+from roadtrain.sums import worker_sums
+from roadtrain.sums.coordinator import TO_COORDINATOR, Coordinator
+from roadtrain.sums.coordinator_link import CoordinatorLink
+from roadtrain.sums.sum_server import Reducers
+from roadtrain.sums.worker_sums import WorkerSums
 from roadtrain.transport.tcp import TcpOptions, listen
 
 TENSORS = {
@@ -79,11 +81,11 @@ class Elastic(Hosts):
     def worker(self, rank, **options):
         spares = tuple((self.n + i, name, 1.0) for i, name in enumerate(self.spares))
         link = CoordinatorLink()
-        sums = super().worker(rank, spares=spares, coordinator=link, **options)
+        sums = super().worker(rank, spares=spares, reducer_gone=link.reducer_gone, **options)
         link.agreement, link.sums = Nothing(), sums
         first = None if rank == 0 else self.listeners[0].address
         hello = ("s", rank, self.n, TO_COORDINATOR)
-        link.linked(summation.link_to(link, first, self.reducers[0].accept, hello, TcpOptions()))
+        link.linked(link_to(link, first, self.reducers[0].accept, hello, TcpOptions()))
         close, sums.close = sums.close, lambda: (link.close(), close())
         return sums
 
@@ -203,7 +205,7 @@ def test_sums_stay_right_whoever_dies_when(seed, elastic):
 def test_a_spare_host_that_dies_while_the_job_starts_is_gone_round(when, elastic, monkeypatch):
     made, told, all_there = elastic(3, 2), threading.Semaphore(0), threading.Barrier(3)
     first, second = made.spares
-    link, lost = summation.link_to, WorkerSums.lost
+    link, lost = worker_sums.link_to, WorkerSums.lost
 
     def heard(self, site, error):
         lost(self, site, error)
@@ -229,7 +231,7 @@ def test_a_spare_host_that_dies_while_the_job_starts_is_gone_round(when, elastic
             made.kill(first)
         return link(receiver, address, own, hello, options, name)
 
-    monkeypatch.setattr(summation, "link_to", in_steps)
+    monkeypatch.setattr(worker_sums, "link_to", in_steps)
     monkeypatch.setattr(WorkerSums, "lost", heard)
     if when == "before anyone dials it":
         made.kill(first)

@@ -22,7 +22,8 @@ from roadtrain.errors import AuthError, ConfigError, RoadtrainError
 from roadtrain.planner import probe_links
 from roadtrain.servers import frames as m
 from roadtrain.servers import health, serve
-from roadtrain.sums import rendezvous
+from roadtrain.sums import sums as service
+from roadtrain.sums.spare_hosts import SpareHosts
 from roadtrain.training.train import link_of
 from roadtrain.transport.address import address_of, tls_of, token_of, write_token
 from roadtrain.transport.tcp import TcpOptions, Tls
@@ -215,7 +216,7 @@ class Meeting:
         self.workers, self.told = len(hosts), []
         self._meet, self._said = threading.Barrier(self.workers, timeout=20), [b""] * self.workers
         here = threading.local()
-        monkeypatch.setattr(rendezvous, "_host", lambda: hosts[here.rank])
+        monkeypatch.setattr(service, "host_identity", lambda: hosts[here.rank])
         self._here = here
 
     def run(self, wanted, addresses=None, work=None, **options):
@@ -223,7 +224,7 @@ class Meeting:
         found = [None] * self.workers
 
         def one(rank):
-            self._here.rank, ends = rank, []
+            self._here.rank, ends = rank, contextlib.ExitStack()
 
             def tell(words):
                 self._said[rank] = words
@@ -236,14 +237,14 @@ class Meeting:
 
             try:
                 address = (addresses or {}).get(rank, "127.0.0.1")
-                setup = rendezvous.SumSetup(rank, self.workers, False, "sum", address, 1 << 26, 20)
-                sums = rendezvous.connect(wanted[rank], setup, tell, ends)
+                setup = service.SumSetup(rank, self.workers, False, "sum", address, 1 << 26, 20)
+                sums = service.connect(wanted[rank], setup, tell)
+                ends = sums.ends
                 found[rank] = work(rank, sums.near) if work else sums
             except RoadtrainError as error:
                 found[rank] = error
             finally:
-                while ends:
-                    ends.pop()()
+                ends.close()
 
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.workers)]
         for thread in threads:
@@ -277,7 +278,7 @@ def test_workers_and_a_spare_host_over_tls(hosts, tls, token, monkeypatch):
         str(tls.ca),
     ]
     with spare_host(*words) as where:
-        wanted = rendezvous.Wanted([where], None, SECRET, tls)
+        wanted = SpareHosts([where], None, SECRET, tls)
         total = sum(range(1, len(hosts) + 1))
         assert meeting.run([wanted] * len(hosts), work=ones) == [(total, total)] * len(hosts)
         assert isinstance(
@@ -292,26 +293,24 @@ def test_workers_and_a_spare_host_over_tls(hosts, tls, token, monkeypatch):
 
 def test_workers_of_several_hosts_need_a_token(monkeypatch):
     meeting = Meeting(monkeypatch, ["one", "two"])
-    for error in meeting.run([rendezvous.Wanted((), None, None)] * 2, {1: "192.0.2.1"}):
+    for error in meeting.run([SpareHosts((), None, None)] * 2, {1: "192.0.2.1"}):
         with pytest.raises(ConfigError, match=r"workers on 2 hosts and no token(?s:.*)token_file="):
             raise error
-    for error in meeting.run(
-        [rendezvous.Wanted((), None, SECRET), rendezvous.Wanted((), None, None)]
-    ):
+    for error in meeting.run([SpareHosts((), None, SECRET), SpareHosts((), None, None)]):
         with pytest.raises(ConfigError, match="worker 0 has a token_file, worker 1 has none"):
             raise error
-    for error in meeting.run([rendezvous.Wanted((), None, SECRET, Tls(ca="x"))] * 2):
+    for error in meeting.run([SpareHosts((), None, SECRET, Tls(ca="x"))] * 2):
         with pytest.raises(ConfigError, match="tls without cert or ca"):
             raise error
 
 
 def test_workers_with_another_token_do_not_meet(monkeypatch):
-    monkeypatch.setattr(rendezvous, "LEAVE_S", 0.1)
+    monkeypatch.setattr(service, "LEAVE_S", 0.1)
     meeting = Meeting(monkeypatch, ["one", "two"])
     found = meeting.run(
         [
-            rendezvous.Wanted((), None, SECRET),
-            rendezvous.Wanted((), None, b"another secret of a job"),
+            SpareHosts((), None, SECRET),
+            SpareHosts((), None, b"another secret of a job"),
         ]
     )
     assert any(isinstance(error, AuthError) for error in found)
@@ -320,6 +319,6 @@ def test_workers_with_another_token_do_not_meet(monkeypatch):
 def test_workers_of_one_host_need_no_token(monkeypatch):
     meeting = Meeting(monkeypatch, ["one", "one"])
     assert (
-        meeting.run([rendezvous.Wanted((), None, None)] * 2, {0: "192.0.2.1"}, work=ones)
+        meeting.run([SpareHosts((), None, None)] * 2, {0: "192.0.2.1"}, work=ones)
         == [(3.0, 3.0)] * 2
     )

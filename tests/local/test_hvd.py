@@ -149,15 +149,15 @@ def test_unnamed_calls_make_no_new_buffers(alone):
 def test_formats_go_with_the_sum_and_none_otherwise(alone, monkeypatch):
     seen, own = [], Summation.sum
 
-    def sum(self, key, tensor, *, priority=0, **options):
-        seen.append((options, priority))
-        return own(self, key, tensor, priority=priority)
+    def sum(self, number, identity, tensor, *, says, priority, format):
+        seen.append((format, priority))
+        return own(self, number, identity, tensor, says=says, priority=priority)
 
     monkeypatch.setattr(Summation, "sum", sum)
     model, optimizer = small(compression=hvd.Compression.bf16)
     backward(model)
     optimizer.step()
-    assert sorted(seen, key=lambda one: one[1]) == [({"format": "bf16"}, i) for i in range(4)]
+    assert sorted(seen, key=lambda one: one[1]) == [("bf16", i) for i in range(4)]
     assert [i // 2 for _, i in seen] == [
         1,
         1,
@@ -169,10 +169,8 @@ def test_formats_go_with_the_sum_and_none_otherwise(alone, monkeypatch):
     for compression in (C.none, "", C.fp16, C.topk(0.05), C.onebit, C.dither(4), "onebit"):
         hvd.allreduce(torch.ones(2), compression=compression)
     hvd.push_pull(torch.ones(2, dtype=torch.float16), compression="fp16", priority=5)
-    given = [None, None, "fp16", "topk:0.05", "onebit", "dither:4", "onebit", None]
-    assert seen == [
-        ({"format": one} if one else {}, -5 if i == 7 else 0) for i, one in enumerate(given)
-    ]
+    given = ["", "", "fp16", "topk:0.05", "onebit", "dither:4", "onebit", ""]
+    assert seen == [(format, -5 if i == 7 else 0) for i, format in enumerate(given)]
     with pytest.raises(ConfigError, match="compression=3"):
         hvd.allreduce(torch.ones(2), compression=3)
 

@@ -15,11 +15,12 @@ from processes import free_port
 
 from roadtrain import cli
 from roadtrain.config.job import load_job
+from roadtrain.environment import LAUNCH_NAMES
 from roadtrain.errors import ConfigError
 from roadtrain.stages.networks import HostCards
 from roadtrain.stages.parallel_training import StepResult
 from roadtrain.stages.pipeline import StepTimes
-from roadtrain.stages.rank_meeting import LAUNCH_NAMES, RankHello, check_same
+from roadtrain.stages.rank_meeting import RankHello, check_same
 from roadtrain.stages.snapshots import SnapshotOptions
 from roadtrain.stages.stage_model import MicroBatch
 from roadtrain.storage.mark import Mark

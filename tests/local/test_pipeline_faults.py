@@ -16,7 +16,7 @@ from pipeline_job import (
     start,
 )
 
-from roadtrain.stages.control import GRACE_S
+from roadtrain.stages.control_links import GRACE_S
 from roadtrain.stages.parallelism import Parallelism
 
 pytestmark = pytest.mark.slow

@@ -21,9 +21,9 @@ from torch.nn import functional
 import roadtrain
 from roadtrain import Files, Memory, Servers
 from roadtrain.chunks import ParamSpec
+from roadtrain.environment import WorkerGroup
 from roadtrain.errors import LoopError, PeerError, RoadtrainError
-from roadtrain.servers.worker_group import WorkerGroup
-from roadtrain.stages.control import ControlLinks
+from roadtrain.stages.control_links import ControlLinks
 from roadtrain.stages.cuts import Cuts, Segment
 from roadtrain.stages.exchange import exchange
 from roadtrain.stages.parallelism import Parallelism

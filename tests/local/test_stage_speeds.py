@@ -18,9 +18,8 @@ from roadtrain.stages.block_times import (
     block_weights,
     measure_blocks,
 )
-from roadtrain.stages.control import ControlLinks
+from roadtrain.stages.control_links import ControlLinks
 from roadtrain.stages.cuts import Cuts, Segment
-from roadtrain.stages.groups import GroupKind, Groups
 from roadtrain.stages.links import Position, StageLinks
 from roadtrain.stages.parallelism import Parallelism, RankPosition
 from roadtrain.stages.partition import (
@@ -34,6 +33,7 @@ from roadtrain.stages.partition import (
 )
 from roadtrain.stages.pipeline import PipelineShape, StepTimes
 from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD
+from roadtrain.stages.rank_groups import GroupKind, Groups
 from roadtrain.stages.stage_model import MicroBatch, StageModel
 
 BLOCKS, MICROS, NBYTES = 8, 6, 1 << 20

@@ -27,9 +27,10 @@ from roadtrain.kernels import codecs
 from roadtrain.kernels.cast import cast
 from roadtrain.servers import frames as m
 from roadtrain.servers import health, serve
-from roadtrain.sums import rendezvous
-from roadtrain.sums.reducer import Reducers
-from roadtrain.sums.summation import SumOptions, WorkerSums
+from roadtrain.sums import sums as service
+from roadtrain.sums.spare_hosts import SpareHosts
+from roadtrain.sums.sum_server import Reducers
+from roadtrain.sums.worker_sums import SumOptions, WorkerSums
 from roadtrain.transport.address import address_of, write_token
 from roadtrain.transport.tcp import TcpOptions, listen
 
@@ -54,13 +55,13 @@ class Hosts:
             (i, "{}:{}".format(*address), 1.0) for i, address in enumerate(addresses) if i >= self.n
         )
         who = {"spares": spares}
-        who |= {key: options.pop(key) for key in ("spares", "coordinator") if key in options}
+        who |= {key: options.pop(key) for key in ("spares", "reducer_gone") if key in options}
         options = {"deadline_s": 20, "part_bytes": 1 << 16, **options}
         return WorkerSums(
             rank,
             sites,
             [1.0] * self.n,
-            own=self.reducers[rank],
+            own=self.reducers[rank].accept,
             options=SumOptions("s", TcpOptions(), **options),
             **who,
         )
@@ -270,7 +271,7 @@ def test_what_a_stranger_sends_ends_only_his_own(hosts):  # Rule 8
             [None, ("127.0.0.1", made.listeners[1].address[1])],
             [1.0] * 2,
             (),
-            made.reducers[0],
+            made.reducers[0].accept,
             SumOptions("x", TcpOptions(token=b"the wrong secret of a job")),
         ).close()
     with pytest.raises(RoadtrainError, match="worker 5 of 2"):
@@ -407,7 +408,7 @@ def ddp_child(rank, workers, port, hook, out, options=None, steps=6):
     )
     state, options = None, dict(options or {})
     per_host = options.pop("per_host", workers)
-    rendezvous._host = lambda: f"host {rank // per_host}"
+    service.host_identity = lambda: f"host {rank // per_host}"
     if hook:
         state = roadtrain.Summation(budget="64MiB", **options)
         model.register_comm_hook(state, roadtrain.sum_hook)
@@ -593,12 +594,12 @@ def test_spare_hosts_are_named_rightly(tmp_path):
         (str(tmp_path / "none"), None),
     ):
         with pytest.raises(ConfigError, match=r"spare host|no address"):
-            rendezvous.Wanted(spares, rates, None).now()
+            SpareHosts(spares, rates, None).now()
     (tmp_path / "file").write_text("# ours\n10.0.0.1:7000\n\n10.0.0.2:7000 0.25 # slow\n")
-    assert rendezvous.Wanted(str(tmp_path / "file"), None, None).now() == {
+    assert SpareHosts(str(tmp_path / "file"), None, None).now() == {
         "10.0.0.1:7000": 1.0,
         "10.0.0.2:7000": 0.25,
     }
     (tmp_path / "file").write_text("10.0.0.1:7000 fast\n")
     with pytest.raises(ConfigError, match="fast"):
-        rendezvous.Wanted(str(tmp_path / "file"), None, None).now()
+        SpareHosts(str(tmp_path / "file"), None, None).now()

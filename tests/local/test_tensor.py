@@ -12,18 +12,18 @@ import torch
 import transformers
 from ranks import Ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.utils import _pytree as pytree
 
 from roadtrain.errors import DifferError, UserError
 from roadtrain.stages.cuts import Cuts, Segment
-from roadtrain.stages.groups import GroupKind, Groups
 from roadtrain.stages.networks import HostCards, choose_networks
 from roadtrain.stages.parallelism import Parallelism
 from roadtrain.stages.pieces import VALUE, Extent, Piece
 from roadtrain.stages.process_groups import make_process_groups
+from roadtrain.stages.rank_groups import GroupKind, Groups
 from roadtrain.stages.sharded_optimizer import ShardedOptimizer, ShardedOptions
 from roadtrain.stages.stage_model import MicroBatch, StageModel
 from roadtrain.stages.tensor import tensor_parallel
@@ -541,11 +541,8 @@ def over_chosen_networks(rank):
     groups = Groups.of(Parallelism(dp=2, tp=2), [("h", "c", WORLD)])
     hosts = [HostCards("h", "h", ())] * WORLD
     processes = make_process_groups(groups.to_create, choose_networks(groups.to_create, hosts), 60)
-    own = {
-        kind: processes[groups.group_of(kind, rank)]
-        for kind in (GroupKind.PIPELINE, GroupKind.DATA, GroupKind.TENSOR)
-    }
-    mesh = groups.mesh(rank, own, "cpu")["tp"]
+    own = processes[groups.group_of(GroupKind.TENSOR, rank)]
+    mesh = DeviceMesh.from_group(own, "cpu", mesh_dim_names=("tp",))
     whole = built("gpt2", GPT2)
     model = copy.deepcopy(whole)
     split = tensor_parallel(model, mesh)

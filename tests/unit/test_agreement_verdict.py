@@ -10,17 +10,13 @@ from roadtrain.servers import frames as m
 from roadtrain.sums.agreement import Agreement
 
 
-class Silent:
+def silent(kind: int, fields: Any, payload: bytes = b"") -> None:
     """A coordinator's link that carries nothing."""
-
-    def say(self, kind: int, fields: Any, payload: bytes = b"") -> None:
-        pass
 
 
 def test_what_begins_while_a_verdict_is_carried_out_is_of_the_new_epoch() -> None:  # Rule 5
     """The program hears of its sum that is given up, and is faster than who gives up the rest."""
-    agreement = Agreement(0, True, 60.0, Silent())  # type: ignore[arg-type]
-    agreement.leads(lambda: None, lambda error: None)
+    agreement = Agreement(0, True, 60.0, silent, lambda: None, lambda error: None)
     heard = threading.Event()
     errors: list[BaseException] = []
     goes_on = threading.Thread(target=lambda: heard.wait(10) and agreement.program_goes_on())

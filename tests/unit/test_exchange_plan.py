@@ -11,7 +11,7 @@ import pytest
 from thread_links import run_ranks
 
 from roadtrain.errors import DamagedError, GoneError, LostError
-from roadtrain.stages.control import RankPlace
+from roadtrain.stages.control_links import RankPlace
 from roadtrain.stages.exchange import exchange
 from roadtrain.stages.pieces import Extent
 from roadtrain.stages.transfers import PieceTransfer, plan_transfers, uncovered

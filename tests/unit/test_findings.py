@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 import time
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch.distributed as dist
 
+from roadtrain.environment import Launch, launch_of
 from roadtrain.errors import ConfigError, DeadlineError, PeerError
 from roadtrain.options.schema import checked
 from roadtrain.stages import preflight, probes
@@ -19,13 +21,13 @@ from roadtrain.stages.findings import CardLink, Finding, Report, Trouble, links_
 from roadtrain.stages.job_parallelism import ParallelismSection
 from roadtrain.stages.networks import HostCard, HostCards, choose_networks
 from roadtrain.stages.rank_meeting import (
-    Launch,
     MeetingAnswer,
     RankHello,
     check_same,
     half_open,
     refusal,
 )
+from roadtrain.training import preflight_command
 from tests.local.ports import free_port
 
 
@@ -309,13 +311,17 @@ def test_a_verdict_is_waited_for_once(monkeypatch) -> None:  # Rule 5
         waits.append(1)
         raise DeadlineError("nothing came")
 
-    async def probed(listeners, targets, reported):
-        await reported([], set())
+    async def probed(*_):
+        return (), ()
+
+    @contextlib.asynccontextmanager
+    async def open_doors(_):
+        yield doors
 
     store, doors = dist.HashStore(), probes.Doors("00", {"10.1.0.1": 1, "10.1.0.3": 1})
     for name in "ac":
         meeting.put(store, f"doors/{name}", doors)
-    monkeypatch.setattr(probes.Listeners, "listen", lambda *_: doors)
+    monkeypatch.setattr(preflight, "serving", open_doors)
     monkeypatch.setattr(preflight, "_verdict", nobody)
     monkeypatch.setattr(preflight, "probe", probed)
     met = meeting.RankMeeting(launch(1, 3), store, tuple(HOSTS), dist.HashStore())
@@ -325,7 +331,8 @@ def test_a_verdict_is_waited_for_once(monkeypatch) -> None:  # Rule 5
 
 
 def test_a_link_whose_rate_cannot_be_had_has_passed(monkeypatch) -> None:
-    here, found, taken = HostCard("lo", "127.0.0.1", 8), [], []
+    link = CardLink("a", "a", "ethernet", "127.0.0.1", "127.0.0.1")
+    taken = []
 
     async def once(reader):
         taken.append(1)
@@ -334,19 +341,13 @@ def test_a_link_whose_rate_cannot_be_had_has_passed(monkeypatch) -> None:
         await reader.readexactly(probes.LARGE + 2 * probes.LENGTH.size)
         return 0.0
 
-    async def reported(findings, heard):
-        found.extend(findings)
-
     async def both():
-        listeners = probes.Listeners()
-        ports = listeners.listen([here.address]).ports
-        link = CardLink("a", "a", "ethernet", here.address, here.address)
-        door = (here.address, ports[here.address])
-        await probes.probe(listeners, [probes.Target(link, here, door, listeners.token)], reported)
+        async with probes.serving([link.source_address]) as doors:
+            return await probes.probe(doors, {link: doors})
 
     monkeypatch.setattr(probes, "_take", once)
-    asyncio.run(both())
-    assert [(one.trouble, one.bytes_per_s) for one in found] == [(None, 0.0)]
+    found, heard = asyncio.run(both())
+    assert [(one.trouble, one.bytes_per_s) for one in found] == [(None, 0.0)] and not heard
 
 
 @pytest.mark.parametrize("kind", [ConfigError, PeerError, DeadlineError])
@@ -367,7 +368,7 @@ def test_a_refusal_is_the_same_error_elsewhere(kind) -> None:
 def test_ranks_that_were_not_started_by_torchrun(environment, reason) -> None:
     told = {"WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"} if environment else {}
     with pytest.raises(ConfigError, match=reason):
-        meeting.launch_of(environment | told)
+        launch_of(environment | told)
 
 
 def test_nobody_at_the_rendezvous(monkeypatch) -> None:  # Rule 5
@@ -384,17 +385,19 @@ def test_nobody_at_the_rendezvous(monkeypatch) -> None:  # Rule 5
 
 def test_which_of_the_hosts_this_is(monkeypatch) -> None:
     known = {"a": "10.1.0.1", "b": "10.1.0.2", "c": "127.0.1.1", "10.1.0.2": "10.1.0.2"}
-    monkeypatch.setattr(preflight, "this_host", lambda: HOSTS[1])
-    monkeypatch.setattr(preflight.socket, "gethostname", lambda: "b")
+    monkeypatch.setattr(preflight_command, "this_host", lambda: HOSTS[1])
+    monkeypatch.setattr(preflight_command.socket, "gethostname", lambda: "b")
     monkeypatch.setattr(
-        preflight.socket, "getaddrinfo", lambda name, *_, **__: [(0, 0, 0, "", (known[name], 0))]
+        preflight_command.socket,
+        "getaddrinfo",
+        lambda name, *_, **__: [(0, 0, 0, "", (known[name], 0))],
     )
-    assert preflight.launch_among(["a", "b"], 7).rank == 1
-    assert preflight.launch_among(["a", "10.1.0.2"], 7).address == "a"
+    assert preflight_command.launch_among(["a", "b"], 7).rank == 1
+    assert preflight_command.launch_among(["a", "10.1.0.2"], 7).address == "a"
     with pytest.raises(ConfigError, match=r"name c resolves to 127.0.1.1 on host b"):
-        preflight.launch_among(["a", "b", "c"], 7)
+        preflight_command.launch_among(["a", "b", "c"], 7)
     with pytest.raises(ConfigError, match=r"host b \(addresses 10.1.0.2\) is 0 of a"):
-        preflight.launch_among(["a"], 7)
+        preflight_command.launch_among(["a"], 7)
 
 
 def asked(**keys):
@@ -402,13 +405,13 @@ def asked(**keys):
 
 
 def test_how_many_ranks_must_meet() -> None:
-    assert preflight.needed_ranks(asked(), 1) == 0
-    assert preflight.needed_ranks(asked(pp=2), 1) == 0  # as many as come
-    assert preflight.needed_ranks(asked(pp=2, dp=2), 1) == 4
-    assert preflight.needed_ranks(asked(pp=2, widths=[2, 1]), 1) == 3
-    assert preflight.needed_ranks(asked(pp=2, dp=2, tp=2), 4) == 2
+    assert preflight_command.needed_ranks(asked(), 1) == 0
+    assert preflight_command.needed_ranks(asked(pp=2), 1) == 0  # as many as come
+    assert preflight_command.needed_ranks(asked(pp=2, dp=2), 1) == 4
+    assert preflight_command.needed_ranks(asked(pp=2, widths=[2, 1]), 1) == 3
+    assert preflight_command.needed_ranks(asked(pp=2, dp=2, tp=2), 4) == 2
     with pytest.raises(ConfigError, match="is 4 ranks, which 3 a host do not divide"):
-        preflight.needed_ranks(asked(pp=2, dp=2), 3)
+        preflight_command.needed_ranks(asked(pp=2, dp=2), 3)
 
 
 @pytest.mark.parametrize(
@@ -429,14 +432,14 @@ def test_all_is_well_only_where_the_job_would_run(monkeypatch) -> None:
     apart = replace(ib[1], cards=(replace(ib[1].cards[0], fabric="hall b"), *HOSTS[1].cards))
     met = meeting.RankMeeting(launch(1, 2), dist.HashStore(), (ib[0], apart), dist.HashStore())
     proven = []
-    monkeypatch.setattr(preflight, "launch_of", lambda _: met.launch)
-    monkeypatch.setattr(preflight, "meet", lambda *_, **__: met)
-    monkeypatch.setattr(preflight, "stated", lambda hosts, _: hosts)
-    monkeypatch.setattr(preflight, "preflight", lambda *words: proven.append(words))
-    monkeypatch.setattr(preflight, "load_job", lambda *_, **__: Ranks("", ()))
+    monkeypatch.setattr(preflight_command, "launch_of", lambda _: met.launch)
+    monkeypatch.setattr(preflight_command, "meet", lambda *_, **__: met)
+    monkeypatch.setattr(preflight_command, "stated", lambda hosts, _: hosts)
+    monkeypatch.setattr(preflight_command, "preflight", lambda *words: proven.append(words))
+    monkeypatch.setattr(preflight_command, "load_job", lambda *_, **__: Ranks("", ()))
     monkeypatch.setattr(Ranks, "parallelism", asked(dp=2), raising=False)
     with pytest.raises(ConfigError, match=r"the data group of stage 0 .* mixes clusters"):
-        preflight.command("job.toml")
+        preflight_command.command("job.toml")
     assert proven
     monkeypatch.setattr(Ranks, "parallelism", asked(dp=2, across_clusters=True))
-    assert preflight.command("job.toml") == 0
+    assert preflight_command.command("job.toml") == 0

@@ -1,4 +1,4 @@
-"""stages/groups.py and stages/host_ranks.py: groups of clusters of any size, checked against the
+"""stages/rank_groups.py and stages/host_ranks.py: groups of clusters of any size, checked against the
 paper's formulas and against what a group is; which parallelisms are refused or suit."""
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roadtrain.errors import ConfigError
-from roadtrain.stages.groups import GroupKind, Groups
-from roadtrain.stages.host_ranks import DataGroups, suited_parallelism, suited_parallelisms
+from roadtrain.stages.host_ranks import DataGroups, suited_parallelisms
 from roadtrain.stages.parallelism import Parallelism, RankPosition
+from roadtrain.stages.rank_groups import GroupKind, Groups
 
 TWO_AND_ONE = [("a0", "a", 2), ("a1", "a", 2), ("b0", "b", 2)]  # clusters of 4 and 2 devices
 
@@ -57,7 +57,8 @@ EQUAL = [
 def test_equal_stages_are_the_papers_groups(n: int, d: int, t: int, p: int) -> None:
     groups = Groups.of(Parallelism(dp=d, tp=t, pp=p), one_host_each(n, 4))
     for kind, printed in printed_groups(n, d, t, p).items():
-        found = [one for one in groups.to_create if one.kind is kind]
+        every = (*groups.to_create, *groups.pipelines)
+        found = [one for one in every if one.kind is kind]
         assert {tuple(rank + 1 for rank in one.ranks) for one in found} == printed
         assert sorted(itertools.chain(*printed)) == list(range(1, n + 1))
 
@@ -267,20 +268,19 @@ def test_suited_parallelisms_are_all_that_can_work(
     assert {one.replicas_of for one in found} == expected and len(found) == len(expected)
 
 
-def test_the_suited_parallelism() -> None:
-    assert suited_parallelism(TWO_AND_ONE, 12) == Parallelism(pp=2, widths=(4, 2))
-    assert suited_parallelism(TWO_AND_ONE, 12, pp=3) == Parallelism(dp=2, pp=3)
-    assert suited_parallelism(TWO_AND_ONE, 12, tp=2) == Parallelism(tp=2, pp=2, widths=(2, 1))
-    assert suited_parallelism(TWO_AND_ONE, 12, num_microbatches=3) == Parallelism(dp=2, pp=3)
-    assert suited_parallelism([("h", "c", 4)], 12) == Parallelism(dp=4)
+def test_the_fewest_stages_come_first() -> None:
+    found = suited_parallelisms(TWO_AND_ONE, 12)
+    assert next(found) == Parallelism(pp=2, widths=(4, 2))
+    assert next(found) == Parallelism(dp=2, pp=3)
+    found = suited_parallelisms(TWO_AND_ONE, 12, tp=2)
+    assert next(found) == Parallelism(tp=2, pp=2, widths=(2, 1))
+    assert next(suited_parallelisms([("h", "c", 4)], 12)) == Parallelism(dp=4)
 
 
 @pytest.mark.parametrize(
     ("hosts", "blocks", "asked", "said"),
     [
         (TWO_AND_ONE, 1, {}, "2 clusters need a stage each, the model has 1 blocks"),
-        (TWO_AND_ONE, 12, {"pp": 7}, "7 stages do not fit 2 clusters"),
-        (TWO_AND_ONE, 2, {"num_microbatches": 3}, "3 micro-batches a step are fewer than the 4"),
         (TWO_AND_ONE, 12, {"tp": 4}, "tp 4 does not divide the 2 devices of host 'a0'"),
         ([("x", "a", 1), ("y", "b", 1), ("z", "a", 1)], 9, {}, "cluster 'a' are 2 runs"),
         ([], 9, {}, "0 hosts"),
@@ -288,4 +288,4 @@ def test_the_suited_parallelism() -> None:
 )
 def test_what_nothing_suits(hosts: list, blocks: int, asked: dict, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        suited_parallelism(hosts, blocks, **asked)
+        next(suited_parallelisms(hosts, blocks, **asked))

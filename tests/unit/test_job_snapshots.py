@@ -24,7 +24,7 @@ from roadtrain.errors import (
     StaleError,
 )
 from roadtrain.stages import snapshot_files
-from roadtrain.stages.control import RankPlace
+from roadtrain.stages.control_links import RankPlace
 from roadtrain.stages.pieces import Extent
 from roadtrain.stages.snapshot_choice import ParamEntry
 from roadtrain.stages.snapshots import JobSnapshots, SnapshotOptions, buddies

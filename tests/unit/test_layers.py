@@ -15,7 +15,7 @@ SRC = Path(__file__).parents[2] / "src" / "roadtrain"
 # From the ground up, as the design lists them: a room imports only rooms of lines above its own. Rooms
 # on one line do not import each other; the single files of one line may.
 ORDER = (
-    ("errors", "units", "chunks", "retry", "progress"),
+    ("errors", "units", "chunks", "retry", "progress", "environment"),
     ("options",),
     ("kernels",),
     ("device",),
@@ -39,11 +39,10 @@ FLOORS = {room: floor for floor, rooms in enumerate(ORDER) for room in rooms}
 STILL_UP = {
     ("progress.py", "roadtrain.config.job"),
     ("stages/parallel_parts.py", "roadtrain.sums.service_sums"),
-    ("stages/preflight.py", "roadtrain.config.job"),
-    ("sums/service_sums.py", "roadtrain.stages.control"),
+    ("sums/service_sums.py", "roadtrain.stages.control_links"),
     ("sums/service_sums.py", "roadtrain.stages.parallel_options"),
 }
-LOOSE_MODULES = 9
+LOOSE_MODULES = 10
 PURE = ("options", "config", "simulator")
 NEVER_IN_PURE = {"torch", "socket", "threading", "asyncio", "time"}
 FILE_LINES = 900  # formatted: until the house is rebuilt (decision 0021)

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roadtrain.servers import frames as m
-from roadtrain.sums.coordinator import CoordinatorLink
+from roadtrain.sums.coordinator_link import CoordinatorLink
 from roadtrain.sums.protocol.membership import (
     AskRounds,
     Change,
-    Map,
     MembershipStateMachine,
     Spares,
 )
+from roadtrain.sums.protocol.part_map import Map
 
 KEYS, PARTS = (1, 2, 99), 23
 

@@ -11,7 +11,7 @@ import torch
 from thread_links import run_ranks
 
 from roadtrain.errors import ConfigError, StoreError
-from roadtrain.stages.control import RankPlace
+from roadtrain.stages.control_links import RankPlace
 from roadtrain.stages.pieces import VALUE, Extent, Piece
 from roadtrain.stages.snapshot_choice import ParamEntry
 from roadtrain.stages.snapshots import JobSnapshots, SnapshotOptions

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from roadtrain.servers.host import ACCELERATORS, CARDS, NVIDIA, cards, functions, topology
+from roadtrain.sums.host_topology import ACCELERATORS, CARDS, NVIDIA, cards, functions, topology
 from roadtrain.sums.protocol.host_roots import PcieSwitch, switches_of
 
 GPU, GPU_2 = "pci0000:40/0000:40:01.1/0000:41:00.0", "pci0000:c0/0000:c0:01.1/0000:c1:00.0"

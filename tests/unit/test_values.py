@@ -15,12 +15,12 @@ import roadtrain
 from roadtrain import Delay, Downcast, FanIn, Files, Memory, Servers, SwitchNode, TopK
 from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.config.job import make_job
+from roadtrain.environment import WorkerGroup
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.placement.request import Request
 from roadtrain.placement.session_plan import plan_session
 from roadtrain.placement.stores import store_of
-from roadtrain.servers.worker_group import WorkerGroup
 from roadtrain.training.train import store_of as train_store_of
 from roadtrain.transport.tcp import TcpOptions, Tls
 

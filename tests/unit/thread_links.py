@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from roadtrain.stages.control import ControlLinks, RankPlace
+from roadtrain.stages.control_links import ControlLinks, RankPlace
 
 
 class ThreadLinks(ControlLinks):

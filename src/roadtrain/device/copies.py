@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from roadtrain.device.buffers import Buffer
+from roadtrain.environment import local_rank_of
 from roadtrain.errors import ConfigError
 
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, not for the current one alone
@@ -62,7 +63,7 @@ def own_device(
     if device.index is None:
         torch.accelerator.set_device_index(index)
     elif count > 1:
-        rank, workers = _local_rank(environ)
+        rank, workers = local_rank_of(environ)
         # as where a script says model.cuda() in each of its processes
         if workers > 1 and rank != index:
             report(
@@ -73,16 +74,8 @@ def own_device(
     return torch.device("cuda", index)
 
 
-def _local_rank(environ: Mapping[str, str]) -> tuple[int, int]:
-    """This worker's number on its host, and how many there are. Raises ConfigError."""
-    try:
-        return int(environ.get("LOCAL_RANK", "0")), int(environ.get("LOCAL_WORLD_SIZE", "1"))
-    except ValueError as error:
-        raise ConfigError(f"LOCAL_RANK or LOCAL_WORLD_SIZE is no number: {error}") from error
-
-
 def _own_index(count: int, report: Callable[[str], None], environ: Mapping[str, str]) -> int:
-    rank, workers = _local_rank(environ)
+    rank, workers = local_rank_of(environ)
     if chosen := torch.accelerator.current_device_index():
         return chosen
     if count == 1:  # a launcher may show each worker a device of its own

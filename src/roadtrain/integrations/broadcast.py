@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from roadtrain.errors import ConfigError
-from roadtrain.integrations.exchange import on_link
+from roadtrain.integrations.named_sums import on_link
 from roadtrain.streaming import plain
 
 PIECE = 64 << 20  # bytes that are on the link, and where need be on the device, at once

@@ -14,7 +14,7 @@ for addresses.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import psutil
@@ -26,8 +26,9 @@ from roadtrain.errors import ConfigError
 from roadtrain.kernels.codecs import format_of
 from roadtrain.options.check import Deadline, PathLike, Size, check_options
 from roadtrain.sums.protocol.reducer import RULES
-from roadtrain.sums.rendezvous import SumSetup, Wanted, connect
-from roadtrain.sums.tensor_sums import Named, TensorSums, end_all
+from roadtrain.sums.spare_hosts import SpareHosts
+from roadtrain.sums.sums import SumSetup, connect
+from roadtrain.sums.tensor_sums import TensorSums
 from roadtrain.transport.address import own_address, token_of
 from roadtrain.transport.tcp import Tls
 from roadtrain.units import parse_bytes
@@ -83,27 +84,21 @@ class Summation(TensorSums):
                     "sum, or accumulate without a format: what stays at a reducer would be rounded"
                 ),
             )
-        wanted = Wanted(self.spares, self.spare_rates, token_of(self.token_file), self.tls)
+        wanted = SpareHosts(self.spares, self.spare_rates, token_of(self.token_file), self.tls)
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
         free = psutil.virtual_memory().available
-        ends: list[Callable[[], None]] = []
-        try:
-            setup = SumSetup(
-                rank=self.rank,
-                workers=self.workers,
-                inside=self.local,
-                rule=self.rule,
-                address=self.address or own_address((master, ANY_PORT)),
-                nbytes=parse_bytes(free // 2 if self.budget is None else self.budget),
-                deadline_s=self.deadline_s,
-                rates=self.rates,
-                roots=self.roots,
-            )
-            sums = connect(wanted, setup, tell_all, ends)
-        except BaseException:
-            end_all(ends)
-            raise
-        super().__init__(sums, self.format, ends)
+        setup = SumSetup(
+            rank=self.rank,
+            workers=self.workers,
+            inside=self.local,
+            rule=self.rule,
+            address=self.address or own_address((master, ANY_PORT)),
+            nbytes=parse_bytes(free // 2 if self.budget is None else self.budget),
+            deadline_s=self.deadline_s,
+            rates=self.rates,
+            roots=self.roots,
+        )
+        super().__init__(connect(wanted, setup, tell_all), self.format)
 
 
 def sum_hook(state: Summation, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -121,9 +116,8 @@ def sum_hook(state: Summation, bucket: dist.GradBucket) -> torch.futures.Future[
     key = bucket.index() << 40 | grads.numel()  # another after DDP has grouped anew
     shapes = " ".join("x".join(map(str, tensor.shape)) for tensor in bucket.gradients())
     says = f" of gradients {shapes}{', the last' * bucket.is_last()}"
-    return state.sum(
-        Named(key, f"DDP's bucket {bucket.index()}", says), grads, priority=-bucket.index()
-    )
+    identity, priority = f"DDP's bucket {bucket.index()}", -bucket.index()
+    return state.sum(key, identity, grads, says=says, priority=priority).future
 
 
 # DDP compares them with the classes themselves

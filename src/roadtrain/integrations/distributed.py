@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from roadtrain.errors import ConfigError, LoopError
-from roadtrain.integrations.exchange import SUMMED, Exchange, Handle
+from roadtrain.integrations.named_sums import SUMMED, Exchange, Handle
 
 
 class _Sum(NamedTuple):
@@ -368,9 +368,6 @@ class Asynchronous(torch.optim.Optimizer):
 
     def synchronize(self) -> None:
         """There is nothing to wait for."""
-
-    def apply_all(self) -> None:
-        """Nothing is put off."""
 
 
 def _become(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> Any:

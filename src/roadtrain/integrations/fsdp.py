@@ -20,7 +20,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from roadtrain.errors import ConfigError
 from roadtrain.integrations.ddp import Summation
-from roadtrain.sums.tensor_sums import Named
 
 
 class _Scatter(ReduceScatter):  # type: ignore[misc]
@@ -51,11 +50,8 @@ class _Scatter(ReduceScatter):  # type: ignore[misc]
         if op == dist.ReduceOp.AVG:
             input_tensor.div_(self._state.workers)
         key = self._number << 40 | input_tensor.numel()
-        named = Named(key, f"gradients of FSDP2's module {self._number}")
-        future = self._state.sum(named, input_tensor)
-        assert named.ticket is not None
-        with self._state.waiting(named.ticket):
-            whole = future.wait()
+        identity = f"gradients of FSDP2's module {self._number}"
+        whole = self._state.sum(key, identity, input_tensor).wait()
         output_tensor.copy_(
             whole.view(-1).chunk(self._state.workers)[dist.get_rank(group)].view_as(output_tensor)
         )

@@ -5,7 +5,7 @@ import.
     hvd.init()
 
 Started by torchrun, or alone as a world of one. An average divides first and sums then: with two
-workers the bits of DDP's. Names of tensors: integrations/exchange.py, NOTE keys. Workers that do
+workers the bits of DDP's. Names of tensors: integrations/named_sums.py, NOTE keys. Workers that do
 not mean the same (type, shape, order, name) all get a DifferError within seconds, a RuntimeError as
 Horovod's, and may go on. `compression`: one of Compression, or its string. Does NOT know process
 sets, other operations than sum and average, gather and its kin, elastic training; sums are not
@@ -17,13 +17,13 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from roadtrain.environment import local_rank_of
 from roadtrain.errors import ConfigError
 from roadtrain.integrations.broadcast import (
     broadcast_optimizer,
@@ -38,7 +38,7 @@ from roadtrain.integrations.distributed import (
     distribute,
     distribute_asynchronously,
 )
-from roadtrain.integrations.exchange import AT_ONCE, Exchange, Handle
+from roadtrain.integrations.named_sums import AT_ONCE, Exchange, Handle
 from roadtrain.sums.tensor_sums import described
 
 __all__ = [
@@ -78,39 +78,26 @@ Average, Sum = "average", "sum"
 IGNORED = {"num_groups", "groups", "sparse_as_dense"}
 
 
-@dataclass(frozen=True)
-class TensorFormat:
-    """How a tensor travels."""
-
-    format: str
-
-
 class Compression:
-    """Lossy, but for `none`. bits: of each value."""
+    """How a tensor travels. Lossy, but for `none`. bits: of each value."""
 
-    none, fp16, bf16, onebit = (
-        TensorFormat(""),
-        TensorFormat("fp16"),
-        TensorFormat("bf16"),
-        TensorFormat("onebit"),
-    )
+    none, fp16, bf16, onebit = "", "fp16", "bf16", "onebit"
 
     @staticmethod
-    def topk(share: float = 0.01) -> TensorFormat:
-        return TensorFormat(f"topk:{share:g}")
+    def topk(share: float = 0.01) -> str:
+        return f"topk:{share:g}"
 
     @staticmethod
-    def dither(bits: int = 4) -> TensorFormat:
-        return TensorFormat(f"dither:{bits}")
+    def dither(bits: int = 4) -> str:
+        return f"dither:{bits}"
 
 
-def _format(compression: TensorFormat | str) -> str:
-    found = compression if isinstance(compression, str) else getattr(compression, "format", None)
-    if not isinstance(found, str):
+def _format(compression: str) -> str:
+    if not isinstance(compression, str):
         raise ConfigError(
             f"compression={compression!r}", hint="one of Compression, or a string as 'topk:0.01'"
         )
-    return found
+    return compression
 
 
 class _World:
@@ -181,17 +168,17 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    return _of_launcher("LOCAL_RANK", 0)
+    return _local("LOCAL_RANK")[0]
 
 
 def local_size() -> int:
-    return _of_launcher("LOCAL_WORLD_SIZE", 1)
+    return _local("LOCAL_WORLD_SIZE")[1]
 
 
-def _of_launcher(name: str, alone: int) -> int:
+def _local(name: str) -> tuple[int, int]:
     if size() > 1 and name not in os.environ:
         raise ConfigError(f"{name} is not set", hint="torchrun sets it")
-    return int(os.environ.get(name, alone))
+    return local_rank_of(os.environ)
 
 
 def _averages(op: str | None, average: bool | None = None) -> bool:
@@ -207,7 +194,7 @@ def _begun(
     tensor: torch.Tensor,
     average: bool,
     name: str | None,
-    compression: TensorFormat | str,
+    compression: str,
     how: tuple[bool, bool],
     priority: int = 0,
 ) -> Any:
@@ -229,7 +216,7 @@ def _allreduce(*how: bool) -> Callable[..., Any]:
         tensor: torch.Tensor,
         average: bool | None = None,
         name: str | None = None,
-        compression: TensorFormat | str = Compression.none,
+        compression: str = Compression.none,
         op: str | None = None,
     ) -> Any:
         """The average (or sum) over all workers, a tensor of the caller's own; `_` at the end:
@@ -247,7 +234,7 @@ def _push_pull(*how: bool) -> Callable[..., Any]:
         name: str | None = None,
         version: int = 0,
         priority: int = 0,
-        compression: TensorFormat | str = Compression.none,
+        compression: str = Compression.none,
     ) -> Any:
         """BytePS's allreduce. Greater priorities go first; `version` means nothing here."""
         return _begun(tensor, average, name, compression, how, -priority)  # type: ignore[arg-type]
@@ -323,7 +310,7 @@ def barrier() -> None:
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
-    compression: TensorFormat | str = Compression.none,
+    compression: str = Compression.none,
     backward_passes_per_step: int = 1,
     op: str = Average,
     gradient_predivide_factor: float | None = None,
@@ -376,7 +363,7 @@ def CrossBarrier(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     named_parameters: Any = None,
-    compression: TensorFormat | str = Compression.none,
+    compression: str = Compression.none,
     backward_passes_per_step: int = 1,
     num_steps: int | None = None,
 ) -> Distributed | Asynchronous:

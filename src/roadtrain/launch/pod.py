@@ -16,8 +16,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from roadtrain.environment import launch_of
 from roadtrain.errors import LostError, RoadtrainError
-from roadtrain.stages.rank_meeting import launch_of
 
 WAIT_S = 120.0  # for rank 0's word, from when its torchrun is there on
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from roadtrain.chunks import MAX_CHUNK, SEGMENT
 from roadtrain.device.copies import beside_accelerator, own_device
+from roadtrain.environment import WorkerGroup
 from roadtrain.errors import ConfigError, ModelError
 from roadtrain.kernels.generic import say_generic
 from roadtrain.kernels.torch_rules import rules_for
@@ -43,7 +44,6 @@ from roadtrain.placement.session_plan import (
 )
 from roadtrain.placement.stores import Files, Memory, Servers, Store, store_of
 from roadtrain.servers.session import JobSession
-from roadtrain.servers.worker_group import WorkerGroup
 from roadtrain.storage.generation import OpenedStore
 from roadtrain.storage.mark import Mark
 from roadtrain.streaming.fetched import has_released_value

@@ -7,10 +7,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from roadtrain.environment import WorkerGroup
 from roadtrain.errors import ConfigError
 from roadtrain.options.lossy import Delay, Downcast, TopK
 from roadtrain.placement.stores import Files, Memory, Servers, Store
-from roadtrain.servers.worker_group import WorkerGroup
 
 Report = Callable[[str], None]
 

@@ -4,8 +4,8 @@ Measured: bandwidth of memory, the speed of an AdamW update and of sums over arr
 all processors, reads, writes and both at once of each storage directory, matrix products and copies
 of each device (a machine without one computes on its processors, as device `cpu`). Read from the
 system: memory, network cards and their stated rates, where devices, cards and disks hang
-(servers/host.py; comments in the file, since no plan asks for it). What could not be measured is
-named, and assumed by whoever reads the file. Links to other hosts, and back, are measured where
+(sums/host_topology.py; comments in the file, since no plan asks for it). What could not be measured
+is named, and assumed by whoever reads the file. Links to other hosts, and back, are measured where
 these listen (probe_links.py); a host that has gone meanwhile is named, and the rest is written.
 """
 
@@ -34,9 +34,9 @@ from roadtrain.kernels.cast import cast
 from roadtrain.kernels.sum import sum_k
 from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.planner import probe_links as links
-from roadtrain.servers.host import cards, topology
 from roadtrain.storage.direct import check_file, replace_file
 from roadtrain.storage.rates import storage_rates
+from roadtrain.sums.host_topology import cards, topology
 from roadtrain.transport.address import address_of, own_address, tls_of, token_of
 from roadtrain.transport.tcp import TcpOptions
 from roadtrain.units import MIB, show_flops, show_rate

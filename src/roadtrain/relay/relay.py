@@ -28,6 +28,7 @@ import msgspec
 from roadtrain.chunks import PAGE, Chunk
 from roadtrain.device.buffers import Buffer
 from roadtrain.device.pool import BufferPool
+from roadtrain.environment import WorkerGroup
 from roadtrain.errors import (
     BusyError,
     ConfigError,
@@ -47,7 +48,6 @@ from roadtrain.servers.parameter_connection import ParameterConnection
 from roadtrain.servers.protocol import messages
 from roadtrain.servers.protocol.intermediary import Up
 from roadtrain.servers.routes import OpenRoute, RouteEnds
-from roadtrain.servers.worker_group import WorkerGroup
 from roadtrain.storage.ledger import StoreMeta
 from roadtrain.transport import shm
 from roadtrain.transport.address import local_options

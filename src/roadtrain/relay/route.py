@@ -18,11 +18,11 @@ from pathlib import Path
 import msgspec
 
 from roadtrain.chunks import ChunkTable
+from roadtrain.environment import WorkerGroup
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.options.budgets import HUGE
 from roadtrain.servers import frames as m
 from roadtrain.servers.routes import OpenRoute, Report, Route, RouteEnds
-from roadtrain.servers.worker_group import WorkerGroup
 from roadtrain.transport import shm
 from roadtrain.transport.address import local_options
 from roadtrain.transport.link import Link, Receiver
@@ -169,7 +169,7 @@ class Orders:
     directory: str  # of the sockets it listens on
     servers: Sequence[Address]
     options: TcpOptions
-    session: str  # as servers/worker_group.py has it
+    session: str  # as environment.py has it
     host: int
     hosts: int
     local: int

@@ -15,12 +15,12 @@ import numpy as np
 
 from roadtrain.chunks import Chunk
 from roadtrain.device.buffers import Buffer
+from roadtrain.environment import WorkerGroup
 from roadtrain.errors import ConfigError
 from roadtrain.options.budgets import RecordBudgets
 from roadtrain.servers.server import Server, Setup
 from roadtrain.servers.store_plan import StorePlan, check_same
 from roadtrain.servers.trace import Stages
-from roadtrain.servers.worker_group import WorkerGroup
 from roadtrain.storage.convert import (
     RecordView,
     convert,

@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 
 from roadtrain.chunks import Chunk
+from roadtrain.environment import WorkerGroup
 from roadtrain.errors import BusyError, DeadlineError, LostError, PeerError, WireError
 from roadtrain.kernels.rules import described
 from roadtrain.retry import SAY_S, SAY_SOON_S
@@ -36,7 +37,6 @@ from roadtrain.servers.remote_server import RemoteServer
 from roadtrain.servers.routes import DirectRoute, Route, RouteEnds
 from roadtrain.servers.store_plan import StorePlan
 from roadtrain.servers.trace import Stages
-from roadtrain.servers.worker_group import WorkerGroup
 from roadtrain.storage.convert import RecordView
 from roadtrain.storage.history import Doubt, HistoryLink, Resume, Witness
 from roadtrain.storage.ledger import StoreMeta

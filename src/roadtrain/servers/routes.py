@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from roadtrain.environment import WorkerGroup
 from roadtrain.errors import RoadtrainError
 from roadtrain.servers import frames as m
-from roadtrain.servers.worker_group import WorkerGroup
 from roadtrain.storage.ledger import StoreMeta
 from roadtrain.transport import plugins, tcp
 from roadtrain.transport.link import Link, Receiver

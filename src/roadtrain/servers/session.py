@@ -14,6 +14,7 @@ import torch
 
 from roadtrain.chunks import Block, Chunk
 from roadtrain.device.buffers import Buffer, array_in
+from roadtrain.environment import WorkerGroup
 from roadtrain.errors import DeadlineError, LostError
 from roadtrain.kernels.codecs import Compressor
 from roadtrain.options.budgets import Budgets
@@ -24,7 +25,6 @@ from roadtrain.servers.residuals import Residuals, begin_session, residual_block
 from roadtrain.servers.store_plan import StorePlan, fill_record
 from roadtrain.servers.trace import Stages
 from roadtrain.servers.worker import Worker
-from roadtrain.servers.worker_group import WorkerGroup
 from roadtrain.storage.convert import RecordView, Source, gather_param, param_pieces
 from roadtrain.storage.generation import OpenedStore
 from roadtrain.storage.ledger import StoreMeta

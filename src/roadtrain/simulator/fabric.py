@@ -23,7 +23,7 @@ from roadtrain.errors import ConfigError
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Cost, Engine, Resource
 from roadtrain.simulator.fan_in_costs import FanInCosts
-from roadtrain.simulator.sums import SimulatedSums
+from roadtrain.simulator.simulated_sums import SimulatedSums
 from roadtrain.simulator.switches import SwitchResources
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from roadtrain.errors import LostError, RoadtrainError
-from roadtrain.stages.control import ControlLinks
+from roadtrain.stages.control_links import ControlLinks
 from roadtrain.stages.pieces import Extent, Piece, PieceSource
 from roadtrain.stages.transfers import PieceTransfer, plan_transfers
 

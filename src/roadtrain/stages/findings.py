@@ -88,7 +88,6 @@ def links_of(networks: Sequence[GroupNetwork]) -> dict[CardLink, tuple[HostCard,
 def problem(
     reports: Mapping[str, Report],
     links: Mapping[CardLink, tuple[HostCard, HostCard]],
-    clock_s: float = CLOCK_S,
 ) -> RoadtrainError | None:
     """The first thing that is wrong. reports: by host; one that is absent has not reported."""
     hosts = dict.fromkeys(link.source for link in links)
@@ -107,7 +106,7 @@ def problem(
             worst = _most_troubled(failed)
             first = min(failed, key=lambda one: (one.link.source != worst, one.link))
             return _troubled(first, found, reports, links, len(failed))
-    return _clocks([*found.values()], clock_s)
+    return _clocks([*found.values()])
 
 
 def _most_troubled(failed: Sequence[Finding]) -> str:
@@ -175,7 +174,7 @@ def _unreachable(
     return "", f"is this network up on both hosts? {firewall}"
 
 
-def _clocks(found: Sequence[Finding], clock_s: float) -> RoadtrainError | None:
+def _clocks(found: Sequence[Finding]) -> RoadtrainError | None:
     if not found:
         return None
     first = min(one.link.source for one in found)
@@ -186,12 +185,12 @@ def _clocks(found: Sequence[Finding], clock_s: float) -> RoadtrainError | None:
     off = ahead[host] - middle
     if len(ahead) == 2:
         host, off = max(ahead.items(), key=lambda item: abs(item[1]))
-    if abs(off) <= clock_s:
+    if abs(off) <= CLOCK_S:
         return None
     other = first if len(ahead) == 2 else "the others"
     return ConfigError(
         f"the clock of host {host} is {abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} that"
-        f" of {other}; {clock_s:g} s are allowed",
+        f" of {other}; {CLOCK_S:g} s are allowed",
         hint="let a time server set the clocks (chrony, ntpd)",
     )
 

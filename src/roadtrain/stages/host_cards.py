@@ -10,7 +10,6 @@ Assumes Linux. Does NOT choose among cards (stages/networks.py).
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 import socket
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from roadtrain.environment import host_identity
 from roadtrain.stages.networks import ETHERNET, INFINIBAND, ROCE, HostCard, HostCards
 
 ARPHRD_INFINIBAND = "32"  # if_arp.h
@@ -61,13 +61,7 @@ def this_host(sys: Path = Path("/sys")) -> HostCards:
             )
             for address, prefix in _addresses(addresses)
         ]
-    return HostCards(identity(), socket.gethostname(), tuple(cards))
-
-
-def identity() -> str:
-    """The same for processes that share this host's memory and its network."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+    return HostCards(host_identity(), socket.gethostname(), tuple(cards))
 
 
 def rdma_ports(sys: Path) -> dict[str, RdmaPort]:

@@ -153,8 +153,8 @@ def _slots(hosts: Hosts, tp: int) -> list[_Slots]:
 def suited_parallelisms(hosts: Hosts, blocks: int, *, tp: int = 1) -> Iterator[Parallelism]:
     """Every pipeline with one or several stages of one width in each cluster, so that all data
     groups are as `check_ranks` demands: the fewest stages first, of those the most even widths.
-    `blocks`: of the model, which are at least as many as stages. Raises ConfigError as
-    `suited_parallelism`."""
+    `blocks`: of the model, which are at least as many as stages. Raises ConfigError where tp does
+    not divide a host's devices, or clusters are more than blocks."""
     slots = _slots(hosts, tp)
     if len(slots) > blocks:
         raise ConfigError(
@@ -170,33 +170,3 @@ def suited_parallelisms(hosts: Hosts, blocks: int, *, tp: int = 1) -> Iterator[P
     found.sort(key=lambda widths: (len(widths), max(widths) - min(widths), widths))
     for widths in found:
         yield Parallelism(tp=tp, pp=len(widths), widths=widths)
-
-
-def suited_parallelism(
-    hosts: Hosts,
-    blocks: int,
-    *,
-    tp: int = 1,
-    pp: int | None = None,
-    num_microbatches: int | None = None,
-) -> Parallelism:
-    """The first of `suited_parallelisms` that has `pp` stages, where that is said, and no more
-    replicas of a stage than micro-batches a step. Raises ConfigError where there is none, where
-    tp does not divide a host's devices, or where clusters are more than blocks."""
-    known = list(suited_parallelisms(hosts, blocks, tp=tp))
-    for parallelism in known:
-        widest = max(parallelism.replicas_of)
-        if pp in (None, parallelism.pp) and widest <= (num_microbatches or widest):
-            return parallelism
-    if all(pp not in (None, one.pp) for one in known):
-        counts = sorted({one.pp for one in known})
-        raise ConfigError(
-            f"{pp} stages do not fit {len(_slots(hosts, tp))} clusters, each with stages of one"
-            f" width, for {blocks} blocks",
-            hint=f"with these hosts and tp {tp} pp may be {', '.join(map(str, counts))}",
-        )
-    least = min(max(one.replicas_of) for one in known if pp in (None, one.pp))
-    raise ConfigError(
-        f"{num_microbatches} micro-batches a step are fewer than the {least} replicas of a stage",
-        hint=f"give at least {least} micro-batches",
-    )

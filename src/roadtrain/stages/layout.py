@@ -9,8 +9,8 @@ from itertools import accumulate, pairwise
 
 from roadtrain.errors import ConfigError
 from roadtrain.stages.cuts import Cuts, Segment
-from roadtrain.stages.groups import GroupKind, RankGroup
 from roadtrain.stages.parallelism import Parallelism, RankPosition
+from roadtrain.stages.rank_groups import GroupKind, RankGroup
 
 
 @dataclass(frozen=True)

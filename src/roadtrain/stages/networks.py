@@ -253,7 +253,7 @@ def pick(group: NamedRanks, host_of: Mapping[int, HostCards]) -> GroupNetwork:
     _refuse_mixed_fabric(group.name, [*hosts.values()])
     way = _way([*hosts.values()])
     if way is None:
-        raise ConfigError(*_no_way(group.name, [*hosts.values()]))
+        raise _no_way(group.name, [*hosts.values()])
     by_host = dict(zip(hosts, way))
     cards = tuple(by_host[host.identity] for host in members)
     passed = _passed_over([*hosts.values()], way)
@@ -317,7 +317,7 @@ def _refuse_mixed_fabric(group: str, hosts: Sequence[HostCards]) -> None:
             )
 
 
-def _no_way(group: str, hosts: Sequence[HostCards]) -> tuple[str]:
+def _no_way(group: str, hosts: Sequence[HostCards]) -> ConfigError:
     said = "; ".join(map(str, hosts))
     kinds = [{card.kind for card in host.cards} for host in hosts]
     mixed = {INFINIBAND} in kinds and {ROCE} in kinds
@@ -328,7 +328,7 @@ def _no_way(group: str, hosts: Sequence[HostCards]) -> tuple[str]:
         else "they have no network in common"
     )
     names = ", ".join(host.name for host in hosts)
-    return (f"{group}: hosts {names} cannot reach each other, {why}: {said}",)
+    return ConfigError(f"{group}: hosts {names} cannot reach each other, {why}: {said}")
 
 
 def _passed_over(hosts: Sequence[HostCards], way: Sequence[HostCard]) -> str:

@@ -3,7 +3,6 @@ stage's optimizer, the pipeline."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,11 +12,10 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from roadtrain.environment import WorkerGroup
 from roadtrain.errors import ConfigError
 from roadtrain.placement.place import check_fresh, groups_of, place
-from roadtrain.servers.worker_group import WorkerGroup
-from roadtrain.stages.control import ControlLinks, RankPlace
-from roadtrain.stages.groups import GroupKind, Groups
+from roadtrain.stages.control_links import ControlLinks, RankPlace
 from roadtrain.stages.layout import StageLayout
 from roadtrain.stages.links import Channel, Position, StageLinks
 from roadtrain.stages.networks import CONTROL, stated
@@ -28,6 +26,7 @@ from roadtrain.stages.placed_stage import PlacedStage
 from roadtrain.stages.preflight import preflight
 from roadtrain.stages.process_groups import ProcessGroups, make_process_groups, start_processes
 from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, Peer
+from roadtrain.stages.rank_groups import GroupKind, Groups
 from roadtrain.stages.rank_meeting import RankMeeting
 from roadtrain.stages.sharded_optimizer import ShardedOptimizer, ShardedOptions
 from roadtrain.stages.shared_copies import SharedCopies
@@ -81,15 +80,15 @@ def connect(
     ConfigError where a group has no network in common, PeerError where one does not work."""
     every = [*groups.to_create, *layout.shared_groups()]
     hosts = stated(meeting.hosts, options.networks)
-    found = preflight(meeting, every, hosts, say=report)
-    control = found.networks[CONTROL]
-    start_processes(control, meeting.store, meeting.rank, meeting.world_size, options.deadline_s)
+    networks = preflight(meeting, every, hosts, say=report)
+    start_processes(
+        networks[CONTROL], meeting.store, meeting.rank, meeting.world_size, options.deadline_s
+    )
     return make_process_groups(
         every,
-        found.networks,
+        networks,
         options.deadline_s,
         device_type=device.type,
-        environment=os.environ,
         say=report,
     )
 

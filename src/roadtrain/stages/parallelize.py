@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 from roadtrain.device.copies import own_device
+from roadtrain.environment import launch_of
 from roadtrain.errors import ModelError
 from roadtrain.options.check import check_options
 from roadtrain.stages.cuts import Cuts
 from roadtrain.stages.first_values import fill
-from roadtrain.stages.groups import Groups
 from roadtrain.stages.layout import StageLayout
 from roadtrain.stages.networks import stated
 from roadtrain.stages.parallel_options import ParallelOptions
@@ -39,7 +39,8 @@ from roadtrain.stages.parallel_parts import (
 )
 from roadtrain.stages.parallel_sizes import StageSizes
 from roadtrain.stages.parallel_training import ParallelTraining
-from roadtrain.stages.rank_meeting import launch_of, meet
+from roadtrain.stages.rank_groups import Groups
+from roadtrain.stages.rank_meeting import meet
 from roadtrain.stages.stage_model import MicroBatch, StageModel
 from roadtrain.streaming.split import split
 

@@ -15,14 +15,14 @@ import torch
 
 from roadtrain.errors import ConfigError
 from roadtrain.stages.block_times import RankTimes, finished_at
-from roadtrain.stages.control import ControlLinks
-from roadtrain.stages.groups import Groups
+from roadtrain.stages.control_links import ControlLinks
 from roadtrain.stages.links import StageLinks
 from roadtrain.stages.pipeline import PipelineShape, StepTimes
 from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, Peer, Transfer
 from roadtrain.stages.protocol.stage_memory import BlockMemory, StageMemory
 from roadtrain.stages.protocol.stage_sizes import FoundSizes, always, compare_sizes
 from roadtrain.stages.protocol.step_model import BoundarySpeed, StageSpeed, StepWork
+from roadtrain.stages.rank_groups import Groups
 
 TIMED_MESSAGES = 2  # after one that is not timed, since it may open a connection
 

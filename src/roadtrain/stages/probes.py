@@ -16,11 +16,10 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from roadtrain.stages.findings import CardLink, Finding, Trouble
-from roadtrain.stages.networks import HostCard
 from roadtrain.stages.rank_meeting import half_open
 from roadtrain.units import KIB, MIB
 
@@ -45,82 +44,50 @@ class Doors:
     ports: dict[str, int]
 
 
-@dataclass
-class Listeners:
-    """The sockets of one host, until `close`."""
-
-    token: bytes = field(default_factory=lambda: secrets.token_bytes(TOKEN_NBYTES))
-    sockets: dict[str, socket.socket] = field(default_factory=dict)  # by address
-
-    def listen(self, addresses: Sequence[str]) -> Doors:
-        """Raises OSError where an address is not this host's."""
-        for address in dict.fromkeys(addresses):
-            made = socket.socket(_family(address), socket.SOCK_STREAM)
-            self.sockets[address] = made
-            made.bind((address, 0))
-            made.listen(128)
-            made.setblocking(False)
-        ports = {address: one.getsockname()[1] for address, one in self.sockets.items()}
-        return Doors(self.token.hex(), ports)
-
-    def close(self) -> None:
-        for one in self.sockets.values():
-            one.close()
-
-
-@dataclass(frozen=True)
-class Target:
-    """A link of this host, and the door at its other end."""
-
-    link: CardLink
-    own: HostCard
-    door: tuple[str, int]
-    token: bytes
-
-
-async def probe(
-    listeners: Listeners,
-    targets: Sequence[Target],
-    reported: Callable[[list[Finding], set[str]], Awaitable[None]],
-) -> None:
-    """Tests all targets, gives what was found to `reported`, with the addresses whose connections
-    this host could not answer, and serves the others until `reported` returns."""
-    async with _serving(listeners):
-        heard: set[str] = set()
-        listening = asyncio.create_task(_listen_for_half_open(listeners, heard))
-        findings = await asyncio.gather(*(_test(target) for target in targets))
-        listening.cancel()
-        rated = [i for i, one in enumerate(findings) if one.trouble is None][:RATED]
-        for i in rated:
-            findings[i] = await _rate(targets[i], findings[i])
-        await reported(findings, heard)
-
-
 @contextlib.asynccontextmanager
-async def _serving(listeners: Listeners) -> AsyncIterator[None]:
-    tasks: set[asyncio.Task[None]] = set()
+async def serving(addresses: Iterable[str]) -> AsyncIterator[Doors]:
+    """Answer the tests of other hosts. Raises OSError for an address that is not this host's."""
+    token, tasks = secrets.token_bytes(TOKEN_NBYTES), set[asyncio.Task[None]]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         tasks.add(task)
         try:
-            await _answer(listeners.token, reader, writer)
+            await _answer(token, reader, writer)
         except (OSError, EOFError, asyncio.CancelledError):
             pass  # the peer says what it saw
         finally:
             tasks.discard(task)
             writer.close()
 
-    servers = [await asyncio.start_server(serve, sock=one) for one in listeners.sockets.values()]
+    servers, ports = list[asyncio.Server](), dict[str, int]()
     try:
-        yield
+        for address in dict.fromkeys(addresses):
+            servers.append(await asyncio.start_server(serve, address, 0, backlog=128))
+            ports[address] = servers[-1].sockets[0].getsockname()[1]
+        yield Doors(token.hex(), ports)
     finally:
         for server in servers:
             server.close()
         for task in [*tasks]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def probe(
+    doors: Doors, targets: Mapping[CardLink, Doors]
+) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
+    """Test all links of this host, whose own doors are `doors`: each target's doors are open.
+    Returns the findings, and the addresses whose connections this host could not answer."""
+    heard: set[str] = set()
+    listening = asyncio.create_task(_listen_for_half_open(doors, heard))
+    findings = await asyncio.gather(*(_test(*target) for target in targets.items()))
+    listening.cancel()
+    passed = [i for i, finding in enumerate(findings) if finding.trouble is None]
+    for i in passed[:RATED]:
+        findings[i] = await _rate(findings[i], targets[findings[i].link])
+    return tuple(findings), tuple(sorted(heard))
 
 
 async def _answer(token: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -156,11 +123,10 @@ async def _take(reader: asyncio.StreamReader) -> float:
     return (total - first) / max(time.monotonic() - begin, 1e-6)
 
 
-async def _listen_for_half_open(listeners: Listeners, heard: set[str]) -> None:
-    ports = [one.getsockname()[1] for one in listeners.sockets.values()]
+async def _listen_for_half_open(doors: Doors, heard: set[str]) -> None:
     while True:
         await asyncio.sleep(0.25)
-        for port in ports:
+        for port in doors.ports.values():
             heard |= half_open(port)
 
 
@@ -185,9 +151,9 @@ async def _step(trouble: Trouble) -> AsyncIterator[None]:
         raise _Stuck(trouble, why) from error
 
 
-async def _test(target: Target) -> Finding:
+async def _test(link: CardLink, doors: Doors) -> Finding:
     try:
-        async with _connected(target) as (reader, writer):
+        async with _connected(link, doors) as (reader, writer):
             async with _step(Trouble.NO_ANSWER):
                 pings = [await _ping(reader, writer) for _ in range(PINGS)]
             async with _step(Trouble.LARGE_LOST):
@@ -198,17 +164,17 @@ async def _test(target: Target) -> Finding:
                 writer.write(FETCH)
                 await reader.readexactly(LARGE)
     except _Stuck as stuck:
-        return Finding(target.link, stuck.trouble, stuck.why)
+        return Finding(link, stuck.trouble, stuck.why)
     seconds, ahead_s = min(pings)
-    return Finding(target.link, None, "", latency_s=seconds / 2, ahead_s=ahead_s)
+    return Finding(link, None, "", latency_s=seconds / 2, ahead_s=ahead_s)
 
 
-async def _rate(target: Target, finding: Finding) -> Finding:
+async def _rate(finding: Finding, doors: Doors) -> Finding:
     """With the rate, where it can be had: a link that fails here has passed every test, and a
     host that went away does not report."""
     begin = time.monotonic()
     try:
-        async with _connected(target) as (reader, writer), _step(Trouble.LARGE_LOST):
+        async with _connected(finding.link, doors) as (reader, writer), _step(Trouble.LARGE_LOST):
             writer.write(SEND)
             sent = 0
             while sent < MOST and time.monotonic() - begin < RATE_S:
@@ -233,18 +199,20 @@ async def _ping(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> t
 
 @contextlib.asynccontextmanager
 async def _connected(
-    target: Target,
+    link: CardLink, doors: Doors
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    address, port = target.door
-    with socket.socket(_family(address), socket.SOCK_STREAM) as sock:
+    address = link.target_address
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 128 * KIB)
         async with _step(Trouble.CANNOT_CONNECT):
-            sock.bind((target.own.address, 0))
-            await asyncio.get_running_loop().sock_connect(sock, (address, port))
+            sock.bind((link.source_address, 0))
+            there = address, doors.ports[address]
+            await asyncio.get_running_loop().sock_connect(sock, there)
             reader, writer = await asyncio.open_connection(sock=sock, limit=MIB)
         try:
-            writer.write(target.token)
+            writer.write(bytes.fromhex(doors.token))
             yield reader, writer
         finally:
             writer.transport.abort()
@@ -252,7 +220,3 @@ async def _connected(
 
 def _framed(data: bytes) -> bytes:
     return LENGTH.pack(len(data)) + data
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET

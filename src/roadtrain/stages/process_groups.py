@@ -15,6 +15,7 @@ Assumes: every rank makes the same calls in the same order. Does NOT choose netw
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,17 +85,15 @@ def make_process_groups(
     deadline_s: float,
     *,
     device_type: str = "cpu",
-    environment: Mapping[str, str] | None = None,
     say: Callable[[str], None] = print,
 ) -> ProcessGroups:
     """Makes every group, in order. Collective over all ranks of the default process group, which
     is there already (`start_processes`, or the user's own).
 
     networks: by group name, and one called CONTROL that all ranks are in; every rank gives the
-    same. device_type: "cpu" (gloo) or "cuda" (NCCL; the control group is gloo). environment: of
-    this process, read for what NCCL's groups share. say: gets a line for each group whose network
-    is not wholly as chosen. Raises ConfigError for a group without a network, LostError where its
-    ranks do not connect within the deadline.
+    same. device_type: "cpu" (gloo) or "cuda" (NCCL; the control group is gloo). say: gets a line
+    for each group whose network is not wholly as chosen. Raises ConfigError for a group without a
+    network, LostError where its ranks do not connect within the deadline.
     """
     for group in groups:
         if group.name not in networks:
@@ -107,7 +106,7 @@ def make_process_groups(
         if device_type == "cpu":
             process_group = _gloo_group(network, deadline_s)
         else:
-            choice = nccl_network(network, rank, environment or {})
+            choice = nccl_network(network, rank, os.environ)
             if choice.unbound and rank in network.ranks:
                 say(choice.unbound)
             process_group = _nccl_group(network, choice, deadline_s)

@@ -30,6 +30,7 @@ from typing import TypeVar
 import msgspec
 import torch.distributed as dist
 
+from roadtrain.environment import Launch
 from roadtrain.errors import (
     ConfigError,
     DeadlineError,
@@ -45,21 +46,8 @@ T = TypeVar("T")
 GRACE_S = 3.0  # how much longer the others wait for rank 0, and it for them to read its answer
 MEET_S = 18.0  # from the import of torch on: hosts begin together
 POLL_S = 0.02
-LAUNCH_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of the environment
 TRY_S = 3.0  # of one attempt to connect to the store
 HALF_OPEN = "03"  # SYN_RECV, as /proc/net/tcp has it
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What torchrun says to a rank, in its environment."""
-
-    rank: int
-    world_size: int
-    address: str  # of the store: a name or an address
-    port: int
-    agent: bool  # whether torchrun's agent has the store; else rank 0 does
-    attempt: str  # how often this rank's agent has started it before
 
 
 @dataclass(frozen=True)
@@ -138,30 +126,6 @@ def cluster_of(host: HostCards) -> str:
     if card is None or card.kind == KINDS[-1]:
         return KINDS[-1]
     return f"{card.kind} {card.meets}"
-
-
-def launch_of(environment: Mapping[str, str]) -> Launch:
-    """Raises ConfigError where torchrun (or what starts ranks as it does) has not said it."""
-    names = LAUNCH_NAMES
-    if missing := [name for name in names if not environment.get(name)]:
-        raise ConfigError(
-            f"{', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set",
-            hint="start ranks with torchrun",
-        )
-    try:
-        rank, world_size, port = (int(environment[name]) for name in names if name != "MASTER_ADDR")
-    except ValueError as error:
-        raise ConfigError(f"RANK, WORLD_SIZE or MASTER_PORT is no number: {error}") from error
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"RANK is {rank} and WORLD_SIZE {world_size}", hint="ranks begin with 0")
-    return Launch(
-        rank,
-        world_size,
-        environment["MASTER_ADDR"],
-        port,
-        environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
-        environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
-    )
 
 
 def meet(

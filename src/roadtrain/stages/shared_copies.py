@@ -20,9 +20,8 @@ import torch.distributed as dist
 from roadtrain.errors import ConfigError, ModelError
 from roadtrain.kernels.sum import sum_in_order
 from roadtrain.stages.courier import Pending
-from roadtrain.stages.data_group import DataGroup, ranks_of
+from roadtrain.stages.data_group import DataGroup, exchange_messages, ranks_of
 from roadtrain.stages.flat_layout import Bucket, overlaps
-from roadtrain.stages.messages import exchange_messages
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from roadtrain.errors import ConfigError, RoadtrainError
-from roadtrain.stages.control import ControlLinks, RankPlace
+from roadtrain.stages.control_links import ControlLinks, RankPlace
 from roadtrain.stages.exchange import PIECE_ELEMENTS, exchange
 from roadtrain.stages.pieces import Extent, Piece, PieceSource
 from roadtrain.stages.snapshot_choice import (

@@ -14,7 +14,7 @@ import torch
 
 from roadtrain.errors import ForeignError
 from roadtrain.placement.job_state import persistent_buffers
-from roadtrain.stages.control import ControlLinks
+from roadtrain.stages.control_links import ControlLinks
 from roadtrain.stages.stage_model import StageModel
 from roadtrain.streaming import plain
 

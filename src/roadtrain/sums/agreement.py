@@ -23,7 +23,6 @@ import msgspec
 
 from roadtrain.errors import DeadlineError, DifferError, PeerError
 from roadtrain.servers import frames as m
-from roadtrain.sums.coordinator import CoordinatorLink
 from roadtrain.sums.protocol.agreement import Operation
 
 STALL_S, LOOK_S = 1.0, 0.25  # of waiting, before it is said; between two looks
@@ -52,17 +51,25 @@ class OperationTicket:
 
 
 class Agreement:
-    """Of one worker. `waits`: as the state machine has it. `coordinator`: None where there is one
-    worker. Every program here meets a disagreement once: in a wait for what was given up, else in
-    what it begins next.
+    """The agreement of one worker with the others. `waits`: as the state machine has it. `say`: to
+    the coordinator; None where there is one worker. `give_up`: all sums that are under way, before
+    their `dropped` are called; `failed`: is called with the error that ends all. A program sees
+    each disagreement once: in a wait for what was given up, else in what it begins next.
 
     Invariants, under `order`: an open ticket is of this epoch; one with `_ready` is not agreed."""
 
     def __init__(
-        self, rank: int, waits: bool, deadline_s: float, coordinator: CoordinatorLink | None
+        self,
+        rank: int,
+        waits: bool,
+        deadline_s: float,
+        say: Callable[..., None] | None,
+        give_up: Callable[[], None],
+        failed: Callable[[BaseException], None],
     ) -> None:
         self.rank, self._waits, self._deadline_s = rank, waits, deadline_s
-        self._coordinator = coordinator
+        self._alone, self._say = say is None, say or (lambda *_: None)
+        self._give_up, self._failed = give_up, failed
         self.order = threading.RLock()  # over what is begun, and a new epoch
         self.epoch = 0
         self._open: dict[int, OperationTicket] = {}
@@ -78,12 +85,7 @@ class Agreement:
         self._verdict: tuple[float, tuple[int, str]] | None = None
         self._error: BaseException | None = None
         self._closed, self._watcher = threading.Event(), threading.Thread()
-
-    def leads(self, give_up: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
-        """Before all else. `give_up`: all sums that are under way, before their `dropped` are
-        called; `failed`: of what ends all."""
-        self._give_up, self._failed = give_up, failed
-        if self._coordinator is not None:
+        if not self._alone:
             self._watcher = threading.Thread(target=self._watch, name="agreement", daemon=True)
             self._watcher.start()
 
@@ -99,25 +101,20 @@ class Agreement:
                 if not self._given_up:
                     self.told()
                     raise error
-                return self._stillborn(Operation(identity, -1, signature, each), error)
+                ticket = OperationTicket(Operation(identity, -1, signature, each), self.epoch)
+                self._drop(ticket, error)
+                return ticket
             operation = Operation(identity, self._counts[identity], short(signature), each)
             self._counts[identity] += 1
             ticket = OperationTicket(operation, self.epoch)
             self._begun = ticket.began
-            known = self._coordinator is None or (
-                not each and (identity, operation.signature) in self._known
-            )
+            known = self._alone or (not each and (identity, operation.signature) in self._known)
             if not known:
                 self._say(m.SAY, (self.epoch, identity, operation.use, operation.signature, each))
             self._open[id(ticket)] = ticket
             if known or not (self._waits or each):
                 self._known.add((identity, operation.signature))
                 ticket.agreed.set()
-        return ticket
-
-    def _stillborn(self, operation: Operation, error: BaseException) -> OperationTicket:
-        ticket = OperationTicket(operation, self.epoch)
-        self._drop(ticket, error)
         return ticket
 
     def told(self) -> None:
@@ -198,10 +195,6 @@ class Agreement:
                 if not ticket.agreed.is_set():
                     self._drop(ticket, error)
         self._failed(error)
-
-    def _say(self, kind: int, fields: tuple[Any, ...], payload: bytes = b"") -> None:
-        assert self._coordinator is not None
-        self._coordinator.say(kind, fields, payload)
 
     # what the coordinator says
 

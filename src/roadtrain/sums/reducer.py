@@ -12,7 +12,6 @@ models or who divides by the number of workers.
 
 from __future__ import annotations
 
-import importlib
 import queue
 import threading
 import time
@@ -36,16 +35,10 @@ from roadtrain.kernels import codecs
 from roadtrain.kernels.cast import cast_in_place
 from roadtrain.kernels.sum import sum_in_order
 from roadtrain.servers import frames as m
-from roadtrain.servers import health
-from roadtrain.servers.connection import MOST_WORKERS, HostedSession, WorkerConnection
-from roadtrain.servers.serve import budget_of
-from roadtrain.sums.coordinator import TO_COORDINATOR, Coordinator
-from roadtrain.sums.protocol.reducer import RULES, Arrived, PartRound, ReducerStateMachine
-from roadtrain.transport.link import Link, Receiver
-from roadtrain.transport.tcp import Address, TcpOptions, listen
-from roadtrain.units import show_bytes
+from roadtrain.servers.connection import HostedSession, WorkerConnection
+from roadtrain.sums.protocol.reducer import Arrived, PartRound, ReducerStateMachine
+from roadtrain.transport.link import Link
 
-END_S = 10.0  # for threads to end
 Where = tuple[int, int]  # tensor, first element
 # its place, dtype, bytes, who takes the whole sum, who takes an error
 Above = Callable[
@@ -329,122 +322,3 @@ def _decoded(
         into = scratch if rank else total
         codecs.decode(format, raw, into)
         yield into, "fp32"
-
-
-class Reducers:
-    """All jobs' reducers on one host, within `nbytes` together."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes, self._used = nbytes, 0
-        self.jobs: dict[str, Reducer] = {}
-        self.coordinator: Coordinator | None = None  # at worker 0
-        self.above: Above | None = None  # of a host's own reducers
-        self._lock = threading.Condition()
-        self._ending: list[threading.Thread] = []
-
-    def accept(self, link: Link, hello: bytes) -> Receiver:
-        """A worker's link: the first of a job makes its reducer. Or who asks for the status.
-        Raises WireError, BusyError."""
-        if hello == health.HELLO:
-            return health.answer(link, self.status())
-        session, rank, workers, rule = m.decoded(
-            m.SUM_HELLO, hello, "no greeting of a worker of a summation"
-        )
-        if rule == TO_COORDINATOR and self.coordinator is not None:
-            if session != self.coordinator.name:
-                raise self.coordinator.busy()
-            return self.coordinator.join(rank, link)
-        if not 0 <= rank < workers <= MOST_WORKERS or rule not in RULES:
-            raise WireError(f"worker {rank} of {workers} with rule {rule!r} came to a reducer")
-        with self._lock:
-            reducer = self.jobs.get(session)
-            if reducer is None:
-                reducer = Reducer(
-                    rule, workers, self._reserve, lambda one: self._forget(session, one), self.above
-                )
-                self.jobs[session] = reducer
-        if (reducer.workers, reducer.rule) != (workers, rule):
-            raise WireError(
-                f"worker {rank} of {workers} with rule {rule}, the others are {reducer.workers}"
-                f" with {reducer.rule}"
-            )
-        return reducer.join(rank, link)
-
-    def status(self) -> health.Said:
-        with self._lock:
-            jobs, used = list(self.jobs.values()), self._used
-        waits = {name: what for job in jobs for name, what in job.waits().items()}
-        return (
-            f"sums for {len(jobs)} job(s), {show_bytes(used)} of {show_bytes(self.nbytes)}",
-            waits,
-            {},
-        )
-
-    def _reserve(self, nbytes: int) -> None:
-        with self._lock:
-            if self._used + nbytes > self.nbytes:
-                raise BudgetError(
-                    f"a reducer needs {show_bytes(self._used + nbytes)} for buffers of"
-                    f" {len(self.jobs)} job(s), its budget is {show_bytes(self.nbytes)}",
-                    hint="raise its budget, or give the job more spare hosts",
-                )
-            self._used += nbytes
-
-    def _forget(self, session: str, reducer: Reducer) -> None:
-        with self._lock:
-            if self.jobs.get(session) is reducer:
-                del self.jobs[session]
-            self._used -= reducer.reserved
-            self._ending = [
-                *(thread for thread in self._ending if thread.is_alive()),
-                *reducer.threads,
-            ]
-            self._lock.notify_all()
-
-    def close(self, wait_s: float = 0.0) -> None:
-        """Waits so long for the workers of all jobs to leave by themselves."""
-        if self.coordinator is not None:
-            self.coordinator.close(wait_s)
-        with self._lock:
-            self._lock.wait_for(lambda: not self.jobs, wait_s)
-            left = list(self.jobs.values())
-        for reducer in left:
-            reducer.end(LostError("the reducer stops"))
-        for thread in self._ending:
-            thread.join(END_S)
-
-
-def serve_sums(
-    address: Address,
-    budget: str | None,
-    options: TcpOptions,
-    module: str | None,
-    report: Callable[[str], None] = print,
-) -> int:
-    """`roadtrain serve HOST:PORT --sum`: sum gradients until it is ended.
-
-    Args:
-        budget: Bytes of memory for buffers; None: half of what is free.
-        module: The module of the user's own codecs.
-    """
-    nbytes = budget_of(budget)
-    if module is not None:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            raise ConfigError(
-                f"--formats {module}: {error}", hint="PYTHONPATH says where Python looks"
-            ) from error
-    reducers = Reducers(nbytes)
-    listener = listen(address, reducers.accept, options, report, language=m.LANGUAGE)
-    try:
-        report(
-            "summing at {}:{}, at most {}; nothing rests here".format(
-                *listener.address, show_bytes(nbytes)
-            )
-        )
-        threading.Event().wait()
-    finally:
-        reducers.close()
-        listener.close()
-    return 0

@@ -21,25 +21,12 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from roadtrain.stages.control import ControlLinks
+from roadtrain.stages.control_links import ControlLinks
 from roadtrain.stages.parallel_options import ParallelOptions
-from roadtrain.sums.rendezvous import SumSetup, Wanted, connect
-from roadtrain.sums.tensor_sums import Named, TensorSums, end_all
+from roadtrain.sums.spare_hosts import SpareHosts
+from roadtrain.sums.sums import SumSetup, connect
+from roadtrain.sums.tensor_sums import TensorSum, TensorSums
 from roadtrain.transport.address import token_of
-
-
-@dataclass
-class _Summed:
-    """One tensor's sum (a SumUnderWay)."""
-
-    sums: TensorSums
-    named: Named
-    future: torch.futures.Future[torch.Tensor]
-
-    def wait(self) -> torch.Tensor:
-        assert self.named.ticket is not None
-        with self.sums.waiting(self.named.ticket):
-            return self.future.wait()
 
 
 @dataclass(frozen=True)
@@ -48,9 +35,8 @@ class ServiceSums:
 
     sums: TensorSums
 
-    def begin(self, number: int, grads: torch.Tensor, what: str) -> _Summed:
-        named = Named(number, f"the gradients of {what}")
-        return _Summed(self.sums, named, self.sums.sum(named, grads))
+    def begin(self, number: int, grads: torch.Tensor, what: str) -> TensorSum:
+        return self.sums.sum(number, f"the gradients of {what}", grads)
 
     def close(self) -> None:
         self.sums.close()
@@ -67,7 +53,7 @@ def connect_sums(
     if control.size == 1:
         report("reducers: none is used, one worker has nothing to sum with others")
         return None
-    wanted = Wanted(options.reducers, None, token_of(options.reducers_token_file))
+    wanted = SpareHosts(options.reducers, None, token_of(options.reducers_token_file))
     there = control.same(wanted.now, "the reducers")
     hosts = [place.host for place in control.places]
     report(_described(options, there))
@@ -88,13 +74,8 @@ def connect_sums(
         separate=options.reducers_alone,
         report=report,
     )
-    ends: list[Callable[[], None]] = []
-    try:
-        sums = connect(wanted, setup, lambda words: control.gather(words, "the reducers"), ends)
-    except BaseException:
-        end_all(ends)
-        raise
-    return ServiceSums(TensorSums(sums, "", ends))
+    sums = connect(wanted, setup, lambda words: control.gather(words, "the reducers"))
+    return ServiceSums(TensorSums(sums, ""))
 
 
 def _described(options: ParallelOptions, there: dict[str, float]) -> str:

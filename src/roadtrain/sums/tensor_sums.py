@@ -1,5 +1,5 @@
-"""TensorSums: sums of torch's tensors over all workers, by what a rendezvous has made
-(rendezvous.py): a future of each, on the tensor's own device.
+"""TensorSums: sums of torch's tensors over all workers that have connected (sums.py): a future of
+each, on the tensor's own device.
 
 What is on an accelerator is copied to pinned memory and back; a thread waits for these copies.
 Does NOT divide by the number of workers, and does NOT know models or process groups.
@@ -7,7 +7,6 @@ Does NOT divide by the number of workers, and does NOT know models or process gr
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import weakref
@@ -22,21 +21,22 @@ import torch
 from roadtrain.chunks import TRAINABLE
 from roadtrain.errors import ConfigError
 from roadtrain.streaming.split import NAMES
-from roadtrain.sums.agreement import OperationTicket
-from roadtrain.sums.rendezvous import HostSums
+from roadtrain.sums.agreement import Agreement, OperationTicket
+from roadtrain.sums.host_sums import HostSums
 
 
-@dataclass
-class Named:
-    """What `TensorSums.sum` may be asked for instead of a number alone. `identity`: what the
-    workers must mean the same by, in words; `says`: beside type and shape; `ticket`: of the
-    agreement about it, from `sum` on.
-    """
+@dataclass(frozen=True)
+class TensorSum:
+    """The sum of one tensor under way. `ticket`: of the agreement about it."""
 
-    number: int
-    identity: str
-    says: str = ""
-    ticket: OperationTicket | None = None
+    future: torch.futures.Future[torch.Tensor]
+    ticket: OperationTicket
+    agreement: Agreement
+
+    def wait(self) -> torch.Tensor:
+        """The calling thread begins nothing before it has the sum."""
+        with self.agreement.waiting(self.ticket):
+            return self.future.wait()
 
 
 def described(tensor: torch.Tensor) -> str:
@@ -45,60 +45,70 @@ def described(tensor: torch.Tensor) -> str:
 
 
 class TensorSums:
-    """`format`: how fp32 travels between hosts where a sum does not say it. `ends`: what ends all
-    this, from the last on; they are called by `close`, or when nobody holds this any more."""
+    """`format`: how fp32 travels between hosts where a sum does not say it. `close` ends all this,
+    or that nobody holds it any more."""
 
-    def __init__(self, sums: HostSums, format: str, ends: list[Callable[[], None]]) -> None:
-        self.format, self._ends = format, ends
+    def __init__(self, sums: HostSums, format: str) -> None:
+        self.format, self._end = format, sums.ends.close
         self._sums, self._above, self._agreement = sums.near, sums.above, sums.agreement
         self._results: dict[int, torch.Tensor] = {}  # of this epoch, as the next
         self._host: dict[int, torch.Tensor] = {}  # pinned copies of what is on a device
         self._epoch = 0  # the agreement's, that the buffers are of
         self._copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._copier: threading.Thread | None = None
-        self._closed = False
-        weakref.finalize(self, end_all, ends)
+        weakref.finalize(self, self._end)
 
     def sum(
-        self, key: int | Named, tensor: torch.Tensor, *, priority: int = 0, format: str = ""
-    ) -> torch.futures.Future[torch.Tensor]:
-        """A future of the sum over all workers of `tensor` (fp32, bf16 or fp16, contiguous; not
-        to be changed before). It is valid until the same key is summed again, and not to be
-        written to: others may need it. `format`: instead of that of all, for fp32. The future
-        raises DifferError, soon and on all workers, where they mean different things by it;
-        other sums may follow."""
+        self,
+        number: int,
+        identity: str,
+        tensor: torch.Tensor,
+        *,
+        says: str = "",
+        priority: int = 0,
+        format: str = "",
+    ) -> TensorSum:
+        """Begin the sum over all workers of `tensor` (fp32, bf16 or fp16, contiguous; not to be
+        changed before). The sum is valid until the same number is summed again, and not to be
+        written to: others may need it. `identity`: what the workers must mean the same by, in
+        words; `says`: beside type and shape. `format`: instead of that of all, for fp32. The
+        sum raises DifferError, soon and on all workers, where they mean different things by
+        it; other sums may follow."""
         dtype = NAMES.get(tensor.dtype, str(tensor.dtype))
-        named = key if isinstance(key, Named) else Named(key, f"tensor {key}")
         if dtype not in TRAINABLE:
-            raise ConfigError(
-                f"{named.identity} is {tensor.dtype}, summed are {', '.join(TRAINABLE)}"
-            )
+            raise ConfigError(f"{identity} is {tensor.dtype}, summed are {', '.join(TRAINABLE)}")
         if self._sums.error is not None:
             raise self._sums.error
-        signature = f"{described(tensor)}{named.says}{f', as {format}' if format else ''}"
-        named.ticket = ticket = self._agreement.begin(named.identity, signature)
+        signature = f"{described(tensor)}{says}{f', as {format}' if format else ''}"
+        ticket = self._agreement.begin(identity, signature)
         if self._epoch != ticket.epoch:
             self._epoch = ticket.epoch
             self._results.clear()
             self._host.clear()
-        key = key_of(f"{named.number} {signature} {ticket.epoch}")
+        key = key_of(f"{number} {signature} {ticket.epoch}")
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[tensor.device] if tensor.is_cuda else None
         )
         flat = tensor.detach().reshape(-1)
         how = priority, (format or self.format) if dtype == "fp32" else ""
         result = self._buffer(self._results, key, flat, pinned=tensor.is_cuda)
-        if not tensor.is_cuda:
-            self._begin(
-                ticket,
-                key,
-                flat,
-                result,
-                dtype,
-                how,
-                lambda: future.set_result(result.view_as(tensor)),
-            )
-            return future.then(partial(self._checked, ticket))
+        begin = partial(self._begin, ticket, key, dtype, how, result)
+        if tensor.is_cuda:
+            self._copy(tensor, flat, key, future, result, begin)
+        else:
+            begin(flat, lambda: future.set_result(result.view_as(tensor)))
+        return TensorSum(future.then(partial(self._checked, ticket)), ticket, self._agreement)
+
+    def _copy(
+        self,
+        tensor: torch.Tensor,
+        flat: torch.Tensor,
+        key: int,
+        future: torch.futures.Future[torch.Tensor],
+        result: torch.Tensor,
+        begin: Callable[[torch.Tensor, Callable[[], None]], None],
+    ) -> None:
+        """Begin once the tensor is on the host; the sum goes to the tensor's device."""
         host = self._buffer(self._host, key, flat, pinned=True)
         host.copy_(flat, non_blocking=True)
         event = torch.cuda.Event()
@@ -115,8 +125,7 @@ class TensorSums:
         if self._copier is None:
             self._copier = threading.Thread(target=self._copy_all, name="summation", daemon=True)
             self._copier.start()
-        self._copied.put((event, (ticket, key, host, result, dtype, how, back)))
-        return future.then(partial(self._checked, ticket))
+        self._copied.put((event, partial(begin, host, back), back))
 
     def agree(self, identity: str, signature: str) -> None:
         """Waits until all workers have come to this. Raises DifferError on all where they do not
@@ -127,10 +136,6 @@ class TensorSums:
         """Where nobody waits by `waiting`: the program knows of a disagreement that there was
         before."""
         self._agreement.program_goes_on()
-
-    def waiting(self, ticket: OperationTicket) -> contextlib.AbstractContextManager[None]:
-        """Around a wait for a sum: the calling thread begins nothing before it has that."""
-        return self._agreement.waiting(ticket)
 
     def _checked(
         self, ticket: OperationTicket, future: torch.futures.Future[torch.Tensor]
@@ -145,22 +150,22 @@ class TensorSums:
 
     def _copy_all(self) -> None:
         while (item := self._copied.get()) is not None:
-            event, words = item
+            event, begin, back = item
             try:
                 event.synchronize()
-                self._begin(*words)
+                begin()
             except BaseException as error:
                 self._sums.fail(error)
-                words[-1]()  # `_checked` tells whoever waits
+                back()  # `_checked` tells whoever waits
 
     def _begin(
         self,
         ticket: OperationTicket,
         key: int,
-        grad: torch.Tensor,
-        result: torch.Tensor,
         dtype: str,
         how: tuple[int, str],
+        result: torch.Tensor,
+        grad: torch.Tensor,
         done: Callable[[], None],
     ) -> None:
         """Once all workers agree about it."""
@@ -171,11 +176,11 @@ class TensorSums:
             done()
 
         def ready() -> None:
-            format = how[1]
+            priority, format = how
             if self._above is not None:
                 self._above.how[key] = how  # formats are between hosts
                 format = ""
-            self._sums.sum(key, pushed, summed, dtype, complete, priority=how[0], format=format)
+            self._sums.sum(key, pushed, summed, dtype, complete, priority=priority, format=format)
 
         self._agreement.run(ticket, ready, lambda error: done())  # `_checked` tells whoever waits
 
@@ -195,10 +200,8 @@ class TensorSums:
 
     def close(self) -> None:
         """Waits a little for the other workers, who may still need this one's reducer."""
-        if not self._closed:
-            self._closed = True
-            self._copied.put(None)
-            end_all(self._ends)
+        self._copied.put(None)
+        self._end()
 
     def __enter__(self) -> Self:
         return self
@@ -210,8 +213,3 @@ class TensorSums:
 def key_of(text: str) -> int:
     """62 bits."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 2
-
-
-def end_all(ends: list[Callable[[], None]]) -> None:
-    while ends:
-        ends.pop()()

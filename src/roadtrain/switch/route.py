@@ -12,11 +12,11 @@ from functools import cached_property
 
 import msgspec
 
+from roadtrain.environment import WorkerGroup
 from roadtrain.errors import ConfigError
 from roadtrain.options.check import check_options
 from roadtrain.servers import frames as m
 from roadtrain.servers.routes import OpenRoute, Report, RouteEnds
-from roadtrain.servers.worker_group import WorkerGroup
 from roadtrain.switch.end import FanInEnd
 from roadtrain.switch.fixed_point import BIAS, error_bound
 from roadtrain.switch.link import Participant, dial

@@ -11,9 +11,9 @@ import json
 from collections.abc import Sequence
 
 from roadtrain.config.job import Job, make_job
+from roadtrain.environment import WorkerGroup
 from roadtrain.errors import RoadtrainError
 from roadtrain.placement.request import Request
-from roadtrain.servers.worker_group import WorkerGroup
 from roadtrain.stages.tensor_families import family_plan
 from roadtrain.training import train_parallel
 from roadtrain.training.build import build_model

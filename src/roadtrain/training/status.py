@@ -18,7 +18,7 @@ from roadtrain.config.job import Job, job_of_run
 from roadtrain.errors import ConfigError, PeerError
 from roadtrain.progress import describe, show_table
 from roadtrain.servers import health
-from roadtrain.sums.rendezvous import Wanted
+from roadtrain.sums.spare_hosts import SpareHosts
 from roadtrain.training.metrics import read_metrics
 from roadtrain.training.predicted import RECENT, compared
 from roadtrain.transport.address import address_of, tls_of, token_of
@@ -100,7 +100,7 @@ def without_stages(
 def ask_reducers(job: Job, token_file: str | None) -> tuple[list[tuple[str, str]], list[Any]]:
     """Rows of the reducers that a job in stages names now, and what each said."""
     asked = job.parallelism
-    names = [*Wanted(asked.reducers, None, None).now()]
+    names = [*SpareHosts(asked.reducers, None, None).now()]
     if not names:
         return [("reducers", "none now: the workers sum")], []
     options = TcpOptions(token=token_of(token_file or asked.reducers_token_file))

@@ -22,13 +22,13 @@ from torch.nn import functional
 from roadtrain.config.job import Job
 from roadtrain.config.machines import LAUNCHED_AS
 from roadtrain.device.copies import own_device
+from roadtrain.environment import WorkerGroup
 from roadtrain.errors import ConfigError
 from roadtrain.options.lossy import Delay, Downcast, TopK
 from roadtrain.placement.place import place
 from roadtrain.placement.stores import Files, Memory, Servers
 from roadtrain.progress import progress, show_table
 from roadtrain.servers.trace import NetStages, Stages
-from roadtrain.servers.worker_group import WorkerGroup
 from roadtrain.storage.direct import make_directory, replace_file
 from roadtrain.storage.history import Witness
 from roadtrain.storage.mark import Mark

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from roadtrain.config.job import CompressSection, Job
 from roadtrain.device.copies import own_device
+from roadtrain.environment import LAUNCH_NAMES, launch_of
 from roadtrain.errors import ConfigError
 from roadtrain.placement.stores import Files, Memory, Servers
 from roadtrain.progress import progress, show_table
@@ -28,7 +29,6 @@ from roadtrain.stages.job_parallelism import StagePlacement
 from roadtrain.stages.parallel_options import ParallelOptions, StageStore
 from roadtrain.stages.parallel_training import ParallelTraining, StepResult
 from roadtrain.stages.parallelize import parallelize
-from roadtrain.stages.rank_meeting import LAUNCH_NAMES, launch_of
 from roadtrain.stages.snapshots import FOLDER, SnapshotOptions
 from roadtrain.stages.stage_model import MicroBatch
 from roadtrain.storage.direct import make_directory

@@ -181,9 +181,6 @@ class AgreementStateMachine:
                 return [Gone(f"worker {worker} has gone, {operation} waits for it: {why}")]
         return []
 
-    def missing(self, place: tuple[str, int]) -> list[int]:
-        return [rank for rank in range(self.workers) if rank not in self.said.get(place, {})]
-
     def _differ(self, place: tuple[str, int]) -> list[Said]:
         """Whether two workers mean different things by it."""
         meant = {rank: one.signature for rank, one in self.said.get(place, {}).items()}

@@ -1,4 +1,4 @@
-"""Summation: a worker's side of the summation service. Cuts tensors into parts, sends each to the
+"""WorkerSums: a worker's side of the summation service. Cuts tensors into parts, sends each to the
 host that sums it, the most wanted first, and puts what comes back where it belongs.
 
     sum(key, grad, out) -> parts (sums/protocol/shares.py) -> queue by priority -> links, few parts
@@ -35,13 +35,12 @@ from roadtrain.errors import (
 from roadtrain.kernels import codecs
 from roadtrain.servers import frames as m
 from roadtrain.servers.connection import link_to
-from roadtrain.sums.coordinator import CoordinatorLink
-from roadtrain.sums.protocol.membership import Change, Map, Spares
+from roadtrain.sums.protocol.membership import Change, Spares
+from roadtrain.sums.protocol.part_map import Map
 from roadtrain.sums.protocol.shares import cut, order
-from roadtrain.sums.reducer import Reducers
 from roadtrain.sums.tensor_round import TensorCodec, TensorRound
 from roadtrain.transport.address import address_of
-from roadtrain.transport.link import Link
+from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.stream import FrameStream
 from roadtrain.transport.tcp import Address, TcpOptions
 from roadtrain.units import KIB
@@ -51,7 +50,10 @@ AHEAD = 2  # parts that wait in a link: what is more urgent goes before all othe
 DIAL_S = 2.0  # for a spare host that is new
 AGAIN = -(1 << 62)  # the priority of sums that others lack
 
+# priority, call, place in its order, key, round, part, whether it is the sum
+Entry = tuple[int, int, int, int, int, int, bool]
 Done = Callable[[], None]
+Accept = Callable[[Link, bytes], Receiver]
 
 
 @dataclass(frozen=True)
@@ -107,10 +109,9 @@ class _ReducerLink:
 
 class WorkerSums:
     """`reducers`: of every worker's reducer its address (a path: shared memory); None: the one of
-    this process, `own`.
-    `spares`: the spare hosts; `rates`: of all workers' links; `roots`: instead, which workers'
-    reducers sum. `coordinator`: with one, spare hosts may come and go. Raises LostError, AuthError,
-    WireError, DeadlineError."""
+    this process, which `own` accepts. `spares`: the spare hosts; `rates`: of all workers' links;
+    `roots`: instead, which workers' reducers sum. `reducer_gone`: tells the coordinator, with which
+    spare hosts may come and go. Raises LostError, AuthError, WireError, DeadlineError."""
 
     def __init__(
         self,
@@ -118,13 +119,13 @@ class WorkerSums:
         reducers: Sequence[Address | str | None],
         rates: Sequence[float],
         spares: Spares,
-        own: Reducers | None,
+        own: Accept | None,
         options: SumOptions,
-        coordinator: CoordinatorLink | None = None,
+        reducer_gone: Callable[[int, str], None] | None = None,
         roots: Sequence[int] = (),
     ) -> None:
         self.rank, self.workers, self.options = rank, len(reducers), options
-        self.sent_bytes = 0
+        self.sent_bytes = 0  # to other hosts
         self._spare = options.spare or options.reach
         self._hello = options.session, rank, len(reducers), options.rule
         self._lock = threading.Condition()
@@ -135,12 +136,11 @@ class WorkerSums:
         self._last: dict[int, TensorRound] = {}  # complete
         self._rounds: dict[int, int] = {}
         self._codecs: dict[tuple[int, str, int], TensorCodec] = {}
-        # priority, call, place in its order, key, round, part, whether it is the sum
-        self._queue: list[tuple[int, int, int, int, int, int, bool]] = []
+        self._queue: list[Entry] = []
         # key, round, part's start: sums that others lack -> whether in the queue still; what waits
         # until they have them
         self._owed: dict[tuple[int, int, int], bool] = {}
-        self._after: dict[tuple[int, int, int], tuple[int, int, int, int, int, int, bool]] = {}
+        self._after: dict[tuple[int, int, int], Entry] = {}
         self._calls = itertools.count()
         # keys that are not used again, of which sums may still come
         self._given_up: set[int] = set()
@@ -148,7 +148,7 @@ class WorkerSums:
         self.error: BaseException | None = None  # what has ended it
         self._reducers: dict[int, _ReducerLink] = {}
         self._dialed: dict[int, _ReducerLink] = {}
-        self._coordinator = coordinator
+        self._reducer_gone = reducer_gone
         self._closed, self._watcher = threading.Event(), threading.Thread()
         try:
             # first those that refuse all workers alike: one that leaves there is not missed below
@@ -168,17 +168,16 @@ class WorkerSums:
         self,
         number: int,
         address: Address | str | None,
-        own: Reducers | None,
+        own: Accept | None,
         name: str,
         options: TcpOptions | None = None,
     ) -> _ReducerLink:
         reducer = _ReducerLink(self, number, name)
         how = options or (self.options.reach if number < self.workers else self._spare)
-        accept = None if own is None else own.accept
         try:
-            reducer.link = link_to(reducer, address, accept, self._hello, how, name)
+            reducer.link = link_to(reducer, address, own, self._hello, how, name)
         except (LostError, DeadlineError, BusyError) as error:
-            if self._coordinator is None or number not in self._map.spares:
+            if self._reducer_gone is None or number not in self._map.spares:
                 raise
             # leads nowhere: the host died before all began
             reducer.link = FrameStream(name, how.frame_limit, False, 0.0)
@@ -381,10 +380,10 @@ class WorkerSums:
 
     def lost(self, reducer: _ReducerLink, error: PeerError) -> None:
         """A link has ended. Without a worker nothing can be summed, without a spare host it can."""
-        if reducer.number < self.workers or self._coordinator is None:
+        if reducer.number < self.workers or self._reducer_gone is None:
             self.fail(error)
         else:
-            self._coordinator.reducer_gone(reducer.number, str(error).splitlines()[0])
+            self._reducer_gone(reducer.number, str(error).splitlines()[0])
 
     def dial(self, added: Spares) -> list[int]:
         refused = []
@@ -447,9 +446,7 @@ class WorkerSums:
                 out.append((key, number, start))
         return out
 
-    def _to_push_again(
-        self, tensor: TensorRound, gone: set[int], lacked: int
-    ) -> list[tuple[int, int, int, int, int, int, bool]]:
+    def _to_push_again(self, tensor: TensorRound, gone: set[int], lacked: int) -> list[Entry]:
         """Entries of the queue: parts that went to a host that is gone, those of `lacked` also
         where their sum has come."""
         out = []

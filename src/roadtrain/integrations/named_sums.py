@@ -19,7 +19,6 @@ differentiate, and does NOT take sparse tensors.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from roadtrain.errors import ConfigError, LoopError, PeerError, RoadtrainError, 
 from roadtrain.integrations.ddp import Summation
 from roadtrain.streaming.split import DTYPES, NAMES
 from roadtrain.sums.agreement import OperationTicket
-from roadtrain.sums.tensor_sums import Named, described, key_of
+from roadtrain.sums.tensor_sums import described, key_of
 
 AT_ONCE = "unnamed, waited for"  # one call at a time: nothing to number
 UNNAMED = "an unnamed sum"  # to the other workers, by its number
@@ -105,12 +104,15 @@ class Exchange:
         if tensor.dtype in SUMMED and accumulate == (self.summation.rule == "accumulate"):
             if divisor != 1:
                 tensor = tensor.div_(divisor) if out is tensor else tensor / divisor
-            options: dict[str, Any] = (
-                {"format": format} if format not in ("", NAMES[tensor.dtype]) else {}
+            begun = self.summation.sum(
+                key_of(name),
+                identity,
+                tensor.contiguous(),
+                says=_says(divisor, factor),
+                priority=priority,
+                format="" if format == NAMES[tensor.dtype] else format,
             )
-            named = Named(key_of(name), identity, _says(divisor, factor))
-            future = self.summation.sum(named, tensor.contiguous(), priority=priority, **options)
-            handle = Handle(name, future.wait, future.done, out, factor, named.ticket)
+            handle = Handle(name, begun.wait, begun.future.done, out, factor, begun.ticket)
         else:
             self.summation.agree(identity, described(tensor) + _says(divisor, factor))
             handle = Handle(name, *_by_torch(tensor, divisor), out, factor)
@@ -126,12 +128,7 @@ class Exchange:
                 f"the handle of {handle.name!r} was synchronized before", hint="once for each"
             )
         try:
-            with (
-                contextlib.nullcontext()
-                if handle.ticket is None
-                else self.summation.waiting(handle.ticket)
-            ):
-                found = handle.wait()
+            found = handle.wait()
         except RuntimeError as error:  # torch's future keeps the words of an error, not its type
             raise self._why(error, handle) from error
         out = torch.empty_like(found) if handle.out is None else handle.out

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -135,17 +136,17 @@ class ControlLinks:
 
     def send(self, tensor: torch.Tensor, peer: int, what: str) -> None:
         """`tensor`: contiguous, on the host. Returns when it may change again."""
-        _wait(self._conversation(peer, what), dist.isend, tensor, self.deadline_s)
+        self._conversation(peer, what).send(tensor, self.deadline_s)
 
     def receive(self, tensor: torch.Tensor, peer: int, what: str) -> None:
         """Into `tensor`: contiguous, on the host, as long as the one that is sent."""
-        _wait(self._conversation(peer, what), dist.irecv, tensor, self.deadline_s)
+        self._conversation(peer, what).receive(tensor, self.deadline_s)
 
     def send_bytes(self, message: bytes, peer: int, what: str) -> None:
-        _send_bytes(self._conversation(peer, what), message, self.deadline_s)
+        self._conversation(peer, what).send_bytes(message, self.deadline_s)
 
     def receive_bytes(self, peer: int, what: str) -> bytes:
-        return _receive_bytes(self._conversation(peer, what), self.deadline_s)
+        return self._conversation(peer, what).receive_bytes(self.deadline_s)
 
     def _conversation(self, peer: int, what: str, *, reply: bool = False) -> _Conversation:
         group = self._replies if reply else self.group
@@ -157,7 +158,7 @@ class ControlLinks:
         for peer in range(1, self.size):
             try:
                 left_s = until - time.monotonic()
-                told.append(_receive_bytes(self._conversation(peer, what), left_s))
+                told.append(self._conversation(peer, what).receive_bytes(left_s))
             except (DeadlineError, LostError) as error:
                 self._tell_error(str(error))
                 raise
@@ -166,8 +167,8 @@ class ControlLinks:
         for peer in range(1, self.size):
             reply = self._conversation(peer, what, reply=True)
             try:
-                _send_bytes(reply, head, self.deadline_s)
-                _send_bytes(reply, b"".join(told), self.deadline_s)
+                reply.send_bytes(head, self.deadline_s)
+                reply.send_bytes(b"".join(told), self.deadline_s)
             except (DeadlineError, LostError) as error:
                 failed = failed or error
         if failed is not None:
@@ -191,12 +192,12 @@ class ControlLinks:
                 work.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
 
     def _hand_in(self, message: bytes, what: str) -> list[bytes]:
-        _send_bytes(self._conversation(0, what), message, self.deadline_s)
+        self._conversation(0, what).send_bytes(message, self.deadline_s)
         reply = self._conversation(0, what, reply=True)
-        head = json.loads(_receive_bytes(reply, self.deadline_s + GRACE_S))
+        head = json.loads(reply.receive_bytes(self.deadline_s + GRACE_S))
         if head["error"]:
             raise LostError(head["error"])
-        body, out, at = _receive_bytes(reply, self.deadline_s), list[bytes](), 0
+        body, out, at = reply.receive_bytes(self.deadline_s), list[bytes](), 0
         for length in head["lengths"]:
             out.append(body[at : at + length])
             at += length
@@ -205,7 +206,8 @@ class ControlLinks:
 
 @dataclass(frozen=True)
 class _Conversation:
-    """With rank `peer` of `group`; the rest is for errors."""
+    """Messages with rank `peer` of `group`; the rest is for errors. All raise DeadlineError and
+    LostError."""
 
     group: dist.ProcessGroup | None
     peer: int
@@ -213,41 +215,39 @@ class _Conversation:
     other: str
     what: str
 
+    def send(self, tensor: torch.Tensor, patience_s: float) -> None:
+        begin = partial(dist.isend, tensor, group=self.group, group_dst=self.peer)
+        self._wait(begin, patience_s)
 
-def _send_bytes(talk: _Conversation, message: bytes, patience_s: float) -> None:
-    _wait(talk, dist.isend, torch.tensor([len(message)], dtype=torch.int64), patience_s)
-    if message:
-        body = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        _wait(talk, dist.isend, body, patience_s)
+    def receive(self, tensor: torch.Tensor, patience_s: float) -> None:
+        begin = partial(dist.irecv, tensor, group=self.group, group_src=self.peer)
+        self._wait(begin, patience_s)
 
+    def send_bytes(self, message: bytes, patience_s: float) -> None:
+        self.send(torch.tensor([len(message)], dtype=torch.int64), patience_s)
+        if message:
+            self.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), patience_s)
 
-def _receive_bytes(talk: _Conversation, patience_s: float) -> bytes:
-    length = torch.empty(1, dtype=torch.int64)
-    _wait(talk, dist.irecv, length, patience_s)
-    if not length.item():
-        return b""
-    message = torch.empty(int(length), dtype=torch.uint8)
-    _wait(talk, dist.irecv, message, patience_s)
-    return message.numpy().tobytes()
+    def receive_bytes(self, patience_s: float) -> bytes:
+        length = torch.empty(1, dtype=torch.int64)
+        self.receive(length, patience_s)
+        message = torch.empty(int(length), dtype=torch.uint8)
+        if len(message):
+            self.receive(message, patience_s)
+        return message.numpy().tobytes()
 
-
-def _wait(
-    talk: _Conversation, begin: Callable[..., Any], tensor: torch.Tensor, patience_s: float
-) -> None:
-    """Raises DeadlineError, LostError."""
-    start, patience_s = time.monotonic(), max(patience_s, 0.001)
-    peer = {"group_dst" if begin is dist.isend else "group_src": talk.peer}
-    try:
-        work = begin(tensor, group=talk.group, **peer)
-        work.wait(timedelta(seconds=patience_s))
-    except RuntimeError as error:
-        waited = time.monotonic() - start
-        if waited >= 0.9 * patience_s or "imed out" in str(error):
-            raise DeadlineError(
-                f"{talk.me} waited {waited:.0f} s for {talk.other}: {talk.what}",
-                hint="is that host up, and its network? Its own output says what it does",
+    def _wait(self, begin: Callable[[], Any], patience_s: float) -> None:
+        start, patience_s = time.monotonic(), max(patience_s, 0.001)
+        try:
+            begin().wait(timedelta(seconds=patience_s))
+        except RuntimeError as error:
+            waited = time.monotonic() - start
+            if waited >= 0.9 * patience_s or "imed out" in str(error):
+                raise DeadlineError(
+                    f"{self.me} waited {waited:.0f} s for {self.other}: {self.what}",
+                    hint="is that host up, and its network? Its own output says what it does",
+                ) from error
+            raise LostError(
+                f"{self.other} is gone, {self.me} talked with it: {self.what}",
+                hint="its own output says why it ended",
             ) from error
-        raise LostError(
-            f"{talk.other} is gone, {talk.me} talked with it: {talk.what}",
-            hint="its own output says why it ended",
-        ) from error

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from roadtrain.sums.protocol.membership import (
     AskRounds,
     Change,
-    Map,
     MembershipAction,
     MembershipStateMachine,
 )
+from roadtrain.sums.protocol.part_map import Map
 from roadtrain.sums.protocol.reducer import Arrived, PartRound, ReducerStateMachine
 from roadtrain.sums.protocol.shares import busiest
 

@@ -1,7 +1,7 @@
 """What hangs where on this host, as Linux says under /sys: NUMA nodes; the PCIe place, link and
 NUMA node of each accelerator, network card and disk under a directory.
 
-Who sums inside a host is chosen by it (sums/protocol/host_roots.py); `roadtrain probe` tells it. A
+Who sums inside a host is chosen by it (protocol/host_roots.py); `roadtrain probe` tells it. A
 virtual machine says little: what it does not say is named, never an error. Does NOT measure.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from roadtrain.sums.protocol.host_roots import choose, switches_of
 from roadtrain.units import KIB, show_bytes
 
 SYS = Path("/sys")
@@ -60,6 +61,13 @@ def cards(root: Path = SYS) -> tuple[list[dict[str, str]], list[str]]:
         else:
             missing.append(f"the rate that network card {path.name} is made for")
     return found, missing
+
+
+def roots_here() -> list[int]:
+    """Which of this host's workers sum, by the topology of its accelerators and network cards;
+    without accelerators all are alike, and the list is empty."""
+    devices = functions(ACCELERATORS, NVIDIA)
+    return [*choose(switches_of(devices, functions(CARDS)))] if devices else []
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,13 @@
 tensor index, and from them the data, tensor, pipeline and boundary groups of one job.
 
 Each rank makes the same value from the same job, so that all create the same process groups in
-the same order. Does NOT create process groups, nor choose their networks; `mesh` makes a DeviceMesh
-of those that were created.
+the same order. Does NOT create process groups, nor choose their networks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-
-import torch
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from roadtrain.errors import ConfigError
 from roadtrain.stages.host_ranks import DataGroups, HostDevices, Hosts, check_ranks
@@ -30,9 +24,6 @@ class GroupKind(StrEnum):
     ACTIVATIONS = "activations"  # from a stage to the one after it
     GRADIENTS = "gradients"  # of activations, from a stage to the one before it
     SHARED = "shared"  # sums of gradients of parameters that several stages have
-
-
-MESH_DIMS = (GroupKind.PIPELINE, GroupKind.DATA, GroupKind.TENSOR)  # outermost first
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,61 +107,19 @@ class Groups:
     @property
     def to_create(self) -> tuple[RankGroup, ...]:
         """Every group that needs a process group, in the order in which all ranks create them.
-        Pipelines need one where each rank is in one of them: as a dimension of `mesh`."""
-        pipelines = () if self.parallelism.widths else self.pipelines
-        return (*pipelines, *self.data, *self.tensor, *self.boundaries)
+        A pipeline needs none: its stages talk over their boundaries."""
+        return (*self.data, *self.tensor, *self.boundaries)
 
     def group_of(self, kind: GroupKind, rank: int) -> RankGroup:
-        """The tensor, data or (where all widths are the same) pipeline group that `rank` is in."""
+        """The tensor or data group that `rank` is in."""
         found = [one for one in self.to_create if one.kind is kind and rank in one.ranks]
         if len(found) != 1:
             raise ConfigError(
                 f"rank {rank} is in {len(found)} groups of kind {kind} of {self.parallelism}, not"
                 " in 1",
-                hint="ask for a data or a tensor group; pipelines share ranks where widths differ",
+                hint="ask for a data or a tensor group",
             )
         return found[0]
-
-    def mesh(
-        self, rank: int, processes: Mapping[GroupKind, ProcessGroup], device_type: str
-    ) -> DeviceMesh:
-        """The DeviceMesh of process groups that exist: dimensions "pp", "dp", "tp" where all
-        stages have one width, else "dp", "tp" of the rank's own stage.
-
-        processes: this rank's process group of each dimension, with the ranks of `group_of`.
-        Raises ConfigError where one is missing or has other ranks.
-        """
-        dims = MESH_DIMS[1:] if self.parallelism.widths else MESH_DIMS
-        for dim in dims:
-            self._check_processes(dim, rank, processes)
-        ranks = torch.arange(self.world_size)
-        shape = [self.parallelism.pp, -1, self.parallelism.tp]
-        if self.parallelism.widths:
-            own = self.stage_ranks(self.position(rank).stage)
-            ranks, shape = ranks[own.start : own.stop], shape[1:]
-        return DeviceMesh.from_group(
-            [processes[dim] for dim in dims],
-            device_type,
-            ranks.reshape(shape),
-            mesh_dim_names=tuple(dim.value for dim in dims),
-        )
-
-    def _check_processes(
-        self, dim: GroupKind, rank: int, processes: Mapping[GroupKind, ProcessGroup]
-    ) -> None:
-        wanted = self.group_of(dim, rank)
-        if dim not in processes:
-            raise ConfigError(
-                f"rank {rank} has {len(processes)} process groups and none for {wanted.name}",
-                hint="create those of Groups.to_create on every rank",
-            )
-        found = tuple(torch.distributed.get_process_group_ranks(processes[dim]))
-        if found != wanted.ranks:
-            raise ConfigError(
-                f"the process group of rank {rank} for {wanted.name} has ranks {list(found)}, not"
-                f" {list(wanted.ranks)}",
-                hint="create those of Groups.to_create on every rank",
-            )
 
     def _named(self, kind: GroupKind, groups: list[list[int]]) -> tuple[RankGroup, ...]:
         """Named by where they are: ranks of one stage have the stage in common."""

@@ -1,0 +1,89 @@
+"""CoordinatorLink: a worker's end of its link to the coordinator (coordinator.py). Frames that
+arrive go to the worker's agreement and sums.
+
+Does NOT decide.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from roadtrain.errors import LostError, PeerError, WireError
+from roadtrain.servers import frames as m
+from roadtrain.sums.agreement import Agreement
+from roadtrain.sums.protocol.membership import Change
+from roadtrain.sums.worker_sums import WorkerSums
+from roadtrain.transport.link import Link
+
+
+class CoordinatorLink:
+    """A worker's end of its link to the coordinator: the link's Receiver. `agreement` and `sums`
+    are set before it is linked; no `sums`: this worker does not sum with spare hosts."""
+
+    def __init__(self) -> None:
+        self.agreement: Agreement
+        self.sums: WorkerSums | None = None
+        self._link: Link | None = None
+        self._early: list[tuple[int, bytes, bytes]] = []  # said before the link was known here
+        self._closed = False
+        self._lock = threading.Lock()  # over the order of what is said
+
+    def linked(self, link: Link) -> None:
+        """Once. Raises PeerError."""
+        with self._lock:
+            self._link = link
+            for kind, header, payload in self._early:
+                link.send(kind, header, [memoryview(payload)])
+
+    def say(self, kind: int, fields: tuple[Any, ...], payload: bytes = b"") -> None:
+        """It may be asked, and spare hosts may die, before its link is known here. Raises
+        PeerError."""
+        header = m.encode(fields)
+        with self._lock:
+            if self._link is None:
+                self._early.append((kind, header, payload))
+            else:
+                self._link.send(kind, header, [memoryview(payload)])
+
+    def reducer_gone(self, reducer: int, why: str) -> None:
+        try:
+            self.say(m.GONE, (reducer, why))
+        except PeerError as error:
+            self.lost(error)
+
+    def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
+        if kind != m.CHANGE:
+            raise WireError(f"a frame of kind {kind} has no payload, {nbytes} bytes came")
+        return memoryview(bytearray(nbytes))
+
+    def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
+        fields, sums = m.header(kind, header), self.sums
+        match kind:
+            case m.ASK if sums is not None:
+                refused = sums.dial(fields.added)
+                rounds = {key: (last, int(done)) for key, (last, done) in sums.hold().items()}
+                self.say(m.STATE, (fields.number, refused), m.encode(rounds))
+            case m.CHANGE if sums is not None:
+                sums.change(Change(fields.number, fields.gone, fields.added, m.rounds(payload)))
+            case m.FAILED:
+                error = LostError(fields.words)
+                self.agreement.fail(error)
+                if sums is not None:
+                    sums.fail(error)
+            case m.DIFFER | m.AGREED | m.ASKED:
+                self.agreement.heard(kind, fields)
+            case _:
+                raise WireError(f"a frame of kind {kind} came from a coordinator")
+
+    def lost(self, error: PeerError) -> None:
+        """Where spare hosts come and go nothing can be summed without a coordinator."""
+        if not self._closed:
+            self.agreement.lost(error)
+            if self.sums is not None:
+                self.sums.fail(error)
+
+    def close(self) -> None:
+        self._closed = True
+        if self._link is not None:
+            self._link.close()

@@ -1,0 +1,81 @@
+"""HostSums: how a worker sums: inside its host first where that has several workers, and what the
+host has summed with the other hosts.
+
+    worker -> near: the host's own reducers -> above: reducers of all hosts -> near -> worker
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from roadtrain.device.buffers import Buffer
+from roadtrain.sums.agreement import Agreement
+from roadtrain.sums.worker_sums import WorkerSums
+
+
+class CrossHostSums:
+    """What the workers of a host have summed, summed with the other hosts' before they get it
+    (sums/reducer.py). `how`: of a tensor, its priority and format there; a worker says so before
+    it pushes."""
+
+    def __init__(self, sums: WorkerSums) -> None:
+        self._sums, self.how = sums, dict[int, tuple[int, str]]()
+        self._outs: dict[tuple[int, int], Buffer] = {}
+        self._lock = threading.Lock()  # over giving up, and what would be begun after it
+
+    def __call__(
+        self,
+        where: tuple[int, int],
+        dtype: str,
+        total: memoryview,
+        answer: Callable[[memoryview], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        with self._lock:
+            if where[0] not in self.how:
+                return  # given up: nobody waits for it
+            out = self._outs.get(where)
+            if out is None or out.nbytes < len(total):
+                out = self._outs[where] = Buffer(len(total))
+            self._begin(where, dtype, total, out.view[: len(total)], answer, failed)
+
+    def _begin(
+        self,
+        where: tuple[int, int],
+        dtype: str,
+        total: memoryview,
+        view: memoryview,
+        answer: Callable[[memoryview], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        def done() -> None:
+            if self._sums.error is not None:
+                failed(self._sums.error)
+            else:
+                answer(view)
+
+        priority, format = self.how[where[0]]
+        key = int.from_bytes(
+            blake2b("{} {}".format(*where).encode(), digest_size=7).digest(), "little"
+        )
+        self._sums.sum(key, total, view, dtype, done, priority=priority, format=format)
+
+    def give_up(self) -> None:
+        with self._lock:
+            self.how.clear()
+            self._outs.clear()
+            self._sums.give_up()
+
+
+@dataclass(frozen=True)
+class HostSums:
+    """`above`: None where `near` is all workers' own. `ends`: ends all this."""
+
+    near: WorkerSums
+    above: CrossHostSums | None
+    agreement: Agreement
+    ends: ExitStack
