@@ -206,8 +206,7 @@ def _is_locked(directory: Path) -> bool:
 def _mark(directory: Path) -> Known:
     """What the run directory knows of its store; `train` says what is wrong with a damaged one."""
     try:
-        body, _ = unsealed((directory / "mark.json").read_bytes())
-        return msgspec.json.decode(body, type=Known)
+        return msgspec.json.decode(unsealed((directory / "mark.json").read_bytes()), type=Known)
     except (OSError, ValueError):
         return Known()
 

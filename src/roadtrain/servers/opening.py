@@ -175,9 +175,7 @@ class FoundStores:
                 kept = max(found.snapshots, default=-1)
                 said[number] = ServerHoldings(found.newest, kept=kept)
                 if (meta := found.meta) is not None:
-                    said[number] = ServerHoldings(
-                        found.newest, meta.history, kept, meta.without, meta.sessions
-                    )
+                    said[number] = ServerHoldings(found.newest, meta.history, kept, meta.without)
         return Histories(said, self.names, self._holders())
 
     def _witness(self) -> Witness | None:

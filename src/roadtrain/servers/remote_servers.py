@@ -334,7 +334,7 @@ class RemoteServers:
             self._report(f"given up: what {self._names(given_up)} may hold beyond step {self.step}")
         link = HistoryLink(uuid.uuid4().hex[:16], self.step, tuple(self.numbers), int(time.time()))
         history = opening.history
-        self.meta = replace(opening.meta, history=(*history, link), sessions=(), without=())
+        self.meta = replace(opening.meta, history=(*history, link), without=())
         self.history = str(Witness(history[-1].id if history else "", link.id, link.members))
         for number in self.servers:
             self._say_open(number, opening)

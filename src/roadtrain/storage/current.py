@@ -191,15 +191,14 @@ def read_or_none(path: Path) -> bytes | None:
 
 
 def _named(content: bytes) -> tuple[int, str, bool]:
-    """(N, 0 for none; what is wrong with it, or nothing; whether a checksum vouches for it,
-    which the first edition did not write)."""
+    """(N, 0 for none; what is wrong with it, or nothing; whether a checksum vouches for it, which
+    is absent where a person has written N, as a hint says)."""
+    if content.strip().isdigit():
+        return int(content), "", False
     try:
-        body, vouched = unsealed(content)
+        return int(unsealed(content)), "", True
     except ValueError as error:
         return -1, f"is damaged ({error})", False
-    if not body.strip().isdigit():
-        return -1, f"is damaged ({body[:20]!r} names no generation)", False
-    return int(body), "", vouched
 
 
 def _look(directory: Path, number: int) -> Generation:
@@ -212,7 +211,6 @@ def _look(directory: Path, number: int) -> Generation:
 def brief_of(home: Path) -> Brief | None:
     """What the description in a generation directory says; None where it is not readable."""
     try:
-        body, _ = unsealed(read_or_none(home / "store.json") or b"")
-        return msgspec.json.decode(body, type=Brief)
+        return msgspec.json.decode(unsealed(read_or_none(home / "store.json") or b""), type=Brief)
     except ValueError:
         return None

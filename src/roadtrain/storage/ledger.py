@@ -127,15 +127,11 @@ class StoreMeta:
     groups: tuple[GroupRule, ...]
     owners: tuple[int, ...] = ()  # of each chunk: an index into `directories`
     directories: tuple[str, ...] = ()
-    # not used: the first edition wrote the directories of the generation before
-    former: tuple[str, ...] = ()
     generation: int = 0
     index: int = 0  # of this directory
     staleness: int = 0
     replicas: int = 1  # directories that hold each chunk
     copy_of: int = 0  # the generation that this one was made from, to replace it; 0: from none
-    # with replicas, in the first edition: the last session of each server, 0: not there
-    sessions: tuple[int, ...] = ()
     # of a store on servers: every session that began to train (storage/history.py)
     history: tuple[HistoryLink, ...] = ()
     # servers of the last of them that this one may go on without, as a witness said
@@ -191,12 +187,7 @@ class StoreMeta:
     @property
     def members(self) -> tuple[int, ...]:
         """The servers of the last session."""
-        if self.history:
-            return self.history[-1].members
-        last = max(self.sessions, default=0)
-        return tuple(
-            i for i in range(len(self.directories)) if not self.sessions or self.sessions[i] == last
-        )
+        return self.history[-1].members if self.history else tuple(range(len(self.directories)))
 
     def write(self, directory: Path) -> None:
         """Atomically and durably."""
@@ -219,7 +210,7 @@ class StoreMeta:
         with typed_errors(path, "reading"):
             content = path.read_bytes()
         try:
-            body, _ = unsealed(content)
+            body = unsealed(content)
         except ValueError as error:
             raise DamagedError(f"{path}: {error}", hint=_RESTORE) from error
         return StoreMeta.from_json(body, str(path))
