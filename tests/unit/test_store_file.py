@@ -41,7 +41,7 @@ from roadtrain.storage.generation import (
     open_store,
     publish_part,
 )
-from roadtrain.storage.ledger import GroupRule, StoreMeta
+from roadtrain.storage.meta import GroupRule, StoreMeta
 from roadtrain.storage.tier import RECORD, STATE_PART, WEIGHTS, part_range
 
 TABLE = ChunkTable.build(
@@ -161,7 +161,7 @@ class Model:
                     file.seek(tier._places[chunk].offset + first)
                     file.write(os.urandom(last - first))
         if torn_at is not None and prepared == len(tiers):
-            ledger = tiers[0]._ledger
+            ledger = tiers[0].ledger
             path = ledger._files[ledger.pending.file].path
             with open(path, "r+b") as file:
                 file.seek(int(torn_at * 400))

@@ -44,7 +44,8 @@ from roadtrain.storage.generation import (
     open_store,
     publish_part,
 )
-from roadtrain.storage.ledger import HEADER, StoreMeta
+from roadtrain.storage.ledger import HEADER
+from roadtrain.storage.meta import StoreMeta
 from roadtrain.storage.sealed import unsealed
 from roadtrain.storage.snapshot import held_in
 from roadtrain.storage.tier import RECORD
@@ -180,7 +181,7 @@ def test_a_damaged_record_is_left_alone_where_the_one_before_is_not_whole(
     store = made(directories)
     step_of(store, 1)
     step_of(store, 2)
-    file = store.tiers[0]._ledger.entry.file
+    file = store.tiers[0].ledger.entry.file
     for chunk in TRAINABLE:
         # of step 3, then it is killed
         store.tier_of(chunk).write(chunk, RECORD, random_bytes(chunk, RECORD))
@@ -212,7 +213,7 @@ def test_a_servers_damaged_record_is_left_alone_too(tmp_path: Path) -> None:  # 
         if step == 2:
             tier.prepare(step, b"")
             tier.committed(step)
-            path = home / "gen-1" / f"ledger.{tier._ledger.entry.file}"
+            path = home / "gen-1" / f"ledger.{tier.ledger.entry.file}"
     tier.close()
     before = path.read_bytes()
     flipped(path, 8 * 70)

@@ -50,7 +50,7 @@ from roadtrain.servers.intermediary import IntermediarySession
 from roadtrain.servers.parameter_connection import ParameterConnection
 from roadtrain.servers.protocol import messages
 from roadtrain.servers.protocol.intermediary import Up
-from roadtrain.storage.ledger import StoreMeta
+from roadtrain.storage.meta import StoreMeta
 from roadtrain.switch.link import Participant, dial
 from roadtrain.switch.options import FanIn
 from roadtrain.transport import shm

@@ -21,8 +21,8 @@ from roadtrain.storage.history import (
     back_to,
     lost_chunks,
 )
-from roadtrain.storage.ledger import StoreMeta
 from roadtrain.storage.mark import Mark
+from roadtrain.storage.meta import StoreMeta
 
 
 class Begin(Enum):

@@ -42,8 +42,8 @@ from roadtrain.servers.trace import Stages
 from roadtrain.servers.worker_group import WorkerGroup
 from roadtrain.storage.convert import RecordView
 from roadtrain.storage.history import Doubt, HistoryLink, Resume, Witness
-from roadtrain.storage.ledger import StoreMeta
 from roadtrain.storage.mark import Mark
+from roadtrain.storage.meta import StoreMeta
 from roadtrain.switch.link import Participant, dial
 from roadtrain.switch.options import FanIn
 from roadtrain.transport import shm

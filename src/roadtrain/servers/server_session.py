@@ -44,7 +44,8 @@ from roadtrain.servers.trace import Stages
 from roadtrain.storage.convert import RecordView
 from roadtrain.storage.file import FileTier
 from roadtrain.storage.generation import create_part, open_part, publish_part
-from roadtrain.storage.ledger import StoreMeta, pack, unpack
+from roadtrain.storage.ledger import pack, unpack
+from roadtrain.storage.meta import StoreMeta
 from roadtrain.storage.snapshot import Snapshots, open_snapshot, restore
 from roadtrain.transport.link import Link
 from roadtrain.units import show_bytes

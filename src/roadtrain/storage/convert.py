@@ -12,6 +12,7 @@ Memory: one record, and a few more while converting. Does NOT know optimizers or
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -23,8 +24,9 @@ from roadtrain.chunks import NUMPY, Chunk, ParamSpec
 from roadtrain.device.buffers import Buffer, array_in
 from roadtrain.errors import ConfigError, ForeignError
 from roadtrain.kernels.cast import cast
+from roadtrain.retry import undone_on_error
 from roadtrain.storage.generation import OpenedStore, create_store
-from roadtrain.storage.ledger import GroupRule, StoreMeta
+from roadtrain.storage.meta import GroupRule, StoreMeta
 from roadtrain.storage.tier import RECORD, WEIGHTS
 
 Array = np.ndarray[Any, Any]
@@ -160,10 +162,8 @@ def _gather(
         piece = view.piece(MASTER if late else what, i)
         if what in view.rule.scalars:
             return piece.copy()
-        piece, target = (
-            piece[first - span.origin : last - span.origin],
-            out[first - start : last - start],
-        )
+        piece = piece[first - span.origin : last - span.origin]
+        target = out[first - start : last - start]
         cast(piece, "fp32", target, param.dtype) if late else np.copyto(target, piece)
     return out
 
@@ -199,18 +199,23 @@ def rewritten(
     with both numbers.
     """
     new = create_store(old.directories, old.meta, old.meta.owners, direct=direct, former=old)
-    try:
+    with _replacing(new, step, blob):
         for chunk in old.table.chunks:
             buffer = Buffer(old.meta.records[chunk.id].nbytes)
             view = read_record(old, chunk, buffer)
             change(view)
             new.tier_of(chunk.id).write(chunk.id, RECORD, buffer.view[: view.record.nbytes])
-        new.commit(step, blob)
-    except BaseException:
-        new.discard()
-        raise
-    new.publish()
     return new
+
+
+@contextmanager
+def _replacing(new: OpenedStore, step: int, blob: bytes) -> Iterator[None]:
+    """What is written into `new` inside is the contents of `step`, and replaces the store that
+    `new` was made from; where anything fails, `new` is removed."""
+    with undone_on_error(new.discard):
+        yield
+        new.commit(step, blob)
+    new.publish()
 
 
 def needs_conversion(old: OpenedStore, meta: StoreMeta, directories: Sequence[str | Path]) -> bool:
@@ -243,13 +248,8 @@ def convert(
     new = create_store(
         directories, replace(meta, job=old.meta.job), owners, direct=direct, former=old
     )
-    try:
+    with _replacing(new, old.step, old.blob):
         write_params(new, _from_store(old))
-        new.commit(old.step, old.blob)
-    except BaseException:
-        new.discard()
-        raise
-    new.publish()
     return new
 
 

@@ -68,13 +68,8 @@ class _Block:
     def __init__(
         self, index: int, part: ModulePart, fetched: FetchedParameters, shared: list[nn.Parameter]
     ) -> None:
-        self.index, self.name, self.module, self.fetched, self.shared = (
-            index,
-            part.name,
-            part.module,
-            fetched,
-            shared,
-        )
+        self.index, self.name, self.module = index, part.name, part.module
+        self.fetched, self.shared = fetched, shared
         self.modules = list(part.module.modules())
         self.params = part.params
         self.original = part.module.forward
@@ -107,11 +102,8 @@ class BlockStream:
         on_pass_end: Callable[[], None] | None = None,
     ) -> None:
         self.model, self.split, self.table, self.source = model, split, table, source
-        self.activations, self.device, self.on_pass_end = (
-            activations,
-            torch.device(device),
-            on_pass_end,
-        )
+        self.activations, self.on_pass_end = activations, on_pass_end
+        self.device = torch.device(device)
         parts = (split.root, *split.blocks)
         first = list(itertools.accumulate((len(part.params) for part in parts), initial=0))
         lots = [

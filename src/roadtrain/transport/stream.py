@@ -141,10 +141,8 @@ class FrameStream:
         self.peer = peer
         self._limit, self._summed, self._close_s = limit, summed, close_s
         self._lock = threading.Lock()
-        self._to_send, self._turned = (
-            threading.Condition(self._lock),
-            threading.Condition(self._lock),
-        )
+        self._to_send = threading.Condition(self._lock)
+        self._turned = threading.Condition(self._lock)
         self._queue, self._urgent = deque[_Frame](), deque[_Frame]()
         self._next = self._idle = self._moved = 0
         self._ready: dict[int, tuple[int, bytes, memoryview]] = {}

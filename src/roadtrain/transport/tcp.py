@@ -37,7 +37,7 @@ from pydantic import Field
 
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.options.check import check_options
-from roadtrain.retry import retry
+from roadtrain.retry import retry, undone_on_error
 from roadtrain.transport.handshake import (
     MAX_CONNECTIONS,
     NO_LANGUAGE,
@@ -46,11 +46,11 @@ from roadtrain.transport.handshake import (
     client_greet,
     client_verdict,
     greeting,
-    limits,
+    stream_between,
 )
 from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.listener import Accept, Listener, Report
-from roadtrain.transport.stream import Channel, FrameStream
+from roadtrain.transport.stream import Channel
 from roadtrain.units import KIB
 
 Address = tuple[str, int]
@@ -218,12 +218,7 @@ def connect(
             answers.append(client_greet(sock, ours, options.token, said, deadline, _binding(sock)))
         for sock, answer in zip(socks, answers):
             client_verdict(sock, answer, deadline)
-        link = FrameStream(
-            peer,
-            limits(options, [answer.greeting for answer in answers]),
-            options.summed,
-            options.close_s,
-        )
+        link = stream_between(peer, options, answers)
         for sock in socks:
             channels.append(options.channel(sock))
     except (OSError, RoadtrainError) as error:
@@ -256,13 +251,10 @@ def listen(
             )
         carrier = _TcpCarrier(options)
         sock = socket.socket(family, kind, protocol)
-        try:
+        with undone_on_error(sock.close):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(where)
             sock.listen(128)
-        except BaseException:
-            sock.close()
-            raise
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {address[0]}:{address[1]}: {error.strerror or error}"
@@ -303,12 +295,9 @@ def _binding(sock: socket.socket) -> bytes:
 def _connected(address: Address, options: TcpOptions) -> socket.socket:
     family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, kind, protocol)
-    try:
+    with undone_on_error(sock.close):
         sock.settimeout(options.connect_s)
         sock.connect(where)
-    except BaseException:
-        sock.close()
-        raise
     return sock
 
 
@@ -335,10 +324,8 @@ class _TcpChannel:
         """Whether what is waiting in the kernel leaves it slowly."""
         if self._slow:
             return
-        now, waiting = (
-            time.monotonic(),
-            int.from_bytes(fcntl.ioctl(self._sock, termios.TIOCOUTQ, b"\0" * 4), "little"),
-        )
+        now = time.monotonic()
+        waiting = int.from_bytes(fcntl.ioctl(self._sock, termios.TIOCOUTQ, b"\0" * 4), "little")
         if waiting > UNSENT and now - self._since < LOOK_S:
             return
         if waiting > UNSENT and self._given - waiting < SLOW * (now - self._since):
