@@ -42,6 +42,7 @@ from roadtrain.storage.generation import (
     publish_part,
 )
 from roadtrain.storage.meta import GroupRule, StoreMeta
+from roadtrain.storage.sealed import sealed, unsealed
 from roadtrain.storage.tier import RECORD, STATE_PART, WEIGHTS, part_range
 
 TABLE = ChunkTable.build(
@@ -322,7 +323,8 @@ def test_foreign_stores(tmp_path: Path) -> None:
     with pytest.raises(ForeignError, match=r"ledger.0"):
         open_store(directories)
     path = tmp_path / "a" / "gen-1" / "store.json"
-    path.write_text(json.dumps(json.loads(path.read_text().splitlines()[0]) | {"format": 99}))
+    tree = json.loads(unsealed(path.read_bytes())) | {"format": 99}
+    path.write_bytes(sealed(json.dumps(tree).encode()))
     with pytest.raises(ForeignError, match=r"format 99"):
         open_store(directories)
 

@@ -421,17 +421,8 @@ class _Side:
             self.row[:] = row
             out = self.copy[a:b] if copy_dtype else None
             held = [array[a:b] for array in self.arrays]
-            function(
-                self.p[a:b],
-                grad[a:b],
-                grad_dtype,
-                held,
-                self.row,
-                self.hyper,
-                scale,
-                out,
-                copy_dtype,
-            )
+            p, g = self.p[a:b], grad[a:b]
+            function(p, g, grad_dtype, held, self.row, self.hyper, scale, out, copy_dtype)
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, _Side)

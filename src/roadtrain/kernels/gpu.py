@@ -143,17 +143,8 @@ def apply(
         )
     held, sign, scalars = rule.scaled(arrays, row, hyper)  # type: ignore[arg-type]
     narrow = [None if s is None else float(np.float32(s)) for s in scalars]
-    kernel = _adam if isinstance(rule, AdamRule) else _sgd
+    scale, n = float(np.float32(sign * grad_scale)), p.numel()
+    kernel = (_adam if isinstance(rule, AdamRule) else _sgd)[max(1, -(-n // TILE)),]
     # triton launches on the current device, whatever its arguments are on
     with torch.cuda.device_of(p):
-        kernel[(max(1, -(-p.numel() // TILE)),)](
-            p.numel(),
-            p,
-            grad,
-            *held,
-            copy,
-            float(np.float32(sign * grad_scale)),
-            *narrow,
-            BLOCK=TILE,
-            enable_fp_fusion=False,
-        )
+        kernel(n, p, grad, *held, copy, scale, *narrow, BLOCK=TILE, enable_fp_fusion=False)

@@ -104,12 +104,11 @@ def read_record(store: OpenedStore, chunk: Chunk, buffer: Buffer, what: str = ""
 def read_param(store: OpenedStore, name: str, what: str = MASTER) -> Array:
     """One parameter's master, "weights" copy or state array, in its shape; of a scalar a float64
     array of one."""
-    return gather_param(
-        store.meta,
-        name,
-        what,
-        lambda c: read_record(store, c, Buffer(store.meta.records[c.id].nbytes), what),
-    )
+
+    def record_of(chunk: Chunk) -> RecordView:
+        return read_record(store, chunk, Buffer(store.meta.records[chunk.id].nbytes), what)
+
+    return gather_param(store.meta, name, what, record_of)
 
 
 def gather_param(
@@ -222,14 +221,10 @@ def needs_conversion(old: OpenedStore, meta: StoreMeta, directories: Sequence[st
     """Whether `old` rests otherwise than wanted: blocks, chunk size, dtypes, rules or
     directories. Chunks spread otherwise over the same directories (their rates were measured
     anew) are left where they are."""
-    want = (meta.blocks, meta.chunk_elements, meta.groups, [Path(d).resolve() for d in directories])
-    have = old.meta
-    return want != (
-        have.blocks,
-        have.chunk_elements,
-        have.groups,
-        [d.resolve() for d in old.directories],
-    )
+    want = (meta.blocks, meta.chunk_elements, meta.groups)
+    have = (old.meta.blocks, old.meta.chunk_elements, old.meta.groups)
+    homes = [Path(directory).resolve() for directory in directories]
+    return want != have or homes != [home.resolve() for home in old.directories]
 
 
 def convert(

@@ -22,7 +22,13 @@ from pathlib import Path
 import msgspec
 
 from roadtrain.errors import DamagedError, GoneError
-from roadtrain.storage.direct import in_ram, replace_file, sync_directory, typed_errors
+from roadtrain.storage.direct import (
+    in_ram,
+    read_or_none,
+    replace_file,
+    sync_directory,
+    typed_errors,
+)
 from roadtrain.storage.file import FILES
 from roadtrain.storage.ledger import steps_in
 from roadtrain.storage.meta import Brief
@@ -171,15 +177,6 @@ def remove(home: Path) -> None:
             home.rmdir()
             # gone before what comes in its place: a power cut cannot bring it back
             sync_directory(home.parent)
-
-
-def read_or_none(path: Path) -> bytes | None:
-    """None where no such file is."""
-    with typed_errors(path, "reading"):
-        try:
-            return path.read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
 
 
 def _named(content: bytes) -> tuple[int, str, bool]:

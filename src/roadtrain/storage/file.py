@@ -179,14 +179,10 @@ class FileTier:
         place, row = self._places[chunk], rows[self._places[chunk].row]
         part = RECORD if row["weights_sum"] else STATE_PART
         start, stop = part_range(place.record, part)
-        self.read(chunk, part, buffer[: stop - start], rows=rows)
-        to.write(
-            chunk,
-            part,
-            buffer[: stop - start],
-            {p: int(row[f"{p}_sum"]) for p in _parts(place, part)},
-        )
-        return stop - start
+        view = buffer[: stop - start]
+        self.read(chunk, part, view, rows=rows)
+        to.write(chunk, part, view, {p: int(row[f"{p}_sum"]) for p in _parts(place, part)})
+        return len(view)
 
     def check_sums(self, chunk: int, part: str, data: memoryview, rows: Rows | None = None) -> None:
         """Raises DamagedError where `data` is not what was written."""

@@ -184,16 +184,9 @@ class Ledger:
     def append(self, step: int, rows: Rows, blob: bytes) -> None:
         """Durable on return; the committed record is not touched."""
         m, number, session = self._meta, 1 - self.entry.file, self.session
-        head = HEADER.pack(
-            MAGIC,
-            m.format if session is None else WITH_SESSION,
-            m.generation,
-            uuid.UUID(m.job).bytes,
-            m.index,
-            len(rows),
-            step,
-            len(blob),
-        )
+        job, fmt = uuid.UUID(m.job).bytes, m.format if session is None else WITH_SESSION
+        counts = len(rows), step, len(blob)
+        head = HEADER.pack(MAGIC, fmt, m.generation, job, m.index, *counts)
         if session is not None:
             head += SESSION.pack(session.id.encode(), session.step, session.at)
         body = head + rows.tobytes() + blob

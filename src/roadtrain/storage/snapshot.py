@@ -102,11 +102,8 @@ class Snapshots:
         """`source` has a committed step, and nothing of the next one. The first snapshot begins
         now."""
         source = self._source
-        source.on_write, source.on_prepare, source.on_commit = (
-            self._before_write,
-            self._before_prepare,
-            self._committed,
-        )
+        source.on_write, source.on_prepare = self._before_write, self._before_prepare
+        source.on_commit = self._committed
         if self._target.step < 0:
             self._begin()
 

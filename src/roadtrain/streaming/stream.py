@@ -106,15 +106,10 @@ class BlockStream:
         self.device = torch.device(device)
         parts = (split.root, *split.blocks)
         first = list(itertools.accumulate((len(part.params) for part in parts), initial=0))
-        lots = [
-            FetchedParameters(
-                table,
-                table.blocks[i],
-                {first[i] + k: p for k, (_, p) in enumerate(part.params)},
-                self.device,
-            )
-            for i, part in enumerate(parts)
-        ]
+        lots = []
+        for block, part, at in zip(table.blocks, parts, first):
+            params = {at + k: p for k, (_, p) in enumerate(part.params)}
+            lots.append(FetchedParameters(table, block, params, self.device))
         self.root = lots[0]
         mine = {id(p) for _, p in self.root.trainable}
         self._blocks = {
@@ -206,13 +201,8 @@ class BlockStream:
             inputs, slots = distinct(leaves)
             wants = [t for t in (*inputs, *block.shared) if t.requires_grad]
             if wants or any(p.requires_grad for _, p in block.fetched.trainable):
-                call = _Call(
-                    self,
-                    block,
-                    inputs,
-                    [(i, pristine(leaf, block.name)) for i, leaf in slots],
-                    spec,
-                )
+                fresh = [(i, pristine(leaf, block.name)) for i, leaf in slots]
+                call = _Call(self, block, inputs, fresh, spec)
                 outputs = _Node.apply(call, self.gate, *wants)  # type: ignore[no-untyped-call]
                 return call.returned(outputs)
         with self.fetched_block(block) as (buffer, _), torch.no_grad():

@@ -238,12 +238,8 @@ def _send_verdict(
     sock: socket.socket, code: int, text: bytes, deadline: float, caller: OpenHandshake | None
 ) -> None:
     proof = _prove_verdict(caller, code, text) if caller else bytes(32)
-    send(
-        sock,
-        sealed(VERDICT.pack(code, len(text), SUM.unpack(sealed(text)[-SUM.size :])[0], proof))
-        + text,
-        deadline,
-    )
+    (text_sum,) = SUM.unpack(sealed(text)[-SUM.size :])
+    send(sock, sealed(VERDICT.pack(code, len(text), text_sum, proof)) + text, deadline)
 
 
 def _rest_of_greeting(

@@ -259,11 +259,8 @@ class _Ring:
         """0 at the end, -1 to try again."""
         there = self._used(self._words[_HEAD], self._here)
         if not there:
-            return (
-                -1
-                if not self._sleep(_READER_SLEEPS, lambda: self._words[_HEAD] != self._here)
-                else 0
-            )
+            ended = self._sleep(_READER_SLEEPS, lambda: self._words[_HEAD] != self._here)
+            return 0 if ended else -1
         _order()
         n = min(there, len(view), self._piece)
         self._copy(view[:n], False)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import ipaddress
 import secrets
@@ -194,28 +195,17 @@ def connect(
     try:
         answers = []
         for i in range(options.connections):
-            sock = retry(
-                lambda: _connected(address, options),
-                ConnectionRefusedError,
-                options.retry_s,
-                waits,
-            )
+            opened = functools.partial(_connected, address, options)
+            sock = retry(opened, ConnectionRefusedError, options.retry_s, waits)
             socks.append(sock)
             deadline = time.monotonic() + options.handshake_s
             if context is not None and options.tls is not None:
                 sock.settimeout(options.handshake_s)
                 sock = socks[-1] = context.wrap_socket(sock, server_hostname=address[0])
             said = b"" if i else hello
-            ours = greeting(
-                options,
-                options.token,
-                link_id,
-                i,
-                options.connections,
-                language=language,
-                hello=said,
-            )
-            answers.append(client_greet(sock, ours, options.token, said, deadline, _binding(sock)))
+            token, count = options.token, options.connections
+            ours = greeting(options, token, link_id, i, count, language=language, hello=said)
+            answers.append(client_greet(sock, ours, token, said, deadline, _binding(sock)))
         for sock, answer in zip(socks, answers):
             client_verdict(sock, answer, deadline)
         link = stream_between(peer, options, answers)
