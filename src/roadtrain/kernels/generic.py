@@ -117,18 +117,8 @@ class TorchRule(Rule):
         )
         return optimizer
 
-    def apply(
-        self,
-        p: Array,
-        grad: Array,
-        grad_dtype: str,
-        arrays: Arrays,
-        row: Array,
-        hyper: Hyper,
-        grad_scale: float,
-        copy: Array | None,
-        copy_dtype: str | None,
-    ) -> None:
+    # types as in Rule
+    def apply(self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype):  # type: ignore[no-untyped-def]
         wide = np.empty(p.size, np.float32)
         cast(grad, grad_dtype, wide, "fp32")
         if grad_scale != 1.0:
@@ -137,18 +127,7 @@ class TorchRule(Rule):
         if copy is not None:
             cast(p, "fp32", copy, copy_dtype or "bf16")
 
-    def reference(
-        self,
-        p: Array,
-        grad: Array,
-        grad_dtype: str,
-        arrays: Arrays,
-        row: Array,
-        hyper: Hyper,
-        grad_scale: float,
-        copy: Array | None,
-        copy_dtype: str | None,
-    ) -> None:
+    def reference(self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype):  # type: ignore[no-untyped-def]
         wide = reference_widen(grad, grad_dtype) * np.float32(grad_scale)
         start = row.copy()
         for i in range(0, max(p.size, 1), 1000):  # the rule is its own reference: in other pieces

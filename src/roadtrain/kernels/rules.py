@@ -58,36 +58,15 @@ class _Native(Rule):
         narrow = tuple(None if s is None else np.float32(s) for s in scalars)
         return [*held, None, None, None][:3], np.float32(sign * grad_scale), narrow
 
-    def apply(
-        self,
-        p: Array,
-        grad: Array,
-        grad_dtype: str,
-        arrays: Arrays,
-        row: Array,
-        hyper: Hyper,
-        grad_scale: float,
-        copy: Array | None,
-        copy_dtype: str | None,
-    ) -> None:
+    # types as in Rule
+    def apply(self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype):  # type: ignore[no-untyped-def]
         held, scale, scalars = self._rounded(arrays, row, hyper, grad_scale)
         out = None if copy is None else uncached(typed(copy, copy_dtype or "bf16"))
         update.KERNELS[self.formula](p, typed(grad, grad_dtype), *held, out, scale, scalars)
         if out is not None:
             fence()
 
-    def reference(
-        self,
-        p: Array,
-        grad: Array,
-        grad_dtype: str,
-        arrays: Arrays,
-        row: Array,
-        hyper: Hyper,
-        grad_scale: float,
-        copy: Array | None,
-        copy_dtype: str | None,
-    ) -> None:
+    def reference(self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype):  # type: ignore[no-untyped-def]
         held, scale, scalars = self._rounded(arrays, row, hyper, grad_scale)
         with np.errstate(all="ignore"):
             p[:], *new = self.formula(p, reference_widen(grad, grad_dtype) * scale, *held, *scalars)
