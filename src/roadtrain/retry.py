@@ -1,9 +1,11 @@
-"""Retry: what fails because somebody is about to come or to leave is tried again for a while."""
+"""After a failure: try again for a while, where somebody is about to come or to leave; or undo
+what was begun."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -33,3 +35,13 @@ def retry(
                 waits(error, until - now)
                 say_at = now + SAY_S
             time.sleep(0.05)
+
+
+@contextmanager
+def undone_on_error(undo: Callable[[], object]) -> Iterator[None]:
+    """Call `undo` where the body raises, and let its error pass."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise

@@ -653,7 +653,7 @@ def test_a_server_that_cannot_prove_the_token_is_not_believed():
         sock.sendall(sealed(handshake.GREETING.pack(*handshake.greeting(options, TOKEN, b""))))
         handshake.receive(sock, handshake.PROOF.size + 8, time.monotonic() + 5, "")
         handshake.take(
-            sock, handshake.Caller(None, b"", b"another token", b""), time.monotonic() + 5
+            sock, handshake.OpenHandshake(None, b"another token", b""), time.monotonic() + 5
         )
         sock.close()
 
@@ -1084,7 +1084,9 @@ def test_the_proofs_cover_what_protects_the_channel():
     not for his channel."""
     ours = handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16))
     found, answer = greeted(ours)
-    assert isinstance(found, handshake.Caller) and isinstance(answer, handshake.Answered)
+    assert isinstance(found, handshake.OpenHandshake) and isinstance(
+        answer, handshake.OpenHandshake
+    )
     found, answer = greeted(ours, binding=b"of another certificate")
     assert isinstance(found, AuthError) and isinstance(answer, AuthError)
 
@@ -1183,7 +1185,9 @@ def test_a_verdict_is_short_and_plain():
 
 def test_each_side_proves_its_own_role():
     """What a server proves is no client's proof of the same words."""
-    answer = handshake.Answered(handshake.greeting(tcp.TcpOptions(), TOKEN, b""), TOKEN, b"said")
+    answer = handshake.OpenHandshake(
+        handshake.greeting(tcp.TcpOptions(), TOKEN, b""), TOKEN, b"said"
+    )
     words = b"said" + bytes([handshake.TAKEN])
     assert handshake._prove_verdict(answer, handshake.TAKEN, b"") == handshake._prove(
         TOKEN, b"server", words
@@ -1195,7 +1199,10 @@ def test_each_side_proves_its_own_role():
 def test_the_smallest_limit_of_both_sides_counts(given):
     ours, theirs = given
     greetings = [handshake.greeting(tcp.TcpOptions(frame_limit=n), TOKEN, b"") for n in theirs]
-    assert handshake.limits(tcp.TcpOptions(frame_limit=ours), greetings) == 10
+    answers = [handshake.OpenHandshake(greeting, TOKEN, b"") for greeting in greetings]
+    link = handshake.stream_between("the peer", tcp.TcpOptions(frame_limit=ours), answers)
+    with pytest.raises(WireError, match="a payload of 11 bytes, 10 are allowed"):
+        link.send(1, b"", [memoryview(bytes(11))])
 
 
 def test_messages_of_another_edition_are_refused_with_a_sentence_on_both_sides():

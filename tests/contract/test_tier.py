@@ -13,7 +13,7 @@ from roadtrain.chunks import PAGE, ChunkTable, ParamSpec
 from roadtrain.device.buffers import Buffer
 from roadtrain.storage.file import FileTier
 from roadtrain.storage.generation import create_store
-from roadtrain.storage.ledger import GroupRule, StoreMeta
+from roadtrain.storage.meta import GroupRule, StoreMeta
 from roadtrain.storage.tier import RECORD, STATE_PART, WEIGHTS, part_range
 
 TABLE = ChunkTable.build(

@@ -211,9 +211,6 @@ STORES: dict[str, Case] = {
     "momentum": Case(Variant("momentum", wide=False), "1 directory"),
     "lion": Case(Variant("lion", wide=False), "1 directory"),
     "radam": Case(Variant("radam", wide=False), "1 directory"),
-    "first-edition": Case(
-        TINY, "1 directory"
-    ),  # without checksums of small files, the job's state by torch.save
     "server": Case(TINY, "1 server"),
     "servers": Case(TINY, "2 servers"),
     "replicas": Case(TINY, "2 servers", {"replicas": 2}),

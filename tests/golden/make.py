@@ -58,12 +58,7 @@ def stores() -> None:
     for name, case in cases.STORES.items():
         home = HOME / name
         home.mkdir(parents=True)
-        if name == "first-edition":
-            with surface.states_by_torch_save():
-                cases.train(case, home, 0, cases.STORED)
-            surface.without_checksums(home / "store0")
-        else:
-            cases.train(case, home, 0, cases.STORED)
+        cases.train(case, home, 0, cases.STORED)
         with tempfile.TemporaryDirectory() as copy:
             shutil.copytree(home, copy, dirs_exist_ok=True)
             with cases.placed(case, Path(copy)) as (model, optimizer, _):

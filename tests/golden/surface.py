@@ -40,8 +40,6 @@ from roadtrain.servers.serve import SessionHost
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.run import simulate
 from roadtrain.storage.direct import DirectFile
-from roadtrain.storage.sealed import unsealed
-from roadtrain.streaming import plain
 from roadtrain.sums.reducer import Reducer
 from roadtrain.transport import handshake as shake
 from roadtrain.transport import link as wire
@@ -148,28 +146,6 @@ def options_in(text: str) -> set[str]:
     named = set(re.findall(r"(?<![\w-])--[a-z](?:[\w.-]*\w)?", text))
     former = {f"--{key}" for key, now in job.FORMER_KEYS.items() if f"--{now.now}" in named}
     return named | former
-
-
-@contextlib.contextmanager
-def states_by_torch_save() -> Iterator[None]:
-    """Only to make fixtures: the state of a job is committed as the first edition wrote it."""
-
-    def encode(value: Any, what: str = "") -> bytes:
-        out = io.BytesIO()
-        torch.save(value, out)
-        return out.getvalue()
-
-    now, plain.encode = plain.encode, encode  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        plain.encode = now
-
-
-def without_checksums(store: Path) -> None:
-    """Only to make fixtures: the small text files of a store as the first edition wrote them."""
-    for path in [store / "CURRENT", *store.glob("gen-*/store.json")]:
-        path.write_bytes(unsealed(path.read_bytes())[0])
 
 
 # commands and the keys of a job

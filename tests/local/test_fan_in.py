@@ -22,7 +22,7 @@ from torch import nn
 from roadtrain.errors import PeerError, WireError
 from roadtrain.servers import frames as m
 from roadtrain.servers import health
-from roadtrain.storage.ledger import StoreMeta
+from roadtrain.storage.meta import StoreMeta
 from roadtrain.switch import fixed_point
 from roadtrain.switch import switch as switch_module
 from roadtrain.switch.datagrams import DatagramSocket

@@ -3,7 +3,6 @@ and 3."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
@@ -28,7 +27,6 @@ from roadtrain.errors import (
     GoneError,
     StaleError,
 )
-from roadtrain.streaming import plain
 from roadtrain.training import verify
 from roadtrain.training.metrics import Metrics, read_metrics
 from roadtrain.training.train import train
@@ -151,7 +149,7 @@ def test_an_unmounted_store_is_not_begun_anew(path: Path) -> None:
     assert not load_job(job.run_dir / "job.toml").run.new_store  # it is said once
 
 
-@pytest.mark.parametrize("marked", [True, False], ids=["marked", "of the first edition"])
+@pytest.mark.parametrize("marked", [True, False], ids=["marked", "mark lost"])
 def test_an_older_store_is_refused(path: Path, marked: bool) -> None:
     job = job_of(path)
     stop_after(job, 1)
@@ -358,28 +356,6 @@ def test_a_full_run_directory(path: Path) -> None:
 
 def contents(directory: Path) -> dict[str, bytes]:
     return {str(p): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
-
-
-def test_a_state_that_the_first_edition_committed_resumes(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rule 3: it was written by torch.save. Dropout and fp16's scaler show that all of it
-    counts."""
-    more = {"model.config.attention_dropout": 0.3, "model.dtype": "fp16"}
-    whole = load_job(path, {**more, "run.dir": str(tmp_path / "whole")})
-    parts = load_job(path, {**more, "run.dir": str(tmp_path / "parts")})
-    train(whole, quiet)
-
-    def saved(state: Any) -> bytes:
-        out = io.BytesIO()
-        torch.save(state, out)
-        return out.getvalue()
-
-    with monkeypatch.context() as first_edition:
-        first_edition.setattr(plain, "encode", saved)
-        stop_after(parts, 2)
-    train(parts, quiet)
-    assert losses(parts) == losses(whole) and len(losses(whole)) == 5
 
 
 def test_who_is_late_does_not_wait_for_the_norm(path: Path) -> None:

@@ -140,26 +140,7 @@ def test_an_older_copy_is_refused_by_the_run():
         )
 
 
-def test_stores_of_the_first_edition():
-    def at(**found):
-        return Histories(
-            {
-                int(n[1:]): ServerHoldings(step, sessions=sessions)
-                for n, (step, sessions) in found.items()
-            },
-            NAMES[:3],
-            ring(3),
-        ).resume()
-
-    assert at(s0=(7, (4, 4, 4)), s1=(8, (4, 4, 4)), s2=(8, (4, 4, 4))).step == 7
-    assert at(s1=(8, (4, 4, 4)), s2=(8, (4, 4, 4))).members == (1, 2)
-    assert at(s0=(7, (4, 4, 4)), s1=(8, (0, 5, 5)), s2=(9, (0, 5, 5))).members == (1, 2)
-    # it died while it began
-    assert at(s0=(8, (4, 4, 4)), s1=(8, (5, 5, 5)), s2=(8, (4, 4, 4))).members == (0, 1, 2)
-    with pytest.raises(ForkedError):
-        histories({0: ServerHoldings(9, sessions=(5, 0)), 1: ServerHoldings(7, sessions=(0, 5))})
-    with pytest.raises(ForkedError):
-        histories({0: ServerHoldings(9, sessions=(6, 0)), 1: ServerHoldings(7, sessions=(0, 5))})
+def test_a_store_without_a_history_goes_on():
     no_replicas = {0: ServerHoldings(7), 1: ServerHoldings(8)}
     assert Histories(no_replicas, NAMES[:2], {(0,), (1,)}).resume() == Resume(7, (0, 1), ())
 

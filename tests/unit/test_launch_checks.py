@@ -34,9 +34,9 @@ from roadtrain.launch.resolve import ResolvedRun, resolve
 from roadtrain.planner.job_plans import JobPlans
 from roadtrain.stages.parallelism import Parallelism
 from roadtrain.storage.generation import create_part, publish_part
-from roadtrain.storage.ledger import GroupRule, StoreMeta
 from roadtrain.storage.lock import Locks
 from roadtrain.storage.mark import Mark
+from roadtrain.storage.meta import GroupRule, StoreMeta
 from roadtrain.units import GIB
 from tests.local.ports import free_port
 

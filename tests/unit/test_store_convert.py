@@ -21,7 +21,7 @@ from roadtrain.storage import convert, generation
 from roadtrain.storage.convert import convert as convert_store
 from roadtrain.storage.convert import needs_conversion, read_param, read_record, write_params
 from roadtrain.storage.generation import OpenedStore, create_store, open_store
-from roadtrain.storage.ledger import GroupRule, StoreMeta
+from roadtrain.storage.meta import GroupRule, StoreMeta
 from roadtrain.storage.tier import STATE_PART
 
 GROUPS = (GroupRule("adamw", ("m", "v"), ("t", "beta_t")), GroupRule("sgd"))

@@ -41,7 +41,8 @@ from roadtrain.storage.generation import (
     open_store,
     publish_part,
 )
-from roadtrain.storage.ledger import GroupRule, StoreMeta
+from roadtrain.storage.meta import GroupRule, StoreMeta
+from roadtrain.storage.sealed import sealed, unsealed
 from roadtrain.storage.tier import RECORD, STATE_PART, WEIGHTS, part_range
 
 TABLE = ChunkTable.build(
@@ -161,7 +162,7 @@ class Model:
                     file.seek(tier._places[chunk].offset + first)
                     file.write(os.urandom(last - first))
         if torn_at is not None and prepared == len(tiers):
-            ledger = tiers[0]._ledger
+            ledger = tiers[0].ledger
             path = ledger._files[ledger.pending.file].path
             with open(path, "r+b") as file:
                 file.seek(int(torn_at * 400))
@@ -322,7 +323,8 @@ def test_foreign_stores(tmp_path: Path) -> None:
     with pytest.raises(ForeignError, match=r"ledger.0"):
         open_store(directories)
     path = tmp_path / "a" / "gen-1" / "store.json"
-    path.write_text(json.dumps(json.loads(path.read_text().splitlines()[0]) | {"format": 99}))
+    tree = json.loads(unsealed(path.read_bytes())) | {"format": 99}
+    path.write_bytes(sealed(json.dumps(tree).encode()))
     with pytest.raises(ForeignError, match=r"format 99"):
         open_store(directories)
 

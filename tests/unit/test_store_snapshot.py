@@ -18,7 +18,7 @@ from roadtrain.errors import ForeignError, FullError
 from roadtrain.storage.direct import in_ram
 from roadtrain.storage.file import FileTier
 from roadtrain.storage.generation import create_part, open_part, publish_part
-from roadtrain.storage.ledger import GroupRule, StoreMeta
+from roadtrain.storage.meta import GroupRule, StoreMeta
 from roadtrain.storage.snapshot import Snapshots, held_in, open_snapshot, restore, where_it_rests
 from roadtrain.storage.tier import RECORD, STATE_PART, WEIGHTS, part_range
 

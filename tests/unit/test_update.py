@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 
 import numpy as np
@@ -12,6 +13,7 @@ from roadtrain.errors import RuleError
 from roadtrain.kernels.cast import reference_downcast, uncached
 from roadtrain.kernels.generic import FORMATS, check_rule
 from roadtrain.kernels.lion import Lion
+from roadtrain.kernels.optimizers import OPTIMIZERS
 from roadtrain.kernels.rules import AdamRule, SgdRule
 from roadtrain.kernels.torch_rules import rules_for
 
@@ -183,6 +185,14 @@ def test_each_group_has_its_rule():
     rules = rules_for(O.SGD([{"params": [a], "momentum": 0.9}, {"params": [b]}], lr=0.1))
     assert rules == [SgdRule(True), SgdRule(False)]
     assert rules_for(O.AdamW([a], fused=True)) == [AdamRule(True, False)]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_short_name_has_a_compiled_rule_of_the_size_that_is_said(name):
+    module, _, kind = OPTIMIZERS[name].path.partition(":")
+    optimizer = getattr(importlib.import_module(module), kind)([torch.ones(1)], lr=0.1)
+    (rule,) = rules_for(optimizer)
+    assert rule.name == name and 4 * len(rule.arrays) == OPTIMIZERS[name].state_nbytes
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam", "Adafactor", "Muon"])

@@ -22,6 +22,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from roadtrain.chunks import MAX_CHUNK
 from roadtrain.errors import ConfigError
+from roadtrain.kernels.optimizers import OPTIMIZERS
 from roadtrain.options.names import Former, Report, did_you_mean, in_words_of_now
 from roadtrain.options.schema import (
     Count,
@@ -43,8 +44,6 @@ from roadtrain.options.schema import (
 from roadtrain.stages.job_parallelism import ParallelismSection, Stages
 from roadtrain.switch.options import WINDOW, WINDOWS, FanIn, SwitchNode, Wire
 from roadtrain.units import parse_bytes
-
-OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adagrad", "rmsprop")
 
 
 class RunSection(Section):

@@ -17,7 +17,8 @@ from __future__ import annotations
 import copy as copying
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise, product
 from time import perf_counter
@@ -28,7 +29,7 @@ import torch
 
 from roadtrain.errors import RuleError
 from roadtrain.kernels.cast import cast, reference_downcast, reference_widen
-from roadtrain.kernels.rule import Rule
+from roadtrain.kernels.rule import Array, Arrays, Hyper, Rule
 from roadtrain.units import show_rate
 
 HINT = "use one of torch's elementwise optimizers, or write a Rule (roadtrain check-rule)"
@@ -102,9 +103,7 @@ class TorchRule(Rule):
             out.extend(_numbers(now))
         return tuple(out)
 
-    def build(
-        self, params: Sequence[torch.Tensor], hyper: Sequence[float]
-    ) -> torch.optim.Optimizer:
+    def build(self, params: Sequence[torch.Tensor], hyper: Hyper) -> torch.optim.Optimizer:
         """An instance with the user's options, made as unpickling makes one: what `__init__`
         wants is unknown."""
         group: dict[str, Any] = {"params": list(params)}
@@ -118,18 +117,8 @@ class TorchRule(Rule):
         )
         return optimizer
 
-    def apply(
-        self,
-        p: np.ndarray,
-        grad: np.ndarray,
-        grad_dtype: str,
-        arrays: Sequence[np.ndarray],
-        row: np.ndarray,
-        hyper: Sequence[float],
-        grad_scale: float,
-        copy: np.ndarray | None,
-        copy_dtype: str | None,
-    ) -> None:
+    # types as in Rule
+    def apply(self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype):  # type: ignore[no-untyped-def]
         wide = np.empty(p.size, np.float32)
         cast(grad, grad_dtype, wide, "fp32")
         if grad_scale != 1.0:
@@ -138,18 +127,7 @@ class TorchRule(Rule):
         if copy is not None:
             cast(p, "fp32", copy, copy_dtype or "bf16")
 
-    def reference(
-        self,
-        p: np.ndarray,
-        grad: np.ndarray,
-        grad_dtype: str,
-        arrays: Sequence[np.ndarray],
-        row: np.ndarray,
-        hyper: Sequence[float],
-        grad_scale: float,
-        copy: np.ndarray | None,
-        copy_dtype: str | None,
-    ) -> None:
+    def reference(self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype):  # type: ignore[no-untyped-def]
         wide = reference_widen(grad, grad_dtype) * np.float32(grad_scale)
         start = row.copy()
         for i in range(0, max(p.size, 1), 1000):  # the rule is its own reference: in other pieces
@@ -159,14 +137,7 @@ class TorchRule(Rule):
         if copy is not None:
             copy[:] = reference_downcast(p, copy_dtype or "bf16")
 
-    def _step(
-        self,
-        p: np.ndarray,
-        grad: np.ndarray,
-        arrays: Sequence[np.ndarray],
-        row: np.ndarray,
-        hyper: Sequence[float],
-    ) -> None:
+    def _step(self, p: Array, grad: Array, arrays: Arrays, row: Array, hyper: Hyper) -> None:
         param = torch.nn.Parameter(torch.from_numpy(p))
         param.grad = torch.from_numpy(grad)
         optimizer = self.build([param], hyper)
@@ -186,9 +157,7 @@ class TorchRule(Rule):
             p[:] = param.detach().numpy()
         self._keep(optimizer.state[param], held, row)
 
-    def _keep(
-        self, state: Mapping[str, Any], held: Mapping[str, torch.Tensor], row: np.ndarray
-    ) -> None:
+    def _keep(self, state: Mapping[str, Any], held: Mapping[str, torch.Tensor], row: Array) -> None:
         """Bring the state that the step left behind back into arrays and row."""
         present = 0
         for key in state.keys() - {f.key for f in self.fields}:
@@ -215,7 +184,7 @@ class TorchRule(Rule):
         begin = param.detach().clone()
         seen: dict[str, Any] = {}
         absent: set[str] = set()
-        try:
+        with _runs(self.cls, "a flat slice"):
             optimizer = self.build([param], self.hyper(self.options))
             before = _print_of(optimizer, self.attributes)
             for _ in range(PROBE_STEPS):
@@ -225,12 +194,6 @@ class TorchRule(Rule):
                 state = dict(optimizer.state.get(param, {}))
                 absent |= {key for key, value in state.items() if value is None}
                 seen.update({key: value for key, value in state.items() if value is not None})
-        except RuleError:
-            raise
-        except Exception as error:
-            raise RuleError(
-                f"{self.cls.__name__} does not run on a flat slice: {error}", hint=HINT
-            ) from error
         if set(optimizer.state) - {param} or _print_of(optimizer, self.attributes) != before:
             raise RuleError(
                 f"{self.cls.__name__} keeps state outside optimizer.state[parameter]", hint=HINT
@@ -266,6 +229,17 @@ class TorchRule(Rule):
             f"{self.cls.__name__} keeps {key!r} as {what}; fp32 arrays and numbers can be kept",
             hint=HINT,
         )
+
+
+@contextmanager
+def _runs(cls: type, where: str) -> Iterator[None]:
+    """Raise RuleError for whatever the user's class raises inside."""
+    try:
+        yield
+    except RuleError:
+        raise
+    except Exception as error:
+        raise RuleError(f"{cls.__name__} does not run on {where}: {error}", hint=HINT) from error
 
 
 def _plain(value: Any) -> Any:
@@ -316,7 +290,7 @@ def check_elementwise(rule: TorchRule) -> None:
     whole = [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
     hyper = rule.hyper(rule.options)
     sides = [_Side(rule, p.detach().numpy().reshape(-1), hyper) for p in whole]
-    try:
+    with _runs(rule.cls, "flat slices"):
         optimizer = rule.build(whole, hyper)
         for step in range(PROBE_STEPS):
             for p in whole:
@@ -335,12 +309,6 @@ def check_elementwise(rule: TorchRule) -> None:
                         f" at step {step + 1}",
                         hint=HINT,
                     )
-    except RuleError:
-        raise
-    except Exception as error:
-        raise RuleError(
-            f"{rule.cls.__name__} does not run on flat slices: {error}", hint=HINT
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -356,7 +324,7 @@ class CheckReport:
 
 def check_rule(
     rule: Rule,
-    hyper: Sequence[float],
+    hyper: Hyper,
     elements: int = 1 << 20,
     formats: Sequence[tuple[str, str | None]] = FORMATS,
 ) -> CheckReport:
@@ -382,7 +350,7 @@ def check_rule(
     return CheckReport(rule.name, len(cases), tuple(failures), bytes_per_s(rule, hyper, elements))
 
 
-def bytes_per_s(rule: Rule, hyper: Sequence[float], elements: int, times: int = 5) -> float:
+def bytes_per_s(rule: Rule, hyper: Hyper, elements: int, times: int = 5) -> float:
     """As CheckReport counts them: the median of so many steps of one slice of that many
     elements."""
     side = _Side(rule, np.random.default_rng(4).standard_normal(elements, dtype=np.float32), hyper)
@@ -412,7 +380,7 @@ def say_generic(rules: Sequence[Rule], report: Callable[[str], None]) -> None:
 class _Side:
     """One of the runs that are compared: parameters, state, row and copy."""
 
-    def __init__(self, rule: Rule, p: np.ndarray, hyper: Sequence[float]) -> None:
+    def __init__(self, rule: Rule, p: Array, hyper: Hyper) -> None:
         self.p, self.hyper = p.copy(), hyper
         self.arrays = [np.zeros(p.size, np.float32) for _ in rule.arrays]
         self.row, self.copy = np.zeros(len(rule.scalars)), np.zeros(p.size, np.uint16)
@@ -421,7 +389,7 @@ class _Side:
     def step(
         self,
         function: Any,
-        grad: np.ndarray,
+        grad: Array,
         grad_dtype: str,
         scale: float,
         copy_dtype: str | None,
@@ -432,17 +400,8 @@ class _Side:
             self.row[:] = row
             out = self.copy[a:b] if copy_dtype else None
             held = [array[a:b] for array in self.arrays]
-            function(
-                self.p[a:b],
-                grad[a:b],
-                grad_dtype,
-                held,
-                self.row,
-                self.hyper,
-                scale,
-                out,
-                copy_dtype,
-            )
+            p, g = self.p[a:b], grad[a:b]
+            function(p, g, grad_dtype, held, self.row, self.hyper, scale, out, copy_dtype)
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, _Side)

@@ -1,8 +1,7 @@
-"""The AdamW and SGD updates and the sum of squares in Triton, for CUDA tensors, in one pass.
+"""The AdamW and SGD updates in Triton, for CUDA tensors, in one pass.
 
 The same operations in the same order as `update.py`, with IEEE division and root and without
-contraction, so that an update has the bits of the CPU kernel. The sum of squares is fixed for one
-kind of device, not across kinds (Rule 1).
+contraction, so that an update has the bits of the CPU kernel.
 
 Assumes contiguous flat tensors on one device; triton is not a dependency: RuleError where it is
 missing. Tested with triton's interpreter. Does NOT choose between CPU and GPU.
@@ -116,24 +115,9 @@ def _adam(
         tl.store(copy + at, _rounded(x, copy.dtype.element_ty), mask=here)
 
 
-@_jit
-def _squares(n, x, scale, partial, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    wide = (tl.load(x + at, mask=at < n, other=0.0).to(tl.float32) * scale).to(tl.float64)
-    tl.store(partial + tl.program_id(0), tl.sum(wide * wide, axis=0))
-
-
 def available() -> bool:
     """Whether there is a compiler of these kernels."""
     return triton is not None
-
-
-def _programs(n: int) -> tuple[int]:
-    if triton is None:
-        raise RuleError(
-            "updates on a GPU need triton, which is not installed", hint="pip install triton"
-        )
-    return (max(1, -(-n // TILE)),)
 
 
 def apply(
@@ -153,31 +137,14 @@ def apply(
         raise RuleError(
             f"{rule.name} has no GPU kernel", hint="use AdamW, Adam or SGD, or update on the host"
         )
-    grid = _programs(p.numel())
+    if triton is None:
+        raise RuleError(
+            "updates on a GPU need triton, which is not installed", hint="pip install triton"
+        )
     held, sign, scalars = rule.scaled(arrays, row, hyper)  # type: ignore[arg-type]
     narrow = [None if s is None else float(np.float32(s)) for s in scalars]
-    kernel = _adam if isinstance(rule, AdamRule) else _sgd
+    scale, n = float(np.float32(sign * grad_scale)), p.numel()
+    kernel = (_adam if isinstance(rule, AdamRule) else _sgd)[max(1, -(-n // TILE)),]
     # triton launches on the current device, whatever its arguments are on
     with torch.cuda.device_of(p):
-        kernel[grid](
-            p.numel(),
-            p,
-            grad,
-            *held,
-            copy,
-            float(np.float32(sign * grad_scale)),
-            *narrow,
-            BLOCK=TILE,
-            enable_fp_fusion=False,
-        )
-
-
-def sum_squares(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """Sum of (float32(x) * scale)^2 as a float64 tensor on the device of x."""
-    grid = _programs(x.numel())
-    partial = torch.zeros(grid[0], dtype=torch.float64, device=x.device)
-    with torch.cuda.device_of(x):
-        _squares[grid](
-            x.numel(), x, float(np.float32(scale)), partial, BLOCK=TILE, enable_fp_fusion=False
-        )
-    return partial.sum()
+        kernel(n, p, grad, *held, copy, scale, *narrow, BLOCK=TILE, enable_fp_fusion=False)

@@ -1,10 +1,10 @@
 """Few bits for a float: one bit (Seide et al. 2014) and dithering (QSGD, Alistarh et al. 2017),
 packed; what residuals may keep.
 
-`one_bit`: the sign, and one mean magnitude for all. `dither`: one of 2 L + 1 levels from -max |x|
-to max |x|, rounded up or down at random so that the mean is exact; the random numbers are a hash of
-`seed` and the element's place, so the same call gives the same bits anywhere (Rule 1). A value that
-is not finite makes all that is decoded NaN: nothing is hidden.
+One bit (`pack_signs`): the sign, and one mean magnitude for all. Dithering (`pack_levels`): one of
+2 L + 1 levels from -max |x| to max |x|, rounded up or down at random so that the mean is exact; the
+random numbers are a hash of `seed` and the element's place, so the same call gives the same bits
+anywhere (Rule 1). A value that is not finite makes all that is decoded NaN: nothing is hidden.
 
 Assumes contiguous arrays, float32 [N] and uint8. Does NOT thread or allocate.
 """

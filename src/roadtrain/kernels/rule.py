@@ -18,6 +18,10 @@ from typing import Any
 
 import numpy as np
 
+Array = np.ndarray
+Arrays = Sequence[np.ndarray]
+Hyper = Sequence[float]
+
 
 class Rule(ABC):
     """Arrays and scalars carry torch's own state names ("exp_avg", "step"), so that checkpoints
@@ -46,9 +50,7 @@ class Rule(ABC):
         """Plain floats from a torch parameter group, read at each step. Raises RuleError on
         what cannot be honoured."""
 
-    def start(
-        self, p: np.ndarray, arrays: Sequence[np.ndarray], row: np.ndarray, hyper: Sequence[float]
-    ) -> None:
+    def start(self, p: Array, arrays: Arrays, row: Array, hyper: Hyper) -> None:
         """Fill zeroed arrays and row where the rule's state does not start as zeros. p: float32
         [N]."""
         return
@@ -56,14 +58,14 @@ class Rule(ABC):
     @abstractmethod
     def apply(
         self,
-        p: np.ndarray,
-        grad: np.ndarray,
+        p: Array,
+        grad: Array,
         grad_dtype: str,
-        arrays: Sequence[np.ndarray],
-        row: np.ndarray,
-        hyper: Sequence[float],
+        arrays: Arrays,
+        row: Array,
+        hyper: Hyper,
         grad_scale: float,
-        copy: np.ndarray | None,
+        copy: Array | None,
         copy_dtype: str | None,
     ) -> None:
         """One step. p, arrays: float32 [N] in place. grad: float32 [N], or uint16 [N] holding
@@ -74,14 +76,14 @@ class Rule(ABC):
     @abstractmethod
     def reference(
         self,
-        p: np.ndarray,
-        grad: np.ndarray,
+        p: Array,
+        grad: Array,
         grad_dtype: str,
-        arrays: Sequence[np.ndarray],
-        row: np.ndarray,
-        hyper: Sequence[float],
+        arrays: Arrays,
+        row: Array,
+        hyper: Hyper,
         grad_scale: float,
-        copy: np.ndarray | None,
+        copy: Array | None,
         copy_dtype: str | None,
     ) -> None:
         """The same step, written plainly: `apply` must give the same bits."""

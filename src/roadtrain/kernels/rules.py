@@ -20,7 +20,8 @@ import numpy as np
 from roadtrain.errors import RuleError
 from roadtrain.kernels import update
 from roadtrain.kernels.cast import fence, reference_downcast, reference_widen, typed, uncached
-from roadtrain.kernels.rule import Rule
+from roadtrain.kernels.optimizers import SHORT_NAMES
+from roadtrain.kernels.rule import Array, Arrays, Hyper, Rule
 
 # A formula's arrays (None where it has one that the rule does not keep), sign and scalars.
 Scaled = tuple[list[np.ndarray | None], float, list[float | None]]
@@ -35,7 +36,8 @@ class _Native(Rule):
     scalars."""
 
     formula: Any
-    # of the optimizers that it does the work of, not of their subclasses, which may step otherwise
+    # the optimizers that it does the work of (names of OPTIMIZERS), not their subclasses, which may
+    # step otherwise
     optimizers: ClassVar[tuple[str, ...]]
 
     @classmethod
@@ -44,54 +46,27 @@ class _Native(Rule):
         return cls()
 
     @abstractmethod
-    def scaled(
-        self, arrays: Sequence[np.ndarray], row: np.ndarray, hyper: Sequence[float]
-    ) -> Scaled:
+    def scaled(self, arrays: Arrays, row: Array, hyper: Hyper) -> Scaled:
         """Advance the row; the kernel's arrays (None where it has one that we do not keep),
         sign, scalars."""
 
     def _rounded(
-        self,
-        arrays: Sequence[np.ndarray],
-        row: np.ndarray,
-        hyper: Sequence[float],
-        grad_scale: float,
-    ) -> tuple[list[np.ndarray | None], np.float32, tuple[np.float32 | None, ...]]:
+        self, arrays: Arrays, row: Array, hyper: Hyper, grad_scale: float
+    ) -> tuple[list[Array | None], np.float32, tuple[np.float32 | None, ...]]:
         """The formula's three arrays; what multiplies the gradient and the scalars, as float32."""
         held, sign, scalars = self.scaled(arrays, row, hyper)
         narrow = tuple(None if s is None else np.float32(s) for s in scalars)
         return [*held, None, None, None][:3], np.float32(sign * grad_scale), narrow
 
-    def apply(
-        self,
-        p: np.ndarray,
-        grad: np.ndarray,
-        grad_dtype: str,
-        arrays: Sequence[np.ndarray],
-        row: np.ndarray,
-        hyper: Sequence[float],
-        grad_scale: float,
-        copy: np.ndarray | None,
-        copy_dtype: str | None,
-    ) -> None:
+    # types as in Rule
+    def apply(self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype):  # type: ignore[no-untyped-def]
         held, scale, scalars = self._rounded(arrays, row, hyper, grad_scale)
         out = None if copy is None else uncached(typed(copy, copy_dtype or "bf16"))
         update.KERNELS[self.formula](p, typed(grad, grad_dtype), *held, out, scale, scalars)
         if out is not None:
             fence()
 
-    def reference(
-        self,
-        p: np.ndarray,
-        grad: np.ndarray,
-        grad_dtype: str,
-        arrays: Sequence[np.ndarray],
-        row: np.ndarray,
-        hyper: Sequence[float],
-        grad_scale: float,
-        copy: np.ndarray | None,
-        copy_dtype: str | None,
-    ) -> None:
+    def reference(self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype):  # type: ignore[no-untyped-def]
         held, scale, scalars = self._rounded(arrays, row, hyper, grad_scale)
         with np.errstate(all="ignore"):
             p[:], *new = self.formula(p, reference_widen(grad, grad_dtype) * scale, *held, *scalars)
@@ -110,7 +85,7 @@ def _sign(maximize: float) -> float:
 class SgdRule(_Native):
     momentum: bool = False
     formula = staticmethod(update.sgd)
-    optimizers = ("torch.optim.sgd.SGD",)
+    optimizers = ("sgd",)
     name = "sgd"
 
     @classmethod
@@ -132,9 +107,7 @@ class SgdRule(_Native):
             )
         return _floats(group, "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 
-    def scaled(
-        self, arrays: Sequence[np.ndarray], row: np.ndarray, hyper: Sequence[float]
-    ) -> Scaled:
+    def scaled(self, arrays: Arrays, row: Array, hyper: Hyper) -> Scaled:
         lr, momentum, dampening, weight_decay, nesterov, maximize = hyper
         buf = arrays[0] if momentum else None
         keep, intake = None, None
@@ -153,12 +126,12 @@ class AdamRule(_Native):
     decoupled: bool = True
     amsgrad: bool = False
     formula = staticmethod(update.adam)
-    optimizers = ("torch.optim.adam.Adam", "torch.optim.adamw.AdamW")
+    optimizers = ("adam", "adamw")
     scalars = ("step",)
 
     @classmethod
     def of(cls, optimizer: str, group: Mapping[str, Any]) -> AdamRule:
-        decoupled = group.get("decoupled_weight_decay", optimizer.endswith("AdamW"))
+        decoupled = group.get("decoupled_weight_decay", optimizer == "adamw")
         return cls(bool(decoupled), bool(group["amsgrad"]))
 
     @property
@@ -178,9 +151,7 @@ class AdamRule(_Native):
         floats = _floats(group, "lr", "weight_decay", "eps", "maximize")
         return (*floats, *map(float, group["betas"]))
 
-    def scaled(
-        self, arrays: Sequence[np.ndarray], row: np.ndarray, hyper: Sequence[float]
-    ) -> Scaled:
+    def scaled(self, arrays: Arrays, row: Array, hyper: Hyper) -> Scaled:
         lr, weight_decay, eps, maximize, beta1, beta2 = hyper
         row[0] += 1
         step = float(row[0])
@@ -195,7 +166,7 @@ class AdamRule(_Native):
 @dataclass(frozen=True)
 class AdagradRule(_Native):
     formula = staticmethod(update.adagrad)
-    optimizers = ("torch.optim.adagrad.Adagrad",)
+    optimizers = ("adagrad",)
     name = "adagrad"
     arrays = ("sum",)
     scalars = ("step",)
@@ -205,14 +176,10 @@ class AdagradRule(_Native):
             group, "lr", "lr_decay", "weight_decay", "eps", "initial_accumulator_value", "maximize"
         )
 
-    def start(
-        self, p: np.ndarray, arrays: Sequence[np.ndarray], row: np.ndarray, hyper: Sequence[float]
-    ) -> None:
+    def start(self, p: Array, arrays: Arrays, row: Array, hyper: Hyper) -> None:
         arrays[0][:] = hyper[4]
 
-    def scaled(
-        self, arrays: Sequence[np.ndarray], row: np.ndarray, hyper: Sequence[float]
-    ) -> Scaled:
+    def scaled(self, arrays: Arrays, row: Array, hyper: Hyper) -> Scaled:
         lr, lr_decay, weight_decay, eps, _, maximize = hyper
         row[0] += 1
         return (
@@ -227,7 +194,7 @@ class RmspropRule(_Native):
     centered: bool = False
     momentum: bool = False
     formula = staticmethod(update.rmsprop)
-    optimizers = ("torch.optim.rmsprop.RMSprop",)
+    optimizers = ("rmsprop",)
     name = "rmsprop"
     scalars = ("step",)
 
@@ -251,9 +218,7 @@ class RmspropRule(_Native):
             )
         return _floats(group, "lr", "alpha", "eps", "weight_decay", "momentum", "maximize")
 
-    def scaled(
-        self, arrays: Sequence[np.ndarray], row: np.ndarray, hyper: Sequence[float]
-    ) -> Scaled:
+    def scaled(self, arrays: Arrays, row: Array, hyper: Hyper) -> Scaled:
         lr, alpha, eps, weight_decay, momentum, maximize = hyper
         row[0] += 1
         mean = arrays[1] if self.centered else None
@@ -266,16 +231,14 @@ class RmspropRule(_Native):
 @dataclass(frozen=True)
 class LionRule(_Native):
     formula = staticmethod(update.lion)
-    optimizers = ("roadtrain.kernels.lion.Lion",)
+    optimizers = ("lion",)
     name = "lion"
     arrays = ("exp_avg",)
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         return (*_floats(group, "lr", "weight_decay", "maximize"), *map(float, group["betas"]))
 
-    def scaled(
-        self, arrays: Sequence[np.ndarray], row: np.ndarray, hyper: Sequence[float]
-    ) -> Scaled:
+    def scaled(self, arrays: Arrays, row: Array, hyper: Hyper) -> Scaled:
         lr, weight_decay, maximize, beta1, beta2 = hyper
         decay = 1 - lr * weight_decay if weight_decay else None
         return list(arrays), _sign(maximize), [decay, beta1, 1 - beta1, beta2, 1 - beta2, -lr]
@@ -287,11 +250,10 @@ NATIVE: dict[str, type[_Native]] = {
 
 
 def native_rule(optimizer: str, group: Mapping[str, Any]) -> Rule | None:
-    """The compiled rule of a group of the optimizer of this full name, if there is one."""
-    for kind in NATIVE.values():
-        if optimizer in kind.optimizers:
-            return kind.of(optimizer, group)
-    return None
+    """The compiled rule of a group of the optimizer MODULE:CLASS, if there is one."""
+    name = SHORT_NAMES.get(optimizer, "")
+    kind = next((kind for kind in NATIVE.values() if name in kind.optimizers), None)
+    return None if kind is None else kind.of(name, group)
 
 
 def described(rule: Rule) -> list[Any]:

@@ -34,7 +34,7 @@ def rules_for(optimizer: torch.optim.Optimizer) -> list[Rule]:
             raise RuleError(f"{cls.__name__} cannot run next to the storage: it {why}", hint=hint)
     rules: list[Rule] = []
     for group in optimizer.param_groups:
-        rule = native_rule(f"{cls.__module__}.{cls.__qualname__}", group)
+        rule = native_rule(f"{cls.__module__}:{cls.__qualname__}", group)
         if rule is None:
             rule = TorchRule.of(optimizer, group)
             check_elementwise(rule)

@@ -28,12 +28,12 @@ from numba.extending import overload, register_jitable
 
 from roadtrain.kernels.cast import kernel, put, widen
 
-# An element, or a whole array of them in the reference: numba compiles a loop for each type.
-Num = Any
+# The arguments of a formula are elements, or whole arrays of them in the reference: numba compiles
+# a loop for each type.
 
 
 @register_jitable
-def _moved(average: Num, x: Num, intake: Num, rest: Num) -> Num:
+def _moved(average: Any, x: Any, intake: Any, rest: Any) -> Any:
     """average += intake * (x - average)."""
     if rest is None:
         return average + intake * (x - average)
@@ -47,18 +47,7 @@ def mix(intake: float) -> tuple[float, float | None]:
 
 
 @register_jitable
-def sgd(
-    x: Num,
-    g: Num,
-    buf: Num,
-    _b: Num,
-    _c: Num,
-    coupled: Num,
-    keep: Num,
-    intake: Num,
-    lookahead: Num,
-    step_size: Num,
-) -> Num:
+def sgd(x, g, buf, _b, _c, coupled, keep, intake, lookahead, step_size):  # type: ignore[no-untyped-def]
     if coupled is not None:
         g = g + coupled * x
     b = g  # the first step: the buffer starts as the gradient
@@ -70,22 +59,7 @@ def sgd(
 
 
 @register_jitable
-def adam(
-    x: Num,
-    g: Num,
-    m: Num,
-    v: Num,
-    top: Num,
-    decay: Num,
-    coupled: Num,
-    intake: Num,
-    rest: Num,
-    keep2: Num,
-    intake2: Num,
-    root: Num,
-    step_size: Num,
-    eps: Num,
-) -> Num:
+def adam(x, g, m, v, top, decay, coupled, intake, rest, keep2, intake2, root, step_size, eps):  # type: ignore[no-untyped-def]
     if decay is not None:
         x = x * decay
     if coupled is not None:
@@ -99,9 +73,7 @@ def adam(
 
 
 @register_jitable
-def adagrad(
-    x: Num, g: Num, total: Num, _b: Num, _c: Num, coupled: Num, step_size: Num, eps: Num
-) -> Num:
+def adagrad(x, g, total, _b, _c, coupled, step_size, eps):  # type: ignore[no-untyped-def]
     if coupled is not None:
         g = g + coupled * x
     s = total + g * g
@@ -109,20 +81,7 @@ def adagrad(
 
 
 @register_jitable
-def rmsprop(
-    x: Num,
-    g: Num,
-    v: Num,
-    mean: Num,
-    buf: Num,
-    coupled: Num,
-    keep: Num,
-    intake: Num,
-    rest: Num,
-    momentum: Num,
-    step_size: Num,
-    eps: Num,
-) -> Num:
+def rmsprop(x, g, v, mean, buf, coupled, keep, intake, rest, momentum, step_size, eps):  # type: ignore[no-untyped-def]
     if coupled is not None:
         g = g + coupled * x
     b = v * keep + (intake * g) * g
@@ -140,19 +99,7 @@ def rmsprop(
 
 
 @register_jitable
-def lion(
-    x: Num,
-    g: Num,
-    m: Num,
-    _b: Num,
-    _c: Num,
-    decay: Num,
-    keep1: Num,
-    intake1: Num,
-    keep2: Num,
-    intake2: Num,
-    step_size: Num,
-) -> Num:
+def lion(x, g, m, _b, _c, decay, keep1, intake1, keep2, intake2, step_size):  # type: ignore[no-untyped-def]
     if decay is not None:
         x = x * decay
     u = m * keep1 + intake1 * g

@@ -27,8 +27,8 @@ import psutil
 from roadtrain.errors import StoreError
 from roadtrain.storage.current import counting
 from roadtrain.storage.direct import free_nbytes
-from roadtrain.storage.ledger import StoreMeta
 from roadtrain.storage.mark import Known
+from roadtrain.storage.meta import StoreMeta
 from roadtrain.storage.sealed import unsealed
 
 PACKAGES = ("roadtrain", "torch")
@@ -178,13 +178,13 @@ def _store(path: str) -> StoreLook:
     locked = _is_locked(Path(path))
     try:
         now = counting(Path(path))
-        if now is None or now.generation.step < 0:
+        if now is None or now.step < 0:
             return StoreLook(at, locked)
-        meta = StoreMeta.load(now.generation.home)
+        meta = StoreMeta.load(now.home)
     except StoreError as error:
         return StoreLook(at, locked, damage=str(error).partition("\n")[0])
     elements = sum(one.numel for _, params in meta.blocks for one in params)
-    return StoreLook(at, locked, meta.job, now.generation.step, elements)
+    return StoreLook(at, locked, meta.job, now.step, elements)
 
 
 def _is_locked(directory: Path) -> bool:
@@ -206,8 +206,7 @@ def _is_locked(directory: Path) -> bool:
 def _mark(directory: Path) -> Known:
     """What the run directory knows of its store; `train` says what is wrong with a damaged one."""
     try:
-        body, _ = unsealed((directory / "mark.json").read_bytes())
-        return msgspec.json.decode(body, type=Known)
+        return msgspec.json.decode(unsealed((directory / "mark.json").read_bytes()), type=Known)
     except (OSError, ValueError):
         return Known()
 

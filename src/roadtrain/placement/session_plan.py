@@ -28,8 +28,8 @@ from roadtrain.servers.session import JobServers, JobSession
 from roadtrain.servers.store_plan import StorePlan
 from roadtrain.servers.worker import Worker
 from roadtrain.storage.generation import OpenedStore
-from roadtrain.storage.ledger import StoreMeta
 from roadtrain.storage.mark import IN_RAM, Mark
+from roadtrain.storage.meta import StoreMeta
 from roadtrain.storage.rates import storage_rates
 from roadtrain.units import parse_bytes, show_bytes, show_rate
 

@@ -22,6 +22,7 @@ from roadtrain.config.models import ModelShape
 from roadtrain.config.plan import Plan
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError
+from roadtrain.kernels.optimizers import OPTIMIZERS
 from roadtrain.options.schema import flat
 from roadtrain.planner import switches
 from roadtrain.planner.job_keys import contradicted, job_keys, stated_degrees
@@ -30,8 +31,6 @@ from roadtrain.planner.simulate import load_model
 from roadtrain.stages.host_ranks import check_ranks
 from roadtrain.stages.networks import ETHERNET, KINDS
 
-# bytes of what an update keeps of a parameter, besides the parameter
-MOMENTS = {"adamw": 8, "adam": 8, "lion": 4, "adagrad": 4, "rmsprop": 4, "sgd": 0}
 BYTES_VOCABULARY = 256  # of data.tokenizer = "bytes"
 
 
@@ -188,7 +187,8 @@ class JobPlans:
         job, place = self.job, plan.placement
         width = ITEMSIZE[job.model.dtype]
         late = job.optimizer.delay if isinstance(job.optimizer.delay, int) else 0
-        state = MOMENTS.get(job.optimizer.name, 8) + 4 * bool(job.optimizer.momentum)
+        named = OPTIMIZERS.get(job.optimizer.name)
+        state = (8 if named is None else named.state_nbytes) + 4 * bool(job.optimizer.momentum)
         state += 4 if width < 4 or late or plan.staleness else 0  # a copy that is updated
         changes: dict[str, Any] = {"parameter_bytes": width, "activation_bytes": width}
         if place.name in IN_STAGES:

@@ -48,7 +48,7 @@ from roadtrain.servers.parameter_connection import ParameterConnection
 from roadtrain.servers.protocol import messages
 from roadtrain.servers.protocol.intermediary import Up
 from roadtrain.servers.routes import OpenRoute, RouteEnds
-from roadtrain.storage.ledger import StoreMeta
+from roadtrain.storage.meta import StoreMeta
 from roadtrain.transport import shm
 from roadtrain.transport.address import local_options
 from roadtrain.transport.link import Link

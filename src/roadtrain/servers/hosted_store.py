@@ -16,7 +16,7 @@ from pathlib import Path
 from roadtrain.errors import BusyError
 from roadtrain.storage.file import FileTier
 from roadtrain.storage.generation import open_part
-from roadtrain.storage.ledger import StoreMeta
+from roadtrain.storage.meta import StoreMeta
 from roadtrain.storage.snapshot import held_in, where_it_rests
 
 LOCK_S = 5.0  # for the store to be free of the session before

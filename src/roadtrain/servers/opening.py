@@ -21,8 +21,8 @@ from roadtrain.storage.history import (
     back_to,
     lost_chunks,
 )
-from roadtrain.storage.ledger import StoreMeta
 from roadtrain.storage.mark import Mark
+from roadtrain.storage.meta import StoreMeta
 
 
 class Begin(Enum):
@@ -175,9 +175,7 @@ class FoundStores:
                 kept = max(found.snapshots, default=-1)
                 said[number] = ServerHoldings(found.newest, kept=kept)
                 if (meta := found.meta) is not None:
-                    said[number] = ServerHoldings(
-                        found.newest, meta.history, kept, meta.without, meta.sessions
-                    )
+                    said[number] = ServerHoldings(found.newest, meta.history, kept, meta.without)
         return Histories(said, self.names, self._holders())
 
     def _witness(self) -> Witness | None:

@@ -39,8 +39,8 @@ from roadtrain.servers.store_plan import StorePlan
 from roadtrain.servers.trace import Stages
 from roadtrain.storage.convert import RecordView
 from roadtrain.storage.history import Doubt, HistoryLink, Resume, Witness
-from roadtrain.storage.ledger import StoreMeta
 from roadtrain.storage.mark import Mark
+from roadtrain.storage.meta import StoreMeta
 from roadtrain.transport.tcp import Address, TcpOptions
 
 FILLS_AT_ONCE = 4
@@ -288,7 +288,7 @@ class RemoteServers:
             self._report(f"given up: what {self._names(given_up)} may hold beyond step {self.step}")
         link = HistoryLink(uuid.uuid4().hex[:16], self.step, tuple(self.numbers), int(time.time()))
         history = opening.history
-        self.meta = replace(opening.meta, history=(*history, link), sessions=(), without=())
+        self.meta = replace(opening.meta, history=(*history, link), without=())
         self.history = str(Witness(history[-1].id if history else "", link.id, link.members))
         for number in self.servers:
             self._say_open(number, opening)

@@ -12,8 +12,6 @@ snapshot), residuals begin at zero, and that is said.
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,8 +26,7 @@ from roadtrain.servers.store_plan import StorePlan
 from roadtrain.servers.trace import Stages
 from roadtrain.storage.file import FileTier
 from roadtrain.storage.generation import create_part, open_part, publish_part
-from roadtrain.storage.history import HistoryLink
-from roadtrain.storage.ledger import StoreMeta
+from roadtrain.storage.meta import StoreMeta
 
 Report = Callable[[str], None]
 
@@ -72,14 +69,6 @@ def residual_block_of(table: ChunkTable) -> dict[int, int]:
     names = {block.name: block.index for block in table.blocks}
     found = {block.index: names.get(f"residual:{block.name}") for block in table.blocks}
     return {block: residuals for block, residuals in found.items() if residuals}
-
-
-def begin_session(tier: FileTier) -> tuple[str, str]:
-    """Every record of a worker's residuals names a new session from now on. Returns the one that
-    trained what is there, "" where that is not known, and the new one."""
-    before = "" if tier.session is None else tier.session.id
-    tier.session = HistoryLink(uuid.uuid4().hex[:16], max(0, tier.step), (), int(time.time()))
-    return before, tier.session.id
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from roadtrain.environment import WorkerGroup
 from roadtrain.errors import RoadtrainError
 from roadtrain.servers import frames as m
-from roadtrain.storage.ledger import StoreMeta
+from roadtrain.storage.meta import StoreMeta
 from roadtrain.transport import plugins, tcp
 from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.tcp import Address, TcpOptions

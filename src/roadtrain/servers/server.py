@@ -44,7 +44,8 @@ from roadtrain.servers.protocol.server import ServerStateMachine
 from roadtrain.servers.protocol.server_steps import ServerSpec
 from roadtrain.servers.trace import Stages
 from roadtrain.storage.file import FileTier
-from roadtrain.storage.ledger import StoreMeta, digest, pack
+from roadtrain.storage.ledger import digest, pack
+from roadtrain.storage.meta import StoreMeta
 from roadtrain.transport.link import copy
 from roadtrain.units import show_rate
 

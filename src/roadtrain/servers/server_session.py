@@ -44,7 +44,8 @@ from roadtrain.servers.trace import Stages
 from roadtrain.storage.convert import RecordView
 from roadtrain.storage.file import FileTier
 from roadtrain.storage.generation import create_part, open_part, publish_part
-from roadtrain.storage.ledger import StoreMeta, pack, unpack
+from roadtrain.storage.ledger import pack, unpack
+from roadtrain.storage.meta import StoreMeta
 from roadtrain.storage.snapshot import Snapshots, open_snapshot, restore
 from roadtrain.transport.link import Link
 from roadtrain.units import show_bytes
@@ -197,7 +198,7 @@ class ServerSession(ParameterSession):
             self._open_tiers(fields, replace(meta, history=meta.history[:-1]))
         self._doing, self._done = "worker 0 to fill the store", 0
         tier = self._own_tier(meta)
-        self.meta = replace(tier.meta, history=meta.history, sessions=(), without=())
+        self.meta = replace(tier.meta, history=meta.history, without=())
         if self.kept is not None:
             self.snapshots = Snapshots(tier, self.kept, self.store.every, self.host.report)
         self._plan_memory(tier, self.meta, rules, fields.holds_gradients)
@@ -310,9 +311,7 @@ class ServerSession(ParameterSession):
     def _serve(self, own: FileTier, meta: StoreMeta) -> None:
         with self.store.storing():  # before its first step: whoever is not here misses that
             for tier in filter(None, (own, self.kept)):
-                replace(tier.meta, history=meta.history, sessions=(), without=()).write(
-                    tier.directory
-                )
+                replace(tier.meta, history=meta.history, without=()).write(tier.directory)
         if self.snapshots is not None:
             self.snapshots.start()
         self._doing, self._done = "the server to load what it keeps in memory", 0

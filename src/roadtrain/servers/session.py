@@ -21,13 +21,13 @@ from roadtrain.options.budgets import Budgets
 from roadtrain.servers.connection import MessageLink
 from roadtrain.servers.protocol.worker import WorkerSetup
 from roadtrain.servers.remote_servers import RemoteServers
-from roadtrain.servers.residuals import Residuals, begin_session, residual_block_of
+from roadtrain.servers.residuals import Residuals, residual_block_of
 from roadtrain.servers.store_plan import StorePlan, fill_record
 from roadtrain.servers.trace import Stages
 from roadtrain.servers.worker import Worker
 from roadtrain.storage.convert import RecordView, Source, gather_param, param_pieces
 from roadtrain.storage.generation import OpenedStore
-from roadtrain.storage.ledger import StoreMeta
+from roadtrain.storage.meta import StoreMeta
 from roadtrain.storage.tier import WEIGHTS
 
 
@@ -124,7 +124,7 @@ class JobSession:
         try:
             tier = None if residuals is None else residuals.open(self.meta.job, self.step, report)
             # the sessions that trained this worker's residuals: the one before, and this one
-            self.residual_sessions = ("", "") if tier is None else begin_session(tier)
+            self.residual_sessions = ("", "") if tier is None else tier.ledger.begin_session()
             table, own = self.store_plan.table, None
             holders = [
                 tuple(s for s in self.meta.holders(c.id) if s in servers.numbers)

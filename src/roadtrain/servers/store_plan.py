@@ -17,7 +17,7 @@ from roadtrain.errors import ForeignError
 from roadtrain.kernels.rule import Rule
 from roadtrain.servers.protocol.assignment import assign
 from roadtrain.storage.convert import MASTER, RecordView, Source
-from roadtrain.storage.ledger import GroupRule, StoreMeta
+from roadtrain.storage.meta import GroupRule, StoreMeta
 
 
 @dataclass(frozen=True)

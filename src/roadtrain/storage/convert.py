@@ -12,6 +12,7 @@ Memory: one record, and a few more while converting. Does NOT know optimizers or
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -23,8 +24,9 @@ from roadtrain.chunks import NUMPY, Chunk, ParamSpec
 from roadtrain.device.buffers import Buffer, array_in
 from roadtrain.errors import ConfigError, ForeignError
 from roadtrain.kernels.cast import cast
+from roadtrain.retry import undone_on_error
 from roadtrain.storage.generation import OpenedStore, create_store
-from roadtrain.storage.ledger import GroupRule, StoreMeta
+from roadtrain.storage.meta import GroupRule, StoreMeta
 from roadtrain.storage.tier import RECORD, WEIGHTS
 
 Array = np.ndarray[Any, Any]
@@ -102,12 +104,11 @@ def read_record(store: OpenedStore, chunk: Chunk, buffer: Buffer, what: str = ""
 def read_param(store: OpenedStore, name: str, what: str = MASTER) -> Array:
     """One parameter's master, "weights" copy or state array, in its shape; of a scalar a float64
     array of one."""
-    return gather_param(
-        store.meta,
-        name,
-        what,
-        lambda c: read_record(store, c, Buffer(store.meta.records[c.id].nbytes), what),
-    )
+
+    def record_of(chunk: Chunk) -> RecordView:
+        return read_record(store, chunk, Buffer(store.meta.records[chunk.id].nbytes), what)
+
+    return gather_param(store.meta, name, what, record_of)
 
 
 def gather_param(
@@ -160,10 +161,8 @@ def _gather(
         piece = view.piece(MASTER if late else what, i)
         if what in view.rule.scalars:
             return piece.copy()
-        piece, target = (
-            piece[first - span.origin : last - span.origin],
-            out[first - start : last - start],
-        )
+        piece = piece[first - span.origin : last - span.origin]
+        target = out[first - start : last - start]
         cast(piece, "fp32", target, param.dtype) if late else np.copyto(target, piece)
     return out
 
@@ -199,32 +198,33 @@ def rewritten(
     with both numbers.
     """
     new = create_store(old.directories, old.meta, old.meta.owners, direct=direct, former=old)
-    try:
+    with _replacing(new, step, blob):
         for chunk in old.table.chunks:
             buffer = Buffer(old.meta.records[chunk.id].nbytes)
             view = read_record(old, chunk, buffer)
             change(view)
             new.tier_of(chunk.id).write(chunk.id, RECORD, buffer.view[: view.record.nbytes])
-        new.commit(step, blob)
-    except BaseException:
-        new.discard()
-        raise
-    new.publish()
     return new
+
+
+@contextmanager
+def _replacing(new: OpenedStore, step: int, blob: bytes) -> Iterator[None]:
+    """What is written into `new` inside is the contents of `step`, and replaces the store that
+    `new` was made from; where anything fails, `new` is removed."""
+    with undone_on_error(new.discard):
+        yield
+        new.commit(step, blob)
+    new.publish()
 
 
 def needs_conversion(old: OpenedStore, meta: StoreMeta, directories: Sequence[str | Path]) -> bool:
     """Whether `old` rests otherwise than wanted: blocks, chunk size, dtypes, rules or
     directories. Chunks spread otherwise over the same directories (their rates were measured
     anew) are left where they are."""
-    want = (meta.blocks, meta.chunk_elements, meta.groups, [Path(d).resolve() for d in directories])
-    have = old.meta
-    return want != (
-        have.blocks,
-        have.chunk_elements,
-        have.groups,
-        [d.resolve() for d in old.directories],
-    )
+    want = (meta.blocks, meta.chunk_elements, meta.groups)
+    have = (old.meta.blocks, old.meta.chunk_elements, old.meta.groups)
+    homes = [Path(directory).resolve() for directory in directories]
+    return want != have or homes != [home.resolve() for home in old.directories]
 
 
 def convert(
@@ -243,13 +243,8 @@ def convert(
     new = create_store(
         directories, replace(meta, job=old.meta.job), owners, direct=direct, former=old
     )
-    try:
+    with _replacing(new, old.step, old.blob):
         write_params(new, _from_store(old))
-        new.commit(old.step, old.blob)
-    except BaseException:
-        new.discard()
-        raise
-    new.publish()
     return new
 
 

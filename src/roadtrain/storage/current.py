@@ -16,15 +16,22 @@ one store.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from roadtrain.errors import DamagedError, GoneError
-from roadtrain.storage.direct import in_ram, replace_file, sync_directory, typed_errors
+from roadtrain.storage.direct import (
+    in_ram,
+    read_or_none,
+    replace_file,
+    sync_directory,
+    typed_errors,
+)
 from roadtrain.storage.file import FILES
-from roadtrain.storage.ledger import Brief, steps_in
+from roadtrain.storage.ledger import steps_in
+from roadtrain.storage.meta import Brief
 from roadtrain.storage.sealed import sealed, unsealed
 
 NAME = "CURRENT"
@@ -39,28 +46,20 @@ class Generation:
     brief: Brief | None  # what its description says; None where that is not readable
     step: int  # of its newest whole record; -1 for none
     recorded: bool  # there is a record, whole or torn
+    note: str = ""  # why it counts, where CURRENT does not say so by itself
 
     @property
     def job(self) -> str | None:
         return None if self.brief is None else self.brief.job
 
+    @property
+    def part(self) -> tuple[str, int] | None:
+        """The job, and the number of the directory or server."""
+        return None if self.brief is None else (self.brief.job, self.brief.index)
+
     def of(self, other: Generation) -> bool:
         """Whether both hold the same part of the same store."""
-        mine, theirs = self.brief, other.brief
-        return (
-            mine is not None
-            and theirs is not None
-            and (mine.job, mine.index) == (theirs.job, theirs.index)
-        )
-
-
-@dataclass(frozen=True)
-class Counting:
-    """The generation of a directory that counts; `note`: why, where CURRENT does not say so by
-    itself."""
-
-    generation: Generation
-    note: str = ""
+        return self.part is not None and self.part == other.part
 
 
 def generations(directory: Path) -> list[Generation]:
@@ -69,9 +68,9 @@ def generations(directory: Path) -> list[Generation]:
     return [_look(directory, number) for number in found]
 
 
-def counting(directory: Path) -> Counting | None:
-    """None where CURRENT is absent, or says that nothing counts (one without a checksum: and
-    nothing has a record). Nothing is written.
+def counting(directory: Path) -> Generation | None:
+    """The generation that counts. None where CURRENT is absent, or says that nothing counts (and,
+    where it has no checksum, nothing has a record). Nothing is written.
 
     Raises DamagedError where CURRENT is damaged and the records do not prove which one counts,
     GoneError where it names one that is not there and there is no other."""
@@ -88,10 +87,10 @@ def counting(directory: Path) -> Counting | None:
         later = [g for g in whole if g.of(here) and g.step > here.step]
         best = max(later, key=lambda g: (g.step, g.number), default=None)
         if best is None:
-            return Counting(here)
-        return Counting(
+            return here
+        return replace(
             best,
-            f"{directory}: {best.home.name} is at step {best.step} and counts, {NAME} names "
+            note=f"{directory}: {best.home.name} is at step {best.step} and counts, {NAME} names "
             f"{here.home.name}, at step {here.step}",
         )
     why = damage or (
@@ -99,9 +98,8 @@ def counting(directory: Path) -> Counting | None:
     )
     best = max(whole, key=lambda g: (g.step, g.number), default=None)
     if best is not None and all(g.of(best) for g in whole):
-        return Counting(
-            best, f"{directory / NAME} {why}: {best.home.name}, at step {best.step}, counts"
-        )
+        note = f"{directory / NAME} {why}: {best.home.name}, at step {best.step}, counts"
+        return replace(best, note=note)
     if not damage and not whole:
         if named:
             raise GoneError(
@@ -181,25 +179,15 @@ def remove(home: Path) -> None:
             sync_directory(home.parent)
 
 
-def read_or_none(path: Path) -> bytes | None:
-    """None where no such file is."""
-    with typed_errors(path, "reading"):
-        try:
-            return path.read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-
-
 def _named(content: bytes) -> tuple[int, str, bool]:
-    """(N, 0 for none; what is wrong with it, or nothing; whether a checksum vouches for it,
-    which the first edition did not write)."""
+    """(N, 0 for none; what is wrong with it, or nothing; whether a checksum vouches for it, which
+    is absent where a person has written N, as a hint says)."""
+    if content.strip().isdigit():
+        return int(content), "", False
     try:
-        body, vouched = unsealed(content)
+        return int(unsealed(content)), "", True
     except ValueError as error:
         return -1, f"is damaged ({error})", False
-    if not body.strip().isdigit():
-        return -1, f"is damaged ({body[:20]!r} names no generation)", False
-    return int(body), "", vouched
 
 
 def _look(directory: Path, number: int) -> Generation:
@@ -212,7 +200,6 @@ def _look(directory: Path, number: int) -> Generation:
 def brief_of(home: Path) -> Brief | None:
     """What the description in a generation directory says; None where it is not readable."""
     try:
-        body, _ = unsealed(read_or_none(home / "store.json") or b"")
-        return msgspec.json.decode(body, type=Brief)
+        return msgspec.json.decode(unsealed(read_or_none(home / "store.json") or b""), type=Brief)
     except ValueError:
         return None

@@ -69,6 +69,15 @@ def _full(error: OSError, path: Path, doing: str, nbytes: int) -> FullError:
     return FullError(f"{path}: {doing} needs {needs}, {free} are free{why}", hint=hint)
 
 
+def read_or_none(path: Path) -> bytes | None:
+    """None where no such file is."""
+    with typed_errors(path, "reading"):
+        try:
+            return path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+
 def write_file(path: Path, pieces: Iterable[bytes | memoryview], doing: str) -> None:
     """A new file of `pieces`, its content durable; its name is not."""
     nbytes = 0

@@ -6,8 +6,8 @@ hold its committed bytes; the ledger record of a step says which slot counts. So
 whole until the commit, and after it until the next step writes. Frozen chunks come last and exist
 in slot 0 only.
 
-Assumes: what store.tier says; one process writes a directory (the ledger's lock). Does NOT decide
-when to commit, and does NOT know the other directories (store.generation does).
+Assumes: what storage/tier.py says; one process writes a directory (the ledger's lock). Does NOT
+decide when to commit, and does NOT know the other directories (storage/generation.py does).
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import numpy as np
 from roadtrain.chunks import PAGE, Record
 from roadtrain.device.buffers import Buffer
 from roadtrain.errors import DamagedError, FullError
+from roadtrain.retry import undone_on_error
 from roadtrain.storage.direct import DirectFile, free_nbytes, sync_directory
-from roadtrain.storage.history import HistoryLink
-from roadtrain.storage.ledger import ROW, Ledger, LedgerEntry, Rows, StoreMeta, digest
+from roadtrain.storage.ledger import ROW, Ledger, LedgerEntry, Rows, digest
 from roadtrain.storage.lock import Locks
+from roadtrain.storage.meta import StoreMeta
 from roadtrain.storage.tier import RECORD, STATE_PART, WEIGHTS, part_range
 from roadtrain.units import round_up, show_bytes
 
@@ -49,8 +50,8 @@ class FileTier:
     written before that is called. Raises FullError with both numbers, GoneError, DamagedError,
     ForeignError.
 
-    `on_write`, `on_prepare`, `on_commit`: of whoever copies what is committed (store.snapshot);
-    told before a chunk is written and a step prepared, and after its commit."""
+    `on_write`, `on_prepare`, `on_commit`: set by storage/snapshot.py, which copies what is
+    committed; called before a chunk is written and a step prepared, and after its commit."""
 
     def __init__(
         self,
@@ -84,8 +85,8 @@ class FileTier:
         self.on_write: Callable[[int], None] = lambda chunk: None
         self.on_prepare: Callable[[int], None] = lambda step: None
         self.on_commit: Callable[[int], None] = lambda step: None
-        self._ledger = Ledger(directory, meta, self._now.copy(), create=create)
-        try:
+        self.ledger = Ledger(directory, meta, self._now.copy(), create=create)
+        with undone_on_error(self.close):
             if create:
                 _check_room(directory, sizes[0] + sizes[1])
             for name, nbytes in zip(SLOTS, sizes[:2]):
@@ -100,47 +101,30 @@ class FileTier:
             if create:
                 sync_directory(directory)
             else:
-                self.found = self._ledger.load(step)
+                self.found = self.ledger.load(step)
                 self._take()
                 assert self._now["chunk"].tolist() == list(self._places)
                 if settle:
                     self.settle()
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def entry(self) -> LedgerEntry:
         """What is committed; it is not changed later."""
-        return self._ledger.entry
+        return self.ledger.entry
 
     @property
     def step(self) -> int:
         """The last committed one; -1 before the first."""
-        return self._ledger.entry.step
+        return self.ledger.entry.step
 
     @property
     def blob(self) -> bytes:
-        return self._ledger.entry.blob
-
-    @property
-    def session(self) -> HistoryLink | None:
-        """What the next records name; see storage/ledger.py, Note "sessions"."""
-        return self._ledger.session
-
-    @session.setter
-    def session(self, session: HistoryLink | None) -> None:
-        self._ledger.session = session
+        return self.ledger.entry.blob
 
     @property
     def note(self) -> str:
-        lines = [*self.said, *(f.note for f in self._slots if f.note), *self._ledger.dropped]
+        lines = [*self.said, *(f.note for f in self._slots if f.note), *self.ledger.dropped]
         return "; ".join(dict.fromkeys(lines))
-
-    @property
-    def damaged(self) -> list[Path]:
-        """Ledger files whose record is torn, or has a flipped bit."""
-        return self._ledger.damaged
 
     def check_all(self) -> None:
         """Reads every chunk of the newest step. Raises DamagedError."""
@@ -158,7 +142,7 @@ class FileTier:
         anything is written."""
         # of its description: it may have been read before its name was durable
         sync_directory(self.directory)
-        self._ledger.settle()
+        self.ledger.settle()
 
     def written_in(self, chunk: int) -> int:
         """The step that wrote `chunk` last."""
@@ -195,14 +179,10 @@ class FileTier:
         place, row = self._places[chunk], rows[self._places[chunk].row]
         part = RECORD if row["weights_sum"] else STATE_PART
         start, stop = part_range(place.record, part)
-        self.read(chunk, part, buffer[: stop - start], rows=rows)
-        to.write(
-            chunk,
-            part,
-            buffer[: stop - start],
-            {p: int(row[f"{p}_sum"]) for p in _parts(place, part)},
-        )
-        return stop - start
+        view = buffer[: stop - start]
+        self.read(chunk, part, view, rows=rows)
+        to.write(chunk, part, view, {p: int(row[f"{p}_sum"]) for p in _parts(place, part)})
+        return len(view)
 
     def check_sums(self, chunk: int, part: str, data: memoryview, rows: Rows | None = None) -> None:
         """Raises DamagedError where `data` is not what was written."""
@@ -233,12 +213,12 @@ class FileTier:
         place = self._places[chunk]
         start, stop = part_range(place.record, part)
         assert len(data) == stop - start, (chunk, part, len(data), stop - start)
-        assert self._ledger.pending is None, "a write between prepare and committed"
+        assert self.ledger.pending is None, "a write between prepare and committed"
         parts = _parts(place, part)
         assert not any((chunk, p) in self._written for p in parts), (
             f"chunk {chunk} is written twice before a commit"
         )
-        base = self._ledger.entry.rows[place.row]
+        base = self.ledger.entry.rows[place.row]
         assert not (place.frozen and base["weights_sum"]), f"chunk {chunk} is frozen"
         # a weights part that is absent may go to either slot: beside the state part, so that one
         # read gets both
@@ -261,7 +241,7 @@ class FileTier:
         """`steps`: those in which each chunk was written last, where it was copied from
         elsewhere."""
         self.on_prepare(step)
-        assert step > self.step and self._ledger.pending is None, (step, self.step)
+        assert step > self.step and self.ledger.pending is None, (step, self.step)
         lacking = (
             [c for c, p in self._places.items() if not self._whole(p)] if self.step < 0 else []
         )
@@ -275,10 +255,10 @@ class FileTier:
             self._now[self._places[chunk].row]["step"] = step
         if steps is not None:
             self._now["step"] = steps
-        self._ledger.append(step, self._now, blob)
+        self.ledger.append(step, self._now, blob)
 
     def committed(self, step: int) -> None:
-        self._ledger.confirm()
+        self.ledger.confirm()
         assert step == self.step, (step, self.step)
         self._take()
         self.on_commit(step)
@@ -314,14 +294,14 @@ class FileTier:
     def close(self) -> None:
         for file in [*self._slots, *([self._spill] if self._spill else [])]:
             file.close()
-        self._ledger.close()
+        self.ledger.close()
         self.locks.close()
 
     def check(self) -> None:
         """All that the fields promise (tests call it)."""
-        assert (self._now["chunk"] == self._ledger.entry.rows["chunk"]).all()
+        assert (self._now["chunk"] == self.ledger.entry.rows["chunk"]).all()
         for chunk, place in self._places.items():
-            now, base = self._now[place.row], self._ledger.entry.rows[place.row]
+            now, base = self._now[place.row], self.ledger.entry.rows[place.row]
             for p in _parts(place, RECORD):
                 if (chunk, p) in self._written and base[f"{p}_sum"]:
                     assert now[f"{p}_slot"] != base[f"{p}_slot"], (chunk, p)
@@ -330,7 +310,7 @@ class FileTier:
 
     def _take(self) -> None:
         """The newest is what is committed."""
-        self._now = self._ledger.entry.rows.copy()
+        self._now = self.ledger.entry.rows.copy()
         self._written.clear()
 
     def _whole(self, place: ChunkPlace) -> bool:

@@ -13,8 +13,6 @@ Deletes only files that it makes.
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,9 +26,10 @@ from roadtrain.errors import (
     GoneError,
     StaleError,
 )
+from roadtrain.retry import undone_on_error
 from roadtrain.storage.current import (
     NAME,
-    Counting,
+    Generation,
     brief_of,
     clear,
     counting,
@@ -43,8 +42,8 @@ from roadtrain.storage.current import (
 from roadtrain.storage.direct import check_directory, in_ram, make_directory, sync_directory
 from roadtrain.storage.file import FileTier
 from roadtrain.storage.history import HistoryLink, Witness
-from roadtrain.storage.ledger import StoreMeta
 from roadtrain.storage.lock import Locks
+from roadtrain.storage.meta import StoreMeta
 
 Accept = Callable[[str, int, str], None]
 
@@ -81,7 +80,7 @@ class OpenedStore:
     def session(self) -> str:
         """The identity of the session that trained the store's step, or of the one that was begun
         here; "" where it is not known. See storage/ledger.py, Note "sessions"."""
-        session = self.tiers[0].session
+        session = self.tiers[0].ledger.session
         return "" if session is None else session.id
 
     def begin_session(self) -> Witness:
@@ -91,14 +90,13 @@ class OpenedStore:
             What a run directory keeps to recognize the store, whether or not the new session comes
             to commit a step.
         """
-        before = self.session
-        begun = HistoryLink(uuid.uuid4().hex[:16], max(0, self.step), (), int(time.time()))
-        self._name_session(begun)
-        return Witness(before, begun.id, tuple(range(len(self.tiers))))
+        before, begun = self.tiers[0].ledger.begin_session()
+        self._name_session(self.tiers[0].ledger.session)
+        return Witness(before, begun, tuple(range(len(self.tiers))))
 
     def _name_session(self, session: HistoryLink | None) -> None:
         for tier in self.tiers:
-            tier.session = session
+            tier.ledger.session = session
 
     def tier_of(self, chunk: int) -> FileTier:
         return self.tiers[self.meta.owners[chunk]]
@@ -158,34 +156,26 @@ def create_store(
     for path in paths:
         make_directory(path)
     locks = Locks() if former else Locks(paths)
-    try:
+    with undone_on_error(locks.close):
         if former is not None:
             former.locks.take(paths)
         else:
             _check_free(paths)
-        there = [g.number for p in paths for g in generations(p)] + (
-            [former.meta.generation] if former else []
-        )
+        copy_of = former.meta.generation if former else 0
         meta = replace(
             meta,
             owners=tuple(owners),
             directories=tuple(map(str, paths)),
-            generation=max(there, default=0) + 1,
+            generation=max([copy_of, *(g.number for p in paths for g in generations(p))]) + 1,
             index=0,
-            copy_of=former.meta.generation if former else 0,
+            copy_of=copy_of,
         )
         store = OpenedStore(paths, meta, [], former, locks)
-        try:
+        with undone_on_error(store.discard):
             for index, path in enumerate(paths):
                 store.tiers.append(_create(path, replace(meta, index=index), direct))
             if former is not None:  # the same values in other files
-                store._name_session(former.tiers[0].session)
-        except BaseException:
-            store.discard()
-            raise
-    except BaseException:
-        locks.close()
-        raise
+                store._name_session(former.tiers[0].ledger.session)
     return store
 
 
@@ -231,11 +221,8 @@ def open_store(
     for path in given:
         check_directory(path)
     locks = Locks(given)
-    try:
+    with undone_on_error(locks.close):
         store = _open(given, direct, accept)
-    except BaseException:
-        locks.close()
-        raise
     if store is None:
         locks.close()
     else:
@@ -249,7 +236,7 @@ def _check_fallback(tiers: Sequence[FileTier]) -> None:
     overwrite what the older record names. Then nothing is written, so that the record can still
     be mended. It costs a read of the store, where a record is damaged only. Raises
     DamagedError."""
-    damaged = [path for tier in tiers for path in tier.damaged]
+    damaged = [path for tier in tiers for path in tier.ledger.damaged]
     if not damaged:
         return
     try:
@@ -267,18 +254,18 @@ def _check_fallback(tiers: Sequence[FileTier]) -> None:
 
 
 def _open(given: Sequence[Path], direct: bool, accept: Accept) -> OpenedStore | None:
-    found = [c for d in given if (c := counting(d)) is not None] or _roots(given)
+    found = [g for d in given if (g := counting(d)) is not None] or _roots(given)
     if not found:
         _check_unborn(given)
         accept("", -1, "")
         _remove_unborn(given)
         return None
-    newest = max(found, key=lambda c: c.generation.number)
-    meta = StoreMeta.load(newest.generation.home)
+    newest = max(found, key=lambda g: g.number)
+    meta = StoreMeta.load(newest.home)
     _check_jobs(given, meta)
     paths = tuple(_member(i, meta, given) for i in range(len(meta.directories)))
-    store = OpenedStore(paths, meta, [], said=[c.note for c in found if c.note])
-    try:
+    store = OpenedStore(paths, meta, [], said=[g.note for g in found if g.note])
+    with undone_on_error(store.close):
         for path in paths:
             home, step = path / f"gen-{meta.generation}", store.step if store.tiers else None
             store.tiers.append(
@@ -291,21 +278,18 @@ def _open(given: Sequence[Path], direct: bool, accept: Accept) -> OpenedStore | 
         for tier in store.tiers:  # directory 0, whose record decides, first
             tier.settle()
         store.said += _clean(given, store)
-    except BaseException:
-        store.close()
-        raise
     return store
 
 
 def _check_sessions(store: OpenedStore) -> None:
     """Raise ForkedError where two directories hold the same step of different sessions."""
-    first = store.tiers[0]
+    first = store.tiers[0].ledger.session
     for path, tier in zip(store.directories, store.tiers):
-        if tier.session != first.session:
+        if (session := tier.ledger.session) != first:
             raise ForkedError(
                 f"{store.directories[0]} and {path} hold step {store.step} of two sessions that"
-                f" trained apart from each other: {first.session or 'one that is not known'};"
-                f" {tier.session or 'one that is not known'}",
+                f" trained apart from each other: {first or 'one that is not known'};"
+                f" {session or 'one that is not known'}",
                 hint=(
                     "nothing was changed: they are parts of two copies of one store; name the"
                     " directories that were trained together"
@@ -319,7 +303,7 @@ def _check_accepted(store: OpenedStore, accept: Accept) -> None:
     try:
         accept(store.meta.job, store.step, store.session)
     except StaleError as error:
-        damaged = [str(path) for tier in store.tiers for path in tier.damaged]
+        damaged = [str(path) for tier in store.tiers for path in tier.ledger.damaged]
         if not damaged:
             raise
         raise DamagedError(
@@ -340,29 +324,22 @@ def open_part(
     where none is. `look`: only to see what it is; nothing is written or removed."""
     path = Path(directory).absolute()
     locks = Locks(() if look else [path])
-    try:
+    with undone_on_error(locks.close):
         now = _counting_part(path)
         if now is None:
             for unfinished in () if look else [g for g in generations(path) if not g.recorded]:
                 remove(unfinished.home)
             locks.close()
             return None
-        home = now.generation.home
-        tier = FileTier(home, StoreMeta.load(home), step, direct=direct, settle=False)
-    except BaseException:
-        locks.close()
-        raise
+        tier = FileTier(now.home, StoreMeta.load(now.home), step, direct=direct, settle=False)
     tier.locks = locks
     tier.said += [now.note] if now.note else []
-    try:
+    with undone_on_error(tier.close):
         if not look:
             _check_fallback([tier])
-            repair(path, now.generation.number)
+            repair(path, now.number)
             tier.settle()
-            tier.said += clear(path, now.generation, tier.meta.copy_of)
-    except BaseException:
-        tier.close()
-        raise
+            tier.said += clear(path, now, tier.meta.copy_of)
     return tier
 
 
@@ -383,14 +360,9 @@ def create_part(
     path = Path(directory).absolute()
     make_directory(path)
     locks = Locks([path])
-    try:
-        now, said = _counting_part(path), list[str]()
-        old = None if now is None else now.generation
-        if (
-            old is not None
-            and old.step > 0
-            and (old.brief is None or (old.brief.job, old.brief.index) != (meta.job, meta.index))
-        ):
+    with undone_on_error(locks.close):
+        old, said = _counting_part(path), list[str]()
+        if old is not None and old.step > 0 and old.part != (meta.job, meta.index):
             raise ForeignError(
                 f"{path}: holds step {old.step} of a store already", hint="name another directory"
             )
@@ -417,9 +389,6 @@ def create_part(
                 " new one comes"
             )
             tier = _create(path, meta, direct)
-    except BaseException:
-        locks.close()
-        raise
     tier.locks = locks
     tier.said += said
     return tier
@@ -438,16 +407,13 @@ def publish_part(directory: str | Path) -> list[str]:
 def _create(path: Path, meta: StoreMeta, direct: bool) -> FileTier:
     """Empty files for the chunks of directory `meta.index`, beside what describes them."""
     home = path / f"gen-{meta.generation}"
-    try:
+    with undone_on_error(lambda: remove(home)):
         make_directory(home)
         meta.write(home)
         return FileTier(home, meta, direct=direct, create=True)
-    except BaseException:
-        remove(home)
-        raise
 
 
-def _counting_part(path: Path) -> Counting | None:
+def _counting_part(path: Path) -> Generation | None:
     """What counts in the directory of one server; also without CURRENT, once it has a record.
     DamagedError."""
     if (path / NAME).exists():
@@ -462,24 +428,25 @@ def _counting_part(path: Path) -> Counting | None:
             f" {NAME}",
             hint=f"write the N of the gen-N that counts into {NAME}",
         )
-    return Counting(
-        best, f"{path}: there is no {NAME}; {best.home.name}, at step {best.step}, counts"
-    )
+    return _unnamed(best)
 
 
-def _roots(given: Iterable[Path]) -> list[Counting]:
+def _unnamed(counts: Generation) -> Generation:
+    """With the note that no CURRENT says so."""
+    home = counts.home
+    note = f"{home.parent}: there is no {NAME}; {home.name}, at step {counts.step}, counts"
+    return replace(counts, note=note)
+
+
+def _roots(given: Iterable[Path]) -> list[Generation]:
     """Where no CURRENT says what counts (a kill before it was written, or it was lost): first
     directories that have a record. All others have theirs by then."""
-    unnamed = [d for d in given if not (d / NAME).exists()]
-    roots = [
-        g
-        for d in unnamed
+    return [
+        _unnamed(g)
+        for d in given
+        if not (d / NAME).exists()
         for g in generations(d)
         if g.step >= 0 and g.brief is not None and g.brief.index == 0
-    ]
-    return [
-        Counting(g, f"{g.home.parent}: there is no {NAME}; {g.home.name}, at step {g.step}, counts")
-        for g in roots
     ]
 
 

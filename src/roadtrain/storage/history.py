@@ -37,8 +37,7 @@ from roadtrain.errors import ForkedError, StaleError
 
 @dataclass(frozen=True)
 class HistoryLink:
-    """A session that began to train. With the sessions of the first edition only the number is
-    known."""
+    """A session that began to train."""
 
     id: str  # random
     step: int  # from which it went on; -1: not known
@@ -59,9 +58,6 @@ class ServerHoldings:
     without: tuple[
         int, ...
     ] = ()  # servers of the last link that it may go on without, as a witness told it
-    sessions: tuple[
-        int, ...
-    ] = ()  # of a store of the first edition: the last session of each server
 
 
 @dataclass(frozen=True)
@@ -116,7 +112,7 @@ class Histories:
         holders: Collection[tuple[int, ...]],
     ) -> None:
         self.found = {
-            number: held for number, held in found.items() if held.newest >= 0 or _links(held)
+            number: held for number, held in found.items() if held.newest >= 0 or held.history
         }
         self.names = names
         self.holders = holders
@@ -157,7 +153,7 @@ class Histories:
 
     def _counting(self, number: int) -> tuple[HistoryLink, ...]:
         """The history of a server, without links that surely have no step."""
-        links = _links(self.found[number])
+        links = self.found[number].history
         while links and self._is_empty(links[-1], number):
             links = links[:-1]
         return links
@@ -175,7 +171,7 @@ class Histories:
         return bool(proving) and self._committed(number) <= most
 
     def _lacks_steps_of(self, link: HistoryLink, number: int) -> bool:
-        held, links = self.found[number], _links(self.found[number])
+        held, links = self.found[number], self.found[number].history
         if held.newest < 0:
             return False  # its memory was lost: what it has trained is not known
         return link.id not in {one.id for one in links} or (
@@ -186,7 +182,7 @@ class Histories:
         """The highest step that the server knows to be committed: a step is prepared after the
         commit of the one before, the first server commits, and what a session goes on from
         counts."""
-        held, links = self.found[number], _links(self.found[number])
+        held, links = self.found[number], self.found[number].history
         first, base = (links[-1].members[:1], links[-1].step) if links else ((0,), -1)
         surely = held.newest if held.newest <= base or number in first else held.newest - 1
         return max(surely, held.kept)
@@ -245,8 +241,6 @@ class Histories:
         mine, its = self.counting[later], self.counting[earlier]
         if not _same(mine[: len(its)], its):
             return False
-        if _numbers_forked(self.found[later], self.found[earlier], later, earlier):
-            return False
         branch = mine[len(its)].step if len(mine) > len(its) else -1
         return branch < 0 or self._committed(earlier) <= branch
 
@@ -273,7 +267,7 @@ class Histories:
         ):
             return True
         return bool(self.at_end) and all(
-            bool(links := _links(self.found[n]))
+            bool(links := self.found[n].history)
             and set(links[-1].members) <= here | self._without(n)
             for n in self.at_end
         )
@@ -287,7 +281,7 @@ class Histories:
         if witness is None or len(self.names) > 2:
             return False
         for number in self.at_end:
-            last = (_links(self.found[number]) or (HistoryLink("", -1),))[-1]
+            last = (self.found[number].history or (HistoryLink("", -1),))[-1]
             ours = last.id == witness.last or (
                 last.id == witness.before and number in witness.members
             )
@@ -298,7 +292,7 @@ class Histories:
     def _unknown(self, witness: Witness, members: Sequence[int]) -> Doubt | None:
         """Where the run's last session is in no history here, and nobody here can say that it
         has no step."""
-        if any(witness.last == link.id for held in self.found.values() for link in _links(held)):
+        if any(witness.last == link.id for held in self.found.values() for link in held.history):
             return None
         if any(n in witness.members and witness.before in self._ends(n) for n in self.at_end):
             return None
@@ -319,7 +313,7 @@ class Histories:
         """The last link of a server, and the last that counts; "" before the first."""
         return {
             (links or (HistoryLink("", -1),))[-1].id
-            for links in (_links(self.found[number]), self.history)
+            for links in (self.found[number].history, self.history)
         }
 
     def _not_held(self, members: Sequence[int], lost: Sequence[int]) -> Doubt:
@@ -363,29 +357,6 @@ def lost_chunks(holders: Collection[tuple[int, ...]], members: Collection[int]) 
 
 def _same(mine: Sequence[HistoryLink], its: Sequence[HistoryLink]) -> bool:
     return [link.id for link in mine] == [link.id for link in its]
-
-
-def _links(held: ServerHoldings) -> tuple[HistoryLink, ...]:
-    """A history; of a store of the first edition a link for each of its sessions, whose
-    identity is the number."""
-    last = max(held.sessions, default=0)
-    if held.history or not last:
-        return held.history
-    members = tuple(server for server, session in enumerate(held.sessions) if session == last)
-    return (
-        *(HistoryLink(f"session-{n}", -1) for n in range(1, last)),
-        HistoryLink(f"session-{last}", -1, members),
-    )
-
-
-def _numbers_forked(mine: ServerHoldings, its: ServerHoldings, me: int, it: int) -> bool:
-    """Two stores of the first edition that cannot be of one history: two sessions have the same
-    number, or each of two servers went on without the other."""
-    if mine.history or its.history or not mine.sessions or not its.sessions:
-        return False
-    last, other = max(mine.sessions), max(its.sessions)
-    apart = mine.sessions[it] < last and its.sessions[me] < other
-    return (last == other and mine.sessions != its.sessions) or (len(mine.sessions) == 2 and apart)
 
 
 def _utc(seconds: int) -> str:

@@ -1,9 +1,8 @@
-"""StoreMeta and Ledger: what a store is, and which slots hold its last committed step.
+"""Ledger: which slots hold the last committed step of a generation directory.
 
-`store.json` in every generation directory says what the store holds. The ledger has two files; a
-record of a step is [header | a row per owned chunk | blob | xxh3 of all that], written to the file
-that does not hold the last committed step and then fsynced. So a torn record never costs the last
-commit.
+The ledger has two files; a record of a step is [header | a row per owned chunk | blob | xxh3 of all
+that], written to the file that does not hold the last committed step and then fsynced. So a torn
+record never costs the last commit.
 
 Note "what the disk has": a record that is read may lie in the system's memory only: its writer was
 killed before it synced it, or the sync failed. A step that was built on it would overwrite the
@@ -22,29 +21,25 @@ Assumes: one writer (a lock on the ledger says so). Does NOT touch slots.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-import json
 import struct
+import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import xxhash
 
-from roadtrain.chunks import Chunk, ChunkTable, ParamSpec, Record, Span, record
 from roadtrain.errors import DamagedError, ForeignError, GoneError, StaleError, StoreError
-from roadtrain.storage.direct import DirectFile, replace_file, typed_errors
+from roadtrain.retry import undone_on_error
+from roadtrain.storage.direct import DirectFile, typed_errors
 from roadtrain.storage.history import HistoryLink
 from roadtrain.storage.lock import lock
-from roadtrain.storage.sealed import sealed, unsealed
+from roadtrain.storage.meta import RESTORE, StoreMeta
 
-FORMAT = 1
 MAGIC = b"roadtrn\0"
 BLOBS = b"roadtrain blobs\0"
 # magic, format, generation, job, directory, rows, step, blob bytes
@@ -64,7 +59,6 @@ ROW = np.dtype(
         ("state_sum", "<u8"),
     ]
 )
-_RESTORE = "restore this file from a copy of the store; the disk may be failing"
 # bytes allocated beyond the rows, so that a blob of usual size commits on a full disk
 _SPARE = 1 << 16
 
@@ -97,155 +91,6 @@ def unpack(blob: bytes) -> list[bytes]:
 
 
 @dataclass(frozen=True)
-class GroupRule:
-    """What one parameter group's rule keeps: its state arrays (fp32) and scalars (float64, a
-    row a parameter)."""
-
-    rule: str
-    arrays: tuple[str, ...] = ()
-    scalars: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Brief:
-    """What any description says, also one that is not ours."""
-
-    format: int
-    job: str
-    index: int
-    fingerprint: str = ""
-    copy_of: int = 0
-
-
-@dataclass(frozen=True)
-class StoreMeta:
-    """What a store holds. A caller gives the first four; `create_store` fills in where it rests."""
-
-    job: str  # uuid
-    blocks: tuple[tuple[str, tuple[ParamSpec, ...]], ...]
-    chunk_elements: int
-    groups: tuple[GroupRule, ...]
-    owners: tuple[int, ...] = ()  # of each chunk: an index into `directories`
-    directories: tuple[str, ...] = ()
-    # not used: the first edition wrote the directories of the generation before
-    former: tuple[str, ...] = ()
-    generation: int = 0
-    index: int = 0  # of this directory
-    staleness: int = 0
-    replicas: int = 1  # directories that hold each chunk
-    copy_of: int = 0  # the generation that this one was made from, to replace it; 0: from none
-    # with replicas, in the first edition: the last session of each server, 0: not there
-    sessions: tuple[int, ...] = ()
-    # of a store on servers: every session that began to train (storage/history.py)
-    history: tuple[HistoryLink, ...] = ()
-    # servers of the last of them that this one may go on without, as a witness said
-    without: tuple[int, ...] = ()
-    format: int = FORMAT
-
-    @staticmethod
-    def of(
-        table: ChunkTable,
-        groups: Sequence[GroupRule],
-        job: str = "",
-        staleness: int = 0,
-        replicas: int = 1,
-    ) -> StoreMeta:
-        blocks = tuple((b.name, tuple(table.params[i] for i in b.params)) for b in table.blocks)
-        job = job or str(uuid.uuid4())
-        return StoreMeta(
-            job, blocks, table.chunk_elements, tuple(groups), staleness=staleness, replicas=replicas
-        )
-
-    @cached_property
-    def table(self) -> ChunkTable:
-        return ChunkTable.build(self.blocks, self.chunk_elements)
-
-    @cached_property
-    def records(self) -> dict[int, Record]:
-        """Of every chunk, by its id."""
-        out = {}
-        for chunk in self.table.chunks:
-            rule = self.groups[chunk.group] if chunk.trainable else GroupRule("")
-            out[chunk.id] = record(chunk, len(rule.arrays), len(rule.scalars), self.staleness)
-        return out
-
-    @cached_property
-    def where(self) -> dict[str, list[tuple[Chunk, int, Span]]]:
-        """By parameter name, its spans: (chunk, number of the span in it, span)."""
-        out: dict[str, list[tuple[Chunk, int, Span]]] = {}
-        for chunk in self.table.chunks:
-            for i, span in enumerate(chunk.spans):
-                out.setdefault(self.table.params[span.param].name, []).append((chunk, i, span))
-        return out
-
-    def holders(self, chunk: int) -> tuple[int, ...]:
-        """The directories (or servers) that hold `chunk`: its owner, then the next ones in
-        order."""
-        owner, n = self.owners[chunk], len(self.directories)
-        return (owner, *((owner + i) % n for i in range(1, self.replicas)))
-
-    def owned(self, index: int) -> dict[int, Record]:
-        """The records that directory `index` holds."""
-        return {chunk: r for chunk, r in self.records.items() if index in self.holders(chunk)}
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The servers of the last session."""
-        if self.history:
-            return self.history[-1].members
-        last = max(self.sessions, default=0)
-        return tuple(
-            i for i in range(len(self.directories)) if not self.sessions or self.sessions[i] == last
-        )
-
-    def write(self, directory: Path) -> None:
-        """Atomically and durably."""
-        replace_file(directory / "store.json", sealed(self.to_json().encode()), "writing")
-
-    @property
-    def signature(self) -> str:
-        """Same for two workers whose parameters, dtypes, chunks and rules are the same."""
-        keys = ("blocks", "chunk_elements", "groups", "staleness", "replicas")
-        body = json.dumps([asdict(self)[key] for key in keys])
-        return hashlib.sha256(body.encode()).hexdigest()[:32]
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self) | {"fingerprint": self.table.fingerprint()})
-
-    @staticmethod
-    def load(directory: Path) -> StoreMeta:
-        """Raises GoneError, DamagedError, or ForeignError for another format."""
-        path = directory / "store.json"
-        with typed_errors(path, "reading"):
-            content = path.read_bytes()
-        try:
-            body, _ = unsealed(content)
-        except ValueError as error:
-            raise DamagedError(f"{path}: {error}", hint=_RESTORE) from error
-        return StoreMeta.from_json(body, str(path))
-
-    @staticmethod
-    def from_json(text: bytes | str, where: str) -> StoreMeta:
-        """`where`: for messages. Raises DamagedError, or ForeignError for another format."""
-        try:
-            brief = msgspec.json.decode(text, type=Brief)
-            if brief.format != FORMAT:
-                raise ForeignError(
-                    f"{where}: store format {brief.format}, this version reads {FORMAT}"
-                )
-            meta = msgspec.json.decode(text, type=StoreMeta)
-        except ValueError as error:
-            raise DamagedError(
-                f"{where}: not a store description ({error})", hint=_RESTORE
-            ) from error
-        if meta.table.fingerprint() != brief.fingerprint or len(meta.owners) != len(
-            meta.table.chunks
-        ):
-            raise DamagedError(f"{where}: does not match its fingerprint", hint=_RESTORE)
-        return meta
-
-
-@dataclass(frozen=True)
 class LedgerEntry:
     step: int
     rows: Rows
@@ -274,14 +119,11 @@ class Ledger:
         self.damaged: list[Path] = []
         self._loaded = [b"", b""]  # what counts in each file, until it is settled
         size = HEADER.size + rows.nbytes + _SPARE if create else None
-        try:
+        with undone_on_error(self.close):
             for i in range(2):
                 self._files.append(DirectFile(directory / f"ledger.{i}", direct=False, create=size))
             with typed_errors(directory, "locking"):
                 lock(self._files[0].fd, directory)
-        except BaseException:
-            self.close()
-            raise
 
     def load(self, step: int | None) -> tuple[int, ...]:
         """The record of exactly `step`, or the newest; nothing is written before `settle`. A
@@ -309,10 +151,10 @@ class Ledger:
         if self.damaged:
             damaged = " and ".join(map(str, self.damaged))
             return DamagedError(
-                f"{damaged}: the record there is damaged, and {holds}", hint=_RESTORE
+                f"{damaged}: the record there is damaged, and {holds}", hint=RESTORE
             )
         if step is None or not steps:
-            return DamagedError(f"{home}: its ledger holds no record", hint=_RESTORE)
+            return DamagedError(f"{home}: its ledger holds no record", hint=RESTORE)
         older = "this part" if max(steps) < step else "the part whose step counts, the first one,"
         return StaleError(
             f"{home}: {holds}, and the store is at step {step}: {older} is an older copy, or one"
@@ -328,19 +170,23 @@ class Ledger:
             self._files[number].write(memoryview(data), 0, what := "a record that was found")
             self._files[number].sync(f"of {what}")
 
+    def begin_session(self) -> tuple[str, str]:
+        """Name a new session in every record that is written from now on.
+
+        Returns:
+            The session that trained the last step ("" where it is not known), and the new one.
+        """
+        before = "" if self.session is None else self.session.id
+        begun = uuid.uuid4().hex[:16]
+        self.session = HistoryLink(begun, max(0, self.entry.step), (), int(time.time()))
+        return before, begun
+
     def append(self, step: int, rows: Rows, blob: bytes) -> None:
         """Durable on return; the committed record is not touched."""
         m, number, session = self._meta, 1 - self.entry.file, self.session
-        head = HEADER.pack(
-            MAGIC,
-            m.format if session is None else WITH_SESSION,
-            m.generation,
-            uuid.UUID(m.job).bytes,
-            m.index,
-            len(rows),
-            step,
-            len(blob),
-        )
+        job, fmt = uuid.UUID(m.job).bytes, m.format if session is None else WITH_SESSION
+        counts = len(rows), step, len(blob)
+        head = HEADER.pack(MAGIC, fmt, m.generation, job, m.index, *counts)
         if session is not None:
             head += SESSION.pack(session.id.encode(), session.step, session.at)
         body = head + rows.tobytes() + blob

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from roadtrain.errors import StoreError
-from roadtrain.retry import retry
+from roadtrain.retry import retry, undone_on_error
 from roadtrain.storage.direct import typed_errors
 
 LOCK_WAIT_S = 5.0  # a killed process's helpers may hold the lock for a moment longer
@@ -26,11 +26,8 @@ class Locks:
     def __init__(self, directories: Iterable[Path] = ()) -> None:
         self._held: dict[tuple[int, int], int] = {}  # (device, inode) of a directory -> descriptor
         _ALL.add(self)
-        try:
+        with undone_on_error(self.close):
             self.take(directories)
-        except BaseException:
-            self.close()
-            raise
 
     def take(self, directories: Iterable[Path]) -> None:
         """Also these, those that exist. StoreError where another process has one of them."""
@@ -74,11 +71,8 @@ def _locked(fd: int, directory: Path) -> int:
         if not isinstance(error, OSError):
             raise
     fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+    with undone_on_error(lambda: os.close(fd)):
         lock(fd, directory)
-    except BaseException:
-        os.close(fd)
-        raise
     return fd
 
 

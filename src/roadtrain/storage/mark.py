@@ -30,7 +30,7 @@ from roadtrain.errors import (
     StaleError,
     StoreError,
 )
-from roadtrain.storage.direct import replace_file, typed_errors
+from roadtrain.storage.direct import read_or_none, replace_file
 from roadtrain.storage.history import Witness
 from roadtrain.storage.sealed import sealed, unsealed
 
@@ -187,16 +187,11 @@ class Mark:
 
     def _load(self, witness: int) -> Known:
         metrics = Known(step=witness if witness > 0 else -1)
-        with typed_errors(self.path, "reading"):
-            try:
-                content = self.path.read_bytes()
-            except FileNotFoundError:
-                return metrics
+        content = read_or_none(self.path)
+        if content is None:
+            return metrics
         try:
-            body, whole = unsealed(content)
-            if not whole:
-                raise ValueError("it has no checksum")
-            known = msgspec.json.decode(body, type=Known)
+            known = msgspec.json.decode(unsealed(content), type=Known)
         except ValueError as error:
             if metrics.step < 0 and not self.new_store:
                 raise DamagedError(

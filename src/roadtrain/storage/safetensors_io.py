@@ -108,12 +108,8 @@ def open_dir(path: str | Path) -> Mapping[str, Tensor]:
         return dict(_read_header(home))
     if (home / _INDEX).is_file():
         try:
-            files = sorted(
-                {
-                    home / name
-                    for name in json.loads((home / _INDEX).read_bytes())["weight_map"].values()
-                }
-            )
+            index = json.loads((home / _INDEX).read_bytes())
+            files = sorted({home / name for name in index["weight_map"].values()})
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ForeignError(f"{home / _INDEX}: not a safetensors index ({error})") from error
     else:

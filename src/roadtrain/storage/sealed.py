@@ -1,7 +1,7 @@
 """Small files that carry their own checksum: a body of text, then a line `xxh3 DIGEST`. A JSON
 object stays one: its checksum is its first key (`sealed_json`).
 
-Assumes: the file is written whole (store/direct.replace_file). Does NOT know what the body says.
+Assumes: the file is written whole (storage/direct.replace_file). Does NOT know what the body says.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ def sealed(body: bytes) -> bytes:
     return body + _TAG + xxhash.xxh3_64_hexdigest(body).encode() + b"\n"
 
 
-def unsealed(content: bytes) -> tuple[bytes, bool]:
-    """(the body, whether a checksum vouches for it): files of the first edition have none.
-    Raises ValueError where the checksum does not match."""
+def unsealed(content: bytes) -> bytes:
+    """The body. Raises ValueError where the checksum is absent or does not match."""
     body, tag, digest = content.rpartition(_TAG)
     if not tag:
-        return content, False
+        raise ValueError("it has no checksum")
     if digest != xxhash.xxh3_64_hexdigest(body).encode() + b"\n":
         raise ValueError("its checksum does not match")
-    return body, True
+    return body
 
 
 def sealed_json(body: bytes) -> bytes:

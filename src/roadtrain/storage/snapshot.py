@@ -13,7 +13,7 @@ begun a snapshot all have finished the one before, and the oldest of their newes
 that each of them still has. A session begins with one that all have (with replicas: that some have
 who hold every chunk); whoever lacks that begins anew, at once.
 
-Assumes: what store.tier says. Does NOT decide what to go back to (servers/opening.py does).
+Assumes: what storage/tier.py says. Does NOT decide what to go back to (servers/opening.py does).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from roadtrain.errors import DeadlineError, ForeignError
 from roadtrain.storage.direct import in_ram
 from roadtrain.storage.file import FileTier
 from roadtrain.storage.generation import create_part, open_part, publish_part
-from roadtrain.storage.ledger import LedgerEntry, Rows, StoreMeta
+from roadtrain.storage.ledger import LedgerEntry, Rows
+from roadtrain.storage.meta import StoreMeta
 from roadtrain.units import show_bytes
 
 COPIES = 2  # chunks that are copied at once, each in a buffer of its own
@@ -101,11 +102,8 @@ class Snapshots:
         """`source` has a committed step, and nothing of the next one. The first snapshot begins
         now."""
         source = self._source
-        source.on_write, source.on_prepare, source.on_commit = (
-            self._before_write,
-            self._before_prepare,
-            self._committed,
-        )
+        source.on_write, source.on_prepare = self._before_write, self._before_prepare
+        source.on_commit = self._committed
         if self._target.step < 0:
             self._begin()
 

@@ -1,7 +1,7 @@
 """The parts of a record, and what a tier (storage/file.py) promises; what rests in RAM lies in the
 server's own arena.
 
-A record is [weights | state] (spec.chunks). A part is "weights", "state" or "record" (both); a
+A record is [weights | state] (chunks.py). A part is "weights", "state" or "record" (both); a
 view handed in has exactly the padded size of its part. Between two commits each part is written at
 most once. Writing only "state" of a chunk that has a master there makes its weights part *absent*
 until it is written again: it can be cast from the master. Reading "record" then leaves the public

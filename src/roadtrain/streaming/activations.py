@@ -46,12 +46,8 @@ class KeptTensor:
     saved and not yet freed."""
 
     def __init__(self, tensor: torch.Tensor, serial: int) -> None:
-        self.shape, self.stride, self.dtype, self.device = (
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            tensor.device,
-        )
+        self.shape, self.stride = tensor.shape, tensor.stride()
+        self.dtype, self.device = tensor.dtype, tensor.device
         self.nbytes = min(tensor.nbytes, tensor.untyped_storage().nbytes())
         self.movable = tensor.nbytes >= SMALL and 0 not in self.stride
         self.serial, self.users, self.state, self.at = serial, 1, HERE, -1

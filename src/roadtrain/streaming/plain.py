@@ -8,9 +8,8 @@ The header is one value. None, bool, int, float, str and bytes stand for themsel
 [tag, ...]: containers hold their items, a tensor its dtype and shape. So reading runs no code, and
 every length is checked before it is used.
 
-What the first edition committed was written by torch.save; streaming/torch_saved.py reads that, as
-data too. Tensors come back on the host and contiguous; that several shared memory is forgotten.
-Does NOT know what the values mean.
+Tensors come back on the host and contiguous; that several shared memory is forgotten. Does NOT know
+what the values mean.
 """
 
 from __future__ import annotations
@@ -25,10 +24,32 @@ import numpy as np
 import torch
 
 from roadtrain.errors import ConfigError, DamagedError, ForeignError
-from roadtrain.streaming.torch_saved import DTYPES, read_saved
 
 MAGIC = b"RTstate\1"
 LENGTH = struct.Struct("<Q")
+NUMBERS = [
+    "bool",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+]
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in NUMBERS}
 MAX_DEPTH = 100  # a value that holds itself ends here, with a sentence
 PLAIN = (type(None), bool, float, str, bytes)
 SEQUENCES: dict[str, type[Any]] = {"list": list, "tuple": tuple, "set": set, "size": torch.Size}
@@ -50,15 +71,13 @@ def encode(value: Any, what: str = "the state") -> bytes:
 
 
 def decode(raw: bytes | memoryview) -> Any:
-    """What `encode` was given, or what torch.save was. DamagedError for what is neither whole
-    nor of known types, ForeignError for what is neither."""
+    """The value that `encode` was given. Raises DamagedError for bytes that are not whole or hold
+    unknown types, ForeignError for bytes that `encode` did not make."""
     view = memoryview(raw)
-    if view[:2] == b"PK":
-        return read_saved(view)
     if view[: len(MAGIC)] != MAGIC:
         raise ForeignError(
             f"the state of a job begins with {bytes(view[:8])!r}, not with {MAGIC!r}",
-            hint="a newer roadtrain may have written it",
+            hint="another version of roadtrain wrote it: 0.2.0 still reads states of 0.1.0",
         )
     at = len(MAGIC) + LENGTH.size
     if len(view) < at:

@@ -85,11 +85,7 @@ class _Refusing:
 
     @classmethod
     def __torch_function__(
-        cls,
-        function: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = _name_of(function)
         if name is None:
@@ -118,11 +114,7 @@ class _Behind:
 
     @classmethod
     def __torch_function__(
-        cls,
-        function: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = _name_of(function)
         found = next(

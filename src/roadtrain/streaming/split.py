@@ -166,15 +166,11 @@ def _list_items(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]
         if (
             isinstance(child, nn.ModuleList)
             and len(child) >= 2
-            and all(_is_item(item) for item in child)
+            and all(_has_params(item) and _callable(item) for item in child)
         ):
             yield from ((_join(full, n), item) for n, item in child.named_children())
         else:
             yield from _list_items(child, full)
-
-
-def _is_item(module: nn.Module) -> bool:
-    return _has_params(module) and _callable(module)
 
 
 def _callable(module: nn.Module) -> bool:

@@ -68,13 +68,8 @@ class _Block:
     def __init__(
         self, index: int, part: ModulePart, fetched: FetchedParameters, shared: list[nn.Parameter]
     ) -> None:
-        self.index, self.name, self.module, self.fetched, self.shared = (
-            index,
-            part.name,
-            part.module,
-            fetched,
-            shared,
-        )
+        self.index, self.name, self.module = index, part.name, part.module
+        self.fetched, self.shared = fetched, shared
         self.modules = list(part.module.modules())
         self.params = part.params
         self.original = part.module.forward
@@ -107,22 +102,14 @@ class BlockStream:
         on_pass_end: Callable[[], None] | None = None,
     ) -> None:
         self.model, self.split, self.table, self.source = model, split, table, source
-        self.activations, self.device, self.on_pass_end = (
-            activations,
-            torch.device(device),
-            on_pass_end,
-        )
+        self.activations, self.on_pass_end = activations, on_pass_end
+        self.device = torch.device(device)
         parts = (split.root, *split.blocks)
         first = list(itertools.accumulate((len(part.params) for part in parts), initial=0))
-        lots = [
-            FetchedParameters(
-                table,
-                table.blocks[i],
-                {first[i] + k: p for k, (_, p) in enumerate(part.params)},
-                self.device,
-            )
-            for i, part in enumerate(parts)
-        ]
+        lots = []
+        for block, part, at in zip(table.blocks, parts, first):
+            params = {at + k: p for k, (_, p) in enumerate(part.params)}
+            lots.append(FetchedParameters(table, block, params, self.device))
         self.root = lots[0]
         mine = {id(p) for _, p in self.root.trainable}
         self._blocks = {
@@ -214,13 +201,8 @@ class BlockStream:
             inputs, slots = distinct(leaves)
             wants = [t for t in (*inputs, *block.shared) if t.requires_grad]
             if wants or any(p.requires_grad for _, p in block.fetched.trainable):
-                call = _Call(
-                    self,
-                    block,
-                    inputs,
-                    [(i, pristine(leaf, block.name)) for i, leaf in slots],
-                    spec,
-                )
+                fresh = [(i, pristine(leaf, block.name)) for i, leaf in slots]
+                call = _Call(self, block, inputs, fresh, spec)
                 outputs = _Node.apply(call, self.gate, *wants)  # type: ignore[no-untyped-call]
                 return call.returned(outputs)
         with self.fetched_block(block) as (buffer, _), torch.no_grad():

@@ -46,7 +46,7 @@ from roadtrain.servers.intermediary import IntermediarySession
 from roadtrain.servers.parameter_connection import ParameterConnection
 from roadtrain.servers.protocol import messages
 from roadtrain.servers.server_session import ServerSession, StoreHost
-from roadtrain.storage.ledger import StoreMeta
+from roadtrain.storage.meta import StoreMeta
 from roadtrain.switch import fixed_point, trial
 from roadtrain.switch.datagrams import DatagramSocket
 from roadtrain.switch.incoming import ExpectedRun, Incoming

@@ -15,20 +15,10 @@ import torch
 
 from roadtrain.config.job import Job
 from roadtrain.errors import ConfigError
-from roadtrain.kernels.lion import Lion
+from roadtrain.kernels.optimizers import OPTIMIZERS
 from roadtrain.options.names import did_you_mean
 from roadtrain.training.data import Tokens, need
 
-_OWN = (
-    torch.optim.AdamW,
-    torch.optim.Adam,
-    torch.optim.SGD,
-    Lion,
-    torch.optim.Adagrad,
-    torch.optim.RMSprop,
-)
-# the names that config/job.py lists
-CLASSES: dict[str, Any] = {cls.__name__.lower(): cls for cls in _OWN}
 # transformers takes them, but does not list them
 _OLD_CONFIG_KEYS = {"rope_theta", "rope_scaling", "torch_dtype"}
 
@@ -98,7 +88,7 @@ def build_optimizer(job: Job, params: Iterable[torch.nn.Parameter]) -> torch.opt
     """The user's own torch optimizer. Raises ConfigError for a class or an argument that is not
     there."""
     o = job.optimizer
-    cls = CLASSES.get(o.name) or named(o.name, "optimizer.name")
+    cls = named(OPTIMIZERS[o.name].path if o.name in OPTIMIZERS else o.name, "optimizer.name")
     given = {
         "weight_decay": o.weight_decay,
         "betas": o.betas,

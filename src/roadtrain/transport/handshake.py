@@ -48,6 +48,7 @@ from roadtrain.errors import (
     WireError,
 )
 from roadtrain.transport.link import FRAME_LIMIT, SUM, VERSION, opened, sealed
+from roadtrain.transport.stream import FrameStream
 from roadtrain.units import KIB
 
 MAGIC = b"roadtrn\n"
@@ -100,22 +101,13 @@ class Greeting(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Caller:
-    """A client's connection that proved the token and waits for its verdict."""
-
-    greeting: Greeting
-    hello: bytes
-    token: bytes | None
-    transcript: bytes
-
-
-@dataclass(frozen=True)
-class Answered:
-    """What a server answered a client that now waits for the verdict."""
+class OpenHandshake:
+    """A handshake that lacks the verdict, on either side. `greeting`: the other side's."""
 
     greeting: Greeting
     token: bytes | None
     transcript: bytes
+    hello: bytes = b""  # on the server's side
 
 
 def greeting(
@@ -154,7 +146,7 @@ def client_greet(
     hello: bytes,
     deadline: float,
     binding: bytes = b"",
-) -> Answered:
+) -> OpenHandshake:
     """The first three messages. `binding`: of the channel below, the same on both sides; empty
     without TLS."""
     mine = sealed(GREETING.pack(*ours))
@@ -166,10 +158,10 @@ def client_greet(
     transcript = mine + raw + binding
     proof = _prove(token, b"client", transcript)
     send(sock, sealed(PROOF.pack(proof)) + hello, deadline)
-    return Answered(theirs, token, transcript + proof + hello)
+    return OpenHandshake(theirs, token, transcript + proof + hello)
 
 
-def client_verdict(sock: socket.socket, answer: Answered, deadline: float) -> None:
+def client_verdict(sock: socket.socket, answer: OpenHandshake, deadline: float) -> None:
     """Raises AuthError, BusyError or WireError with the server's words where it refuses."""
     what = "the server's verdict"
     raw = receive(sock, VERDICT.size + SUM.size, deadline, what)
@@ -193,7 +185,7 @@ def client_verdict(sock: socket.socket, answer: Answered, deadline: float) -> No
 
 def server_greet(
     sock: socket.socket, ours: Greeting, token: bytes | None, deadline: float, binding: bytes = b""
-) -> Caller:
+) -> OpenHandshake:
     """The server's side up to hello. Raises PeerError for whoever is not to be let in."""
     beginning = receive(sock, BEGINNING.size, deadline, "a greeting")
     if beginning[: len(MAGIC)] != MAGIC:
@@ -220,15 +212,15 @@ def server_greet(
     hello = receive(sock, theirs.hello_nbytes, deadline, "hello")
     if hashlib.sha256(hello).digest() != theirs.hello_digest:
         raise WireError("hello does not match its checksum")
-    return Caller(theirs, hello, token, transcript + bytes(proof) + hello)
+    return OpenHandshake(theirs, token, transcript + bytes(proof) + hello, hello)
 
 
-def take(sock: socket.socket, caller: Caller, deadline: float) -> None:
+def take(sock: socket.socket, caller: OpenHandshake, deadline: float) -> None:
     _send_verdict(sock, TAKEN, b"", deadline, caller)
 
 
 def refuse(
-    sock: socket.socket, error: Exception, deadline: float, caller: Caller | None = None
+    sock: socket.socket, error: Exception, deadline: float, caller: OpenHandshake | None = None
 ) -> None:
     """Tells the client why: an AuthError or BusyError there too if it is one here, else a
     WireError."""
@@ -243,15 +235,11 @@ def refuse(
 
 
 def _send_verdict(
-    sock: socket.socket, code: int, text: bytes, deadline: float, caller: Caller | None
+    sock: socket.socket, code: int, text: bytes, deadline: float, caller: OpenHandshake | None
 ) -> None:
     proof = _prove_verdict(caller, code, text) if caller else bytes(32)
-    send(
-        sock,
-        sealed(VERDICT.pack(code, len(text), SUM.unpack(sealed(text)[-SUM.size :])[0], proof))
-        + text,
-        deadline,
-    )
+    (text_sum,) = SUM.unpack(sealed(text)[-SUM.size :])
+    send(sock, sealed(VERDICT.pack(code, len(text), text_sum, proof)) + text, deadline)
 
 
 def _rest_of_greeting(
@@ -299,7 +287,7 @@ def _prove(token: bytes | None, role: bytes, transcript: bytes) -> bytes:
     return hmac.digest(token or b"none", b"roadtrain " + role + transcript, "sha256")
 
 
-def _prove_verdict(side: Caller | Answered, code: int, text: bytes) -> bytes:
+def _prove_verdict(side: OpenHandshake, code: int, text: bytes) -> bytes:
     return _prove(side.token, b"server", side.transcript + bytes([code]) + text)
 
 
@@ -340,8 +328,10 @@ def _timed(sock: socket.socket, deadline: float, what: str) -> None:
     sock.settimeout(left)
 
 
-def limits(ours: Common, theirs: Sequence[Greeting]) -> int:
-    return min([ours.frame_limit, *(g.frame_limit for g in theirs)])
+def stream_between(peer: str, ours: Common, theirs: Sequence[OpenHandshake]) -> FrameStream:
+    """A link that is not started yet, on the terms that both sides can keep."""
+    limit = min([ours.frame_limit, *(other.greeting.frame_limit for other in theirs)])
+    return FrameStream(peer, limit, ours.summed, ours.close_s)
 
 
 def as_peer_error(error: Exception, peer: str) -> PeerError:

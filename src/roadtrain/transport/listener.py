@@ -26,17 +26,17 @@ from typing import Protocol
 from roadtrain.errors import LostError, PeerError, RoadtrainError, WireError
 from roadtrain.transport.handshake import (
     NO_LANGUAGE,
-    Caller,
     Common,
+    OpenHandshake,
     as_peer_error,
     greeting,
-    limits,
     refuse,
     server_greet,
+    stream_between,
     take,
 )
 from roadtrain.transport.link import Link, Receiver
-from roadtrain.transport.stream import Channel, FrameStream
+from roadtrain.transport.stream import Channel
 
 MAX_PENDING = 128
 AGAIN_S = 0.1  # until the next try to accept
@@ -101,7 +101,7 @@ class _Joining:
     """The connections of one link that have come so far, by number."""
 
     def __init__(self) -> None:
-        self.there: dict[int, tuple[socket.socket, Caller]] = {}
+        self.there: dict[int, tuple[socket.socket, OpenHandshake]] = {}
         self.taken = threading.Event()
 
 
@@ -123,12 +123,8 @@ class Listener:
     ) -> None:
         self.address = address
         self._sock, self._accept, self._common, self._token = sock, accept, common, token
-        self._carrier, self._say, self._report, self._language = (
-            carrier,
-            report,
-            Few(report),
-            language,
-        )
+        self._carrier, self._language = carrier, language
+        self._say, self._report = report, Few(report)
         self._lock = threading.Lock()
         # and where it comes from
         self._pending: dict[threading.Thread, tuple[socket.socket, str]] = {}
@@ -223,7 +219,7 @@ class Listener:
             if not given:
                 sock.close()
 
-    def _join(self, sock: socket.socket, caller: Caller, peer: str, deadline: float) -> bool:
+    def _join(self, sock: socket.socket, caller: OpenHandshake, peer: str, deadline: float) -> bool:
         """Adds a connection to its link. The thread of the last one makes the link, that of the
         first gives up on the others at the deadline. True: the socket now belongs to the link or
         to that thread."""
@@ -259,12 +255,7 @@ class Listener:
 
     def _make(self, joining: _Joining, peer: str, deadline: float) -> None:
         callers = [joining.there[i] for i in sorted(joining.there)]
-        link = FrameStream(
-            peer,
-            limits(self._common, [caller.greeting for _, caller in callers]),
-            self._common.summed,
-            self._common.close_s,
-        )
+        link = stream_between(peer, self._common, [caller for _, caller in callers])
         try:
             receiver = self._accept(link, callers[0][1].hello)
         except Exception as error:

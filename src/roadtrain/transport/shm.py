@@ -42,11 +42,11 @@ from roadtrain.transport.handshake import (
     client_greet,
     client_verdict,
     greeting,
-    limits,
+    stream_between,
 )
 from roadtrain.transport.link import Link, Receiver, copy
 from roadtrain.transport.listener import Accept, Listener, Report
-from roadtrain.transport.stream import Channel, FrameStream
+from roadtrain.transport.stream import Channel
 from roadtrain.units import GIB, KIB, MIB
 
 # at most published at a time: the reader copies out one while the writer copies in the next
@@ -98,9 +98,7 @@ def connect(
         ours = greeting(options, None, os.urandom(16), language=language, hello=hello)
         answer = client_greet(sock, ours, None, hello, deadline)
         client_verdict(sock, answer, deadline)
-        link = FrameStream(
-            peer, limits(options, [answer.greeting]), options.summed, options.close_s
-        )
+        link = stream_between(peer, options, [answer])
         channel = _receive_channel(sock)
     except (OSError, PeerError) as error:
         sock.close()
@@ -229,12 +227,8 @@ class _Ring:
         self, words: memoryview, data: memoryview, bell: int, answer: int, sock: socket.socket
     ) -> None:
         self._words, self._data, self._size = words, data, len(data)
-        self._bell, self._answer, self._here, self._piece = (
-            bell,
-            answer,
-            0,
-            min(PIECE, self._size // 4),
-        )
+        self._bell, self._answer = bell, answer
+        self._here, self._piece = 0, min(PIECE, self._size // 4)
         self._poll = select.poll()
         self._poll.register(bell, select.POLLIN)
         self._poll.register(sock, select.POLLRDHUP)
@@ -265,11 +259,8 @@ class _Ring:
         """0 at the end, -1 to try again."""
         there = self._used(self._words[_HEAD], self._here)
         if not there:
-            return (
-                -1
-                if not self._sleep(_READER_SLEEPS, lambda: self._words[_HEAD] != self._here)
-                else 0
-            )
+            ended = self._sleep(_READER_SLEEPS, lambda: self._words[_HEAD] != self._here)
+            return 0 if ended else -1
         _order()
         n = min(there, len(view), self._piece)
         self._copy(view[:n], False)

@@ -17,6 +17,7 @@ Does NOT connect, authenticate or know sockets.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -141,10 +142,8 @@ class FrameStream:
         self.peer = peer
         self._limit, self._summed, self._close_s = limit, summed, close_s
         self._lock = threading.Lock()
-        self._to_send, self._turned = (
-            threading.Condition(self._lock),
-            threading.Condition(self._lock),
-        )
+        self._to_send = threading.Condition(self._lock)
+        self._turned = threading.Condition(self._lock)
         self._queue, self._urgent = deque[_Frame](), deque[_Frame]()
         self._next = self._idle = self._moved = 0
         self._ready: dict[int, tuple[int, bytes, memoryview]] = {}
@@ -161,15 +160,10 @@ class FrameStream:
         self._receiver, self._channels = receiver, channels
         self._reading, self._alive = len(channels), 2 * len(channels)
         for i, channel in enumerate(channels):
-            for name, work in (("send", self._send_all), ("receive", self._receive_all)):
-                self._threads.append(
-                    threading.Thread(
-                        target=self._run,
-                        args=(work, channel),
-                        name=f"{name} {i} {self.peer}",
-                        daemon=True,
-                    )
-                )
+            for doing, work in (("send", self._send_all), ("receive", self._receive_all)):
+                run = functools.partial(self._run, work, channel)
+                name = f"{doing} {i} {self.peer}"
+                self._threads.append(threading.Thread(target=run, name=name, daemon=True))
         for number, thread in enumerate(self._threads):
             try:
                 thread.start()
@@ -266,6 +260,9 @@ class FrameStream:
         for each in channels:
             each.close()
 
+    def _lost(self, error: OSError, doing: str) -> LostError:
+        return LostError(f"{self.peer}: {error.strerror or error} while {doing}")
+
     def _owner_failed(self, error: Exception) -> PeerError:
         if isinstance(error, PeerError):
             return error
@@ -283,19 +280,14 @@ class FrameStream:
                     buffers += (self._lead(frame), *frame.parts)
                 self._put(channel, buffers)
             except OSError as error:
-                self.fail(
-                    LostError(
-                        f"{self.peer}: {error.strerror or error} while sending frame"
-                        f" {batch[0].sequence}"
-                    )
-                )
+                self.fail(self._lost(error, f"sending frame {batch[0].sequence}"))
             finally:
                 self._release(batch)
         if self._error is None:
             try:
                 self._put(channel, [self._lead(_Frame(0, b"", (), 0, None, self._next), LAST)])
             except OSError as error:
-                self.fail(LostError(f"{self.peer}: {error.strerror or error} while saying goodbye"))
+                self.fail(self._lost(error, "saying goodbye"))
 
     def _take(self) -> list[_Frame]:
         """The next frames for one call; none at the end."""
@@ -319,22 +311,10 @@ class FrameStream:
         header_sum = payload_sum = 0
         if self._summed:
             flags |= SUMMED
-            header_sum = digest((frame.header,))
-            payload_sum = digest(frame.parts)
-        return (
-            pack_head(
-                Head(
-                    flags,
-                    frame.kind,
-                    len(frame.header),
-                    frame.nbytes,
-                    frame.sequence,
-                    header_sum,
-                    payload_sum,
-                )
-            )
-            + frame.header
-        )
+            header_sum, payload_sum = digest((frame.header,)), digest(frame.parts)
+        sizes = len(frame.header), frame.nbytes
+        head = Head(flags, frame.kind, *sizes, frame.sequence, header_sum, payload_sum)
+        return pack_head(head) + frame.header
 
     def _put(self, channel: Channel, buffers: list[memoryview | bytes]) -> None:
         i = 0
@@ -368,9 +348,7 @@ class FrameStream:
                     return
                 self._receive(reader, head)
         except OSError as error:
-            raise LostError(
-                f"{self.peer}: {error.strerror or error} while waiting for {reader.what}"
-            ) from error
+            raise self._lost(error, f"waiting for {reader.what}") from error
         if not self._closing:
             raise LostError("ended without a goodbye")
 

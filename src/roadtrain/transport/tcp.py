@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import ipaddress
 import secrets
@@ -37,7 +38,7 @@ from pydantic import Field
 
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.options.check import check_options
-from roadtrain.retry import retry
+from roadtrain.retry import retry, undone_on_error
 from roadtrain.transport.handshake import (
     MAX_CONNECTIONS,
     NO_LANGUAGE,
@@ -46,11 +47,11 @@ from roadtrain.transport.handshake import (
     client_greet,
     client_verdict,
     greeting,
-    limits,
+    stream_between,
 )
 from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.listener import Accept, Listener, Report
-from roadtrain.transport.stream import Channel, FrameStream
+from roadtrain.transport.stream import Channel
 from roadtrain.units import KIB
 
 Address = tuple[str, int]
@@ -194,36 +195,20 @@ def connect(
     try:
         answers = []
         for i in range(options.connections):
-            sock = retry(
-                lambda: _connected(address, options),
-                ConnectionRefusedError,
-                options.retry_s,
-                waits,
-            )
+            opened = functools.partial(_connected, address, options)
+            sock = retry(opened, ConnectionRefusedError, options.retry_s, waits)
             socks.append(sock)
             deadline = time.monotonic() + options.handshake_s
             if context is not None and options.tls is not None:
                 sock.settimeout(options.handshake_s)
                 sock = socks[-1] = context.wrap_socket(sock, server_hostname=address[0])
             said = b"" if i else hello
-            ours = greeting(
-                options,
-                options.token,
-                link_id,
-                i,
-                options.connections,
-                language=language,
-                hello=said,
-            )
-            answers.append(client_greet(sock, ours, options.token, said, deadline, _binding(sock)))
+            token, count = options.token, options.connections
+            ours = greeting(options, token, link_id, i, count, language=language, hello=said)
+            answers.append(client_greet(sock, ours, token, said, deadline, _binding(sock)))
         for sock, answer in zip(socks, answers):
             client_verdict(sock, answer, deadline)
-        link = FrameStream(
-            peer,
-            limits(options, [answer.greeting for answer in answers]),
-            options.summed,
-            options.close_s,
-        )
+        link = stream_between(peer, options, answers)
         for sock in socks:
             channels.append(options.channel(sock))
     except (OSError, RoadtrainError) as error:
@@ -256,13 +241,10 @@ def listen(
             )
         carrier = _TcpCarrier(options)
         sock = socket.socket(family, kind, protocol)
-        try:
+        with undone_on_error(sock.close):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(where)
             sock.listen(128)
-        except BaseException:
-            sock.close()
-            raise
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {address[0]}:{address[1]}: {error.strerror or error}"
@@ -303,12 +285,9 @@ def _binding(sock: socket.socket) -> bytes:
 def _connected(address: Address, options: TcpOptions) -> socket.socket:
     family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, kind, protocol)
-    try:
+    with undone_on_error(sock.close):
         sock.settimeout(options.connect_s)
         sock.connect(where)
-    except BaseException:
-        sock.close()
-        raise
     return sock
 
 
@@ -335,10 +314,8 @@ class _TcpChannel:
         """Whether what is waiting in the kernel leaves it slowly."""
         if self._slow:
             return
-        now, waiting = (
-            time.monotonic(),
-            int.from_bytes(fcntl.ioctl(self._sock, termios.TIOCOUTQ, b"\0" * 4), "little"),
-        )
+        now = time.monotonic()
+        waiting = int.from_bytes(fcntl.ioctl(self._sock, termios.TIOCOUTQ, b"\0" * 4), "little")
         if waiting > UNSENT and now - self._since < LOOK_S:
             return
         if waiting > UNSENT and self._given - waiting < SLOW * (now - self._since):
