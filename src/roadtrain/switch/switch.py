@@ -29,10 +29,9 @@ from roadtrain.switch.datagrams import DatagramSocket
 from roadtrain.switch.options import MOST_CHILDREN, MOST_JOBS
 from roadtrain.switch.packet_loop import END_S, PacketLoop
 from roadtrain.switch.packets import ROOT, PacketKey
-from roadtrain.switch.switch_job import SwitchJob, Table
+from roadtrain.switch.switch_job import SwitchJob
 from roadtrain.switch.switch_memory import MOST_SLOTS, SlotQuota
-from roadtrain.switch.switch_table import SwitchTable
-from roadtrain.switch.xdp import XdpDevice
+from roadtrain.switch.switch_table import SwitchTable, Table, TableDevice
 from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.listener import Report
 from roadtrain.transport.tcp import Address, TcpOptions, listen
@@ -71,9 +70,9 @@ class SwitchHost:
         nbytes: int,
         options: TcpOptions,
         report: Report = print,
-        device: XdpDevice | None = None,
+        device: TableDevice | None = None,
     ) -> None:
-        """nbytes: of memory for all jobs. device: its owner's; it sums in the kernel."""
+        """nbytes: of memory for all jobs. device: its owner's; it has the tables of jobs."""
         self.quota = SlotQuota(nbytes)
         self._token, self._report, self._device = options.token, report, device
         self._links: dict[bytes, _JobLink] = {}  # by nonce

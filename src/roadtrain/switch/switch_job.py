@@ -29,8 +29,7 @@ from roadtrain.switch.streams import Batch, beat_packet, beats_of
 from roadtrain.switch.switch_children import Children
 from roadtrain.switch.switch_outgoing import SwitchOutgoing
 from roadtrain.switch.switch_runs import MOST, READ_NBYTES, SwitchRun, read_runs
-from roadtrain.switch.switch_table import StuckSlot, SwitchTable
-from roadtrain.switch.xdp_table import XdpTable
+from roadtrain.switch.switch_table import StuckSlot, Table
 from roadtrain.transport.listener import Few, Report
 from roadtrain.transport.tcp import Address
 
@@ -47,9 +46,6 @@ _WAY = np.full(256, _NOTHING, np.uint8)
 _WAY[[Kind.GRADIENT, Kind.EXPONENTS]] = _SUMMED
 _WAY[[Kind.PARAMETERS, Kind.MAXIMA, Kind.GRADIENT_BEAT]] = _COPIED
 _WAY[Kind.PARAMETER_BEAT] = _HEARD
-
-
-Table = SwitchTable | XdpTable  # in this process, or in the kernel
 
 
 class Buffers:
@@ -244,8 +240,7 @@ class SwitchJob:
 
     def close(self) -> None:
         self.socket.close()
-        if isinstance(self.table, XdpTable):
-            self.table.close()
+        self.table.close()
         self._report.tick(now=True)
 
     def rows(self) -> list[str]:

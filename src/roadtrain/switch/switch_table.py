@@ -16,7 +16,7 @@ Assumes packets whose tag was verified. Does NOT verify, seal or lock: one threa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -28,8 +28,10 @@ from roadtrain.switch.packets import (
     PACKET_NBYTES,
     PAYLOAD_NBYTES,
     Kind,
+    PacketKey,
     check_bulk,
 )
+from roadtrain.transport.tcp import Address
 
 MOST_CHILDREN = 64  # who has come is one word
 _GRADIENT, _EXPONENTS = np.uint8(Kind.GRADIENT), np.uint8(Kind.EXPONENTS)
@@ -58,6 +60,60 @@ class StuckSlot:
     number: int
     missing: tuple[int, ...]  # children whose packet has not come
     age: int  # ticks since its first packet
+
+
+class Table(Protocol):
+    """A job's table: SwitchTable, which describes the methods, or one outside this process."""
+
+    now: int
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def counters(self) -> dict[str, int]: ...
+    def add(
+        self,
+        buffer: np.ndarray,
+        segment: int,
+        count: int,
+        ok: np.ndarray,
+        out: np.ndarray,
+        child: int,
+    ) -> int: ...
+    def snoop(self, ack: int) -> None: ...
+    def stuck(self, older_than: int = 0) -> list[StuckSlot]: ...
+    def close(self) -> None: ...
+
+
+class TableDevice(Protocol):
+    """A network device that sums packets in place of this process (switch_command.py finds it)."""
+
+    name: str
+    mode: str  # for people: how it takes packets
+
+    def table(
+        self,
+        *,
+        job: int,
+        port: int,
+        children: int,
+        child: int,
+        first: int,
+        slots: int,
+        key: PacketKey,
+        parent: Address,
+    ) -> Table:
+        """A job's table. Raises RoadtrainError or OSError where the device cannot have it.
+
+        Args:
+            job: number of the job in packets
+            port: UDP port where the job's packets arrive
+            child: number of this switch at its parent
+            first: what child 0 calls itself in packets
+            parent: where sums go
+        """
+
+    def close(self) -> None: ...
 
 
 @kernel
@@ -263,6 +319,9 @@ class SwitchTable:
 
     def _missing(self, came: int) -> tuple[int, ...]:
         return tuple(child for child in range(self.children) if not came >> child & 1)
+
+    def close(self) -> None:
+        """Nothing is held outside this process's memory."""
 
     def check(self) -> None:
         """Assert every invariant."""
