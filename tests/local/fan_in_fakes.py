@@ -20,6 +20,7 @@ from roadtrain.switch.protocol.numbered import NumberedReceiver, NumberedSender
 from roadtrain.switch.streams import Batch, beat_packet, beats_of
 from roadtrain.transport.tcp import Address, TcpOptions, connect
 from roadtrain.units import MIB
+from tests.local.faulty import faulty
 
 TOKEN = b"the token of a test job"
 HOST = "127.0.0.1"
@@ -56,8 +57,8 @@ class Peer:
         window: int = WINDOW,
         host: str = HOST,
     ) -> None:
-        self.socket = DatagramSocket(
-            (host, 0), receive_nbytes=4 * MIB, send_nbytes=4 * MIB, faults=faults
+        self.socket = faulty(
+            DatagramSocket((host, 0), receive_nbytes=4 * MIB, send_nbytes=4 * MIB), faults
         )
         self.key, self.job, self.child, self.out, self.payload = key, job, child, out, payload
         self.sender, self.receiver = NumberedSender(), NumberedReceiver(window)

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from faulty import RandomFaults
+from faulty import RandomFaults, faulty
 from models import Case, build
 from processes import Workers, free_port, losses
 from torch import nn
@@ -67,7 +67,7 @@ def lossy(monkeypatch):
 
     def socket(*args, **options):
         made.append(RandomFaults(len(made), loss=0.02, duplicate=0.01, reorder=0.02))
-        return DatagramSocket(*args, faults=made[-1], **options)
+        return faulty(DatagramSocket(*args, **options), made[-1])
 
     monkeypatch.setattr(switch_module, "DatagramSocket", socket)
     return made
