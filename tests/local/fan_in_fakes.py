@@ -136,8 +136,8 @@ class Peer:
             header = packets.headers(packet, packet.size, 1)
             kind, number = Kind(header["kind"][0]), int(header["number"][0])
             if kind in (Kind.PARAMETER_BEAT, Kind.GRADIENT_BEAT):
-                batch = Batch(kind, packet, packet.size, 1, np.ones(1, bool), header, source)
-                for beat, said in beats_of(batch):
+                batch = Batch(packet, packet.size, [source], kind, np.ones(1, bool), header)
+                for beat, said, _ in beats_of(batch):
                     before = self.sender.ack
                     self.sender.heartbeat(beat)
                     self.below = int(said["a"]), int(said["b"])

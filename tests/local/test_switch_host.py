@@ -22,7 +22,7 @@ from roadtrain.switch import switch_command
 from roadtrain.switch.packets import PACKET_NBYTES, Kind, PacketKey
 from roadtrain.switch.streams import beat_packet
 from roadtrain.switch.switch import SwitchHost
-from roadtrain.switch.switch_children import UNKNOWN_RANK
+from roadtrain.switch.switch_job import UNKNOWN_RANK
 from roadtrain.switch.switch_memory import SlotQuota
 from roadtrain.transport.address import write_token
 from roadtrain.transport.link import Receiver

@@ -204,10 +204,10 @@ class Hub:
 
     def _hear(self, batch: Batch) -> None:
         with self.changed:
-            for beat, header in beats_of(batch):
+            for beat, header, source in beats_of(batch):
                 child = int(header["sender"])
                 assert int(header["b"]) == child  # here a rank is its number
-                self.children[child], self.beats[child] = batch.source, beat
+                self.children[child], self.beats[child] = source, beat
                 self.senders[child].heartbeat(beat)
             self.changed.notify_all()
 

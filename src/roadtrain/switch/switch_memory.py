@@ -13,7 +13,7 @@ from roadtrain.errors import BudgetError, BusyError, ConfigError
 from roadtrain.switch.datagrams import RECEIVE_NBYTES
 from roadtrain.switch.options import WINDOWS
 from roadtrain.switch.packets import PACKET_NBYTES, PAYLOAD_NBYTES
-from roadtrain.switch.switch_runs import READ_NBYTES
+from roadtrain.switch.switch_job import READ_NBYTES
 from roadtrain.switch.switch_table import SLOT
 from roadtrain.units import KIB, MIB, show_bytes
 
