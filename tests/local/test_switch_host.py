@@ -19,11 +19,11 @@ from roadtrain.errors import AuthError, BusyError, ConfigError, LostError, WireE
 from roadtrain.servers import frames as m
 from roadtrain.servers import health, serve
 from roadtrain.switch import switch_command
+from roadtrain.switch.admission import SlotQuota
 from roadtrain.switch.packets import PACKET_NBYTES, Kind, PacketKey
 from roadtrain.switch.streams import beat_packet
 from roadtrain.switch.switch import SwitchHost
 from roadtrain.switch.switch_job import UNKNOWN_RANK
-from roadtrain.switch.switch_memory import SlotQuota
 from roadtrain.transport.address import write_token
 from roadtrain.transport.link import Receiver
 from roadtrain.transport.tcp import TcpOptions, connect

@@ -7,12 +7,12 @@ import pytest
 
 from roadtrain.errors import BudgetError, BusyError, ConfigError
 from roadtrain.switch import switch_job
+from roadtrain.switch.admission import SLOT_NBYTES, SlotQuota
 from roadtrain.switch.packets import PACKET_NBYTES
 from roadtrain.switch.protocol.numbered import NOTHING, Heartbeat
 from roadtrain.switch.protocol.switch import SwitchStateMachine
 from roadtrain.switch.streams import read_runs
 from roadtrain.switch.switch_job import MOST, READ_NBYTES, UNKNOWN_RANK, Children, SwitchOutgoing
-from roadtrain.switch.switch_memory import SLOT_NBYTES, SlotQuota
 from roadtrain.switch.switch_table import SwitchTable
 from roadtrain.units import KIB, MIB
 

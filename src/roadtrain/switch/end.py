@@ -155,7 +155,10 @@ class FanInEnd(IntermediarySession):
         self._key = PacketKey.derive(options.token, self._nonce)
         self._root = address_of(self.plan.root.address)
         home = own_address(self._root)
-        self._socket = self._datagrams(home)
+        window = self.plan.window * PACKET_NBYTES
+        self._socket = DatagramSocket(
+            (home, 0), receive_nbytes=2 * window, send_nbytes=SEND_NBYTES, report=host.report
+        )
         self._to_root: Address = self._root  # with the port of this job, once that is known
         wanted = self.plan.multicast == "auto"
         self._group = trial.group_of(self._job, home) if wanted else None
@@ -189,12 +192,6 @@ class FanInEnd(IntermediarySession):
         summed = -self._all if self._all > 1 else 1
         up = m.Hello(hello.session, 0, 1, summed, hello.server, hello.signature)
         self.server = ServerSession(up, host, self._plan_memory)
-
-    def _datagrams(self, home: str) -> DatagramSocket:
-        window = self.plan.window * PACKET_NBYTES
-        return DatagramSocket(
-            (home, 0), receive_nbytes=2 * window, send_nbytes=SEND_NBYTES, report=self.host.report
-        )
 
     # who is here
 

@@ -114,7 +114,6 @@ class _Joined:
     job: int
     child: int
     key: PacketKey
-    switch: Address
     sockets: list[DatagramSocket]
     sender: PacketSender
     port: PacketPort
@@ -311,7 +310,7 @@ class FanInLink:
             )
         switch = (address_of(node.address)[0], said.port)
         if joined is not None:  # it was lost, and another takes its place
-            joined.switch = joined.sender.to = switch
+            joined.sender.to = switch
             return
         home = own_address(switch)
         up = self._socket(home)
@@ -346,7 +345,7 @@ class FanInLink:
             name=f"receive packets {self.peer}",
             tick=self._tick,
         )
-        joined = _Joined(said.job, child, key, switch, sockets, sender, port, trial)
+        joined = _Joined(said.job, child, key, sockets, sender, port, trial)
         with self._lock:
             over, self._joined = self._over, joined
             ready = self._granted.ready
@@ -465,7 +464,7 @@ class FanInLink:
                 sender=joined.child,
                 b=self._own.rank,
             )
-            joined.sockets[0].send(packet, packet.size, joined.switch)
+            joined.sockets[0].send(packet, packet.size, joined.sender.to)
 
     def _hear_who_is_silent(self, said: m.ProgressHeader) -> None:
         """The server's own words take the place of what was seen here."""

@@ -281,7 +281,7 @@ def write_headers(
 
 
 @kernel
-def _copy(source: Any, into: Any) -> Any:
+def copy_bytes(source: Any, into: Any) -> Any:
     for i in range(source.size):
         into[i] = source[i]
 
@@ -293,7 +293,7 @@ def _copy_in(buffer: Any, segment: Any, count: Any, source: Any, packet: Any) ->
         payload = buffer[start : start + PAYLOAD_NBYTES]
         at = (packet + i) * PAYLOAD_NBYTES
         have = min(max(source.size - at, 0), PAYLOAD_NBYTES)
-        _copy(source[at : at + have], payload)
+        copy_bytes(source[at : at + have], payload)
         payload[have:] = 0
 
 
@@ -311,7 +311,7 @@ def _copy_out(buffer: Any, segment: Any, count: Any, ok: Any, index: Any, into: 
         if ok[i] and 0 <= at < into.size:
             start = i * segment + HEADER_NBYTES
             have = min(into.size - at, PAYLOAD_NBYTES)
-            _copy(buffer[start : start + have], into[at : at + have])
+            copy_bytes(buffer[start : start + have], into[at : at + have])
 
 
 def copy_out(

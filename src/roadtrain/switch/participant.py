@@ -180,11 +180,6 @@ class Granted:
         self._announced, self._rounds, self._runs = {}, {}, []
         return waiting + under_way + granted
 
-    @property
-    def waiting(self) -> int:
-        """Gradients that are announced and not granted."""
-        return sum(map(len, self._announced.values()))
-
     def check(self) -> None:
         """Assert every invariant."""
         for one, other in zip(self._runs, self._runs[1:]):

@@ -129,12 +129,11 @@ class PacketSender:
         *,
         name: str,
         delay_s: float = 0.0,
-        loss_s: float = LOSS_S,
     ) -> None:
         """`delay_s`: what this sender waits longer than others that send the same numbers."""
         self.machine = NumberedSender()
         self._socket, self.to, self._fill, self._failed = socket, to, fill, failed
-        self._delay_s, self._loss_s, self._patience_s = delay_s, loss_s, loss_s
+        self._delay_s, self._patience_s = delay_s, LOSS_S
         self._moved = time.monotonic()  # when something came last, or something new was sent
         self._changed, self._over = threading.Condition(), False
         self._staging = np.zeros(RUN * PACKET_NBYTES, np.uint8)
@@ -157,7 +156,7 @@ class PacketSender:
             self.machine.heartbeat(beat)
             now = self.machine.beat
             if now.ack > before.ack or now.have != before.have:
-                self._moved, self._patience_s = time.monotonic(), self._loss_s
+                self._moved, self._patience_s = time.monotonic(), LOSS_S
             self._changed.notify_all()
             return self.machine.ack
 

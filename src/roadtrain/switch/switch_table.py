@@ -30,6 +30,7 @@ from roadtrain.switch.packets import (
     Kind,
     PacketKey,
     check_bulk,
+    copy_bytes,
 )
 from roadtrain.transport.tcp import Address
 
@@ -67,8 +68,6 @@ class Table(Protocol):
 
     now: int
 
-    @property
-    def nbytes(self) -> int: ...
     @property
     def counters(self) -> dict[str, int]: ...
     def add(
@@ -114,12 +113,6 @@ class TableDevice(Protocol):
         """
 
     def close(self) -> None: ...
-
-
-@kernel
-def _keep(payload: Any, into: Any) -> Any:
-    for i in range(payload.size):
-        into[i] = payload[i]
 
 
 @kernel
@@ -179,7 +172,7 @@ def _take(
     if slot.came & bit:
         return _REPEATED
     if slot.came == 0:
-        _keep(payload, sums[at])
+        copy_bytes(payload, sums[at])
     else:
         _combine(slot.kind, slot.width, payload, sums[at])
     slot.came |= bit
@@ -220,9 +213,9 @@ def _add_packets(
         counters[what] += 1
         if what in (_COMPLETED, _ANSWERED):
             answer = out[made * PACKET_NBYTES : (made + 1) * PACKET_NBYTES]
-            _keep(packet[:HEADER_NBYTES], answer[:HEADER_NBYTES])
+            copy_bytes(packet[:HEADER_NBYTES], answer[:HEADER_NBYTES])
             answer[:HEADER_NBYTES].view(HEADER)[0].sender = child
-            _keep(sums[np.int64(header.number) % slots.size], answer[HEADER_NBYTES:])
+            copy_bytes(sums[np.int64(header.number) % slots.size], answer[HEADER_NBYTES:])
             made += 1
     return made
 
