@@ -39,7 +39,7 @@ check: $(READY) types docs
 	$(BIN)/pytest tests/unit/test_layers.py tests/unit/test_public_names.py
 
 types: $(READY)
-	$(BIN)/mypy -p roadtrain -p benchmarks -p roadtrain_rdma
+	$(BIN)/mypy -p roadtrain -p benchmarks -p roadtrain_rdma -p roadtrain_switch_offload
 
 # The site, in build/site: strictly, so a link that leads nowhere is an error; nothing is fetched.
 docs: $(READY)
@@ -50,8 +50,8 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks $(NAME) $(ARGS)
 
 # torch first and pinned: left to the package's own requirement, pip may choose a build with gigabytes of CUDA.
-$(READY): pyproject.toml plugins/rdma/pyproject.toml
+$(READY): pyproject.toml plugins/rdma/pyproject.toml plugins/switch_offload/pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet torch==2.13.0
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[hf,integrations,ray,dev]' -e plugins/rdma
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[hf,integrations,ray,dev]' -e plugins/rdma -e plugins/switch_offload
 	touch $@

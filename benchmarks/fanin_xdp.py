@@ -26,14 +26,15 @@ import numpy as np
 
 from benchmarks.report import Row
 from roadtrain.lab import LabNic, Network, network_available
-from roadtrain.switch import packets, xdp
-from roadtrain.switch.bpf_object import NATIVE, BpfError, BpfObject
+from roadtrain.switch import packets
 from roadtrain.switch.datagrams import RECEIVE_NBYTES, DatagramSocket
 from roadtrain.switch.packets import PACKET_NBYTES, Kind, PacketKey
 from roadtrain.switch.switch_table import SwitchTable
-from roadtrain.switch.xdp import XdpDevice
-from roadtrain.switch.xdp_table import LIVE, MOST_JOBS, UDP_HEADER, XdpJob, XdpTable
 from roadtrain.units import MIB
+from roadtrain_switch_offload import xdp
+from roadtrain_switch_offload.bpf_object import NATIVE, BpfError, BpfObject
+from roadtrain_switch_offload.xdp import XdpDevice
+from roadtrain_switch_offload.xdp_table import LIVE, MOST_JOBS, UDP_HEADER, XdpJob, XdpTable
 
 FORWARDER = Path(__file__).with_name("fanin_xdp_forward.bpf.c")
 KEY, JOB, PORT, CHILDREN, SLOTS = PacketKey.derive(b"benchmark", bytes(16)), 1, 9001, 2, 2048

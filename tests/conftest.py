@@ -13,6 +13,7 @@ PACKAGES = {
     "roadtrain": ROOT / "src",
     "benchmarks": ROOT,
     "roadtrain_rdma": ROOT / "plugins/rdma/src",
+    "roadtrain_switch_offload": ROOT / "plugins/switch_offload/src",
 }
 
 

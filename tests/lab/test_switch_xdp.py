@@ -10,10 +10,10 @@ import pytest
 
 from roadtrain.lab import LabNic, Network, network_available
 from roadtrain.switch.switch import SwitchHost
-from roadtrain.switch.xdp import XdpDevice
-from roadtrain.switch.xdp_table import XdpTable
 from roadtrain.transport.tcp import TcpOptions
 from roadtrain.units import MIB
+from roadtrain_switch_offload.xdp import XdpDevice
+from roadtrain_switch_offload.xdp_table import XdpTable
 from tests.lab.host_thread import HostThread
 from tests.local.fan_in_fakes import (
     TOKEN,

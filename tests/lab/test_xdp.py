@@ -1,4 +1,4 @@
-"""switch/xdp.py: the switch's table in the kernel, on hosts of the lab. Packets of real sockets
+"""xdp.py of plugins/switch_offload: the switch's table in the kernel, on hosts of the lab. Packets of real sockets
 are summed, whatever is lost, repeated or joined to trains; a program that is broken, or cannot be
 compiled, is not used; nothing stays attached."""
 
@@ -22,11 +22,12 @@ import pytest
 
 from roadtrain.errors import BudgetError, ConfigError, LostError
 from roadtrain.lab import LabHost, LabNic, Network, network_available
-from roadtrain.switch import packets, xdp
-from roadtrain.switch.bpf_object import NATIVE, BpfError, BpfObject
+from roadtrain.switch import packets
 from roadtrain.switch.packets import HEADER, HEADER_NBYTES, PACKET_NBYTES, Kind, PacketKey
-from roadtrain.switch.xdp import XdpDevice
-from roadtrain.switch.xdp_table import MOST_JOBS, XdpTable
+from roadtrain_switch_offload import xdp
+from roadtrain_switch_offload.bpf_object import NATIVE, BpfError, BpfObject
+from roadtrain_switch_offload.xdp import XdpDevice
+from roadtrain_switch_offload.xdp_table import MOST_JOBS, XdpTable
 from tests.lab.host_thread import HostThread
 
 pytestmark = [
@@ -36,7 +37,8 @@ pytestmark = [
     ),
 ]
 
-SRC = Path(__file__).parents[2] / "src"
+ROOT = Path(__file__).parents[2]
+PATHS = (ROOT / "src", ROOT / "plugins/switch_offload/src")
 JOB, PORT, PARENT_PORT, CHILD = 77, 9001, 9002, 5
 KEY = PacketKey.derive(b"token", b"nonce")
 CHILDREN = 3
@@ -380,11 +382,11 @@ def test_a_device_has_room_for_so_many_jobs() -> None:  # Rule 4
 
 
 def test_the_program_ends_with_its_process() -> None:
-    says = "from roadtrain.switch.xdp import XdpDevice\nimport time\n"
+    says = "from roadtrain_switch_offload.xdp import XdpDevice\nimport time\n"
     says += "print(XdpDevice.opened('eth0').mode, flush=True)\ntime.sleep(60)\n"
     with network() as lab:
         host = lab.hosts["switch"]
-        env = os.environ | {"PYTHONPATH": str(SRC)}
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PATHS))}
         process = host.run([sys.executable, "-c", says], stdout=subprocess.PIPE, text=True, env=env)
         assert process.stdout
         assert process.stdout.readline() == "generic\n"

@@ -20,6 +20,7 @@ from roadtrain.switch.protocol.numbered import NumberedReceiver, NumberedSender
 from roadtrain.switch.streams import Batch, beat_packet, beats_of
 from roadtrain.transport.tcp import Address, TcpOptions, connect
 from roadtrain.units import MIB
+from tests.local.faulty import faulty
 
 TOKEN = b"the token of a test job"
 HOST = "127.0.0.1"
@@ -56,8 +57,8 @@ class Peer:
         window: int = WINDOW,
         host: str = HOST,
     ) -> None:
-        self.socket = DatagramSocket(
-            (host, 0), receive_nbytes=4 * MIB, send_nbytes=4 * MIB, faults=faults
+        self.socket = faulty(
+            DatagramSocket((host, 0), receive_nbytes=4 * MIB, send_nbytes=4 * MIB), faults
         )
         self.key, self.job, self.child, self.out, self.payload = key, job, child, out, payload
         self.sender, self.receiver = NumberedSender(), NumberedReceiver(window)
@@ -135,8 +136,8 @@ class Peer:
             header = packets.headers(packet, packet.size, 1)
             kind, number = Kind(header["kind"][0]), int(header["number"][0])
             if kind in (Kind.PARAMETER_BEAT, Kind.GRADIENT_BEAT):
-                batch = Batch(kind, packet, packet.size, 1, np.ones(1, bool), header, source)
-                for beat, said in beats_of(batch):
+                batch = Batch(packet, packet.size, [source], kind, np.ones(1, bool), header)
+                for beat, said, _ in beats_of(batch):
                     before = self.sender.ack
                     self.sender.heartbeat(beat)
                     self.below = int(said["a"]), int(said["b"])

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from roadtrain.switch.datagrams import Packet
+from roadtrain.switch.datagrams import DatagramSocket
+from roadtrain.transport.tcp import Address
+
+Packet = tuple[bytes, Address]  # and where it goes
 
 
 @dataclass
@@ -46,3 +50,30 @@ class RandomFaults:
             self.overtaken += 1
             self._kept[packet[1]] = [copies.pop()]
         return copies + waiting
+
+
+def faulty(socket: DatagramSocket, faults: RandomFaults | None) -> DatagramSocket:
+    """The same socket; what it sends from now on passes `faults`, if any."""
+    if faults is not None:
+        send = socket.send
+
+        def send_some(buffer, segment: int, to: Address) -> None:
+            view = memoryview(buffer).cast("B")
+            ones = [(bytes(view[at : at + segment]), to) for at in range(0, len(view), segment)]
+            for run, each, far in _runs(faults.filter(ones)):
+                send(memoryview(run), each, far)
+
+        socket.send = send_some  # type: ignore[method-assign]
+    return socket
+
+
+def _runs(packets: list[Packet]) -> Iterator[tuple[bytes, int, Address]]:
+    """(bytes, bytes of each, to) of neighbours that have one length and go one way."""
+    at = 0
+    while at < len(packets):
+        first, to = packets[at]
+        end = at
+        while end < len(packets) and packets[end][1] == to and len(packets[end][0]) == len(first):
+            end += 1
+        yield b"".join(one for one, _ in packets[at:end]), len(first), to
+        at = end

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import torch
-from faulty import RandomFaults
+from faulty import RandomFaults, faulty
 from models import build, delay_of, new_scaler, one_step
 from ports import free_port
 
@@ -112,7 +112,8 @@ def lose_datagrams(fraction):
     made = DatagramSocket.__init__
 
     def lossy(self, *args, **options):
-        made(self, *args, **options, faults=RandomFaults(os.getpid(), fraction))
+        made(self, *args, **options)
+        faulty(self, RandomFaults(os.getpid(), fraction))
 
     DatagramSocket.__init__ = lossy
 

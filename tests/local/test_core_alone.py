@@ -54,7 +54,7 @@ def needs_only_the_core(path: Path) -> bool:
         home = ".".join(HOMES.get(rest, name).split(".")[:2])
         if package == "roadtrain" and home not in CORE:
             return False
-        if package in ("benchmarks", "roadtrain_rdma"):
+        if package in ("benchmarks", "roadtrain_rdma", "roadtrain_switch_offload"):
             return False
         if (helper := path.with_name(f"{name}.py")).exists() and helper != path:
             helpers.append(helper)

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from faulty import RandomFaults
+from faulty import RandomFaults, faulty
 from models import Case, build
 from processes import Workers, free_port, losses
 from torch import nn
@@ -23,8 +23,8 @@ from roadtrain.errors import PeerError, WireError
 from roadtrain.servers import frames as m
 from roadtrain.servers import health
 from roadtrain.storage.meta import StoreMeta
-from roadtrain.switch import fixed_point
-from roadtrain.switch import switch as switch_module
+from roadtrain.switch import admission, fixed_point
+from roadtrain.switch import registration as registration_module
 from roadtrain.switch.datagrams import DatagramSocket
 from roadtrain.switch.link import hello_of
 from roadtrain.switch.options import FanIn, SwitchNode
@@ -67,9 +67,9 @@ def lossy(monkeypatch):
 
     def socket(*args, **options):
         made.append(RandomFaults(len(made), loss=0.02, duplicate=0.01, reorder=0.02))
-        return DatagramSocket(*args, faults=made[-1], **options)
+        return faulty(DatagramSocket(*args, **options), made[-1])
 
-    monkeypatch.setattr(switch_module, "DatagramSocket", socket)
+    monkeypatch.setattr(admission, "DatagramSocket", socket)
     return made
 
 
@@ -381,8 +381,10 @@ def test_who_means_something_else_is_refused(hosts):  # Rule 6
     links[-1].close()
 
 
-def test_a_switch_that_is_not_there_is_named(switches):  # Rule 5
+def test_a_switch_that_is_not_there_is_named(switches, monkeypatch):  # Rule 5
     """Also one that has not as many slots as are asked for."""
+    monkeypatch.setattr(registration_module, "SWITCH_S", 1.0)
+    monkeypatch.setattr(registration_module, "BUSY_S", 1.0)
     nobody, little = f"127.0.0.1:{free_port()}", switches(nbytes=3 * MIB)
     refused = refused_by(nobody, 64)
     assert re.search(
@@ -402,7 +404,6 @@ def refused_by(where, window):
         ready=lambda ports: failed.put("ready"),
         failed=failed.put,
         report=print,
-        deadline_s=1.0,
     )
     registration.start()
     error = failed.get(timeout=20)

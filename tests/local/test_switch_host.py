@@ -19,11 +19,11 @@ from roadtrain.errors import AuthError, BusyError, ConfigError, LostError, WireE
 from roadtrain.servers import frames as m
 from roadtrain.servers import health, serve
 from roadtrain.switch import switch_command
+from roadtrain.switch.admission import SlotQuota
 from roadtrain.switch.packets import PACKET_NBYTES, Kind, PacketKey
 from roadtrain.switch.streams import beat_packet
 from roadtrain.switch.switch import SwitchHost
-from roadtrain.switch.switch_children import UNKNOWN_RANK
-from roadtrain.switch.switch_memory import SlotQuota
+from roadtrain.switch.switch_job import UNKNOWN_RANK
 from roadtrain.transport.address import write_token
 from roadtrain.transport.link import Receiver
 from roadtrain.transport.tcp import TcpOptions, connect
@@ -593,3 +593,9 @@ def test_the_command_shows_where_it_is_and_what_it_does(tmp_path, capsys, monkey
     assert "no sums in the kernel on no0: " in out  # Rule 6
     assert f"summing and copying packets at {made[0].where}" in out
     assert re.search(r"switch 0 127.0.0.1:\d+, 0 job.s., 0 slots in use, \d+ free", out)
+
+
+def test_sums_in_the_kernel_need_their_plugin(monkeypatch):
+    monkeypatch.setattr(switch_command, "plugin_names", lambda group: [])
+    with pytest.raises(ConfigError, match=r"--xdp eth0.*\n.*plugins/switch_offload"):
+        serve.command(f"{HOST}:0", switch=True, xdp="eth0")

@@ -19,6 +19,7 @@ from roadtrain.switch.protocol.numbered import Heartbeat, NumberedReceiver, merg
 from roadtrain.switch.streams import Batch, PacketPort, PacketSender, beat_packet, beats_of
 from roadtrain.transport.link import Link
 from roadtrain.transport.tcp import Address, TcpOptions, listen
+from tests.local.faulty import faulty
 
 JOB, NONCE = 7, b"nonce of this session"
 WINDOW = 64
@@ -71,8 +72,8 @@ class Hub:
             ("127.0.0.1", 0), self._accept, self.options, lambda _: None, language=m.LANGUAGE
         )
         self.key = PacketKey.derive(self.options.token, NONCE)
-        self.socket = DatagramSocket(
-            ("127.0.0.1", 0), receive_nbytes=1 << 20, send_nbytes=1 << 20, faults=faults
+        self.socket = faulty(
+            DatagramSocket(("127.0.0.1", 0), receive_nbytes=1 << 20, send_nbytes=1 << 20), faults
         )
         self.children: dict[int, Address] = {}
         self.beats: dict[int, Heartbeat] = {}
@@ -203,10 +204,10 @@ class Hub:
 
     def _hear(self, batch: Batch) -> None:
         with self.changed:
-            for beat, header in beats_of(batch):
+            for beat, header, source in beats_of(batch):
                 child = int(header["sender"])
                 assert int(header["b"]) == child  # here a rank is its number
-                self.children[child], self.beats[child] = batch.source, beat
+                self.children[child], self.beats[child] = source, beat
                 self.senders[child].heartbeat(beat)
             self.changed.notify_all()
 

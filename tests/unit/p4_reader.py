@@ -1,4 +1,4 @@
-"""Reads P4-16: the part of the language that switch/p4/switch.p4 uses, from its source.
+"""Reads P4-16: the part of the language that plugins/switch_offload's switch.p4 uses, from its source.
 
     text -> preprocessed (#define NAME VALUE, #ifndef; #include is left out: p4_machine.py has what
     core.p4 and v1model.p4 declare) -> tokens -> Program

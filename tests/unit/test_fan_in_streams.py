@@ -11,9 +11,8 @@ from roadtrain.chunks import ChunkTable, ParamSpec, record
 from roadtrain.errors import BudgetError, WireError
 from roadtrain.options.budgets import derive_fan_in, derive_server
 from roadtrain.switch import fixed_point, packets
-from roadtrain.switch.incoming import Incoming
+from roadtrain.switch.end_streams import Incoming, Outgoing, OutgoingBytes
 from roadtrain.switch.lateness import LATE_S, SILENT_S, Lateness
-from roadtrain.switch.outgoing import Outgoing, OutgoingBytes
 from roadtrain.switch.packets import HEADER_NBYTES, PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
 from roadtrain.switch.protocol.fan_in import LateWorker
 from roadtrain.switch.streams import Batch
@@ -32,7 +31,8 @@ def batch_of(kind, numbered):
         part[HEADER_NBYTES : HEADER_NBYTES + len(payload)] = payload
     count = len(numbered)
     headers = packets.headers(buffer, PACKET_NBYTES, count)
-    return Batch(kind, buffer, PACKET_NBYTES, count, np.ones(count, bool), headers, ("", 0))
+    sources = [("", 0)] * count
+    return Batch(buffer, PACKET_NBYTES, sources, kind, np.ones(count, bool), headers)
 
 
 def pieces(data, first):

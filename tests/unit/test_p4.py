@@ -1,4 +1,4 @@
-"""switch/p4: the program's source, run by a translator (p4_reader.py, p4_machine.py), does on
+"""switch.p4 of plugins/switch_offload: the program's source, run by a translator (p4_reader.py, p4_machine.py), does on
 random packets what switch/protocol/switch.py says; neither p4c nor bmv2 is at hand."""
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+import roadtrain_switch_offload
 from roadtrain.errors import BudgetError, ConfigError
-from roadtrain.switch import p4
-from roadtrain.switch.p4.entries import P4Job, P4Neighbour, entries
 from roadtrain.switch.packets import HEADER, HEADER_NBYTES, MAGIC, VERSION, Kind
 from roadtrain.switch.protocol.numbered import Heartbeat
 from roadtrain.switch.protocol.switch import Packet, SwitchStateMachine
+from roadtrain_switch_offload.p4_entries import P4Job, P4Neighbour, entries
 from tests.unit.p4_machine import Entries, Machine
 from tests.unit.p4_reader import P4Error, read
 
-SOURCE = (Path(p4.__file__).parent / "switch.p4").read_text()
+SOURCE = Path(roadtrain_switch_offload.__file__).with_name("switch.p4").read_text()
 FORMS = ((Kind.GRADIENT, 4), (Kind.GRADIENT, 2), (Kind.EXPONENTS, 0), (Kind.GRADIENT, 1))
 SLOTS, CHILD, CONTROL_PORT = 8, 3, 255
 

@@ -52,7 +52,7 @@ def taken(datagrams):
 
     def take(batch: Batch):
         numbers = batch.headers["number"][batch.ok].tolist()
-        seen.append((batch.kind, numbers, batch.source))
+        seen.append((batch.kind, numbers, [*dict.fromkeys(batch.sources)]))
 
     socket = Came(datagrams)
     kinds = dict.fromkeys((Kind.PARAMETERS, Kind.GRADIENT_BEAT), take)
@@ -71,7 +71,7 @@ def test_packets_that_came_one_by_one_are_handled_together() -> None:
     assert [n for _, numbers, _ in seen for n in numbers] == list(range(GATHERED + 3))
 
 
-def test_of_each_sender_alone_and_in_order() -> None:
+def test_bulk_of_all_senders_together_and_in_order() -> None:
     seen, _ = taken(
         [
             (bulk(0), PACKET_NBYTES, ABOVE),
@@ -82,17 +82,16 @@ def test_of_each_sender_alone_and_in_order() -> None:
         ]
     )
     assert seen == [
-        (Kind.PARAMETERS, [0, 1, 2, 3, 4], ABOVE),
-        (Kind.PARAMETERS, [9], OTHER),
-        (Kind.GRADIENT_BEAT, [3], OTHER),
-        (Kind.PARAMETERS, [10], OTHER),
+        (Kind.PARAMETERS, [0, 1, 2, 3, 4, 9], [ABOVE, OTHER]),
+        (Kind.GRADIENT_BEAT, [3], [OTHER]),
+        (Kind.PARAMETERS, [10], [OTHER]),
     ]
 
 
 def test_a_heartbeat_that_the_kernel_joined_to_bulk_counts() -> None:
     joined = np.concatenate([bulk(0, 2), beat(5)])
     seen, strangers = taken([(joined, PACKET_NBYTES, ABOVE)])
-    assert seen == [(Kind.PARAMETERS, [0, 1], ABOVE), (Kind.GRADIENT_BEAT, [5], ABOVE)]
+    assert seen == [(Kind.PARAMETERS, [0, 1], [ABOVE]), (Kind.GRADIENT_BEAT, [5], [ABOVE])]
     assert not strangers
 
 
@@ -104,7 +103,7 @@ def test_strangers_change_nothing_and_are_counted() -> None:
     seen, strangers = taken(
         [(other, PACKET_NBYTES, ABOVE), (short, short.size, OTHER), (bulk(3), PACKET_NBYTES, ABOVE)]
     )
-    assert seen == [(Kind.PARAMETERS, [0], ABOVE), (Kind.PARAMETERS, [3], ABOVE)]
+    assert seen == [(Kind.PARAMETERS, [0], [ABOVE]), (Kind.PARAMETERS, [3], [ABOVE])]
     assert strangers == 2
 
 

@@ -132,12 +132,12 @@ def test_headers_say_what_was_written():
     most = (1 << 32) - 1
     packets.write_headers(
         buffer, 60, 3, kind=Kind.MAXIMA, job=most, first=(1 << 64) - 5, sender=65535, width=2,
-        a=most, b=most - 1, c=most - 1, step_c=2, credit=(1 << 64) - 1,
+        a=most, b=most - 1, c=most - 1, credit=(1 << 64) - 1,
     )  # fmt: skip
     found = packets.headers(buffer, 60, 3)
     assert found.dtype == HEADER
     for i in range(3):
-        c = (most - 1 + 2 * i) % (1 << 32)
+        c = (most - 1 + i) % (1 << 32)
         assert found[i].item() == (
             0x5254, 1, 4, most, (1 << 64) - 5 + i, 65535, 2, 0, most, most - 1, c, (1 << 64) - 1, 0
         )  # fmt: skip

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 from roadtrain.errors import BudgetError, BusyError, ConfigError
-from roadtrain.switch import switch_outgoing
+from roadtrain.switch import switch_job
+from roadtrain.switch.admission import SLOT_NBYTES, SlotQuota
 from roadtrain.switch.packets import PACKET_NBYTES
 from roadtrain.switch.protocol.numbered import NOTHING, Heartbeat
 from roadtrain.switch.protocol.switch import SwitchStateMachine
-from roadtrain.switch.switch_children import UNKNOWN_RANK, Children
-from roadtrain.switch.switch_memory import SLOT_NBYTES, SlotQuota
-from roadtrain.switch.switch_outgoing import SwitchOutgoing
-from roadtrain.switch.switch_runs import MOST, READ_NBYTES, read_runs
+from roadtrain.switch.streams import read_runs
+from roadtrain.switch.switch_job import MOST, READ_NBYTES, UNKNOWN_RANK, Children, SwitchOutgoing
 from roadtrain.switch.switch_table import SwitchTable
 from roadtrain.units import KIB, MIB
 
@@ -92,7 +91,7 @@ class Script:
 def read(socket: Script) -> list[tuple[int, list[int], list[object]]]:
     """(bytes of a packet, first byte of each, who sent it) of all runs, until nothing comes."""
     out, memory = [], np.zeros(READ_NBYTES, np.uint8)
-    while runs := read_runs(socket, memory):  # type: ignore[arg-type]
+    while runs := read_runs(socket, memory)[0]:  # type: ignore[arg-type]
         for one in runs:
             assert one.buffer.size == one.segment * one.count and one.count <= MOST
             firsts = [int(one.buffer[i * one.segment]) for i in range(one.count) if one.segment]
@@ -171,7 +170,7 @@ def test_what_cannot_leave_waits_in_order_and_blocks_nobody() -> None:
 
 
 def test_what_waits_for_too_long_is_lost_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(switch_outgoing, "WAIT_S", 0.0)
+    monkeypatch.setattr(switch_job, "WAIT_S", 0.0)
     socket = Narrow(1)
     out = SwitchOutgoing(socket)  # type: ignore[arg-type]
     out.send(run_of(1, 2), 10, [A, B, C])

@@ -12,6 +12,7 @@ WHERE = {
     "roadtrain": "src/roadtrain",
     "benchmarks": "benchmarks",
     "roadtrain_rdma": "plugins/rdma/src/roadtrain_rdma",
+    "roadtrain_switch_offload": "plugins/switch_offload/src/roadtrain_switch_offload",
 }
 
 

@@ -7,9 +7,9 @@
 The kernel cuts a run into packets (UDP_SEGMENT) and joins what arrives (UDP_GRO); where it refuses,
 packets go one by one, and that is printed once. Datagrams get lost: a peer that is not there, a
 full queue or a firewall lose them without an error here, `unsent` and `drops` count those that this
-host knows of. Multicast: a socket with a `group` receives that group's datagrams and no others, on
-the interface of its address; any socket sends to a group from its own address' interface, to this
-network only (TTL 1) and to this host too.
+host knows of. Multicast, over IPv4: a socket with a `group` receives that group's datagrams and no
+others, on the interface of its address; any socket sends to a group from its own address'
+interface, to this network only (TTL 1) and to this host too.
 
 One thread may send while another receives. Assumes Linux. Does NOT check who sent what it receives.
 """
@@ -26,8 +26,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -63,18 +61,10 @@ _LOST = {
 }
 
 Report = Callable[[str], None]
-Packet = tuple[bytes, Address]  # and where it goes
-
-
-class Faults(Protocol):
-    """What a test does to packets on their way out."""
-
-    def filter(self, packets: list[Packet]) -> list[Packet]:
-        """Those that are sent now, in this order: fewer, more, or kept from earlier calls."""
 
 
 class DatagramSocket:
-    """Raises ConfigError where the address, the group or the interface cannot be had."""
+    """Raises ConfigError where the address or the group cannot be had."""
 
     def __init__(
         self,
@@ -83,15 +73,12 @@ class DatagramSocket:
         receive_nbytes: int,
         send_nbytes: int,
         group: Address | None = None,
-        interface: str = "",
-        faults: Faults | None = None,
         report: Report = print,
     ) -> None:
         """address: this host's, port 0: any. receive_nbytes, send_nbytes: what the kernel may hold
         of each direction. group: (multicast address, port) to receive from, instead of what comes
-        to `address`. interface: the name of the network device for multicast, empty: that of
-        `address`."""
-        self._report, self._faults = report, faults
+        to `address`."""
+        self._report = report
         self._family, where = _resolved(address, socket.AF_UNSPEC)
         self._socket = socket.socket(self._family, socket.SOCK_DGRAM)
         self._awake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -101,7 +88,7 @@ class DatagramSocket:
         self._dropped = 0
         self.unsent = 0  # packets that this host's kernel refused
         try:
-            self._bind(where, group, interface)
+            self._bind(where, group)
             self.receive_nbytes = self._room("receive", SO_RCVBUFFORCE, receive_nbytes)
             self.send_nbytes = self._room("send", SO_SNDBUFFORCE, send_nbytes)
             self._prepare()
@@ -122,15 +109,8 @@ class DatagramSocket:
         """A run of packets, each `segment` bytes, the last one perhaps shorter. Blocks while the
         kernel's queue is full. Raises ConfigError for packets that the way there cannot carry,
         DeadlineError where the queue stays full for SEND_S, LostError when closed."""
-        view = _bytes_of(buffer)
         with self._using():
-            where = self._name(to)
-            if self._faults is None:
-                self._send_run(view, segment, where)
-                return
-            ones = [bytes(view[at : at + segment]) for at in range(0, len(view), segment)]
-            for run, each, far in _runs(self._faults.filter([(one, where) for one in ones])):
-                self._send_run(memoryview(run), each, far)
+            self._send_run(_bytes_of(buffer), segment, self._name(to))
 
     def receive(
         self, into: memoryview | np.ndarray, timeout_s: float
@@ -305,44 +285,29 @@ class DatagramSocket:
             found = self._names[to] = _resolved(to, self._family)[1]
         return found
 
-    def _bind(self, where: Address, group: Address | None, interface: str) -> None:
+    def _bind(self, where: Address, group: Address | None) -> None:
         if group is None:
             self._socket.bind(where)
-            self._send_to_groups(_named(self._socket.getsockname())[0], interface)
+            self._send_to_groups(_named(self._socket.getsockname())[0])
             return
-        family, far = _resolved(group, self._family)
-        if not ipaddress.ip_address(far[0].partition("%")[0]).is_multicast:
-            raise ConfigError(f"{group[0]} is no multicast group", hint="as 239.1.2.3 or ff02::1:3")
+        far = _resolved(group, self._family)[1]
+        if self._family != socket.AF_INET or not ipaddress.ip_address(far[0]).is_multicast:
+            raise ConfigError(f"{group[0]} is no multicast group", hint="as 239.1.2.3")
         # several processes of a host may receive from one group
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        own = socket.inet_pton(family, far[0].partition("%")[0])
-        if family == socket.AF_INET:
-            self._socket.bind(far)
-            near = socket.inet_pton(family, where[0])
-            request = own + near + struct.pack("=i", _index(interface))
-            self._socket.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, request)
-            # without it Linux also delivers what other sockets of this host joined
-            self._socket.setsockopt(socket.IPPROTO_IP, 49, 0)  # IP_MULTICAST_ALL
-        else:
-            index = _index(interface) or _index_of(where[0])
-            self._socket.bind((far[0], far[1], 0, index))
-            request = own + struct.pack("=i", index)
-            self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_JOIN_GROUP, request)
-            self._socket.setsockopt(socket.IPPROTO_IPV6, 29, 0)  # IPV6_MULTICAST_ALL
-        self._send_to_groups(where[0], interface)
+        self._socket.bind(far)
+        request = socket.inet_aton(far[0]) + socket.inet_aton(where[0])
+        self._socket.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, request)
+        # without it Linux also delivers what other sockets of this host joined
+        self._socket.setsockopt(socket.IPPROTO_IP, 49, 0)  # IP_MULTICAST_ALL
+        self._send_to_groups(where[0])
 
-    def _send_to_groups(self, own: str, interface: str) -> None:
-        sock = self._socket
+    def _send_to_groups(self, own: str) -> None:
         if self._family == socket.AF_INET:
-            request = bytes(4) + socket.inet_aton(own) + struct.pack("=i", _index(interface))
-            sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, request)
-            sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 1)
-            sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
-        else:
-            index = _index(interface) or _index_of(own)
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_MULTICAST_IF, index)
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_MULTICAST_HOPS, 1)
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_MULTICAST_LOOP, 1)
+            request = socket.inet_aton(own)
+            self._socket.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, request)
+            self._socket.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 1)
+            self._socket.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
 
     def _room(self, name: str, forced: int, nbytes: int) -> int:
         """Bytes that the kernel will hold: all of them with the right to, else its limit, said."""
@@ -397,39 +362,5 @@ def _named(raw: Sequence[object]) -> Address:
     return host, port
 
 
-def _index(interface: str) -> int:
-    """Of a network device, 0 for none named. Raises ConfigError."""
-    try:
-        return socket.if_nametoindex(interface) if interface else 0
-    except OSError as error:
-        names = ", ".join(name for _, name in socket.if_nameindex())
-        raise ConfigError(f"no network device {interface!r}", hint=f"there are {names}") from error
-
-
-def _index_of(host: str) -> int:
-    """The network device with this IPv6 address; 0, the kernel's choice, where none has it."""
-    plain, _, zone = host.partition("%")
-    if zone:
-        return int(zone) if zone.isdigit() else _index(zone)
-    wanted = socket.inet_pton(socket.AF_INET6, plain).hex()
-    for line in Path("/proc/net/if_inet6").read_text().splitlines():
-        address, index, *_ = line.split()
-        if address == wanted:
-            return int(index, 16)
-    return 0
-
-
 def _bytes_of(buffer: memoryview | np.ndarray) -> memoryview:
     return (buffer.data if isinstance(buffer, np.ndarray) else buffer).cast("B")
-
-
-def _runs(packets: list[Packet]) -> Iterator[tuple[bytes, int, Address]]:
-    """(bytes, bytes of each, to) of neighbours that have one length and go one way."""
-    at = 0
-    while at < len(packets):
-        first, to = packets[at]
-        end = at
-        while end < len(packets) and packets[end][1] == to and len(packets[end][0]) == len(first):
-            end += 1
-        yield b"".join(one for one, _ in packets[at:end]), len(first), to
-        at = end

@@ -49,12 +49,11 @@ from roadtrain.servers.server_session import ServerSession, StoreHost
 from roadtrain.storage.meta import StoreMeta
 from roadtrain.switch import fixed_point, trial
 from roadtrain.switch.datagrams import DatagramSocket
-from roadtrain.switch.incoming import ExpectedRun, Incoming
+from roadtrain.switch.end_streams import ExpectedRun, Incoming, Outgoing, OutgoingBytes
+from roadtrain.switch.fixed_point import load_kernels
 from roadtrain.switch.lateness import Lateness, since
-from roadtrain.switch.load import load_kernels
 from roadtrain.switch.options import FanIn, SwitchNode
-from roadtrain.switch.outgoing import Outgoing, OutgoingBytes
-from roadtrain.switch.packets import PACKET_NBYTES, PAYLOAD_NBYTES, ROOT, Kind, PacketKey
+from roadtrain.switch.packets import PACKET_NBYTES, ROOT, Kind, PacketKey
 from roadtrain.switch.protocol.fan_in import (
     Announce,
     Broadcast,
@@ -66,7 +65,7 @@ from roadtrain.switch.protocol.fan_in import (
     SendMaxima,
     Tick,
 )
-from roadtrain.switch.protocol.numbered import NOTHING, Heartbeat, SenderStats
+from roadtrain.switch.protocol.numbered import NOTHING, SenderStats
 from roadtrain.switch.registration import RESTART, Registration, TreeOfJob
 from roadtrain.switch.streams import (
     SEND_NBYTES,
@@ -88,7 +87,6 @@ UP_S = 60.0  # for the link inside this process
 LOOK_S = 0.25  # between two looks at who is late
 STUCK_S = 1.0  # after which a round that does not move is counted as stuck
 DELAY_MS = 5  # that each participant waits longer than the one before it sends again
-MOST_HAVE = (1 << 8 * PAYLOAD_NBYTES) - 1  # what the bitmap of a heartbeat can say
 
 
 def plan_of(said: m.FanInHello) -> FanIn:
@@ -157,7 +155,10 @@ class FanInEnd(IntermediarySession):
         self._key = PacketKey.derive(options.token, self._nonce)
         self._root = address_of(self.plan.root.address)
         home = own_address(self._root)
-        self._socket = self._datagrams(home)
+        window = self.plan.window * PACKET_NBYTES
+        self._socket = DatagramSocket(
+            (home, 0), receive_nbytes=2 * window, send_nbytes=SEND_NBYTES, report=host.report
+        )
         self._to_root: Address = self._root  # with the port of this job, once that is known
         wanted = self.plan.multicast == "auto"
         self._group = trial.group_of(self._job, home) if wanted else None
@@ -191,12 +192,6 @@ class FanInEnd(IntermediarySession):
         summed = -self._all if self._all > 1 else 1
         up = m.Hello(hello.session, 0, 1, summed, hello.server, hello.signature)
         self.server = ServerSession(up, host, self._plan_memory)
-
-    def _datagrams(self, home: str) -> DatagramSocket:
-        window = self.plan.window * PACKET_NBYTES
-        return DatagramSocket(
-            (home, 0), receive_nbytes=2 * window, send_nbytes=SEND_NBYTES, report=self.host.report
-        )
 
     # who is here
 
@@ -409,7 +404,7 @@ class FanInEnd(IntermediarySession):
         self.tell(ExponentsCame(run.chunk, run.round))
 
     def _beats(self, batch: Batch) -> None:
-        for beat, header in beats_of(self._of_root(batch)):
+        for beat, header, _ in beats_of(self._of_root(batch)):
             self._lateness.heard(int(header["a"]), int(header["b"]), time.monotonic())
             with self.lock:
                 sender = self._sender
@@ -421,17 +416,14 @@ class FanInEnd(IntermediarySession):
     def _tick(self) -> None:
         now = time.monotonic()
         if self._ports and self._clock.due():
-            self._say_heartbeat(self._incoming.heartbeat())
+            beat = self._incoming.heartbeat()
+            packet = beat_packet(self._key, self._job, Kind.GRADIENT_BEAT, beat)
+            self._socket.send(packet, packet.size, self._to_root)
         if self._trial is not None:
             self._try_group(now)
         if now - self._looked >= LOOK_S:
             self._looked = now
             self._look(now)
-
-    def _say_heartbeat(self, beat: Heartbeat) -> None:
-        beat = Heartbeat(beat.ack, beat.credit, beat.have & MOST_HAVE)
-        packet = beat_packet(self._key, self._job, Kind.GRADIENT_BEAT, beat)
-        self._socket.send(packet, packet.size, self._to_root)
 
     def _look(self, now: float) -> None:
         """Time passes; who is late is named."""

@@ -31,7 +31,16 @@ import numpy as np
 
 from roadtrain.errors import ConfigError, RuleError
 from roadtrain.kernels.cast import kernel, reference_widen, typed, widen
-from roadtrain.switch.packets import BLOCK, HEADER_NBYTES, PAYLOAD_NBYTES, check_bulk
+from roadtrain.switch import packets
+from roadtrain.switch.packets import (
+    BLOCK,
+    HEADER_NBYTES,
+    PACKET_NBYTES,
+    PAYLOAD_NBYTES,
+    Kind,
+    PacketKey,
+    check_bulk,
+)
 
 ZERO, NOT_FINITE = 0, 255  # exponent bytes that are no exponent
 BIAS = 126
@@ -229,6 +238,26 @@ def dequantize(
     check_bulk(buffer, segment, count)
     like = np.empty(0, INTEGER[width])
     _dequantize(buffer, segment, count, ok, index, like, bits, maxima, out)
+
+
+def load_kernels(width: int) -> None:
+    """Load the compiled code of a fan-in's ends, which takes a second on a busy host where it is
+    first used: whoever takes part does it before anybody waits for its packets. `width`: bytes of
+    an element on its way."""
+    packet, one = np.zeros(PACKET_NBYTES, np.uint8), np.ones(1, np.bool_)
+    key, block = PacketKey.derive(None, b""), np.zeros(BLOCK, np.float32)
+    maximum = np.zeros(1, np.uint8)
+    packets.write_headers(packet, PACKET_NBYTES, 1, kind=Kind.TRIAL, job=0, first=0)
+    packets.copy_in(packet, PACKET_NBYTES, 1, maximum, 0)
+    for values, dtype in ((block, "fp32"), (np.zeros(BLOCK, np.uint16), "bf16")):
+        exponents(values, dtype, maximum)
+        quantize(values, dtype, maximum, 1, width, 0, packet, PACKET_NBYTES, 1)
+    packets.seal(packet, PACKET_NBYTES, 1, key)
+    packets.verify(packet, PACKET_NBYTES, 1, key, 0)
+    packets.headers(packet, PACKET_NBYTES, 1)
+    first = np.zeros(1, np.int64)
+    packets.copy_out(packet, PACKET_NBYTES, 1, one, first.astype(np.uint32), maximum)
+    dequantize(packet, PACKET_NBYTES, 1, one, first, width, 1, maximum, block)
 
 
 def reference_exponents(values: np.ndarray, dtype: str) -> np.ndarray:

@@ -37,13 +37,12 @@ from roadtrain.servers import frames as m
 from roadtrain.servers import routes
 from roadtrain.switch import fixed_point, packets
 from roadtrain.switch.datagrams import DatagramSocket
-from roadtrain.switch.granted import ROUNDS, Gradient, Granted, Numbers
+from roadtrain.switch.fixed_point import load_kernels
 from roadtrain.switch.lateness import ago
-from roadtrain.switch.load import load_kernels
 from roadtrain.switch.options import FanIn
 from roadtrain.switch.packets import HEADER_NBYTES, PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
-from roadtrain.switch.protocol.numbered import Heartbeat, NumberedReceiver
-from roadtrain.switch.pulls import Asked, Pulls
+from roadtrain.switch.participant import ROUNDS, Asked, Gradient, Granted, Numbers, Pulls
+from roadtrain.switch.protocol.numbered import NumberedReceiver
 from roadtrain.switch.streams import (
     SEND_NBYTES,
     Batch,
@@ -60,7 +59,6 @@ from roadtrain.transport.tcp import Address, TcpOptions
 from roadtrain.units import round_up
 
 TRIAL_S = 1.0  # for a word by the network's own multicast
-MOST_HAVE = (1 << 8 * PAYLOAD_NBYTES) - 1  # what the bitmap of a heartbeat can say
 BEGIN_S = 10.0  # for the thread that connects to have the link
 END_S = 5.0  # for the owner to return
 SILENT_S = 3.0  # without a packet
@@ -116,7 +114,6 @@ class _Joined:
     job: int
     child: int
     key: PacketKey
-    switch: Address
     sockets: list[DatagramSocket]
     sender: PacketSender
     port: PacketPort
@@ -313,7 +310,7 @@ class FanInLink:
             )
         switch = (address_of(node.address)[0], said.port)
         if joined is not None:  # it was lost, and another takes its place
-            joined.switch = joined.sender.to = switch
+            joined.sender.to = switch
             return
         home = own_address(switch)
         up = self._socket(home)
@@ -348,7 +345,7 @@ class FanInLink:
             name=f"receive packets {self.peer}",
             tick=self._tick,
         )
-        joined = _Joined(said.job, child, key, switch, sockets, sender, port, trial)
+        joined = _Joined(said.job, child, key, sockets, sender, port, trial)
         with self._lock:
             over, self._joined = self._over, joined
             ready = self._granted.ready
@@ -432,7 +429,7 @@ class FanInLink:
         if joined is None:
             return
         acked = 0
-        for beat, _ in beats_of(batch):
+        for beat, _, _ in beats_of(batch):
             acked = max(acked, joined.sender.heartbeat(beat))
         with self._lock:
             free = self._granted.acked(acked)
@@ -458,18 +455,16 @@ class FanInLink:
         if joined.trial_until is not None and time.monotonic() > joined.trial_until:
             self._settle_trial(False)
         self._see_who_is_silent(joined)
-        beat = self._received.heartbeat() if self._clock.due() else None
-        if beat is not None:
-            beat = Heartbeat(beat.ack, beat.credit, beat.have & MOST_HAVE)
+        if self._clock.due():
             packet = beat_packet(
                 joined.key,
                 joined.job,
                 Kind.PARAMETER_BEAT,
-                beat,
+                self._received.heartbeat(),
                 sender=joined.child,
                 b=self._own.rank,
             )
-            joined.sockets[0].send(packet, packet.size, joined.switch)
+            joined.sockets[0].send(packet, packet.size, joined.sender.to)
 
     def _hear_who_is_silent(self, said: m.ProgressHeader) -> None:
         """The server's own words take the place of what was seen here."""

@@ -9,19 +9,19 @@ job alone. Jobs are added and removed from any thread.
 
 from __future__ import annotations
 
-import os
 import queue
 import selectors
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from roadtrain.errors import DeadlineError
 from roadtrain.switch.switch_job import Buffers, SwitchJob
 
 RUNS = 4  # that a job may have taken in one turn: about 200 packets at most
 TICK_S = 0.002  # between two ticks of the jobs, at least
-REST_S = 0.02  # the longest sleep: heartbeats are due by then
+REST_S = 0.02  # the longest sleep: heartbeats are due by then, and jobs come and go
 END_S = 5.0  # for the thread to do what it is told
 
 Ended = Callable[[SwitchJob, BaseException | None], None]
@@ -38,11 +38,8 @@ class PacketLoop:
             queue.SimpleQueue()
         )
         self._over = False
-        self._gone = False  # the thread has ended and nobody reads what it is told
-        self._lock = threading.Lock()  # over `_told` and `_wake`
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._gone = False  # the thread has ended: who tells it something does that now
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake, selectors.EVENT_READ)
         self._buffers = Buffers()
         self._thread = threading.Thread(target=self._work, name="switch packets", daemon=True)
         self._thread.start()
@@ -58,41 +55,33 @@ class PacketLoop:
             raise DeadlineError(f"switch: job {job.name} was not closed within {END_S:.0f} s")
 
     def close(self) -> None:
-        """Ends the thread and all jobs."""
-        with self._lock:
-            if self._gone:
-                return
-            self._over = True
-            os.eventfd_write(self._wake, 1)
+        """Ends the thread and all jobs. Idempotent."""
+        self._over = True
         self._thread.join(END_S)
-        with self._lock:
-            self._gone = True
-            os.close(self._wake)
-        while not self._told.empty():
-            self._forget(*self._told.get())
+        self._gone = True
+        self._close_rest()
 
     def _tell(self, job: SwitchJob, closed: threading.Event | None) -> None:
-        with self._lock:
-            if not self._gone:
-                self._told.put((job, closed))
-                os.eventfd_write(self._wake, 1)
-                return
-        self._forget(job, closed)
+        self._told.put((job, closed))
+        if self._gone:
+            self._close_rest()
 
-    def _forget(self, job: SwitchJob, closed: threading.Event | None) -> None:
-        """Of what nobody serves any more."""
-        job.close()
-        if closed is not None:
-            closed.set()
+    def _close_rest(self) -> None:
+        """Close the jobs that the thread was told of and did not see any more."""
+        with suppress(queue.Empty):
+            while True:
+                job, closed = self._told.get_nowait()
+                job.close()
+                if closed is not None:
+                    closed.set()
 
     def _work(self) -> None:
         try:
             ticked = 0.0
             while not self._over:
+                self._obey()
                 for key, _ in self._selector.select(REST_S):
-                    if key.data is None:
-                        self._obey()
-                    elif key.data in self._jobs:
+                    if key.data in self._jobs:
                         self._guarded(key.data, self._turn)
                 now = time.monotonic()
                 if now - ticked >= TICK_S:
@@ -107,7 +96,6 @@ class PacketLoop:
             self._selector.close()
 
     def _obey(self) -> None:
-        os.eventfd_read(self._wake)
         while not self._told.empty():
             job, closed = self._told.get()
             if closed is None:

@@ -77,7 +77,6 @@ class Kind(IntEnum):
 # The `sender` of what a root switch sends to the server: no child has this number. So what a worker
 # sent to its switch is nothing there, should somebody record it and send it on.
 ROOT = 0xFFFF
-UP = frozenset((Kind.GRADIENT, Kind.EXPONENTS, Kind.PARAMETER_BEAT))
 
 _TAG_AT = HEADER.fields["tag"][1]  # type: ignore[index]
 _WORDS = (PACKET_NBYTES - 8) // 8  # 64-bit words that the tag covers
@@ -245,14 +244,14 @@ def headers(buffer: np.ndarray, segment: int, count: int) -> np.ndarray:
 
 
 @kernel
-def _write_headers(buffer: Any, segment: Any, count: Any, words: Any, step_c: Any) -> Any:
+def _write_headers(buffer: Any, segment: Any, count: Any, words: Any) -> Any:
     for i in range(count):
         at = i * segment
         head = buffer[at : at + HEADER_NBYTES].view(np.uint64)
         head[0] = words[0]
         head[1] = words[1] + np.uint64(i)
         head[2] = words[2]
-        c = ((words[3] >> _HALF) + np.uint64(i) * step_c) & _LOW
+        c = ((words[3] >> _HALF) + np.uint64(i)) & _LOW
         head[3] = (words[3] & _LOW) | c << _HALF
         head[4] = words[4]
         head[5] = 0
@@ -271,19 +270,18 @@ def write_headers(
     a: int = 0,
     b: int = 0,
     c: int = 0,
-    step_c: int = 1,
     credit: int = 0,
 ) -> None:
-    """The headers of `count` packets, without tags: packet i has number `first` + i and `c` +
-    i * `step_c`. Raises WireError where they are not in the buffer."""
+    """The headers of `count` packets, without tags: packet i has number `first` + i and `c` + i.
+    Raises WireError where they are not in the buffer."""
     check_run(buffer, segment, count)
     one = np.zeros(1, HEADER)
     one[0] = (MAGIC, VERSION, kind, job, first, sender, width, 0, a, b, c, credit, 0)
-    _write_headers(buffer, segment, count, one.view(np.uint64), np.uint64(step_c))
+    _write_headers(buffer, segment, count, one.view(np.uint64))
 
 
 @kernel
-def _copy(source: Any, into: Any) -> Any:
+def copy_bytes(source: Any, into: Any) -> Any:
     for i in range(source.size):
         into[i] = source[i]
 
@@ -295,7 +293,7 @@ def _copy_in(buffer: Any, segment: Any, count: Any, source: Any, packet: Any) ->
         payload = buffer[start : start + PAYLOAD_NBYTES]
         at = (packet + i) * PAYLOAD_NBYTES
         have = min(max(source.size - at, 0), PAYLOAD_NBYTES)
-        _copy(source[at : at + have], payload)
+        copy_bytes(source[at : at + have], payload)
         payload[have:] = 0
 
 
@@ -313,7 +311,7 @@ def _copy_out(buffer: Any, segment: Any, count: Any, ok: Any, index: Any, into: 
         if ok[i] and 0 <= at < into.size:
             start = i * segment + HEADER_NBYTES
             have = min(into.size - at, PAYLOAD_NBYTES)
-            _copy(buffer[start : start + have], into[at : at + have])
+            copy_bytes(buffer[start : start + have], into[at : at + have])
 
 
 def copy_out(

@@ -121,11 +121,9 @@ class Registration:
         ready: Callable[[dict[str, int]], None],
         failed: Callable[[BaseException], None],
         report: Callable[[str], None],
-        deadline_s: float = SWITCH_S,
     ) -> None:
         self.tree, self._ready, self._failed, self._report = tree, ready, failed, report
         self._options = replace(options, connections=1, retry_s=0.0)
-        self._deadline_s = deadline_s
         self.ports: dict[str, int] = {}  # of the switches that were there once
         self._links: dict[str, SwitchLink] = {}  # by address
         self._lost: queue.SimpleQueue[SwitchLink | None] = queue.SimpleQueue()  # None: the end
@@ -189,9 +187,8 @@ class Registration:
                 self._ask(node)
                 return
             except (LostError, DeadlineError, BusyError) as error:
-                limit_s = BUSY_S if isinstance(error, BusyError) else self._deadline_s
-                if time.monotonic() - begin >= min(limit_s, self._deadline_s):
-                    for_s = time.monotonic() - begin
+                limit_s = BUSY_S if isinstance(error, BusyError) else SWITCH_S
+                if (for_s := time.monotonic() - begin) >= limit_s:
                     raise DeadlineError(
                         f"switch {node.address} did not take job {self.tree.session} within"
                         f" {for_s:.0f} s, {since(for_s)}: {_line(error)}",

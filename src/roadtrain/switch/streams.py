@@ -1,7 +1,8 @@
 """Streams of numbered packets on real sockets: the threads around switch/protocol/numbered.py.
 
     PacketSender   thread: machine.next_numbers -> fill -> seal -> socket
-    PacketPort     thread: sockets -> verify -> take[kind]; and `tick`, now and then
+    PacketPort     thread: sockets -> read_runs -> verify -> take[kind]; and `tick`, now and then
+    beat_packet    a heartbeat as a packet; beats_of reads it
 
 Nobody holds a lock while bytes are copied, sealed or sent. Does NOT know what is in a payload.
 """
@@ -19,12 +20,18 @@ import numpy as np
 from roadtrain.errors import LostError
 from roadtrain.switch import packets
 from roadtrain.switch.datagrams import RECEIVE_NBYTES, DatagramSocket
-from roadtrain.switch.packets import HEADER_NBYTES, PACKET_NBYTES, Kind, PacketKey
+from roadtrain.switch.packets import (
+    HEADER_NBYTES,
+    PACKET_NBYTES,
+    PAYLOAD_NBYTES,
+    Kind,
+    PacketKey,
+)
 from roadtrain.switch.protocol.numbered import Heartbeat, NumberedSender
 from roadtrain.transport.tcp import Address
 
 RUN = 264  # packets that are made at once: six calls to the kernel, 64 KB each
-GATHERED = 264  # packets that have come, after which they are handled
+GATHERED = 264  # bulk packets of a port that are handled together
 LOSS_S = 0.1  # without progress, after which what has not come goes again; doubles each time
 MOST_LOSS_S = 2.0
 LEFT_S = 0.008  # that packets are left to the kernel at most, so that more are handled together
@@ -35,26 +42,71 @@ BUSY_S = 0.01  # between two heartbeats while packets come
 SEND_NBYTES = 1 << 18
 IDLE_S = 0.5  # between two heartbeats while none come
 END_S = 5.0  # for a thread to end
+MOST_HAVE = (1 << 8 * PAYLOAD_NBYTES) - 1  # what the bitmap of a heartbeat can say
 
 Failed = Callable[[BaseException], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """Packets of one kind that came together; its memory is used again when its taker returns."""
+class DatagramRun:
+    """Packets of one length that came together; the memory is the reader's."""
 
-    kind: Kind
     buffer: np.ndarray  # uint8; packet i begins at i * segment
     segment: int  # bytes of a packet
-    count: int
+    sources: Sequence[Address]  # senders, one a packet
+
+    @property
+    def count(self) -> int:
+        return len(self.sources)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(DatagramRun):
+    """Those of a run that are of one kind."""
+
+    kind: Kind
     ok: np.ndarray  # bool, one a packet: it is of this kind and has the right tag
     headers: np.ndarray  # HEADER, one a packet; a copy
-    source: Address
 
     @property
     def numbers(self) -> np.ndarray:
         """int64, one a packet."""
         return self.headers["number"].astype(np.int64)
+
+
+def read_runs(socket: DatagramSocket, memory: np.ndarray) -> tuple[list[DatagramRun], bool]:
+    """The datagrams that have come, without waiting: bulk packets as one run, whoever sent them
+    (the kernel joins those of one sender only, and not on every device), then the run that ended
+    it, such as a heartbeat. Also whether nothing more was there.
+
+    Args:
+        memory: uint8 that the runs lie in: RECEIVE_NBYTES, and room for the bulk packets that are
+            gathered
+    """
+    bulk, odd = list[Address](), list[DatagramRun]()
+    most, found = (memory.size - RECEIVE_NBYTES) // PACKET_NBYTES, None
+    while not odd and len(bulk) < most:
+        at = len(bulk) * PACKET_NBYTES
+        found = socket.receive(memory[at : at + RECEIVE_NBYTES], 0.0)
+        if found is None:
+            break
+        nbytes, segment, source = found
+        whole = nbytes // PACKET_NBYTES if segment == PACKET_NBYTES else 0
+        bulk += [source] * whole
+        if whole * PACKET_NBYTES < nbytes or not nbytes:
+            odd = _split(memory[at + whole * PACKET_NBYTES : at + nbytes], segment, source)
+    gathered = DatagramRun(memory[: len(bulk) * PACKET_NBYTES], PACKET_NBYTES, bulk)
+    return ([gathered, *odd] if bulk else odd), found is None
+
+
+def _split(rest: np.ndarray, segment: int, source: Address) -> list[DatagramRun]:
+    """The kernel may join a shorter packet to a run of longer ones."""
+    whole = rest.size // segment if segment else 0
+    runs = [DatagramRun(rest[: whole * segment], segment, [source] * whole)] if whole else []
+    if rest.size > whole * segment or not whole:
+        last = rest[whole * segment :]
+        runs.append(DatagramRun(last, last.size, [source]))
+    return runs
 
 
 class Fill(Protocol):
@@ -77,12 +129,11 @@ class PacketSender:
         *,
         name: str,
         delay_s: float = 0.0,
-        loss_s: float = LOSS_S,
     ) -> None:
         """`delay_s`: what this sender waits longer than others that send the same numbers."""
         self.machine = NumberedSender()
         self._socket, self.to, self._fill, self._failed = socket, to, fill, failed
-        self._delay_s, self._loss_s, self._patience_s = delay_s, loss_s, loss_s
+        self._delay_s, self._patience_s = delay_s, LOSS_S
         self._moved = time.monotonic()  # when something came last, or something new was sent
         self._changed, self._over = threading.Condition(), False
         self._staging = np.zeros(RUN * PACKET_NBYTES, np.uint8)
@@ -105,7 +156,7 @@ class PacketSender:
             self.machine.heartbeat(beat)
             now = self.machine.beat
             if now.ack > before.ack or now.have != before.have:
-                self._moved, self._patience_s = time.monotonic(), self._loss_s
+                self._moved, self._patience_s = time.monotonic(), LOSS_S
             self._changed.notify_all()
             return self.machine.ack
 
@@ -190,7 +241,7 @@ class PacketPort:
         try:
             while not self._over:
                 before = self.packets
-                drained = [self._take_in(one) for one in self._sockets]
+                drained = [self._drain(socket) for socket in self._sockets]
                 self._tick()
                 pause_s = self._moderation.pause_s(self.packets - before, time.monotonic())
                 if all(drained):
@@ -208,49 +259,25 @@ class PacketPort:
             first, *others = self._sockets
             first.wait(BUSY_S, *others)
 
-    def _take_in(self, socket: DatagramSocket) -> bool:
-        """What has come to it. Bulk packets of one sender go on together: the more there is to do,
-        the fewer calls do it. And not every device joins packets. Returns whether nothing more was
-        there."""
-        held, sender = 0, ("", 0)  # bytes of whole bulk packets, at the beginning of the buffer
-        found = socket.receive(self._buffer, 0.0)
-        while found is not None:
-            nbytes, segment, source = found
-            bulk = segment == PACKET_NBYTES and nbytes % PACKET_NBYTES == 0
-            if not bulk or (held and source != sender):
-                self._took(self._buffer[:held], PACKET_NBYTES, sender)
-                self._took(self._buffer[held : held + nbytes], segment, source)
-                return False
-            held, sender = held + nbytes, source
-            if held >= GATHERED * PACKET_NBYTES:
-                break
-            found = socket.receive(self._buffer[held:], 0.0)
-        self._took(self._buffer[:held], PACKET_NBYTES, sender)
-        return found is None
+    def _drain(self, socket: DatagramSocket) -> bool:
+        """Handle what has come to it: the more there is to do, the fewer calls do it. Returns
+        whether nothing more was there."""
+        runs, drained = read_runs(socket, self._buffer)
+        for run in runs:
+            self._take_run(run)
+        return drained
 
-    def _took(self, run: np.ndarray, segment: int, source: Address) -> None:
-        """The kernel may join a shorter packet to a run of longer ones."""
-        count = run.size // segment if segment else 0
-        self._took_equal(run[: count * segment], segment, count, source)
-        rest = run[count * segment :]
-        self._took_equal(rest, rest.size, 1 if rest.size else 0, source)
-
-    def _took_equal(self, run: np.ndarray, segment: int, count: int, source: Address) -> None:
-        if segment < HEADER_NBYTES:
-            self.strangers += count
-            return
-        if not count:
-            return
-        ok = packets.verify(run, segment, count, self._key, self._job)
-        self.packets += count
-        self.strangers += count - int(np.count_nonzero(ok))
-        headers = packets.headers(run, segment, count)
+    def _take_run(self, run: DatagramRun) -> None:
+        ok = packets.verify(run.buffer, run.segment, run.count, self._key, self._job)
+        self.packets += run.count
+        self.strangers += run.count - int(np.count_nonzero(ok))
+        headers = packets.headers(run.buffer, run.segment, run.count)
         kinds = headers["kind"]
         for kind in sorted({*kinds[ok].tolist()}):
             taker = self._take.get(kind)
             if taker is not None:
                 of_kind = ok & (kinds == kind)
-                taker(Batch(Kind(kind), run, segment, count, of_kind, headers, source))
+                taker(Batch(run.buffer, run.segment, run.sources, Kind(kind), of_kind, headers))
 
 
 class Moderation:
@@ -300,7 +327,8 @@ def beat_packet(
     b: int = 0,
 ) -> np.ndarray:
     """A sealed heartbeat: uint8[HEADER_NBYTES + bytes of the bitmap]."""
-    bitmap = beat.have.to_bytes((beat.have.bit_length() + 7) // 8, "little")
+    have = beat.have & MOST_HAVE
+    bitmap = have.to_bytes((have.bit_length() + 7) // 8, "little")
     packet = np.zeros(HEADER_NBYTES + len(bitmap), np.uint8)
     packet[HEADER_NBYTES:] = np.frombuffer(bitmap, np.uint8)
     packets.write_headers(
@@ -320,15 +348,15 @@ def beat_packet(
     return packet
 
 
-def beats_of(batch: Batch) -> list[tuple[Heartbeat, np.void]]:
-    """The heartbeats of a batch, each with its header."""
+def beats_of(batch: Batch) -> list[tuple[Heartbeat, np.void, Address]]:
+    """The heartbeats of a batch, each with its header and its sender."""
     found = []
-    for i in np.flatnonzero(batch.ok):
+    for i in np.flatnonzero(batch.ok).tolist():
         header = batch.headers[i]
-        at, nbytes = int(i) * batch.segment + HEADER_NBYTES, int(header["c"])
+        at, nbytes = i * batch.segment + HEADER_NBYTES, int(header["c"])
         if nbytes > batch.segment - HEADER_NBYTES:
             continue
         have = int.from_bytes(batch.buffer[at : at + nbytes].tobytes(), "little")
         beat = Heartbeat(int(header["number"]), int(header["credit"]) - 1, have)
-        found.append((beat, header))
+        found.append((beat, header, batch.sources[i]))
     return found

@@ -15,31 +15,19 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 
-from roadtrain.errors import (
-    BusyError,
-    ConfigError,
-    LostError,
-    PeerError,
-    RoadtrainError,
-    WireError,
-)
+from roadtrain.errors import BusyError, LostError, PeerError, RoadtrainError, WireError
 from roadtrain.servers import frames as m
 from roadtrain.servers import health
+from roadtrain.switch.admission import SlotQuota, checked, job_socket, job_table
 from roadtrain.switch.datagrams import DatagramSocket
-from roadtrain.switch.options import MOST_CHILDREN, MOST_JOBS
 from roadtrain.switch.packet_loop import END_S, PacketLoop
-from roadtrain.switch.packets import ROOT, PacketKey
-from roadtrain.switch.switch_job import SwitchJob, Table
-from roadtrain.switch.switch_memory import MOST_SLOTS, SlotQuota
-from roadtrain.switch.switch_table import SwitchTable
-from roadtrain.switch.xdp import XdpDevice
+from roadtrain.switch.packets import PacketKey
+from roadtrain.switch.switch_job import SwitchJob
+from roadtrain.switch.switch_table import TableDevice
 from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.listener import Report
 from roadtrain.transport.tcp import Address, TcpOptions, listen
 from roadtrain.units import show_bytes
-
-LEAST_NONCE, MOST_NONCE = 16, 64  # bytes
-MOST_NAME = 200  # characters of a session's name that are shown
 
 
 class _JobLink:
@@ -71,9 +59,9 @@ class SwitchHost:
         nbytes: int,
         options: TcpOptions,
         report: Report = print,
-        device: XdpDevice | None = None,
+        device: TableDevice | None = None,
     ) -> None:
-        """nbytes: of memory for all jobs. device: its owner's; it sums in the kernel."""
+        """nbytes: of memory for all jobs. device: its owner's; it has the tables of jobs."""
         self.quota = SlotQuota(nbytes)
         self._token, self._report, self._device = options.token, report, device
         self._links: dict[bytes, _JobLink] = {}  # by nonce
@@ -103,7 +91,7 @@ class SwitchHost:
                 " servers",
             )
         rest = hello[len(m.SWITCH_GREETING) :]
-        said = _checked(m.decoded(m.SWITCH_HELLO, rest, "no greeting of a fan-in end"))
+        said = checked(m.decoded(m.SWITCH_HELLO, rest, "no greeting of a fan-in end"))
         with self._registering:
             receiver = self._register(said, link)
         link.peer = f"job {said.session} ({link.peer})"
@@ -113,12 +101,16 @@ class SwitchHost:
     def _register(self, said: m.SwitchHello, link: Link) -> _JobLink:
         """A new job, or one that comes again since its link was lost and this side has not seen
         that yet."""
-        if (before := self._link_of(said.nonce)) is not None:
-            self.leave(before, LostError("it has come again"), wait=True)
+        with self._lock:
+            earlier = self._links.get(said.nonce)
+        if earlier is not None:
+            self.leave(earlier, LostError("it has come again"), wait=True)
         self.quota.take(said.slots, said.children, said.session)
         socket = None
         try:
-            socket = self._socket(said)
+            taken = {job.socket.address[1]: job.name for job in self.jobs}
+            where = self._host, self.port
+            socket = job_socket(where, said, taken, self.quota, self._report)
             job = self._job(said, socket)
             with self._lock:
                 if self._over is not None:
@@ -140,102 +132,37 @@ class SwitchHost:
         """Raises ConfigError where the parent's host cannot be found."""
         key = PacketKey.derive(self._token, said.nonce)
         parent = socket.number_of(said.parent)
-        table = self._table(said, parent, socket.address[1], key)
+        table = job_table(self._device, said, key, socket.address[1], parent, self._report)
         return SwitchJob(said, parent, socket, table, key, self._report)
-
-    def _table(self, said: m.SwitchHello, parent: Address, port: int, key: PacketKey) -> Table:
-        if self._device is not None:
-            try:
-                return self._device.table(
-                    job=said.job,
-                    port=port,
-                    children=said.children,
-                    child=said.child,
-                    first=said.first,
-                    slots=said.slots,
-                    key=key,
-                    parent=parent,
-                )
-            except (RoadtrainError, OSError) as error:  # as of a device that is gone
-                why = str(error).partition("\n")[0]
-                self._report(f"job {said.session}: no sums in the kernel: {why}; user space sums")
-        return SwitchTable(said.slots, said.children, said.first)
-
-    def _link_of(self, nonce: bytes) -> _JobLink | None:
-        with self._lock:
-            return self._links.get(nonce)
-
-    def _socket(self, said: m.SwitchHello) -> DatagramSocket:
-        """At the port that the job had before, or at one that is free. Raises BusyError."""
-        with self._lock:
-            taken = {link.job.socket.address[1]: link.job.name for link in self._links.values()}
-        if said.port in taken:
-            raise BusyError(
-                f"port {said.port} of this switch is that of job {taken[said.port]} now"
-            )
-        # Jobs begin to look at different ports: after a restart each finds its own one free.
-        ports = [self.port + 1 + (said.job + i) % MOST_JOBS for i in range(MOST_JOBS)]
-        if said.port:
-            if said.port not in ports:
-                raise WireError(
-                    f"job {said.session} asks for port {said.port}, this switch has {min(ports)} to"
-                    f" {max(ports)}"
-                )
-            try:
-                return self._socket_at(said.port, said)
-            except ConfigError as error:  # the job's own, of a link that has just ended, perhaps
-                raise BusyError(str(error)) from None
-        for port in ports:
-            if port not in taken and port < 1 << 16:
-                with suppress(ConfigError):  # another process has it
-                    return self._socket_at(port, said)
-        raise BusyError(
-            f"no port for datagrams is free from {min(ports)} to {max(ports)}, {len(taken)} jobs"
-            " have one",
-            hint="another switch, or a port with free ones above it",
-        )
-
-    def _socket_at(self, port: int, said: m.SwitchHello) -> DatagramSocket:
-        return DatagramSocket(
-            (self._host, port),
-            receive_nbytes=self.quota.receive_nbytes(said.slots, said.children),
-            send_nbytes=self.quota.send_nbytes,
-            report=self._report,
-        )
 
     def leave(self, link: _JobLink, error: BaseException, wait: bool = False) -> None:
         """The job's link has ended: so does the job. `wait`: until its slots and port are free."""
-        with self._lock:
-            if self._links.get(link.job.hello.nonce) is not link:
-                return
-            del self._links[link.job.hello.nonce]
-        self._dismiss(link, error)
-        self._loop.remove(link.job, wait)
+        if self._forget(link, error):
+            self._loop.remove(link.job, wait)
 
     def _job_ended(self, job: SwitchJob, error: BaseException | None) -> None:
         """From the packet loop: its socket is closed."""
         self.quota.give_back(job.hello.slots, job.hello.children)
-        if error is None:
-            return
         with self._lock:
             link = self._links.get(job.hello.nonce)
-            if link is None or link.job is not job:
-                return
-            del self._links[job.hello.nonce]
-        self._dismiss(link, error)
+        if error is not None and link is not None and link.job is job:
+            self._forget(link, error)
 
-    def _dismiss(self, link: _JobLink, error: BaseException) -> None:
-        """Says why a job is over, here and to its end. In a thread: this may be the link's own."""
-        self._report(f"job {link.job.name} is over: {_words(error)}".replace("\n", "; "))
-        thread = threading.Thread(target=_closed, args=(link.link, error), name="close job")
+    def _forget(self, link: _JobLink, error: BaseException) -> bool:
+        """Say why a job is over, here and to its end; in a thread, as this may be the link's own.
+        Returns whether the job was not over before."""
         with self._lock:
-            self._closing = [one for one in self._closing if one.is_alive()] + [thread]
+            if self._links.get(link.job.hello.nonce) is not link:
+                return False
+            del self._links[link.job.hello.nonce]
+            thread = threading.Thread(target=_closed, args=(link.link, error), name="close job")
+            self._closing = [other for other in self._closing if other.is_alive()] + [thread]
             thread.start()
+        self._report(f"job {link.job.name} is over: {_words(error)}".replace("\n", "; "))
+        return True
 
     def status(self) -> m.Status:
-        with self._lock:
-            jobs = [link.job for link in self._links.values()]
-        quota = self.quota
+        jobs, quota = self.jobs, self.quota
         rows = [
             f"{health.SWITCH}{len(jobs)} job(s), {quota.used_slots} slots in use,"
             f" {quota.free_slots} free; {show_bytes(quota.used_nbytes)} of"
@@ -291,23 +218,3 @@ def _closed(link: Link, error: BaseException) -> None:
 def _words(error: BaseException) -> str:
     known = isinstance(error, RoadtrainError)
     return str(error) if known else f"this switch failed: {type(error).__name__}: {error}"
-
-
-def _checked(said: m.SwitchHello) -> m.SwitchHello:
-    """Raises WireError for what no job asks for."""
-    if not 1 <= said.children <= MOST_CHILDREN:
-        raise WireError(f"a switch for {said.children} children, 1 to {MOST_CHILDREN} are possible")
-    if not 1 <= said.slots <= MOST_SLOTS:
-        raise WireError(f"a table of {said.slots} slots, 1 to {MOST_SLOTS} are possible")
-    if not LEAST_NONCE <= len(said.nonce) <= MOST_NONCE:
-        raise WireError(
-            f"a nonce of {len(said.nonce)} bytes, {LEAST_NONCE} to {MOST_NONCE} are possible"
-        )
-    if not 0 <= said.child <= ROOT or not 0 <= said.job < 1 << 32:
-        raise WireError(f"job {said.job}, of which this switch is child {said.child}")
-    if not 0 <= said.first <= ROOT - said.children:
-        raise WireError(f"a first child that calls itself {said.first}")
-    if not 0 < said.parent[1] < 1 << 16 or not 0 <= said.port < 1 << 16:
-        raise WireError(f"ports {said.parent[1]} of the parent, {said.port} of this switch")
-    shown = "".join(c for c in said.session if c.isprintable())[:MOST_NAME]
-    return said._replace(session=shown)

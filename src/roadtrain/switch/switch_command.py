@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 
+from roadtrain.errors import ConfigError
 from roadtrain.switch.options import MOST_JOBS
 from roadtrain.switch.switch import SwitchHost
-from roadtrain.switch.xdp import XdpDevice
+from roadtrain.switch.switch_table import TableDevice
 from roadtrain.transport.listener import Report
+from roadtrain.transport.plugins import load, plugin_names
 from roadtrain.transport.tcp import Address, TcpOptions
 from roadtrain.units import MIB, parse_bytes, show_bytes
 
 MEMORY = 256 * MIB  # where none is said
+TABLES = "roadtrain.switch_tables"  # entry points: a device's name -> TableDevice, or why not
 
 
 def serve_switch(
@@ -29,7 +32,7 @@ def serve_switch(
             says why.
     """
     nbytes = MEMORY if memory is None else parse_bytes(memory)
-    device = None if xdp is None else XdpDevice.opened(xdp)
+    device = None if xdp is None else _opened(xdp)
     if isinstance(device, str):
         report(device)
         device = None
@@ -46,3 +49,15 @@ def serve_switch(
         )
         host.run()
     return 0
+
+
+def _opened(device: str) -> TableDevice | str:
+    """The program in the kernel, attached to the device; or a line: why not. Raises ConfigError
+    where no installed distribution has one."""
+    if "xdp" not in plugin_names(TABLES):
+        raise ConfigError(
+            f"--xdp {device}: sums in the kernel are a plugin, and it is not installed",
+            hint="pip install ./plugins/switch_offload (the distribution roadtrain-switch-offload)",
+        )
+    opened: TableDevice | str = load(TABLES, "xdp")(device)
+    return opened

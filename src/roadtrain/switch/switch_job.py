@@ -15,22 +15,20 @@ other jobs.
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from roadtrain.servers.frames import SwitchHello
 from roadtrain.switch import packets
-from roadtrain.switch.datagrams import DatagramSocket
-from roadtrain.switch.packets import PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
-from roadtrain.switch.protocol.numbered import NOTHING, Heartbeat
+from roadtrain.switch.datagrams import RECEIVE_NBYTES, DatagramSocket
+from roadtrain.switch.packets import PACKET_NBYTES, Kind, PacketKey
+from roadtrain.switch.protocol.numbered import NOTHING, Heartbeat, heard
 from roadtrain.switch.protocol.switch import SwitchStateMachine
-from roadtrain.switch.streams import Batch, beat_packet, beats_of
-from roadtrain.switch.switch_children import Children
-from roadtrain.switch.switch_outgoing import SwitchOutgoing
-from roadtrain.switch.switch_runs import MOST, READ_NBYTES, SwitchRun, read_runs
-from roadtrain.switch.switch_table import StuckSlot, SwitchTable
-from roadtrain.switch.xdp_table import XdpTable
+from roadtrain.switch.streams import Batch, DatagramRun, beat_packet, beats_of, read_runs
+from roadtrain.switch.switch_table import StuckSlot, Table
 from roadtrain.transport.listener import Few, Report
 from roadtrain.transport.tcp import Address
 
@@ -39,7 +37,13 @@ IDLE_S = 0.25  # between two while it does not
 LOOK_S = 0.25  # between two looks at who is silent and what is stuck
 STUCK_MS = 1000  # after which a sum that lacks packets is named
 MOST_NAMED = 4  # slots and children in one line
-MOST_HAVE = (1 << 8 * PAYLOAD_NBYTES) - 1  # what the bitmap of one heartbeat can say
+SILENT_S = 1.0  # after which a child is named
+UNKNOWN_RANK = 0xFFFFFFFF  # in a heartbeat: the most silent child was never heard
+MOST_MS = 0xFFFFFFFF
+WAIT_S = 1.0  # that packets wait for the kernel
+FULL = 132  # bulk packets that are handled together
+MOST = FULL + RECEIVE_NBYTES // PACKET_NBYTES  # packets of a run
+READ_NBYTES = FULL * PACKET_NBYTES + RECEIVE_NBYTES
 
 # What becomes of a packet, by its kind
 _NOTHING, _SUMMED, _COPIED, _HEARD = range(4)
@@ -47,9 +51,6 @@ _WAY = np.full(256, _NOTHING, np.uint8)
 _WAY[[Kind.GRADIENT, Kind.EXPONENTS]] = _SUMMED
 _WAY[[Kind.PARAMETERS, Kind.MAXIMA, Kind.GRADIENT_BEAT]] = _COPIED
 _WAY[Kind.PARAMETER_BEAT] = _HEARD
-
-
-Table = SwitchTable | XdpTable  # in this process, or in the kernel
 
 
 class Buffers:
@@ -76,6 +77,126 @@ class Look:
 
     stuck: tuple[StuckSlot, ...] = ()  # sums that have lacked packets for more than STUCK_MS
     silent: tuple[str, ...] = ()  # children that are not heard, and since when
+
+
+@dataclass(slots=True)
+class Child:
+    number: int
+    heard: float  # when its last heartbeat came; before the first: when the job began
+    address: Address | None = None  # where its datagrams go
+    rank: int = UNKNOWN_RANK  # of the most silent worker below it, as it said last
+    below_ms: int = 0  # how long that one had been silent then
+    named: bool = False  # as silent, and not heard since
+
+    def silent_ms(self, now: float) -> int:
+        """Of the most silent worker below it, or of itself."""
+        return min(int((now - self.heard) * 1000) + self.below_ms, MOST_MS)
+
+    def __str__(self) -> str:
+        """For people."""
+        where = "never heard" if self.address is None else "{}:{}".format(*self.address)
+        worker = "" if self.rank == UNKNOWN_RANK else f"worker {self.rank}, "
+        return f"child {self.number} ({worker}{where})"
+
+
+class Children:
+    """Where a switch's children are, what they have (the machine knows it), and which are silent.
+
+    A child is a worker, or a switch below with all its workers. Where it is, is learned from its
+    heartbeats, whose tags were verified. One that was recorded and comes again from elsewhere moves
+    a child's address only where it says more than the child did, or the child has been silent.
+
+    Invariants: `addresses` are those of all children whose
+    address is known, each once; `merged` is what all have, NOTHING before all have spoken."""
+
+    def __init__(self, machine: SwitchStateMachine, now: float) -> None:
+        self._machine = machine
+        self.all = [Child(number, now) for number in range(machine.children)]
+        self.addresses: list[Address] = []
+        self.merged = NOTHING
+
+    def heard(
+        self, number: int, beat: Heartbeat, source: Address, below: tuple[int, int], now: float
+    ) -> bool:
+        """A heartbeat of a child came. below: milliseconds and rank of the most silent worker that
+        it speaks for. Returns whether it counts."""
+        child, before = self.all[number], self._machine.beats.get(number)
+        if source != child.address:
+            news = before is None or heard(before, beat) != before
+            if not news and now - child.heard <= SILENT_S:
+                return False
+            child.address = source
+            found = [one.address for one in self.all if one.address is not None]
+            self.addresses = list(dict.fromkeys(found))
+        self.merged = self._machine.child_beat(number, beat) or self.merged
+        child.heard, (child.below_ms, child.rank) = now, below
+        return True
+
+    def most_silent(self, now: float) -> tuple[int, int]:
+        """Milliseconds and rank."""
+        child = max(self.all, key=lambda one: one.silent_ms(now))
+        return child.silent_ms(now), child.rank
+
+    def silent(self, now: float) -> list[tuple[Child, float]]:
+        """Children that have been silent for more than SILENT_S, or speak for a worker that has,
+        and for how many seconds."""
+        found = [(one, one.silent_ms(now) / 1000) for one in self.all]
+        return [(one, seconds) for one, seconds in found if seconds > SILENT_S]
+
+
+class SwitchOutgoing:
+    """Sends for one job, without ever waiting. One thread calls it.
+
+    The kernel takes no more of a job whose links are slower than what comes for it. What is left
+    over waits here, the job is not read meanwhile (so it fills its own socket, nobody else's), and
+    goes when the kernel has room again; what waits for longer than WAIT_S is lost, like a packet in
+    a full queue.
+
+    Invariant: what waits is in the order in which it was to be sent; of each run
+    somebody is left that it goes to."""
+
+    def __init__(self, socket: DatagramSocket) -> None:
+        self._socket = socket
+        self._left: deque[tuple[np.ndarray, int, Sequence[Address]]] = deque()
+        self._since = 0.0  # when the first of them began to wait
+        self.sent = 0  # packets
+        self.given_up = 0  # packets that waited for too long
+
+    @property
+    def waits(self) -> bool:
+        return bool(self._left)
+
+    def send(self, packets: np.ndarray, segment: int, to: Sequence[Address]) -> None:
+        """A run of packets of `segment` bytes, to each of `to`. packets: uint8, its owner's again
+        when this returns."""
+        gone = 0 if self._left else self._send(packets, segment, to)
+        if gone == len(to):
+            return
+        if not self._left:
+            self._since = time.monotonic()
+        self._left.append((packets.copy(), segment, to[gone:]))
+
+    def go_on(self) -> None:
+        """Send of what waits as much as the kernel takes."""
+        while self._left:
+            packets, segment, to = self._left.popleft()
+            gone = self._send(packets, segment, to)
+            if gone < len(to):
+                self._left.appendleft((packets, segment, to[gone:]))
+                break
+            self._since = time.monotonic()
+        if self._left and time.monotonic() - self._since > WAIT_S:
+            self.given_up += sum(run.size // each * len(to) for run, each, to in self._left)
+            self._left.clear()
+
+    def _send(self, packets: np.ndarray, segment: int, to: Sequence[Address]) -> int:
+        """To how many of `to` it went."""
+        for i, address in enumerate(to):
+            if not self._socket.has_room():
+                return i
+            self._socket.send(packets, segment, address)
+            self.sent += packets.size // segment
+        return len(to)
 
 
 class SwitchJob:
@@ -107,12 +228,12 @@ class SwitchJob:
 
     def take(self, buffers: Buffers) -> bool:
         """What has come, about 32 packets; False where nothing has."""
-        runs = read_runs(self.socket, buffers.came)
+        runs, _ = read_runs(self.socket, buffers.came)
         for run in runs:
             self._take_run(run, buffers.sums)
         return bool(runs)
 
-    def _take_run(self, run: SwitchRun, sums: np.ndarray) -> None:
+    def _take_run(self, run: DatagramRun, sums: np.ndarray) -> None:
         ok = packets.verify(run.buffer, run.segment, run.count, self._key, self.hello.job)
         right = int(np.count_nonzero(ok))
         self.counters.came += right
@@ -122,16 +243,17 @@ class SwitchJob:
         headers = packets.headers(run.buffer, run.segment, run.count)
         way = _WAY[headers["kind"]]
         way[~ok] = _NOTHING
-        _, summed, copied, heard = np.bincount(way, minlength=4).tolist()
-        self.counters.refused += right - summed - copied - heard
+        _, summed, copied, beats = np.bincount(way, minlength=4).tolist()
+        self.counters.refused += right - summed - copied - beats
         if summed:
             self._sum(run, way == _SUMMED, sums)
         if copied:
             self._copy(run, headers, way == _COPIED)
-        if heard:
-            self._hear(run, headers, way == _HEARD)
+        if beats:
+            ok, kind = way == _HEARD, Kind.PARAMETER_BEAT
+            self._hear(Batch(run.buffer, run.segment, run.sources, kind, ok, headers))
 
-    def _sum(self, run: SwitchRun, there: np.ndarray, sums: np.ndarray) -> None:
+    def _sum(self, run: DatagramRun, there: np.ndarray, sums: np.ndarray) -> None:
         if run.segment != PACKET_NBYTES:
             self.counters.refused += int(np.count_nonzero(there))
             return
@@ -141,7 +263,7 @@ class SwitchJob:
             packets.seal(whole, PACKET_NBYTES, made, self._key)
             self.out.send(whole, PACKET_NBYTES, (self._parent,))
 
-    def _copy(self, run: SwitchRun, headers: np.ndarray, there: np.ndarray) -> None:
+    def _copy(self, run: DatagramRun, headers: np.ndarray, there: np.ndarray) -> None:
         """Down, with the tags that they have, what the parent's host has sent."""
         host = self._parent[0]
         above = np.fromiter((source[0] == host for source in run.sources), np.bool_, run.count)
@@ -161,7 +283,7 @@ class SwitchJob:
         if self.children.addresses:
             self.out.send(copied, run.segment, self.children.addresses)
 
-    def _refuse(self, run: SwitchRun, there: np.ndarray) -> None:
+    def _refuse(self, run: DatagramRun, there: np.ndarray) -> None:
         """What goes down and has not come from the parent's host; the first time, says so: a parent
         with several addresses may send from one by which this switch does not know it."""
         at = np.flatnonzero(there)
@@ -173,28 +295,13 @@ class SwitchJob:
                 f" parent is {self._parent[0]}: they are dropped"
             )
 
-    def _hear(self, run: SwitchRun, headers: np.ndarray, there: np.ndarray) -> None:
-        for source in dict.fromkeys(run.sources):
-            of_one = np.fromiter((one == source for one in run.sources), np.bool_, run.count)
-            self._hear_from(
-                Batch(
-                    Kind.PARAMETER_BEAT,
-                    run.buffer,
-                    run.segment,
-                    run.count,
-                    there & of_one,
-                    headers,
-                    source,
-                )
-            )
-
-    def _hear_from(self, batch: Batch) -> None:
+    def _hear(self, batch: Batch) -> None:
         now = time.monotonic()
-        for beat, header in beats_of(batch):
+        for beat, header, source in beats_of(batch):
             child = int(header["sender"]) - self.hello.first
             below = int(header["a"]), int(header["b"])
             known = 0 <= child < self.hello.children
-            if not known or not self.children.heard(child, beat, batch.source, below, now):
+            if not known or not self.children.heard(child, beat, source, below, now):
                 self.counters.refused += 1
 
     def tick(self, now: float) -> None:
@@ -217,7 +324,7 @@ class SwitchJob:
             self._key,
             self.hello.job,
             Kind.PARAMETER_BEAT,
-            Heartbeat(beat.ack, beat.credit, beat.have & MOST_HAVE),
+            beat,
             sender=self.hello.child,
             a=silent_ms,
             b=rank,
@@ -244,8 +351,7 @@ class SwitchJob:
 
     def close(self) -> None:
         self.socket.close()
-        if isinstance(self.table, XdpTable):
-            self.table.close()
+        self.table.close()
         self._report.tick(now=True)
 
     def rows(self) -> list[str]:

@@ -16,7 +16,7 @@ Assumes packets whose tag was verified. Does NOT verify, seal or lock: one threa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -28,8 +28,11 @@ from roadtrain.switch.packets import (
     PACKET_NBYTES,
     PAYLOAD_NBYTES,
     Kind,
+    PacketKey,
     check_bulk,
+    copy_bytes,
 )
+from roadtrain.transport.tcp import Address
 
 MOST_CHILDREN = 64  # who has come is one word
 _GRADIENT, _EXPONENTS = np.uint8(Kind.GRADIENT), np.uint8(Kind.EXPONENTS)
@@ -60,10 +63,56 @@ class StuckSlot:
     age: int  # ticks since its first packet
 
 
-@kernel
-def _keep(payload: Any, into: Any) -> Any:
-    for i in range(payload.size):
-        into[i] = payload[i]
+class Table(Protocol):
+    """A job's table: SwitchTable, which describes the methods, or one outside this process."""
+
+    now: int
+
+    @property
+    def counters(self) -> dict[str, int]: ...
+    def add(
+        self,
+        buffer: np.ndarray,
+        segment: int,
+        count: int,
+        ok: np.ndarray,
+        out: np.ndarray,
+        child: int,
+    ) -> int: ...
+    def snoop(self, ack: int) -> None: ...
+    def stuck(self, older_than: int = 0) -> list[StuckSlot]: ...
+    def close(self) -> None: ...
+
+
+class TableDevice(Protocol):
+    """A network device that sums packets in place of this process (switch_command.py finds it)."""
+
+    name: str
+    mode: str  # for people: how it takes packets
+
+    def table(
+        self,
+        *,
+        job: int,
+        port: int,
+        children: int,
+        child: int,
+        first: int,
+        slots: int,
+        key: PacketKey,
+        parent: Address,
+    ) -> Table:
+        """A job's table. Raises RoadtrainError or OSError where the device cannot have it.
+
+        Args:
+            job: number of the job in packets
+            port: UDP port where the job's packets arrive
+            child: number of this switch at its parent
+            first: what child 0 calls itself in packets
+            parent: where sums go
+        """
+
+    def close(self) -> None: ...
 
 
 @kernel
@@ -123,7 +172,7 @@ def _take(
     if slot.came & bit:
         return _REPEATED
     if slot.came == 0:
-        _keep(payload, sums[at])
+        copy_bytes(payload, sums[at])
     else:
         _combine(slot.kind, slot.width, payload, sums[at])
     slot.came |= bit
@@ -164,9 +213,9 @@ def _add_packets(
         counters[what] += 1
         if what in (_COMPLETED, _ANSWERED):
             answer = out[made * PACKET_NBYTES : (made + 1) * PACKET_NBYTES]
-            _keep(packet[:HEADER_NBYTES], answer[:HEADER_NBYTES])
+            copy_bytes(packet[:HEADER_NBYTES], answer[:HEADER_NBYTES])
             answer[:HEADER_NBYTES].view(HEADER)[0].sender = child
-            _keep(sums[np.int64(header.number) % slots.size], answer[HEADER_NBYTES:])
+            copy_bytes(sums[np.int64(header.number) % slots.size], answer[HEADER_NBYTES:])
             made += 1
     return made
 
@@ -263,6 +312,9 @@ class SwitchTable:
 
     def _missing(self, came: int) -> tuple[int, ...]:
         return tuple(child for child in range(self.children) if not came >> child & 1)
+
+    def close(self) -> None:
+        """Nothing is held outside this process's memory."""
 
     def check(self) -> None:
         """Assert every invariant."""

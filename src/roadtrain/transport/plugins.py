@@ -11,6 +11,7 @@ The wings of roadtrain itself plug in the same way (pyproject.toml):
     roadtrain.routes           a worker's way to its servers        servers/routes.py
     roadtrain.roles            what `roadtrain serve` serves        servers/roles.py
     roadtrain.gradient_sums    sums of a stage's gradients          stages/gradient_sum.py
+    roadtrain.switch_tables    a switch's table outside its process switch/switch_command.py
 
 A link is a subclass of tcp.TcpOptions. TCP's connections and handshake stay; `channel`
 carries the bytes of a connection that was let in another way, `check` refuses what this host

@@ -11,8 +11,11 @@ operations are linear in the window, over 64.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +60,33 @@ def heard(last: Heartbeat, beat: Heartbeat) -> Heartbeat:
     # with the lesser ack may know number `ack` to have come.
     ahead = _ones(have)
     return Heartbeat(ack + ahead, max(last.credit, beat.credit), have >> ahead)
+
+
+@dataclass(slots=True)
+class NumberRun:
+    """Consecutive numbers, which stand for consecutive packets of one thing."""
+
+    first: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.count
+
+
+Run = TypeVar("Run", bound=NumberRun)
+
+
+def overlapping(runs: Sequence[Run], first: int, stop: int) -> Iterator[tuple[Run, int, int]]:
+    """(run, its first packet there, how many) of the runs with numbers in [first, stop). `runs`:
+    in order, without overlaps."""
+    at = bisect_right(runs, first, key=lambda run: run.first) - 1
+    for run in runs[max(at, 0) :]:
+        if run.first >= stop:
+            return
+        begin, end = max(first, run.first), min(stop, run.end)
+        if begin < end:
+            yield run, begin - run.first, end - begin
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@
 //     down:  parameters, maxima and the parent's heartbeats go to all children (multicast)
 //     else:  children's heartbeats go to the control port, where software merges them
 //
-// The control plane's entries are made by entries.py. Slots are registers, each read and written at most
+// The control plane's entries are made by p4_entries.py. Slots are registers, each read and written at most
 // once a packet; a job has a run of them, as many as a power of two.
 //
 // What a real switch cannot do, and what stands in for it (docs/decisions/0037-the-table-in-p4.md):

@@ -1,5 +1,6 @@
-"""The gradients that a participant has announced, and the numbers that were granted to send them
-with. No threads, no sockets.
+"""What a participant of a fan-in has under way. No threads, no sockets.
+
+Granted: the gradients that it has announced, and the numbers to send them with.
 
     announce -> waits until the round that takes it is granted -> its exponents have numbers
     maxima of all participants -> its integers have numbers -> all acknowledged: free
@@ -7,14 +8,22 @@ with. No threads, no sockets.
 A participant that has nothing for a round sends zeros. The memory of a gradient is read whenever
 its packets are made, also again; so it is free only once all are acknowledged and none is being
 made.
+
+Pulls: what it has asked its server for and does not have yet. Parameters come to all by datagrams,
+or, where the others do not ask for the same, to one by the TCP link.
+
+NOTE which pull. A broadcast names chunk and version, not a ticket: it is that of the first pull of
+these that no other broadcast has begun to fill. The packets of one have consecutive numbers, so
+`number - index` tells it from another. As each pull is answered once, an answer over TCP finds one
+that no broadcast has begun to fill; it takes the last, whichever ticket it names.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,10 +31,13 @@ from roadtrain.chunks import Chunk
 from roadtrain.errors import WireError
 from roadtrain.servers import frames as m
 from roadtrain.switch import fixed_point
-from roadtrain.switch.packets import BLOCK, PAYLOAD_NBYTES, Kind
+from roadtrain.switch.packets import PAYLOAD_NBYTES, Kind
+from roadtrain.switch.protocol.numbered import NumberRun, overlapping
 
 ROUNDS = 1 << 32  # a packet's count of rounds begins again after so many
+VERSIONS = 1 << 32  # and so does its version of parameters
 Sent = Callable[[], None]
+Key = tuple[int, int]  # chunk, version modulo VERSIONS
 
 
 @dataclass(frozen=True)
@@ -54,7 +66,7 @@ class Round:
 
     @property
     def blocks(self) -> int:
-        return -(-self.elements // BLOCK)
+        return fixed_point.blocks_of(self.elements)
 
     def exponents(self) -> np.ndarray:
         """Computed when they are first needed; by one thread."""
@@ -65,18 +77,12 @@ class Round:
         return self.own
 
 
-@dataclass(order=True)
-class Numbers:
-    """A run of numbers: the packets of one kind of a round, in order."""
+@dataclass(slots=True)
+class Numbers(NumberRun):
+    """The packets of one kind of a round, in order."""
 
-    first: int
-    count: int = field(compare=False)
-    kind: Kind = field(compare=False)
-    round: Round = field(compare=False)
-
-    @property
-    def end(self) -> int:
-        return self.first + self.count
+    kind: Kind
+    round: Round
 
 
 class Granted:
@@ -135,23 +141,15 @@ class Granted:
     def _add(self, run: Numbers) -> None:
         if run.first < self.ready:
             raise WireError(f"the number {run.first} was granted twice, {self.ready} is next")
-        insort(self._runs, run)
-        at = bisect_right(self._runs, self.ready, key=lambda one: one.first) - 1
-        while 0 <= at < len(self._runs) and self._runs[at].first == self.ready:
-            self.ready = self._runs[at].end
-            at += 1
+        insort(self._runs, run, key=lambda other: other.first)
+        for granted in self._runs:
+            if granted.first == self.ready:
+                self.ready = granted.end
 
     def make(self, first: int, count: int) -> list[tuple[Numbers, int, int]]:
         """(run, first packet of it, how many) of those numbers that are not acknowledged. They are
         being made until `made`."""
-        out: list[tuple[Numbers, int, int]] = []
-        at = max(0, bisect_right(self._runs, first, key=lambda one: one.first) - 1)
-        for run in self._runs[at:]:
-            begin, end = max(first, run.first), min(first + count, run.end)
-            if begin < end:
-                out.append((run, begin - run.first, end - begin))
-            elif run.first >= first + count:
-                break
+        out = list(overlapping(self._runs, first, first + count))
         self._making = [run.round for run, _, _ in out]
         return out
 
@@ -182,14 +180,95 @@ class Granted:
         self._announced, self._rounds, self._runs = {}, {}, []
         return waiting + under_way + granted
 
-    @property
-    def waiting(self) -> int:
-        """Gradients that are announced and not granted."""
-        return sum(map(len, self._announced.values()))
-
     def check(self) -> None:
         """Assert every invariant."""
         for one, other in zip(self._runs, self._runs[1:]):
             assert one.end <= other.first
         for round in self._rounds.values():
             assert round.missing
+
+
+@dataclass
+class Asked:
+    """A pull. Invariant: `missing` counts the packets whose `here` is False."""
+
+    ticket: int
+    key: Key
+    into: np.ndarray  # uint8: where it goes
+    here: np.ndarray  # bool, one a packet: it has come
+    missing: int
+
+    @property
+    def header(self) -> bytes:
+        """Of the PULLED that answers it."""
+        return m.encode((self.ticket, self.key[0]))
+
+    def take(self, index: np.ndarray) -> None:
+        """The packets `index` of it have come. WireError where it has no such."""
+        if len(index) and int(index.max()) >= len(self.here):
+            raise WireError(
+                f"packet {int(index.max())} of chunk {self.key[0]} came, it has {len(self.here)}"
+            )
+        self.here[index] = True
+        self.missing = len(self.here) - int(np.count_nonzero(self.here))
+
+
+class Pulls:
+    """All of one link. Invariants: of a key, those in `_begun` are in none of `_waiting`; tickets
+    in `_keys` are those of keys that have a pull left."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Key, list[Asked]] = {}  # no packet of a broadcast has come; in order
+        self._begun: dict[tuple[Key, int], Asked] = {}  # by the first number of its broadcast
+        self._keys: dict[int, Key] = {}  # ticket -> what was asked for with it
+        self._left: dict[Key, int] = {}  # pulls without their whole answer
+
+    def ask(self, pull: m.PullHeader, into: np.ndarray) -> None:
+        """`into`: uint8, as long as the answer."""
+        key = (pull.chunk, pull.version % VERSIONS)
+        count = -(-into.size // PAYLOAD_NBYTES)
+        asked = Asked(pull.ticket, key, into, np.zeros(count, bool), count)
+        self._waiting.setdefault(key, []).append(asked)
+        self._keys[pull.ticket] = key
+        self._left[key] = self._left.get(key, 0) + 1
+
+    def broadcast(self, key: Key, base: int) -> Asked:
+        """The pull that is filled by the broadcast whose first packet has the number `base`.
+        WireError where nobody has asked."""
+        found = self._begun.get((key, base))
+        if found is None:
+            if not (waiting := self._waiting.get(key)):
+                raise WireError(
+                    f"parameters of chunk {key[0]}, version {key[1]}, came and were not asked for"
+                )
+            found = self._begun[key, base] = waiting.pop(0)
+        return found
+
+    def whole(self, asked: Asked, base: int) -> None:
+        """It has come by a broadcast."""
+        del self._begun[asked.key, base]
+        self._answered(asked.key)
+
+    def over_tcp(self, ticket: int, chunk: int) -> Asked:
+        """The pull that an answer over TCP goes to. WireError where none is waited for."""
+        key = self._keys.get(ticket, (-1, 0))
+        waiting = self._waiting.get(key)
+        if key[0] != chunk or not waiting:
+            raise WireError(f"chunk {chunk} came for ticket {ticket}, which did not ask for it")
+        taker = waiting.pop()
+        self._answered(key)
+        return taker
+
+    def _answered(self, key: Key) -> None:
+        self._left[key] -= 1
+        if not self._left[key]:
+            del self._left[key]
+            self._waiting.pop(key, None)
+            self._keys = {ticket: of for ticket, of in self._keys.items() if of != key}
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        begun = [asked.key for asked in self._begun.values()]
+        for key, left in self._left.items():
+            assert left == len(self._waiting.get(key, ())) + begun.count(key) > 0
+        assert set(self._keys.values()) == set(self._left) >= set(self._waiting) | set(begun)

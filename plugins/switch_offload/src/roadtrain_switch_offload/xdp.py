@@ -30,12 +30,12 @@ from typing import Literal
 import numpy as np
 
 from roadtrain.errors import BudgetError, ConfigError
-from roadtrain.switch.bpf_object import GENERIC, NATIVE, BpfError, BpfObject
-from roadtrain.switch.next_hop import hardware_address, is_hardware
 from roadtrain.switch.packets import PacketKey
-from roadtrain.switch.xdp_table import LIVE, MOST_JOBS, XdpJob, XdpTable
-from roadtrain.switch.xdp_trial import failed_trial
 from roadtrain.transport.tcp import Address
+from roadtrain_switch_offload.bpf_object import GENERIC, NATIVE, BpfError, BpfObject
+from roadtrain_switch_offload.next_hop import hardware_address, is_hardware
+from roadtrain_switch_offload.xdp_table import LIVE, MOST_JOBS, XdpJob, XdpTable
+from roadtrain_switch_offload.xdp_trial import failed_trial
 
 Mode = Literal["auto", "native", "generic"]
 SOURCE = Path(__file__).with_name("xdp_switch.bpf.c")

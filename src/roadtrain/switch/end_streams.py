@@ -1,42 +1,51 @@
-"""Incoming: the stream of exponents and gradients that comes to the end of a fan-in. Which number
-belongs where; sums become fp32 in the buffer that waits for them. No threads, no sockets.
+"""The two streams at the end of a fan-in: which bytes a number stands for. No threads, no sockets.
+
+Incoming: exponents and gradients; sums become fp32 in the buffer that waits for them.
 
     expect (numbers were granted) -> take (packets) -> ... -> Whole: all of a run has come
 
 Assumes that one thread takes. Does NOT know who sends, or when.
+
+Outgoing: parameters and maxima, until all workers have them.
+
+    add (a run of numbers, its bytes) -> fill (packets of some of them, also again) -> acknowledged
+
+A run's bytes are read whenever its packets are made, so they must not change until its `done` is
+called. Does NOT send.
 """
 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from roadtrain.errors import WireError
 from roadtrain.switch import fixed_point, packets
-from roadtrain.switch.packets import PACKET_NBYTES, Kind
-from roadtrain.switch.protocol.numbered import Heartbeat, NumberedReceiver
+from roadtrain.switch.packets import PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
+from roadtrain.switch.protocol.numbered import (
+    Heartbeat,
+    NumberedReceiver,
+    NumberRun,
+    overlapping,
+)
 from roadtrain.switch.streams import Batch
+
+MODULUS = 1 << 32  # of versions and rounds in a packet
 
 
 @dataclass(slots=True)
-class ExpectedRun:
-    """Numbers of one kind of a round, in order."""
+class ExpectedRun(NumberRun):
+    """The packets of one kind of a round, in order."""
 
-    first: int
-    count: int
     kind: Kind  # EXPONENTS or GRADIENT
     chunk: int
     round: int
     maxima: np.ndarray  # uint8 [blocks]: the greatest exponents; where EXPONENTS go
     sum: np.ndarray  # fp32 [elements]: where GRADIENT goes; empty for EXPONENTS
     missing: int  # packets that have not come
-
-    @property
-    def end(self) -> int:
-        return self.first + self.count
 
 
 class Incoming:
@@ -55,7 +64,7 @@ class Incoming:
 
     def expect_exponents(self, chunk: int, round: int, first: int, blocks: int) -> None:
         maxima = np.zeros(blocks, np.uint8)
-        count = -(-blocks // packets.PAYLOAD_NBYTES)
+        count = -(-blocks // PAYLOAD_NBYTES)
         none = np.empty(0, np.float32)
         self._expect(ExpectedRun(first, count, Kind.EXPONENTS, chunk, round, maxima, none, count))
 
@@ -93,9 +102,7 @@ class Incoming:
             return []
         low, high = int(numbers.min()), int(numbers.max())
         with self._lock:
-            start = bisect_right(self._runs, low, key=lambda run: run.first) - 1
-            stop = bisect_right(self._runs, high, key=lambda run: run.first)
-            return self._runs[max(start, 0) : stop]
+            return [run for run, _, _ in overlapping(self._runs, low, high + 1)]
 
     def _took(self, run: ExpectedRun, batch: Batch, numbers: np.ndarray, new: np.ndarray) -> bool:
         """Whether the run is whole with these packets; it is forgotten here then."""
@@ -141,3 +148,83 @@ class Incoming:
             assert run.end <= following.first
         assert all(0 < run.missing <= run.count for run in self._runs)
         assert not self._runs or self._runs[-1].end <= self._end
+
+
+@dataclass(frozen=True, slots=True)
+class OutgoingBytes:
+    """What one run of packets carries."""
+
+    kind: Kind  # PARAMETERS or MAXIMA
+    chunk: int
+    count_of: int  # the version of parameters, the round of maxima
+    bytes: np.ndarray  # uint8
+    granted: int = 0  # with maxima: the first number of the gradient packets that follow
+
+
+@dataclass(slots=True)
+class OutgoingRun(NumberRun):
+    carried: OutgoingBytes
+    done: Callable[[], None]  # all workers have it
+
+
+class Outgoing:
+    """Invariant: `_runs` are in the order of their numbers, without gaps; the last ends at `end`.
+    `_lock` guards them, and is held while a packet's bytes are copied: so nobody changes them
+    then."""
+
+    def __init__(self, job: int, key: PacketKey) -> None:
+        self._job, self._key = job, key
+        self._runs: list[OutgoingRun] = []
+        self.end = 0  # the number after the last
+        self._lock = threading.Lock()
+
+    def add(self, carried: OutgoingBytes, done: Callable[[], None] = lambda: None) -> int:
+        """Numbers for it. Returns the one after its last: all below may be sent."""
+        with self._lock:
+            count = -(-carried.bytes.size // PAYLOAD_NBYTES)
+            self._runs.append(OutgoingRun(self.end, count, carried, done))
+            self.end += count
+            return self.end
+
+    def acknowledged(self, below: int) -> None:
+        """All workers have the numbers below it."""
+        with self._lock:
+            whole = 0
+            while whole < len(self._runs) and self._runs[whole].end <= below:
+                whole += 1
+            done, self._runs = self._runs[:whole], self._runs[whole:]
+        for run in done:
+            run.done()
+
+    def fill(self, first: int, count: int, staging: np.ndarray) -> int:
+        """Whole, sealed packets of those of `count` numbers from `first` on that are not
+        acknowledged, one after the other. Returns how many."""
+        made = 0
+        with self._lock:
+            for run, packet, number in overlapping(self._runs, first, first + count):
+                self._write(run, packet, number, staging[made * PACKET_NBYTES :])
+                made += number
+        packets.seal(staging, PACKET_NBYTES, made, self._key)
+        return made
+
+    def _write(self, run: OutgoingRun, packet: int, count: int, into: np.ndarray) -> None:
+        carried = run.carried
+        packets.write_headers(
+            into,
+            PACKET_NBYTES,
+            count,
+            kind=carried.kind,
+            job=self._job,
+            first=run.first + packet,
+            a=carried.chunk,
+            b=carried.count_of % MODULUS,
+            c=packet,
+            credit=carried.granted,
+        )
+        packets.copy_in(into, PACKET_NBYTES, count, carried.bytes, packet)
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        for run, following in zip(self._runs, self._runs[1:]):
+            assert run.end == following.first
+        assert not self._runs or self._runs[-1].end == self.end

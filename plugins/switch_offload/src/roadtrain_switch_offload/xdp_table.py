@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from roadtrain.errors import ConfigError, LostError, WireError
-from roadtrain.switch.bpf_object import BpfError, BpfObject
-from roadtrain.switch.next_hop import hardware_address, ipv4, neighbour, next_hop
 from roadtrain.switch.options import MOST_CHILDREN
 from roadtrain.switch.packets import PACKET_NBYTES, PAYLOAD_NBYTES, PacketKey, check_bulk
 from roadtrain.switch.switch_table import COUNTERS, StuckSlot
 from roadtrain.transport.tcp import Address
+from roadtrain_switch_offload.bpf_object import BpfError, BpfObject
+from roadtrain_switch_offload.next_hop import hardware_address, ipv4, neighbour, next_hop
 
 MOST_JOBS = 64  # of a device
 LOOK_S = 1.0  # between two looks for the parent's hardware address

@@ -17,11 +17,11 @@ from functools import partial
 import numpy as np
 
 from roadtrain.switch import packets
-from roadtrain.switch.bpf_object import BpfObject
 from roadtrain.switch.packets import HEADER, HEADER_NBYTES, PACKET_NBYTES, Kind, PacketKey
 from roadtrain.switch.protocol.numbered import Heartbeat
 from roadtrain.switch.protocol.switch import Packet, SwitchStateMachine
-from roadtrain.switch.xdp_table import (
+from roadtrain_switch_offload.bpf_object import BpfObject
+from roadtrain_switch_offload.xdp_table import (
     LIVE,
     MOST_JOBS,
     UDP_HEADER,
