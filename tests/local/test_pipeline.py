@@ -12,8 +12,8 @@ from world import run
 
 from roadtrain.stages.cuts import Cuts, Segment
 from roadtrain.stages.links import Position, StageLinks
-from roadtrain.stages.pipeline import Pipeline, PipelineShape
-from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD
+from roadtrain.stages.pipeline import Pipeline
+from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, PipelineShape
 from roadtrain.stages.stage_model import MicroBatch, StageModel
 from roadtrain.stages.torch_stage import SegmentModule, TorchStage
 

@@ -32,8 +32,8 @@ from roadtrain.stages.partition import (
     measured_work,
     own_pass_s,
 )
-from roadtrain.stages.pipeline import PipelineShape, StepTimes
-from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD
+from roadtrain.stages.pipeline import StepTimes
+from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, PipelineShape
 from roadtrain.stages.stage_model import MicroBatch, StageModel
 
 BLOCKS, MICROS, NBYTES = 8, 6, 1 << 20

@@ -50,10 +50,7 @@ STILL_UP = {
     ("servers/serve.py", "roadtrain.sums.reducer"),
     ("servers/serve.py", "roadtrain.switch.end"),
     ("servers/serve.py", "roadtrain.switch.switch_command"),
-    ("stages/parallel_parts.py", "roadtrain.sums.service_sums"),
     ("stages/preflight.py", "roadtrain.config.job"),
-    ("sums/service_sums.py", "roadtrain.stages.control"),
-    ("sums/service_sums.py", "roadtrain.stages.parallel_options"),
 }
 LOOSE_MODULES = 9
 PURE = ("options", "config", "simulator")

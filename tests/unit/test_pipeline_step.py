@@ -12,7 +12,8 @@ from torch import nn
 from roadtrain import Files, Memory, Parallelism, ParallelOptions
 from roadtrain.errors import LoopError
 from roadtrain.stages.parallel_training import ParallelTraining
-from roadtrain.stages.pipeline import Pipeline, PipelineShape
+from roadtrain.stages.pipeline import Pipeline
+from roadtrain.stages.protocol.pipeline import PipelineShape
 from roadtrain.stages.stage_model import MicroBatch
 
 

@@ -17,17 +17,18 @@ from roadtrain.errors import ConfigError
 from roadtrain.placement.place import check_fresh, groups_of, place
 from roadtrain.servers.worker_group import WorkerGroup
 from roadtrain.stages.control import ControlLinks, RankPlace
+from roadtrain.stages.gradient_sum import connect_gradient_sum
 from roadtrain.stages.groups import GroupKind, Groups
 from roadtrain.stages.layout import StageLayout
 from roadtrain.stages.links import Channel, Position, StageLinks
 from roadtrain.stages.networks import CONTROL, stated
 from roadtrain.stages.parallel_options import ParallelOptions
 from roadtrain.stages.parallelism import RankPosition
-from roadtrain.stages.pipeline import Pipeline, PipelineShape
+from roadtrain.stages.pipeline import Pipeline
 from roadtrain.stages.placed_stage import PlacedStage
 from roadtrain.stages.preflight import preflight
 from roadtrain.stages.process_groups import ProcessGroups, make_process_groups, start_processes
-from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, Peer
+from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, Peer, PipelineShape
 from roadtrain.stages.rank_meeting import RankMeeting
 from roadtrain.stages.sharded_optimizer import ShardedOptimizer, ShardedOptions
 from roadtrain.stages.shared_copies import SharedCopies
@@ -36,7 +37,6 @@ from roadtrain.stages.stage_optimizer import StageOptimizer
 from roadtrain.stages.tensor import TensorParallel, tensor_parallel
 from roadtrain.stages.tensor_pieces import TensorPieces
 from roadtrain.stages.torch_stage import LossFunction, SegmentModule, TorchStage
-from roadtrain.sums.service_sums import connect_sums
 
 Report = Callable[[str], None]
 WHAT = {GroupKind.ACTIVATIONS: FORWARD, GroupKind.GRADIENTS: BACKWARD}
@@ -152,7 +152,7 @@ def make_stage_optimizer(
     if joined.options.reducers:
         group = joined.groups.group_of(GroupKind.DATA, joined.rank)
         address = joined.processes.networks[group.name].card_of(joined.rank).address
-        sums = connect_sums(joined.options, joined.control, address, report)
+        sums = connect_gradient_sum(joined.options, joined.control, address, report)
     masters = bring(stage_model.model, joined.device, joined.options.dtype)
     cut_over_ranks = ShardedOptimizer(
         stage_model.model,
@@ -260,7 +260,7 @@ def make_pipeline(joined: Joined, stage_model: StageModel, loss: LossFunction) -
             SegmentModule(stage_model, layout.segments[number], loss, options.activations),
             number,
             len(layout.segments),
-            shape.slots(),
+            shape.slots,
             joined.device,
             joined.processes.alone,
         )

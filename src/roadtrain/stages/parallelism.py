@@ -203,12 +203,6 @@ class Parallelism:
             for tensor in range(self.tp)
         ]
 
-    def context_groups(self) -> list[list[int]]:
-        return _runs_of(self.data_groups(), self.cp)
-
-    def expert_groups(self) -> list[list[int]]:
-        return _runs_of(self.data_groups(), self.ep)
-
     def boundary_groups(self) -> list[list[int]]:
         """All ranks of the two stages of each of the `boundaries`."""
         first = self.first_ranks
@@ -232,11 +226,6 @@ class Parallelism:
                 hint="one number a stage, each 1 or more, adding up to the model's layers",
             )
         return self.stages
-
-
-def _runs_of(groups: Sequence[Sequence[int]], length: int) -> list[list[int]]:
-    """Each group cut into runs of that length."""
-    return [list(group[i : i + length]) for group in groups for i in range(0, len(group), length)]
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:

@@ -18,8 +18,8 @@ from roadtrain.stages.block_times import RankTimes, finished_at
 from roadtrain.stages.control import ControlLinks
 from roadtrain.stages.groups import Groups
 from roadtrain.stages.links import StageLinks
-from roadtrain.stages.pipeline import PipelineShape, StepTimes
-from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, Peer, Transfer
+from roadtrain.stages.pipeline import StepTimes
+from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, Peer, PipelineShape, Transfer
 from roadtrain.stages.protocol.stage_memory import BlockMemory, StageMemory
 from roadtrain.stages.protocol.stage_sizes import FoundSizes, always, compare_sizes
 from roadtrain.stages.protocol.step_model import BoundarySpeed, StageSpeed, StepWork
@@ -207,5 +207,4 @@ def own_pass_s(times: StepTimes, shape: PipelineShape, weight: float) -> float:
     """Seconds in which this rank ran a block of weight 1 forward and backward for one micro-batch,
     in the step of `times`. weight: of all its blocks and ends."""
     seconds = times.forward + times.backward
-    passes = len(range(shape.replica, shape.num_microbatches, shape.widths[shape.stage]))
-    return seconds / (passes * weight)
+    return seconds / (len(shape.own) * weight)

@@ -42,13 +42,13 @@ from roadtrain.stages.data_group import DataGroup, deadline_of
 from roadtrain.stages.flat_layout import lay_out
 from roadtrain.stages.forward_waits import ForwardWaits
 from roadtrain.stages.gradient_hooks import GradientHooks
+from roadtrain.stages.gradient_sum import GradientSum, SumUnderWay
 from roadtrain.stages.pieces import Extent, Piece
 from roadtrain.stages.same_start import StartingRanks, begin_alike, differ, digest, pair
 from roadtrain.stages.sharded_pieces import ShardedPieces
 from roadtrain.stages.shared_copies import SharedCopies, links_of
 from roadtrain.stages.side_stream import SideStream
 from roadtrain.stages.stage_parameters import StageParameters, views_of_all
-from roadtrain.stages.whole_sums import SumUnderWay, WholeSums
 from roadtrain.units import MIB
 
 
@@ -63,7 +63,7 @@ class ShardedOptions:
     overlap: bool = True
     label: str = "the stage"
     counts: Callable[[str], bool] | None = None
-    sums: WholeSums | None = None
+    sums: GradientSum | None = None
 
 
 class ShardedOptimizer:
@@ -328,7 +328,7 @@ class ShardedOptimizer:
 
         self.courier.do(CourierJob(self._name("reduce-scatter", index, self.group), begin, end))
 
-    def _sum(self, index: int, sums: WholeSums) -> None:
+    def _sum(self, index: int, sums: GradientSum) -> None:
         """As `_reduce`, and every rank gets all of it."""
         grads, made = self.states[index].grads, self.side.mark()
         what, under_way = f"bucket {index} of {self.options.label}", list[SumUnderWay]()
