@@ -1,7 +1,7 @@
 """What a pipeline stage of given blocks needs of a device's memory, and whether that fits.
 
 Parameters and gradients of the stage are whole on each replica; the optimizer's state may be split
-over them. The activations of `PipelineShape.ahead` micro-batches wait for their backward. Arithmetic
+over them. The activations of `PipelineShape.ahead` micro-batches wait for a backward. Arithmetic
 only. Does NOT measure what there is.
 """
 
