@@ -36,19 +36,16 @@ from torch import nn
 
 from roadtrain.errors import LoopError, StoreError
 from roadtrain.kernels.torch_rules import rules_for
-from roadtrain.stages.bucket_state import BucketState
-from roadtrain.stages.courier import UNDER_WAY, Courier, CourierJob, Pending
+from roadtrain.stages.bucket_state import BucketState, ShardedPieces
+from roadtrain.stages.courier import UNDER_WAY, Courier, CourierJob, Pending, SideStream
 from roadtrain.stages.data_group import DataGroup, deadline_of
-from roadtrain.stages.flat_layout import lay_out
+from roadtrain.stages.flat_layout import StageParameters, lay_out, views_of_all
 from roadtrain.stages.forward_waits import ForwardWaits
 from roadtrain.stages.gradient_hooks import GradientHooks
 from roadtrain.stages.gradient_sum import GradientSum, SumUnderWay
 from roadtrain.stages.pieces import Extent, Piece
 from roadtrain.stages.same_start import StartingRanks, begin_alike, differ, digest, pair
-from roadtrain.stages.sharded_pieces import ShardedPieces
 from roadtrain.stages.shared_copies import SharedCopies, links_of
-from roadtrain.stages.side_stream import SideStream
-from roadtrain.stages.stage_parameters import StageParameters, views_of_all
 from roadtrain.units import MIB
 
 
@@ -139,16 +136,16 @@ class ShardedOptimizer:
         firsts = {i: wide[name] for i, name in enumerate(names) if name in wide}
         self.states = []
         for b in layout.buckets:
-            group, part = layout.runs[b.run].group, slice(b.start, b.stop)
+            part = slice(b.start, b.stop)
             state = BucketState(
                 b,
                 self.group.rank,
                 values[b.run][part],
                 grads[b.run][part],
-                self.rules[group],
+                self.rules[b.group],
                 whole=self.sums is not None,
             )
-            state.begin(hypers[group], firsts)
+            state.begin(hypers[b.group], firsts)
             self.states.append(state)
         rank, width = self.group.rank, self.group.width
         who = f"{self.options.label}, rank {rank} of {self.group}"
@@ -220,9 +217,8 @@ class ShardedOptimizer:
         self._agree_on_step(hypers, scale)
         began = self.side.mark()
         for index in reversed(self.hooks.order):
-            group = self.layout.runs[self.states[index].bucket.run].group
-            has_gradient = self._has_gradient.__getitem__
-            update = partial(self.states[index].update, hypers[group], scale, has_gradient)
+            state, has_gradient = self.states[index], self._has_gradient.__getitem__
+            update = partial(state.update, hypers[state.bucket.group], scale, has_gradient)
             self._gather(index, began, update)
         self.steps_done += 1
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it
@@ -482,10 +478,9 @@ class ShardedOptimizer:
         """See StageOptimizer. Pieces of values alone begin with the state of a first step. Raises
         StoreError on all ranks where one lacks a part."""
         self._settle("the load of a state")
-        groups = [run.group for run in self.layout.runs]
         wrong: StoreError | None = None
         try:
-            self.pieces.take(pieces, self._hyperparameters(), groups)
+            self.pieces.take(pieces, self._hyperparameters())
         except StoreError as error:
             wrong = error
             with contextlib.suppress(StoreError):  # others wait for what this rank gives
