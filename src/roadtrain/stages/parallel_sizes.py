@@ -24,7 +24,6 @@ from roadtrain.stages.block_times import (
     measure_blocks,
 )
 from roadtrain.stages.exchange import exchange
-from roadtrain.stages.first_values import drop
 from roadtrain.stages.layout import StageLayout
 from roadtrain.stages.parallel_parts import (
     Joined,
@@ -50,6 +49,7 @@ from roadtrain.stages.protocol.step_model import StepWork
 from roadtrain.stages.sharded_optimizer import ShardedOptimizer
 from roadtrain.stages.stage_buffers import adopt_buffers, gather_buffers, told_buffers
 from roadtrain.stages.stage_model import MicroBatch, StageModel
+from roadtrain.stages.stage_values import drop
 from roadtrain.stages.torch_stage import LossFunction, SegmentModule
 
 Report = Callable[[str], None]

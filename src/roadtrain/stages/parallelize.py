@@ -24,7 +24,6 @@ from roadtrain.device.copies import own_device
 from roadtrain.errors import ModelError
 from roadtrain.options.check import check_options
 from roadtrain.stages.cuts import Cuts
-from roadtrain.stages.first_values import fill
 from roadtrain.stages.groups import Groups
 from roadtrain.stages.layout import StageLayout
 from roadtrain.stages.networks import stated
@@ -41,6 +40,7 @@ from roadtrain.stages.parallel_sizes import StageSizes
 from roadtrain.stages.parallel_training import ParallelTraining
 from roadtrain.stages.rank_meeting import launch_of, meet
 from roadtrain.stages.stage_model import MicroBatch, StageModel
+from roadtrain.stages.stage_values import fill
 from roadtrain.streaming.split import split
 
 Loss = Callable[[Any, MicroBatch], torch.Tensor]
