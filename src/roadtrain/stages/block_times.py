@@ -17,7 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -47,14 +47,6 @@ class RankTimes:
     activation_bytes: Mapping[int, int]  # of each own block: kept from forward to backward
     before_bytes: int = 0
     after_bytes: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, tree: Mapping[str, Any]) -> RankTimes:
-        kept = {int(block): nbytes for block, nbytes in tree["activation_bytes"].items()}
-        return cls(**{**tree, "activation_bytes": kept})
 
 
 @dataclass
@@ -176,9 +168,10 @@ def _timed(
     stage_model: StageModel, segment: Segment, batch: MicroBatch, loss: LossFunction
 ) -> _Pass:
     one, device = _Pass(), stage_model.device
-    one.storages = {_storage(x) for x in [*stage_model.model.parameters(), *_buffers(stage_model)]}
+    model = stage_model.model
+    one.storages = {_storage(x) for x in (*model.parameters(), *model.buffers())}
     received = _received(stage_model, segment)
-    blocks = [stage_model.model.get_submodule(n) for n in stage_model.cuts.blocks]
+    blocks = [model.get_submodule(n) for n in stage_model.cuts.blocks]
     hooks = [
         blocks[i].register_forward_pre_hook(_begins(one, i, device))
         for i in range(segment.begin, segment.stop)
@@ -188,7 +181,10 @@ def _timed(
     try:
         start = finished_at(device)
         one.starts.append((segment.begin - 1, start))
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_keeps(one), _same):
+        with (
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(_keeps(one), lambda x: x),
+        ):
             ended, value = stage_model.run(segment, received, batch)
             ends = [loss(value, batch)] if ended else _with_gradient(value)
         stop = finished_at(device)
@@ -246,10 +242,6 @@ def _keeps(one: _Pass) -> Callable[[torch.Tensor], torch.Tensor]:
     return pack
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -257,10 +249,6 @@ def _storage(tensor: torch.Tensor) -> int:
 def _with_gradient(value: Any) -> list[torch.Tensor]:
     leaves = torch.utils._pytree.tree_leaves(value)
     return [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
-
-
-def _buffers(stage_model: StageModel) -> list[torch.Tensor]:
-    return list(stage_model.model.buffers())
 
 
 def finished_at(device: torch.device) -> float:

@@ -178,17 +178,17 @@ def _spans(params: Sequence[ParamSpec], order: Sequence[int]) -> tuple[tuple[Spa
 class StageParameters:
     """`trainable`: what the optimizer has and requires gradients; `frozen`: the rest. Raises
     ModelError for a parameter that is nowhere, of a dtype that cannot be, or elsewhere than the
-    others; for one name of two parameters; for what the optimizer has and the stage has not. A
-    stage may have nothing that trains."""
+    others; for what the optimizer has and the stage has not. A stage may have nothing that
+    trains."""
 
-    def __init__(self, models: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self.trainable: dict[str, nn.Parameter] = {}
         self.frozen: dict[str, nn.Parameter] = {}
         # frozen ones that the optimizer has: they cannot begin to train later
         self.late: dict[str, nn.Parameter] = {}
         self.specs: list[ParamSpec] = []
-        for name, p in _named(models).items():
+        for name, p in model.named_parameters():
             trains = p.requires_grad and p in groups
             self._check(name, p, trains)
             (self.trainable if trains else self.frozen)[name] = p
@@ -251,21 +251,3 @@ def views_of_all(layout: FlatLayout, flats: Sequence[torch.Tensor]) -> list[torc
         held[i] if i in held else torch.empty(spec.shape, device=flats[0].device)  # without any
         for i, spec in enumerate(layout.params)
     ]
-
-
-def _named(models: Sequence[nn.Module]) -> Mapping[str, nn.Parameter]:
-    """Of all parts of the stage; a parameter that is in several has its first name."""
-    out: dict[str, nn.Parameter] = {}
-    seen: set[nn.Parameter] = set()
-    for model in models:
-        for name, p in model.named_parameters():
-            if p in seen:
-                continue
-            if name in out:
-                raise ModelError(
-                    f"two parts of the stage have a parameter {name!r} each",
-                    hint="they are one model's parts, with its names",
-                )
-            seen.add(p)
-            out[name] = p
-    return out

@@ -20,7 +20,7 @@ from roadtrain.stages.control import ControlLinks, RankPlace
 from roadtrain.stages.gradient_sum import connect_gradient_sum
 from roadtrain.stages.groups import GroupKind, Groups
 from roadtrain.stages.layout import StageLayout
-from roadtrain.stages.links import Channel, Position, StageLinks
+from roadtrain.stages.links import Channel, StageLinks
 from roadtrain.stages.networks import CONTROL, stated
 from roadtrain.stages.parallel_options import ParallelOptions
 from roadtrain.stages.parallelism import RankPosition
@@ -28,7 +28,7 @@ from roadtrain.stages.pipeline import Pipeline
 from roadtrain.stages.placed_stage import PlacedStage
 from roadtrain.stages.preflight import preflight
 from roadtrain.stages.process_groups import ProcessGroups, make_process_groups, start_processes
-from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, Peer, PipelineShape
+from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, PipelineShape
 from roadtrain.stages.rank_meeting import RankMeeting
 from roadtrain.stages.sharded_optimizer import ShardedOptimizer, ShardedOptions
 from roadtrain.stages.shared_copies import SharedCopies
@@ -270,15 +270,9 @@ def make_pipeline(joined: Joined, stage_model: StageModel, loss: LossFunction) -
 
 
 def stage_links(joined: Joined) -> StageLinks:
-    groups, at = joined.groups, joined.position
-
-    def rank_of(peer: Peer) -> int:
-        return groups.parallelism.rank(RankPosition(peer.stage, peer.replica, at.tensor))
-
-    channels: dict[Channel, Any] = {}
+    groups, channels = joined.groups, dict[Channel, Any]()
     pairs = [pair for pair in groups.parallelism.boundaries for _ in WHAT]
     for group, (boundary, _) in zip(groups.boundaries, pairs, strict=True):
         if group in joined.processes:
             channels[boundary, WHAT[group.kind]] = joined.processes[group]
-    position = Position(at.stage, at.replica, rank_of, groups.host)
-    return StageLinks(channels, position, joined.options.deadline_s)
+    return StageLinks(channels, groups, joined.rank, joined.options.deadline_s)

@@ -32,23 +32,22 @@ from roadtrain.stages.parallel_parts import (
     make_stage_optimizer,
 )
 from roadtrain.stages.parallel_training import ParallelTraining
-from roadtrain.stages.partition import (
+from roadtrain.stages.pipeline import StepTimes
+from roadtrain.stages.protocol.drift import DriftRule, DriftWatch
+from roadtrain.stages.protocol.stage_memory import StageMemory
+from roadtrain.stages.protocol.step_model import StepWork
+from roadtrain.stages.sharded_optimizer import ShardedOptimizer
+from roadtrain.stages.stage_buffers import adopt_buffers, gather_buffers, told_buffers
+from roadtrain.stages.stage_model import MicroBatch, StageModel
+from roadtrain.stages.stage_speeds import (
     MeasuredRank,
-    choose_sizes,
+    compare_measured,
     gather_measured,
     measure_messages,
     measured_memory,
     measured_work,
     own_pass_s,
 )
-from roadtrain.stages.pipeline import StepTimes
-from roadtrain.stages.protocol.drift import DriftRule, DriftWatch
-from roadtrain.stages.protocol.stage_memory import StageMemory
-from roadtrain.stages.protocol.stage_sizes import papers_sizes
-from roadtrain.stages.protocol.step_model import StepWork
-from roadtrain.stages.sharded_optimizer import ShardedOptimizer
-from roadtrain.stages.stage_buffers import adopt_buffers, gather_buffers, told_buffers
-from roadtrain.stages.stage_model import MicroBatch, StageModel
 from roadtrain.stages.stage_values import drop
 from roadtrain.stages.torch_stage import LossFunction, SegmentModule
 
@@ -84,14 +83,11 @@ class StageSizes:
         work = measured_work(joined.groups, told, joined.options.num_microbatches, self._weights)
         self._ends = work.ends
         memory = self._memory(told, work)
-        found = choose_sizes(joined.groups, work, memory, self._report)
-        sizes = found.sizes
+        table = compare_measured(joined.groups, work, memory)
+        self._report(f"blocks of each stage, and what a step should take:\n{table}")
+        sizes = table.best.sizes
         if joined.options.stages == "paper":
-            clusters = [
-                joined.groups.cluster(joined.groups.stage_ranks(s)[0])
-                for s in range(len(work.stages))
-            ]
-            sizes = papers_sizes(work, clusters, fits=memory.fits) or found.sizes
+            sizes = table.sizes_of("paper") or sizes
         elif joined.options.stages == "even":
             sizes = self._sizes()
         asked = joined.options.resize_stages

@@ -66,11 +66,11 @@ class ShardedOptions:
 class ShardedOptimizer:
     """A StageOptimizer (stage_optimizer.py).
 
-    models: the stage, or its virtual stages' parts, with the whole model's names. optimizer: the
-    user's own, of this stage's parameters; its groups are read at each step and its own step is
-    never run. group: the stage's data-parallel ranks; None: there is one. shared: parameters that
-    other stages have copies of. blocks: modules that wait for their parameters as one, found as
-    `place` finds them if not given. masters: by name, fp32 values of parameters that are narrower.
+    model: the stage, with the whole model's names. optimizer: the user's own, of this stage's
+    parameters; its groups are read at each step and its own step is never run. group: the stage's
+    data-parallel ranks; None: there is one. shared: parameters that other stages have copies of.
+    blocks: modules that wait for their parameters as one. masters: by name, fp32 values of
+    parameters that are narrower.
 
     Collective over the group. Raises RuleError for an optimizer that is not elementwise,
     ModelError for parameters that cannot be or that differ, ConfigError for a group that cannot.
@@ -78,23 +78,22 @@ class ShardedOptimizer:
 
     def __init__(
         self,
-        models: nn.Module | Sequence[nn.Module],
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         group: torch.distributed.ProcessGroup | None = None,
         *,
         shared: Mapping[str, SharedCopies] = {},
-        blocks: Iterable[nn.Module] | None = None,
+        blocks: Iterable[nn.Module] = (),
         masters: Mapping[str, torch.Tensor] = {},
         options: ShardedOptions = ShardedOptions(),
         report: Callable[[str], None] = print,
     ) -> None:
-        stage = [models] if isinstance(models, nn.Module) else list(models)
         self.options, self.optimizer = options, optimizer
         self.param_groups: list[dict[str, Any]] = optimizer.param_groups
         self.steps_done = 0
         self.rules = rules_for(optimizer)
         self._group_sizes = _group_sizes(optimizer)
-        self.parameters = StageParameters(stage, optimizer)
+        self.parameters = StageParameters(model, optimizer)
         self.group, self.sums = DataGroup(group, self.parameters.device), options.sums
         self.links = links_of(shared, self.parameters.trainable, self.group)
         self.layout = lay_out(
@@ -117,7 +116,7 @@ class ShardedOptimizer:
             self.layout, params, self._grad_views, self._reduce, self._wait, self._take_order
         )
         numbers = dict(zip(params, self.layout.buckets_of))
-        self.waits = ForwardWaits(stage, blocks, numbers, self._wait)
+        self.waits = ForwardWaits(model, blocks, numbers, self._wait)
         self._say_what_differs(report)
 
     def _make_memory(
@@ -228,7 +227,7 @@ class ShardedOptimizer:
             self.wait_parameters()
 
     def zero_grad(self) -> None:
-        """Drops the gradients of a step that is not taken. Collective, inside a step."""
+        """Drop the gradients of a step that is not taken. Collective, inside a step."""
         if self.hooks.open:
             self._finish_gradients()
             self._settle("the sum of gradients that are dropped")

@@ -327,6 +327,9 @@ class SizesTable:
     best: FoundSizes
     rows: tuple[SizesRow, ...]
 
+    def sizes_of(self, name: str) -> tuple[int, ...] | None:
+        return next((row.sizes for row in self.rows if row.name == name), None)
+
     def __str__(self) -> str:
         width = max(len(_sizes_text(row.sizes)) for row in self.rows)
         lines = []
