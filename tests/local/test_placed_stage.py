@@ -25,8 +25,8 @@ from roadtrain.errors import LoopError, PeerError, RoadtrainError
 from roadtrain.servers.worker_group import WorkerGroup
 from roadtrain.stages.control import ControlLinks
 from roadtrain.stages.cuts import Cuts, Segment
-from roadtrain.stages.exchange import exchange
 from roadtrain.stages.parallelism import Parallelism
+from roadtrain.stages.piece_exchange import exchange
 from roadtrain.stages.pieces import VALUE, Extent, Piece
 from roadtrain.stages.placed_stage import PlacedStage, times
 from roadtrain.stages.shared_copies import SharedCopies

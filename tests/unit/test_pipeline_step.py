@@ -25,7 +25,7 @@ class PassesOn:
     def __init__(self) -> None:
         self.buffer = torch.zeros(2)
 
-    def inputs(self, slot: int) -> list[torch.Tensor]:
+    def buffers(self, what: str, slot: int) -> list[torch.Tensor]:
         return [self.buffer]
 
     def run_forward(self, slot: int, batch: MicroBatch) -> list[torch.Tensor]:

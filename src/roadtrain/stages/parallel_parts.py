@@ -4,6 +4,7 @@ stage's optimizer, the pipeline."""
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -94,13 +95,27 @@ def connect(
     )
 
 
-def control_links(processes: ProcessGroups, groups: Groups, deadline_s: float) -> ControlLinks:
+def join(
+    rank: int,
+    groups: Groups,
+    layout: StageLayout,
+    processes: ProcessGroups,
+    options: ParallelOptions,
+    device: torch.device,
+    rule: str,
+) -> Joined:
+    """Make the links of all processes to all, and give this start a name. rule: as in Joined.
+    Collective. Raises PeerError."""
     places = []
-    for rank in range(groups.world_size):
-        at = groups.position(rank)
+    for other in range(groups.world_size):
+        at = groups.position(other)
         role = f"stage {at.stage}, replica {at.replica}"
-        places.append(RankPlace(groups.cluster(rank), groups.host(rank), role))
-    return ControlLinks(processes.control, places, replies=processes.replies, deadline_s=deadline_s)
+        places.append(RankPlace(groups.cluster(other), groups.host(other), role))
+    control = ControlLinks(
+        processes.control, places, replies=processes.replies, deadline_s=options.deadline_s
+    )
+    start = control.same(lambda: uuid.uuid4().hex, "the name of this start")  # agents have none
+    return Joined(rank, groups, layout, processes, control, options, device, rule, start)
 
 
 class UserOptimizer:
@@ -185,7 +200,7 @@ def placed_stage(
         blocks=stage_model.own_names,
         device=joined.device,
         deadline_s=options.deadline_s,
-        report=partial(_of_stage, at.stage) if at.replica == 0 else _silent,
+        report=partial(_of_stage, at.stage) if at.replica == 0 else silent,
         group=WorkerGroup(session=joined.start).of_stage(at.stage, at.replica, joined.width),
     )
     return PlacedStage(placed, shared_copies(joined))
@@ -195,7 +210,7 @@ def _of_stage(stage: int, line: str) -> None:
     print(f"stage {stage}: {line}", flush=True)
 
 
-def _silent(_: str) -> None: ...
+def silent(_: str) -> None: ...
 
 
 def split_layers(joined: Joined, stage_model: StageModel) -> TensorParallel | None:

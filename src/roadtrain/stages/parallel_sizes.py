@@ -4,8 +4,8 @@ a step's end, where devices have become slower or faster.
     measured speeds -> sizes -> the model is cut anew -> values and state move -> the next step
 
 Nothing is lost: the parts of every parameter go from the rank that has them to the one that is to
-have them (stages/exchange.py). Does NOT search for sizes (stages/protocol/stage_sizes.py) or say
-when speeds have changed (stages/protocol/drift.py).
+have them (stages/piece_exchange.py). Does NOT search for sizes (stages/protocol/stage_sizes.py) or
+say when speeds have changed (stages/protocol/drift.py).
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from roadtrain.stages.block_times import (
     block_weights,
     measure_blocks,
 )
-from roadtrain.stages.exchange import exchange
 from roadtrain.stages.layout import StageLayout
 from roadtrain.stages.parallel_parts import (
     Joined,
     UserOptimizer,
     make_pipeline,
     make_stage_optimizer,
+    silent,
 )
 from roadtrain.stages.parallel_training import ParallelTraining
+from roadtrain.stages.piece_exchange import exchange
 from roadtrain.stages.pipeline import StepTimes
 from roadtrain.stages.protocol.drift import DriftRule, DriftWatch
 from roadtrain.stages.protocol.stage_memory import StageMemory
@@ -200,7 +201,7 @@ class StageSizes:
         buffers = gather_buffers(training.stage_model, old.control)
         stage_model = recut(training.stage_model, joined)
         optimizer = make_stage_optimizer(
-            joined, stage_model, self._users.keep(stage_model.model), _silent
+            joined, stage_model, self._users.keep(stage_model.model), silent
         )
         optimizer.load(exchange(source, optimizer.wanted(), joined.control), steps_done)
         adopt_buffers(buffers, had, stage_model)
@@ -238,6 +239,3 @@ def drop_others(stage_model: StageModel) -> None:
     for name, p in stage_model.whole.items():
         if name not in stage_model.names:
             drop(p)
-
-
-def _silent(_: str) -> None: ...

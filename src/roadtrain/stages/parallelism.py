@@ -265,13 +265,11 @@ def balanced(
         best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
         for stage in range(n):
             following: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-            for stop in (
-                range(stage + 1, total - (n - 1 - stage) + 1) if stage < n - 1 else (total,)
-            ):
+            first = stage + 1 if stage < n - 1 else total
+            for stop in range(first, total - (n - 1 - stage) + 1):
                 for begin in range(stop - 1, stage - 1, -1):
-                    if (seconds := took(stage, begin, stop)) > bound or not fits(
-                        stage, begin, stop
-                    ):
+                    seconds = took(stage, begin, stop)
+                    if seconds > bound or not fits(stage, begin, stop):
                         break
                     if begin in best:
                         slowest, squares, stages = best[begin]
@@ -280,21 +278,13 @@ def balanced(
             best = following
         return (best[total][0], best[total][2]) if total in best else None
 
-    bound, most = (
-        1.1 * (before[-1] + sum(ends)) / sum(speeds),
-        (before[-1] + sum(ends)) / min(speeds),
-    )
+    whole = before[-1] + sum(ends)
+    bound, most = 1.1 * whole / sum(speeds), whole / min(speeds)
     while (found := within(bound)) is None:
         if n > total or bound >= most:
             return None
         bound *= 1.5
     flat = even(total, n)
-    stops = [*itertools.accumulate(flat)]
-    same = max(took(i, stop - flat[i], stop) for i, stop in enumerate(stops)) <= found[0] * (
-        1 + 1e-9
-    )
-    return (
-        flat
-        if same and all(fits(i, stop - flat[i], stop) for i, stop in enumerate(stops))
-        else found[1]
-    )
+    spans = [(i, stop - flat[i], stop) for i, stop in enumerate(itertools.accumulate(flat))]
+    as_fast = max(took(*span) for span in spans) <= found[0] * (1 + 1e-9)
+    return flat if as_fast and all(fits(*span) for span in spans) else found[1]

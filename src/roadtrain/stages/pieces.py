@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import torch
 
 from roadtrain.errors import ForeignError, StoreError
@@ -18,9 +19,8 @@ from roadtrain.kernels.rule import Rule
 VALUE = "value"  # the fp32 master copy of the parameter, among a piece's arrays
 
 
-@dataclass(frozen=True)
-class Extent:
-    """Elements [start, stop) of the flattened parameter `name`."""
+class Extent(msgspec.Struct, frozen=True, array_like=True):
+    """Elements [start, stop) of the flattened parameter `name`; in messages a list of three."""
 
     name: str
     start: int

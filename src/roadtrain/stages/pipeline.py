@@ -97,10 +97,12 @@ class Pipeline:
             part, arrival = self.parts[run.part], machine.arrival(run)
             slot = 0  # one micro-batch of a part at a time
             if arrival is not None:
-                self.links.post(arrival, part.inputs(slot))
+                self.links.post(arrival, part.buffers(FORWARD, slot))
                 self.links.wait(arrival)
             elif (run.part, run.micro) in handed:
-                for buffer, x in zip(part.inputs(slot), handed.pop((run.part, run.micro))):
+                for buffer, x in zip(
+                    part.buffers(FORWARD, slot), handed.pop((run.part, run.micro))
+                ):
                     buffer.detach().copy_(x)
             out = part.run_forward(slot, batch(run.micro))
             part.drop()
@@ -171,8 +173,7 @@ class Pipeline:
     ) -> None:
         """The next part is on this rank too: what `run` leaves is copied into its buffers."""
         slot = self._slot(step, part, run.micro)
-        there = self.parts[part]
-        buffers = there.inputs(slot) if run.what == FORWARD else there.output_gradients(slot)
+        buffers = self.parts[part].buffers(run.what, slot)
         with torch.no_grad():
             for buffer, tensor in zip(buffers, tensors, strict=True):
                 buffer.detach().copy_(tensor)
@@ -190,11 +191,7 @@ class Pipeline:
                 transfer = waiting.popleft()
                 part, micro = transfer.receiver.part, transfer.micro
                 slot = self._slot(step, part, micro)
-                here = self.parts[part]
-                forward = transfer.what == FORWARD
-                self.links.post(
-                    transfer, here.inputs(slot) if forward else here.output_gradients(slot)
-                )
+                self.links.post(transfer, self.parts[part].buffers(transfer.what, slot))
                 step.posted[transfer.what, part, micro] = transfer
 
     def _may_arrive(self, step: _Step, transfer: Transfer) -> bool:
