@@ -8,7 +8,7 @@ import world
 from state_pieces import SIZES, RandomSource, linked, same_as_whole, spread
 
 from roadtrain.stages import control
-from roadtrain.stages.exchange import exchange
+from roadtrain.stages.piece_exchange import exchange
 from roadtrain.stages.pieces import Extent
 
 pytestmark = pytest.mark.slow

@@ -11,9 +11,11 @@ from torch import distributed
 from world import run
 
 from roadtrain.stages.cuts import Cuts, Segment
-from roadtrain.stages.links import Position, StageLinks
-from roadtrain.stages.pipeline import Pipeline, PipelineShape
-from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD
+from roadtrain.stages.links import StageLinks
+from roadtrain.stages.parallelism import Parallelism
+from roadtrain.stages.pipeline import Pipeline
+from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, PipelineShape
+from roadtrain.stages.rank_groups import Groups
 from roadtrain.stages.stage_model import MicroBatch, StageModel
 from roadtrain.stages.torch_stage import SegmentModule, TorchStage
 
@@ -111,14 +113,15 @@ def staged(kind, widths, parts, layers, num_microbatches, wire, rank):
             SegmentModule(stage_model, segment, lambda out, _: out.loss, wire),
             number,
             stages * parts,
-            shape.slots(),
+            shape.slots,
             CPU,
             own,
         )
         for number, segment in zip(numbers, segments, strict=True)
     ]
-    position = Position(stage, replica, lambda peer: first[peer.stage] + peer.replica, str)
-    pipeline = Pipeline(shape, torch_stages, StageLinks(channels, position, 60.0))
+    parallelism = Parallelism(pp=stages, widths=widths, virtual_stages=parts)
+    groups = Groups.of(parallelism, [("host", "", sum(widths))])
+    pipeline = Pipeline(shape, torch_stages, StageLinks(channels, groups, rank, 60.0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for step in range(STEPS):

@@ -1,4 +1,4 @@
-"""stages/partition.py on three processes, two replicas before one: what each measures, the sizes
+"""stages/stage_speeds.py on three processes, two replicas before one: what each measures, the sizes
 that all choose from it, and the seconds of a step that a DriftWatch is given."""
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from roadtrain.stages.block_times import (
 )
 from roadtrain.stages.control_links import ControlLinks
 from roadtrain.stages.cuts import Cuts, Segment
-from roadtrain.stages.links import Position, StageLinks
-from roadtrain.stages.parallelism import Parallelism, RankPosition
-from roadtrain.stages.partition import (
+from roadtrain.stages.links import StageLinks
+from roadtrain.stages.parallelism import Parallelism
+from roadtrain.stages.pipeline import StepTimes
+from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, PipelineShape
+from roadtrain.stages.rank_groups import GroupKind, Groups
+from roadtrain.stages.stage_model import MicroBatch, StageModel
+from roadtrain.stages.stage_speeds import (
     MeasuredRank,
-    choose_sizes,
+    compare_measured,
     gather_measured,
     measure_messages,
     measured_memory,
     measured_work,
     own_pass_s,
 )
-from roadtrain.stages.pipeline import PipelineShape, StepTimes
-from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD
-from roadtrain.stages.rank_groups import GroupKind, Groups
-from roadtrain.stages.stage_model import MicroBatch, StageModel
 
 BLOCKS, MICROS, NBYTES = 8, 6, 1 << 20
 SLOW = 2  # the rank of stage 1 takes 12 ms a block, the others 4 ms
@@ -70,14 +70,7 @@ def links_of(groups: Groups, rank: int) -> StageLinks:
         group = dist.new_group(list(one.ranks))
         what = FORWARD if one.kind is GroupKind.ACTIVATIONS else BACKWARD
         channels[number // 2, what] = group
-    at = groups.position(rank)
-    position = Position(
-        at.stage,
-        at.replica,
-        lambda peer: groups.parallelism.rank(RankPosition(peer.stage, peer.replica, 0)),
-        groups.host,
-    )
-    return StageLinks(channels, position, 30.0)
+    return StageLinks(channels, groups, rank, 30.0)
 
 
 def measured(rank: int):
@@ -99,11 +92,10 @@ def measured(rank: int):
     work = measured_work(groups, every, MICROS, block_weights(block_parameters(cuts, sizes)[0]))
     blocks, ends = block_memories(cuts, sizes, [one.times for one in every])
     memory = measured_memory(groups, every, work, blocks, ends, state_bytes=4.0)
-    lines: list[str] = []
-    found = choose_sizes(groups, work, memory, lines.append)
+    table = compare_measured(groups, work, memory)
     refused = ""
     try:
-        choose_sizes(groups, work, replace(memory, rooms=(100.0, 100.0)), lines.append)
+        compare_measured(groups, work, replace(memory, rooms=(100.0, 100.0)))
     except BudgetError as error:
         refused = str(error)
     own = own_pass_s(StepTimes(0.1 * (rank + 1), 0.2 * (rank + 1)), shape, 4.0)
@@ -112,14 +104,15 @@ def measured(rank: int):
     dist.barrier()
     dist.destroy_process_group()
     sent = dict(links.sent_bytes)
-    return messages, work, memory, found, lines, refused, passes, sent
+    return messages, work, memory, table, refused, passes, sent
 
 
 def test_the_stages_of_measured_speeds() -> None:
     results = world.run(3, measured)
     for rank, result in enumerate(results):
         assert not isinstance(result, str), result
-        messages, work, memory, found, lines, refused, passes, sent = result
+        messages, work, memory, table, refused, passes, sent = result
+        found, text = table.best, str(table)
         received = (0, BACKWARD) if rank < 2 else (0, FORWARD)
         assert set(messages) == {received} and 0 < messages[received] < 5
         assert all(count == 0 for count in sent.values()), "measuring counts no bytes"
@@ -132,9 +125,9 @@ def test_the_stages_of_measured_speeds() -> None:
         assert work.boundaries[0].activations_s == results[2][0][0, FORWARD]
         assert work.boundaries[0].gradients_s == max(results[r][0][0, BACKWARD] for r in (0, 1))
         # stage 1 has one replica, of a third of the speed: 6 times the seconds of a block a step
-        assert found == results[0][3] and found.proven and found.sizes in ((7, 1), (6, 2))
-        assert len(lines) == 1 and "even" in lines[0] and "paper" in lines[0]
-        assert f"exact    {found.sizes[0]} + {found.sizes[1]}" in lines[0]
+        assert table == results[0][3] and found.proven and found.sizes in ((7, 1), (6, 2))
+        assert "even" in text and "paper" in text
+        assert f"exact    {found.sizes[0]} + {found.sizes[1]}" in text
         assert "no division of 8 blocks into 2 stages fits" in refused
         # 3 micro-batches of 4 blocks on each replica of stage 0, 6 on the one of stage 1
         assert [round(one, 9) for one in passes] == [0.025, 0.05, 0.0375]

@@ -11,7 +11,6 @@ from torch import nn
 
 from roadtrain.stages import block_times
 from roadtrain.stages.block_times import (
-    RankTimes,
     block_memories,
     block_parameters,
     block_weights,
@@ -122,7 +121,6 @@ def test_a_segments_speed(
     assert found.backward_s == pytest.approx(0.010, rel=1e-3)
     assert (found.before, found.after) == pytest.approx((before, after), rel=1e-3)
     assert sorted(found.activation_bytes) == blocks
-    assert RankTimes.from_json(found.to_json()) == found
 
 
 def test_all_is_as_before() -> None:

@@ -12,7 +12,7 @@ from thread_links import run_ranks
 
 from roadtrain.errors import DamagedError, GoneError, LostError
 from roadtrain.stages.control_links import RankPlace
-from roadtrain.stages.exchange import exchange
+from roadtrain.stages.piece_exchange import exchange
 from roadtrain.stages.pieces import Extent
 from roadtrain.stages.transfers import PieceTransfer, plan_transfers, uncovered
 from tests.local import state_pieces

@@ -21,9 +21,9 @@ from roadtrain.stages.parallelism import Parallelism, balanced, even
 from roadtrain.stages.protocol.pipeline import (
     BACKWARD,
     FORWARD,
+    PipelineShape,
     RunBlocks,
     StageStateMachine,
-    one_forward_one_backward,
 )
 
 
@@ -62,25 +62,15 @@ def test_each_family_has_every_device_once(dp: int, tp: int, pp: int, cp: int, e
         parallelism.tensor_groups(),
         parallelism.pipeline_groups(),
         parallelism.data_groups(),
-        parallelism.context_groups(),
-        parallelism.expert_groups(),
     ):
         assert sorted(rank for group in groups for rank in group) == list(
             range(parallelism.devices)
         )
-    assert {len(group) for group in parallelism.context_groups()} == {cp}
-    assert {len(group) for group in parallelism.expert_groups()} == {ep}
 
 
 def test_context_and_expert_ranks() -> None:
     parallelism = Parallelism(dp=2, tp=2, cp=2, ep=4)
-    assert parallelism.devices == 8 and parallelism.context_groups() == [
-        [0, 2],
-        [4, 6],
-        [1, 3],
-        [5, 7],
-    ]
-    assert parallelism.expert_groups() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert parallelism.devices == 8
     with pytest.raises(ConfigError, match="ep 3 does not divide dp 2 x cp 2"):
         Parallelism(dp=2, cp=2, ep=3)
 
@@ -97,7 +87,7 @@ def test_layers_of_stages() -> None:
 
 
 def test_one_forward_one_backward() -> None:
-    order = one_forward_one_backward(1, 4, 4)
+    order = PipelineShape(1, 0, (1,) * 4, 1, 4).order()
     assert "".join(run.what[0] + str(run.micro) for run in order) == "F0F1F2B0F3B1B2B3"
     assert [run.last for run in order] == [False] * 7 + [True]
 
@@ -105,19 +95,20 @@ def test_one_forward_one_backward() -> None:
 def test_interleaved_is_the_papers() -> None:
     """Narayanan et al. (2021), Figure 4, below: 4 stages of 2 parts, 8 micro-batches (from 1;
     the second part's marked); the last stage."""
-    order = one_forward_one_backward(3, 4, 8, 2)
+    order = PipelineShape(3, 0, (1,) * 4, 2, 8).order()
     text = " ".join(run.what[0] + str(run.micro + 1) + "'" * run.part for run in order)
     assert text.startswith("F1 F2 F3 F4 F1' B1' F2' B2' F3' B3' F4' B4' F5 B1 F6 B2")
     assert text.endswith("F8' B8' B5 B6 B7 B8")
     with pytest.raises(ConfigError, match="6 micro-batches go through 4 stages of 2 parts"):
-        one_forward_one_backward(0, 4, 6, 2)
+        PipelineShape(0, 0, (1,) * 4, 2, 6).order()
 
 
 def talk(
     stages: int, num_microbatches: int, parts: int, pick: Callable[[int], int]
 ) -> list[tuple[int, RunBlocks]]:
     """Everything that runs, of state machines whose messages arrive in any order."""
-    machines = [StageStateMachine(s, stages, num_microbatches, parts) for s in range(stages)]
+    shapes = [PipelineShape(s, 0, (1,) * stages, parts, num_microbatches) for s in range(stages)]
+    machines = [StageStateMachine(shape) for shape in shapes]
     todo: list[tuple[int, RunBlocks]] = [
         (s, run) for s, machine in enumerate(machines) for run in machine.start()
     ]
@@ -169,7 +160,8 @@ def test_the_bubble_is_the_papers(stages: int, turns: int, parts: int) -> None:
         list[tuple[Fraction, int, int, RunBlocks]](),
         itertools.count(),
     )
-    machines = [StageStateMachine(s, stages, num_microbatches, parts) for s in range(stages)]
+    shapes = [PipelineShape(s, 0, (1,) * stages, parts, num_microbatches) for s in range(stages)]
+    machines = [StageStateMachine(shape) for shape in shapes]
 
     def begin(stage: int, runs: list[RunBlocks]) -> None:
         for run in runs:

@@ -12,7 +12,8 @@ from torch import nn
 from roadtrain import Files, Memory, Parallelism, ParallelOptions
 from roadtrain.errors import LoopError
 from roadtrain.stages.parallel_training import ParallelTraining
-from roadtrain.stages.pipeline import Pipeline, PipelineShape
+from roadtrain.stages.pipeline import Pipeline
+from roadtrain.stages.protocol.pipeline import PipelineShape
 from roadtrain.stages.stage_model import MicroBatch
 
 
@@ -24,7 +25,7 @@ class PassesOn:
     def __init__(self) -> None:
         self.buffer = torch.zeros(2)
 
-    def inputs(self, slot: int) -> list[torch.Tensor]:
+    def buffers(self, what: str, slot: int) -> list[torch.Tensor]:
         return [self.buffer]
 
     def run_forward(self, slot: int, batch: MicroBatch) -> list[torch.Tensor]:

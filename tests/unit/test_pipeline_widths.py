@@ -20,12 +20,11 @@ from roadtrain.stages.protocol.pipeline import (
     BACKWARD,
     FORWARD,
     Peer,
+    PipelineShape,
     RunBlocks,
     StageStateMachine,
     Transfer,
-    ahead,
-    first_forwards,
-    one_forward_one_backward,
+    check_order,
 )
 
 Rank = tuple[int, int]  # (stage, replica)
@@ -52,12 +51,7 @@ class Pipeline:
         self.numbers = itertools.count()
         self.machines = {
             (stage, replica): StageStateMachine(
-                stage,
-                stages,
-                self.num_microbatches,
-                self.parts,
-                widths=self.widths,
-                replica=replica,
+                PipelineShape(stage, replica, tuple(self.widths), self.parts, self.num_microbatches)
             )
             for stage in range(stages)
             for replica in range(self.widths[stage])
@@ -134,8 +128,7 @@ def test_stages_of_any_widths_finish(
     )
     assert all(run.micro % widths[rank[0]] == rank[1] for rank, run in pipeline.ran)
     for (stage, replica), most in pipeline.most_held.items():
-        bound = ahead(stage, len(widths), num_microbatches, widths=widths, replica=replica)
-        assert most == bound
+        assert most == PipelineShape(stage, replica, tuple(widths), 1, num_microbatches).ahead
 
 
 def posted(pipeline: Pipeline, rank: Rank, ahead_of: bool) -> dict[Channel, list[Transfer]]:
@@ -188,12 +181,10 @@ def test_equal_widths_are_the_order_of_one_replica(
     """Micro-batch i of a replica is i width + r of the step."""
     count = turns * stages if parts > 1 else count
     for stage in range(stages):
-        alone = one_forward_one_backward(stage, stages, count, parts)
+        alone = PipelineShape(stage, 0, (1,) * stages, parts, count).order()
         for replica in range(width):
-            own = one_forward_one_backward(
-                stage, stages, count * width, parts, widths=[width] * stages, replica=replica
-            )
-            assert own == [
+            own = PipelineShape(stage, replica, (width,) * stages, parts, count * width)
+            assert own.order() == [
                 RunBlocks(run.what, run.micro * width + replica, run.last, run.part)
                 for run in alone
             ]
@@ -203,7 +194,8 @@ def test_equal_widths_are_the_order_of_one_replica(
 def test_the_condition_that_nobody_waits_for_ever(widths: list[int]) -> None:
     """Of every two stages that follow each other, and no forward more than the stage behind needs
     to be busy."""
-    warm = [first_forwards(s, len(widths), 10**7, widths=widths) for s in range(len(widths))]
+    shapes = [PipelineShape(s, 0, tuple(widths), 1, 10**7) for s in range(len(widths))]
+    warm = [shape.first_forwards for shape in shapes]
     assert warm[-1] == 0
     for (w, d), (w_next, d_next) in itertools.pairwise(zip(warm, widths, strict=True)):
         assert (w + 1) * d > w_next * d_next
@@ -238,7 +230,7 @@ def test_every_stage_is_busy(widths: list[int], turns: int) -> None:
 
 def test_a_rank_knows_its_peers() -> None:
     """Two replicas before three: micro-batch 4 goes from the first to the second."""
-    machine = StageStateMachine(0, 2, 6, widths=(2, 3), replica=0)
+    machine = StageStateMachine(PipelineShape(0, 0, (2, 3), 1, 6))
     assert machine.goes(RunBlocks(FORWARD, 4)) == Peer(1, 0, 1)
     assert machine.comes(RunBlocks(FORWARD, 4)) is None
     assert machine.comes(RunBlocks(BACKWARD, 4)) == Peer(1, 0, 1)
@@ -254,12 +246,12 @@ def test_interleaved_stages_begin_with_the_forwards_of_the_paper(stages: int, pa
     for stage in range(stages):
         warm = 2 * (stages - 1 - stage) + (parts - 1) * stages
         for turns in (1, 2, 8):
-            found = first_forwards(stage, stages, turns * stages, parts)
-            assert found == min(warm, turns * stages * parts)
+            shape = PipelineShape(stage, 0, (1,) * stages, parts, turns * stages)
+            assert shape.first_forwards == min(warm, turns * stages * parts)
 
 
 def test_a_stage_is_finished_once_its_last_run_has_ended() -> None:
-    machine = StageStateMachine(0, 1, 1)
+    machine = StageStateMachine(PipelineShape(0, 0, (1,), 1, 1))
     [forward] = machine.start()
     [backward] = machine.ended(forward)
     assert not machine.finished
@@ -267,17 +259,17 @@ def test_a_stage_is_finished_once_its_last_run_has_ended() -> None:
 
 
 def test_what_passes_inside_a_rank_is_no_transfer() -> None:
-    machine = StageStateMachine(0, 1, 4, 3)
+    machine = StageStateMachine(PipelineShape(0, 0, (1,), 3, 4))
     assert machine.sends() == machine.receives() == []
     assert machine.goes(RunBlocks(FORWARD, 1, part=0)) == Peer(0, 1, 0)
 
 
 def test_widths_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match=r"widths 2, 1 are 2 for 3 stages"):
-        one_forward_one_backward(0, 3, 4, widths=(2, 1))
+        check_order(3, 4, 1, (2, 1))
     with pytest.raises(ConfigError, match=r"widths 2, 0 are 2 for 2 stages"):
-        one_forward_one_backward(0, 2, 4, widths=(2, 0))
+        check_order(2, 4, 1, (2, 0))
     with pytest.raises(ConfigError, match=r"stages of 2 parts each have widths 2, 1"):
-        one_forward_one_backward(0, 2, 4, 2, widths=(2, 1))
+        PipelineShape(0, 0, (2, 1), 2, 4).order()
     with pytest.raises(ConfigError, match=r"6 micro-batches go through 2 stages of 2 parts and 2"):
-        one_forward_one_backward(0, 2, 6, 2, widths=(2, 2))
+        PipelineShape(0, 0, (2, 2), 2, 6).order()

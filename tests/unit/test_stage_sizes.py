@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 
 from roadtrain.errors import ConfigError
 from roadtrain.stages.parallelism import balanced, even
-from roadtrain.stages.protocol.pipeline import FORWARD, Peer, RunBlocks, StageStateMachine
+from roadtrain.stages.protocol.pipeline import (
+    FORWARD,
+    Peer,
+    PipelineShape,
+    RunBlocks,
+    StageStateMachine,
+)
 from roadtrain.stages.protocol.stage_sizes import (
     all_fit,
     best_sizes,
@@ -31,7 +37,7 @@ def played(work: StepWork, sizes: tuple[int, ...]) -> float:
     one message at a time of a replica over a boundary and direction."""
     p, parts, widths = len(work.stages), work.virtual_stages, work.widths_of_stages
     machines = {
-        (s, r): StageStateMachine(s, p, work.num_microbatches, parts, widths=widths, replica=r)
+        (s, r): StageStateMachine(PipelineShape(s, r, widths, parts, work.num_microbatches))
         for s in range(p)
         for r in range(widths[s])
     }

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from roadtrain.chunks import ChunkTable, ParamSpec
+from roadtrain.chunks import ParamSpec
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.cast import cast
 from roadtrain.placement.optimizer import PlacedOptimizer
@@ -94,18 +94,21 @@ def _source(part: ModulePart, given: Mapping[str, Tensor]) -> Source:
     return source
 
 
-def open_weights(weights: str | Path, table: ChunkTable) -> Mapping[str, Tensor]:
-    """The tensors in `weights`. Raises ConfigError where they do not fit the model."""
+def open_weights(
+    weights: str | Path, shapes: Mapping[str, tuple[int, ...]]
+) -> Mapping[str, Tensor]:
+    """The tensors in `weights`. shapes: of the parameters that need one, by name. Raises
+    ConfigError where they do not fit the model."""
     given = open_dir(weights)
-    lacking = [p for p in table.params if p.name not in given]
-    wrong = [p for p in table.params if p.name in given and tuple(given[p.name].shape) != p.shape]
+    lacking = [name for name in shapes if name not in given]
+    wrong = [n for n, shape in shapes.items() if n in given and tuple(given[n].shape) != shape]
     if found := lacking or wrong:
-        name = found[0].name
+        name = found[0]
         raise ConfigError(
-            f"the weights do not fit the model: {len(lacking)} of {len(table.params)} tensors are"
+            f"the weights do not fit the model: {len(lacking)} of {len(shapes)} tensors are"
             f" absent, {len(wrong)} have another shape; {name!r} is"
             f" {tuple(given[name].shape) if wrong is found else 'absent'}, the model has"
-            f" {found[0].shape}",
+            f" {shapes[name]}",
             hint="the directory's config.json says which model it is",
         )
     return given

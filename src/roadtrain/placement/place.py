@@ -133,7 +133,8 @@ def place(
     close_earlier(request)
     plan = plan_session(request, device, table(parts, groups, dtype, request.chunk_elements), rules)
     request.say_lossy()
-    tensors = {} if weights is None else open_weights(weights, plan.table)
+    shapes = {p.name: p.shape for p in plan.table.params}
+    tensors = {} if weights is None else open_weights(weights, shapes)
     plan, opened = open_files(plan, mark)
     said = opened.notes if opened is not None else ()
     try:

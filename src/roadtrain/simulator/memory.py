@@ -23,7 +23,7 @@ from roadtrain.config.models import BlockShape
 from roadtrain.config.plan import Plan
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.options.budgets import HUGE
-from roadtrain.stages.protocol.pipeline import ahead
+from roadtrain.stages.protocol.pipeline import PipelineShape
 from roadtrain.units import round_up, show_bytes
 
 USABLE = 0.9  # of a host's memory: the rest is the system's
@@ -199,14 +199,9 @@ def file_bytes(plan: Plan, params: float) -> float:
 def stage_bytes(plan: Plan, blocks: Sequence[BlockShape], number: int) -> float:
     """On a device of a pipeline stage, at most."""
     parallelism = plan.parallelism
-    passes = ahead(
-        number,
-        parallelism.pp,
-        plan.num_microbatches,
-        parallelism.virtual_stages,
-        widths=parallelism.widths,
-    )
-    held = passes / parallelism.virtual_stages
+    widths = parallelism.widths or (1,) * parallelism.pp
+    virtual = parallelism.virtual_stages
+    held = PipelineShape(number, 0, widths, virtual, plan.num_microbatches).ahead / virtual
     plan = plan.of_stage(number)
     nbytes = (
         device_bytes(plan, blocks)

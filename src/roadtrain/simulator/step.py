@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from typing import Any
@@ -37,9 +37,9 @@ from roadtrain.simulator.server import BlockPieces, SimulatedServer
 from roadtrain.stages.protocol.pipeline import (
     BACKWARD,
     FORWARD,
+    PipelineShape,
     RunBlocks,
     StageStateMachine,
-    own_microbatches,
 )
 
 SMALLEST = 8 << 20  # parameters of a piece, where there are several
@@ -236,9 +236,14 @@ class SimulatedStage:
         return total
 
     @property
+    def shape(self) -> PipelineShape:
+        parts = self.plan.parallelism.virtual_stages
+        return PipelineShape(self.number, self.replica, self.widths, parts, self.num_microbatches)
+
+    @property
     def passes(self) -> int:
         """Micro-batches that run here in a step."""
-        return len(own_microbatches(self.num_microbatches, self.width, self.replica))
+        return len(self.shape.own)
 
     @property
     def pass_s(self) -> float:
@@ -268,14 +273,7 @@ class SimulatedStage:
     def begin_step(self) -> None:
         self.step += 1
         self.pushing[self.step] = 0
-        self.machine = StageStateMachine(
-            self.number,
-            self.plan.parallelism.pp,
-            self.num_microbatches,
-            self.plan.parallelism.virtual_stages,
-            widths=self.widths,
-            replica=self.replica,
-        )
+        self.machine = StageStateMachine(self.shape)
         self._go(self.machine.start())
 
     def arrived(self, what: str, micro: int, part: int) -> None:
@@ -494,10 +492,7 @@ class SimulatedStage:
         """Replicas that push a gradient of the same round: the last of each, or the k-th."""
         if run.last:
             return self.width
-        rounds = (
-            len(own_microbatches(self.num_microbatches, self.width, replica))
-            for replica in range(self.width)
-        )
+        rounds = (len(replace(self.shape, replica=replica).own) for replica in range(self.width))
         return sum(run.micro // self.width < many - 1 for many in rounds)
 
     def _arrived(self, push: Push, last: bool, step: int) -> None:

@@ -17,7 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -26,14 +26,13 @@ import torch
 from roadtrain.stages.cuts import Cuts, Segment
 from roadtrain.stages.protocol.stage_memory import BlockMemory
 from roadtrain.stages.stage_model import MicroBatch, StageModel
+from roadtrain.stages.torch_stage import LossFunction
 
 # Note: a mean over a second. A host may compute in bursts (a limit of CPU time is one of every
 # 100 ms), of which short timings or a median would see the fast part alone.
 TIMED_S = 1.0
 LEAST_PASSES, MOST_PASSES = 3, 200  # after two that are not counted
 LEAST_WEIGHT = 0.01  # of a block without parameters
-
-LossFunction = Callable[[Any, MicroBatch], torch.Tensor]  # of the model's result
 
 
 @dataclass(frozen=True)
@@ -48,25 +47,22 @@ class RankTimes:
     before_bytes: int = 0
     after_bytes: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, tree: Mapping[str, Any]) -> RankTimes:
-        kept = {int(block): nbytes for block, nbytes in tree["activation_bytes"].items()}
-        return cls(**{**tree, "activation_bytes": kept})
-
 
 @dataclass
 class _Pass:
-    """Of one timed forward and backward. Block `begin` - 1 stands for what comes before, `stop`
-    for what comes after."""
+    """One timed forward and backward of all segments. Block -1 stands for what comes before the
+    model's first block, the one after the last for what comes behind it. Whatever else a stage
+    computes for itself before its blocks (masks, positions) is its first block's."""
 
     starts: list[tuple[int, float]] = field(default_factory=list)  # (block, when it began)
     forward: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     backward_s: float = 0.0
     kept: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     storages: set[int] = field(default_factory=set)  # that are counted, or the model's own
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.forward.values()) + self.backward_s
 
 
 def measure_blocks(
@@ -79,58 +75,34 @@ def measure_blocks(
 ) -> RankTimes:
     """Times the segments of `stage_model`, which is attached, for `least_s` or a few passes more.
     weights: of all blocks of the model; none: all alike."""
-    weights = weights or (1.0,) * len(stage_model.cuts.blocks)
+    count = len(stage_model.cuts.blocks)
+    weights = weights or (1.0,) * count
 
-    def one_pass() -> list[_Pass]:
-        return [_timed(stage_model, one, batch, loss) for one in stage_model.segments]
+    def one_pass() -> _Pass:
+        found = _Pass()
+        for segment in stage_model.segments:
+            _time(found, stage_model, segment, batch, loss)
+        return found
 
     with _as_before(stage_model.model, stage_model.device):
         one_pass()
-        warm_s = sum(sum(one.forward.values()) + one.backward_s for one in one_pass())
-        passes = min(MOST_PASSES, max(LEAST_PASSES, math.ceil(least_s / warm_s)))
-        many = [one_pass() for _ in range(passes)]
-    parts = [
-        _SegmentMeans(stage_model, segment, [found[i] for found in many])
-        for i, segment in enumerate(stage_model.segments)
-    ]
-    forward_s = sum(sum(one.forward.values()) for one in parts)
-    unit = forward_s / sum(weights[block] for one in parts for block in one.forward)
-    before, after = (sum(one.ends[i] for one in parts) for i in (0, 1))
-    backward = sum(one.backward_s for one in parts) / (forward_s + before + after)
+        passes = math.ceil(least_s / one_pass().seconds)
+        many = [one_pass() for _ in range(min(MOST_PASSES, max(LEAST_PASSES, passes)))]
+    forward = {block: fmean(one.forward[block] for one in many) for block in many[0].forward}
+    before, after = forward.pop(-1, 0.0), forward.pop(count, 0.0)
+    forward_s = sum(forward.values())
+    unit = forward_s / sum(weights[block] for block in forward)
+    backward = fmean(one.backward_s for one in many) / (forward_s + before + after)
+    kept = many[0].kept
     return RankTimes(
         unit,
         unit * backward,
         before / unit,
         after / unit,
-        {block: nbytes for one in parts for block, nbytes in one.kept.items()},
-        *(sum(one.end_bytes[i] for one in parts) for i in (0, 1)),
+        {block: kept[block] for block in forward},
+        kept[-1],
+        kept[count],
     )
-
-
-class _SegmentMeans:
-    """The mean of a segment's passes: what each of its blocks takes, and the model's ends. What
-    every stage computes for itself before its blocks (masks, positions) is its blocks'."""
-
-    def __init__(self, stage_model: StageModel, segment: Segment, passes: Sequence[_Pass]) -> None:
-        self.forward = {
-            block: fmean(one.forward[block] for one in passes) for block in passes[0].forward
-        }
-        self.backward_s = fmean(one.backward_s for one in passes)
-        kept = dict(passes[0].kept)
-        self.ends, self.end_bytes = [0.0, 0.0], [0, 0]
-        blocks = range(segment.begin, segment.stop)
-        is_end = segment.begin == 0, segment.stop == len(stage_model.cuts.blocks)
-        for end, outside, inside in (
-            (0, blocks.start - 1, blocks[0]),
-            (1, blocks.stop, blocks[-1]),
-        ):
-            seconds, nbytes = self.forward.pop(outside, 0.0), kept.pop(outside, 0)
-            if is_end[end]:
-                self.ends[end], self.end_bytes[end] = seconds, nbytes
-            else:
-                self.forward[inside] += seconds
-                kept[inside] = kept.get(inside, 0) + nbytes
-        self.kept = {block: kept.get(block, 0) for block in blocks}
 
 
 def block_parameters(
@@ -172,13 +144,13 @@ def block_memories(
     return blocks, (BlockMemory(ends[0], before), BlockMemory(ends[1], after))
 
 
-def _timed(
-    stage_model: StageModel, segment: Segment, batch: MicroBatch, loss: LossFunction
-) -> _Pass:
-    one, device = _Pass(), stage_model.device
-    one.storages = {_storage(x) for x in [*stage_model.model.parameters(), *_buffers(stage_model)]}
+def _time(
+    one: _Pass, stage_model: StageModel, segment: Segment, batch: MicroBatch, loss: LossFunction
+) -> None:
+    model, device = stage_model.model, stage_model.device
+    one.storages = {_storage(x) for x in (*model.parameters(), *model.buffers())}
     received = _received(stage_model, segment)
-    blocks = [stage_model.model.get_submodule(n) for n in stage_model.cuts.blocks]
+    blocks = [model.get_submodule(n) for n in stage_model.cuts.blocks]
     hooks = [
         blocks[i].register_forward_pre_hook(_begins(one, i, device))
         for i in range(segment.begin, segment.stop)
@@ -186,9 +158,11 @@ def _timed(
     if segment.stop == len(blocks):
         hooks.append(blocks[-1].register_forward_hook(_begins(one, segment.stop, device)))
     try:
-        start = finished_at(device)
-        one.starts.append((segment.begin - 1, start))
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_keeps(one), _same):
+        one.starts = [(segment.begin or -1, finished_at(device))]
+        with (
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(_keeps(one), lambda x: x),
+        ):
             ended, value = stage_model.run(segment, received, batch)
             ends = [loss(value, batch)] if ended else _with_gradient(value)
         stop = finished_at(device)
@@ -196,11 +170,10 @@ def _timed(
         for hook in hooks:
             hook.remove()
     _backward(stage_model, received, ends)
-    one.backward_s = finished_at(device) - stop
+    one.backward_s += finished_at(device) - stop
     moments = [*one.starts, (segment.stop, stop)]
     for (block, begin), (_, end) in itertools.pairwise(moments):
         one.forward[block] += end - begin
-    return one
 
 
 def _backward(
@@ -246,10 +219,6 @@ def _keeps(one: _Pass) -> Callable[[torch.Tensor], torch.Tensor]:
     return pack
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -257,10 +226,6 @@ def _storage(tensor: torch.Tensor) -> int:
 def _with_gradient(value: Any) -> list[torch.Tensor]:
     leaves = torch.utils._pytree.tree_leaves(value)
     return [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
-
-
-def _buffers(stage_model: StageModel) -> list[torch.Tensor]:
-    return list(stage_model.model.buffers())
 
 
 def finished_at(device: torch.device) -> float:

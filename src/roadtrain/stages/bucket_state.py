@@ -1,5 +1,5 @@
 """BucketState: one bucket's memory on one rank, and the update of what this rank keeps of it: its
-share, or all.
+share, or all. ShardedPieces: all of that in pieces, for snapshots and for stages that change.
 
 Bytes a parameter, with d ranks and a rule of k arrays: values in the dtype they compute in, 4 for
 gradients (always fp32: what several micro-batches and ranks give is added in fp32), and (4 k +
@@ -13,10 +13,11 @@ host, to which the share's gradient is copied. Does NOT communicate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
+from torch import nn
 
 from roadtrain.chunks import Span
 from roadtrain.errors import StoreError
@@ -25,7 +26,8 @@ from roadtrain.kernels import sum as sums
 from roadtrain.kernels.rule import Rule
 from roadtrain.kernels.rules import AdamRule, SgdRule
 from roadtrain.stages.flat_layout import Bucket
-from roadtrain.stages.pieces import VALUE, Extent, Piece
+from roadtrain.stages.pieces import VALUE, Extent, Piece, even_shares
+from roadtrain.stages.transfers import check_covered
 from roadtrain.streaming.split import NAMES
 
 HOST = torch.device("cpu")
@@ -156,8 +158,8 @@ class BucketState:
         return Piece(Extent(name, start, stop), copies, scalars)
 
     def take(self, span: int, piece: Piece, hyper: Sequence[float]) -> None:
-        """Take what of `piece` (of the same parameter) lies in the span. Raises StoreError for
-        state that the rule does not keep, or lacks."""
+        """Take what of `piece` (of the same parameter) lies in the span. Raises ForeignError for
+        the state of another rule."""
         mine, extent = self.spans[span], piece.extent
         start = max(extent.start, mine.origin)
         stop = min(extent.stop, mine.origin + mine.stop - mine.start)
@@ -165,24 +167,90 @@ class BucketState:
             return
         here = slice(mine.start + start - mine.origin, mine.start + stop - mine.origin)
         there = slice(start - extent.start, stop - extent.start)
-        self._check_names(piece)
+        has_state = piece.has_state(self.rule)
         self.master[here].copy_(piece.arrays[VALUE][there])
-        if len(piece.arrays) == 1 and not piece.scalars:
+        if not has_state:
             self._start(span, here, hyper)
             return
         for key, array in zip(self.rule.arrays, self.arrays):
             array[here].copy_(piece.arrays[key][there])
         self.rows[span] = [piece.scalars[key] for key in self.rule.scalars]
 
-    def _check_names(self, piece: Piece) -> None:
-        """A piece has the values alone (then the state is that of a first step), or all."""
-        kept, given = {VALUE, *self.rule.arrays}, set(piece.arrays)
-        scalars = set(piece.scalars)
-        only_values = given == {VALUE} and not scalars
-        if not only_values and (given != kept or scalars != set(self.rule.scalars)):
-            raise StoreError(
-                f"a piece of {piece.extent.name!r} has"
-                f" {', '.join(sorted(given | scalars))}, {self.rule.name} keeps"
-                f" {', '.join(sorted(kept | set(self.rule.scalars)))}",
-                hint="continue with the optimizer that the state was made by",
-            )
+
+class ShardedPieces:
+    """The parameters of a stage, and their state, in pieces: of those that train this rank's
+    shares, of the frozen ones an even part.
+
+    Every rank has the frozen parameters whole, and where the gradients' sums are whole all that
+    trains too: it tells its share of them, and takes all. Does NOT wait or communicate: the caller
+    sees to it that no update is under way, and publishes what was taken.
+
+    states: of the rank's shares. names: of the parameters that train, as `Span.param` counts
+    them. rank, width: in the group; `who`: it is, for errors."""
+
+    def __init__(
+        self,
+        states: Sequence[BucketState],
+        names: Sequence[str],
+        frozen: Mapping[str, nn.Parameter],
+        rank: int,
+        width: int,
+        who: str,
+    ) -> None:
+        self._frozen, self._rank, self._width, self._who = frozen, rank, width, who
+        # of each parameter that trains, where this rank has parts of it: spans of buckets
+        self._kept: dict[str, list[tuple[BucketState, int, Extent]]] = {}
+        told: dict[str, list[Extent]] = {}
+        for state in states:
+            for i, span in enumerate(state.spans):
+                name = names[span.param]
+                self._kept.setdefault(name, []).append((state, i, _extent(name, span)))
+            for span in state.share_spans:
+                name = names[span.param]
+                told.setdefault(name, []).append(_extent(name, span))
+        self._told = [extent for extents in told.values() for extent in extents]
+
+    def extents(self) -> list[Extent]:
+        """See StageOptimizer."""
+        frozen = ((name, p.numel()) for name, p in self._frozen.items())
+        return [*self._told, *even_shares(frozen, self._rank, self._width)]
+
+    def wanted(self) -> list[Extent]:
+        """See StageOptimizer."""
+        frozen = [Extent(name, 0, p.numel()) for name, p in self._frozen.items() if p.numel()]
+        own = [extent for kept in self._kept.values() for _, _, extent in kept]
+        return [*own, *frozen]
+
+    def piece(self, extent: Extent) -> Piece:
+        """See StageOptimizer. Raises StoreError for what this rank does not keep."""
+        if (frozen := self._frozen.get(extent.name)) is not None:
+            values = frozen.detach().reshape(-1)[extent.start : extent.stop]
+            return Piece(extent, {VALUE: values.to("cpu", torch.float32, copy=True)}, {})
+        for state, i, kept in self._kept.get(extent.name, ()):
+            if kept.start <= extent.start and extent.stop <= kept.stop:
+                return state.piece(i, extent.name, extent.start, extent.stop)
+        raise StoreError(
+            f"{self._who}: elements [{extent.start}, {extent.stop}) of {extent.name!r} are not in"
+            " one of its extents"
+        )
+
+    @torch.no_grad()
+    def take(self, pieces: Iterable[Piece], hypers: Sequence[tuple[float, ...]]) -> None:
+        """Masters, state and frozen values of `pieces`. hypers: of each parameter group. Raises
+        ForeignError for the state of another rule, StoreError where a part has not come."""
+        came = list[Extent]()
+        for piece in pieces:
+            extent = piece.extent
+            came.append(extent)
+            if (frozen := self._frozen.get(extent.name)) is not None:
+                flat = frozen.detach().reshape(-1)  # a copy where it is not contiguous
+                flat[extent.start : extent.stop].copy_(piece.arrays[VALUE])
+                if not frozen.is_contiguous():
+                    frozen.copy_(flat.view(frozen.shape))
+            for state, i, _ in self._kept.get(extent.name, ()):
+                state.take(i, piece, hypers[state.bucket.group])
+        check_covered(came, self.wanted(), self._who)
+
+
+def _extent(name: str, span: Span) -> Extent:
+    return Extent(name, span.origin, span.origin + span.stop - span.start)

@@ -1,11 +1,13 @@
-"""FlatRun, Bucket: a stage's trainable parameters laid out flat and cut for its data-parallel
-ranks. Arithmetic only.
+"""StageParameters: the parameters of a stage that its optimizer updates, under the whole model's
+names. FlatLayout: how these lie in flat memory and are cut for the stage's data-parallel ranks.
 
 Parameters of one dtype and one parameter group form a run, in the model's order. So do those that
 the same other stages have copies of, in the order of their names, which is the same in all of them.
 A run is cut into buckets, which travel one at a time; a bucket is cut into as many equal shares as
 there are ranks, and share r is rank r's. Neither respects the borders of parameters. A run's end is
 padded, so that the last bucket divides, also by the widths of the other stages.
+
+Assumes that a stage's parameters lie on one device. Does NOT communicate.
 """
 
 from __future__ import annotations
@@ -16,10 +18,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from roadtrain.chunks import PARAM_ALIGN, ParamSpec, Span, cut_spans
+import torch
+from torch import nn
+
+from roadtrain.chunks import PARAM_ALIGN, TRAINABLE, ParamSpec, Span, cut_spans
+from roadtrain.errors import ModelError
+from roadtrain.streaming.split import DTYPES, NAMES
 from roadtrain.units import round_up
 
 GRADIENT_ITEMSIZE = 4  # gradients are summed in fp32
+# what fp32 holds exactly
+FROZEN_DTYPES = (*TRAINABLE, "i8", "u8", "i16", "bool")
 
 
 @dataclass(frozen=True)
@@ -36,9 +45,11 @@ class FlatRun:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, stop) of run `run`; its spans are in elements of the bucket."""
+    """Elements [start, stop) of run `run`, which is of parameter group `group`; its spans are in
+    elements of the bucket."""
 
     run: int
+    group: int
     start: int
     stop: int
     width: int
@@ -140,7 +151,7 @@ def lay_out(
         for start in range(0, run.numel, size):
             stop = min(start + size, run.numel)
             parts = cut_spans(spans, start, stop)
-            buckets.append(Bucket(len(runs), start, stop, width, run.link, parts))
+            buckets.append(Bucket(len(runs), group, start, stop, width, run.link, parts))
         runs.append(run)
     buckets.sort(key=lambda bucket: min((s.param for s in bucket.spans), default=0))
     return FlatLayout(tuple(params), tuple(runs), tuple(buckets))
@@ -162,3 +173,81 @@ def _spans(params: Sequence[ParamSpec], order: Sequence[int]) -> tuple[tuple[Spa
             spans.append(Span(i, at, at + params[i].numel, 0))
             at += round_up(params[i].numel, PARAM_ALIGN)
     return tuple(spans), at
+
+
+class StageParameters:
+    """`trainable`: what the optimizer has and requires gradients; `frozen`: the rest. Raises
+    ModelError for a parameter that is nowhere, of a dtype that cannot be, or elsewhere than the
+    others; for what the optimizer has and the stage has not. A stage may have nothing that
+    trains."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self.trainable: dict[str, nn.Parameter] = {}
+        self.frozen: dict[str, nn.Parameter] = {}
+        # frozen ones that the optimizer has: they cannot begin to train later
+        self.late: dict[str, nn.Parameter] = {}
+        self.specs: list[ParamSpec] = []
+        for name, p in model.named_parameters():
+            trains = p.requires_grad and p in groups
+            self._check(name, p, trains)
+            (self.trainable if trains else self.frozen)[name] = p
+            if not trains and p in groups:
+                self.late[name] = p
+            if trains:
+                spec = ParamSpec(name, tuple(p.shape), NAMES[p.dtype], True, groups[p])
+                self.specs.append(spec)
+        own = {*self.trainable.values(), *self.frozen.values()}
+        strangers = sum(p not in own for p in groups)
+        if strangers:
+            raise ModelError(
+                f"the optimizer has {strangers} parameters that the stage has not",
+                hint="make the optimizer of the stage's own parameters",
+            )
+        some = next(iter((*self.trainable.values(), *self.frozen.values())), torch.empty(0))
+        self.device = some.device
+
+    def _check(self, name: str, p: nn.Parameter, trains: bool) -> None:
+        devices = {q.device for q in (*self.trainable.values(), p)} if trains else {p.device}
+        if p.is_meta or len(devices) > 1:
+            raise ModelError(
+                f"parameter {name!r} is on {p.device}, the stage on {', '.join(map(str, devices))}",
+                hint="bring the stage's parameters to one device first",
+            )
+        allowed = TRAINABLE if trains else FROZEN_DTYPES
+        if NAMES.get(p.dtype) not in allowed:
+            raise ModelError(
+                f"parameter {name!r} is {p.dtype}, {'updated' if trains else 'kept'} are"
+                f" {', '.join(allowed)}",
+                hint="cast it" if trains else "cast it, or make it a buffer",
+            )
+
+    def flatten(self, layout: FlatLayout) -> list[torch.Tensor]:
+        """The runs' values; the parameters are views of them from here on."""
+        params = list(self.trainable.values())
+        out = []
+        for run in layout.runs:
+            flat = torch.zeros(run.numel, dtype=DTYPES[run.dtype], device=self.device)
+            for index, view in views_of(flat, run, layout.params):
+                view.copy_(params[index].detach())
+                params[index].data = view
+            out.append(flat)
+        return out
+
+
+def views_of(
+    flat: torch.Tensor, run: FlatRun, params: Sequence[ParamSpec]
+) -> list[tuple[int, torch.Tensor]]:
+    """(index, view) of each of the run's parameters."""
+    return [(s.param, flat[s.start : s.stop].view(params[s.param].shape)) for s in run.spans]
+
+
+def views_of_all(layout: FlatLayout, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of each parameter of the layout its place in `flats`, the runs' memory."""
+    held: dict[int, torch.Tensor] = {}
+    for flat, run in zip(flats, layout.runs, strict=True):
+        held |= views_of(flat, run, layout.params)
+    return [
+        held[i] if i in held else torch.empty(spec.shape, device=flats[0].device)  # without any
+        for i, spec in enumerate(layout.params)
+    ]

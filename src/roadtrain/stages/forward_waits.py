@@ -1,6 +1,6 @@
 """ForwardWaits: a module that is about to run waits for the parameters that it needs.
 
-A block (an item of the model's outermost module lists, unless stated) waits for all of its
+A block waits for all of its
 parameters when it is called, whatever uses them inside. A parameter outside of blocks, or in one
 that is reached into instead of called, is waited for by the module that owns it, if the first step
 showed that this module is called; else by the nearest module around it that is (a weight may be
@@ -13,14 +13,11 @@ waits as well. Who reads a parameter elsewhere waits by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-
-from roadtrain.errors import ModelError
-from roadtrain.streaming.split import split
 
 
 class ForwardWaits:
@@ -29,34 +26,29 @@ class ForwardWaits:
 
     def __init__(
         self,
-        models: Sequence[nn.Module],
-        blocks: Iterable[nn.Module] | None,
+        model: nn.Module,
+        blocks: Iterable[nn.Module],
         numbers_of: Mapping[nn.Parameter, Collection[int]],
         wait: Callable[[Collection[int] | None], None],
     ) -> None:
-        self.models, self.numbers_of, self._wait = models, numbers_of, wait
-        found = _blocks_of(models) if blocks is None else blocks
-        self.blocks = {id(block): block for block in found}
+        self.model, self.numbers_of, self._wait = model, numbers_of, wait
+        self.blocks = {id(block): block for block in blocks}
         self._called: set[int] = set()  # ids of modules, while the model trains
         # id of a module -> what it waits for; None until it is known which modules are called
         self._needs: dict[int, set[int]] | None = None
         self._by_nobody: set[int] = set()  # what no module that is called has: all wait for it
         self._handles: dict[int, RemovableHandle] = {}  # by id of the module
-        self._of_state_dicts: list[RemovableHandle] = []
-        for model in models:
-            for module in model.modules():
-                self._unhook(module)  # one that several parts have
-                handle = module.register_forward_pre_hook(self._before, prepend=True)
-                self._handles[id(module)] = handle
-            handle = model.register_state_dict_pre_hook(self._before_state_dict)
-            self._of_state_dicts.append(handle)
+        for module in model.modules():
+            handle = module.register_forward_pre_hook(self._before, prepend=True)
+            self._handles[id(module)] = handle
+        self._of_state_dict = model.register_state_dict_pre_hook(self._before_state_dict)
 
     def _unhook(self, module: nn.Module) -> None:
         if (handle := self._handles.pop(id(module), None)) is not None:
             handle.remove()
 
     def _before(self, module: nn.Module, _: Any) -> None:
-        training = any(model.training for model in self.models)
+        training = self.model.training
         if self._needs is None and training:
             self._called.add(id(module))
         if self._needs is None or not training:
@@ -72,11 +64,10 @@ class ForwardWaits:
         if self._needs is not None or not self._called:
             return
         self._needs = {}
-        for model in self.models:
-            named = dict(model.named_modules(remove_duplicate=False))
-            for name, module in named.items():
-                for p in module.parameters(recurse=False):
-                    self._need(self._runs(named, name), p)
+        named = dict(self.model.named_modules(remove_duplicate=False))
+        for name, module in named.items():
+            for p in module.parameters(recurse=False):
+                self._need(self._runs(named, name), p)
         for index in self._called & self.blocks.keys():
             for inner in self.blocks[index].modules():
                 if id(inner) != index and id(inner) not in self._needs:
@@ -100,25 +91,5 @@ class ForwardWaits:
             self._needs.setdefault(id(module), set()).update(numbers)
 
     def close(self) -> None:
-        for handle in (*self._handles.values(), *self._of_state_dicts):
+        for handle in (*self._handles.values(), self._of_state_dict):
             handle.remove()
-
-
-def _blocks_of(models: Sequence[nn.Module]) -> list[nn.Module]:
-    found: list[nn.Module] = []
-    for model in models:
-        try:
-            found += list(_own_items(model)) or [part.module for part in split(model).blocks]
-        except ModelError:  # it has no parameters
-            continue
-    return found
-
-
-def _own_items(module: nn.Module) -> Iterator[nn.Module]:
-    """The items of the outermost lists that have parameters here: those of other stages may be
-    stubs without any."""
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            yield from (item for item in child if next(item.parameters(), None) is not None)
-        else:
-            yield from _own_items(child)

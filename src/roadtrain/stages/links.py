@@ -9,7 +9,8 @@ wait has a deadline, and an error that says who waits for what from whom (Rule 5
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,25 +18,13 @@ from typing import Any
 import torch
 from torch import distributed
 
-from roadtrain.errors import DeadlineError, LostError, PeerError
+from roadtrain.errors import DeadlineError, LostError
+from roadtrain.stages.parallelism import RankPosition
 from roadtrain.stages.protocol.pipeline import FORWARD, Peer, Transfer
+from roadtrain.stages.rank_groups import Groups
 
 Channel = tuple[int, str]  # a boundary, and FORWARD or BACKWARD
 WORDS = {True: "the activations", False: "the gradient of the activations"}
-
-
-@dataclass(frozen=True)
-class Position:
-    """Who this rank is, for people and for peers."""
-
-    stage: int
-    replica: int
-    rank_of: Callable[[Peer], int]  # global rank of a peer
-    host_of: Callable[[int], str]  # of a global rank
-
-    def named(self, peer: Peer) -> str:
-        rank = self.rank_of(peer)
-        return f"stage {peer.stage} (rank {rank} on {self.host_of(rank)})"
 
 
 @dataclass
@@ -53,10 +42,12 @@ class StageLinks:
     def __init__(
         self,
         channels: Mapping[Channel, distributed.ProcessGroup],
-        position: Position,
+        groups: Groups,
+        rank: int,
         deadline_s: float,
     ) -> None:
-        self._channels, self._position, self._deadline_s = channels, position, deadline_s
+        self._channels, self._groups, self._deadline_s = channels, groups, deadline_s
+        self._at = groups.position(rank)
         self._sent: list[_Sent] = []
         self._receiving: dict[Transfer, list[Any]] = {}
         self.step = 0  # for messages of errors
@@ -65,7 +56,7 @@ class StageLinks:
 
     def send(self, transfer: Transfer, tensors: Sequence[torch.Tensor]) -> None:
         """tensors: kept until they are sent; nobody may write to them."""
-        group, to = self._group(transfer), self._position.rank_of(transfer.receiver)
+        group, to = self._group(transfer), self._rank_of(transfer.receiver)
         whole = [x.detach().contiguous() for x in tensors]
         with self._translated(transfer, sending=True):
             works = [distributed.isend(x, to, group) for x in whole]
@@ -75,7 +66,7 @@ class StageLinks:
 
     def post(self, transfer: Transfer, buffers: Sequence[torch.Tensor]) -> None:
         """From now on the message may arrive in `buffers`."""
-        group, sender = self._group(transfer), self._position.rank_of(transfer.sender)
+        group, sender = self._group(transfer), self._rank_of(transfer.sender)
         with self._translated(transfer, sending=False):
             self._receiving[transfer] = [
                 distributed.irecv(x.detach(), sender, group) for x in buffers
@@ -103,33 +94,32 @@ class StageLinks:
     def _group(self, transfer: Transfer) -> distributed.ProcessGroup:
         return self._channels[transfer.boundary, transfer.what]
 
-    def _translated(self, transfer: Transfer, *, sending: bool) -> _Translation:
-        return _Translation(self._sentence(transfer, sending), self._deadline_s)
+    def _rank_of(self, peer: Peer) -> int:
+        at = RankPosition(peer.stage, peer.replica, self._at.tensor)
+        return self._groups.parallelism.rank(at)
+
+    @contextmanager
+    def _translated(self, transfer: Transfer, *, sending: bool) -> Iterator[None]:
+        """Inside it torch's errors of a peer become ours, with who, what, which step and from
+        whom."""
+        then = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            took, sentence = time.monotonic() - then, self._sentence(transfer, sending)
+            if took >= 0.9 * self._deadline_s:
+                raise DeadlineError(
+                    f"{sentence}: nothing for {took:.1f} s, the deadline is"
+                    f" {self._deadline_s:.1f} s"
+                ) from error
+            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise LostError(f"{sentence}, who is gone: {first}") from error
 
     def _sentence(self, transfer: Transfer, sending: bool) -> str:
-        own = f"stage {self._position.stage}, replica {self._position.replica}"
-        other = self._position.named(transfer.receiver if sending else transfer.sender)
+        own = f"stage {self._at.stage}, replica {self._at.replica}"
+        peer = transfer.receiver if sending else transfer.sender
+        rank = self._rank_of(peer)
+        other = f"stage {peer.stage} (rank {rank} on {self._groups.host(rank)})"
         what = f"{WORDS[transfer.what == FORWARD]} of micro-batch {transfer.micro}"
         way = "sends" if sending else "waits for"
         return f"{own} {way} {what} of step {self.step} {'to' if sending else 'from'} {other}"
-
-
-class _Translation:
-    """Inside it torch's errors of a peer become ours, with who, what, which step and from whom."""
-
-    def __init__(self, sentence: str, deadline_s: float) -> None:
-        self._sentence, self._deadline_s = sentence, deadline_s
-
-    def __enter__(self) -> None:
-        self._then = time.monotonic()
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, PeerError):
-            took = time.monotonic() - self._then
-            first = str(error).strip().splitlines()[0] if str(error).strip() else kind.__name__
-            if took >= 0.9 * self._deadline_s:
-                raise DeadlineError(
-                    f"{self._sentence}: nothing for {took:.1f} s, the deadline is"
-                    f" {self._deadline_s:.1f} s"
-                ) from error
-            raise LostError(f"{self._sentence}, who is gone: {first}") from error

@@ -3,6 +3,7 @@ stage's optimizer, the pipeline."""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,16 +17,17 @@ from roadtrain.environment import WorkerGroup
 from roadtrain.errors import ConfigError
 from roadtrain.placement.place import check_fresh, groups_of, place
 from roadtrain.stages.control_links import ControlLinks, RankPlace
+from roadtrain.stages.gradient_sum import connect_gradient_sum
 from roadtrain.stages.layout import StageLayout
-from roadtrain.stages.links import Channel, Position, StageLinks
+from roadtrain.stages.links import Channel, StageLinks
 from roadtrain.stages.networks import CONTROL, stated
 from roadtrain.stages.parallel_options import ParallelOptions
 from roadtrain.stages.parallelism import RankPosition
-from roadtrain.stages.pipeline import Pipeline, PipelineShape
+from roadtrain.stages.pipeline import Pipeline
 from roadtrain.stages.placed_stage import PlacedStage
 from roadtrain.stages.preflight import preflight
 from roadtrain.stages.process_groups import ProcessGroups, make_process_groups, start_processes
-from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, Peer
+from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, PipelineShape
 from roadtrain.stages.rank_groups import GroupKind, Groups
 from roadtrain.stages.rank_meeting import RankMeeting
 from roadtrain.stages.sharded_optimizer import ShardedOptimizer, ShardedOptions
@@ -35,7 +37,6 @@ from roadtrain.stages.stage_optimizer import StageOptimizer
 from roadtrain.stages.tensor import TensorParallel, tensor_parallel
 from roadtrain.stages.tensor_pieces import TensorPieces
 from roadtrain.stages.torch_stage import LossFunction, SegmentModule, TorchStage
-from roadtrain.sums.service_sums import connect_sums
 
 Report = Callable[[str], None]
 WHAT = {GroupKind.ACTIVATIONS: FORWARD, GroupKind.GRADIENTS: BACKWARD}
@@ -93,13 +94,27 @@ def connect(
     )
 
 
-def control_links(processes: ProcessGroups, groups: Groups, deadline_s: float) -> ControlLinks:
+def join(
+    rank: int,
+    groups: Groups,
+    layout: StageLayout,
+    processes: ProcessGroups,
+    options: ParallelOptions,
+    device: torch.device,
+    rule: str,
+) -> Joined:
+    """Make the links of all processes to all, and give this start a name. rule: as in Joined.
+    Collective. Raises PeerError."""
     places = []
-    for rank in range(groups.world_size):
-        at = groups.position(rank)
+    for other in range(groups.world_size):
+        at = groups.position(other)
         role = f"stage {at.stage}, replica {at.replica}"
-        places.append(RankPlace(groups.cluster(rank), groups.host(rank), role))
-    return ControlLinks(processes.control, places, replies=processes.replies, deadline_s=deadline_s)
+        places.append(RankPlace(groups.cluster(other), groups.host(other), role))
+    control = ControlLinks(
+        processes.control, places, replies=processes.replies, deadline_s=options.deadline_s
+    )
+    start = control.same(lambda: uuid.uuid4().hex, "the name of this start")  # agents have none
+    return Joined(rank, groups, layout, processes, control, options, device, rule, start)
 
 
 class UserOptimizer:
@@ -151,7 +166,7 @@ def make_stage_optimizer(
     if joined.options.reducers:
         group = joined.groups.group_of(GroupKind.DATA, joined.rank)
         address = joined.processes.networks[group.name].card_of(joined.rank).address
-        sums = connect_sums(joined.options, joined.control, address, report)
+        sums = connect_gradient_sum(joined.options, joined.control, address, report)
     masters = bring(stage_model.model, joined.device, joined.options.dtype)
     cut_over_ranks = ShardedOptimizer(
         stage_model.model,
@@ -184,7 +199,7 @@ def placed_stage(
         blocks=stage_model.own_names,
         device=joined.device,
         deadline_s=options.deadline_s,
-        report=partial(_of_stage, at.stage) if at.replica == 0 else _silent,
+        report=partial(_of_stage, at.stage) if at.replica == 0 else silent,
         group=WorkerGroup(session=joined.start).of_stage(at.stage, at.replica, joined.width),
     )
     return PlacedStage(placed, shared_copies(joined))
@@ -194,7 +209,7 @@ def _of_stage(stage: int, line: str) -> None:
     print(f"stage {stage}: {line}", flush=True)
 
 
-def _silent(_: str) -> None: ...
+def silent(_: str) -> None: ...
 
 
 def split_layers(joined: Joined, stage_model: StageModel) -> TensorParallel | None:
@@ -259,7 +274,7 @@ def make_pipeline(joined: Joined, stage_model: StageModel, loss: LossFunction) -
             SegmentModule(stage_model, layout.segments[number], loss, options.activations),
             number,
             len(layout.segments),
-            shape.slots(),
+            shape.slots,
             joined.device,
             joined.processes.alone,
         )
@@ -269,15 +284,9 @@ def make_pipeline(joined: Joined, stage_model: StageModel, loss: LossFunction) -
 
 
 def stage_links(joined: Joined) -> StageLinks:
-    groups, at = joined.groups, joined.position
-
-    def rank_of(peer: Peer) -> int:
-        return groups.parallelism.rank(RankPosition(peer.stage, peer.replica, at.tensor))
-
-    channels: dict[Channel, Any] = {}
+    groups, channels = joined.groups, dict[Channel, Any]()
     pairs = [pair for pair in groups.parallelism.boundaries for _ in WHAT]
     for group, (boundary, _) in zip(groups.boundaries, pairs, strict=True):
         if group in joined.processes:
             channels[boundary, WHAT[group.kind]] = joined.processes[group]
-    position = Position(at.stage, at.replica, rank_of, groups.host)
-    return StageLinks(channels, position, joined.options.deadline_s)
+    return StageLinks(channels, groups, joined.rank, joined.options.deadline_s)

@@ -4,8 +4,8 @@ a step's end, where devices have become slower or faster.
     measured speeds -> sizes -> the model is cut anew -> values and state move -> the next step
 
 Nothing is lost: the parts of every parameter go from the rank that has them to the one that is to
-have them (stages/exchange.py). Does NOT search for sizes (stages/protocol/stage_sizes.py) or say
-when speeds have changed (stages/protocol/drift.py).
+have them (stages/piece_exchange.py). Does NOT search for sizes (stages/protocol/stage_sizes.py) or
+say when speeds have changed (stages/protocol/drift.py).
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from roadtrain.stages.block_times import (
     block_weights,
     measure_blocks,
 )
-from roadtrain.stages.exchange import exchange
-from roadtrain.stages.first_values import drop
 from roadtrain.stages.layout import StageLayout
 from roadtrain.stages.parallel_parts import (
     Joined,
     UserOptimizer,
     make_pipeline,
     make_stage_optimizer,
+    silent,
 )
 from roadtrain.stages.parallel_training import ParallelTraining
-from roadtrain.stages.partition import (
+from roadtrain.stages.piece_exchange import exchange
+from roadtrain.stages.pipeline import StepTimes
+from roadtrain.stages.protocol.drift import DriftRule, DriftWatch
+from roadtrain.stages.protocol.stage_memory import StageMemory
+from roadtrain.stages.protocol.step_model import StepWork
+from roadtrain.stages.sharded_optimizer import ShardedOptimizer
+from roadtrain.stages.stage_buffers import adopt_buffers, gather_buffers, told_buffers
+from roadtrain.stages.stage_model import MicroBatch, StageModel
+from roadtrain.stages.stage_speeds import (
     MeasuredRank,
-    choose_sizes,
+    compare_measured,
     gather_measured,
     measure_messages,
     measured_memory,
     measured_work,
     own_pass_s,
 )
-from roadtrain.stages.pipeline import StepTimes
-from roadtrain.stages.protocol.drift import DriftRule, DriftWatch
-from roadtrain.stages.protocol.stage_memory import StageMemory
-from roadtrain.stages.protocol.stage_sizes import papers_sizes
-from roadtrain.stages.protocol.step_model import StepWork
-from roadtrain.stages.sharded_optimizer import ShardedOptimizer
-from roadtrain.stages.stage_buffers import adopt_buffers, gather_buffers, told_buffers
-from roadtrain.stages.stage_model import MicroBatch, StageModel
+from roadtrain.stages.stage_values import drop
 from roadtrain.stages.torch_stage import LossFunction, SegmentModule
 
 Report = Callable[[str], None]
@@ -84,14 +84,11 @@ class StageSizes:
         work = measured_work(joined.groups, told, joined.options.num_microbatches, self._weights)
         self._ends = work.ends
         memory = self._memory(told, work)
-        found = choose_sizes(joined.groups, work, memory, self._report)
-        sizes = found.sizes
+        table = compare_measured(joined.groups, work, memory)
+        self._report(f"blocks of each stage, and what a step should take:\n{table}")
+        sizes = table.best.sizes
         if joined.options.stages == "paper":
-            clusters = [
-                joined.groups.cluster(joined.groups.stage_ranks(s)[0])
-                for s in range(len(work.stages))
-            ]
-            sizes = papers_sizes(work, clusters, fits=memory.fits) or found.sizes
+            sizes = table.sizes_of("paper") or sizes
         elif joined.options.stages == "even":
             sizes = self._sizes()
         asked = joined.options.resize_stages
@@ -204,7 +201,7 @@ class StageSizes:
         buffers = gather_buffers(training.stage_model, old.control)
         stage_model = recut(training.stage_model, joined)
         optimizer = make_stage_optimizer(
-            joined, stage_model, self._users.keep(stage_model.model), _silent
+            joined, stage_model, self._users.keep(stage_model.model), silent
         )
         optimizer.load(exchange(source, optimizer.wanted(), joined.control), steps_done)
         adopt_buffers(buffers, had, stage_model)
@@ -242,6 +239,3 @@ def drop_others(stage_model: StageModel) -> None:
     for name, p in stage_model.whole.items():
         if name not in stage_model.names:
             drop(p)
-
-
-def _silent(_: str) -> None: ...

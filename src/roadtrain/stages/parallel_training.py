@@ -60,15 +60,13 @@ class ParallelTraining:
         optimizer: StageOptimizer,
         pipeline: Pipeline,
     ) -> None:
-        self.joined, self.stage_model = joined, stage_model
-        self.optimizer, self.pipeline = optimizer, pipeline
         self.committed_step = 0
         self.sizes: WatchedSizes | None = None  # where speeds are measured
         self._snapshots: JobSnapshots | None = None
         self._closed = False
         self._failed = ""  # what ended with an error here, in the midst of the others' work
         self._begun = False  # a step has begun here
-        stage_model.attach()
+        self.adopt(joined, stage_model, optimizer, pipeline)
 
     @property
     def model(self) -> nn.Module:

@@ -203,12 +203,6 @@ class Parallelism:
             for tensor in range(self.tp)
         ]
 
-    def context_groups(self) -> list[list[int]]:
-        return _runs_of(self.data_groups(), self.cp)
-
-    def expert_groups(self) -> list[list[int]]:
-        return _runs_of(self.data_groups(), self.ep)
-
     def boundary_groups(self) -> list[list[int]]:
         """All ranks of the two stages of each of the `boundaries`."""
         first = self.first_ranks
@@ -232,11 +226,6 @@ class Parallelism:
                 hint="one number a stage, each 1 or more, adding up to the model's layers",
             )
         return self.stages
-
-
-def _runs_of(groups: Sequence[Sequence[int]], length: int) -> list[list[int]]:
-    """Each group cut into runs of that length."""
-    return [list(group[i : i + length]) for group in groups for i in range(0, len(group), length)]
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
@@ -276,13 +265,11 @@ def balanced(
         best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
         for stage in range(n):
             following: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-            for stop in (
-                range(stage + 1, total - (n - 1 - stage) + 1) if stage < n - 1 else (total,)
-            ):
+            first = stage + 1 if stage < n - 1 else total
+            for stop in range(first, total - (n - 1 - stage) + 1):
                 for begin in range(stop - 1, stage - 1, -1):
-                    if (seconds := took(stage, begin, stop)) > bound or not fits(
-                        stage, begin, stop
-                    ):
+                    seconds = took(stage, begin, stop)
+                    if seconds > bound or not fits(stage, begin, stop):
                         break
                     if begin in best:
                         slowest, squares, stages = best[begin]
@@ -291,21 +278,13 @@ def balanced(
             best = following
         return (best[total][0], best[total][2]) if total in best else None
 
-    bound, most = (
-        1.1 * (before[-1] + sum(ends)) / sum(speeds),
-        (before[-1] + sum(ends)) / min(speeds),
-    )
+    whole = before[-1] + sum(ends)
+    bound, most = 1.1 * whole / sum(speeds), whole / min(speeds)
     while (found := within(bound)) is None:
         if n > total or bound >= most:
             return None
         bound *= 1.5
     flat = even(total, n)
-    stops = [*itertools.accumulate(flat)]
-    same = max(took(i, stop - flat[i], stop) for i, stop in enumerate(stops)) <= found[0] * (
-        1 + 1e-9
-    )
-    return (
-        flat
-        if same and all(fits(i, stop - flat[i], stop) for i, stop in enumerate(stops))
-        else found[1]
-    )
+    spans = [(i, stop - flat[i], stop) for i, stop in enumerate(itertools.accumulate(flat))]
+    as_fast = max(took(*span) for span in spans) <= found[0] * (1 + 1e-9)
+    return flat if as_fast and all(fits(*span) for span in spans) else found[1]

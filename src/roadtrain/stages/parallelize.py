@@ -13,7 +13,6 @@ Every process calls it with the same model and options; torchrun starts them, on
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +24,6 @@ from roadtrain.environment import launch_of
 from roadtrain.errors import ModelError
 from roadtrain.options.check import check_options
 from roadtrain.stages.cuts import Cuts
-from roadtrain.stages.first_values import fill
 from roadtrain.stages.layout import StageLayout
 from roadtrain.stages.networks import stated
 from roadtrain.stages.parallel_options import ParallelOptions
@@ -33,18 +31,20 @@ from roadtrain.stages.parallel_parts import (
     Joined,
     UserOptimizer,
     connect,
-    control_links,
+    join,
     make_pipeline,
     make_stage_optimizer,
+    silent,
 )
 from roadtrain.stages.parallel_sizes import StageSizes
 from roadtrain.stages.parallel_training import ParallelTraining
 from roadtrain.stages.rank_groups import Groups
 from roadtrain.stages.rank_meeting import meet
 from roadtrain.stages.stage_model import MicroBatch, StageModel
+from roadtrain.stages.stage_values import fill
+from roadtrain.stages.torch_stage import LossFunction
 from roadtrain.streaming.split import split
 
-Loss = Callable[[Any, MicroBatch], torch.Tensor]
 Report = Callable[[str], None]
 
 
@@ -67,7 +67,7 @@ def parallelize(
     options: ParallelOptions,
     *,
     example: MicroBatch,
-    loss: Loss = own_loss,
+    loss: LossFunction = own_loss,
     device: torch.device | str | None = None,
     report: Report = print,
 ) -> ParallelTraining:
@@ -85,7 +85,7 @@ def parallelize(
     """
     check_options(parallelize, locals())
     launch = launch_of(os.environ)
-    say = report if launch.rank == 0 else _silent
+    say = report if launch.rank == 0 else silent
     for line in options.say_lossy():
         say(line)
     users = UserOptimizer(model, optimizer, say)
@@ -107,20 +107,12 @@ def parallelize(
     torch.manual_seed(options.seed)
     fill(model, parts, layout.names_of(own.stage), options.weights, options.init)
     stage_model = StageModel(model, cuts, layout.segments_of(own.stage), at)
-    control = control_links(processes, groups, options.deadline_s)
-    start = control.same(lambda: uuid.uuid4().hex, "the name of this start")  # agents have none
-    joined = Joined(launch.rank, groups, layout, processes, control, options, at, users.rule, start)
+    joined = join(launch.rank, groups, layout, processes, options, at, users.rule)
     speaks = (own.replica, own.tensor) == (0, 0)  # for its stage
-    of_stage = say if launch.rank == 0 else _print if speaks else _silent
+    of_stage = say if launch.rank == 0 else _print if speaks else silent
     stage_optimizer = make_stage_optimizer(joined, stage_model, users.keep(model), of_stage)
     pipeline = make_pipeline(joined, stage_model, loss)
-    micro = f"{options.num_microbatches} micro-batches a step"
-    say(f"parallel: {parallelism}, {micro}, stages of {layout}")
-    if parallelism.tp > 1 and cuts.draws:  # Rule 2
-        say(
-            f"tensor: the model draws random numbers (dropout), and each of the {parallelism.tp}"
-            " tensor ranks draws its own inside split layers: losses are not those of another tp"
-        )
+    _say_start(joined, cuts, say)
     training = ParallelTraining(joined, stage_model, stage_optimizer, pipeline)
     if options.stages != "even" or options.resize_stages is not None:
         training.sizes = StageSizes(training, users, loss, say)
@@ -128,11 +120,18 @@ def parallelize(
     return training
 
 
+def _say_start(joined: Joined, cuts: Cuts, say: Report) -> None:
+    parallelism, micro = joined.groups.parallelism, joined.options.num_microbatches
+    say(f"parallel: {parallelism}, {micro} micro-batches a step, stages of {joined.layout}")
+    if parallelism.tp > 1 and cuts.draws:  # Rule 2
+        say(
+            f"tensor: the model draws random numbers (dropout), and each of the {parallelism.tp}"
+            " tensor ranks draws its own inside split layers: losses are not those of another tp"
+        )
+
+
 def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _silent(_: str) -> None: ...
 
 
 def _print(line: str) -> None:

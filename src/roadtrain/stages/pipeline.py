@@ -19,48 +19,13 @@ from roadtrain.stages.links import Channel, StageLinks
 from roadtrain.stages.protocol.pipeline import (
     BACKWARD,
     FORWARD,
+    PipelineShape,
     RunBlocks,
     StageStateMachine,
     Transfer,
 )
 from roadtrain.stages.stage_model import MicroBatch, RandomStart
 from roadtrain.stages.torch_stage import TorchStage
-
-SPARE_SLOTS = 1  # micro-batches that may arrive before the order needs them
-
-
-@dataclass(frozen=True)
-class PipelineShape:
-    """Where a rank stands in the order of a step.
-
-    widths: data-parallel ranks of each stage. num_microbatches: of a step, over all replicas.
-    """
-
-    stage: int
-    replica: int
-    widths: tuple[int, ...]
-    virtual_stages: int
-    num_microbatches: int
-
-    @property
-    def stages(self) -> int:
-        return len(self.widths)
-
-    def machine(self) -> StageStateMachine:
-        """Raises ConfigError where micro-batches, parts and widths do not go together."""
-        return StageStateMachine(
-            self.stage,
-            self.stages,
-            self.num_microbatches,
-            self.virtual_stages,
-            widths=self.widths,
-            replica=self.replica,
-        )
-
-    def slots(self) -> int:
-        """Micro-batches of one part for which a rank has buffers."""
-        machine = self.machine()
-        return max(1, min(len(machine.own), machine.ahead + SPARE_SLOTS))
 
 
 @dataclass
@@ -104,7 +69,7 @@ class Pipeline:
         the last stage. Raises PeerError (DeadlineError, LostError).
         """
         self.times, self.links.step, self.links.wait_s = StepTimes(), number, 0.0
-        step = _Step(self.shape.machine())
+        step = _Step(StageStateMachine(self.shape))
         for transfer in step.machine.receives():
             step.due.setdefault((transfer.boundary, transfer.what), deque()).append(transfer)
         for part in self.parts:
@@ -126,29 +91,30 @@ class Pipeline:
     def evaluate(self, batch: Callable[[int], MicroBatch]) -> float:
         """All micro-batches forward. Returns the sum of this rank's losses, each divided by
         num_microbatches: 0.0 before the last stage. Raises as `step`."""
-        machine, total = self.shape.machine(), 0.0
+        machine, total = StageStateMachine(self.shape), 0.0
         handed: dict[tuple[int, int], list[torch.Tensor]] = {}
         for run in (run for run in machine.order if run.what == FORWARD):
-            part, sender = self.parts[run.part], machine.comes(run)
+            part, arrival = self.parts[run.part], machine.arrival(run)
             slot = 0  # one micro-batch of a part at a time
-            if sender is not None and (run.part, run.micro) in handed:
-                for buffer, x in zip(part.inputs(slot), handed.pop((run.part, run.micro))):
+            if arrival is not None:
+                self.links.post(arrival, part.buffers(FORWARD, slot))
+                self.links.wait(arrival)
+            elif (run.part, run.micro) in handed:
+                for buffer, x in zip(
+                    part.buffers(FORWARD, slot), handed.pop((run.part, run.micro))
+                ):
                     buffer.detach().copy_(x)
-            elif sender is not None:
-                transfer = machine.arrival(run)
-                self.links.post(transfer, part.inputs(slot))
-                self.links.wait(transfer)
             out = part.run_forward(slot, batch(run.micro))
             part.drop()
-            peer = machine.goes(run)
+            peer, transfer = machine.goes(run), machine.transfer(run)
             if peer is None:
                 assert isinstance(out, torch.Tensor)
                 total += float(out) / self.shape.num_microbatches
-            elif (peer.stage, peer.replica) == (self.shape.stage, self.shape.replica):
+            elif transfer is None:
                 handed[peer.part, run.micro] = list(out)
             else:
                 # copies, since a block may return what it got, whose buffer is filled again
-                self.links.send(machine.transfer(run), [x.clone() for x in out])
+                self.links.send(transfer, [x.clone() for x in out])
         self.links.flush()
         return total
 
@@ -173,13 +139,10 @@ class Pipeline:
         else:
             sends = self._backward(step, run)
             self.times.backward += time.perf_counter() - then
-        if (peer := step.machine.goes(run)) is None:
-            return
-        own = self.shape.stage, self.shape.replica
-        if (peer.stage, peer.replica) == own:
+        if (transfer := step.machine.transfer(run)) is not None:
+            self.links.send(transfer, sends)
+        elif (peer := step.machine.goes(run)) is not None:
             self._hand_over(step, run, peer.part, sends)
-            return
-        self.links.send(step.machine.transfer(run), sends)
 
     def _forward(
         self, step: _Step, run: RunBlocks, batch: Callable[[int], MicroBatch]
@@ -210,8 +173,7 @@ class Pipeline:
     ) -> None:
         """The next part is on this rank too: what `run` leaves is copied into its buffers."""
         slot = self._slot(step, part, run.micro)
-        there = self.parts[part]
-        buffers = there.inputs(slot) if run.what == FORWARD else there.output_gradients(slot)
+        buffers = self.parts[part].buffers(run.what, slot)
         with torch.no_grad():
             for buffer, tensor in zip(buffers, tensors, strict=True):
                 buffer.detach().copy_(tensor)
@@ -229,11 +191,7 @@ class Pipeline:
                 transfer = waiting.popleft()
                 part, micro = transfer.receiver.part, transfer.micro
                 slot = self._slot(step, part, micro)
-                here = self.parts[part]
-                forward = transfer.what == FORWARD
-                self.links.post(
-                    transfer, here.inputs(slot) if forward else here.output_gradients(slot)
-                )
+                self.links.post(transfer, self.parts[part].buffers(transfer.what, slot))
                 step.posted[transfer.what, part, micro] = transfer
 
     def _may_arrive(self, step: _Step, transfer: Transfer) -> bool:

@@ -17,45 +17,40 @@ Assumes: nothing else takes steps with the placed optimizer. Does NOT move block
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from roadtrain.chunks import NUMPY, ParamSpec
+from roadtrain.chunks import NUMPY, PAGE, ParamSpec
 from roadtrain.errors import ConfigError, LoopError, RoadtrainError, StaleError
 from roadtrain.kernels.cast import cast
+from roadtrain.kernels.rule import Rule
 from roadtrain.placement.optimizer import PlacedOptimizer
 from roadtrain.stages.courier import typed
 from roadtrain.stages.data_group import deadline_of, ranks_of
-from roadtrain.stages.pieces import VALUE, Extent, Piece
-from roadtrain.stages.taken_pieces import TakenPieces
+from roadtrain.stages.pieces import VALUE, Extent, Piece, even_shares
+from roadtrain.stages.shared_copies import SharedCopies
+from roadtrain.stages.transfers import check_covered
 from roadtrain.storage.convert import MASTER, RecordView
+from roadtrain.storage.scratch import Scratch
 from roadtrain.streaming.grads import PlacedGrad
+from roadtrain.streaming.split import DTYPES
+from roadtrain.units import round_up
 
 SUM_ELEMENTS = 1 << 20  # of a shared parameter's gradient that are summed at once
-
-
-class Copies(Protocol):
-    """A parameter of which several stages have a copy. `group`: all ranks of these stages, stage by
-    stage, replica by replica. `replica`: this rank's in its own stage. `counts`: whether this
-    stage's copy is the one that a norm over the job counts."""
-
-    @property
-    def group(self) -> dist.ProcessGroup: ...
-    @property
-    def replica(self) -> int: ...
-    @property
-    def counts(self) -> bool: ...
 
 
 class PlacedStage:
     """A StageOptimizer (stages/stage_optimizer.py). `shared`: by name, parameters of which other
     stages have copies; those stages are placed too. Raises ConfigError."""
 
-    def __init__(self, placed: PlacedOptimizer, shared: Mapping[str, Copies] | None = None) -> None:
+    def __init__(
+        self, placed: PlacedOptimizer, shared: Mapping[str, SharedCopies] | None = None
+    ) -> None:
         self.placed, self._shared = placed, dict(shared or {})
         self.width = placed.group.workers
         self.param_groups: list[dict[str, Any]] = placed.param_groups
@@ -136,7 +131,7 @@ class PlacedStage:
         self.placed.root.pass_ended()
         self._finished = True
 
-    def _sum_copies(self, name: str, p: torch.nn.Parameter, copies: Copies) -> None:
+    def _sum_copies(self, name: str, p: torch.nn.Parameter, copies: SharedCopies) -> None:
         """The first rank of each stage has the sum over all ranks of all of them, in their order
         and in fp32, the others zero: so each stage sums to the same bits. Raises PeerError."""
         grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
@@ -163,21 +158,14 @@ class PlacedStage:
         """See StageOptimizer. The ranks of a stage have a share each of what all of them reach.
         Waits for the commit of the last step, which needs all of them."""
         self.placed.flush()
-        return self._share()
+        sizes = ((spec.name, spec.numel) for spec in self.placed.params)
+        return even_shares(sizes, self.placed.group.rank, self.width)
 
     def wanted(self) -> list[Extent]:
         """See StageOptimizer. The stage's first rank fills the servers."""
         if self.placed.group.rank:
             return []
         return [Extent(spec.name, 0, spec.numel) for spec in self.placed.params if spec.numel]
-
-    def _share(self) -> list[Extent]:
-        rank, width = self.placed.group.rank, self.width
-        found = (
-            Extent(spec.name, spec.numel * rank // width, spec.numel * (rank + 1) // width)
-            for spec in self.placed.params
-        )
-        return [extent for extent in found if extent.numel]
 
     def piece(self, extent: Extent) -> Piece:
         """See StageOptimizer. Only after `extents`."""
@@ -247,6 +235,68 @@ class PlacedStage:
                 for key, array in own.arrays.items()
             )
         )
+
+
+class TakenPieces:
+    """Values and state that come in pieces, in any order, until a store takes them all. They lie in
+    a scratch file (storage/scratch.py), so a stage larger than memory can be loaded.
+
+    `params`: of the store; `rules`: of its parameter groups. `where`: a directory."""
+
+    def __init__(self, params: Sequence[ParamSpec], rules: Sequence[Rule], where: Path) -> None:
+        self._params, self._rules = params, rules
+        self._index = {spec.name: i for i, spec in enumerate(params)}
+        self._at = dict[tuple[int, str], int]()
+        nbytes = 0
+        for i, spec in enumerate(params):
+            arrays = rules[spec.group].arrays if spec.trainable else ()
+            for key in (VALUE, *arrays):
+                self._at[i, key] = nbytes
+                nbytes += round_up(spec.numel * 4, PAGE)
+        self._scratch = Scratch(where, nbytes)
+        self._came = list[Extent]()
+        self._scalars = dict[int, Mapping[str, float]]()  # of parameters that have a state
+
+    def take(self, piece: Piece) -> None:
+        """Raises ForeignError for the state of another rule."""
+        name, start = piece.extent.name, piece.extent.start
+        index = self._index[name]
+        spec = self._params[index]
+        arrays: Sequence[str] = ()
+        if spec.trainable and piece.has_state(self._rules[spec.group]):
+            arrays = self._rules[spec.group].arrays
+            self._scalars[index] = piece.scalars
+        self._came.append(piece.extent)
+        for key in (VALUE, *arrays):
+            values = piece.arrays[key].numpy()
+            self._scratch.write(values.view(np.uint8).data, self._at[index, key] + 4 * start)
+
+    def check(self, who: str) -> None:
+        """Raises StoreError where something has not come."""
+        wanted = [Extent(spec.name, 0, spec.numel) for spec in self._params]
+        check_covered(self._came, wanted, who)
+
+    def values(self) -> dict[int, torch.Tensor]:
+        """By index: fp32 where it is trained, else in its own dtype."""
+        out = {}
+        for i, spec in enumerate(self._params):
+            if spec.numel:
+                whole = self._tensor(i, VALUE)
+                out[i] = whole if spec.trainable else whole.to(DTYPES[spec.dtype])
+        return out
+
+    def state(self) -> dict[int, dict[str, torch.Tensor | float]]:
+        """By index, of parameters that were updated before."""
+        out = dict[int, dict[str, torch.Tensor | float]]()
+        for i, scalars in self._scalars.items():
+            arrays = self._rules[self._params[i].group].arrays
+            out[i] = {key: self._tensor(i, key) for key in arrays} | dict(scalars)
+        return out
+
+    def _tensor(self, index: int, key: str) -> torch.Tensor:
+        spec, at = self._params[index], self._at[index, key]
+        flat = torch.frombuffer(self._scratch.map, dtype=torch.float32, count=spec.numel, offset=at)
+        return flat.view(spec.shape)
 
 
 def times(scale: float, width: int) -> float:

@@ -36,19 +36,16 @@ from torch import nn
 
 from roadtrain.errors import LoopError, StoreError
 from roadtrain.kernels.torch_rules import rules_for
-from roadtrain.stages.bucket_state import BucketState
-from roadtrain.stages.courier import UNDER_WAY, Courier, CourierJob, Pending
+from roadtrain.stages.bucket_state import BucketState, ShardedPieces
+from roadtrain.stages.courier import UNDER_WAY, Courier, CourierJob, Pending, SideStream
 from roadtrain.stages.data_group import DataGroup, deadline_of
-from roadtrain.stages.flat_layout import lay_out
+from roadtrain.stages.flat_layout import StageParameters, lay_out, views_of_all
 from roadtrain.stages.forward_waits import ForwardWaits
 from roadtrain.stages.gradient_hooks import GradientHooks
+from roadtrain.stages.gradient_sum import GradientSum, SumUnderWay
 from roadtrain.stages.pieces import Extent, Piece
 from roadtrain.stages.same_start import StartingRanks, begin_alike, differ, digest, pair
-from roadtrain.stages.sharded_pieces import ShardedPieces
 from roadtrain.stages.shared_copies import SharedCopies, links_of
-from roadtrain.stages.side_stream import SideStream
-from roadtrain.stages.stage_parameters import StageParameters, views_of_all
-from roadtrain.stages.whole_sums import SumUnderWay, WholeSums
 from roadtrain.units import MIB
 
 
@@ -63,17 +60,17 @@ class ShardedOptions:
     overlap: bool = True
     label: str = "the stage"
     counts: Callable[[str], bool] | None = None
-    sums: WholeSums | None = None
+    sums: GradientSum | None = None
 
 
 class ShardedOptimizer:
     """A StageOptimizer (stage_optimizer.py).
 
-    models: the stage, or its virtual stages' parts, with the whole model's names. optimizer: the
-    user's own, of this stage's parameters; its groups are read at each step and its own step is
-    never run. group: the stage's data-parallel ranks; None: there is one. shared: parameters that
-    other stages have copies of. blocks: modules that wait for their parameters as one, found as
-    `place` finds them if not given. masters: by name, fp32 values of parameters that are narrower.
+    model: the stage, with the whole model's names. optimizer: the user's own, of this stage's
+    parameters; its groups are read at each step and its own step is never run. group: the stage's
+    data-parallel ranks; None: there is one. shared: parameters that other stages have copies of.
+    blocks: modules that wait for their parameters as one. masters: by name, fp32 values of
+    parameters that are narrower.
 
     Collective over the group. Raises RuleError for an optimizer that is not elementwise,
     ModelError for parameters that cannot be or that differ, ConfigError for a group that cannot.
@@ -81,23 +78,22 @@ class ShardedOptimizer:
 
     def __init__(
         self,
-        models: nn.Module | Sequence[nn.Module],
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         group: torch.distributed.ProcessGroup | None = None,
         *,
         shared: Mapping[str, SharedCopies] = {},
-        blocks: Iterable[nn.Module] | None = None,
+        blocks: Iterable[nn.Module] = (),
         masters: Mapping[str, torch.Tensor] = {},
         options: ShardedOptions = ShardedOptions(),
         report: Callable[[str], None] = print,
     ) -> None:
-        stage = [models] if isinstance(models, nn.Module) else list(models)
         self.options, self.optimizer = options, optimizer
         self.param_groups: list[dict[str, Any]] = optimizer.param_groups
         self.steps_done = 0
         self.rules = rules_for(optimizer)
         self._group_sizes = _group_sizes(optimizer)
-        self.parameters = StageParameters(stage, optimizer)
+        self.parameters = StageParameters(model, optimizer)
         self.group, self.sums = DataGroup(group, self.parameters.device), options.sums
         self.links = links_of(shared, self.parameters.trainable, self.group)
         self.layout = lay_out(
@@ -120,7 +116,7 @@ class ShardedOptimizer:
             self.layout, params, self._grad_views, self._reduce, self._wait, self._take_order
         )
         numbers = dict(zip(params, self.layout.buckets_of))
-        self.waits = ForwardWaits(stage, blocks, numbers, self._wait)
+        self.waits = ForwardWaits(model, blocks, numbers, self._wait)
         self._say_what_differs(report)
 
     def _make_memory(
@@ -139,16 +135,16 @@ class ShardedOptimizer:
         firsts = {i: wide[name] for i, name in enumerate(names) if name in wide}
         self.states = []
         for b in layout.buckets:
-            group, part = layout.runs[b.run].group, slice(b.start, b.stop)
+            part = slice(b.start, b.stop)
             state = BucketState(
                 b,
                 self.group.rank,
                 values[b.run][part],
                 grads[b.run][part],
-                self.rules[group],
+                self.rules[b.group],
                 whole=self.sums is not None,
             )
-            state.begin(hypers[group], firsts)
+            state.begin(hypers[b.group], firsts)
             self.states.append(state)
         rank, width = self.group.rank, self.group.width
         who = f"{self.options.label}, rank {rank} of {self.group}"
@@ -220,9 +216,8 @@ class ShardedOptimizer:
         self._agree_on_step(hypers, scale)
         began = self.side.mark()
         for index in reversed(self.hooks.order):
-            group = self.layout.runs[self.states[index].bucket.run].group
-            has_gradient = self._has_gradient.__getitem__
-            update = partial(self.states[index].update, hypers[group], scale, has_gradient)
+            state, has_gradient = self.states[index], self._has_gradient.__getitem__
+            update = partial(state.update, hypers[state.bucket.group], scale, has_gradient)
             self._gather(index, began, update)
         self.steps_done += 1
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it
@@ -232,7 +227,7 @@ class ShardedOptimizer:
             self.wait_parameters()
 
     def zero_grad(self) -> None:
-        """Drops the gradients of a step that is not taken. Collective, inside a step."""
+        """Drop the gradients of a step that is not taken. Collective, inside a step."""
         if self.hooks.open:
             self._finish_gradients()
             self._settle("the sum of gradients that are dropped")
@@ -328,7 +323,7 @@ class ShardedOptimizer:
 
         self.courier.do(CourierJob(self._name("reduce-scatter", index, self.group), begin, end))
 
-    def _sum(self, index: int, sums: WholeSums) -> None:
+    def _sum(self, index: int, sums: GradientSum) -> None:
         """As `_reduce`, and every rank gets all of it."""
         grads, made = self.states[index].grads, self.side.mark()
         what, under_way = f"bucket {index} of {self.options.label}", list[SumUnderWay]()
@@ -482,10 +477,9 @@ class ShardedOptimizer:
         """See StageOptimizer. Pieces of values alone begin with the state of a first step. Raises
         StoreError on all ranks where one lacks a part."""
         self._settle("the load of a state")
-        groups = [run.group for run in self.layout.runs]
         wrong: StoreError | None = None
         try:
-            self.pieces.take(pieces, self._hyperparameters(), groups)
+            self.pieces.take(pieces, self._hyperparameters())
         except StoreError as error:
             wrong = error
             with contextlib.suppress(StoreError):  # others wait for what this rank gives

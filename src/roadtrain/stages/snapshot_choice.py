@@ -13,6 +13,7 @@ else two starts went on without each other (storage/history.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,10 +35,7 @@ class ParamEntry(msgspec.Struct, frozen=True):
 
     @property
     def numel(self) -> int:
-        out = 1
-        for n in self.shape:
-            out *= n
-        return out
+        return math.prod(self.shape)
 
 
 class SnapshotKey(msgspec.Struct, frozen=True, order=True):
@@ -71,7 +69,7 @@ class SeenSnapshot(msgspec.Struct, frozen=True):
 
     key: SnapshotKey
     marker: Description | None  # of any rank
-    extents: tuple[tuple[str, int, int], ...] = ()  # that are there whole
+    extents: tuple[Extent, ...] = ()  # that are there whole
     parts: tuple[int, ...] = ()  # the ranks whose parts are there whole
     notes: tuple[str, ...] = ()  # about files that do not count
 
@@ -176,8 +174,9 @@ def _refuse_strangers(told: Sequence[Description | None]) -> None:
 def _lacking(told: Description, seen: Sequence[Sequence[SeenSnapshot]]) -> str:
     """What no host has of a snapshot, for people; "" where it is whole."""
     here = [one for rank in seen for one in rank if one.key == told.key]
-    haves = [[Extent(*extent) for extent in one.extents] for one in here]
-    missing = uncovered(haves, [Extent(p.name, 0, p.numel) for p in told.params])
+    missing = uncovered(
+        [one.extents for one in here], [Extent(p.name, 0, p.numel) for p in told.params]
+    )
     if not missing:
         return ""
     whole = {part for one in here for part in one.parts}

@@ -161,9 +161,8 @@ class PartReader:
         return None
 
     def seen(self) -> SeenSnapshot:
-        extents = tuple((e.name, e.start, e.stop) for e in self.extents())
         marker, parts = self.marker(), tuple(sorted(self.parts))
-        return SeenSnapshot(self.key, marker, extents, parts, tuple(self.notes))
+        return SeenSnapshot(self.key, marker, tuple(self.extents()), parts, tuple(self.notes))
 
     def extents(self) -> list[Extent]:
         found = {Extent(name, a, b) for name, all_ in self._at.items() for a, b, _, _ in all_}
@@ -171,7 +170,8 @@ class PartReader:
 
     def extents_of(self, name: str) -> list[Extent]:
         """Of one parameter."""
-        return sorted({Extent(name, a, b) for a, b, _, _ in self._at.get(name, ())}, key=_start)
+        spans = sorted({(a, b) for a, b, _, _ in self._at.get(name, ())})
+        return [Extent(name, a, b) for a, b in spans]
 
     def piece(self, extent: Extent) -> Piece:
         """Raises DamagedError that names the file."""
@@ -260,10 +260,6 @@ def set_snapshot_aside(home: Path) -> None:
     with typed_errors(home, "renaming"), contextlib.suppress(FileNotFoundError):
         home.rename(home.with_name(f"{home.name}.aside"))
     sync_directory(home.parent)
-
-
-def _start(extent: Extent) -> int:
-    return extent.start
 
 
 def _key_of(name: str) -> SnapshotKey | None:

@@ -5,7 +5,7 @@
 Each rank writes what it has into its own host's directory, in pieces under the parameters' names.
 A snapshot is committed when every rank's part is durable (snapshot_choice.py), so a kill at any
 moment leaves the one before. Two are kept. Any other start of the job can read it: with other
-stages, widths and placements, on hosts that share a directory or have one each (exchange.py).
+stages, widths and placements, on hosts that share a directory or have one each (piece_exchange.py).
 
 With `replicas` 2 each part lies on a host of another cluster as well (of another host, where there
 is one cluster), so that the run goes on when one of them is lost with its disks.
@@ -27,7 +27,7 @@ import msgspec
 
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.stages.control_links import ControlLinks, RankPlace
-from roadtrain.stages.exchange import PIECE_ELEMENTS, exchange
+from roadtrain.stages.piece_exchange import PIECE_ELEMENTS, exchange
 from roadtrain.stages.pieces import Extent, Piece, PieceSource
 from roadtrain.stages.snapshot_choice import (
     Choice,
@@ -107,7 +107,7 @@ class JobSnapshots:
     ) -> None:
         self.directory, self.options = directory / FOLDER, options
         self._links, self._parallelism, self._mark = links, parallelism, mark
-        self._report = report if links.rank == 0 else _silent
+        self._report = report if links.rank == 0 else lambda line: None
         told = links.gather(msgspec.json.encode(tuple(params)), "the parameters of each stage")
         tables = [msgspec.json.decode(one, type=tuple[ParamEntry, ...]) for one in told]
         self._params = merged(tables)
@@ -139,7 +139,9 @@ class JobSnapshots:
         is removed or set aside, and said. Raises GoneError where the newest one is not whole,
         ForkedError, ForeignError (also for another model), StaleError (by the mark)."""
         here = self._links.together(self._look, "looking for snapshots")
-        seen = self._tell([one.seen() for _, one in sorted(here.items())])
+        mine = msgspec.json.encode([one.seen() for _, one in sorted(here.items())])
+        every = self._links.gather(mine, "the snapshots of each host")
+        seen = [msgspec.json.decode(one, type=tuple[SeenSnapshot, ...]) for one in every]
         choice = choose(seen, go_back=self.options.go_back)
         told = choice.counts
         if told is not None:
@@ -161,10 +163,6 @@ class JobSnapshots:
         make_directory(self.directory)
         sync_directory(self.directory.parent.parent)
         return look(self.directory)
-
-    def _tell(self, mine: Sequence[SeenSnapshot]) -> list[tuple[SeenSnapshot, ...]]:
-        told = self._links.gather(msgspec.json.encode(tuple(mine)), "the snapshots of each host")
-        return [msgspec.json.decode(one, type=tuple[SeenSnapshot, ...]) for one in told]
 
     def _check_mark(self, told: Description | None) -> None:
         def check() -> None:
@@ -289,9 +287,9 @@ class JobSnapshots:
 
     def _copies(self, source: PieceSource, mine: Sequence[Extent], what: str) -> Iterator[Piece]:
         """What this rank keeps of others."""
-        own = [[e.name, e.start, e.stop] for e in mine]
-        told = self._links.agree(own, f"{what}, what each one has")
-        has, of_others = set(mine), (Extent(*e) for rank in self._copies_of for e in told[rank])
+        told = self._links.gather(msgspec.json.encode(mine), f"{what}, what each one has")
+        every = [msgspec.json.decode(one, type=list[Extent]) for one in told]
+        has, of_others = set(mine), (e for rank in self._copies_of for e in every[rank])
         wanted = dict.fromkeys(one for one in of_others if one not in has)
         return exchange(source, wanted, self._links)
 
@@ -319,7 +317,3 @@ def buddies(places: Sequence[RankPlace]) -> tuple[int, ...]:
         f"replicas = 2 and all {len(places)} ranks are on one host",
         hint="leave replicas out: both copies would be lost with that host",
     )
-
-
-def _silent(line: str) -> None:
-    """What the first rank says, the others do not repeat."""

@@ -31,7 +31,13 @@ from roadtrain.errors import ConfigError, DifferError, LoopError, ModelError, Us
 from roadtrain.options.names import did_you_mean
 from roadtrain.stages.tensor_families import family_plan
 from roadtrain.stages.tensor_split import TensorSplit
-from roadtrain.stages.tensor_styles import TensorGroup, TensorStyle, own_style
+from roadtrain.stages.tensor_styles import (
+    TensorGroup,
+    TensorStyle,
+    own_style,
+    random_state,
+    set_random_state,
+)
 
 TensorPlan = Mapping[str, ParallelStyle]
 
@@ -50,13 +56,11 @@ class TensorParallel:
     @property
     def rank(self) -> int:
         """In the group."""
-        rank: int = self.mesh.get_local_rank()
-        return rank
+        return int(self.mesh.get_local_rank())
 
     @property
     def degree(self) -> int:
-        degree: int = self.mesh.size()
-        return degree
+        return int(self.mesh.size())
 
     def __str__(self) -> str:
         whole = sum(math.prod(shape) for shape in self.shapes.values())
@@ -96,7 +100,8 @@ class TensorParallel:
         """Raise DifferError where the ranks of the group would draw different random numbers
         (dropout would differ where their activations agree). Collective over the group."""
         device = device_of(self.mesh)
-        digest = hashlib.sha256(b"".join(x.numpy().tobytes() for x in _random_states(device)))
+        states = map(random_state, _random_devices(device))
+        digest = hashlib.sha256(b"".join(x.numpy().tobytes() for x in states))
         own = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8).to(device)
         found = [torch.empty_like(own) for _ in range(self.degree)]
         dist.all_gather(found, own, group=self.mesh.get_group())
@@ -229,10 +234,8 @@ def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
         if not value.is_meta:
             with torch.no_grad():
                 value.copy_(_from_first(value.detach(), mesh))
-    own, *others = _random_states(device)
-    torch.set_rng_state(_from_first(own, mesh))
-    for state in others:
-        torch.get_device_module(device).set_rng_state(_from_first(state, mesh), device)
+    for at in _random_devices(device):
+        set_random_state(_from_first(random_state(at), mesh), at)
 
 
 def _from_first(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -244,12 +247,9 @@ def _from_first(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return sent.to(value.device)
 
 
-def _random_states(device: torch.device) -> list[torch.Tensor]:
-    """Of the host, and of an accelerator: uint8, on the host."""
-    host = torch.get_rng_state()
-    if device.type == "cpu":
-        return [host]
-    return [host, torch.get_device_module(device).get_rng_state(device)]
+def _random_devices(device: torch.device) -> list[torch.device]:
+    """The host and `device`: each has a random generator."""
+    return list(dict.fromkeys((torch.device("cpu"), device)))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

@@ -14,10 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from roadtrain.errors import ConfigError
+
+Place = TypeVar("Place", int, torch.Tensor)
 
 
 @dataclass(frozen=True)
@@ -112,20 +115,10 @@ class TensorSplit:
         """Where `rank`'s elements [start, stop) stand in the flattened whole: int64 [stop -
         start], rising. Padding has no place there."""
         assert 0 <= start <= stop <= self.real(rank)
-        places = torch.arange(start, stop)
-        own = self.width * self.inner
-        inside = places % own
-        parts = (places // own) % self.parts
-        rows = places // self.local_row
-        return rows * self.row + parts * (self.row // self.parts) + rank * own + inside
+        return self.position(rank, torch.arange(start, stop))
 
-    def position(self, rank: int, place: int) -> int:
-        """Where `rank`'s element `place` stands in the flattened whole."""
-        rows, rest = divmod(place, self.local_row)
-        parts, inside = divmod(rest, self.width * self.inner)
-        return (
-            rows * self.row
-            + parts * (self.row // self.parts)
-            + rank * self.width * self.inner
-            + inside
-        )
+    def position(self, rank: int, place: Place) -> Place:
+        """Where `rank`'s element `place` (or each of many) stands in the flattened whole."""
+        own = self.width * self.inner
+        rows, part, inside = place // self.local_row, place // own % self.parts, place % own
+        return rows * self.row + part * (self.row // self.parts) + rank * own + inside

@@ -86,7 +86,7 @@ class TensorGroup:
         if self._outside is not None:
             return
         seed = int(torch.randint(_SEEDS, ())) + self.rank
-        self._outside = device, _random_state(device)
+        self._outside = device, random_state(device)
         if device.type == "cpu":
             torch.default_generator.manual_seed(seed)
         else:
@@ -98,10 +98,7 @@ class TensorGroup:
             return
         device, state = self._outside
         self._outside = None
-        if device.type == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.get_device_module(device).set_rng_state(state, device)
+        set_random_state(state, device)
 
     def keep_own_part(self, p: nn.Parameter, split: TensorSplit) -> None:
         """p holds this rank's part of its values from now on; it stays the same object, which
@@ -111,11 +108,19 @@ class TensorGroup:
             p.data = split.local_value(p.data, self.rank)
 
 
-def _random_state(device: torch.device) -> torch.Tensor:
+def random_state(device: torch.device) -> torch.Tensor:
+    """uint8, on the host."""
     if device.type == "cpu":
         return torch.get_rng_state()
     state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
     return state
+
+
+def set_random_state(state: torch.Tensor, device: torch.device) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 class SplitLayer(nn.Module):

@@ -13,7 +13,7 @@ schedules call, and not public.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,10 +24,11 @@ from torch.distributed.pipelining._utils import InferenceMode
 
 from roadtrain.errors import ModelError, RoadtrainError
 from roadtrain.stages.cuts import Segment
+from roadtrain.stages.protocol.pipeline import FORWARD
 from roadtrain.stages.stage_model import MicroBatch, RandomStart, StageModel
 from roadtrain.streaming.leaves import distinct, flatten
 
-LossFunction = Any  # (the model's result, the micro-batch) -> a scalar
+LossFunction = Callable[[Any, MicroBatch], torch.Tensor]  # of the model's result: a scalar
 
 
 class SegmentModule(nn.Module):
@@ -143,13 +144,11 @@ class TorchStage(PipelineStage):
         self._prepare_backward_infra(slots)
         self.free = list(range(slots))
 
-    def inputs(self, slot: int) -> list[torch.Tensor]:
-        """Where what crosses the cut before the segment arrives."""
-        return [info.buffer for info in self.args_recv_info[slot] if info.buffer is not None]
-
-    def output_gradients(self, slot: int) -> list[torch.Tensor]:
-        """Where the gradients of what left arrive; none for what has no gradient."""
-        return [info.buffer for info in self.grad_recv_info[slot] if info.buffer is not None]
+    def buffers(self, what: str, slot: int) -> list[torch.Tensor]:
+        """The buffers of what arrives: FORWARD, what crosses the cut before the segment; BACKWARD,
+        the gradients of what left over the cut behind it that have any."""
+        infos = self.args_recv_info[slot] if what == FORWARD else self.grad_recv_info[slot]
+        return [info.buffer for info in infos if info.buffer is not None]
 
     def run_forward(
         self, slot: int, batch: MicroBatch, random: RandomStart | None = None
@@ -172,7 +171,7 @@ class TorchStage(PipelineStage):
         wanted = self._stage_meta.input_grads or ()
         return [
             torch.zeros_like(here) if grad is None else grad
-            for here, grad, meta in zip(self.inputs(slot), gradients, wanted, strict=True)
+            for here, grad, meta in zip(self.buffers(FORWARD, slot), gradients, wanted, strict=True)
             if meta is not None
         ]
 

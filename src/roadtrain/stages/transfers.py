@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from roadtrain.errors import GoneError
+from roadtrain.errors import GoneError, StoreError
 from roadtrain.stages.pieces import Extent
 
 Cost = Callable[[int, int], float]  # source, target -> what an element costs
@@ -112,6 +112,17 @@ def uncovered(haves: Sequence[Iterable[Extent]], wanted: Iterable[Extent]) -> li
     """The parts of `wanted` that nobody has."""
     holders = _Holders(haves)
     return [part for extent in wanted for part, ranks in holders.parts(extent) if not ranks]
+
+
+def check_covered(came: Iterable[Extent], wanted: Iterable[Extent], who: str) -> None:
+    """Raises StoreError where a part of `wanted` has not come."""
+    if lacking := uncovered([came], wanted):
+        first = lacking[0]
+        raise StoreError(
+            f"{who}: {sum(part.numel for part in lacking)} elements of its state are lacking,"
+            f" first [{first.start}, {first.stop}) of {first.name!r}",
+            hint="the pieces cover every parameter of the stage",
+        )
 
 
 def missing(part: Extent, target: int) -> GoneError:

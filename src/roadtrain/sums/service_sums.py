@@ -15,14 +15,13 @@ Does NOT know layers or steps; a stage of several (pp, tp) is refused in Paralle
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import psutil
 import torch
 
-from roadtrain.stages.control_links import ControlLinks
-from roadtrain.stages.parallel_options import ParallelOptions
 from roadtrain.sums.spare_hosts import SpareHosts
 from roadtrain.sums.sums import SumSetup, connect
 from roadtrain.sums.tensor_sums import TensorSum, TensorSums
@@ -31,7 +30,7 @@ from roadtrain.transport.address import token_of
 
 @dataclass(frozen=True)
 class ServiceSums:
-    """A WholeSums (stages/whole_sums.py)."""
+    """A GradientSum (stages/gradient_sum.py)."""
 
     sums: TensorSums
 
@@ -42,21 +41,37 @@ class ServiceSums:
         self.sums.close()
 
 
+class JobRanks(Protocol):
+    """The messages of all ranks of a job to all (stages/control_links.py)."""
+
+    @property
+    def rank(self) -> int: ...
+    def gather(self, message: bytes, what: str) -> list[bytes]: ...
+    def same(self, call: Callable[[], Any], what: str) -> Any: ...
+
+
 def connect_sums(
-    options: ParallelOptions,
-    control: ControlLinks,
+    reducers: Sequence[str] | str,
+    token_file: str | None,
+    ranks: JobRanks,
+    *,
+    alone: bool,
+    hosts: Sequence[str],
     address: str,
+    deadline_s: float,
     report: Callable[[str], None],
 ) -> ServiceSums | None:
-    """What sums this rank's gradients; None where there is one rank. address: of this host, as the
-    other ranks reach it. Collective. Raises ConfigError, PeerError."""
-    if control.size == 1:
+    """The service that sums this rank's gradients; None where there is one rank. hosts: of each
+    rank. address: of this host, as the other ranks reach it. Collective. Raises ConfigError,
+    PeerError."""
+    if len(hosts) == 1:
         report("reducers: none is used, one worker has nothing to sum with others")
         return None
-    wanted = SpareHosts(options.reducers, None, token_of(options.reducers_token_file))
-    there = control.same(wanted.now, "the reducers")
-    hosts = [place.host for place in control.places]
-    report(_described(options, there))
+    wanted = SpareHosts(reducers, None, token_of(token_file))
+    there = ranks.same(wanted.now, "the reducers")
+    source = f" ({reducers})" if isinstance(reducers, str) else ""
+    beside = "the workers sum where none is there" if alone else "so do workers"
+    report(f"reducers: {', '.join(there) or 'none yet'}{source} sum gradients, {beside}")
     if len(set(hosts)) < len(hosts) and len(set(hosts)) > 1:
         report(
             f"reducers: the workers of each of {len(set(hosts))} hosts are summed first, so that"
@@ -64,21 +79,15 @@ def connect_sums(
         )
     free = psutil.virtual_memory().available
     setup = SumSetup(
-        rank=control.rank,
-        workers=control.size,
+        rank=ranks.rank,
+        workers=len(hosts),
         inside=True,
         rule="sum",
         address=address,
-        nbytes=free // (2 * hosts.count(hosts[control.rank])),
-        deadline_s=options.deadline_s,
-        separate=options.reducers_alone,
+        nbytes=free // (2 * hosts.count(hosts[ranks.rank])),
+        deadline_s=deadline_s,
+        separate=alone,
         report=report,
     )
-    sums = connect(wanted, setup, lambda words: control.gather(words, "the reducers"))
+    sums = connect(wanted, setup, lambda words: ranks.gather(words, "the reducers"))
     return ServiceSums(TensorSums(sums, ""))
-
-
-def _described(options: ParallelOptions, there: dict[str, float]) -> str:
-    source = f" ({options.reducers})" if isinstance(options.reducers, str) else ""
-    beside = "the workers sum where none is there" if options.reducers_alone else "so do workers"
-    return f"reducers: {', '.join(there) or 'none yet'}{source} sum gradients, {beside}"

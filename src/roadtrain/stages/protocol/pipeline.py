@@ -33,6 +33,7 @@ from typing import NamedTuple
 from roadtrain.errors import ConfigError
 
 FORWARD, BACKWARD = "Forward", "Backward"
+SPARE_SLOTS = 1  # micro-batches that may arrive before the order needs them
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,47 +67,6 @@ class Transfer:
     receiver: Peer
 
 
-def own_microbatches(num_microbatches: int, width: int = 1, replica: int = 0) -> range:
-    """Those that a replica of a stage of `width` runs, of a step's."""
-    return range(replica, num_microbatches, width)
-
-
-def first_forwards(
-    stage: int,
-    stages: int,
-    num_microbatches: int,
-    parts: int = 1,
-    *,
-    widths: Sequence[int] = (),
-    replica: int = 0,
-) -> int:
-    """Forwards of one part before those that take turns with a backward. widths: replicas of each
-    stage; none: one each."""
-    widths = widths or (1,) * stages
-    if parts > 1:
-        warm = 2 * (stages - 1 - stage) + (parts - 1) * stages
-    else:
-        warm = 0
-        for behind in range(stages - 1, stage, -1):
-            warm = -(-(warm + 1) * widths[behind] // widths[behind - 1])
-    return min(len(own_microbatches(num_microbatches, widths[stage], replica)) * parts, warm)
-
-
-def ahead(
-    stage: int,
-    stages: int,
-    num_microbatches: int,
-    parts: int = 1,
-    *,
-    widths: Sequence[int] = (),
-    replica: int = 0,
-) -> int:
-    """Most passes of one part of which a rank of a stage holds the activations at once."""
-    warm = first_forwards(stage, stages, num_microbatches, parts, widths=widths, replica=replica)
-    own = own_microbatches(num_microbatches, widths[stage] if widths else 1, replica)
-    return min(len(own) * parts, warm + 1)
-
-
 def check_order(stages: int, num_microbatches: int, parts: int, widths: Sequence[int]) -> None:
     """Raises ConfigError where there is not one width of 1 or more a stage, and where parts take
     turns and widths differ or micro-batches do not divide."""
@@ -132,79 +92,86 @@ def check_order(stages: int, num_microbatches: int, parts: int, widths: Sequence
         )
 
 
-def one_forward_one_backward(
-    stage: int,
-    stages: int,
-    num_microbatches: int,
-    parts: int = 1,
-    *,
-    widths: Sequence[int] = (),
-    replica: int = 0,
-) -> list[RunBlocks]:
-    """The whole order of one step of a replica of a stage. num_microbatches: of all replicas.
-    Raises ConfigError as `check_order`."""
-    widths = widths or (1,) * stages
-    check_order(stages, num_microbatches, parts, widths)
-    own = own_microbatches(num_microbatches, widths[stage], replica)
-    turns = [own[first : first + stages] for first in range(0, len(own), stages)]
-    if parts == 1:
-        turns = [own]
-    forwards = [
-        RunBlocks(FORWARD, i, False, part) for turn in turns for part in range(parts) for i in turn
-    ]
-    backwards = [
-        RunBlocks(BACKWARD, i, i == own[-1], part)
-        for turn in turns
-        for part in reversed(range(parts))
-        for i in turn
-    ]
-    warm = first_forwards(stage, stages, num_microbatches, parts, widths=widths, replica=replica)
-    out = forwards[:warm]
-    for forward, backward in zip(forwards[warm:], backwards):
-        out += [forward, backward]
-    return out + backwards[len(forwards) - warm :]
+@dataclass(frozen=True)
+class PipelineShape:
+    """A replica of a stage, and the step that it takes part in.
+
+    widths: replicas of each stage. virtual_stages: parts of the model that each stage has.
+    num_microbatches: of the step, over all replicas.
+    """
+
+    stage: int
+    replica: int
+    widths: tuple[int, ...]
+    virtual_stages: int
+    num_microbatches: int
+
+    @property
+    def stages(self) -> int:
+        return len(self.widths)
+
+    @property
+    def own(self) -> range:
+        """The micro-batches that run here."""
+        return range(self.replica, self.num_microbatches, self.widths[self.stage])
+
+    @property
+    def first_forwards(self) -> int:
+        """Forwards of one part before those that take turns with a backward."""
+        if self.virtual_stages > 1:
+            warm = 2 * (self.stages - 1 - self.stage) + (self.virtual_stages - 1) * self.stages
+        else:
+            warm = 0
+            for behind in range(self.stages - 1, self.stage, -1):
+                warm = -(-(warm + 1) * self.widths[behind] // self.widths[behind - 1])
+        return min(len(self.own) * self.virtual_stages, warm)
+
+    @property
+    def ahead(self) -> int:
+        """Most passes of one part of which this rank holds the activations at once."""
+        return min(len(self.own) * self.virtual_stages, self.first_forwards + 1)
+
+    @property
+    def slots(self) -> int:
+        """Micro-batches of one part for which a rank has buffers."""
+        return max(1, min(len(self.own), self.ahead + SPARE_SLOTS))
+
+    def order(self) -> list[RunBlocks]:
+        """The whole order of the step on this rank. Raises ConfigError as `check_order`."""
+        check_order(self.stages, self.num_microbatches, self.virtual_stages, self.widths)
+        own, parts = self.own, range(self.virtual_stages)
+        turns = [own[first : first + self.stages] for first in range(0, len(own), self.stages)]
+        if self.virtual_stages == 1:
+            turns = [own]
+        forwards = [RunBlocks(FORWARD, i, False, k) for turn in turns for k in parts for i in turn]
+        backwards = [
+            RunBlocks(BACKWARD, i, i == own[-1], k)
+            for turn in turns
+            for k in reversed(parts)
+            for i in turn
+        ]
+        warm = self.first_forwards
+        out = forwards[:warm]
+        for forward, backward in zip(forwards[warm:], backwards):
+            out += [forward, backward]
+        return out + backwards[len(forwards) - warm :]
 
 
 class StageStateMachine:
     """One replica of a stage in one step. Invariants (`check`): forwards begun are at most `ahead`
     of backwards ended; each runs once, after what it needs has come."""
 
-    def __init__(
-        self,
-        stage: int,
-        stages: int,
-        num_microbatches: int,
-        parts: int = 1,
-        *,
-        widths: Sequence[int] = (),
-        replica: int = 0,
-    ) -> None:
-        """num_microbatches: of the step, over all replicas. parts: of the model, that each stage
-        has. widths: replicas of each stage; none: one each. Raises ConfigError as `check_order`."""
-        self.stage = stage
-        self.stages = stages
-        self.num_microbatches = num_microbatches
-        self.parts = parts
-        self.widths = tuple(widths) or (1,) * stages
-        self.replica = replica
-        self.order = one_forward_one_backward(
-            stage, stages, num_microbatches, parts, widths=self.widths, replica=replica
-        )
-        self.ahead = ahead(
-            stage, stages, num_microbatches, parts, widths=self.widths, replica=replica
-        )
+    def __init__(self, shape: PipelineShape) -> None:
+        """Raises ConfigError as `check_order`."""
+        self.shape = shape
+        self.order = shape.order()
         self.at = 0  # the index in `order` of what is begun next
         self.running: RunBlocks | None = None
         # (micro, part) whose input, or whose output's gradient, is here and not used yet
         self.here: dict[str, set[tuple[int, int]]] = {FORWARD: set(), BACKWARD: set()}
-        if stage == 0:
-            self.here[FORWARD] = {(i, 0) for i in self.own}
+        if shape.stage == 0:
+            self.here[FORWARD] = {(i, 0) for i in shape.own}
         self.ran: dict[str, int] = {FORWARD: 0, BACKWARD: 0}
-
-    @property
-    def own(self) -> range:
-        """The micro-batches that run here."""
-        return own_microbatches(self.num_microbatches, self.widths[self.stage], self.replica)
 
     def arrived(self, what: str, micro: int, part: int = 0) -> list[RunBlocks]:
         """The activations (for FORWARD) or the gradient of them (for BACKWARD) of `micro` are
@@ -224,54 +191,32 @@ class StageStateMachine:
         return self._beside(run, -1 if run.what == FORWARD else 1)
 
     def _beside(self, run: RunBlocks, step: int) -> Peer | None:
-        turns, stage = divmod(self.stage + step, self.stages)
+        turns, stage = divmod(self.shape.stage + step, self.shape.stages)
         part = run.part + turns
-        if not 0 <= part < self.parts:
+        if not 0 <= part < self.shape.virtual_stages:
             return None
-        return Peer(stage, part, run.micro % self.widths[stage])
+        return Peer(stage, part, run.micro % self.shape.widths[stage])
 
     def sends(self) -> list[Transfer]:
         """What goes from here to other ranks in this step, in order."""
-        found = [(run, self.goes(run)) for run in self.order]
-        return [self._transfer(run, self._self(run), to) for run, to in found if self._other(to)]
+        return [found for run in self.order if (found := self.transfer(run)) is not None]
 
     def receives(self) -> list[Transfer]:
         """What comes here from other ranks in this step, in the order in which it is needed, so
         that receives can be posted ahead. On one boundary and direction the transfers between two
         ranks are in the order of the sender's `sends`."""
-        found = [(run, self.comes(run)) for run in self.order]
-        return [
-            self._transfer(run, sender, self._self(run))
-            for run, sender in found
-            if self._other(sender)
-        ]
+        return [found for run in self.order if (found := self.arrival(run)) is not None]
 
-    def transfer(self, run: RunBlocks) -> Transfer:
-        """What `run` leaves for another rank. Raises ConfigError where it leaves nothing."""
-        to = self.goes(run)
-        if not self._other(to):
-            raise ConfigError(f"{run.what} of micro-batch {run.micro} goes to no other rank")
-        return self._transfer(run, self._self(run), to)
+    def transfer(self, run: RunBlocks) -> Transfer | None:
+        """The message that `run` leaves for another rank; None: there is none."""
+        return _between(run, self._own(run), self.goes(run))
 
-    def arrival(self, run: RunBlocks) -> Transfer:
-        """What `run` needs of another rank. Raises ConfigError where it needs nothing."""
-        sender = self.comes(run)
-        if not self._other(sender):
-            raise ConfigError(f"{run.what} of micro-batch {run.micro} needs no other rank")
-        return self._transfer(run, sender, self._self(run))
+    def arrival(self, run: RunBlocks) -> Transfer | None:
+        """The message of another rank that `run` needs; None: there is none."""
+        return _between(run, self.comes(run), self._own(run))
 
-    def _self(self, run: RunBlocks) -> Peer:
-        return Peer(self.stage, run.part, self.replica)
-
-    def _other(self, peer: Peer | None) -> bool:
-        """Whether it is another rank."""
-        return peer is not None and (peer.stage, peer.replica) != (self.stage, self.replica)
-
-    @staticmethod
-    def _transfer(run: RunBlocks, sender: Peer | None, receiver: Peer | None) -> Transfer:
-        assert sender is not None and receiver is not None
-        boundary = sender.stage if run.what == FORWARD else receiver.stage
-        return Transfer(run.what, run.micro, boundary, sender, receiver)
+    def _own(self, run: RunBlocks) -> Peer:
+        return Peer(self.shape.stage, run.part, self.shape.replica)
 
     def ended(self, run: RunBlocks) -> list[RunBlocks]:
         assert run == self.running
@@ -299,8 +244,18 @@ class StageStateMachine:
     def check(self) -> None:
         """Assert every invariant."""
         begun = sum(run.what == FORWARD for run in self.order[: self.at])
-        assert 0 <= begun - self.ran[BACKWARD] <= self.ahead
+        assert 0 <= begun - self.ran[BACKWARD] <= self.shape.ahead
         assert all(
-            micro in self.own and 0 <= part < self.parts
+            micro in self.shape.own and 0 <= part < self.shape.virtual_stages
             for micro, part in self.here[FORWARD] | self.here[BACKWARD]
         )
+
+
+def _between(run: RunBlocks, sender: Peer | None, receiver: Peer | None) -> Transfer | None:
+    """None where nothing passes between them, or they are on one rank."""
+    if sender is None or receiver is None:
+        return None
+    if (sender.stage, sender.replica) == (receiver.stage, receiver.replica):
+        return None
+    boundary = sender.stage if run.what == FORWARD else receiver.stage
+    return Transfer(run.what, run.micro, boundary, sender, receiver)

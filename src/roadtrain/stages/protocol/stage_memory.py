@@ -1,8 +1,8 @@
 """What a pipeline stage of given blocks needs of a device's memory, and whether that fits.
 
 Parameters and gradients of the stage are whole on each replica; the optimizer's state may be split
-over them. Of as many micro-batches as `pipeline.ahead` says, the activations wait for a backward.
-Arithmetic only. Does NOT measure what there is.
+over them. The activations of `PipelineShape.ahead` micro-batches wait for a backward. Arithmetic
+only. Does NOT measure what there is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from roadtrain.errors import BudgetError
 from roadtrain.stages.parallelism import even
-from roadtrain.stages.protocol.pipeline import ahead
+from roadtrain.stages.protocol.pipeline import PipelineShape
 from roadtrain.stages.protocol.stage_sizes import blocks_of
 from roadtrain.units import show_bytes
 
@@ -106,9 +106,8 @@ class StageMemory:
 
     def _ahead(self, stage: int) -> int:
         """Passes whose activations are held at once."""
-        return ahead(
-            stage, self.stages, self.num_microbatches, self.virtual_stages, widths=self.widths
-        )
+        widths = self.widths or (1,) * self.stages
+        return PipelineShape(stage, 0, widths, self.virtual_stages, self.num_microbatches).ahead
 
     def _of_part(self, part: int, blocks: range) -> BlockMemory:
         found = [self.blocks[i] for i in blocks]

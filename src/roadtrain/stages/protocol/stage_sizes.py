@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from roadtrain.stages.parallelism import even
-from roadtrain.stages.protocol.pipeline import ahead
+from roadtrain.stages.protocol.pipeline import PipelineShape
 from roadtrain.stages.protocol.step_model import StepModel, StepWork
 from roadtrain.units import show_seconds
 
@@ -102,7 +102,7 @@ class _SizeSearch:
         widths = work.widths_of_stages
         self.runs = [math.ceil(work.num_microbatches / width) for width in widths]
         self.rounds = [
-            math.ceil(runs / ahead(s, self.stages, work.num_microbatches, widths=widths))
+            math.ceil(runs / PipelineShape(s, 0, widths, 1, work.num_microbatches).ahead)
             for s, runs in enumerate(self.runs)
         ]
         self.lightest = min(work.weights)
@@ -326,6 +326,9 @@ class SizesTable:
 
     best: FoundSizes
     rows: tuple[SizesRow, ...]
+
+    def sizes_of(self, name: str) -> tuple[int, ...] | None:
+        return next((row.sizes for row in self.rows if row.name == name), None)
 
     def __str__(self) -> str:
         width = max(len(_sizes_text(row.sizes)) for row in self.rows)

@@ -26,6 +26,7 @@ from roadtrain.stages.protocol.pipeline import (
     BACKWARD,
     FORWARD,
     Peer,
+    PipelineShape,
     RunBlocks,
     StageStateMachine,
     check_order,
@@ -193,7 +194,7 @@ def _ordered(work: StepWork) -> _Order:
     """By driving the machines, whatever the durations."""
     stages, parts, widths = len(work.stages), work.virtual_stages, work.widths_of_stages
     machines = {
-        (s, r): StageStateMachine(s, stages, work.num_microbatches, parts, widths=widths, replica=r)
+        (s, r): StageStateMachine(PipelineShape(s, r, widths, parts, work.num_microbatches))
         for s in range(stages)
         for r in range(widths[s])
     }

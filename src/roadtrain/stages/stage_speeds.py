@@ -1,32 +1,32 @@
-"""The stages' sizes from what is measured: every rank's own speed, the time of messages between
-stages, and what fits each device; printed beside the published formula and even stages. While it
-trains: this rank's seconds of a step, for a DriftWatch.
+"""What sizes of stages are chosen from: every rank's own speed, the time of messages between
+stages, and the room of each device. While it trains: this rank's seconds of a step, for a
+DriftWatch.
 
-All ranks make the same calls and come to the same sizes. Does NOT cut a model nor move blocks.
+All ranks make the same calls and come to the same values. Does NOT cut a model nor move blocks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from roadtrain.errors import ConfigError
 from roadtrain.stages.block_times import RankTimes, finished_at
 from roadtrain.stages.control_links import ControlLinks
 from roadtrain.stages.links import StageLinks
-from roadtrain.stages.pipeline import PipelineShape, StepTimes
-from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, Peer, Transfer
+from roadtrain.stages.pipeline import StepTimes
+from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, Peer, PipelineShape, Transfer
 from roadtrain.stages.protocol.stage_memory import BlockMemory, StageMemory
-from roadtrain.stages.protocol.stage_sizes import FoundSizes, always, compare_sizes
+from roadtrain.stages.protocol.stage_sizes import SizesTable, compare_sizes
 from roadtrain.stages.protocol.step_model import BoundarySpeed, StageSpeed, StepWork
 from roadtrain.stages.rank_groups import Groups
 
 TIMED_MESSAGES = 2  # after one that is not timed, since it may open a connection
 
-Report = Callable[[str], None]
 Channels = dict[tuple[int, str], float]  # boundary, FORWARD or BACKWARD -> seconds of a message
 
 
@@ -115,17 +115,8 @@ def _message(nbytes: int, device: torch.device) -> torch.Tensor:
 
 def gather_measured(control: ControlLinks, own: MeasuredRank) -> list[MeasuredRank]:
     """Of all ranks, in their order. Raises PeerError."""
-    messages = [[boundary, what, s] for (boundary, what), s in own.messages.items()]
-    mine = {"times": own.times.to_json(), "messages": messages, "room": own.room}
-    told = control.agree(mine, "speeds of all ranks")
-    return [
-        MeasuredRank(
-            RankTimes.from_json(one["times"]),
-            {(boundary, what): s for boundary, what, s in one["messages"]},
-            one["room"],
-        )
-        for one in told
-    ]
+    told = control.gather(msgspec.msgpack.encode(own), "speeds of all ranks")
+    return [msgspec.msgpack.decode(one, type=MeasuredRank) for one in told]
 
 
 def measured_work(
@@ -188,24 +179,17 @@ def measured_memory(
     )
 
 
-def choose_sizes(
-    groups: Groups, work: StepWork, memory: StageMemory | None, report: Report
-) -> FoundSizes:
-    """The best sizes, reported beside the published formula's and even ones. memory: of each
-    stage's devices; None: all fits. Raises BudgetError where nothing fits (Rule 4)."""
-    fits = always if memory is None else memory.fits
+def compare_measured(groups: Groups, work: StepWork, memory: StageMemory) -> SizesTable:
+    """The best sizes beside the published formula's and even ones. Raises BudgetError where nothing
+    fits (Rule 4)."""
     clusters = [groups.cluster(groups.stage_ranks(s)[0]) for s in range(len(work.stages))]
-    table = compare_sizes(work, clusters, fits=fits)
+    table = compare_sizes(work, clusters, fits=memory.fits)
     if table is None:
-        assert memory is not None, "without a memory all fits"
         raise memory.refusal()
-    report(f"blocks of each stage, and what a step should take:\n{table}")
-    return table.best
+    return table
 
 
 def own_pass_s(times: StepTimes, shape: PipelineShape, weight: float) -> float:
     """Seconds in which this rank ran a block of weight 1 forward and backward for one micro-batch,
     in the step of `times`. weight: of all its blocks and ends."""
-    seconds = times.forward + times.backward
-    passes = len(range(shape.replica, shape.num_microbatches, shape.widths[shape.stage]))
-    return seconds / (passes * weight)
+    return (times.forward + times.backward) / (len(shape.own) * weight)

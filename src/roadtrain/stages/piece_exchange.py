@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
+import msgspec
 import torch
 
 from roadtrain.errors import LostError, RoadtrainError
@@ -37,21 +37,13 @@ def exchange(
 
     Raises GoneError for elements that nobody has, DeadlineError, LostError; at the end, where a
     source failed, its error, and a LostError with its sentence on who wanted of it."""
-    told = control.agree(
-        {"haves": _told(source.extents()), "wants": _told(wanted)}, "what each has and wants"
-    )
-    haves, wants = ([_extents(one[key]) for one in told] for key in ("haves", "wants"))
+    mine = msgspec.json.encode({"haves": source.extents(), "wants": list(wanted)})
+    told = control.gather(mine, "what each has and wants")
+    every = [msgspec.json.decode(one, type=dict[str, list[Extent]]) for one in told]
+    haves, wants = ([one[key] for one in every] for key in ("haves", "wants"))
     plan = plan_transfers(haves, wants, control.distance, most_elements)
-    mine = [t for t in plan if control.rank in (t.source, t.target)]
-    return _carry_out(mine, source, control)
-
-
-def _told(extents: Iterable[Extent]) -> list[list[Any]]:
-    return [[e.name, e.start, e.stop] for e in extents]
-
-
-def _extents(told: Sequence[Sequence[Any]]) -> list[Extent]:
-    return [Extent(str(name), int(start), int(stop)) for name, start, stop in told]
+    own = [t for t in plan if control.rank in (t.source, t.target)]
+    return _carry_out(own, source, control)
 
 
 def _carry_out(

@@ -1,4 +1,4 @@
-"""First values of a stage: those that one process alone would begin with, of its parameters.
+"""The first values of a stage: those that one process alone would begin with, of its parameters.
 
 A model on `meta` is initialised a block at a time in its own order, and what is not this stage's is
 dropped at once, so that the whole model never exists and every stage draws the same numbers.
@@ -9,14 +9,13 @@ Assumes: all ranks have the same seed set. Does NOT move anything to a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from roadtrain.errors import ConfigError
-from roadtrain.storage.safetensors_io import Tensor, open_dir
+from roadtrain.placement.first_values import open_weights
 from roadtrain.streaming.fetched import settle
 from roadtrain.streaming.init import materialize
 from roadtrain.streaming.split import DTYPES, Split
@@ -32,7 +31,8 @@ def fill(
     """Give the parameters named in `own`, and all buffers, their first values. weights: a
     directory of safetensors; init: of a module, None: the model's own. Raises ModelError naming
     what is left without a value, ConfigError where the weights do not fit."""
-    given = {} if weights is None else open_dir(weights)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name in own}
+    given = {} if weights is None else open_weights(weights, shapes)
     on_meta = any(x.is_meta for x in (*model.parameters(), *model.buffers()))
     for part in (parts.root, *parts.blocks):
         if on_meta:
@@ -41,25 +41,11 @@ def fill(
             if name not in own:
                 drop(p)
             elif given:
-                read(name, p, given)
+                raw = torch.from_numpy(given[name].read(0, p.numel()).copy())
+                settle(p, raw.view(DTYPES[given[name].dtype]).reshape(p.shape).to(p.dtype))
 
 
 def drop(p: nn.Parameter) -> None:
     """Its values take no memory any more."""
     if not p.is_meta:
         p.data = p.data.new_empty(()).expand(p.shape)
-
-
-def read(name: str, p: nn.Parameter, given: Mapping[str, Tensor]) -> None:
-    """The values of `p`, of the tensor of its name. Raises ConfigError where it does not fit."""
-    tensor = given.get(name)
-    if tensor is None or tuple(tensor.shape) != tuple(p.shape):
-        raise ConfigError(
-            f"the weights do not fit the model: {name!r} is"
-            f" {'absent' if tensor is None else tuple(tensor.shape)}, the model has"
-            f" {tuple(p.shape)}",
-            hint="the directory's config.json says which model it is",
-        )
-    raw = torch.from_numpy(tensor.read(0, p.numel()).copy())
-    dtype = DTYPES[tensor.dtype]
-    settle(p, raw.view(dtype).reshape(p.shape).to(p.dtype))

@@ -18,7 +18,7 @@ from enum import StrEnum
 
 from roadtrain.errors import ConfigError
 from roadtrain.stages.parallelism import Parallelism, RankPosition
-from roadtrain.stages.protocol.pipeline import FORWARD, Peer, StageStateMachine
+from roadtrain.stages.protocol.pipeline import FORWARD, Peer, PipelineShape, StageStateMachine
 
 
 class TrafficKind(StrEnum):
@@ -91,15 +91,8 @@ def _between_stages(
     widths = parallelism.widths or (parallelism.dp,) * parallelism.pp
     places = [(stage, replica) for stage, width in enumerate(widths) for replica in range(width)]
     for stage, replica in places:
-        machine = StageStateMachine(
-            stage,
-            parallelism.pp,
-            num_microbatches,
-            parallelism.virtual_stages,
-            widths=widths,
-            replica=replica,
-        )
-        for one in machine.sends():
+        shape = PipelineShape(stage, replica, widths, parallelism.virtual_stages, num_microbatches)
+        for one in StageStateMachine(shape).sends():
             kind, nbytes = TrafficKind.ACTIVATION_GRADIENTS, boundary.gradients
             if one.what == FORWARD:
                 kind, nbytes = TrafficKind.ACTIVATIONS, boundary.activations
