@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from benchmarks.crosscluster_lab import FAST, SLOW, Environment
 from benchmarks.crosscluster_model import RunSpec
 from benchmarks.crosscluster_ours import parallelism_of
-from roadtrain.stages.protocol.traffic import BoundaryBytes, StageBytes, link_bytes
+from benchmarks.link_traffic import BoundaryBytes, StageBytes, link_bytes
 
 FP32 = 4
 

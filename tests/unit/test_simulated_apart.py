@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from test_simulated import RATE, WHOLE, cluster, lump, run
 
+from benchmarks.link_traffic import BoundaryBytes, StageBytes, link_bytes
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.models import BlockShape, ModelShape, Transformer, gpt
 from roadtrain.config.plan import PLACEMENTS, Plan, PlanMemory, make_plan, placement
@@ -21,7 +22,6 @@ from roadtrain.simulator.compute import Constants, HostTimes
 from roadtrain.simulator.memory import cut
 from roadtrain.simulator.run import Result, simulate
 from roadtrain.stages.parallelism import Parallelism
-from roadtrain.stages.protocol.traffic import BoundaryBytes, StageBytes, link_bytes
 
 
 def pipe(
@@ -300,7 +300,7 @@ def test_an_optimizer_that_overlaps_hides_its_traffic() -> None:
 def test_the_bytes_of_cards_are_those_of_the_arithmetic(
     name: str, widths: tuple[int, ...], devices: int, tp: int
 ) -> None:
-    """What the real run holds its counters against (stages/protocol/traffic.py) is what the simulated
+    """What the real run holds its counters against (benchmarks/link_traffic.py) is what the simulated
     cards carry, also of hosts of several devices. # Rule 7"""
     pp = len(widths)
     plan = Plan(

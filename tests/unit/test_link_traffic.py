@@ -1,4 +1,4 @@
-"""stages/protocol/traffic.py: bytes of each link in a step, against closed forms."""
+"""benchmarks/link_traffic.py: bytes of each link in a step, against closed forms."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roadtrain.errors import ConfigError
-from roadtrain.stages.parallelism import Parallelism
-from roadtrain.stages.protocol.traffic import (
+from benchmarks.link_traffic import (
     BoundaryBytes,
     Links,
     SharedBytes,
@@ -18,6 +16,8 @@ from roadtrain.stages.protocol.traffic import (
     TrafficKind,
     link_bytes,
 )
+from roadtrain.errors import ConfigError
+from roadtrain.stages.parallelism import Parallelism
 
 NOTHING = BoundaryBytes(0, 0)
 
