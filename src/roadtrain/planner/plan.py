@@ -29,7 +29,7 @@ from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
 from roadtrain.planner.candidates import EVERY
-from roadtrain.planner.job_keys import batch_of_job, degrees, run_name
+from roadtrain.planner.job_keys import batch_of_job, degrees, run_name, step_keys
 from roadtrain.planner.job_plans import JobPlans, shape_of_job
 from roadtrain.planner.machines_of import machines_of, predicted_of
 from roadtrain.planner.page import Point, page
@@ -294,15 +294,11 @@ def job_text(plan: Plan, cluster: Cluster | None = None) -> str | None:
     whose switches it names."""
     own: dict[str, Any] = {
         "data": {"batch_size": plan.micro_batch},
-        "optimizer": {"accumulate": plan.num_microbatches},
         "model": {"dtype": "bf16" if plan.sizes.parameter_bytes == 2 else "fp32"},
+        **step_keys(plan),
     }
     if plan.update_at == "step":
         own["optimizer"]["clip_norm"] = 1.0
-    if plan.staleness:
-        own["optimizer"]["delay"] = plan.staleness
-    if plan.keep is not None:
-        own["compress"] = {"keep": plan.keep}
     kept = "all" if plan.memory.slots >= EVERY else "auto"
     relayed = "all" if plan.memory.kept else "auto"
     where: dict[str, dict[str, Any]] = {
