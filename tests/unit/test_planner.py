@@ -551,7 +551,7 @@ def test_groups_of_uneven_hosts_use_the_network() -> None:
     scene = Scene(Plan(placement("zero-offload"), Parallelism(dp=10)), mixed, model, OF)
     scene.build(Engine())
     group = scene.stages[0].fabric.group
-    assert (group.hosts, group.dp) == (2, 10)
+    assert (group.hosts, group.replicas) == (2, 10)
     assert next(n for n in scene.needs if n.where == "stage 0 memory").room == pytest.approx(
         0.9 * 8e9
     )

@@ -20,7 +20,15 @@ from typing import Any
 
 from roadtrain.config.job import DataSection, Job, PredictedSection, moved
 from roadtrain.config.job_model import check_model, layers_of
-from roadtrain.config.machines import FILES, LAUNCHED_AS, PORT, Machines, PlanHost, host_port
+from roadtrain.config.machines import (
+    FILES,
+    LAUNCHED_AS,
+    PORT,
+    Machines,
+    PlanHost,
+    ServerPlace,
+    host_port,
+)
 from roadtrain.config.plan import Plan
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError
@@ -137,24 +145,25 @@ class ResolvedRun:
     def services(self) -> tuple[Process, ...]:
         """Servers, reducers, switches, in the order in which they start."""
         hosts = self.machines.hosts
-        switches = [self._switch(host) for host in hosts if host.switch is not None]
+        switches = [
+            self._service(Role.SWITCH, "", host, host.switch.port, ("--switch",))
+            for host in hosts
+            if host.switch is not None
+        ]
         servers = [
-            self._server(host, number) for host in hosts for number in range(len(host.servers))
+            self._server(host, number, place)
+            for host in hosts
+            for number, place in enumerate(host.servers)
         ]
         reducers = [self.reducer(host.name) for host in hosts if host.reducer]
         return (*switches, *servers, *reducers)
 
     def reducer(self, host: str) -> Process:
         """Of any host that is known, also where the plan has none on it."""
-        one = self.host(host)
-        return self._service(Role.REDUCER, "", one, one.reducer or PORT, ("--sum",))
+        found = self.host(host)
+        return self._service(Role.REDUCER, "", found, found.reducer or PORT, ("--sum",))
 
-    def _switch(self, host: PlanHost) -> Process:
-        assert host.switch is not None
-        return self._service(Role.SWITCH, "", host, host.switch.port, ("--switch",))
-
-    def _server(self, host: PlanHost, number: int) -> Process:
-        place = host.servers[number]
+    def _server(self, host: PlanHost, number: int, place: ServerPlace) -> Process:
         words = ["--store", place.store]
         words += ["--snapshot", place.snapshot] if place.snapshot else []
         return self._service(Role.SERVER, f" {number}", host, place.port, words)
