@@ -22,7 +22,8 @@ from roadtrain.config.models import ModelShape, gpt, shape
 from roadtrain.config.plan import PLACEMENTS, Plan, load_plan, make_plan, placement
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.planner.candidates import MOST_MICROBATCHES, candidates
-from roadtrain.planner.plan import job_text, words
+from roadtrain.planner.job_file import job_text
+from roadtrain.planner.plan_report import words
 from roadtrain.planner.search import CLOSE, least_change, main_reason, scaled, search
 from roadtrain.simulator.compute import Constants, HostTimes
 from roadtrain.simulator.engine import Engine

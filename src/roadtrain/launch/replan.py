@@ -42,7 +42,7 @@ from roadtrain.launch.paused_run import GoOn, PausedRun, Report
 from roadtrain.planner.arrangements import Arranged, best_arrangement
 from roadtrain.planner.job_plans import JobPlans, shape_of_job
 from roadtrain.planner.machines_of import machines_of, machines_of_kind, predicted_of
-from roadtrain.planner.plan import words
+from roadtrain.planner.plan_report import words
 from roadtrain.planner.search import SearchResult, search
 from roadtrain.simulator.compute import Constants, constants
 from roadtrain.simulator.run import simulate

@@ -307,6 +307,10 @@ def assumed_json(
     }
 
 
+def write_json(path: str, tree: Mapping[str, Any], indent: int | None = 1) -> None:
+    replace_file(Path(path), (dumps(tree, indent=indent) + "\n").encode(), "writing")
+
+
 def perfetto(result: Result) -> dict[str, Any]:
     """Trace events: a process a stage or server, a thread a stage name; memory as counters.
     Microseconds."""
@@ -439,12 +443,8 @@ def command(
     result = simulate(chosen, cluster, one, of, traced=bool(trace), apart=apart)
     print(report(result, cluster, one, of))
     if json:
-        replace_file(
-            Path(json),
-            (dumps(as_json(result, cluster, one, of), indent=1) + "\n").encode(),
-            "writing",
-        )
+        write_json(json, as_json(result, cluster, one, of))
     if trace:
-        replace_file(Path(trace), (dumps(perfetto(result)) + "\n").encode(), "writing")
+        write_json(trace, perfetto(result), indent=None)
         print(f"trace   {trace} (open it in ui.perfetto.dev)")
     return 0
