@@ -20,15 +20,7 @@ from typing import Any
 
 from roadtrain.config.job import DataSection, Job, PredictedSection, moved
 from roadtrain.config.job_model import check_model, layers_of
-from roadtrain.config.machines import (
-    FILES,
-    LAUNCHED_AS,
-    PORT,
-    Machines,
-    PlanHost,
-    ServerPlace,
-    host_port,
-)
+from roadtrain.config.machines import FILES, LAUNCHED_AS, PORT, Machines, PlanHost, host_port
 from roadtrain.config.plan import Plan
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError
@@ -151,9 +143,7 @@ class ResolvedRun:
             if host.switch is not None
         ]
         servers = [
-            self._server(host, number, place)
-            for host in hosts
-            for number, place in enumerate(host.servers)
+            self._server(host, number) for host in hosts for number in range(len(host.servers))
         ]
         reducers = [self.reducer(host.name) for host in hosts if host.reducer]
         return (*switches, *servers, *reducers)
@@ -163,7 +153,8 @@ class ResolvedRun:
         found = self.host(host)
         return self._service(Role.REDUCER, "", found, found.reducer or PORT, ("--sum",))
 
-    def _server(self, host: PlanHost, number: int, place: ServerPlace) -> Process:
+    def _server(self, host: PlanHost, number: int) -> Process:
+        place = host.servers[number]
         words = ["--store", place.store]
         words += ["--snapshot", place.snapshot] if place.snapshot else []
         return self._service(Role.SERVER, f" {number}", host, place.port, words)

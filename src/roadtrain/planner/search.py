@@ -230,20 +230,13 @@ class _Search:
         runner = next((one for one in found[1:] if _differs(one.plan, pick.plan)), None)
         if runner is None:
             runner = self._pruned_runner_up(pick, waiting, families)
-        if runner is None:
-            return SearchResult(
-                pick, None, families, _front(found), self._gains(pick) if explain else {}, []
-            )
-        family = families[runner.plan.placement.name]
-        family.best = family.best or runner
-        return SearchResult(
-            pick,
-            runner,
-            families,
-            _front([*found, runner]),
-            self._gains(pick) if explain else {},
-            self._flips(pick, runner) if explain else [],
-        )
+        gains, flips = self._gains(pick) if explain else {}, list[str]()
+        if runner is not None:
+            family = families[runner.plan.placement.name]
+            family.best = family.best or runner
+            found.append(runner)
+            flips = self._flips(pick, runner) if explain else []
+        return SearchResult(pick, runner, families, _front(found), gains, flips)
 
     def least_batch(self, best: Found) -> tuple[int, float]:
         """Samples of the least step, and its score, by which the best plan's way is within
@@ -460,23 +453,11 @@ class _Search:
 
 def _computing(plan: Plan, cluster: Cluster, model: ModelShape, constants: Constants) -> float:
     """Seconds that one micro-batch takes at least, both ways, on the fastest device."""
-    split = plan.parallelism.tp * plan.parallelism.cp
     found = []
     for host in cluster.workers:
         assert host.device is not None
         of = constants.of_host(host.name)
-        forward = [
-            of.forward(
-                block,
-                plan.micro_batch,
-                split,
-                host.device,
-                plan.framework.precision,
-                plan.parallelism.ep,
-                plan.framework.passes,
-            )
-            for block in model.blocks
-        ]
+        forward = [of.forward_of(block, plan, host.device) for block in model.blocks]
         again = sum(forward[:-1]) if plan.activation_checkpointing else 0.0
         found.append(sum(forward) * (1 + of.backward) + again)
     return min(found)

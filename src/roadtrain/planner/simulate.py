@@ -149,12 +149,8 @@ def assumptions(
 
 def least_forward(cluster: Cluster, model: ModelShape, of: Constants, plan: Plan) -> float:
     """Seconds of the shortest forward of a block that computes."""
-    ranks = plan.parallelism
-    split = ranks.tp * ranks.cp
     found = [
-        of.of_host(host.name).forward(
-            block, plan.micro_batch, split, host.device, plan.framework.precision, ranks.ep
-        )
+        of.of_host(host.name).forward_of(block, plan, host.device)
         for host in cluster.workers
         for block in model.blocks
         if host.device is not None and (block.flops or block.tables)

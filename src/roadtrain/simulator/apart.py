@@ -131,8 +131,8 @@ class Meeting:
         """`at`: the chunk and round; `partners`: replicas that push it."""
         if self.together:
             if (every := self._come(at, partners, pushed)) is not None:
-                cost = joined([one.cost for one in every])
-                self._task(cost, every, self.lane)
+                cost, then = joined([one.cost for one in every]), lambda: _all(every)
+                self.engine.task("Push", cost, then=then, lane=self.lane, where=self.where)
             return
 
         def arrived() -> None:
@@ -140,9 +140,6 @@ class Meeting:
                 _all(every)
 
         self.engine.task("Push", pushed.cost, then=arrived, lane=pushed.lane, where=self.where)
-
-    def _task(self, cost: Cost, every: Sequence[StagePush], lane: Lane) -> None:
-        self.engine.task("Push", cost, then=lambda: _all(every), lane=lane, where=self.where)
 
     def _come(self, at: Hashable, partners: int, pushed: StagePush) -> list[StagePush] | None:
         """All of them, once the last is there."""

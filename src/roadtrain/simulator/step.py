@@ -60,18 +60,7 @@ def block_times(fabric: Fabric, blocks: Sequence[BlockShape], device: Device) ->
     plan, constants, parallelism = fabric.plan, fabric.constants, fabric.plan.parallelism
     size, tp = plan.micro_batch / parallelism.cp, parallelism.tp
     split = tp * parallelism.cp
-    forward = [
-        constants.forward(
-            block,
-            plan.micro_batch,
-            split,
-            device,
-            plan.framework.precision,
-            parallelism.ep,
-            plan.framework.passes,
-        )
-        for block in blocks
-    ]
+    forward = [constants.forward_of(block, plan, device) for block in blocks]
     scores = [constants.scores(block, plan.micro_batch, split, device) for block in blocks]
     return BlockTimes(
         forward,
