@@ -27,8 +27,8 @@ def job_text(plan: Plan, cluster: Cluster | None = None) -> str | None:
     whose switches it names."""
     own: dict[str, Any] = {
         "data": {"batch_size": plan.micro_batch},
-        "model": {"dtype": "bf16" if plan.sizes.parameter_bytes == 2 else "fp32"},
         **step_keys(plan),
+        "model": {"dtype": "bf16" if plan.sizes.parameter_bytes == 2 else "fp32"},
     }
     if plan.update_at == "step":
         own["optimizer"]["clip_norm"] = 1.0
