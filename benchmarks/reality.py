@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks import summation_steps
+from benchmarks.buffers import buffer_bytes
 from benchmarks.report import Report, Row
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.job import Job, make_job
@@ -44,7 +45,6 @@ from roadtrain.lab import (
 from roadtrain.planner.calibrate import EXACT, learnt
 from roadtrain.planner.calibrate_lab import servers, workers
 from roadtrain.planner.measure import shape_of
-from roadtrain.simulator.memory import buffer_bytes
 from roadtrain.simulator.run import Result, simulate
 from roadtrain.stages.parallelism import Parallelism
 from roadtrain.units import MIB

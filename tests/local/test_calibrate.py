@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.buffers import buffer_bytes
 from roadtrain import cli
 from roadtrain.config.cluster import Cluster, load_cluster
 from roadtrain.config.job import load_job
@@ -16,7 +17,6 @@ from roadtrain.config.models import from_config
 from roadtrain.config.plan import ElementBytes, Framework, Plan, PlanMemory, placement
 from roadtrain.planner.calibrate import EXACT, learnt, stages_of
 from roadtrain.planner.calibrate_steps import Measured, plan_of
-from roadtrain.simulator.memory import buffer_bytes
 from roadtrain.simulator.run import simulate
 from roadtrain.training.train import place_job
 

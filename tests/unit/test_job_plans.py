@@ -314,7 +314,7 @@ def test_the_command_writes_what_is_launched(
     assert whole.predicted is not None and whole.predicted.seconds > 0
     assert whole.predicted.stages["stage 0"]["Forward"] > 0
     made = load_job(one).changed({"parallelism.auto": False})
-    for section, keys in job_keys(whole, {}).items():
+    for section, keys in job_keys(whole, load_job(one), {}).items():
         made = made.changed({f"{section}.{key}": value for key, value in keys.items()})
     assert made.predicted.stages == whole.predicted.stages
     assert made.servers.addresses == (["10.0.0.9:7000"] if name == "server" else [])

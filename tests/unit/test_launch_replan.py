@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +29,7 @@ from roadtrain.launch.home import CHECKED, PLANNED_ANEW, LaunchRecord, RunHome, 
 from roadtrain.launch.measured_cluster import LinkSeen, RunSeen, measured_cluster
 from roadtrain.launch.measured_host import MODULE, HostAnswer, Told, WorkerSeconds, seconds_of
 from roadtrain.launch.measured_run import MeasuredRun, MeasuredWorker
-from roadtrain.launch.replan import ReplanOptions, SearchedAgain, kept, planned_run, replan
+from roadtrain.launch.replan import ReplanOptions, kept, planned_run, replan, search_again
 from roadtrain.planner.arrangements import MOST, arrangements, best_arrangement
 from roadtrain.planner.machines_of import machines_of, predicted_of
 from roadtrain.planner.search import SearchResult, search
@@ -452,14 +453,12 @@ def test_a_run_goes_on_with_the_hosts_that_have_its_state(home: RunHome) -> None
     """As many others do not do."""
     file = launched(home, gpus(), DP4)
     run = planned_run(home)
-    computed = frozenset(("gpu0", "gpu1"))
+    two = tuple(host for host in run.machines.hosts if host.name in ("gpu0", "gpu1"))
     old = file.plan.changed(parallelism=Parallelism(dp=2), num_microbatches=8)
-    again = SearchedAgain(
-        old, computed, run.job, run.model, Constants(), ReplanOptions(), leaves_out=False
-    )
-    found, _ = measured_cluster(
-        run.cluster, run.machines, RunSeen(slower=dict.fromkeys(computed, 2.0)), 0.9
-    )
+    computed = replace(run, plan_file=PlanFile(old), machines=replace(run.machines, hosts=two))
+    again = partial(search_again, computed, Constants(), ReplanOptions(), False)
+    slower = RunSeen(slower={"gpu0": 2.0, "gpu1": 2.0})
+    found, _ = measured_cluster(run.cluster, run.machines, slower, 0.9)
     assert again(found).pick is not None
     without = [host for host in found.hosts if host.name != "gpu1"]
     with pytest.raises(ConfigError, match="gpu1 left out would have a part"):
@@ -470,21 +469,23 @@ def test_delay_and_compression_of_a_run_stay(home: RunHome) -> None:  # Rule 2
     launched(home, gpus(), DP4)
     run = planned_run(home)
     cluster = with_a_spare(run.cluster)
-    of = Constants(), ReplanOptions(), True
+
+    def again(old: Plan, **words: Any) -> SearchResult:
+        own = replace(run, plan_file=PlanFile(old), job=run.job.changed(words))
+        return search_again(own, Constants(), ReplanOptions(), True, cluster)
+
     for delay in (0, 1):
         old = Plan(placement("server"), Parallelism(dp=4), num_microbatches=4, staleness=delay)
-        pick = SearchedAgain(old, frozenset(), run.job, run.model, *of)(cluster).pick
+        pick = again(old).pick
         assert pick is not None and pick.plan.staleness == delay
-    job = run.job.changed({"optimizer.delay": 1})
-    found = SearchedAgain(old.changed(staleness=0), frozenset(), job, run.model, *of)(cluster)
+    found = again(old.changed(staleness=0), **{"optimizer.delay": 1})
     assert found.pick is None
     assert "updates 1 steps late are other losses" in str(found.families["server"].refused)
     old = old.changed(staleness=0, keep=0.1)
-    found = SearchedAgain(old, frozenset(), run.job, run.model, *of)(cluster)
+    found = again(old)
     assert found.pick is None
     assert "another part of gradients that travels" in str(found.families["server"].refused)
-    job = run.job.changed({"compress.keep": 0.1})
-    pick = SearchedAgain(old, frozenset(), job, run.model, *of)(cluster).pick
+    pick = again(old, **{"compress.keep": 0.1}).pick
     assert pick is not None and pick.plan.keep == 0.1
 
 

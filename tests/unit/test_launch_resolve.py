@@ -274,18 +274,20 @@ def test_a_plan_for_other_machines_or_another_model_is_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ({"parallelism": {"tp": 2}}, "parallelism.tp is 2 in the job, and 1 in the plan"),
-        ({"parallelism": {"dp": 4}}, "parallelism.dp is 4 in the job, and 2 in the plan"),
-        (
-            {"parallelism": {"stages": [1, 1]}},
-            r"parallelism.stages is \[1, 1\] in the job, and even in the plan",
-        ),
+        ({"parallelism": {"tp": 2}}, "parallelism.tp = 2, the plan is 1"),
+        ({"parallelism": {"dp": 4}}, "parallelism.dp = 4, the plan is 2"),
+        ({"parallelism": {"stages": [1, 1]}}, r"stages = \[1, 1\], the plan is even"),
     ],
 )
 def test_degrees_that_the_job_contradicts_are_refused(words: dict[str, Any], sentence: str) -> None:
     plan = a_plan("zero1", TWO, parallelism=Parallelism(dp=2, pp=2))
     with pytest.raises(ConfigError, match=sentence):
         of(plan, a_job(**words))
+
+
+def test_degrees_and_a_plan_without_stages_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"parallelism\.dp is 4 in the job, and not said in"):
+        of(FOUR, a_job(parallelism={"dp": 4}))
 
 
 def test_a_job_that_names_other_servers_than_the_plan_is_refused() -> None:

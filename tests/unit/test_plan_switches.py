@@ -16,6 +16,8 @@ from roadtrain.planner import plan as planner
 from roadtrain.planner import simulate as simulator
 from roadtrain.planner import switches
 from roadtrain.planner.candidates import candidates
+from roadtrain.planner.job_file import job_text
+from roadtrain.planner.plan_report import words
 from roadtrain.planner.search import scaled, search
 from roadtrain.simulator.run import simulate
 from roadtrain.stages.parallelism import Parallelism
@@ -27,7 +29,7 @@ def node(workers: int, **changes: object) -> Plan:
 
 
 def keys(plan: Plan, *workers: int, **more: object) -> dict:
-    text = planner.job_text(plan, racks(*workers, **more))
+    text = job_text(plan, racks(*workers, **more))
     assert text is not None
     return tomllib.loads(text)["servers"]
 
@@ -53,7 +55,7 @@ def test_a_job_names_a_tree() -> None:
     ("racks_of", "changes"), [((3,), {"wire": "int8"}), ((2, 3), {"window": 64})]
 )
 def test_a_job_takes_what_the_plan_writes(racks_of: tuple, changes: dict) -> None:
-    written = planner.job_text(node(sum(racks_of), **changes), racks(*racks_of))
+    written = job_text(node(sum(racks_of), **changes), racks(*racks_of))
     assert written is not None
     section = ServersSection(**tomllib.loads(written.replace(":PORT", ":7000"))["servers"])
     assert section.fan_in is not None
@@ -78,7 +80,7 @@ def test_hosts_of_several_devices_have_a_relay() -> None:
     where = racks(2)
     hosts = [h.model_copy(update={"devices": 2, "fabric": 1e11}) for h in where.workers]
     where = where.model_copy(update={"hosts": (*hosts, *where.spares)})
-    text = planner.job_text(node(4), where)
+    text = job_text(node(4), where)
     assert text is not None and tomllib.loads(text)["servers"]["relay"] == switches.RELAY
 
 
@@ -99,7 +101,7 @@ def test_the_report_names_switches_and_integers() -> None:  # Rule 2
         "summed  by root, rack0 (below root), rack1 (below root): gradients travel as int8" in said
     )
     assert "copied by the switches" in said
-    assert "summed by switches as int8" in planner.words(plan)
+    assert "summed by switches as int8" in words(plan)
 
 
 def test_without_a_switch_the_reason_is_told() -> None:

@@ -22,7 +22,8 @@ from roadtrain.config.models import ModelShape, gpt, shape
 from roadtrain.config.plan import PLACEMENTS, Plan, load_plan, make_plan, placement
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.planner.candidates import MOST_MICROBATCHES, candidates
-from roadtrain.planner.plan import job_text, words
+from roadtrain.planner.job_file import job_text
+from roadtrain.planner.plan_report import words
 from roadtrain.planner.search import CLOSE, least_change, main_reason, scaled, search
 from roadtrain.simulator.compute import Constants, HostTimes
 from roadtrain.simulator.engine import Engine
@@ -551,7 +552,7 @@ def test_groups_of_uneven_hosts_use_the_network() -> None:
     scene = Scene(Plan(placement("zero-offload"), Parallelism(dp=10)), mixed, model, OF)
     scene.build(Engine())
     group = scene.stages[0].fabric.group
-    assert (group.hosts, group.dp) == (2, 10)
+    assert (group.hosts, group.replicas) == (2, 10)
     assert next(n for n in scene.needs if n.where == "stage 0 memory").room == pytest.approx(
         0.9 * 8e9
     )

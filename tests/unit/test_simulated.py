@@ -4,7 +4,7 @@ and what cannot be."""
 from __future__ import annotations
 
 import tomllib
-from dataclasses import fields
+from dataclasses import fields, replace
 from random import Random
 from typing import Any
 
@@ -25,10 +25,11 @@ from roadtrain.config.plan import (
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.simulator.compute import LAUNCH_S, Constants
 from roadtrain.simulator.engine import Cost, Engine
-from roadtrain.simulator.fabric import Fabric, FlowGroup, Site
+from roadtrain.simulator.fabric import Fabric
 from roadtrain.simulator.memory import device_bytes, saved_bytes
 from roadtrain.simulator.run import Result, _Steps, simulate
 from roadtrain.simulator.scene import Scene
+from roadtrain.simulator.site import Site
 from roadtrain.simulator.step import SimulatedStage
 from roadtrain.stages.parallelism import Parallelism
 from roadtrain.sums.protocol.shares import optimum
@@ -793,18 +794,10 @@ class Alone(Fabric):
     """What one of several workers costs that are simulated apart; the server's work is spread
     over them all."""
 
-    def __init__(
-        self, whole: Fabric, engine: Engine, cluster: Cluster, site: Site, workers: int
-    ) -> None:
-        super().__init__(
-            engine,
-            cluster,
-            whole.plan,
-            FlowGroup(site, 1, whole.group.ranks, 1, (1.0,)),
-            whole.constants,
-            whole.server,
-            (),
-        )
+    def __init__(self, whole: Fabric, cluster: Cluster, site: Site, workers: int) -> None:
+        own, ranks = whole.group, whole.group.ranks
+        group = replace(own, site=site, hosts=1, replicas=ranks, beside=ranks, tp=1, rates=(1.0,))
+        super().__init__(cluster, whole.plan, group, whole.constants)
         self.workers = workers
 
     def answer(self, params: float, kept: bool = False) -> Cost:
@@ -882,9 +875,8 @@ def test_folded_equals_unfolded(seed: int) -> None:
     scene.stages = [
         SimulatedStage(
             engine,
-            Alone(one.fabric, engine, where, site, n),
+            Alone(one.fabric, where, site, n),
             [one.blocks],
-            one.device,
             0,
             one.send,
         )

@@ -42,7 +42,7 @@ from roadtrain.launch.paused_run import GoOn, PausedRun, Report
 from roadtrain.planner.arrangements import Arranged, best_arrangement
 from roadtrain.planner.job_plans import JobPlans, shape_of_job
 from roadtrain.planner.machines_of import machines_of, machines_of_kind, predicted_of
-from roadtrain.planner.plan import words
+from roadtrain.planner.plan_report import words
 from roadtrain.planner.search import SearchResult, search
 from roadtrain.simulator.compute import Constants, constants
 from roadtrain.simulator.run import simulate
@@ -210,51 +210,50 @@ def measured_of(home: RunHome) -> MeasuredRun:
         raise LaunchError(f"{path} cannot be read: {error}") from error
 
 
-@dataclass(frozen=True)
-class SearchedAgain:
-    """The planner's search for a cluster: of plans that the run can go on as, or, for a new run,
-    of all that can be launched. `worker_hosts`: that computed; `leaves_out`: whether some of them
-    may be left out."""
+def search_again(
+    run: PlannedRun,
+    constants: Constants,
+    options: ReplanOptions,
+    leaves_out: bool,
+    cluster: Cluster,
+) -> SearchResult:
+    """Search a cluster for plans that the run can go on as, or, for a new run, for all that can be
+    launched. Raises ConfigError where no plan takes the batch.
 
-    old: Plan
-    worker_hosts: frozenset[str]
-    job: Job
-    model: ModelShape
-    constants: Constants
-    options: ReplanOptions
-    leaves_out: bool
+    Args:
+        leaves_out: Whether hosts that computed may be left out.
+    """
+    computed = {host.name for host in run.machines.worker_hosts}
+    there = {one.name for kind in cluster.workers for one, _ in machines_of_kind(kind)}
+    if not leaves_out and (gone := sorted(computed - there)):
+        raise ConfigError(f"{', '.join(gone)} left out would have a part of the run's state")
+    old, plans = run.plan_file.plan, JobPlans(run.job, cluster)
 
-    def __call__(self, cluster: Cluster) -> SearchResult:
-        """Raises ConfigError where no plan takes the batch."""
-        there = {one.name for kind in cluster.workers for one, _ in machines_of_kind(kind)}
-        if not self.leaves_out and (gone := sorted(self.worker_hosts - there)):
-            raise ConfigError(f"{', '.join(gone)} left out would have a part of the run's state")
-        new = bool(self.options.new_run)
-        return search(
-            cluster,
-            self.model,
-            self.constants,
-            batch=self.old.samples,
-            placements=self.options.placements if new else (self.old.placement.name,),
-            headroom=self.old.headroom,
-            late=bool(self.old.staleness),
-            explain=False,
-            fitted=partial(self._fitted, JobPlans(self.job, cluster)),
-        )
-
-    def _fitted(self, plans: JobPlans, plan: Plan) -> Plan | str:
+    def fitted(plan: Plan) -> Plan | str:
         made = plans.fitted(plan)
-        if isinstance(made, str) or self.options.new_run:
+        if isinstance(made, str) or options.new_run:
             return made
-        if made.micro_batch != self.old.micro_batch:
+        if made.micro_batch != old.micro_batch:
             return "micro-batches of another size are other losses"
-        if made.packets.wire != self.old.packets.wire:
+        if made.packets.wire != old.packets.wire:
             return "gradients on another wire are other losses"
-        if made.staleness != self.old.staleness:
+        if made.staleness != old.staleness:
             return f"updates {made.staleness} steps late are other losses"
-        if made.keep != self.old.keep:
+        if made.keep != old.keep:
             return "another part of gradients that travels is other losses"
         return made
+
+    return search(
+        cluster,
+        run.model,
+        constants,
+        batch=old.samples,
+        placements=options.placements if options.new_run else (old.placement.name,),
+        headroom=old.headroom,
+        late=bool(old.staleness),
+        explain=False,
+        fitted=fitted,
+    )
 
 
 def replanned(run: PlannedRun, measured: MeasuredRun, options: ReplanOptions) -> Replanned:
@@ -263,9 +262,7 @@ def replanned(run: PlannedRun, measured: MeasuredRun, options: ReplanOptions) ->
     of = constants_of(run.plan_file, run.cluster, run.model)
     now, changes = measured_cluster(run.cluster, machines, run_seen(measured), of.network)
     leaves_out = bool(options.new_run) or measured.shared or old.placement.served
-    computed = frozenset(host.name for host in machines.worker_hosts)
-    search_again = SearchedAgain(old, computed, run.job, run.model, of, options, leaves_out)
-    arranged = best_arrangement(now, search_again)
+    arranged = best_arrangement(now, partial(search_again, run, of, options, leaves_out))
     pick = arranged.answer.pick
     if pick is None:
         raise ConfigError("no plan that the run can go on as fits what was measured")

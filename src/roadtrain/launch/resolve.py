@@ -27,8 +27,8 @@ from roadtrain.errors import ConfigError
 from roadtrain.launch.processes import HostFile, Process, Role, WorkerSet
 from roadtrain.launch.widths import WorkerHost, job_on
 from roadtrain.options.schema import flat
-from roadtrain.planner.job_keys import job_keys
-from roadtrain.planner.machines_of import REDUCED
+from roadtrain.planner.job_keys import contradicted, job_keys, stated_degrees
+from roadtrain.planner.machines_of import IN_STAGES, REDUCED
 from roadtrain.stages.job_parallelism import DEGREES, StagePlacement
 
 COMMAND = ("-m", "roadtrain.cli")
@@ -100,7 +100,7 @@ class ResolvedRun:
             machines = replace(machines, spares=(*machines.spares, new))
         plan_file = replace(self.plan_file, machines=machines)
         addresses = {**self.addresses, name: address}
-        job = self.job.changed(_planned_keys(plan_file, self.job, addresses))
+        job = self.job.changed(flat(job_keys(plan_file, self.job, addresses)))
         return replace(self, plan_file=plan_file, job=job, addresses=addresses)
 
     def without_spares(self, names: Collection[str]) -> ResolvedRun:
@@ -137,7 +137,11 @@ class ResolvedRun:
     def services(self) -> tuple[Process, ...]:
         """Servers, reducers, switches, in the order in which they start."""
         hosts = self.machines.hosts
-        switches = [self._switch(host) for host in hosts if host.switch is not None]
+        switches = [
+            self._service(Role.SWITCH, "", host, host.switch.port, ("--switch",))
+            for host in hosts
+            if host.switch is not None
+        ]
         servers = [
             self._server(host, number) for host in hosts for number in range(len(host.servers))
         ]
@@ -146,12 +150,8 @@ class ResolvedRun:
 
     def reducer(self, host: str) -> Process:
         """Of any host that is known, also where the plan has none on it."""
-        one = self.host(host)
-        return self._service(Role.REDUCER, "", one, one.reducer or PORT, ("--sum",))
-
-    def _switch(self, host: PlanHost) -> Process:
-        assert host.switch is not None
-        return self._service(Role.SWITCH, "", host, host.switch.port, ("--switch",))
+        found = self.host(host)
+        return self._service(Role.REDUCER, "", found, found.reducer or PORT, ("--sum",))
 
     def _server(self, host: PlanHost, number: int) -> Process:
         place = host.servers[number]
@@ -350,66 +350,34 @@ def resolve(
     if plan_file.model is not None:
         check_model(plan_file.model, job)
     job = absolute_job(job)
-    directory = job.run.dir
     for host in machines.hosts:
         if not (addresses.get(host.name) or host.address):
             raise ConfigError(
                 f"host {host.name} of the plan has no address", hint="give it in machines.hosts"
             )
-    _check_contradictions(job, flat(job_keys(plan_file, addresses, job)))
-    job = job.changed(_planned_keys(plan_file, job, addresses))
-    run = ResolvedRun(name, plan_file, job, directory, addresses, token)
-    alone = not run.job.parallelism.used and not run.job.servers.addresses
-    if alone and run.worker_count > 1:
-        raise ConfigError(
-            f"the plan has {run.worker_count} workers without servers or [parallelism]: each would"
-            " train by itself",
-            hint="a placement of one worker has 1 device of 1 host",
-        )
+    keys = flat(job_keys(plan_file, job, addresses))
+    _check_contradictions(plan_file.plan, job, keys)
+    run = ResolvedRun(name, plan_file, job.changed(keys), job.run.dir, addresses, token)
     if why := run.can_run_on(run.worker_hosts):
         raise ConfigError(f"the job cannot run on the machines of the plan: {why}")
     return run
 
 
-def _planned_keys(plan_file: PlanFile, job: Job, addresses: Mapping[str, str]) -> dict[str, Any]:
-    """Dotted key -> value of the job: what the plan decides, with hosts at their addresses."""
-    keys = flat(job_keys(plan_file, addresses, job))
-    return {**keys, **_secrets(plan_file, keys, job.run.dir)}
-
-
-def _secrets(plan_file: PlanFile, keys: Mapping[str, Any], directory: str) -> dict[str, Any]:
-    """Dotted key -> value: where workers find the token, and which reducers they use."""
-    assert plan_file.machines is not None
-    token, out = f"{directory}/{FILES}/token", dict[str, Any]()
-    if keys.get("servers.addresses"):
-        out["servers.token_file"] = token
-    if any(host.reducer for host in plan_file.machines.hosts):
-        out["parallelism.reducers"] = f"{directory}/{FILES}/{REDUCERS}"
-        out["parallelism.reducers_token_file"] = token
-    return out
-
-
-def _check_contradictions(job: Job, keys: Mapping[str, Any]) -> None:
+def _check_contradictions(plan: Plan, job: Job, keys: Mapping[str, Any]) -> None:
     """Raises ConfigError where the job says one thing and the plan another."""
-    asked = job.parallelism
-    said = {f"parallelism.{name}": getattr(asked, name) for name in DEGREES}
+    said = {"parallelism.reducers": job.parallelism.reducers}
+    said["servers.addresses"] = job.servers.addresses
+    if plan.placement.name not in IN_STAGES:
+        said |= {f"parallelism.{name}": own for name, own in stated_degrees(job).items()}
     default = {f"parallelism.{name}": own for name, own in DEGREES.items()}
-    if not isinstance(asked.stages, list):
-        del said["parallelism.stages"]
-    if len(set(asked.widths)) == 1 and asked.widths[0] == keys.get("parallelism.dp"):
-        del said["parallelism.widths"]  # that are all the same
-    said = {} if asked.auto else said
-    if asked.reducers:
-        said["parallelism.reducers"] = asked.reducers
-    if job.servers.addresses:
-        said["servers.addresses"] = job.servers.addresses
     for key, mine in said.items():
-        planned = keys.get(key, default.get(key))
-        if mine not in (planned, default.get(key)):
+        if mine and mine not in (planned := keys.get(key), default.get(key)):
             raise ConfigError(
                 f"{key} is {mine} in the job, and {planned or 'not said'} in the plan",
                 hint="leave it out of the job, or plan anew for this job",
             )
+    if why := contradicted(plan, job):
+        raise ConfigError(why, hint="plan anew for this job, or leave it out of the job")
 
 
 def _text_of(job: Job) -> str:

@@ -1,8 +1,7 @@
 """job_keys(): what a job must say so that it trains as a plan says, on the plan's machines.
 
 A nested table of a job's keys. Only what the plan needs: what a job states besides (clipping,
-dtype, learning rate) stays the job's. Does NOT read a job, nor say which of two contradicting
-values wins.
+dtype, learning rate) stays the job's. Does NOT say which of two contradicting values wins.
 """
 
 from __future__ import annotations
@@ -74,19 +73,23 @@ def contradicted(plan: Plan, job: Job) -> str:
     return ""
 
 
-def job_keys(
-    plan_file: PlanFile, addresses: Mapping[str, str], job: Job | None = None
-) -> dict[str, Any]:
-    """addresses: of each host, by its name in the plan. `job`: it names directories on files, and
-    keeps what it says of its relay. `parallelism.auto` is always false, which
-    contradicts no job: "auto" is what the plan says now. Raises ConfigError for a plan without
-    machines, for one with switches or SSDs without its cluster, and for one that nothing runs."""
+def job_keys(plan_file: PlanFile, job: Job, addresses: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a plan with machines decides of a job.
+
+    `parallelism.auto` is always false, which contradicts no job: "auto" is what the plan says now.
+
+    Args:
+        job: Whose directories are named after its run, and which keeps its own relay.
+        addresses: Of each host, by its name in the plan.
+
+    Raises:
+        ConfigError: A plan with switches or SSDs has no cluster, or nothing runs it.
+    """
     plan, machines, cluster = plan_file.plan, plan_file.machines, plan_file.cluster
-    needed = plan.placement.fans_in or plan.placement.name in ON_ONE_HOST
-    if machines is None or (needed and cluster is None):
-        lacking = "machines" if machines is None else "cluster"
+    assert machines is not None
+    if cluster is None and (plan.placement.fans_in or plan.placement.name in ON_ONE_HOST):
         raise ConfigError(
-            f"the plan has no [{lacking}], it is simulated only",
+            "the plan has no [cluster], it is simulated only",
             hint="roadtrain plan CLUSTER.toml --job JOB.toml writes one that is launched",
         )
     if why := why_not_run(plan, cluster):
@@ -97,18 +100,22 @@ def job_keys(
         out["predicted"] = {"seconds": promised.seconds, "stages": stages}
     if plan.placement.name in IN_STAGES:
         return out | {"parallelism": {"auto": False, **_parallelism(plan)}}
-    out["optimizer"] = {"accumulate": plan.num_microbatches}
-    if plan.staleness:
-        out["optimizer"]["delay"] = plan.staleness
-    if plan.keep is not None:
-        out["compress"] = {"keep": plan.keep}
+    out |= step_keys(plan)
     if any(host.servers for host in machines.hosts):
-        out["servers"] = _servers(plan_file, machines, addresses)
-        if "relay" in out["servers"] and job is not None:
-            out["servers"]["relay"] = job.servers.relay or relay_of(job, machines)
+        own = out["servers"] = _servers(plan_file, machines, addresses)
+        own["token_file"] = f"{job.run.dir}/{FILES}/token"
+        if "relay" in own:
+            own["relay"] = job.servers.relay or relay_of(job, machines)
     else:
-        out |= _store(plan_file, machines, run_name(job) if job else "")
+        out |= _store(plan_file, machines, run_name(job))
     return out | {"parallelism": {"auto": False}}
+
+
+def step_keys(plan: Plan) -> dict[str, dict[str, Any]]:
+    """What a step is, of a job without stages."""
+    late = {"delay": plan.staleness} if plan.staleness else {}
+    kept = {} if plan.keep is None else {"compress": {"keep": plan.keep}}
+    return {"optimizer": {"accumulate": plan.num_microbatches, **late}, **kept}
 
 
 def _parallelism(plan: Plan) -> dict[str, Any]:

@@ -131,7 +131,7 @@ class JobPlans:
         assert isinstance(machines, Machines)
         names = {host.name: host.address or f"host{n}" for n, host in enumerate(machines.hosts)}
         plan_file = PlanFile(plan, machines, None, self.cluster)
-        keys = flat(job_keys(plan_file, names, self.job))
+        keys = flat(job_keys(plan_file, self.job, names))
         asked, found = self.job.servers, keys.get("servers.addresses", [])
         if asked.addresses not in ([], found):
             raise ConfigError(

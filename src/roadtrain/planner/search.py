@@ -55,6 +55,19 @@ ENDS = {
     "host memory": (" memory",),
     "SSD uplink": ("uplink in", "uplink out"),
 }  # of the names of what is scaled
+# what is scaled -> part of a cluster or a host -> its rates
+RATES: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "computing": {"device": ["flops"]},
+    "network": {"nics": ["rate"], "links": ["rate"], "switches": ["rate"]},
+    "PCIe": {"device": ["copy_rate"]},
+    "device links": {"host": ["fabric"]},
+    "host updates": {"host": ["updates"]},
+    "host sums": {"host": ["sums"]},
+    "host memory": {"host": ["memory_rate"]},
+    "switches": {"switches": ["packet_rate"]},
+    "SSDs": {"ssds": ["read", "write", "internal", "updates"]},
+    "SSD uplink": {"host": ["uplink"]},
+}
 
 
 @dataclass(frozen=True)
@@ -217,20 +230,13 @@ class _Search:
         runner = next((one for one in found[1:] if _differs(one.plan, pick.plan)), None)
         if runner is None:
             runner = self._pruned_runner_up(pick, waiting, families)
-        if runner is None:
-            return SearchResult(
-                pick, None, families, _front(found), self._gains(pick) if explain else {}, []
-            )
-        family = families[runner.plan.placement.name]
-        family.best = family.best or runner
-        return SearchResult(
-            pick,
-            runner,
-            families,
-            _front([*found, runner]),
-            self._gains(pick) if explain else {},
-            self._flips(pick, runner) if explain else [],
-        )
+        gains, flips = self._gains(pick) if explain else {}, list[str]()
+        if runner is not None:
+            family = families[runner.plan.placement.name]
+            family.best = family.best or runner
+            found.append(runner)
+            flips = self._flips(pick, runner) if explain else []
+        return SearchResult(pick, runner, families, _front(found), gains, flips)
 
     def least_batch(self, best: Found) -> tuple[int, float]:
         """Samples of the least step, and its score, by which the best plan's way is within
@@ -447,23 +453,11 @@ class _Search:
 
 def _computing(plan: Plan, cluster: Cluster, model: ModelShape, constants: Constants) -> float:
     """Seconds that one micro-batch takes at least, both ways, on the fastest device."""
-    split = plan.parallelism.tp * plan.parallelism.cp
     found = []
     for host in cluster.workers:
         assert host.device is not None
         of = constants.of_host(host.name)
-        forward = [
-            of.forward(
-                block,
-                plan.micro_batch,
-                split,
-                host.device,
-                plan.framework.precision,
-                plan.parallelism.ep,
-                plan.framework.passes,
-            )
-            for block in model.blocks
-        ]
+        forward = [of.forward_of(block, plan, host.device) for block in model.blocks]
         again = sum(forward[:-1]) if plan.activation_checkpointing else 0.0
         found.append(sum(forward) * (1 + of.backward) + again)
     return min(found)
@@ -502,58 +496,33 @@ def _front(found: Sequence[Found]) -> list[Found]:
 
 def scaled(cluster: Cluster, factor: float) -> dict[str, Cluster]:
     """The cluster with one kind of resource `factor` as fast."""
+    absent = set() if any(switch.packet_rate for switch in cluster.switches) else {"switches"}
+    if not any(host.ssds for host in cluster.hosts):
+        absent |= {"SSDs", "SSD uplink"}
+    return {
+        name: _scaled(cluster, parts, factor) for name, parts in RATES.items() if name not in absent
+    }
 
-    def hosts(change: Callable[[Host], dict[str, Any]]) -> Cluster:
-        return cluster.model_copy(
-            update={"hosts": tuple(h.model_copy(update=change(h)) for h in cluster.hosts)}
-        )
 
-    def device(host: Host, name: str) -> dict[str, Any]:
-        own = host.device
-        return (
-            {}
-            if own is None
-            else {"device": own.model_copy(update={name: getattr(own, name) * factor})}
-        )
+def _scaled(cluster: Cluster, parts: Mapping[str, Sequence[str]], factor: float) -> Cluster:
+    def faster(part: Any, names: Sequence[str]) -> Any:
+        return part.model_copy(update={name: getattr(part, name) * factor for name in names})
 
-    def ssds(host: Host) -> dict[str, Any]:
+    def every(whole: Host | Cluster, kinds: Sequence[str]) -> dict[str, Any]:
         return {
-            "ssds": tuple(
-                s.model_copy(
-                    update={
-                        name: getattr(s, name) * factor
-                        for name in ("read", "write", "internal", "updates")
-                    }
-                )
-                for s in host.ssds
-            )
+            kind: tuple(faster(part, parts[kind]) for part in getattr(whole, kind))
+            for kind in kinds
+            if kind in parts
         }
 
-    def rates(links: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(link.model_copy(update={"rate": link.rate * factor}) for link in links)
-
-    network = hosts(lambda h: {"nics": rates(h.nics)})
-    network = network.model_copy(
-        update={"links": rates(cluster.links), "switches": rates(cluster.switches)}
-    )
-    out = {
-        "computing": hosts(lambda h: device(h, "flops")),
-        "network": network,
-        "PCIe": hosts(lambda h: device(h, "copy_rate")),
-        "device links": hosts(lambda h: {"fabric": h.fabric * factor}),
-        "host updates": hosts(lambda h: {"updates": h.updates * factor}),
-        "host sums": hosts(lambda h: {"sums": h.sums * factor}),
-        "host memory": hosts(lambda h: {"memory_rate": h.memory_rate * factor}),
-    }
-    if any(switch.packet_rate for switch in cluster.switches):
-        faster = (
-            switch.model_copy(update={"packet_rate": switch.packet_rate * factor})
-            for switch in cluster.switches
-        )
-        out["switches"] = cluster.model_copy(update={"switches": tuple(faster)})
-    if any(host.ssds for host in cluster.hosts):
-        out |= {"SSDs": hosts(ssds), "SSD uplink": hosts(lambda h: {"uplink": h.uplink * factor})}
-    return out
+    hosts = []
+    for host in cluster.hosts:
+        changes = every(host, ("nics", "ssds"))
+        if host.device is not None:
+            changes["device"] = faster(host.device, parts.get("device", ()))
+        hosts.append(faster(host.model_copy(update=changes), parts.get("host", ())))
+    changes = every(cluster, ("links", "switches"))
+    return cluster.model_copy(update={"hosts": tuple(hosts), **changes})
 
 
 def _busy(one: Found, name: str) -> float:

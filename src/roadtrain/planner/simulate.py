@@ -149,12 +149,8 @@ def assumptions(
 
 def least_forward(cluster: Cluster, model: ModelShape, of: Constants, plan: Plan) -> float:
     """Seconds of the shortest forward of a block that computes."""
-    ranks = plan.parallelism
-    split = ranks.tp * ranks.cp
     found = [
-        of.of_host(host.name).forward(
-            block, plan.micro_batch, split, host.device, plan.framework.precision, ranks.ep
-        )
+        of.of_host(host.name).forward_of(block, plan, host.device)
         for host in cluster.workers
         for block in model.blocks
         if host.device is not None and (block.flops or block.tables)
@@ -307,6 +303,10 @@ def assumed_json(
     }
 
 
+def write_json(path: str, tree: Mapping[str, Any], indent: int | None = 1) -> None:
+    replace_file(Path(path), (dumps(tree, indent=indent) + "\n").encode(), "writing")
+
+
 def perfetto(result: Result) -> dict[str, Any]:
     """Trace events: a process a stage or server, a thread a stage name; memory as counters.
     Microseconds."""
@@ -439,12 +439,8 @@ def command(
     result = simulate(chosen, cluster, one, of, traced=bool(trace), apart=apart)
     print(report(result, cluster, one, of))
     if json:
-        replace_file(
-            Path(json),
-            (dumps(as_json(result, cluster, one, of), indent=1) + "\n").encode(),
-            "writing",
-        )
+        write_json(json, as_json(result, cluster, one, of))
     if trace:
-        replace_file(Path(trace), (dumps(perfetto(result)) + "\n").encode(), "writing")
+        write_json(trace, perfetto(result), indent=None)
         print(f"trace   {trace} (open it in ui.perfetto.dev)")
     return 0

@@ -8,19 +8,18 @@ them. What replicas do together begins, or ends, when the last of them is there.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from roadtrain.config.cluster import Cluster, Host, Nic
 from roadtrain.config.plan import Plan
 from roadtrain.simulator.compute import Constants
-from roadtrain.simulator.engine import Cost, Engine, Lane, Resource
-from roadtrain.simulator.fabric import Fabric, FlowGroup, Site
+from roadtrain.simulator.engine import Cost, Engine, Lane, Resource, Then, Uses, joined
+from roadtrain.simulator.fabric import Fabric
+from roadtrain.simulator.site import FlowGroup, Site
 
 OF_A_DEVICE = ("to device", "from device", "fabric", "memory of the device", "processors")
 OF_A_CARD = ("out", "in")
-Uses = list[tuple[Resource, float]]
 
 
 class SharedHost:
@@ -73,49 +72,35 @@ class SwitchLinks:
 
 
 class RankFabric(Fabric):
-    """Costs of one replica's own part. `beside`: ranks of its group on its host, its own included.
-    `across`: links between switches, and how many pairs of ranks reach each other over each."""
+    """Costs of one replica's own part. `across`: links between switches, and how many pairs of
+    ranks reach each other over each."""
 
     def __init__(
         self,
-        engine: Engine,
         cluster: Cluster,
         plan: Plan,
         group: FlowGroup,
         constants: Constants,
-        server: Site | None,
-        *,
-        beside: int,
         across: Mapping[Resource, int],
     ) -> None:
-        super().__init__(engine, cluster, plan, group, constants, server, cluster.spares)
-        self.beside, self.across = beside, across
+        super().__init__(cluster, plan, group, constants)
+        self.across = across
 
     def _network(self, ring: float, exchanged: float = 0.0) -> Uses:
         """A ring crosses a host's card once for all ranks there; of what each rank sends to each
         other, all crosses it that is for other hosts."""
-        group, own = self.group, self.group.ranks
-        others, away = max(1, group.dp - 1), group.dp - self.beside
-        near = exchanged * (self.beside - 1) / others + (ring if self.beside > 1 else 0.0)
+        group, own, beside = self.group, self.group.ranks, self.group.beside
+        others, away = max(1, group.replicas - 1), group.replicas - beside
+        near = exchanged * (beside - 1) / others + (ring if beside > 1 else 0.0)
         uses: Uses = [(self.site.fabric, near)] if near else []
         if away:
-            far = group.tp * own * (ring / self.beside + exchanged * away / others)
+            far = group.tp * own * (ring / beside + exchanged * away / others)
             uses += [(self.site.out, far), (self.site.into, far)]
-            uses += self.touched(2 * far)
+            uses += group.touched(2 * far)
         for link, pairs in self.across.items():
-            each = group.tp * own / group.dp  # of what the whole group sends there
+            each = group.tp * own / group.replicas  # of what the whole group sends there
             uses.append((link, each * (ring + exchanged * pairs / others)))
         return uses
-
-    def _at_server(self, once: bool) -> float:
-        return self._server_share * (1 if once else self.group.hosts)
-
-    @property
-    def _server_share(self) -> float:
-        return self.plan.parallelism.cp / self.group.dp  # one of so many replicas
-
-
-Then = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -146,8 +131,8 @@ class Meeting:
         """`at`: the chunk and round; `partners`: replicas that push it."""
         if self.together:
             if (every := self._come(at, partners, pushed)) is not None:
-                cost = joined([one.cost for one in every])
-                self._task(cost, every, self.lane)
+                cost, then = joined([one.cost for one in every]), lambda: _all(every)
+                self.engine.task("Push", cost, then=then, lane=self.lane, where=self.where)
             return
 
         def arrived() -> None:
@@ -155,9 +140,6 @@ class Meeting:
                 _all(every)
 
         self.engine.task("Push", pushed.cost, then=arrived, lane=pushed.lane, where=self.where)
-
-    def _task(self, cost: Cost, every: Sequence[StagePush], lane: Lane) -> None:
-        self.engine.task("Push", cost, then=lambda: _all(every), lane=lane, where=self.where)
 
     def _come(self, at: Hashable, partners: int, pushed: StagePush) -> list[StagePush] | None:
         """All of them, once the last is there."""
@@ -176,15 +158,6 @@ class Meeting:
 def _all(every: Sequence[StagePush]) -> None:
     for one in every:
         one.then()
-
-
-def joined(costs: Sequence[Cost]) -> Cost:
-    """Of transfers of the same work that go on at once, at the pace of the slowest."""
-    uses: dict[Resource, float] = defaultdict(float)
-    for cost in costs:
-        for resource, weight in cost.uses:
-            uses[resource] += weight
-    return Cost(costs[0].work, list(uses.items()), max(cost.latency for cost in costs))
 
 
 @dataclass(frozen=True)

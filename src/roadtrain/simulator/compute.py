@@ -17,6 +17,7 @@ from importlib.resources import files
 
 from roadtrain.config.cluster import Device
 from roadtrain.config.models import BlockShape
+from roadtrain.config.plan import Plan
 from roadtrain.errors import ConfigError
 
 # seconds that a block takes at least where nobody measured it: two kernels of about 5 us each
@@ -101,6 +102,13 @@ class Constants:
         own = float("inf") if device.is_host else device.memory_rate
         crossing = forward_bytes(block, samples, ranks) / own
         return max(computing, crossing, self.launch, LAUNCH_S)
+
+    def forward_of(self, block: BlockShape, plan: Plan, device: Device) -> float:
+        """Seconds of a block's forward on one of a plan's devices."""
+        ranks, framework = plan.parallelism, plan.framework
+        split = ranks.tp * ranks.cp
+        precision, passes = framework.precision, framework.passes
+        return self.forward(block, plan.micro_batch, split, device, precision, ranks.ep, passes)
 
     def _measured(self, kind: str, samples: float) -> float | None:
         """Seconds of a block of that kind on one device; of another number of samples than were

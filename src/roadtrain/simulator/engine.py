@@ -22,12 +22,14 @@ Seconds throughout.
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from roadtrain.errors import LoopError
 
+Then = Callable[[], None]
 TINY = 1e-12  # a share: of a rate, a level or a capacity, never an amount
 
 
@@ -40,6 +42,9 @@ class Resource:
         # that use it now, and how much a unit of progress takes
         self.running: dict[Task, float] = {}
         self.used = 0.0  # of what has ended
+
+
+Uses = list[tuple[Resource, float]]  # how much a unit of progress takes of each
 
 
 class Cost(NamedTuple):
@@ -56,6 +61,15 @@ class Cost(NamedTuple):
         return self if self.uses else Cost(0.0, (), self.latency)
 
 
+def joined(costs: Sequence[Cost]) -> Cost:
+    """Of transfers of the same work that go on at once, at the pace of the slowest."""
+    uses: dict[Resource, float] = defaultdict(float)
+    for cost in costs:
+        for resource, weight in cost.uses:
+            uses[resource] += weight
+    return Cost(costs[0].work, list(uses.items()), max(cost.latency for cost in costs))
+
+
 class Lane:
     """`busy`: seconds that a task had it, without the one that runs."""
 
@@ -68,41 +82,28 @@ class Lane:
         self.busy = 0.0
 
 
+@dataclass(slots=True, eq=False)
 class Task:
     """`begin`, `end`: seconds, of when it had its lane and of its end; -1 before."""
 
-    __slots__ = (
-        "after",
-        "begin",
-        "end",
-        "lane",
-        "latency",
-        "left",
-        "max_rate",
-        "number",
-        "priority",
-        "rate",
-        "since",
-        "stage",
-        "stamp",
-        "then",
-        "uses",
-        "waited_by",
-        "where",
-        "work",
-    )
-
-    def __init__(
-        self, stage: str, work: float, uses: Sequence[tuple[Resource, float]], number: int
-    ) -> None:
-        self.stage, self.work, self.uses, self.number = stage, work, uses, number
-        self.where = ""
-        self.lane: Lane | None = None
-        self.after, self.waited_by = 0, list[Task]()
-        self.max_rate, self.latency, self.priority = float("inf"), 0.0, 0.0
-        self.then: Callable[[], None] | None = None
-        self.left, self.rate, self.since, self.stamp = work, 0.0, 0.0, 0
-        self.begin = self.end = -1.0
+    stage: str
+    work: float
+    uses: Sequence[tuple[Resource, float]]
+    number: int
+    lane: Lane | None = None
+    then: Then | None = None
+    priority: float = 0.0
+    where: str = ""
+    latency: float = 0.0
+    max_rate: float = float("inf")
+    after: int = 0  # tasks that it waits for
+    waited_by: list[Task] = field(default_factory=list)
+    left: float = 0.0  # of the work, when the rate was last set
+    rate: float = 0.0
+    since: float = 0.0  # seconds, of when the rate was last set
+    stamp: int = 0  # counts rates, so that events of former ones are passed over
+    begin: float = -1.0
+    end: float = -1.0
 
     @property
     def ended(self) -> bool:
@@ -166,7 +167,7 @@ class Engine:
         *,
         lane: Lane | None = None,
         after: Iterable[Task] = (),
-        then: Callable[[], None] | None = None,
+        then: Then | None = None,
         priority: float = 0.0,
         where: str = "",
     ) -> Task:
@@ -175,9 +176,9 @@ class Engine:
         self.made += 1
         asked = [use for use in cost.uses if use[1] > 0]
         limits = [use for use in asked if use[0].capacity < float("inf")]
-        task = Task(stage, max(cost.work, 0.0), limits, self.made)
-        task.lane, task.then, task.priority, task.where = lane, then, priority, where
-        task.latency = cost.latency
+        work = max(cost.work, 0.0)
+        task = Task(stage, work, limits, self.made, lane, then, priority, where, cost.latency)
+        task.left = work
         if cost.max_rate is not None:
             task.max_rate = cost.max_rate
         elif not asked:

@@ -12,104 +12,21 @@ algorithm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from roadtrain.config.cluster import Cluster, Host, Nic
+from roadtrain.config.cluster import Cluster, Host
 from roadtrain.config.plan import Placement, Plan
 from roadtrain.config.switch_tree import switch_tree
 from roadtrain.errors import ConfigError
 from roadtrain.simulator.compute import Constants
-from roadtrain.simulator.engine import Cost, Engine, Resource
+from roadtrain.simulator.engine import Cost, Uses
 from roadtrain.simulator.fan_in_costs import FanInCosts
 from roadtrain.simulator.simulated_sums import SimulatedSums
-from roadtrain.simulator.switches import SwitchResources
-
-if TYPE_CHECKING:
-    from roadtrain.simulator.fan_in import SimulatedFanIn
+from roadtrain.simulator.site import FlowGroup, Site
 
 INSIDE_S = 2e-6  # latency of a step of a collective between devices of a host
 # that one pass of AdamW moves for a parameter: gradient 2, three arrays in and out 24, copy 2
 UPDATE_BYTES = 28.0
-
-
-class Site:
-    """The resources of one host of a kind; those of a device are of one device, as all do the
-    same."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        host: Host,
-        nic: Nic | None,
-        constants: Constants,
-        name: str,
-        resource: Callable[[str, float], Resource] | None = None,
-    ) -> None:
-        """`resource`: gives what is called so, where sites share it; None: each is its own."""
-        if resource is None:
-
-            def resource(what: str, capacity: float) -> Resource:
-                return engine.resource(f"{name} {what}", capacity)
-
-        self.host, self.name, self.nic = host, name, nic
-        rate = nic.total * constants.network if nic is not None else float("inf")
-        self.out, self.into = resource("out", rate), resource("in", rate)
-        self.latency = nic.latency if nic is not None else 0.0
-        self.memory = resource("memory", host.memory_rate)
-        self.updates, self.sums = resource("updates", host.updates), resource("sums", host.sums)
-        # where processors compute, they update for a part of their time
-        self.cores: Resource | None = None
-        if host.device is not None:
-            if host.device.is_host:
-                self.cores = resource("processors", 1.0)
-            self.to_device = resource("to device", host.device.copy_rate)
-            self.from_device = resource("from device", host.device.copy_rate)
-            self.fabric = resource("fabric", host.fabric or host.device.copy_rate)
-            self.device_memory = resource("memory of the device", host.device.memory_rate)
-        if host.ssds:
-            self.read = resource("ssd read", sum(s.count * s.read for s in host.ssds))
-            self.write = resource("ssd write", sum(s.count * s.write for s in host.ssds))
-            self.mixed = resource("ssd mixed", min(s.mixed for s in host.ssds))
-            self.up, self.down = (
-                resource("uplink in", host.uplink),
-                resource("uplink out", host.uplink),
-            )
-            if all(s.updates for s in host.ssds):
-                self.inside = resource(
-                    "ssd internal", sum(s.count * (s.internal or s.read) for s in host.ssds)
-                )
-                self.beside = resource("ssd updates", sum(s.count * s.updates for s in host.ssds))
-
-    def reads(self, *, beside: bool = False) -> list[tuple[Resource, float]]:
-        """A byte from the SSDs to the host's memory, or to the processors beside them."""
-        media = [(self.read, 1.0), (self.mixed, 1.0 / self.read.capacity)]
-        return media + ([(self.inside, 1.0)] if beside else [(self.up, 1.0), (self.memory, 1.0)])
-
-    def writes(self, *, beside: bool = False) -> list[tuple[Resource, float]]:
-        media = [(self.write, 1.0), (self.mixed, 1.0 / self.write.capacity)]
-        return media + ([(self.inside, 1.0)] if beside else [(self.down, 1.0), (self.memory, 1.0)])
-
-
-@dataclass(frozen=True)
-class FlowGroup:
-    """The ranks of one pipeline stage that have the same parameters. `hosts`: how many; `ranks`: on
-    each, with `tp` devices each there; `replicas`: in all, where hosts have different numbers of
-    them (`ranks` is the most).
-    """
-
-    site: Site
-    hosts: int
-    ranks: int
-    tp: int
-    rates: tuple[float, ...] = ()  # of each host's card
-    replicas: int = 0
-    switches: SwitchResources | None = None  # that sum what its hosts send
-
-    @property
-    def dp(self) -> int:
-        return self.replicas or self.hosts * self.ranks
 
 
 def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -> None:
@@ -178,46 +95,32 @@ class Fabric:
     """`plan`'s costs on one stage's group, the server (if any) and the spare hosts. All sizes are
     in parameters of a block that one device has (1 / tp of it); costs are of one device, or of one
     host where they say so.
+
+    Attributes:
+        fan_in: What the packets through switches that sum cost.
+        sums: Where reducers on several hosts sum.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        cluster: Cluster,
-        plan: Plan,
-        group: FlowGroup,
-        constants: Constants,
-        server: Site | None,
-        spares: Sequence[Host],
+        self, cluster: Cluster, plan: Plan, group: FlowGroup, constants: Constants
     ) -> None:
-        self.plan, self.group, self.site, self.server, self.constants = (
-            plan,
-            group,
-            group.site,
-            server,
-            constants,
-        )
-        # through switches that sum; and their end before the server, which the scene makes
-        self.fan_in = None if group.switches is None else FanInCosts(self, group.switches)
-        self.end: SimulatedFanIn | None = None
-        self.beside = group.ranks  # ranks of the group on this host
-        self.sums: SimulatedSums | None = None  # where reducers on several hosts sum
+        self.plan, self.group, self.constants = plan, group, constants
+        self.site, self.server = group.site, group.server
+        self.fan_in = None if group.switches is None else FanInCosts(plan, group, group.switches)
+        self.sums: SimulatedSums | None = None
         if plan.placement.sum in ("spares", "separate") and group.hosts > 1:
             extra = [
                 cluster.common([self.site.host, host])[1].total * constants.network
-                for host in spares
+                for host in cluster.spares
                 if host.nics
                 for _ in range(host.count)
             ]
             separate = plan.placement.sum == "separate"
             self.sums = SimulatedSums(group.rates, extra, separate=separate)
-        copies = [(self.site.memory, float(group.ranks * group.tp))]
-        self._to_device = [(self.site.to_device, 1.0), *copies]
-        self._from_device = [(self.site.from_device, 1.0), *copies]
 
     # the network
 
-    def _network(self, ring: float, exchanged: float = 0.0) -> list[tuple[Resource, float]]:
+    def _network(self, ring: float, exchanged: float = 0.0) -> Uses:
         """Uses of a byte of which each device passes `ring` on to the next one, and sends
         `exchanged` to the others, each its part; both ways. Here both cross a host's card once for
         all its ranks."""
@@ -229,34 +132,16 @@ class Fabric:
         return [(site.out, weight), (site.into, weight), *inside]
 
     @property
-    def _card(self) -> float:
-        """How often a byte that a host sends once for all its ranks crosses its card in one
-        task."""
-        return self.group.tp * self.group.ranks / self.beside
-
-    def _at_server(self, once: bool) -> float:
-        """Of a byte that each host sends a server, or gets from it, what crosses the server's card
-        for one task. `once`: the switch sums it, or sends it to all."""
-        return 1.0 if once else float(self.group.hosts)
-
-    @property
-    def _server_share(self) -> float:
-        """Of what a server does once for all hosts, the part of one task."""
-        return 1.0
-
-    @property
     def gathers(self) -> bool:
         """Whether parameters that the devices updated in parts come together during the forward."""
         place = self.plan.placement
         split = place.parameters == "device" and place.state == "split"
-        return split and self.plan.gather == "forward" and self.group.dp > 1
+        return split and self.plan.gather == "forward" and self.group.replicas > 1
 
-    def _ring(
-        self, passes: float, exchanges: float = 0.0
-    ) -> tuple[list[tuple[Resource, float]], float]:
+    def _ring(self, passes: float, exchanges: float = 0.0) -> tuple[Uses, float]:
         """Uses and latency of a byte that goes round so often. `exchanges`: of these, those in
         which processors send each part straight to who needs it (stages/data_group.py)."""
-        n, hosts = self.group.dp, self.group.hosts
+        n, hosts = self.group.replicas, self.group.hosts
         if n == 1:
             return [], 0.0
         if self.site.cores is None:
@@ -315,24 +200,24 @@ class Fabric:
         """Parameters to every device. `kept`: they are in this host's memory already."""
         place, n, nbytes = (
             self.plan.placement,
-            self.group.dp,
+            self.group.replicas,
             params * self.plan.sizes.parameter_bytes,
         )
         if place.parameters == "device":
             return Cost(nbytes, *self._ring(1)) if self.gathers else Cost(0, [])
         if kept:
-            return Cost(nbytes, list(self._to_device))
+            return Cost(nbytes, list(self.group.to_device))
         if place.parameters == "server":
             if self.fan_in is not None:
                 return self.fan_in.parameters(params)
             assert self.server is not None
-            many = self._at_server(False)
-            inside = [(self.site.fabric, 1.0)] if self.beside > 1 else []
+            many = self.group.at_server(once=False)
+            inside = self.group.inside(1.0)
             uses = [
                 (self.server.out, many * self.group.tp),
-                (self.server.memory, self._server_share * self.group.tp),
-                (self.site.into, self._card),
-                *self._to_device,
+                (self.server.memory, self.group.server_share * self.group.tp),
+                (self.site.into, self.group.card),
+                *self.group.to_device,
                 *inside,
             ]
             return Cost(nbytes, uses, self.site.latency)
@@ -356,14 +241,14 @@ class Fabric:
             if self.group.hosts > 1
             else []
         )
-        plain = [(resource, weight * own) for resource, weight in self._to_device]
+        plain = [(resource, weight * own) for resource, weight in self.group.to_device]
         return Cost(nbytes, [*uses, *(relayed or plain)], latency)
 
     def push(self, params: float) -> Cost:
         """A block's gradient from every device to where it is summed and, where it rests in
         memory, to there."""
         plan, place, group, site = self.plan, self.plan.placement, self.group, self.site
-        nbytes, n = params * plan.sizes.gradient_bytes, group.dp
+        nbytes, n = params * plan.sizes.gradient_bytes, group.replicas
         if plan.keep is not None:
             nbytes = params * plan.sizes.held_bytes * plan.travels
         if place.sum == "ring":
@@ -375,18 +260,20 @@ class Fabric:
             whole = place.state == "device"  # an all-reduce; else each gets its part of the sum
             uses, latency = self._ring(2) if whole else self._ring(1 + back, 1)
             if place.update in ("host", "ssd"):
-                uses = uses + [(resource, weight / n) for resource, weight in self._from_device]
+                uses = uses + [
+                    (resource, weight / n) for resource, weight in self.group.from_device
+                ]
             return Cost(nbytes, uses, latency)
         if place.sum == "relay":
             uses, latency = self._ring(1)
-            return Cost(nbytes, [*uses, *self._from_device], latency)
+            return Cost(nbytes, [*uses, *self.group.from_device], latency)
         if place.sum in ("spares", "separate"):
             if self.sums is None:
                 return Cost(nbytes, self._ring(2)[0])
-            weight, here = self.sums.exchange * self._card, self.beside
-            sums = [(site.sums, self._card)] if place.sum == "spares" else []
+            weight, here = self.sums.exchange * group.card, group.beside
+            sums = [(site.sums, self.group.card)] if place.sum == "spares" else []
             copies = [(site.from_device, 1.0 / here), (site.to_device, 1.0 / here)]
-            inside = [(site.fabric, 2 * (here - 1) / here)] if here > 1 else []
+            inside = group.inside(2 * (here - 1) / here)
             return Cost(
                 nbytes,
                 [(site.out, weight), (site.into, weight), *copies, *inside, *sums],
@@ -397,29 +284,23 @@ class Fabric:
                 return self.fan_in.exchanged(params)
             return self.fan_in.sums(params)
         assert self.server is not None
-        inside = [(site.fabric, 1.0)] if self.beside > 1 else []
-        many = self._at_server(False)
+        inside = group.inside(1.0)
+        many = self.group.at_server(once=False)
         sums = [(self.server.sums, many * group.tp)] if group.hosts > 1 else []
         uses = [
-            (site.out, self._card),
+            (site.out, self.group.card),
             *inside,
-            *self._from_device,
+            *self.group.from_device,
             (self.server.into, many * group.tp),
             (self.server.memory, many * group.tp),
             *sums,
         ]
         return Cost(nbytes, uses, site.latency)
 
-    def touched(self, crossings: float) -> list[tuple[Resource, float]]:
-        """What a byte that leaves or enters the host so often takes of processors that compute."""
-        if self.site.cores is None or not self.constants.touch:
-            return []
-        return [(self.site.cores, crossings * self.constants.touch)]
-
     def all_to_all(self, nbytes: float) -> Cost:
         """All-to-all of rows of tables that are spread over all devices; of one device's share
         of the batch."""
-        n = self.group.dp
+        n = self.group.replicas
         return Cost(
             nbytes,
             self._network(0.0, (n - 1) / n) if n > 1 else [],
@@ -432,8 +313,8 @@ class Fabric:
         devices together."""
         place, group = self.plan.placement, self.group
         if place.state == "server":
-            return self._server_share * group.tp
-        return group.tp * group.ranks / group.dp
+            return self.group.server_share * group.tp
+        return group.tp * group.ranks / group.replicas
 
     def hold(self, params: float) -> Cost:
         """The gradient to where it rests until the update; of one host."""
@@ -469,7 +350,7 @@ class Fabric:
         place, site = self.plan.placement, self._state_site()
         share = self._own
         if place.update == "device":
-            share = 1.0 if place.state == "device" else 1.0 / self.group.dp
+            share = 1.0 if place.state == "device" else 1.0 / self.group.replicas
             if site.cores is None:
                 return Cost(params * share * UPDATE_BYTES, [(site.device_memory, 1.0)])
             share *= self.group.ranks * self.group.tp  # the host's processors do that of all
@@ -524,7 +405,7 @@ class Fabric:
             not self.constants.tax
             or place.sum in ("relay", "server")
             or place.served
-            or self.group.dp == 1
+            or self.group.replicas == 1
         ):
             return 0.0
         network = [r.capacity / w for r, w in cost.uses if r in (self.site.out, self.site.fabric)]

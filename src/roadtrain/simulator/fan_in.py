@@ -24,8 +24,7 @@ from roadtrain.servers.protocol.messages import (
     Pulled,
     WorkerMessage,
 )
-from roadtrain.simulator.apart import joined
-from roadtrain.simulator.engine import Cost, Engine, Lane
+from roadtrain.simulator.engine import Cost, Engine, Lane, Then, joined
 from roadtrain.simulator.fan_in_costs import FanInCosts
 from roadtrain.simulator.server import BlockPieces, SimulatedServer
 from roadtrain.switch.protocol.fan_in import (
@@ -45,8 +44,6 @@ from roadtrain.switch.protocol.fan_in import (
 # buffers of an end where its server has memory to spare: for chunks that it sends, and for sums
 COPIES, SUMS = 6, 6
 TICK_S = 0.25  # how often the end looks for who is late, while anybody waits for others
-
-Then = Callable[[], None]
 
 
 @dataclass(eq=False)

@@ -10,20 +10,18 @@ the wire: whole packets, with their headers. `params`: parameters that one devic
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from roadtrain.simulator.engine import Cost, Resource
-from roadtrain.simulator.switches import SwitchResources, Uses
-
-if TYPE_CHECKING:
-    from roadtrain.simulator.fabric import Fabric
+from roadtrain.config.plan import Plan
+from roadtrain.simulator.engine import Cost, Resource, Uses
+from roadtrain.simulator.site import FlowGroup
+from roadtrain.simulator.switches import SwitchResources
 
 SUM_BYTES = 4  # of an element of a sum, in the server's memory
 
 
 class FanInCosts:
-    def __init__(self, fabric: Fabric, switches: SwitchResources) -> None:
-        self.fabric, self.switches, self.packets = fabric, switches, switches.packets
+    def __init__(self, plan: Plan, group: FlowGroup, switches: SwitchResources) -> None:
+        self.sizes, self.group, self.switches = plan.sizes, group, switches
+        self.packets = switches.packets
 
     @property
     def latency(self) -> float:
@@ -38,7 +36,7 @@ class FanInCosts:
     @property
     def message_s(self) -> float:
         """Seconds that a message over TCP takes, one way."""
-        return self.fabric.site.latency
+        return self.group.site.latency
 
     def gradient_packets(self, params: float) -> int:
         return self.switches.packets_of(params * self.packets.width)
@@ -49,13 +47,13 @@ class FanInCosts:
     @property
     def _rate(self) -> float:
         """Bytes a second of the slower of a worker's card and the server's."""
-        server = self.fabric.server
-        ends = [self.fabric.site.out.capacity]
+        server = self.group.server
+        ends = [self.group.site.out.capacity]
         return min([*ends, server.out.capacity] if server is not None else ends)
 
     def handed(self, params: float) -> Cost:
         """Parameters from the server to the fan-in end, which is in the same process: a copy."""
-        nbytes = params * self.fabric.plan.sizes.parameter_bytes
+        nbytes = params * self.sizes.parameter_bytes
         return Cost(nbytes, self._server_memory(2.0))
 
     def taken(self, params: float) -> Cost:
@@ -64,39 +62,35 @@ class FanInCosts:
 
     def parameters(self, params: float) -> Cost:
         """To all workers and their devices."""
-        fabric = self.fabric
-        nbytes = params * fabric.plan.sizes.parameter_bytes
+        group = self.group
+        nbytes = params * self.sizes.parameter_bytes
         wire = self.switches.on_wire(nbytes)
         data = nbytes / wire if wire else 0.0
-        inside = [(fabric.site.fabric, data)] if fabric.beside > 1 else []
-        uses = [*self._down(), *self._server_memory(1.0), *inside]
-        return self._cost(wire, [*uses, *_times(fabric._to_device, data)])
+        uses = [*self._way(up=False), *self._server_memory(1.0), *group.inside(data)]
+        return self._cost(wire, [*uses, *_times(group.to_device, data)])
 
     def alone(self, params: float) -> Cost:
         """Parameters to one worker, over TCP."""
-        fabric, tp = self.fabric, float(self.fabric.group.tp)
-        assert fabric.server is not None
-        inside = [(fabric.site.fabric, 1.0)] if fabric.beside > 1 else []
-        ends = [(fabric.server.out, tp), (fabric.server.memory, tp), (fabric.site.into, tp)]
-        nbytes = params * fabric.plan.sizes.parameter_bytes
-        return Cost(nbytes, [*ends, *inside, *fabric._to_device], self.message_s)
+        group, tp = self.group, float(self.group.tp)
+        assert group.server is not None
+        ends = [(group.server.out, tp), (group.server.memory, tp), (group.site.into, tp)]
+        nbytes = params * self.sizes.parameter_bytes
+        return Cost(nbytes, [*ends, *group.inside(1.0), *group.to_device], self.message_s)
 
     def maxima(self, params: float) -> Cost:
         """The greatest exponents to all workers."""
-        return self._cost(self.switches.on_wire(self._blocks(params)), self._down())
+        return self._cost(self.switches.on_wire(self._blocks(params)), self._way(up=False))
 
     def exponents(self, params: float) -> Cost:
-        return self._cost(self.switches.on_wire(self._blocks(params)), self._up())
+        return self._cost(self.switches.on_wire(self._blocks(params)), self._way(up=True))
 
     def gradients(self, params: float) -> Cost:
         """From each worker's devices to the server's memory, where the sum is fp32."""
-        fabric = self.fabric
-        wire = self.switches.on_wire(params * self.packets.width)
-        data = params * fabric.plan.sizes.gradient_bytes / wire if wire else 0.0
-        inside = [(fabric.site.fabric, data)] if fabric.beside > 1 else []
+        group, wire = self.group, self.switches.on_wire(params * self.packets.width)
+        data = params * self.sizes.gradient_bytes / wire if wire else 0.0
         made = 1.0 + params * SUM_BYTES / wire if wire else 0.0
-        uses = [*self._up(), *self._server_memory(made), *self._server_sums()]
-        return self._cost(wire, [*uses, *inside, *_times(fabric._from_device, data)])
+        uses = [*self._way(up=True), *self._server_memory(made), *self._server_sums()]
+        return self._cost(wire, [*uses, *group.inside(data), *_times(group.from_device, data)])
 
     def sums(self, params: float) -> Cost:
         """All that a sum takes of each resource, as one: exponents, their maxima, the gradient."""
@@ -110,9 +104,9 @@ class FanInCosts:
 
     def exchanged(self, params: float) -> Cost:
         """A sum without a server, which comes back to all as it left: in integers."""
-        fabric, up = self.fabric, self.sums(params)
-        data = params * fabric.plan.sizes.gradient_bytes / up.work if up.work else 0.0
-        back = self._cost(up.work, [*self._down(), *_times(fabric._to_device, data)])
+        group, up = self.group, self.sums(params)
+        data = params * self.sizes.gradient_bytes / up.work if up.work else 0.0
+        back = self._cost(up.work, [*self._way(up=False), *_times(group.to_device, data)])
         return up._replace(uses=[*up.uses, *back.uses], latency=2 * self.latency)
 
     def _blocks(self, params: float) -> float:
@@ -126,27 +120,20 @@ class FanInCosts:
 
     def _once(self) -> float:
         """Of what crosses a link once for all workers, the part of this task."""
-        return self.fabric._at_server(True) * self.fabric.group.tp
+        return self.group.at_server(once=True) * self.group.tp
 
-    def _down(self) -> Uses:
-        fabric, once = self.fabric, self._once()
-        card, beat = fabric._card, self._beat()
-        uses = [(fabric.site.into, card), (fabric.site.out, card * beat)]
-        uses += _times(self.switches.down, once)
-        uses += _times(self.switches.up, once * beat)
-        if fabric.server is not None:
-            uses += [(fabric.server.out, once), (fabric.server.into, once * beat)]
-        return uses + fabric.touched(card)
-
-    def _up(self) -> Uses:
-        fabric, once = self.fabric, self._once()
-        card, beat = fabric._card, self._beat()
-        uses = [(fabric.site.out, card), (fabric.site.into, card * beat)]
-        uses += _times(self.switches.up, once)
-        uses += _times(self.switches.down, once * beat)
-        if fabric.server is not None:
-            uses += [(fabric.server.into, once), (fabric.server.out, once * beat)]
-        return uses + fabric.touched(card)
+    def _way(self, *, up: bool) -> Uses:
+        """A byte to the server's end or from it, and the heartbeats that it brings about the
+        other way."""
+        group, once, beat = self.group, self._once(), self._beat()
+        card, links = [group.site.out, group.site.into], [self.switches.up, self.switches.down]
+        server = [] if group.server is None else [group.server.into, group.server.out]
+        if not up:
+            card, links, server = card[::-1], links[::-1], server[::-1]
+        uses = [(card[0], group.card), (card[1], group.card * beat)]
+        uses += [*_times(links[0], once), *_times(links[1], once * beat)]
+        uses += zip(server, (once, once * beat))
+        return uses + group.touched(group.card)
 
     def _beat(self) -> float:
         """Bytes of heartbeats that a byte of packets brings about, the other way."""
@@ -156,11 +143,11 @@ class FanInCosts:
         return self.packets.overhead / (self.switches.beat_s(rate) * rate)
 
     def _server_memory(self, crossings: float) -> Uses:
-        server = self.fabric.server
+        server = self.group.server
         return [] if server is None else [(server.memory, crossings * self._once())]
 
     def _server_sums(self) -> Uses:
-        server = self.fabric.server
+        server = self.group.server
         return [] if server is None else [(server.sums, self._once())]
 
 

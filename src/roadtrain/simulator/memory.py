@@ -17,14 +17,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from roadtrain.chunks import PAGE
 from roadtrain.config.cluster import Cluster, Host
 from roadtrain.config.models import BlockShape
 from roadtrain.config.plan import Plan
 from roadtrain.errors import BudgetError, ConfigError
-from roadtrain.options.budgets import HUGE
 from roadtrain.stages.protocol.pipeline import PipelineShape
-from roadtrain.units import round_up, show_bytes
+from roadtrain.units import show_bytes
 
 USABLE = 0.9  # of a host's memory: the rest is the system's
 LARGEST = 1 / 3  # of a block: its largest tensor, whose gradient is on the device while it leaves
@@ -159,30 +157,6 @@ def host_bytes(plan: Plan, blocks: Sequence[BlockShape], ranks: int) -> float:
     if plan.memory.offload:
         nbytes += sum(block.input for block in blocks) * plan.micro_batch * ranks
     return nbytes
-
-
-def buffer_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
-    """What roadtrain's own buffers take in a process that trains under `plan`, as
-    options/budgets.py cuts them: whole huge pages. Without saved inputs of blocks."""
-    layers = [block.params for block in blocks if "." in block.name]
-    total, most = sum(block.params for block in blocks), max(layers)
-    sizes = [
-        (plan.memory.slots, most * plan.sizes.parameter_bytes),
-        (plan.memory.pushes, most * plan.sizes.gradient_bytes),
-    ]
-    rest = (total - sum(layers)) * (plan.sizes.parameter_bytes + plan.sizes.gradient_bytes)
-    if not plan.placement.served:
-        chunk, records = (
-            min(plan.memory.chunk, most),
-            plan.memory.buffers if plan.placement.state == "ssd" else 0,
-        )
-        rest += total * plan.memory.resident * plan.sizes.state_bytes
-        rest += (
-            total * max(0.0, plan.memory.public - plan.memory.resident) * plan.sizes.parameter_bytes
-        )
-        # a page of scalars
-        sizes += [(records, chunk * plan.sizes.state_bytes + PAGE), (max(2, records), chunk * 4)]
-    return rest + sum(n * round_up(int(nbytes), HUGE) for n, nbytes in sizes)
 
 
 def file_bytes(plan: Plan, params: float) -> float:

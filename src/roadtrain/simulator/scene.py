@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from roadtrain.config.cluster import Cluster, Device, Host, Nic, least_of
@@ -25,12 +25,13 @@ from roadtrain.simulator.apart import (
 )
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Cost, Engine, Lane, Resource
-from roadtrain.simulator.fabric import Fabric, FlowGroup, Site, check_placement
+from roadtrain.simulator.fabric import Fabric, check_placement
 from roadtrain.simulator.fan_in import SimulatedFanIn
 from roadtrain.simulator.memory import cut, needs, shared_needs
+from roadtrain.simulator.site import FlowGroup, Site
 from roadtrain.simulator.step import SimulatedStage, block_pieces
 from roadtrain.simulator.switches import SwitchResources
-from roadtrain.stages.protocol.pipeline import FORWARD, RunBlocks
+from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, RunBlocks
 from roadtrain.switch.options import MOST_CHILDREN
 
 
@@ -145,27 +146,30 @@ class Scene:
     def build(self, engine: Engine, logs: list[list[Any]] | None = None) -> None:
         """Raises ConfigError where hosts have no network in common, or a tensor group does not
         fit them."""
-        cluster, constants = self.cluster, self.constants
-        self.engine = engine
+        cluster = self.cluster
+        self.engine, self.logs = engine, logs
         self.switches: dict[str, Resource] = {}  # of all switches that sum, by name
+        self.switch_links = SwitchLinks(engine, cluster, self.constants)
         self.server: Site | None = None
         if self.served:
             node = cluster.spares[0].together
             nics = [nic for hosts in self._served_hosts() for nic in self._of_server(hosts, node)]
             server_nic = min(nics, key=lambda n: n.total)
-            self.server = Site(engine, node, server_nic, constants, "server")
+            self.server = Site(engine, node, server_nic, self.constants, "server")
+        self.shared = self._shared_hosts() if self.apart else {}
+        self.meetings: list[Meeting] = []
         self.stages: list[SimulatedStage] = []
-        if self.apart:
-            self._build_apart(logs)
-            return
         for number in range(self.plan.parallelism.pp):
-            self._build_stage(number, logs)
-        per_stage, pp = len(self.slots_of[0]), self.plan.parallelism.pp
-        ends = [(i * per_stage - 1, i * per_stage) for i in range(1, pp)]
-        # the next part begins
-        if self.plan.parallelism.virtual_stages > 1 and pp > 1:
-            ends.append((self.plan.parallelism.devices - 1, 0))
-        self.between = [self._boundary(*pair) for pair in ends]
+            self._check_tensor_groups(number)
+            if self.apart:
+                self._build_replicas(number)
+            else:
+                self._build_stage(number)
+        self.stage_at = {(stage.number, stage.replica): stage for stage in self.stages}
+        # (sender, receiver, direction) -> what is sent there, where each replica is simulated
+        self.lanes: dict[tuple[str, str, str], Lane] = {}
+        # (stage of the sender, of the receiver, direction) -> its link, where they are one
+        self.between = {} if self.apart else self._boundaries()
 
     def _served_hosts(self) -> list[tuple[int, Sequence[Host]]]:
         """Of each stage that the server serves, its number and hosts."""
@@ -208,12 +212,11 @@ class Scene:
             self.switches[name] = self.engine.resource(name, capacity)
         return self.switches[name]
 
-    def _build_stage(self, number: int, logs: list[list[Any]] | None) -> None:
+    def _build_stage(self, number: int) -> None:
         """Its workers, which do the same, as one."""
         plan, cluster, constants = self.plan.of_stage(number), self.cluster, self.constants
         parallelism, mine = plan.parallelism, self.groups_of[number]
         first = self.least[number]  # the slowest sets the pace
-        self._check_tensor_groups(number)
         nics = self._nics(mine, "dp", number)
         slowest = min(nics, key=lambda n: n.total) if nics else None
         # they meet over a link; links of a tree are resources of their own
@@ -226,72 +229,28 @@ class Scene:
         devices = Counter(self.slots_of[number]).values()  # of each host
         ranks = min(parallelism.replicas, max(devices) // parallelism.tp or 1)
         many = len(devices) if parallelism.tp <= first.devices else parallelism.replicas // ranks
-        rates = tuple((n.total if n else 1.0) * constants.network for n in nics)
-        site = Site(self.engine, first, slowest, constants, f"stage {number}")
-        group = FlowGroup(
-            site,
-            many,
-            ranks,
-            min(parallelism.tp, first.devices),
-            rates,
-            parallelism.replicas,
-            self._switches(number),
-        )
         # a table of its own belongs to the slowest too
         own = max(
             (constants.of_host(host.name) for host in mine),
             key=lambda of: sum(of.table.values()),
         )
-        fabric = Fabric(self.engine, cluster, plan, group, own, self.server, cluster.spares)
-        fabric.end = self._end(number, many)
-        self._add(fabric, number, self._send, logs)
-
-    def _add(
-        self,
-        fabric: Fabric,
-        number: int,
-        send: Callable[[SimulatedStage, RunBlocks], None],
-        logs: list[list[Any]] | None,
-        rank: RankOf | None = None,
-    ) -> None:
-        device = fabric.site.host.device
-        assert device is not None
-        if logs is not None:
-            logs.append([])
-        log = None if logs is None else logs[-1]
-        parts = self.cuts[number]
-        self.stages.append(
-            SimulatedStage(self.engine, fabric, parts, device, number, send, log=log, rank=rank)
+        group = FlowGroup(
+            Site(self.engine, first, slowest, constants, f"stage {number}"),
+            self.server,
+            many,
+            ranks,
+            min(parallelism.tp, first.devices),
+            parallelism.replicas,
+            beside=ranks,
+            touch=own.touch,
+            rates=tuple((n.total if n else 1.0) * constants.network for n in nics),
+            switches=self._switches(number),
         )
+        fabric = Fabric(cluster, plan, group, own)
+        self._add(fabric, number, self._end(number, many))
 
-    def _check_tensor_groups(self, number: int) -> None:
-        tp, fewest = self.plan.parallelism.tp, min(h.devices for h in self.groups_of[number])
-        if (tp % fewest or fewest < self.least[number].devices) and fewest % tp:
-            raise ConfigError(
-                f"a tensor group of {tp} does not fit a host of {fewest} devices",
-                hint="tp divides the devices of a host, or is a multiple of them",
-            )
-
-    # each replica by itself
-
-    def _build_apart(self, logs: list[list[Any]] | None) -> None:
-        used, named = dict.fromkeys(itertools.chain.from_iterable(self.slots_of)), Counter[str]()
-        self.shared: dict[int, SharedHost] = {}
-        for slot in used:
-            host = self.hosts[slot]
-            name = f"{host.name} {named[host.name]}" if host.count > 1 else host.name
-            named[host.name] += 1
-            self.shared[slot] = SharedHost(self.engine, host, name, self.constants)
-        self.switch_links = SwitchLinks(self.engine, self.cluster, self.constants)
-        # (sender, receiver, direction) -> what is sent there
-        self.lanes: dict[tuple[str, str, str], Lane] = {}
-        self.meetings: list[Meeting] = []
-        for number in range(self.plan.parallelism.pp):
-            self._check_tensor_groups(number)
-            self._build_replicas(number, logs)
-        self.replica_of = {(one.number, one.replica): one for one in self.stages}
-
-    def _build_replicas(self, number: int, logs: list[list[Any]] | None) -> None:
+    def _build_replicas(self, number: int) -> None:
+        """Its replicas, each by itself."""
         plan, slots = self.plan.of_stage(number), self.slots_of[number]
         parallelism, widths = plan.parallelism, self.plan.widths
         hosts = list(dict.fromkeys(slots))
@@ -306,23 +265,59 @@ class Scene:
         end = self._end(number, len(at))
         for replica, slot in enumerate(at):
             host = self.hosts[slot]
-            site = self.shared[slot].site(nics.get(slot), f"stage {number} replica {replica}")
+            own = self.constants.of_host(host.name)
             tp = min(parallelism.tp, host.devices)
             ranks = min(parallelism.cp, max(1, host.devices // tp))
-            many = len(hosts) if tp == parallelism.tp else parallelism.replicas
-            group = FlowGroup(site, many, ranks, tp, rates, parallelism.replicas, switches)
-            fabric = RankFabric(
-                self.engine,
-                self.cluster,
-                plan,
-                group,
-                self.constants.of_host(host.name),
+            group = FlowGroup(
+                self.shared[slot].site(nics.get(slot), f"stage {number} replica {replica}"),
                 self.server,
+                len(hosts) if tp == parallelism.tp else parallelism.replicas,
+                ranks,
+                tp,
+                parallelism.replicas,
                 beside=at.count(slot) * ranks,
-                across=across,
+                server_share=parallelism.cp / parallelism.replicas,  # one of so many replicas
+                touch=own.touch,
+                rates=rates,
+                switches=switches,
             )
-            fabric.end = end
-            self._add(fabric, number, self._send_apart, logs, RankOf(replica, widths, meeting))
+            fabric = RankFabric(self.cluster, plan, group, own, across)
+            self._add(fabric, number, end, RankOf(replica, widths, meeting))
+
+    def _add(
+        self,
+        fabric: Fabric,
+        number: int,
+        end: SimulatedFanIn | None,
+        rank: RankOf | None = None,
+    ) -> None:
+        log: list[Any] | None = None
+        if self.logs is not None:
+            self.logs.append(log := [])
+        parts = self.cuts[number]
+        self.stages.append(
+            SimulatedStage(
+                self.engine, fabric, parts, number, self._send, end=end, log=log, rank=rank
+            )
+        )
+
+    def _check_tensor_groups(self, number: int) -> None:
+        tp, fewest = self.plan.parallelism.tp, min(h.devices for h in self.groups_of[number])
+        if (tp % fewest or fewest < self.least[number].devices) and fewest % tp:
+            raise ConfigError(
+                f"a tensor group of {tp} does not fit a host of {fewest} devices",
+                hint="tp divides the devices of a host, or is a multiple of them",
+            )
+
+    def _shared_hosts(self) -> dict[int, SharedHost]:
+        """Hosts of which each has its cards, memory and SSDs once, by their numbers."""
+        found, named = dict[int, SharedHost](), Counter[str]()
+        for slot in dict.fromkeys(itertools.chain.from_iterable(self.slots_of)):
+            host = self.hosts[slot]
+            name = f"{host.name} {named[host.name]}" if host.count > 1 else host.name
+            named[host.name] += 1
+            found[slot] = SharedHost(self.engine, host, name, self.constants)
+        return found
 
     def _across(self, nics: Sequence[Nic]) -> Counter[Resource]:
         """Links between switches, and how many pairs of ranks with these cards use each."""
@@ -331,26 +326,37 @@ class Scene:
             found.update({link: n * m for link, _ in self.switch_links.uses(a, b)})
         return found
 
-    def _send_apart(self, stage: SimulatedStage, run: RunBlocks) -> None:
+    # between stages
+
+    def _send(self, stage: SimulatedStage, run: RunBlocks) -> None:
         assert stage.machine is not None
         if (to := stage.machine.goes(run)) is None:
             return
-        receiver = self.replica_of[to.stage, to.replica]
-        way = stage.name, receiver.name, run.what
-        if way not in self.lanes:  # in the order in which they are sent
-            self.lanes[way] = self.engine.lane(f"{run.what} of {stage.name} to {receiver.name}")
+        receiver, lane = self.stage_at[to.stage, to.replica], None
+        if self.apart:
+            way = stage.name, receiver.name, run.what
+            if way not in self.lanes:  # in the order in which they are sent
+                self.lanes[way] = self.engine.lane(f"{run.what} of {stage.name} to {receiver.name}")
+            lane = self.lanes[way]
+        # the block behind the border that is crossed, either way
+        number, part = (to.stage, to.part) if run.what == FORWARD else (stage.number, run.part)
+        nbytes = boundary_bytes(self.plan, self.model, self.cuts[number][part][0])
         self.engine.task(
             "Activations",
-            self._crossing(stage, receiver, self._after(stage, run)),
-            lane=self.lanes[way],
+            self._crossing(stage, receiver, run.what, nbytes),
+            lane=lane,
             then=lambda: receiver.arrived(run.what, run.micro, to.part),
             where=stage.name,
         )
 
     def _crossing(
-        self, sender: SimulatedStage, receiver: SimulatedStage, following: BlockShape
+        self, sender: SimulatedStage, receiver: SimulatedStage, what: str, nbytes: float
     ) -> Cost:
-        """Cost of what a micro-batch leaves, from all devices of a replica to those of another."""
+        """Cost of `nbytes` that each device sends; apart, from all devices of a replica to those
+        of another."""
+        if not self.apart:
+            way = self.between.get((sender.number, receiver.number, what))
+            return Cost(0.0) if way is None else Cost(nbytes, [(way[0], 1.0)], way[1])
         here, there = self._slot(sender), self._slot(receiver)
         if here == there:
             return Cost(0.0)
@@ -359,22 +365,34 @@ class Scene:
             (self.shared[here].card(nics[0], "out"), 1.0),
             (self.shared[there].card(nics[1], "in"), 1.0),
             *self.switch_links.uses(*nics),
-            *sender.fabric.touched(1.0),
-            *receiver.fabric.touched(1.0),
+            *sender.fabric.group.touched(1.0),
+            *receiver.fabric.group.touched(1.0),
         ]
-        nbytes = (
-            boundary_bytes(self.plan, self.model, following)
-            * self.plan.parallelism.tp
-            * self.plan.parallelism.cp
-        )
+        nbytes = nbytes * self.plan.parallelism.tp * self.plan.parallelism.cp
         return Cost(nbytes, uses, max(nic.latency for nic in nics))
 
-    def _after(self, stage: SimulatedStage, run: RunBlocks) -> BlockShape:
-        """The block behind the border that what `run` leaves crosses, either way."""
-        assert stage.machine is not None
-        to = stage.machine.goes(run) if run.what == FORWARD else None
-        number, part = (stage.number, run.part) if to is None else (to.stage, to.part)
-        return self.cuts[number][part][0]
+    def _boundaries(self) -> dict[tuple[int, int, str], tuple[Resource, float]]:
+        """(stage of the sender, of the receiver, direction) -> link and latency, where stages that
+        follow each other are on different hosts."""
+        found: dict[tuple[int, int, str], tuple[Resource, float]] = {}
+        each, pp = len(self.slots_of[0]), self.plan.parallelism.pp
+        pairs = [*itertools.pairwise(range(pp))]
+        if self.plan.parallelism.virtual_stages > 1 and pp > 1:
+            pairs.append((pp - 1, 0))  # the next part begins
+        for here, there in pairs:
+            hosts, a, b = self.hosts, self.slots_of[here][-1], self.slots_of[there][0]
+            if a == b:
+                continue
+            nics = self._nics([hosts[a], hosts[b]], "pp")
+            rate = min(*(n.total for n in nics), self.cluster.between(nics))
+            flows = self.stages[0].fabric.group.ranks  # that each host sends side by side
+            link = rate * self.constants.network / flows
+            name, latency = f"between {there * each}", max(n.latency for n in nics)
+            forth = self.engine.resource(f"{name} forth", link)
+            back = self.engine.resource(f"{name} back", link)
+            found[here, there, FORWARD] = forth, latency
+            found[there, here, BACKWARD] = back, latency
+        return found
 
     def _slot(self, stage: SimulatedStage) -> int:
         """The host, by number, where a replica begins."""
@@ -404,39 +422,6 @@ class Scene:
         if len({h.name for h in hosts}) == 1 and len(hosts) == 1:
             return [max(hosts[0].nics, key=lambda n: n.total)] if hosts[0].nics else []
         return list(self.cluster.common(hosts))
-
-    def _boundary(self, last: int, at: int) -> tuple[Resource, Resource, float] | None:
-        """(forward, backward, latency) from the stage of device `last` to that of `at`; None:
-        inside a host."""
-        hosts, a, b = self.hosts, self.slots[last], self.slots[at]
-        if a == b:
-            return None
-        nics = self._nics([hosts[a], hosts[b]], "pp")
-        rate = min(*(n.total for n in nics), self.cluster.between(nics))
-        flows = self.stages[0].fabric.group.ranks  # that each host sends side by side
-        name = f"between {at}"
-        each = rate * self.constants.network / flows
-        return (
-            self.engine.resource(name + " forth", each),
-            self.engine.resource(name + " back", each),
-            max(n.latency for n in nics),
-        )
-
-    def _send(self, stage: SimulatedStage, run: RunBlocks) -> None:
-        assert stage.machine is not None
-        if (goes := stage.machine.goes(run)) is None:
-            return
-        to, part, _ = goes
-        forth = run.what == FORWARD
-        way = self.between[stage.number if forth else to] if self.between else None
-        nbytes = boundary_bytes(self.plan, self.model, self._after(stage, run))
-        uses = [] if way is None else [(way[0] if forth else way[1], 1.0)]
-        self.engine.task(
-            "Activations",
-            Cost(nbytes if uses else 0.0, uses, way[2] if way else 0.0),
-            then=lambda: self.stages[to].arrived(run.what, run.micro, part),
-            where=stage.name,
-        )
 
     def bound(self) -> tuple[float, str]:
         """Seconds that a step takes at least, and what takes them."""
@@ -474,7 +459,7 @@ class Scene:
         """Assert every invariant of what drives the stages."""
         for stage in self.stages:
             stage.check()
-        for meeting in self.meetings if self.apart else ():
+        for meeting in self.meetings:
             meeting.check()
 
     def price_per_s(self) -> float:

@@ -34,10 +34,8 @@ from roadtrain.servers.protocol.messages import (
 from roadtrain.servers.protocol.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue
 from roadtrain.servers.protocol.server import ServerStateMachine
 from roadtrain.servers.protocol.server_steps import ServerSpec
-from roadtrain.simulator.engine import Cost, Engine, Lane, Task
+from roadtrain.simulator.engine import Cost, Engine, Lane, Task, Then
 from roadtrain.simulator.fabric import Fabric
-
-Then = Callable[[], None]
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ from roadtrain.servers.protocol.intermediary import Give, Up
 from roadtrain.servers.protocol.messages import ApplyUpdate, Done, Pull, Pulled, Push
 from roadtrain.servers.protocol.prefetch import Prefetcher, PullBlock
 from roadtrain.simulator.apart import RankOf, StagePush
-from roadtrain.simulator.engine import Cost, Engine, Lane, Resource
+from roadtrain.simulator.engine import Cost, Engine, Lane, Resource, Then
 from roadtrain.simulator.fabric import Fabric
-from roadtrain.simulator.fan_in import SimulatedFanInLink
+from roadtrain.simulator.fan_in import SimulatedFanIn, SimulatedFanInLink
 from roadtrain.simulator.memory import device_bytes, host_bytes, saved_bytes, working_bytes
 from roadtrain.simulator.server import BlockPieces, SimulatedServer
 from roadtrain.stages.protocol.pipeline import (
@@ -60,18 +60,7 @@ def block_times(fabric: Fabric, blocks: Sequence[BlockShape], device: Device) ->
     plan, constants, parallelism = fabric.plan, fabric.constants, fabric.plan.parallelism
     size, tp = plan.micro_batch / parallelism.cp, parallelism.tp
     split = tp * parallelism.cp
-    forward = [
-        constants.forward(
-            block,
-            plan.micro_batch,
-            split,
-            device,
-            plan.framework.precision,
-            parallelism.ep,
-            plan.framework.passes,
-        )
-        for block in blocks
-    ]
+    forward = [constants.forward_of(block, plan, device) for block in blocks]
     scores = [constants.scores(block, plan.micro_batch, split, device) for block in blocks]
     return BlockTimes(
         forward,
@@ -117,15 +106,17 @@ class SimulatedStage:
         engine: Engine,
         fabric: Fabric,
         parts: Sequence[Sequence[BlockShape]],
-        device: Device,
         number: int,
         send: Callable[[SimulatedStage, RunBlocks], None],
         *,
+        end: SimulatedFanIn | None = None,
         log: list[Any] | None = None,
         rank: RankOf | None = None,
     ) -> None:
-        """`rank`: the replica that this is, where those of a stage are simulated apart."""
-        plan = fabric.plan
+        """`end`: of switches, before the stage's server. `rank`: the replica that this is, where
+        those of a stage are simulated apart."""
+        plan, device = fabric.plan, fabric.site.host.device
+        assert device is not None
         name = f"stage {number}" if rank is None else f"stage {number} replica {rank.replica}"
         self.rank = rank
         self.widths = (1,) * plan.parallelism.pp if rank is None else rank.widths
@@ -147,11 +138,11 @@ class SimulatedStage:
         self.lanes: dict[str, Lane] = {}
         if rank is not None and plan.placement.sum == "ring":
             self.lanes = {"Fetch": engine.lane(f"{name} fetch")}
-        elif plan.placement.sum == "ring" and fabric.group.dp > 1:
+        elif plan.placement.sum == "ring" and fabric.group.replicas > 1:
             self.lanes = dict.fromkeys(("Fetch", "Push"), engine.lane(f"{name} collectives"))
         elif plan.placement.served:
             self.lanes = {what: engine.lane(f"{name} {what.lower()}") for what in ("Fetch", "Push")}
-        fetches = self.lanes.get("Fetch") if fabric.end is None else None
+        fetches = self.lanes.get("Fetch") if end is None else None
         self.server = SimulatedServer(engine, fabric, self.pieces, name, fetches)
         self.server.pulled = self._answered
         self.server.held = lambda: self._end_step(self.step)
@@ -161,9 +152,10 @@ class SimulatedStage:
             kept = min(plan.memory.kept, len(self.blocks))
             self.relay = RelayStateMachine(1, (2 + kept) * self.pieces.pieces)
         self.link: SimulatedFanInLink | None = None
-        if fabric.end is not None and fabric.fan_in is not None:
+        if end is not None:
+            assert fabric.fan_in is not None
             self.link = SimulatedFanInLink(
-                fabric.end, fabric.fan_in, self.server, self._pulled, self._settled
+                end, fabric.fan_in, self.server, self._pulled, self._settled
             )
 
         self.machine: StageStateMachine | None = None  # of the step at work
@@ -316,7 +308,7 @@ class SimulatedStage:
     def _last(self, block: int) -> bool:
         return self.number == self.plan.parallelism.pp - 1 and block == len(self.blocks) - 1
 
-    def _compute(self, seconds: float, then: Callable[[], None]) -> None:
+    def _compute(self, seconds: float, then: Then) -> None:
         assert self.run is not None
         cores, rate = self.fabric.site.cores, 1.0
         if cores is not None:
@@ -352,7 +344,7 @@ class SimulatedStage:
             compute()
 
     def _rows_travel(self, block: int) -> bool:
-        return bool(self.blocks[block].tables) and self.fabric.group.dp > 1
+        return bool(self.blocks[block].tables) and self.fabric.group.replicas > 1
 
     def _rows(self, block: int, microbatches: int = 1) -> Cost:
         nbytes = self.blocks[block].touched * self.plan.micro_batch * microbatches
@@ -555,9 +547,7 @@ class SimulatedStage:
         for prefetch in dict.fromkeys(self.prefetch):
             self._pull(prefetch.stepped())
 
-    def _cost(
-        self, stage: str, cost: Cost, then: Callable[[], None], *, lane: Lane | None = None
-    ) -> None:
+    def _cost(self, stage: str, cost: Cost, then: Then, *, lane: Lane | None = None) -> None:
         self.engine.task(stage, cost.of_bytes, then=then, lane=lane, where=self.name)
 
     def _log(self, what: str, number: int) -> None:

@@ -12,9 +12,7 @@ from collections.abc import Callable
 from roadtrain.config.plan import SwitchPackets
 from roadtrain.config.switch_tree import SwitchTree
 from roadtrain.simulator.compute import Constants
-from roadtrain.simulator.engine import Resource
-
-Uses = list[tuple[Resource, float]]
+from roadtrain.simulator.engine import Resource, Uses
 
 BATCH = 44  # packets of one run (64 KiB): a machine that sums has them all before it sends them on
 BEAT_S = 0.01  # between two heartbeats while packets come, at most

@@ -1,0 +1,103 @@
+"""A plan as a job file for people to complete (`roadtrain plan --job-file`), and real steps of it
+(`--verify`). Does NOT import torch by itself."""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+import tomllib
+from json import loads
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from roadtrain.config.cluster import Cluster
+from roadtrain.config.plan import Plan
+from roadtrain.errors import ConfigError
+from roadtrain.planner import switches
+from roadtrain.planner.candidates import EVERY
+from roadtrain.planner.job_keys import degrees, step_keys
+from roadtrain.planner.plan_report import words
+from roadtrain.storage.direct import replace_file
+
+
+def job_text(plan: Plan, cluster: Cluster | None = None) -> str | None:
+    """What `roadtrain train` needs of it, where there is a runtime for the placement. `cluster`:
+    whose switches it names."""
+    own: dict[str, Any] = {
+        "data": {"batch_size": plan.micro_batch},
+        **step_keys(plan),
+        "model": {"dtype": "bf16" if plan.sizes.parameter_bytes == 2 else "fp32"},
+    }
+    if plan.update_at == "step":
+        own["optimizer"]["clip_norm"] = 1.0
+    kept = "all" if plan.memory.slots >= EVERY else "auto"
+    relayed = "all" if plan.memory.kept else "auto"
+    where: dict[str, dict[str, Any]] = {
+        "files": {"store": {"files": ["{run}/store"]}},
+        "zero-offload": {"store": {"files": []}},
+        "server": {"servers": {"addresses": ["HOST:PORT"], "buffering": kept}},
+        "smartnic": {
+            "servers": {"addresses": ["HOST:PORT"], "relay": "4GiB", "buffering": relayed}
+        },
+    }
+    ranks = plan.parallelism
+    staged = plan.placement.name == "zero1" and ranks.cp == ranks.ep == 1
+    if staged and not plan.activation_checkpointing:
+        del own["optimizer"]["accumulate"]
+        return tomli_w.dumps({**own, "parallelism": degrees(plan)})
+    if plan.placement.fans_in and cluster is not None:
+        keys = switches.job_keys(plan, cluster)
+        where[plan.placement.name] = {
+            "servers": {"addresses": ["HOST:PORT"], "buffering": kept, **keys}
+        }
+    if plan.placement.name not in where or ranks.tp > 1 or ranks.pp > 1:
+        return None
+    return tomli_w.dumps({**own, **where[plan.placement.name]})
+
+
+def write_job_file(path: str, plan: Plan, cluster: Cluster) -> None:
+    if (text := job_text(plan, cluster)) is None:
+        print(f"no job file: `roadtrain train` cannot run this: {words(plan, cluster)}")
+        return
+    replace_file(Path(path), text.encode(), "writing")
+    more = "put your servers in where it says HOST:PORT"
+    if "[parallelism]" in text:
+        more = "torchrun starts it, one process a device"
+    print(f"job     {path}: add [model.config]; {more}")
+
+
+def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool) -> int:
+    """Real steps of the plan, here or in the lab, beside simulated ones, as `roadtrain
+    calibrate` does. Raises ConfigError for a plan that has no runtime there, RoadtrainError."""
+    text = job_text(plan)
+    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    served, many = lab and plan.placement.name == "server", plan.parallelism.devices
+    if (
+        text is None
+        or plan.placement.name not in ("files", "zero-offload", "server")[: 2 + served]
+        or (many > (plan.parallelism.dp if served else 1))
+    ):
+        where = "in the lab" if lab else "by one worker of this host"
+        raise ConfigError(
+            f"placement {plan.placement.name} on {many} device(s) cannot be run {where}",
+            hint="--placements files,zero-offload on a cluster of one device"
+            + (", or --placements server" if lab else ", or --lab"),
+        )
+    if path.suffix != ".json":
+        raise ConfigError(
+            f"{model} is a shape, there is nothing to run",
+            hint="--model config.json: a model's config",
+        )
+    tree = tomllib.loads(text)
+    tree["model"]["config"] = {
+        name: value for name, value in loads(path.read_text()).items() if value is not None
+    }
+    tree["data"]["seq_len"] = seq_len
+    with tempfile.TemporaryDirectory(prefix="roadtrain-verify-") as home:
+        file = Path(home) / "job.toml"
+        file.write_text(tomli_w.dumps({**tree, "run": {"dir": f"{home}/run"}}))
+        calibrate = importlib.import_module("roadtrain.planner.calibrate")  # torch comes in
+        told: int = calibrate.command(cluster_file, str(file), lab=lab)
+    return told

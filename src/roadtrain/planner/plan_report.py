@@ -1,0 +1,252 @@
+"""The answer of a search in words and as JSON: the pick, why it is, what would make it faster, and
+why others lost. Where nothing fits: the least change that would."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from roadtrain.config.cluster import Cluster
+from roadtrain.config.models import ModelShape
+from roadtrain.config.plan import Plan
+from roadtrain.planner.candidates import EVERY
+from roadtrain.planner.search import Family, Found, SearchResult, least_change, main_reason
+from roadtrain.planner.simulate import SCHEMA, as_json, assumed, assumed_json, report
+from roadtrain.simulator.compute import Constants
+from roadtrain.simulator.memory import kept_free
+from roadtrain.units import show_bytes, show_joules, show_number, show_params, show_seconds
+
+SCORES = {"time": show_seconds, "cost": show_number, "energy": show_joules}
+BETWEEN = ("spares", "separate")  # sums of what hosts send to each other
+
+
+def words(plan: Plan, cluster: Cluster | None = None) -> str:
+    """Describe a plan in one sentence.
+
+    Args:
+        cluster: The cluster that it is for, which says whether gradients leave a host at all.
+    """
+    place, parallelism = plan.placement, plan.parallelism
+    rests = {
+        "device": "on every device",
+        "split": "split over the devices",
+        "host": "in the hosts' memory",
+        "ssd": "on the hosts' SSDs",
+        "server": "at the server",
+    }
+    sums = {
+        "ring": "a ring",
+        "switch": f"switches as {plan.packets.wire}",
+        "spares": "the summation service",
+        "separate": "the spare hosts",
+        "relay": "a relay beside each host",
+        "server": "the server",
+    }
+    widths = "+".join(map(str, parallelism.widths))
+    parts = [
+        f"{place.name}: parameters {rests[place.parameters]}, optimizer state {rests[place.state]}"
+    ]
+    if max(plan.widths) > 1:
+        inside = cluster is not None and place.sum in BETWEEN and _stages_are_inside(plan, cluster)
+        parts.append(
+            f"gradients summed by {'the devices of a host' if inside else sums[place.sum]}"
+        )
+    parts.append(
+        f"updates {'beside the SSDs' if place.update == 'ssd' else 'on the ' + place.update}"
+    )
+    groups = (
+        (widths or parallelism.dp, "data"),
+        (parallelism.cp, "context"),
+        (parallelism.tp, "tensor"),
+        (parallelism.pp, "pipeline"),
+    )
+    ranks = [f"{n} {what}" for n, what in groups if n != 1]
+    parts.append(" x ".join(ranks) + "-parallel" if ranks else "one device")
+    if parallelism.ep > 1:
+        parts.append(f"experts spread over {parallelism.ep}")
+    if parallelism.virtual_stages > 1:
+        parts.append(f"{parallelism.virtual_stages} parts of the model a stage, in turn")
+    if parallelism.stages:
+        parts.append(f"stages of {', '.join(map(str, parallelism.stages))} layers")
+    parts.append(
+        f"micro-batch {plan.micro_batch} x {plan.num_microbatches}"
+        + (" over all replicas" if widths else "")
+        + (", activation checkpointing" if plan.activation_checkpointing else "")
+    )
+    if plan.memory.kept or (plan.placement.streamed and plan.memory.slots >= EVERY):
+        parts.append("blocks kept from forward to backward")
+    if plan.staleness:
+        parts.append(f"updates {plan.staleness} step late (lossy)")
+    return "; ".join(parts)
+
+
+def _stages_are_inside(plan: Plan, cluster: Cluster) -> bool:
+    """Whether no stage of the plan is on more than one host."""
+    hosts = [host for kind in cluster.workers for host in [kind] * kind.count]
+    slots = [number for number, host in enumerate(hosts) for _ in range(host.devices)]
+    ends = itertools.pairwise(plan.parallelism.first_ranks)
+    return all(len(set(slots[begin:stop])) == 1 for begin, stop in ends)
+
+
+def answer_text(
+    answer: SearchResult, cluster: Cluster, model: ModelShape, goal: str, of: Constants
+) -> str:
+    """Describe the pick, why it is, what would make it faster and why others lost; for people."""
+    pick = answer.pick
+    if pick is None:
+        return no_plan_text(answer, cluster, model, of)
+    result = pick.result
+    top, share = max(result.busy.items(), key=lambda pair: pair[1])
+    scored = f"{goal} a sample {SCORES[goal](pick.score)}"
+    lines = [
+        "pick    " + words(pick.plan, cluster),
+        _batch_line(answer, model),
+        report(result, cluster, model, of),
+        f"why     {top} is busy {share:.0%} of a step; {scored}",
+    ]
+    if answer.gains:
+        lines.append(
+            "10 % more of "
+            + ", ".join(f"{name} takes off {gain:.1%}" for name, gain in answer.gains.items())
+        )
+    else:
+        lines.append("10 % more of no single resource helps")
+    if (runner := answer.runner_up) is not None:
+        top, share = max(runner.result.busy.items(), key=lambda pair: pair[1])
+        lines.append(
+            f"second  {words(runner.plan, cluster)}: {runner.score / pick.score - 1:+.1%} {goal}"
+            f" a sample; {top} is busy {share:.0%}"
+        )
+        lines.append(
+            "        it would win with "
+            + (
+                " or with ".join(answer.flips)
+                if answer.flips
+                else "none of the rates halved or doubled"
+            )
+        )
+    free = _unpriced(cluster, goal)
+    return "\n".join(
+        [*lines, *([f"assumed {', '.join(free)}"] if free else []), *_family_lines(answer, pick)]
+    )
+
+
+def _batch_line(answer: SearchResult, model: ModelShape) -> str:
+    tokens = f" ({answer.batch * model.tokens} tokens)" if model.tokens > 1 else ""
+    return f"batch   {answer.batch} samples{tokens} a step: {answer.chosen or 'as given'}"
+
+
+def _unpriced(cluster: Cluster, goal: str) -> list[str]:
+    """Of what the goal counts, what the cluster file has no figure of: it counts as nothing."""
+    if goal == "cost":
+        return [
+            f"hosts.{host.name}.price_per_hour 0"
+            for host in cluster.hosts
+            if not host.price_per_hour
+        ]
+    if goal == "energy":
+        return [
+            f"hosts.{host.name}.{what}peak_watts {of.idle_watts:g}"
+            for host in cluster.hosts
+            for what, of in (("", host), ("device.", host.device))
+            if of is not None and not of.peak_watts
+        ]
+    return []
+
+
+def _family_lines(answer: SearchResult, pick: Found | None) -> Iterable[str]:
+    for family in sorted(
+        answer.families.values(), key=lambda f: f.best.score if f.best else f.least
+    ):
+        yield f"  {family.placement:17}{family.tried:5} plans: {_fate(family, pick)}"
+
+
+def _fate(family: Family, pick: Found | None) -> str:
+    parts = []
+    if pick is not None and family.best is pick:
+        parts.append("the pick")
+    elif family.best is not None and pick is not None:
+        parts.append(f"best {family.best.score / pick.score - 1:+.1%}")
+    elif family.pruned and pick is not None:
+        parts.append(f"at least {family.least / pick.score - 1:+.1%} by their bound")
+    for reason, count in sorted(family.refused.items(), key=lambda pair: -pair[1]):
+        parts.append(f"{count} refused: {reason}")
+    parts += [f"{count} not tried: {reason}" for reason, count in family.left_out.items()]
+    if family.nearest is not None:
+        need, _ = family.nearest
+        parts.append(
+            f"nearest miss {show_bytes(need.nbytes)} of {show_bytes(need.room)} ({need.where})"
+        )
+    return "; ".join(parts) or "none simulated"
+
+
+def no_plan_text(answer: SearchResult, cluster: Cluster, model: ModelShape, of: Constants) -> str:
+    """Where nothing fits: both numbers and the least change; else the reason that most placements
+    have, and what to do."""
+    lines = [
+        f"no plan fits: {model.name} ({show_params(model.params)} parameters) on {cluster.name}"
+    ]
+    if (reason := main_reason(answer)) is not None:
+        lines += [f"why     {reason[0]}", *([f"hint    {reason[1]}"] if reason[1] else [])]
+    if (near := least_change(answer)) is not None:
+        need, plan = near
+        lines += [
+            (
+                f"least change: {show_bytes(need.lacking)} more for {need.where}"
+                f" ({show_bytes(need.nbytes)} instead of {show_bytes(need.room)}) makes this fit:"
+                f" {words(plan, cluster)}"
+            ),
+            f"memory  {kept_free(plan)}",
+        ]
+    lines += assumed(cluster, model, of, None if near is None else near[1])
+    return "\n".join([*lines, *_family_lines(answer, None)])
+
+
+def answer_json(
+    answer: SearchResult, cluster: Cluster, model: ModelShape, goal: str, of: Constants
+) -> dict[str, Any]:
+    """The same as plain data, with a schema version."""
+
+    def one(found: Found | None) -> dict[str, Any] | None:
+        return (
+            None
+            if found is None
+            else {
+                **as_json(found.result, cluster, model, of),
+                "score": found.score,
+                "words": words(found.plan, cluster),
+            }
+        )
+
+    near = least_change(answer)
+    return {
+        "schema": SCHEMA,
+        "goal": goal,
+        "pick": one(answer.pick),
+        "runner_up": one(answer.runner_up),
+        "gains": answer.gains,
+        "runner_up_wins_with": answer.flips,
+        "front": [one(found) for found in answer.front],
+        "families": [
+            {
+                "placement": f.placement,
+                "tried": f.tried,
+                "simulated": f.simulated,
+                "pruned": f.pruned,
+                "refused": f.refused,
+                "left_out": f.left_out,
+                "nearest": None if f.nearest is None else asdict(f.nearest[0]),
+                "best": None if f.best is None else f.best.score,
+            }
+            for f in answer.families.values()
+        ],
+        "least_change": None
+        if near is None
+        else {**asdict(near[0]), "plan": words(near[1], cluster)},
+        "batch": answer.batch,
+        "batch_chosen": answer.chosen,
+        "unpriced": _unpriced(cluster, goal),
+        **assumed_json(cluster, model, of, None if answer.pick is None else answer.pick.plan),
+    }
