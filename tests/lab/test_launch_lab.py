@@ -18,9 +18,9 @@ from roadtrain.config.plan import make_plan
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.lab import PREFIX, lab_available, network_available, sweep
-from roadtrain.launch.lab import LabEngine
+from roadtrain.launch.lab_engine import LabEngine
 from roadtrain.launch.processes import Process, Role
-from roadtrain.launch.protocol.messages import HostCame, HostLost, Output, ProcessEnded
+from roadtrain.launch.protocol.run_events import HostCame, HostLost, Output, ProcessEnded
 
 pytestmark = [
     pytest.mark.lab,

@@ -28,7 +28,7 @@ from roadtrain.device.buffers import Buffer
 from roadtrain.errors import LaunchError
 from roadtrain.launch import checks
 from roadtrain.launch.checks import check, directory_is_shared, without_unfit_spares
-from roadtrain.launch.engine import HostSeen
+from roadtrain.launch.launch_engine import HostSeen
 from roadtrain.launch.look import HostQuestion, look
 from roadtrain.launch.resolve import ResolvedRun, resolve
 from roadtrain.planner.job_plans import JobPlans

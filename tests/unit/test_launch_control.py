@@ -17,9 +17,9 @@ from roadtrain import cli
 from roadtrain.config.plan import Plan, placement
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError, LaunchError
-from roadtrain.launch import lab
+from roadtrain.launch import lab_engine as lab
 from roadtrain.launch.command import LauncherHello, first_step, renew
-from roadtrain.launch.control import ControlClient, ControlSocket, short_path
+from roadtrain.launch.control_socket import ControlClient, ControlSocket, short_path
 from roadtrain.launch.engines import ENGINES, mark_of
 from roadtrain.launch.home import CHECKED, LAUNCHED, STEPPED, LaunchRecord, RunHome, RunState
 from roadtrain.launch.logs import LogTail, RunLogs

@@ -17,7 +17,7 @@ from roadtrain.config.job import make_job
 from roadtrain.errors import ConfigError, FullError, LaunchError
 from roadtrain.launch import command, supervise
 from roadtrain.launch import home as launch_home
-from roadtrain.launch.control import ControlClient, ControlSocket
+from roadtrain.launch.control_socket import ControlClient, ControlSocket
 from roadtrain.launch.home import CHECKED, LaunchRecord, RunHome, RunState
 from roadtrain.launch.logs import RunLogs
 

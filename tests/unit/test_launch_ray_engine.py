@@ -23,7 +23,7 @@ from roadtrain.errors import LaunchError
 from roadtrain.launch.home import LAUNCHED, LaunchRecord, RunHome, RunState
 from roadtrain.launch.processes import Process, Role, WorkerSet
 from roadtrain.launch.protocol import run_state
-from roadtrain.launch.protocol.messages import (
+from roadtrain.launch.protocol.run_events import (
     HostCame,
     HostLost,
     Output,
@@ -31,7 +31,18 @@ from roadtrain.launch.protocol.messages import (
     WorkersEnded,
     WorkersPlaced,
 )
-from roadtrain.launch.ray import actors, cluster, engine, held_process, start, workers
+from roadtrain.launch.ray import (
+    actors,
+    held_process,
+    start,
+    workers,
+)
+from roadtrain.launch.ray import (
+    ray_cluster as cluster,
+)
+from roadtrain.launch.ray import (
+    ray_engine as engine,
+)
 from roadtrain.launch.ray.nodes import RayNode
 
 

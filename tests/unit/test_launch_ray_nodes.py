@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from roadtrain.config.machines import PlanHost, ServerPlace
-from roadtrain.launch.protocol.messages import HostCame, HostLeaves, HostLost, Output
+from roadtrain.launch.protocol.run_events import HostCame, HostLeaves, HostLost, Output
 from roadtrain.launch.ray.nodes import HostMap, RayNode
 
 STORE = (ServerPlace("/store", 7000),)

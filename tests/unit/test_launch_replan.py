@@ -22,7 +22,7 @@ from roadtrain.config.plan import Plan, placement
 from roadtrain.config.plan_file import PlanFile, load_plan_file
 from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.launch import command, paused_run
-from roadtrain.launch.control import ControlSocket
+from roadtrain.launch.control_socket import ControlSocket
 from roadtrain.launch.engines import ENGINES, EngineKind
 from roadtrain.launch.home import CHECKED, PLANNED_ANEW, LaunchRecord, RunHome, RunState
 from roadtrain.launch.measured_cluster import LinkSeen, RunSeen, measured_cluster

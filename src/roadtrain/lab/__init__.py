@@ -1,6 +1,6 @@
 """The lab: a cluster emulated on one machine; storage and network with set rates. Everything made
-is undone when its context ends; what a SIGKILL left, `sweep()` removes. `roadtrain.lab.relay` has
-links that are bad on purpose.
+is undone when its context ends; what a SIGKILL left, `sweep()` removes. Links that are bad on
+purpose are in `roadtrain.lab.bad_link`.
 """
 
 from roadtrain.lab.cpus import CpuLimit, cpus_available

@@ -3,7 +3,7 @@ again when it ends.
 
 An agent that ends is a lost host, also where the host still stands: what ran there has ended. All
 in the thread that calls; nothing happens between two calls but what agents do by themselves. Does
-NOT know what hosts are made of (here.py, lab.py).
+NOT know what hosts are made of (here.py, lab_engine.py).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from roadtrain.launch.agent_messages import (
     PutFile,
 )
 from roadtrain.launch.descendants import kill_marked
-from roadtrain.launch.engine import HostSeen
+from roadtrain.launch.launch_engine import HostSeen
 from roadtrain.launch.processes import HostFile, Process, WorkerSet
-from roadtrain.launch.protocol.messages import (
+from roadtrain.launch.protocol.run_events import (
     HostCame,
     HostLeaves,
     HostLost,

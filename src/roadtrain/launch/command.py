@@ -24,7 +24,7 @@ import msgspec
 from roadtrain.config.job import Job, load_job
 from roadtrain.config.plan_file import PlanFile, load_plan_file
 from roadtrain.errors import ConfigError, LaunchError, RoadtrainError
-from roadtrain.launch.control import ControlClient, ask_supervisor
+from roadtrain.launch.control_socket import ControlClient, ask_supervisor
 from roadtrain.launch.engines import (
     ENGINES,
     default_engine,

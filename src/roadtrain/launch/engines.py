@@ -20,8 +20,8 @@ from roadtrain.config.job import load_job
 from roadtrain.config.machines import Machines
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError, LaunchError
-from roadtrain.launch.engine import LaunchEngine
 from roadtrain.launch.home import CHECKED, LaunchRecord, RunHome
+from roadtrain.launch.launch_engine import LaunchEngine
 from roadtrain.storage import mark
 
 LOCAL = ("localhost", "")
@@ -60,7 +60,7 @@ def _here(plan_file: PlanFile, record: LaunchRecord) -> LaunchEngine:
 
 
 def _lab(plan_file: PlanFile, record: LaunchRecord) -> LaunchEngine:
-    module = importlib.import_module("roadtrain.launch.lab")
+    module = importlib.import_module("roadtrain.launch.lab_engine")
     home = RunHome.of(record.name)
     directory = home.path / "lab"
     begun = CHECKED in home.state().stamps  # by a supervisor before this one
@@ -79,7 +79,7 @@ def _has_trained(home: RunHome, record: LaunchRecord) -> bool:
 
 
 def _ray(plan_file: PlanFile, record: LaunchRecord) -> LaunchEngine:
-    make = importlib.import_module("roadtrain.launch.ray.engine").ray_engine
+    make = importlib.import_module("roadtrain.launch.ray.ray_engine").ray_engine
     home = RunHome.of(record.name)
     state = home.state()
     begun = CHECKED in state.stamps

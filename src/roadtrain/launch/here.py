@@ -1,5 +1,5 @@
 """A LaunchEngine of this machine: every host of the plan is an agent here. Does NOT make networks
-(lab.py)."""
+(lab_engine.py)."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ measured.json    links and steps, as the last --replan found them
 state.json       of the supervisor (`RunState`): processes, and when the start's phases were done;
                  its first key is a checksum of the rest
 state.before.json  the state before that one, in case state.json is damaged
-control          Unix socket of the supervisor (mode 600, control.py)
+control          Unix socket of the supervisor (mode 600, control_socket.py)
 lock             locked while the supervisor is alive; its standby waits for it
 starting         locked while a command writes the files above and starts the supervisor
 all.log          every line of every process, with its role and host

@@ -20,11 +20,11 @@ import msgspec
 
 from roadtrain.config.machines import host_port
 from roadtrain.errors import LaunchError
-from roadtrain.launch.engine import LaunchEngine
+from roadtrain.launch.launch_engine import LaunchEngine
 from roadtrain.launch.measured_cluster import LinkSeen, RunSeen
 from roadtrain.launch.measured_host import MODULE, HostAnswer, Told, WorkerSeconds
 from roadtrain.launch.processes import HostFile, Process, Role
-from roadtrain.launch.protocol.messages import ProcessEnded
+from roadtrain.launch.protocol.run_events import ProcessEnded
 from roadtrain.launch.resolve import ResolvedRun
 
 MOST = 8  # hosts whose links one asking host measures: 56 of them, about 40 s

@@ -1,5 +1,5 @@
 """What a run consists of: processes with their words, files and hosts. Plain values: an engine
-carries them out (engine.py), `launch --dry-run` and `--write` print them."""
+carries them out (launch_engine.py), `launch --dry-run` and `--write` print them."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ from roadtrain.config.job import load_job
 from roadtrain.config.plan_file import load_plan_file
 from roadtrain.errors import FullError, LaunchError, RoadtrainError, StoreError
 from roadtrain.launch.checks import check, directory_is_shared, without_unfit_spares
-from roadtrain.launch.engine import LaunchEngine
 from roadtrain.launch.engines import ENGINES
 from roadtrain.launch.home import CHECKED, READY, LaunchRecord, RunHome, RunState
+from roadtrain.launch.launch_engine import LaunchEngine
 from roadtrain.launch.logs import RunLogs
 from roadtrain.launch.resolve import ResolvedRun, resolve
 from roadtrain.launch.standby import Standby

@@ -20,8 +20,7 @@ import msgspec
 from roadtrain.config.machines import LostHost
 from roadtrain.errors import ConfigError, LaunchError, RoadtrainError, StoreError
 from roadtrain.launch.checks import why_unfit
-from roadtrain.launch.control import ControlRequest, ControlSocket
-from roadtrain.launch.engine import LaunchEngine
+from roadtrain.launch.control_socket import ControlRequest, ControlSocket
 from roadtrain.launch.home import (
     IMPORTED,
     JOINED,
@@ -34,10 +33,11 @@ from roadtrain.launch.home import (
     RunHome,
     RunState,
 )
+from roadtrain.launch.launch_engine import LaunchEngine
 from roadtrain.launch.logs import PLAIN, RunLogs
 from roadtrain.launch.measured_run import measure_run
 from roadtrain.launch.processes import HostFile, Process, Role, WorkerSet
-from roadtrain.launch.protocol.messages import (
+from roadtrain.launch.protocol.run_events import (
     STEP_GRACE_S,
     Committed,
     EndRun,
@@ -70,7 +70,7 @@ STEP = "step "  # how worker 0's line of a step begins
 GRACE_STEPS = 4  # workers that are to end have as long as so many predicted steps
 END_TRIES = 6  # to write the last state.json, on a disk that is full
 REFUSED, FAILED = 2, 1  # exit codes of workers whose start was refused here, or failed
-STATUS = ("-m", "roadtrain.launch.run_status")
+STATUS = ("-m", "roadtrain.launch.host_status")
 COMMITTED = ("-m", "roadtrain.launch.committed")
 
 
@@ -106,8 +106,8 @@ def facts_of(
 
 class Supervisor:
     """`home`: with a state.json, that of the start before where the run is resumed: attempts count
-    on. `ends_with_launcher`: see control.py, hello. `each_turn`: is called with the monotonic time,
-    several times a second."""
+    on. `ends_with_launcher`: see control_socket.py, hello. `each_turn`: is called with the
+    monotonic time, several times a second."""
 
     def __init__(
         self,

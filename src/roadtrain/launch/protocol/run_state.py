@@ -1,4 +1,4 @@
-"""RunStateMachine: keeps a launched run running. Events and actions: launch.py. Pure.
+"""RunStateMachine: keeps a launched run running. Events and actions: run_events.py. Pure.
 
 Each event first changes what is known; then all that can now be done is done (`_settle`), each
 thing said before. So nothing depends on the order in which a host, a service and the workers of one
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from roadtrain.launch.protocol.messages import (
+from roadtrain.launch.protocol.run_events import (
     Committed,
     EndRun,
     HostCame,

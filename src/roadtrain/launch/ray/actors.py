@@ -26,7 +26,7 @@ import ray
 from ray.exceptions import RayError
 
 from roadtrain.launch.processes import Process
-from roadtrain.launch.protocol.messages import Output, ProcessEnded, ProcessRestarted
+from roadtrain.launch.protocol.run_events import Output, ProcessEnded, ProcessRestarted
 from roadtrain.launch.ray.held_process import END_S, HeldProcess, Said, to_ray_log
 
 KEPT = 5000  # lines that wait for the supervisor, and as many ends

@@ -16,7 +16,7 @@ Pure.
                                              that came, so that somebody asks what of the run's
                                              state rested on the lost one
 
-A host stays on its node while that lives. Does NOT ask Ray (cluster.py).
+A host stays on its node while that lives. Does NOT ask Ray (ray_cluster.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from roadtrain.config.machines import PlanHost
-from roadtrain.launch.protocol.messages import HostCame, HostLeaves, HostLost, Output, RunEvent
+from roadtrain.launch.protocol.run_events import HostCame, HostLeaves, HostLost, Output, RunEvent
 
 LABEL = "roadtrain-host"
 NOTICE_S = 120.0  # of a node that is drained without a deadline, as spot machines have

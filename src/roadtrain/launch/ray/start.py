@@ -23,8 +23,8 @@ from ray.exceptions import RayError
 from roadtrain.errors import LaunchError
 from roadtrain.launch.home import LAUNCHED, RunHome, RunState
 from roadtrain.launch.processes import Process, Role
-from roadtrain.launch.protocol.messages import ProcessEnded
-from roadtrain.launch.ray import cluster
+from roadtrain.launch.protocol.run_events import ProcessEnded
+from roadtrain.launch.ray import ray_cluster
 from roadtrain.launch.ray.actors import is_there, kill_named, service_actors
 from roadtrain.launch.ray.held_process import HeldProcess, Said, to_ray_log
 
@@ -63,7 +63,7 @@ class SupervisedRun:
             self._supervise()
         finally:  # a supervisor that was killed has left its services, and what it asked for
             end_actors(self._name)
-            cluster.ask_for([])
+            ray_cluster.ask_for([])
             kill_named(self._name)
 
     def _supervise(self) -> None:
@@ -105,11 +105,11 @@ class SupervisedRun:
 def start_supervisor(home: RunHome) -> None:
     """Returns when it has begun, or has refused the run. Raises LaunchError."""
     record = home.record()
-    cluster.connect(record.ray_address)
+    ray_cluster.connect(record.ray_address)
     try:
         _start(home, actor_name(record.name))
     finally:
-        cluster.disconnect()
+        ray_cluster.disconnect()
 
 
 def _start(home: RunHome, name: str) -> None:
@@ -118,11 +118,11 @@ def _start(home: RunHome, name: str) -> None:
     supervised = ray.remote(num_cpus=0, max_restarts=-1)(SupervisedRun).options(
         name=name,
         lifetime="detached",
-        scheduling_strategy=cluster.on_node(here),
+        scheduling_strategy=ray_cluster.on_node(here),
     )
     environment = {
         "HOME": str(Path.home()),
-        cluster.USERS_THREADS: os.environ.get(cluster.THREADS, ""),
+        ray_cluster.USERS_THREADS: os.environ.get(ray_cluster.THREADS, ""),
     }
     launched = home.state().stamps.get(LAUNCHED)
     actor = supervised.remote(str(home.path), name, environment, launched)
@@ -167,13 +167,13 @@ def is_alive(home: RunHome) -> bool:
     """Whether there is an actor that starts the run's supervisor again."""
     record = home.record()
     try:
-        cluster.connect(record.ray_address)
+        ray_cluster.connect(record.ray_address)
     except LaunchError:  # the actor is on this host: it may come again while its node is there
-        return cluster.has_node_here(record.ray_address)
+        return ray_cluster.has_node_here(record.ray_address)
     try:
         return is_there(actor_name(record.name))
     finally:
-        cluster.disconnect()
+        ray_cluster.disconnect()
 
 
 def actor_name(run: str) -> str:

@@ -39,8 +39,7 @@ from ray.util.placement_group import (
 
 from roadtrain.errors import LaunchError
 from roadtrain.launch.processes import Process, WorkerSet
-from roadtrain.launch.protocol.messages import ProcessEnded, WorkersEnded
-from roadtrain.launch.ray.cluster import THREADS
+from roadtrain.launch.protocol.run_events import ProcessEnded, WorkersEnded
 from roadtrain.launch.ray.held_process import (
     END_S,
     KILLED,
@@ -49,6 +48,7 @@ from roadtrain.launch.ray.held_process import (
     to_ray_log,
 )
 from roadtrain.launch.ray.nodes import RayNode
+from roadtrain.launch.ray.ray_cluster import THREADS
 from roadtrain.launch.worker_run import WorkerRun
 
 ANSWER_S = 60.0  # an actor that is alive answers within it

@@ -29,9 +29,9 @@ from ray.exceptions import GetTimeoutError, RayError
 from roadtrain.config.machines import Machines, PlanHost
 from roadtrain.errors import LaunchError
 from roadtrain.launch.agent import put_file
-from roadtrain.launch.engine import HostSeen
+from roadtrain.launch.launch_engine import HostSeen
 from roadtrain.launch.processes import HostFile, Process, WorkerSet
-from roadtrain.launch.protocol.messages import (
+from roadtrain.launch.protocol.run_events import (
     HostCame,
     HostLeaves,
     HostLost,
@@ -41,7 +41,7 @@ from roadtrain.launch.protocol.messages import (
     RunEvent,
     WorkersPlaced,
 )
-from roadtrain.launch.ray import cluster
+from roadtrain.launch.ray import ray_cluster
 from roadtrain.launch.ray.actors import (
     News,
     ServedProcess,
@@ -96,11 +96,11 @@ class _Heard:
 
 class RayEngine:
     """hosts: the plan's; spares: its spare ones. mark: names this run on the cluster. The process
-    must be connected (cluster.connect). known: host -> address of its node in starts before. begun:
-    an engine before this one had begun the run, and its services are found and left as they are;
-    else services of its name are another launch's, and are ended. directory: for what Ray Train
-    writes. Raises LaunchError where a host of the plan, not a spare one, has no node and the run
-    has not begun."""
+    must be connected (ray_cluster.connect). known: host -> address of its node in starts before.
+    begun: an engine before this one had begun the run, and its services are found and left as they
+    are; else services of its name are another launch's, and are ended. directory: for what Ray
+    Train writes. Raises LaunchError where a host of the plan, not a spare one, has no node and the
+    run has not begun."""
 
     def __init__(
         self,
@@ -130,8 +130,8 @@ class RayEngine:
         self._refuse_missing(hosts)
         self._events += self._map.tell_missing(time.monotonic())
         self._events += self._others_with_services((*hosts, *spares))
-        cluster.ask_for(self._map.places_of_workers())
-        here = cluster.on_node(ray.get_runtime_context().get_node_id())
+        ray_cluster.ask_for(self._map.places_of_workers())
+        here = ray_cluster.on_node(ray.get_runtime_context().get_node_id())
         # One that is killed comes again and knows no attempt: so the workers of this one end.
         mailbox = ray.remote(num_cpus=0, max_concurrency=64, max_restarts=-1)(WorkerMailbox)
         self._mailbox = _Heard(mailbox.options(scheduling_strategy=here).remote(), None)
@@ -141,7 +141,7 @@ class RayEngine:
         if missing and not self.goes_on:
             said = "".join(f" {one.line}" for one in self._events if isinstance(one, Output))
             was_at = self._map.was_at(missing[0].name)
-            raise LaunchError(_no_node(missing[0], was_at, cluster.nodes()) + said)
+            raise LaunchError(_no_node(missing[0], was_at, ray_cluster.nodes()) + said)
 
     def _others_with_services(self, plan: Sequence[PlanHost]) -> list[RunEvent]:
         """Hosts that came to an engine before this one, and still sum."""
@@ -182,9 +182,9 @@ class RayEngine:
         self, host: str, do: Callable[..., Any], words: tuple[Any, ...], within_s: float, what: str
     ) -> Any:
         task = ray.remote(num_cpus=0, max_retries=0)(do)
-        ref = task.options(scheduling_strategy=cluster.on_node(self._node(host).node_id)).remote(
-            *words
-        )
+        ref = task.options(
+            scheduling_strategy=ray_cluster.on_node(self._node(host).node_id)
+        ).remote(*words)
         try:
             return ray.get(ref, timeout=within_s)
         except GetTimeoutError as error:
@@ -232,7 +232,7 @@ class RayEngine:
         named = served.options(
             name=service_actor(self._mark, process.name),
             lifetime="detached",
-            scheduling_strategy=cluster.on_node(node.node_id),
+            scheduling_strategy=ray_cluster.on_node(node.node_id),
         )
         deadline = time.monotonic() + NAME_S
         while True:
@@ -252,7 +252,7 @@ class RayEngine:
         for process in workers.processes:
             self._node(process.host)
         nodes = self._map.hosts
-        users = os.environ.get(cluster.USERS_THREADS, "")
+        users = os.environ.get(ray_cluster.USERS_THREADS, "")
         workers, line = with_threads(workers, nodes, users)
         if line:
             self._events.append(Output(WORKERS, workers.processes[0].host, line))
@@ -293,7 +293,7 @@ class RayEngine:
     def _look(self) -> None:
         """At the nodes."""
         self._looked_at = time.monotonic()
-        found = self._map.look(cluster.nodes(), self._looked_at, _Reasons())
+        found = self._map.look(ray_cluster.nodes(), self._looked_at, _Reasons())
         for event in found:
             if isinstance(event, HostLost):
                 self._forget_services(event.host)
@@ -425,7 +425,7 @@ class RayEngine:
             with suppress(RayError):
                 ray.kill(service.actor, no_restart=True)
         self._services.clear()
-        cluster.ask_for([])
+        ray_cluster.ask_for([])
         self._remove_directory()
 
 
@@ -433,13 +433,13 @@ class _Reasons(Mapping[str, str]):
     """Node id -> why it is dead; asked for only where one is."""
 
     def __getitem__(self, node_id: str) -> str:
-        return cluster.reasons()[node_id]
+        return ray_cluster.reasons()[node_id]
 
     def __iter__(self) -> Any:
-        return iter(cluster.reasons())
+        return iter(ray_cluster.reasons())
 
     def __len__(self) -> int:
-        return len(cluster.reasons())
+        return len(ray_cluster.reasons())
 
 
 def ask_here(words: Sequence[str], told: str) -> tuple[int, str, str]:
@@ -514,7 +514,7 @@ def ray_engine(
     directory: Path,
 ) -> RayEngine:
     """This process becomes a driver of the cluster. Raises LaunchError."""
-    cluster.connect(address)
+    ray_cluster.connect(address)
     return RayEngine(
         machines.hosts,
         mark,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from roadtrain.launch.processes import HostFile, Process, WorkerSet
-from roadtrain.launch.protocol.messages import RunEvent
+from roadtrain.launch.protocol.run_events import RunEvent
 
 
 @dataclass(frozen=True)

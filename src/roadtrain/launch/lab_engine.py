@@ -39,7 +39,7 @@ from roadtrain.launch.agent_link import AgentHost
 from roadtrain.launch.agents import HostAgents
 from roadtrain.launch.here import worker_threads
 from roadtrain.launch.lab_shape import LabSsd, check_rates, lab_shape
-from roadtrain.launch.protocol.messages import Output
+from roadtrain.launch.protocol.run_events import Output
 from roadtrain.storage.direct import free_nbytes
 from roadtrain.storage.rates import storage_rates
 from roadtrain.units import GIB, parse_rate
