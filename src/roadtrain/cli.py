@@ -134,7 +134,7 @@ COMMANDS = {
         ("CLUSTER.toml",),
     ),
     "launch": Command(
-        "roadtrain.launch.command:command",
+        "roadtrain.launch.launch:command",
         "Run a plan: all processes of a job on the hosts that it names, kept running until the job"
         " is done. What ends by itself is started again; what is done is said before.",
         ("[PLAN.toml]", "[JOB.toml]"),

@@ -20,7 +20,7 @@ from ray.exceptions import ActorUnavailableError
 
 from roadtrain.config.machines import PlanHost
 from roadtrain.errors import LaunchError
-from roadtrain.launch.home import LAUNCHED, LaunchRecord, RunHome, RunState
+from roadtrain.launch.home import LaunchRecord, RunHome, RunState, StartPhase
 from roadtrain.launch.processes import Process, Role, WorkerSet
 from roadtrain.launch.protocol import run_state
 from roadtrain.launch.protocol.run_events import (
@@ -626,7 +626,7 @@ def test_the_actor_of_a_start_that_is_over_does_not_begin_the_next(
     home: RunHome, fake: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`--resume` a moment after the end."""
-    home.write_state(RunState(stamps={LAUNCHED: 2.0}))
+    home.write_state(RunState(stamps={StartPhase.LAUNCHED: 2.0}))
     Ends.begun = 0
     supervised(home, fake, monkeypatch)
     assert not Ends.begun and home.state().phase == "starting"

@@ -21,10 +21,10 @@ from roadtrain.config.models import from_config
 from roadtrain.config.plan import Plan, placement
 from roadtrain.config.plan_file import PlanFile, load_plan_file
 from roadtrain.errors import ConfigError, LaunchError
-from roadtrain.launch import command, paused_run
+from roadtrain.launch import paused_run, run_verbs, supervisor_process
 from roadtrain.launch.control_socket import ControlSocket
 from roadtrain.launch.engines import ENGINES, EngineKind
-from roadtrain.launch.home import CHECKED, PLANNED_ANEW, LaunchRecord, RunHome, RunState
+from roadtrain.launch.home import PLANNED_ANEW, LaunchRecord, RunHome, RunState, StartPhase
 from roadtrain.launch.measured_cluster import LinkSeen, RunSeen, measured_cluster
 from roadtrain.launch.measured_host import MODULE, HostAnswer, Told, WorkerSeconds, seconds_of
 from roadtrain.launch.measured_run import MeasuredRun, MeasuredWorker
@@ -514,7 +514,7 @@ class Paused:
 
     def __init__(self, home: RunHome, why: str = PLANNED_ANEW, after: RunState | None = None):
         self.home, self.why = home, why
-        self.after = after or RunState(phase="going", stamps={CHECKED: 1.0})
+        self.after = after or RunState(phase="going", stamps={StartPhase.CHECKED: 1.0})
         self.asked: list[str] = []
         self.gone_on: list[tuple[str, bool]] = []
         self.lines: list[str] = []
@@ -610,7 +610,7 @@ def test_a_dry_run_ends_once_it_is_known_whether_the_run_goes_on(home: RunHome) 
         checking = threading.Thread(target=checked_later, args=(home,))
         checking.start()
         assert run.replan(dry_run=True) == 0
-        assert CHECKED in home.state().stamps
+        assert StartPhase.CHECKED in home.state().stamps
     checking.join()
 
 
@@ -637,7 +637,7 @@ def checked_later(home: RunHome) -> None:
     while home.state().phase != "going":
         time.sleep(0.02)
     time.sleep(0.5)
-    home.write_state(RunState(phase="going", stamps={CHECKED: 1.0}))
+    home.write_state(RunState(phase="going", stamps={StartPhase.CHECKED: 1.0}))
 
 
 @pytest.mark.usefixtures("no_supervisor")
@@ -652,9 +652,9 @@ def test_a_run_that_ended_by_itself_meanwhile_does_not_go_on(home: RunHome, why:
 
 def stays_stopped(home: RunHome, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `--replan` does next starts nothing."""
-    monkeypatch.setattr(command, "start", lambda *_: pytest.fail("the run goes on"))
-    assert command.resume_run(home.name, "keep", True, paused=True) == 130
-    assert home.state().why == command.ASKED
+    monkeypatch.setattr(run_verbs, "start", lambda *_: pytest.fail("the run goes on"))
+    assert run_verbs.resume_run(home.name, "keep", True, paused=True) == 130
+    assert home.state().why == supervisor_process.ASKED
 
 
 def test_a_run_that_is_stopped_while_it_is_planned_anew_stays_stopped(
@@ -662,7 +662,7 @@ def test_a_run_that_is_stopped_while_it_is_planned_anew_stays_stopped(
 ) -> None:
     launched(home, gpus(), DP4)
     home.write_state(RunState(phase="ended", code=130, why=PLANNED_ANEW))
-    assert command.stop_run(home.name) == 0
+    assert run_verbs.stop_run(home.name) == 0
     stays_stopped(home, monkeypatch)
 
 
@@ -683,7 +683,7 @@ def test_a_run_that_is_stopped_while_its_links_are_measured_stays_stopped(
     supervisor = threading.Thread(target=measure)
     supervisor.start()
     assert measuring.wait(10)
-    assert command.stop_run(home.name) == 0
+    assert run_verbs.stop_run(home.name) == 0
     supervisor.join(10)
     stays_stopped(home, monkeypatch)
 
@@ -694,11 +694,11 @@ def test_a_run_that_went_on_before_it_could_be_asked_to_stop_is_asked_then(
     launched(home, gpus(), DP4)
     home.write_state(RunState(phase="going"))
     alive, heard = [True, True, False, False, False], [False, True]
-    monkeypatch.setattr(command, "is_alive", lambda _: alive.pop(0))
-    monkeypatch.setattr(command, "ask_to_stop", lambda _: heard.pop(0))
-    monkeypatch.setattr(command, "told_end", lambda _: 130)
-    monkeypatch.setattr(command, "stay_stopped", lambda _: False)
-    assert command.stop_run(home.name) == 0 and not heard
+    monkeypatch.setattr(run_verbs, "is_alive", lambda _: alive.pop(0))
+    monkeypatch.setattr(run_verbs, "ask_to_stop", lambda _: heard.pop(0))
+    monkeypatch.setattr(run_verbs, "report_end", lambda _: 130)
+    monkeypatch.setattr(run_verbs, "stay_stopped", lambda _: False)
+    assert run_verbs.stop_run(home.name) == 0 and not heard
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), LaunchError("a host is gone")])
@@ -788,7 +788,7 @@ def test_a_run_whose_supervisor_is_started_again_just_now_is_alive(
     home.write_record(msgspec.structs.replace(home.record(), engine="again"))
     kind = EngineKind(pytest.fail, alive=f"{__name__}:alive")
     monkeypatch.setitem(cast(dict[str, EngineKind], ENGINES), "again", kind)
-    monkeypatch.setattr(command, "CHECKS_S", 0.0)
+    monkeypatch.setattr(supervisor_process, "CHECKS_S", 0.0)
     monkeypatch.setattr(paused_run, "HEARD_S", 0.0)
     home.write_state(RunState(phase="going"))
     lines: list[str] = []

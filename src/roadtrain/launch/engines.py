@@ -20,7 +20,7 @@ from roadtrain.config.job import load_job
 from roadtrain.config.machines import Machines
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError, LaunchError
-from roadtrain.launch.home import CHECKED, LaunchRecord, RunHome
+from roadtrain.launch.home import LaunchRecord, RunHome, StartPhase
 from roadtrain.launch.launch_engine import LaunchEngine
 from roadtrain.storage import mark
 
@@ -63,7 +63,7 @@ def _lab(plan_file: PlanFile, record: LaunchRecord) -> LaunchEngine:
     module = importlib.import_module("roadtrain.launch.lab_engine")
     home = RunHome.of(record.name)
     directory = home.path / "lab"
-    begun = CHECKED in home.state().stamps  # by a supervisor before this one
+    begun = StartPhase.CHECKED in home.state().stamps  # by a supervisor before this one
     if record.start == 0 and not begun and not _has_trained(home, record):
         module.remove_directories(mark_of(record), directory)
     engine: LaunchEngine = module.lab_engine(plan_file, mark_of(record), directory)
@@ -82,7 +82,7 @@ def _ray(plan_file: PlanFile, record: LaunchRecord) -> LaunchEngine:
     make = importlib.import_module("roadtrain.launch.ray.ray_engine").ray_engine
     home = RunHome.of(record.name)
     state = home.state()
-    begun = CHECKED in state.stamps
+    begun = StartPhase.CHECKED in state.stamps
     engine: LaunchEngine = make(
         machines_of(plan_file),
         f"roadtrain:{record.name}",

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from roadtrain.errors import LaunchError
-from roadtrain.launch.command import patient_client
 from roadtrain.launch.engines import is_alive
-from roadtrain.launch.home import CHECKED, PLANNED_ANEW, RunHome
+from roadtrain.launch.home import PLANNED_ANEW, RunHome, StartPhase
+from roadtrain.launch.supervisor_process import patient_client
+from roadtrain.launch.waiting import POLL_S, wait_until
 
 MEASURES_S = 900.0  # a step, the end of services, links of all hosts
 HEARD_S = 30.0  # a supervisor that was asked to stop says within it that it does
 CHECKS_S = 600.0  # a run that goes on has checked its hosts within it
-POLL_S = 0.2
 GoOn = Callable[[str, bool], int]  # if_launcher_dies, detach -> the command's exit code
 Report = Callable[[str], None]
 
@@ -40,15 +40,12 @@ class PausedRun:
         with patient_client(self.home) as client:
             if client is not None:
                 client.ask("measure")
-        until = time.monotonic() + MEASURES_S
-        while is_alive(self.home):
-            if time.monotonic() > until:
-                raise LaunchError(
-                    f"the supervisor of {self.home.name} has not stopped and measured within"
-                    f" {MEASURES_S:.0f} s",
-                    hint=f"roadtrain launch --logs {self.home.name} shows what it waits for",
-                )
-            time.sleep(POLL_S)
+        if not wait_until(lambda: not is_alive(self.home), MEASURES_S):
+            raise LaunchError(
+                f"the supervisor of {self.home.name} has not stopped and measured within"
+                f" {MEASURES_S:.0f} s",
+                hint=f"roadtrain launch --logs {self.home.name} shows what it waits for",
+            )
         return self._is_ours
 
     @property
@@ -129,7 +126,7 @@ class PausedRun:
             if not alive:
                 self.report(f"the supervisor of run {self.home.name} was killed")
                 return 1
-            if CHECKED in state.stamps:
+            if StartPhase.CHECKED in state.stamps:
                 return 0
             if time.monotonic() > until:
                 raise LaunchError(

@@ -22,7 +22,7 @@ from roadtrain.config.plan_file import load_plan_file
 from roadtrain.errors import FullError, LaunchError, RoadtrainError, StoreError
 from roadtrain.launch.checks import check, directory_is_shared, without_unfit_spares
 from roadtrain.launch.engines import ENGINES
-from roadtrain.launch.home import CHECKED, READY, LaunchRecord, RunHome, RunState
+from roadtrain.launch.home import LaunchRecord, RunHome, RunState, StartPhase
 from roadtrain.launch.launch_engine import LaunchEngine
 from roadtrain.launch.logs import RunLogs
 from roadtrain.launch.resolve import ResolvedRun, resolve
@@ -77,7 +77,7 @@ def had_begun(home: RunHome) -> bool:
     """Whether a supervisor before this one had begun this start of the run: its services may still
     run, so this is no refusal of what was launched."""
     try:
-        return CHECKED in home.state().stamps
+        return StartPhase.CHECKED in home.state().stamps
     except LaunchError:
         return False
 
@@ -114,7 +114,9 @@ def begun(
             addresses = {**home.addresses(), **addresses}
         written = partial(_written, had_begun(home), logs)
         written(partial(home.write_addresses, addresses))
-        stamps = {READY: time.time()}  # as of the first supervisor of this start
+        stamps: dict[str, float] = {
+            StartPhase.READY: time.time()
+        }  # as of the first supervisor of this start
         run = resolve(
             plan_file,
             job,
@@ -130,7 +132,7 @@ def begun(
         for line in (*told, *unfit):
             logs.tell(line)
         state = home.state(logs.tell)
-        stamps |= {CHECKED: time.time(), **state.stamps}
+        stamps |= {StartPhase.CHECKED: time.time(), **state.stamps}
         checked = RunState(attempt=state.attempt, step=state.step, stamps=stamps, stops=state.stops)
         written(partial(home.write_state, checked))
     except BaseException:

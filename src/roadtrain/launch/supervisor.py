@@ -21,18 +21,7 @@ from roadtrain.config.machines import LostHost
 from roadtrain.errors import ConfigError, LaunchError, RoadtrainError, StoreError
 from roadtrain.launch.checks import why_unfit
 from roadtrain.launch.control_socket import ControlRequest, ControlSocket
-from roadtrain.launch.home import (
-    IMPORTED,
-    JOINED,
-    PLACED,
-    PLANNED_ANEW,
-    SERVICES,
-    STEPPED,
-    WORKERS,
-    ProcessRow,
-    RunHome,
-    RunState,
-)
+from roadtrain.launch.home import PLANNED_ANEW, ProcessRow, RunHome, RunState, StartPhase
 from roadtrain.launch.launch_engine import LaunchEngine
 from roadtrain.launch.logs import PLAIN, RunLogs
 from roadtrain.launch.measured_run import measure_run
@@ -122,7 +111,7 @@ class Supervisor:
         before = home.state()
         self._run, self._engine, self._home, self._logs = run, engine, home, logs
         # `run.new_store`: until a step of this run is seen, what was committed is of an older one.
-        seen = before.step >= 0 or STEPPED in before.stamps
+        seen = before.step >= 0 or StartPhase.STEPPED in before.stamps
         self._begins_anew = run.job.run.new_store and not seen
         self._step = before.step  # the last that is known to be committed
         self._machine = RunStateMachine(
@@ -202,11 +191,11 @@ class Supervisor:
         match event:
             case Output(name, host, line):
                 self._logs.write(name, host, line)
-                if name == PLAIN and STEPPED not in self._stamps:
+                if name == PLAIN and StartPhase.STEPPED not in self._stamps:
                     self._stamp_line(line)
                 return
             case WorkersPlaced():
-                self._stamps.setdefault(PLACED, time.time())
+                self._stamps.setdefault(StartPhase.PLACED, time.time())
                 return
             case ProcessEnded() | WorkersEnded() if self._machine.phase is RunPhase.GOING:
                 self._ask_step(self._machine.worker_hosts)
@@ -227,12 +216,12 @@ class Supervisor:
 
     def _stamp_line(self, line: str) -> None:
         now = time.time()
-        if IMPORTED not in self._stamps:
-            self._stamps[IMPORTED] = now
+        if StartPhase.IMPORTED not in self._stamps:
+            self._stamps[StartPhase.IMPORTED] = now
         if line.startswith(STEP):
             self._begins_anew = False
-            self._stamps[JOINED] = self._said_at or now
-            self._stamps[STEPPED] = now
+            self._stamps[StartPhase.JOINED] = self._said_at or now
+            self._stamps[StartPhase.STEPPED] = now
         self._said_at = now
 
     def _feed_stop(self, now: float) -> None:
@@ -278,7 +267,7 @@ class Supervisor:
                     self._engine.start(self._service(name))
                 except RoadtrainError as error:
                     self._failed.append(ProcessEnded(name, 1, now, str(error)))
-                self._stamps.setdefault(SERVICES, time.time())
+                self._stamps.setdefault(StartPhase.SERVICES, time.time())
             case StartWorkers(attempt, hosts):
                 self._start_workers(attempt, hosts)
             case StopProcess(name, grace_s):
@@ -307,14 +296,14 @@ class Supervisor:
                 self._step,
                 begins_anew=self._begins_anew,
             )
-            self._stamps.setdefault(SERVICES, time.time())
+            self._stamps.setdefault(StartPhase.SERVICES, time.time())
             self._engine.start_workers(self._workers)
         except RoadtrainError as error:
             code = REFUSED if isinstance(error, ConfigError) else FAILED
             self._failed.append(
                 WorkersEnded(attempt, code, "workers", time.monotonic(), str(error))
             )
-        self._stamps.setdefault(WORKERS, time.time())
+        self._stamps.setdefault(StartPhase.WORKERS, time.time())
 
     def _set_reducers(self, hosts: Sequence[str]) -> None:
         """On all hosts with workers. One that cannot be reached is told as lost by the engine."""

@@ -16,12 +16,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
 import ray
 from ray.exceptions import RayError
 
 from roadtrain.errors import LaunchError
-from roadtrain.launch.home import LAUNCHED, RunHome, RunState
+from roadtrain.launch.home import RunHome, RunState, StartPhase
 from roadtrain.launch.processes import Process, Role
 from roadtrain.launch.protocol.run_events import ProcessEnded
 from roadtrain.launch.ray import ray_cluster
@@ -77,8 +76,7 @@ class SupervisedRun:
             failed = failed + 1 if time.monotonic() - began < SOON_S else 0
             if failed >= TRIES and not self._has_ended():
                 why = f"the supervisor ended {failed} times in a row: {self._said}"
-                state = msgspec.structs.replace(self._home.state(), phase="ended", code=1, why=why)
-                self._home.write_state(state)
+                self._home.write_ended(1, why)
                 return
             if failed and not self._has_ended():
                 time.sleep(AGAIN_S)
@@ -93,7 +91,7 @@ class SupervisedRun:
 
     def _is_over(self, state: RunState) -> bool:
         """Also where the run was launched anew meanwhile: that one has an actor of its own."""
-        launched = state.stamps.get(LAUNCHED, self._launched)
+        launched = state.stamps.get(StartPhase.LAUNCHED, self._launched)
         return state.phase == "ended" or launched != self._launched
 
     def _tell(self, event: Said) -> None:
@@ -124,7 +122,7 @@ def _start(home: RunHome, name: str) -> None:
         "HOME": str(Path.home()),
         ray_cluster.USERS_THREADS: os.environ.get(ray_cluster.THREADS, ""),
     }
-    launched = home.state().stamps.get(LAUNCHED)
+    launched = home.state().stamps.get(StartPhase.LAUNCHED)
     actor = supervised.remote(str(home.path), name, environment, launched)
     try:
         _await_supervisor(home)
