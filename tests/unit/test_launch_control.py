@@ -19,7 +19,6 @@ from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.launch import lab_engine as lab
 from roadtrain.launch.control_socket import ControlClient, ControlSocket, short_path
-from roadtrain.launch.engines import ENGINES, mark_of
 from roadtrain.launch.follow import LauncherHello, first_step
 from roadtrain.launch.home import LaunchRecord, RunHome, RunState, StartPhase
 from roadtrain.launch.logs import LogTail, RunLogs
@@ -261,17 +260,17 @@ def test_a_new_run_of_a_name_does_not_find_what_the_one_before_left_in_the_lab(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(lab, "SHM", tmp_path / "shm")
-    monkeypatch.setattr(lab, "lab_engine", lambda *_: None)
+    monkeypatch.setattr(lab, "LabEngine", lambda *_: None)
     record = LaunchRecord(name="r", engine="lab", launched=1.0, directory=str(tmp_path))
     home = RunHome.of("r")
     home.write(record, "", '[run]\ndir = "run"\n[model.config]\nmodel_type = "llama"\n')
-    kept = [lab.kept_memory(mark_of(record)) / "gpu0" / "store", home.path / "lab" / "gpu0"]
+    kept = [lab.kept_memory(record.mark) / "gpu0" / "store", home.path / "lab" / "gpu0"]
     for directory in kept:
         directory.mkdir(parents=True)
     if trained:
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "metrics.jsonl").touch()
-    ENGINES["lab"].make(PlanFile(Plan(placement("server"))), record)
+    lab.lab_engine(PlanFile(Plan(placement("server"))), record)
     assert [one.exists() for one in kept] == [trained, trained]
 
 

@@ -116,7 +116,9 @@ def no_hosts(monkeypatch: pytest.MonkeyPatch) -> NoHosts:
     monkeypatch.setattr(supervise, "check", lambda *_: [])
     monkeypatch.setattr(supervise, "without_unfit_spares", lambda run, _: (run, []))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    return NoHosts()
+    engine = NoHosts()
+    monkeypatch.setattr(supervise, "function_of", lambda _: lambda *_: engine)
+    return engine
 
 
 def test_a_refusal_on_a_full_disk_is_in_the_log(
@@ -126,15 +128,16 @@ def test_a_refusal_on_a_full_disk_is_in_the_log(
         raise FullError("state.json: 0 B are free")
 
     monkeypatch.setattr(RunHome, "write_state", full)
-    assert supervise.supervise(home, no_hosts) == 2
+    assert supervise.supervise(home) == 2
     assert no_hosts.closed
     assert "0 B are free" in home.all_log.read_text()
 
 
-def test_a_token_that_others_may_read_is_refused(home: RunHome, no_hosts: Any) -> None:
+@pytest.mark.usefixtures("no_hosts")
+def test_a_token_that_others_may_read_is_refused(home: RunHome) -> None:
     """Rule 8."""
     home.token_path.chmod(0o644)
-    assert supervise.supervise(home, no_hosts) == 2
+    assert supervise.supervise(home) == 2
     assert "can be read or changed by others (mode 644" in home.state().why
     assert f"hint: chmod 600 {home.token_path}" in home.state().why
 
@@ -144,7 +147,7 @@ def test_a_full_home_does_not_keep_a_run_from_going_on(home: RunHome, no_hosts: 
     home.write_state(RunState(phase="going", attempt=3, step=7, stamps={StartPhase.CHECKED: 1.0}))
     with RunLogs(home) as logs:
         with full_disk(1):
-            supervise.begun(home, home.record(), no_hosts, logs)
+            supervise.begun(home, home.record(), logs)
         logs.flush()
     assert not no_hosts.closed and home.state().attempt == 3
     assert home.all_log.read_text().count("the run goes on, though its home is full") == 2

@@ -21,7 +21,7 @@ from ray.exceptions import ActorUnavailableError
 from roadtrain.config.machines import PlanHost
 from roadtrain.errors import LaunchError
 from roadtrain.launch.home import LaunchRecord, RunHome, RunState, StartPhase
-from roadtrain.launch.processes import Process, Role, WorkerSet
+from roadtrain.launch.processes import Process, Role, WorkerSet, with_threads
 from roadtrain.launch.protocol import run_state
 from roadtrain.launch.protocol.run_events import (
     HostCame,
@@ -310,7 +310,7 @@ def test_the_engine_tells_the_end_of_workers_on_nodes_that_died(
     made = made_engine()
     made.start_workers(WorkerSet(0, (worker(0),)))
     monkeypatch.setattr(cluster, "nodes", list)
-    monkeypatch.setattr(cluster, "reasons", lambda: {"n0": "no heartbeat"})
+    monkeypatch.setattr(cluster, "why_dead", {"n0": "no heartbeat"}.__getitem__)
     events, ended = until_end(made)
     assert ended.code == workers.KILLED and any(isinstance(one, HostLost) for one in events)
 
@@ -354,13 +354,14 @@ def test_each_worker_gets_its_share_of_its_nodes_processors() -> None:
     at = {"a": node("n0", "a"), "b": RayNode("n1", "b", "10.0.0.2", "b", "b", 2, 2, 1)}
     own = replace(worker(3, "b"), environment={"OMP_NUM_THREADS": "7"})
     all = WorkerSet(0, (worker(0), worker(1, "b"), worker(2, "b"), own))
-    made, line = workers.with_threads(all, at, "")
+    made, line = with_threads(all, workers.threads_of(all, at), "")
     assert [one.environment["OMP_NUM_THREADS"] for one in made.processes] == ["4", "1", "1", "7"]
     assert line == "OMP_NUM_THREADS is not set: each worker computes with 1 or 4 thread(s)"
     at["b"] = RayNode("n1", "b", "10.0.0.2", "a", "b", 4, 2, 1)  # another node of a's machine
-    made, line = workers.with_threads(WorkerSet(0, (worker(0), worker(1, "b"))), at, "")
+    two = WorkerSet(0, (worker(0), worker(1, "b")))
+    made, line = with_threads(two, workers.threads_of(two, at), "")
     assert [one.environment["OMP_NUM_THREADS"] for one in made.processes] == ["2", "2"]
-    made, line = workers.with_threads(all, at, "3")
+    made, line = with_threads(all, workers.threads_of(all, at), "3")
     assert [one.environment["OMP_NUM_THREADS"] for one in made.processes] == ["3", "3", "3", "7"]
     assert not line
 
@@ -656,7 +657,7 @@ def test_an_actor_that_cannot_be_killed_keeps_no_other(
 def begins(home: RunHome, fake: FakeRay, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Begins the supervisor's actor."""
     monkeypatch.setattr(cluster, "connect", lambda _: None)
-    monkeypatch.setattr(cluster, "disconnect", lambda: None)
+    monkeypatch.setattr(fake, "shutdown", lambda: None, raising=False)
     monkeypatch.setattr(start, "SupervisedRun", lambda *_: None)
     return lambda: start.start_supervisor(home)
 

@@ -25,7 +25,7 @@ from roadtrain.launch import paused_run, run_verbs, supervisor_process
 from roadtrain.launch.control_socket import ControlSocket
 from roadtrain.launch.engines import ENGINES, EngineKind
 from roadtrain.launch.home import PLANNED_ANEW, LaunchRecord, RunHome, RunState, StartPhase
-from roadtrain.launch.measured_cluster import LinkSeen, RunSeen, measured_cluster
+from roadtrain.launch.measured_cluster import LinkSeen, measured_cluster
 from roadtrain.launch.measured_host import MODULE, HostAnswer, Told, WorkerSeconds, seconds_of
 from roadtrain.launch.measured_run import MeasuredRun, MeasuredWorker
 from roadtrain.launch.replan import ReplanOptions, SearchedAgain, kept, planned_run, replan
@@ -99,7 +99,7 @@ def test_one_slow_host_becomes_a_kind_of_its_own_and_its_peers_stay_as_they_are(
     cluster = cluster_of([100], count=4)
     machines = planned_on(["a", "b", "c", "d"], "g0")
     rates = {"a": 100.0, "b": 25.0, "c": 104.0, "d": 97.0}
-    found, changes = measured_cluster(cluster, machines, RunSeen(seen(rates, 0.9)), 0.9)
+    found, changes = measured_cluster(cluster, machines, seen(rates, 0.9), {}, 0.9)
     assert [host.name for host in found.hosts] == ["a", "b", "c", "d"]
     got = [round(host.nics[0].total / MBIT) for host in found.hosts]
     assert got == [100, 25, 100, 100]  # what is within 15 % of the file's stays the file's
@@ -112,7 +112,7 @@ def test_what_is_as_the_plan_says_leaves_the_cluster_as_it_was() -> None:
     cluster = cluster_of([100], count=3)
     machines = planned_on(["a", "b", "c"], "g0")
     rates = dict.fromkeys("abc", 90.0)
-    found, changes = measured_cluster(cluster, machines, RunSeen(seen(rates, 0.9)), 0.9)
+    found, changes = measured_cluster(cluster, machines, seen(rates, 0.9), {}, 0.9)
     assert found is cluster and not changes
 
 
@@ -123,7 +123,7 @@ def test_of_a_card_the_worse_direction_counts() -> None:
         LinkSeen(one.sender, one.receiver, one.rate / (4 if one.receiver == "b" else 1), 0.0)
         for one in seen(dict.fromkeys("abc", 100.0), 0.9)
     ]
-    found, _ = measured_cluster(cluster, machines, RunSeen(tuple(links)), 0.9)
+    found, _ = measured_cluster(cluster, machines, tuple(links), {}, 0.9)
     assert [round(host.nics[0].total / MBIT) for host in found.hosts] == [100, 25, 100]
 
 
@@ -131,7 +131,7 @@ def test_all_hosts_of_a_kind_slower_alike_stay_a_kind() -> None:
     cluster = cluster_of([100], count=3)
     machines = planned_on(["a", "b", "c"], "g0")
     slower = dict.fromkeys("abc", 2.0)
-    found, changes = measured_cluster(cluster, machines, RunSeen(slower=slower), 0.9)
+    found, changes = measured_cluster(cluster, machines, (), slower, 0.9)
     (kind,) = found.hosts
     assert kind.count == 3 and kind.device is not None and kind.device.flops == 20e9
     assert len(changes) == 3
@@ -154,7 +154,7 @@ def test_servers_that_serve_alike_shares_are_as_fast_as_the_slowest() -> None:
         PlanHost(name="spare1", kind="spare", address="b", servers=served),
     )
     links = seen({"gpu": 1000.0, "spare0": 100.0, "spare1": 25.0}, 0.9)
-    found, changes = measured_cluster(cluster, Machines(hosts), RunSeen(links), 0.9)
+    found, changes = measured_cluster(cluster, Machines(hosts), links, {}, 0.9)
     assert [change.what for change in changes] == ["hosts.spare1.nics"]  # no peer is as fast as gpu
     assert [(host.name, host.count) for host in found.hosts] == [("spare", 2), ("gpu", 1)]
     assert round(found.hosts[0].nics[0].rate / MBIT) == 25
@@ -185,7 +185,7 @@ def test_a_slow_link_between_switches_is_the_links_and_no_cards() -> None:
         for other in kinds
         if one != other
     )
-    found, changes = measured_cluster(cluster, Machines(hosts), RunSeen(links), 1.0)
+    found, changes = measured_cluster(cluster, Machines(hosts), links, {}, 1.0)
     assert found.hosts == cluster.hosts
     assert found.links[0].rate == pytest.approx(50 * MBIT)
     assert [change.what for change in changes] == ["links.left-right"]
@@ -457,9 +457,7 @@ def test_a_run_goes_on_with_the_hosts_that_have_its_state(home: RunHome) -> None
     again = SearchedAgain(
         old, computed, run.job, run.model, Constants(), ReplanOptions(), leaves_out=False
     )
-    found, _ = measured_cluster(
-        run.cluster, run.machines, RunSeen(slower=dict.fromkeys(computed, 2.0)), 0.9
-    )
+    found, _ = measured_cluster(run.cluster, run.machines, (), dict.fromkeys(computed, 2.0), 0.9)
     assert again(found).pick is not None
     without = [host for host in found.hosts if host.name != "gpu1"]
     with pytest.raises(ConfigError, match="gpu1 left out would have a part"):
@@ -786,7 +784,7 @@ def test_a_run_whose_supervisor_is_started_again_just_now_is_alive(
     """On Ray. Its plan is not replaced under it."""
     old = launched(home, gpus(), DP4)
     home.write_record(msgspec.structs.replace(home.record(), engine="again"))
-    kind = EngineKind(pytest.fail, alive=f"{__name__}:alive")
+    kind = EngineKind("", alive=f"{__name__}:alive")
     monkeypatch.setitem(cast(dict[str, EngineKind], ENGINES), "again", kind)
     monkeypatch.setattr(supervisor_process, "CHECKS_S", 0.0)
     monkeypatch.setattr(paused_run, "HEARD_S", 0.0)

@@ -60,8 +60,10 @@ class HostAgent:
 
     def __init__(self, mark: str, heard: int, said: int) -> None:
         self._mark, self._heard, self._said = mark, heard, said
-        self._processes: dict[str, StartedProcess] = {}
-        self._asked: dict[int, StartedProcess] = {}
+        # Those that run, by name, and commands that are asked as "ask N"; and what is sent of each
+        # when it has ended with a code.
+        self._running: dict[str, StartedProcess] = {}
+        self._last_messages: dict[str, Callable[[int], FromAgent]] = {}
         self._orders = LineSplitter(MESSAGE_LIMIT)
         self._unsent = bytearray()
         self._left_out = 0  # lines, because of UNSENT
@@ -95,7 +97,7 @@ class HostAgent:
                 self._reap()
                 self._end_late()
         finally:
-            for process in (*self._processes.values(), *self._asked.values()):
+            for process in self._running.values():
                 process.kill()
             kill_marked(f"{self._mark}#", more=True)
 
@@ -125,14 +127,14 @@ class HostAgent:
 
     def _begin(self, process: Process) -> None:
         name = process.name
-        if name in self._processes:
+        if name in self._running:
             return self._send(ProcessGone(name, REFUSED, f"{name} runs already on {process.host}"))
         for file in process.files:
             if refused := put_file(file):
                 return self._send(ProcessGone(name, REFUSED, refused))
         try:
             make_directory(Path(process.directory))
-            self._processes[name] = started = StartedProcess(
+            started = StartedProcess(
                 process.words,
                 f"{self._mark}#{name}",
                 partial(self._say, name),
@@ -141,10 +143,12 @@ class HostAgent:
             )
         except (RoadtrainError, OSError, subprocess.SubprocessError) as error:
             return self._send(ProcessGone(name, REFUSED, f"{name} cannot be begun: {error}"))
-        self._read_pipes(started)
-        return None
+        return self._add(name, started, lambda code: ProcessGone(name, code, started.said))
 
-    def _read_pipes(self, started: StartedProcess) -> None:
+    def _add(
+        self, name: str, started: StartedProcess, last_message: Callable[[int], FromAgent]
+    ) -> None:
+        self._running[name], self._last_messages[name] = started, last_message
         for pipe in started.pipes:
             self._watch(pipe, partial(self._read, started, pipe))
 
@@ -153,7 +157,7 @@ class HostAgent:
             self._selector.unregister(pipe)
 
     def _end(self, name: str, grace_s: float) -> None:
-        if (started := self._processes.get(name)) is None:
+        if (started := self._running.get(name)) is None:
             return  # its end has been told
         if grace_s > 0:
             started.interrupt()
@@ -166,14 +170,14 @@ class HostAgent:
         started.kill_at, started.give_up_at = None, time.monotonic() + GIVE_UP_S
 
     def _ask(self, order: AskCommand) -> None:
-        told = os.memfd_create("told")
+        name, told = f"ask {order.number}", os.memfd_create("told")
         try:
             with os.fdopen(os.dup(told), "wb") as file:
                 file.write(order.told.encode())
             os.lseek(told, 0, os.SEEK_SET)
-            self._asked[order.number] = started = StartedProcess(
+            started = StartedProcess(
                 order.words,
-                f"{self._mark}#ask {order.number}",
+                f"{self._mark}#{name}",
                 lambda _: None,
                 stdin=told,
                 answer_limit=ANSWER_LIMIT,
@@ -183,8 +187,13 @@ class HostAgent:
         finally:
             os.close(told)
         started.kill_at = time.monotonic() + order.deadline_s
-        self._read_pipes(started)
-        return None
+        return self._add(name, started, partial(self._answer, order.number, started))
+
+    @staticmethod
+    def _answer(number: int, started: StartedProcess, code: int) -> AskAnswered:
+        in_time = started.give_up_at is None
+        answer = started.answer.decode(errors="replace") if in_time else ""
+        return AskAnswered(number, code if in_time else None, answer, started.said)
 
     def _reap(self) -> None:
         """Tells the end of all that have ended."""
@@ -192,49 +201,35 @@ class HostAgent:
         with contextlib.suppress(ChildProcessError):  # there is no child
             while (one := os.waitpid(-1, os.WNOHANG))[0]:
                 ended[one[0]] = os.waitstatus_to_exitcode(one[1])
-        for name, started in list(self._processes.items()):
+        for name, started in list(self._running.items()):
             if started.pid in ended:
-                self._gone(name, started, ended[started.pid])
-        for number, started in list(self._asked.items()):
-            if started.pid in ended:
-                self._answered(number, started, ended[started.pid])
+                self._finish(name, ended[started.pid])
 
-    def _gone(self, name: str, started: StartedProcess, code: int) -> None:
-        started.kill()  # what it has started
-        self._finish(started, code)
-        del self._processes[name]
-        self._send(ProcessGone(name, code, started.said))
-
-    def _answered(self, number: int, started: StartedProcess, code: int) -> None:
+    def _finish(self, name: str, code: int) -> None:
+        """Kill what a process that has ended has started, and tell its end."""
+        started = self._running.pop(name)
         started.kill()
-        self._finish(started, code)
-        del self._asked[number]
-        in_time = started.give_up_at is None
-        answer = started.answer.decode(errors="replace") if in_time else ""
-        self._send(AskAnswered(number, code if in_time else None, answer, started.said))
-
-    def _finish(self, started: StartedProcess, code: int) -> None:
         for pipe in started.pipes:
             with contextlib.suppress(KeyError):  # it was at its end
                 self._selector.unregister(pipe)
         started.finish(code)
+        self._send(self._last_messages.pop(name)(code))
 
     def _end_late(self) -> None:
         """Kills those whose grace is over, and gives those up that do not end then."""
         now = time.monotonic()
-        for started in (*self._processes.values(), *self._asked.values()):
+        for name, started in list(self._running.items()):
             if started.kill_at is not None and now >= started.kill_at:
                 self._kill(started)
-        for name, started in list(self._processes.items()):
-            if started.give_up_at is not None and now >= started.give_up_at:
+            elif started.give_up_at is not None and now >= started.give_up_at:
                 self._say(name, f"process {started.pid} does not end after {GIVE_UP_S:.0f} s")
-                self._gone(name, started, -signal.SIGKILL)
+                self._finish(name, -signal.SIGKILL)
 
     def _patience(self) -> float | None:
         """Seconds until `_end_late` has something to do."""
         times = [
             at
-            for started in (*self._processes.values(), *self._asked.values())
+            for started in self._running.values()
             for at in (started.kill_at, started.give_up_at)
             if at is not None
         ]

@@ -81,10 +81,6 @@ class AgentLink:
         self._lines, self._errors = LineSplitter(MESSAGE_LIMIT), LineSplitter(READ)
         self._begun = self._heard = self._asked = time.monotonic()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def send(self, message: ToAgent) -> None:
         self.unsent += encode_line(message)
         self.flush()

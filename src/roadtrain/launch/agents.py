@@ -12,7 +12,7 @@ import os
 import selectors
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,8 +32,8 @@ from roadtrain.launch.agent_messages import (
     PutFile,
 )
 from roadtrain.launch.descendants import kill_marked
-from roadtrain.launch.launch_engine import HostSeen
-from roadtrain.launch.processes import HostFile, Process, WorkerSet
+from roadtrain.launch.launch_engine import HostSeen, answer_of
+from roadtrain.launch.processes import THREADS, HostFile, Process, WorkerSet, with_threads
 from roadtrain.launch.protocol.run_events import (
     HostCame,
     HostLeaves,
@@ -115,19 +115,11 @@ class HostAgents:
         return next(event.why for event in self._events if isinstance(event, HostLost))
 
     def hosts(self) -> Sequence[HostSeen]:
-        seen = []
-        for place in self._places.values():
-            if place.link is not None and (ready := place.link.ready) is not None:
-                seen.append(
-                    HostSeen(
-                        place.host.name,
-                        place.host.address,
-                        ready.devices,
-                        ready.processors,
-                        ready.memory,
-                    )
-                )
-        return seen
+        return [
+            HostSeen(at.host.name, at.host.address, ready.devices, ready.processors, ready.memory)
+            for at in self._places.values()
+            if at.link is not None and (ready := at.link.ready) is not None
+        ]
 
     def ask(self, host: str, words: Sequence[str], told: Mapping[str, Any]) -> Any:
         self._numbers += 1
@@ -140,13 +132,7 @@ class HostAgents:
         if answer.code is None:
             why = answer.said or "it said nothing"
             raise LaunchError(f"{what} was not done within {ASK_S:.0f} s: {why}")
-        if answer.code:
-            why = answer.said.removeprefix("roadtrain: ") or "it said nothing"
-            raise LaunchError(f"{what} ended with code {answer.code}: {why}")
-        try:
-            return msgspec.json.decode(answer.answer)
-        except msgspec.DecodeError as error:
-            raise LaunchError(f"{what} answered what is no JSON: {error}") from error
+        return answer_of(what, answer.code, answer.answer, answer.said)
 
     def put(self, host: str, file: HostFile) -> None:
         self._numbers += 1
@@ -191,23 +177,16 @@ class HostAgents:
         assert self._workers is None, "the workers of the attempt before have not ended"
         hosts = {process.name: process.host for process in workers.processes}
         self._workers = WorkerRun(workers.attempt, hosts)
+        threads = {name: place.host.threads for name, place in self._places.items()}
+        workers, note = with_threads(workers, threads, os.environ.get(THREADS, ""))
+        if note:
+            self._events.append(Output(WORKERS, workers.processes[0].host, note))
         for n, process in enumerate(workers.processes):
-            if why := self._send_begin(self._with_threads(process, tell=n == 0)):
+            if why := self._send_begin(process):
                 for later in workers.processes[n + 1 :]:
                     del self._workers.hosts[later.name]
                 return self._worker_ended(process.name, KILLED, why)
         return None
-
-    def _with_threads(self, process: Process, tell: bool) -> Process:
-        place = self._places.get(process.host)
-        threads = place.host.threads if place else 0
-        if not threads or {"OMP_NUM_THREADS"} & {*os.environ, *process.environment}:
-            return process
-        if tell:
-            line = f"OMP_NUM_THREADS is not set: each worker computes with {threads} thread(s)"
-            self._events.append(Output(WORKERS, process.host, line))
-        more = {**process.environment, "OMP_NUM_THREADS": str(threads)}
-        return replace(process, environment=more)
 
     def _send_begin(self, process: Process) -> str:
         """Why it cannot be begun, or ""."""
@@ -272,7 +251,7 @@ class HostAgents:
     def free_host(self, name: str) -> str:
         """A host that was held is there again soon; one that was to leave stays."""
         if name not in self._places and (new := self._new_host(name)) is not None:
-            self.add_host(new)
+            self._places[name] = _HostState(new, lost=True)  # told when its agent is ready
         place = self._place(name)
         if self._leaving.pop(name, None) is not None:
             at, (address, workers) = time.monotonic(), (place.host.address, place.host.workers)
@@ -283,10 +262,6 @@ class HostAgents:
     def _new_host(self, name: str) -> AgentHost | None:
         """A host that this run did not have, where there can be one of this name."""
         return None
-
-    def add_host(self, host: AgentHost) -> None:
-        """One more host, which is told by `events` when its agent is ready."""
-        self._places[host.name] = _HostState(host, lost=True)
 
     def close(self) -> None:
         links = [place.link for place in self._places.values() if place.link is not None]

@@ -72,6 +72,11 @@ class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
     ray_address: str = ""
     start: int = 0  # of this run: 0, and one more with each --resume
 
+    @property
+    def mark(self) -> str:
+        """Names this run's processes on a host: a supervisor finds what the one before has left."""
+        return f"roadtrain:{RunHome.of(self.name).path}"
+
 
 class ProcessRow(msgspec.Struct, frozen=True):
     """One process of a run, as state.json has it."""

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from roadtrain.config.job import load_job
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError, LaunchError, RoadtrainError
 from roadtrain.lab import (
@@ -38,8 +39,10 @@ from roadtrain.lab import (
 from roadtrain.launch.agent_link import AgentHost
 from roadtrain.launch.agents import HostAgents
 from roadtrain.launch.here import worker_threads
+from roadtrain.launch.home import LaunchRecord, RunHome, StartPhase
 from roadtrain.launch.lab_shape import LabSsd, check_rates, lab_shape
 from roadtrain.launch.protocol.run_events import Output
+from roadtrain.storage import mark as run_mark
 from roadtrain.storage.direct import free_nbytes
 from roadtrain.storage.rates import storage_rates
 from roadtrain.units import GIB, parse_rate
@@ -88,10 +91,6 @@ class LabEngine(HostAgents):
     def close(self) -> None:
         super().close()
         self._made.close()
-
-    def addresses(self) -> dict[str, str]:
-        """Host -> by which the others reach it."""
-        return {name: self._address(name) for name in self._shape.hosts}
 
     def tell(self, words: Sequence[str]) -> str:
         match words:
@@ -209,8 +208,22 @@ class LabEngine(HostAgents):
             shutil.rmtree(kept_memory(mark))
 
 
-def lab_engine(plan_file: PlanFile, mark: str, directory: Path) -> LabEngine:
-    return LabEngine(plan_file, mark, directory)
+def lab_engine(plan_file: PlanFile, record: LaunchRecord) -> LabEngine:
+    """Raises LaunchError."""
+    home = RunHome.of(record.name)
+    directory = home.path / "lab"
+    begun = StartPhase.CHECKED in home.state().stamps  # by a supervisor before this one
+    if record.start == 0 and not begun and not _has_trained(home, record):
+        remove_directories(record.mark, directory)
+    return LabEngine(plan_file, record.mark, directory)
+
+
+def _has_trained(home: RunHome, record: LaunchRecord) -> bool:
+    """Whether the run's directory knows of anything. Of one that does not, what a run of this name
+    has left on a lab's hosts is another run's, and nobody else can reach it."""
+    job = load_job(home.job_path, report=lambda _: None)
+    directory = Path(record.directory, job.run.dir)
+    return any((directory / name).exists() for name in (run_mark.NAME, "metrics.jsonl"))
 
 
 def remove_directories(mark: str, directory: Path) -> None:

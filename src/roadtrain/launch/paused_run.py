@@ -103,15 +103,14 @@ class PausedRun:
     def _ends(self) -> bool:
         """Whether it has ended, or does: at its next step, once all is measured. One that has not
         heard of it is not waited for."""
-        now = time.monotonic()
-        heard_by, until = now + HEARD_S, now + MEASURES_S
-        while is_alive(self.home):
-            now = time.monotonic()
-            heard = self.home.state().phase in ("ending", "ended")
-            if now > until or (now > heard_by and not heard):
-                return False
-            time.sleep(POLL_S)
-        return True
+
+        def is_gone() -> bool:
+            return not is_alive(self.home)
+
+        def has_heard() -> bool:
+            return is_gone() or self.home.state().phase in ("ending", "ended")
+
+        return wait_until(has_heard, HEARD_S) and wait_until(is_gone, MEASURES_S)
 
     def _checked(self) -> int:
         """Once it is known whether a run that nobody follows goes on; the exit code."""

@@ -146,7 +146,7 @@ class Supervisor:
                 while self._ended is None:
                     self._turn(control)
             if self._measures:
-                self._try_to_measure()
+                self._measure()
         except BaseException as error:
             self._logs.tell(f"the supervisor failed: all that it started is ended: {error!r}")
             self._ended = EndRun(1, f"the supervisor failed: {error}")
@@ -362,22 +362,18 @@ class Supervisor:
         run["stages"] = [table for _, table in sorted(tables.items())]
         return {"state": msgspec.to_builtins(self._state()), "run": run}
 
-    def _try_to_measure(self) -> None:
-        """What fails is told: who planned it anew goes on by the old plan."""
+    def _measure(self) -> None:
+        """Nothing of the run is running; the engine still has its hosts. What fails is told: the
+        command that plans it anew goes on by the old plan."""
+        self._logs.tell("the links between the run's hosts are measured")
+        path = self._home.measured_path
         try:
-            self._measure()
+            found = measure_run(self._engine, self._run, self._machine.worker_hosts)
+            for missing in found.missing:
+                self._logs.tell(f"not measured: {missing}")
+            replace_file(path, msgspec.json.encode(found), "writing what was measured")
         except (RoadtrainError, OSError) as error:
             self._logs.tell(f"nothing was measured: {error}")
-
-    def _measure(self) -> None:
-        """Nothing of the run is running; the engine still has its hosts."""
-        self._logs.tell("the links between the run's hosts are measured")
-        found = measure_run(self._engine, self._run, self._machine.worker_hosts)
-        for missing in found.missing:
-            self._logs.tell(f"not measured: {missing}")
-        replace_file(
-            self._home.measured_path, msgspec.json.encode(found), "writing what was measured"
-        )
 
     # -- state --
 

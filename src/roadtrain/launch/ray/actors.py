@@ -226,6 +226,11 @@ class WorkerMailbox:
         return self._told.news(life, after, patience_s)
 
 
+def actor_name(run: str) -> str:
+    """The name of the actor of a run's supervisor; those of its services begin with it."""
+    return f"roadtrain:{run}"
+
+
 def service_actor(run: str, process: str) -> str:
     """The name of a service's actor. run: that of the run's supervisor."""
     return f"{run}:{process}"

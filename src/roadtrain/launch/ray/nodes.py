@@ -47,14 +47,6 @@ class RayNode:
     head: bool = False
 
 
-@dataclass(frozen=True)
-class GoneNode:
-    """A node that was there."""
-
-    node_id: str
-    why: str
-
-
 class HostMap:
     """spares: those of the plan that run nothing. known: host -> address of the node that it was in
     starts before. Invariant: a node is one host at most, and a host one node."""
@@ -76,9 +68,6 @@ class HostMap:
         self._others: set[str] | None = None  # nodes that were there first and are no host of it
         self._instead: dict[str, str] = {}  # lost host -> the other that was told as one that came
         self._too_small: set[tuple[str, str]] = set()  # host, node: it was said
-
-    def node_of(self, host: str) -> RayNode | None:
-        return self._nodes.get(host)
 
     def address_of(self, host: str) -> str:
         """By which the others reach a host that is there: as the plan says, which may be that of
@@ -112,9 +101,9 @@ class HostMap:
         return [HostLost(name, why, at) for name in missing]
 
     def look(
-        self, nodes: Sequence[RayNode], at: float, why: Mapping[str, str] | None = None
+        self, nodes: Sequence[RayNode], at: float, why: Callable[[str], str] = lambda node_id: ""
     ) -> list[RunEvent]:
-        """What has changed. nodes: all that are alive; why: node id -> why it is not."""
+        """What has changed. nodes: all that are alive; why: of a node id, why it is not."""
         alive = {node.node_id: node for node in nodes}
         events: list[RunEvent] = []
         for host, node in list(self._nodes.items()):
@@ -124,7 +113,7 @@ class HostMap:
             del self._nodes[host]
             self._lost.add(host)
             self._before[host] = node
-            cause = (why or {}).get(node.node_id) or "it has died"
+            cause = why(node.node_id) or "it has died"
             events.append(HostLost(host, f"Ray's node {node.node_id[:8]}: {cause}", at))
         first = self._others is None
         events += self._lose_early(at)

@@ -26,11 +26,14 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from roadtrain.config.machines import Machines, PlanHost
+from roadtrain.config.machines import PlanHost
+from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import LaunchError
 from roadtrain.launch.agent import put_file
-from roadtrain.launch.launch_engine import HostSeen
-from roadtrain.launch.processes import HostFile, Process, WorkerSet
+from roadtrain.launch.engines import machines_of
+from roadtrain.launch.home import LaunchRecord, RunHome, StartPhase
+from roadtrain.launch.launch_engine import HostSeen, answer_of
+from roadtrain.launch.processes import HostFile, Process, WorkerSet, with_threads
 from roadtrain.launch.protocol.run_events import (
     HostCame,
     HostLeaves,
@@ -47,6 +50,7 @@ from roadtrain.launch.ray.actors import (
     ServedProcess,
     WorkerMailbox,
     WorkerTaken,
+    actor_name,
     is_there,
     kill_named,
     service_actor,
@@ -58,7 +62,7 @@ from roadtrain.launch.ray.workers import (
     ray_workers,
     remove_old_places,
     set_environment,
-    with_threads,
+    threads_of,
 )
 
 WORKERS = "workers"  # all of them, as `stop` calls them
@@ -165,13 +169,7 @@ class RayEngine:
         code, answer, said = self._call(
             host, ask_here, (tuple(words), json.dumps(told)), ASK_S, what
         )
-        if code:
-            why = said.removeprefix("roadtrain: ") or "it said nothing"
-            raise LaunchError(f"{what} ended with code {code}: {why}")
-        try:
-            return json.loads(answer)
-        except ValueError as error:
-            raise LaunchError(f"{what} answered what is no JSON: {error}") from error
+        return answer_of(what, code, answer, said)
 
     def put(self, host: str, file: HostFile) -> None:
         refused = self._call(host, put_file, (file,), PUT_S, f"writing {file.path} on {host}")
@@ -194,7 +192,7 @@ class RayEngine:
             raise LaunchError(f"{what}: {_first_line(error)}") from error
 
     def _node(self, host: str) -> RayNode:
-        if (node := self._map.node_of(host)) is None:
+        if (node := self._map.hosts.get(host)) is None:
             known = ", ".join(self._map.hosts)
             raise LaunchError(f"host {host} is no node of the cluster now", hint=f"it has {known}")
         return node
@@ -220,7 +218,7 @@ class RayEngine:
             known.process = process
             known.actor.begin.remote(process)
             return
-        node = self._map.node_of(process.host)
+        node = self._map.hosts.get(process.host)
         if node is None:
             why = f"its host {process.host} is no node of the cluster now"
             self._events.append(ProcessEnded(process.name, KILLED, time.monotonic(), why))
@@ -253,7 +251,7 @@ class RayEngine:
             self._node(process.host)
         nodes = self._map.hosts
         users = os.environ.get(ray_cluster.USERS_THREADS, "")
-        workers, line = with_threads(workers, nodes, users)
+        workers, line = with_threads(workers, threads_of(workers, nodes), users)
         if line:
             self._events.append(Output(WORKERS, workers.processes[0].host, line))
         with suppress(RayError, RuntimeError):
@@ -293,7 +291,7 @@ class RayEngine:
     def _look(self) -> None:
         """At the nodes."""
         self._looked_at = time.monotonic()
-        found = self._map.look(ray_cluster.nodes(), self._looked_at, _Reasons())
+        found = self._map.look(ray_cluster.nodes(), self._looked_at, ray_cluster.why_dead)
         for event in found:
             if isinstance(event, HostLost):
                 self._forget_services(event.host)
@@ -429,19 +427,6 @@ class RayEngine:
         self._remove_directory()
 
 
-class _Reasons(Mapping[str, str]):
-    """Node id -> why it is dead; asked for only where one is."""
-
-    def __getitem__(self, node_id: str) -> str:
-        return ray_cluster.reasons()[node_id]
-
-    def __iter__(self) -> Any:
-        return iter(ray_cluster.reasons())
-
-    def __len__(self) -> int:
-        return len(ray_cluster.reasons())
-
-
 def ask_here(words: Sequence[str], told: str) -> tuple[int, str, str]:
     """On a node: the code, the answer and the last words of a short command of ours."""
     done = subprocess.run(
@@ -504,22 +489,18 @@ def _no_node(host: PlanHost, was_at: str, nodes: Sequence[RayNode]) -> str:
     )
 
 
-def ray_engine(
-    machines: Machines,
-    mark: str,
-    address: str,
-    *,
-    known: Mapping[str, str],
-    begun: bool,
-    directory: Path,
-) -> RayEngine:
+def ray_engine(plan_file: PlanFile, record: LaunchRecord) -> RayEngine:
     """This process becomes a driver of the cluster. Raises LaunchError."""
-    ray_cluster.connect(address)
+    home = RunHome.of(record.name)
+    machines, state = machines_of(plan_file), home.state()
+    begun = StartPhase.CHECKED in state.stamps
+    ray_cluster.connect(record.ray_address)
     return RayEngine(
         machines.hosts,
-        mark,
+        actor_name(record.name),
         spares=machines.spares,
-        known=known,
+        # an older run of this name may have left them, where this one never had workers
+        known=home.addresses() if begun or state.attempt >= 0 else {},
         begun=begun,
-        directory=directory,
+        directory=home.path / "ray",
     )

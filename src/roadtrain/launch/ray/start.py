@@ -21,18 +21,18 @@ from ray.exceptions import RayError
 
 from roadtrain.errors import LaunchError
 from roadtrain.launch.home import RunHome, RunState, StartPhase
-from roadtrain.launch.processes import Process, Role
+from roadtrain.launch.processes import THREADS, Process, Role
 from roadtrain.launch.protocol.run_events import ProcessEnded
 from roadtrain.launch.ray import ray_cluster
-from roadtrain.launch.ray.actors import is_there, kill_named, service_actors
+from roadtrain.launch.ray.actors import actor_name, is_there, kill_named, service_actors
 from roadtrain.launch.ray.held_process import HeldProcess, Said, to_ray_log
+from roadtrain.launch.waiting import wait_until
 
 STARTS_S = 120.0  # the supervisor's process has the run's lock, or has refused, within it
 TRIES = 6  # of a supervisor that ends soon
 SOON_S = 60.0
 AGAIN_S = 1.0
 NAME_S = 15.0  # an actor whose run has ended is gone within it
-POLL_S = 0.1
 
 
 class SupervisedRun:
@@ -107,7 +107,7 @@ def start_supervisor(home: RunHome) -> None:
     try:
         _start(home, actor_name(record.name))
     finally:
-        ray_cluster.disconnect()
+        ray.shutdown()
 
 
 def _start(home: RunHome, name: str) -> None:
@@ -120,7 +120,7 @@ def _start(home: RunHome, name: str) -> None:
     )
     environment = {
         "HOME": str(Path.home()),
-        ray_cluster.USERS_THREADS: os.environ.get(ray_cluster.THREADS, ""),
+        ray_cluster.USERS_THREADS: os.environ.get(THREADS, ""),
     }
     launched = home.state().stamps.get(StartPhase.LAUNCHED)
     actor = supervised.remote(str(home.path), name, environment, launched)
@@ -133,24 +133,18 @@ def _start(home: RunHome, name: str) -> None:
 
 
 def _await_supervisor(home: RunHome) -> None:
-    deadline = time.monotonic() + STARTS_S
-    while not home.is_supervised() and home.state().phase != "ended":
-        if time.monotonic() > deadline:
-            raise LaunchError(f"the supervisor did not begin on Ray within {STARTS_S:.0f} s")
-        time.sleep(POLL_S)
+    if not wait_until(lambda: home.is_supervised() or home.state().phase == "ended", STARTS_S):
+        raise LaunchError(f"the supervisor did not begin on Ray within {STARTS_S:.0f} s")
 
 
 def _await_name(home: RunHome, name: str) -> None:
     """The actor of a run that has just ended lives for a moment. Raises LaunchError."""
-    deadline = time.monotonic() + NAME_S
-    while is_there(name):
-        if home.is_supervised() or time.monotonic() > deadline:
-            raise LaunchError(
-                f"the cluster has an actor {name}: a run of this name is alive there",
-                hint="another --name, or roadtrain launch --stop"
-                f" {home.name} where it was launched",
-            )
-        time.sleep(POLL_S)
+    wait_until(lambda: home.is_supervised() or not is_there(name), NAME_S)
+    if is_there(name):
+        raise LaunchError(
+            f"the cluster has an actor {name}: a run of this name is alive there",
+            hint=f"another --name, or roadtrain launch --stop {home.name} where it was launched",
+        )
 
 
 def end_actors(run: str) -> None:
@@ -171,9 +165,4 @@ def is_alive(home: RunHome) -> bool:
     try:
         return is_there(actor_name(record.name))
     finally:
-        ray_cluster.disconnect()
-
-
-def actor_name(run: str) -> str:
-    """Of a run's supervisor; those of its services begin with it."""
-    return f"roadtrain:{run}"
+        ray.shutdown()
