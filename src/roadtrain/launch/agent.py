@@ -23,25 +23,7 @@ from pathlib import Path
 import psutil
 
 from roadtrain.errors import RoadtrainError
-from roadtrain.launch.agent_messages import (
-    MESSAGE_LIMIT,
-    AgentPing,
-    AgentPong,
-    AgentReady,
-    AskAnswered,
-    AskCommand,
-    BeginProcess,
-    EndProcess,
-    FilePut,
-    FromAgent,
-    LineSplitter,
-    OutputLine,
-    ProcessGone,
-    PutFile,
-    ToAgent,
-    decode_to_agent,
-    encode_line,
-)
+from roadtrain.launch import agent_messages as m
 from roadtrain.launch.descendants import adopt_orphans, kill_marked
 from roadtrain.launch.processes import HostFile, Process
 from roadtrain.launch.started_process import READ, StartedProcess
@@ -63,8 +45,8 @@ class HostAgent:
         # Those that run, by name, and commands that are asked as "ask N"; and what is sent of each
         # when it has ended with a code.
         self._running: dict[str, StartedProcess] = {}
-        self._last_messages: dict[str, Callable[[int], FromAgent]] = {}
-        self._orders = LineSplitter(MESSAGE_LIMIT)
+        self._last_messages: dict[str, Callable[[int], m.FromAgent]] = {}
+        self._orders = m.LineSplitter(m.MESSAGE_LIMIT)
         self._unsent = bytearray()
         self._left_out = 0  # lines, because of UNSENT
         self._going = True
@@ -88,7 +70,9 @@ class HostAgent:
         self._watch(woken, lambda: os.read(woken, READ))
         kill_marked(f"{self._mark}#", more=True)  # what an agent before this one has left
         self._send(
-            AgentReady(device_count(), len(os.sched_getaffinity(0)), psutil.virtual_memory().total)
+            m.AgentReady(
+                device_count(), len(os.sched_getaffinity(0)), psutil.virtual_memory().total
+            )
         )
         try:
             while self._going:
@@ -110,28 +94,30 @@ class HostAgent:
         for line, dropped in self._orders.feed(data):
             if dropped:
                 raise SystemExit(f"a message of {len(line) + dropped} bytes came")
-            self._obey(decode_to_agent(line))
+            self._obey(m.decode_to_agent(line))
 
-    def _obey(self, order: ToAgent) -> None:
+    def _obey(self, order: m.ToAgent) -> None:
         match order:
-            case BeginProcess(process):
+            case m.BeginProcess(process):
                 self._begin(process)
-            case EndProcess(name, grace_s):
+            case m.EndProcess(name, grace_s):
                 self._end(name, grace_s)
-            case AskCommand():
+            case m.AskCommand():
                 self._ask(order)
-            case PutFile(number, file):
-                self._send(FilePut(number, put_file(file)))
-            case AgentPing():
-                self._send(AgentPong())
+            case m.PutFile(number, file):
+                self._send(m.FilePut(number, put_file(file)))
+            case m.AgentPing():
+                self._send(m.AgentPong())
 
     def _begin(self, process: Process) -> None:
         name = process.name
         if name in self._running:
-            return self._send(ProcessGone(name, REFUSED, f"{name} runs already on {process.host}"))
+            return self._send(
+                m.ProcessGone(name, REFUSED, f"{name} runs already on {process.host}")
+            )
         for file in process.files:
             if refused := put_file(file):
-                return self._send(ProcessGone(name, REFUSED, refused))
+                return self._send(m.ProcessGone(name, REFUSED, refused))
         try:
             make_directory(Path(process.directory))
             started = StartedProcess(
@@ -142,11 +128,11 @@ class HostAgent:
                 environment=process.environment,
             )
         except (RoadtrainError, OSError, subprocess.SubprocessError) as error:
-            return self._send(ProcessGone(name, REFUSED, f"{name} cannot be begun: {error}"))
-        return self._add(name, started, lambda code: ProcessGone(name, code, started.said))
+            return self._send(m.ProcessGone(name, REFUSED, f"{name} cannot be begun: {error}"))
+        return self._add(name, started, lambda code: m.ProcessGone(name, code, started.said))
 
     def _add(
-        self, name: str, started: StartedProcess, last_message: Callable[[int], FromAgent]
+        self, name: str, started: StartedProcess, last_message: Callable[[int], m.FromAgent]
     ) -> None:
         self._running[name], self._last_messages[name] = started, last_message
         for pipe in started.pipes:
@@ -169,7 +155,7 @@ class HostAgent:
         started.kill()
         started.kill_at, started.give_up_at = None, time.monotonic() + GIVE_UP_S
 
-    def _ask(self, order: AskCommand) -> None:
+    def _ask(self, order: m.AskCommand) -> None:
         name, told = f"ask {order.number}", os.memfd_create("told")
         try:
             with os.fdopen(os.dup(told), "wb") as file:
@@ -183,17 +169,17 @@ class HostAgent:
                 answer_limit=ANSWER_LIMIT,
             )
         except (OSError, subprocess.SubprocessError) as error:
-            return self._send(AskAnswered(order.number, None, "", f"it cannot be begun: {error}"))
+            return self._send(m.AskAnswered(order.number, None, "", f"it cannot be begun: {error}"))
         finally:
             os.close(told)
         started.kill_at = time.monotonic() + order.deadline_s
         return self._add(name, started, partial(self._answer, order.number, started))
 
     @staticmethod
-    def _answer(number: int, started: StartedProcess, code: int) -> AskAnswered:
+    def _answer(number: int, started: StartedProcess, code: int) -> m.AskAnswered:
         in_time = started.give_up_at is None
         answer = started.answer.decode(errors="replace") if in_time else ""
-        return AskAnswered(number, code if in_time else None, answer, started.said)
+        return m.AskAnswered(number, code if in_time else None, answer, started.said)
 
     def _reap(self) -> None:
         """Tells the end of all that have ended."""
@@ -241,12 +227,12 @@ class HostAgent:
             return
         if self._left_out:
             left, self._left_out = self._left_out, 0
-            self._send(OutputLine(name, f"[{left} lines left out: the supervisor is slow]"))
-        self._send(OutputLine(name, line))
+            self._send(m.OutputLine(name, f"[{left} lines left out: the supervisor is slow]"))
+        self._send(m.OutputLine(name, line))
 
-    def _send(self, message: FromAgent) -> None:
+    def _send(self, message: m.FromAgent) -> None:
         idle = not self._unsent
-        self._unsent += encode_line(message)
+        self._unsent += m.encode_line(message)
         if idle:
             self._flush()
             if self._unsent:

@@ -19,18 +19,8 @@ from typing import Any
 import msgspec
 
 from roadtrain.errors import LaunchError, WireError
+from roadtrain.launch import agent_messages as m
 from roadtrain.launch.agent_link import READY_S, AgentHost, AgentLink
-from roadtrain.launch.agent_messages import (
-    AskAnswered,
-    AskCommand,
-    BeginProcess,
-    EndProcess,
-    FilePut,
-    FromAgent,
-    OutputLine,
-    ProcessGone,
-    PutFile,
-)
 from roadtrain.launch.descendants import kill_marked
 from roadtrain.launch.launch_engine import HostSeen, answer_of
 from roadtrain.launch.processes import THREADS, HostFile, Process, WorkerSet, with_threads
@@ -85,7 +75,7 @@ class HostAgents:
         self._places = {host.name: _HostState(host) for host in hosts}
         self._selector = selectors.DefaultSelector()
         self._events: list[RunEvent] = []
-        self._answers: dict[int, AskAnswered | FilePut] = {}
+        self._answers: dict[int, m.AskAnswered | m.FilePut] = {}
         self._numbers = 0
         self._services: dict[str, str] = {}  # name -> host, of those that run
         self._workers: WorkerRun | None = None
@@ -123,11 +113,11 @@ class HostAgents:
 
     def ask(self, host: str, words: Sequence[str], told: Mapping[str, Any]) -> Any:
         self._numbers += 1
-        order = AskCommand(
+        order = m.AskCommand(
             self._numbers, tuple(words), msgspec.json.encode(told).decode(), deadline_s=ASK_S
         )
         answer = self._answer(host, order, ASK_S + ANSWER_S)
-        assert isinstance(answer, AskAnswered)
+        assert isinstance(answer, m.AskAnswered)
         what = f"`{' '.join(words)}` on {host}"
         if answer.code is None:
             why = answer.said or "it said nothing"
@@ -136,14 +126,14 @@ class HostAgents:
 
     def put(self, host: str, file: HostFile) -> None:
         self._numbers += 1
-        answer = self._answer(host, PutFile(self._numbers, file), PUT_S)
-        assert isinstance(answer, FilePut)
+        answer = self._answer(host, m.PutFile(self._numbers, file), PUT_S)
+        assert isinstance(answer, m.FilePut)
         if answer.refused:
             raise LaunchError(f"{host}: {answer.refused}")
 
     def _answer(
-        self, host: str, order: AskCommand | PutFile, patience_s: float
-    ) -> AskAnswered | FilePut:
+        self, host: str, order: m.AskCommand | m.PutFile, patience_s: float
+    ) -> m.AskAnswered | m.FilePut:
         link = self._link(host)
         link.send(order)
         deadline = time.monotonic() + patience_s
@@ -191,7 +181,7 @@ class HostAgents:
     def _send_begin(self, process: Process) -> str:
         """Why it cannot be begun, or ""."""
         try:
-            self._link(process.host).send(BeginProcess(process))
+            self._link(process.host).send(m.BeginProcess(process))
         except (LaunchError, WireError) as error:
             return str(error)
         return ""
@@ -211,7 +201,7 @@ class HostAgents:
 
     def _send_end(self, host: str, name: str, grace_s: float) -> None:
         if link := self._places[host].link:
-            link.send(EndProcess(name, grace_s))
+            link.send(m.EndProcess(name, grace_s))
 
     def events(self, timeout_s: float) -> Sequence[RunEvent]:
         deadline = time.monotonic() + timeout_s
@@ -345,16 +335,16 @@ class HostAgents:
         for line in lines or ():
             self._events.append(Output("agent", place.host.name, line))
 
-    def _take(self, host: str, message: FromAgent) -> None:
+    def _take(self, host: str, message: m.FromAgent) -> None:
         match message:
-            case OutputLine(name, line):
+            case m.OutputLine(name, line):
                 self._events.append(Output(name, host, line))
-            case ProcessGone(name, code, said):
+            case m.ProcessGone(name, code, said):
                 if self._workers is not None and name in self._workers.hosts:
                     self._worker_ended(name, code, said)
                 elif self._services.pop(name, None) is not None:
                     self._events.append(ProcessEnded(name, code, time.monotonic(), said))
-            case AskAnswered() | FilePut():
+            case m.AskAnswered() | m.FilePut():
                 self._answers[message.number] = message
 
     def _worker_ended(self, name: str, code: int, said: str) -> None:

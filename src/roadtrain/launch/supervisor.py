@@ -26,27 +26,7 @@ from roadtrain.launch.launch_engine import LaunchEngine
 from roadtrain.launch.logs import PLAIN, RunLogs
 from roadtrain.launch.measured_run import measure_run
 from roadtrain.launch.processes import HostFile, Process, Role, WorkerSet
-from roadtrain.launch.protocol.run_events import (
-    STEP_GRACE_S,
-    Committed,
-    EndRun,
-    HostCame,
-    Output,
-    ProcessEnded,
-    RunAction,
-    RunEvent,
-    RunFacts,
-    RunService,
-    SetReducers,
-    StartService,
-    StartWorkers,
-    StopAsked,
-    StopProcess,
-    TellUser,
-    TimePassed,
-    WorkersEnded,
-    WorkersPlaced,
-)
+from roadtrain.launch.protocol import run_events as m
 from roadtrain.launch.protocol.run_phases import ProcessState, RunPhase
 from roadtrain.launch.protocol.run_state import INTERRUPTED, RunStateMachine
 from roadtrain.launch.resolve import ResolvedRun
@@ -68,13 +48,13 @@ def facts_of(
     first_attempt: int,
     committed: int,
     can_run_on: Callable[[Sequence[str]], str],
-) -> RunFacts:
+) -> m.RunFacts:
     """What the state machine knows of a run. committed: the step, -1 where none is known."""
     machines, replicated = run.machines, run.job.servers.replicas > 1
-    grace_s = max(STEP_GRACE_S, GRACE_STEPS * run.job.predicted.seconds)
-    return RunFacts(
+    grace_s = max(m.STEP_GRACE_S, GRACE_STEPS * run.job.predicted.seconds)
+    return m.RunFacts(
         services=tuple(
-            RunService(
+            m.RunService(
                 one.name,
                 one.host,
                 reducer=one.role is Role.REDUCER,
@@ -120,8 +100,8 @@ class Supervisor:
         self._stamps = dict(before.stamps)
         self._workers = WorkerSet(before.attempt, ())  # of the last attempt
         self._said_at = 0.0  # when worker 0 said its last line, before its first step
-        self._failed: deque[RunEvent] = deque()  # of actions that could not be carried out
-        self._ended: EndRun | None = None
+        self._failed: deque[m.RunEvent] = deque()  # of actions that could not be carried out
+        self._ended: m.EndRun | None = None
         self._written: RunState | None = None
         self._write_at = 0.0  # where it could not be written: when to try again
         self._ends_with_launcher = ends_with_launcher
@@ -142,14 +122,14 @@ class Supervisor:
                 for event in self._engine.events(0.0):  # a host may be gone already
                     self._take(event)
                 self._feed_stop(time.monotonic())
-                self._feed(TimePassed(time.monotonic()))
+                self._feed(m.TimePassed(time.monotonic()))
                 while self._ended is None:
                     self._turn(control)
             if self._measures:
                 self._measure()
         except BaseException as error:
             self._logs.tell(f"the supervisor failed: all that it started is ended: {error!r}")
-            self._ended = EndRun(1, f"the supervisor failed: {error}")
+            self._ended = m.EndRun(1, f"the supervisor failed: {error}")
             raise
         finally:
             try:
@@ -179,7 +159,7 @@ class Supervisor:
         if self._ends_with_launcher and not control.greeted and now > self._began + HELLO_S:
             self._stop_asked = f"no launcher said hello within {HELLO_S:.0f} s"
         self._feed_stop(now)
-        self._feed(TimePassed(now))
+        self._feed(m.TimePassed(now))
         if self._each_turn is not None:
             self._each_turn(now)
         self._write_state()
@@ -187,23 +167,23 @@ class Supervisor:
 
     # -- events --
 
-    def _take(self, event: RunEvent) -> None:
+    def _take(self, event: m.RunEvent) -> None:
         match event:
-            case Output(name, host, line):
+            case m.Output(name, host, line):
                 self._logs.write(name, host, line)
                 if name == PLAIN and StartPhase.STEPPED not in self._stamps:
                     self._stamp_line(line)
                 return
-            case WorkersPlaced():
+            case m.WorkersPlaced():
                 self._stamps.setdefault(StartPhase.PLACED, time.time())
                 return
-            case ProcessEnded() | WorkersEnded() if self._machine.phase is RunPhase.GOING:
+            case m.ProcessEnded() | m.WorkersEnded() if self._machine.phase is RunPhase.GOING:
                 self._ask_step(self._machine.worker_hosts)
-            case HostCame():
+            case m.HostCame():
                 event = self._known(event)
         self._feed(event)
 
-    def _known(self, event: HostCame) -> HostCame:
+    def _known(self, event: m.HostCame) -> m.HostCame:
         """A host is of the run from now on: a spare one that cannot run workers with none."""
         count = self._machine.facts.workers_of(event.workers)
         self._run = self._run.with_host(event.host, event.address, count)
@@ -227,7 +207,7 @@ class Supervisor:
     def _feed_stop(self, now: float) -> None:
         if self._stop_asked:
             self._stops = self._stop_asked
-            self._feed(StopAsked(self._stop_asked, now))
+            self._feed(m.StopAsked(self._stop_asked, now))
             self._stop_asked = ""
 
     def _ask_step(self, hosts: Sequence[str]) -> None:
@@ -247,9 +227,9 @@ class Supervisor:
             return
         self._step = max(self._step, step)
         if self._machine.attempt >= self._machine.facts.first_attempt:
-            self._feed(Committed(self._step, time.monotonic()))
+            self._feed(m.Committed(self._step, time.monotonic()))
 
-    def _feed(self, event: RunEvent) -> None:
+    def _feed(self, event: m.RunEvent) -> None:
         for action in self._machine.handle(event):
             self._carry_out(action)
         while self._failed:
@@ -257,24 +237,24 @@ class Supervisor:
 
     # -- actions --
 
-    def _carry_out(self, action: RunAction) -> None:
+    def _carry_out(self, action: m.RunAction) -> None:
         now = time.monotonic()
         match action:
-            case TellUser(text):
+            case m.TellUser(text):
                 self._logs.tell(text)
-            case StartService(name):
+            case m.StartService(name):
                 try:
                     self._engine.start(self._service(name))
                 except RoadtrainError as error:
-                    self._failed.append(ProcessEnded(name, 1, now, str(error)))
+                    self._failed.append(m.ProcessEnded(name, 1, now, str(error)))
                 self._stamps.setdefault(StartPhase.SERVICES, time.time())
-            case StartWorkers(attempt, hosts):
+            case m.StartWorkers(attempt, hosts):
                 self._start_workers(attempt, hosts)
-            case StopProcess(name, grace_s):
+            case m.StopProcess(name, grace_s):
                 self._engine.stop(name, grace_s)
-            case SetReducers(hosts):
+            case m.SetReducers(hosts):
                 self._set_reducers(hosts)
-            case EndRun(code):
+            case m.EndRun(code):
                 asked = code == INTERRUPTED and self._user_stops
                 self._ended = replace(action, why=self._user_stops) if asked else action
 
@@ -301,7 +281,7 @@ class Supervisor:
         except RoadtrainError as error:
             code = REFUSED if isinstance(error, ConfigError) else FAILED
             self._failed.append(
-                WorkersEnded(attempt, code, "workers", time.monotonic(), str(error))
+                m.WorkersEnded(attempt, code, "workers", time.monotonic(), str(error))
             )
         self._stamps.setdefault(StartPhase.WORKERS, time.time())
 
