@@ -104,7 +104,7 @@ class SmallProcesses:
         self.closed = False
 
     def hosts(self) -> Sequence[HostSeen]:
-        return [HostSeen(name, "127.0.0.1", 0, 1, 1 << 30) for name in ("gpu0", "s0")]
+        return [HostSeen(name, "127.0.0.1", 0) for name in ("gpu0", "s0")]
 
     def ask(self, host: str, words: Sequence[str], told: Any) -> Any:
         stages = [[["stage 0", "predicted", "measured", "ratio"]]]

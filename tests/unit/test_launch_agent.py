@@ -31,7 +31,7 @@ def test_messages_arrive_as_they_were_sent():
     for message in (BeginProcess(process), AskCommand(3, ("-m", "look"), '{"a": 1}', 2.5)):
         line = encode_line(message)
         assert line.count(b"\n") == 1 and decode_to_agent(line) == message
-    for said in (AgentReady(8, 64, 1 << 40), ProcessGone("s", -9, "é\n"), OutputLine("w", "\x00")):
+    for said in (AgentReady(8), ProcessGone("s", -9, "é\n"), OutputLine("w", "\x00")):
         assert decode_from_agent(encode_line(said)) == said
 
 

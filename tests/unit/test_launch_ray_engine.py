@@ -130,7 +130,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 
 def node(node_id: str, label: str) -> RayNode:
-    return RayNode(node_id, label, "10.0.0.1", label, label, 4, 0, 1)
+    return RayNode(node_id, label, "10.0.0.1", label, label, 4, 0)
 
 
 def worker(rank: int, host: str = "a") -> Process:
@@ -351,13 +351,13 @@ def test_the_end_of_a_worker_that_was_asked_to_end_is_no_failure(
 
 def test_each_worker_gets_its_share_of_its_nodes_processors() -> None:
     """Ray itself gives each one thread."""
-    at = {"a": node("n0", "a"), "b": RayNode("n1", "b", "10.0.0.2", "b", "b", 2, 2, 1)}
+    at = {"a": node("n0", "a"), "b": RayNode("n1", "b", "10.0.0.2", "b", "b", 2, 2)}
     own = replace(worker(3, "b"), environment={"OMP_NUM_THREADS": "7"})
     all = WorkerSet(0, (worker(0), worker(1, "b"), worker(2, "b"), own))
     made, line = with_threads(all, workers.threads_of(all, at), "")
     assert [one.environment["OMP_NUM_THREADS"] for one in made.processes] == ["4", "1", "1", "7"]
     assert line == "OMP_NUM_THREADS is not set: each worker computes with 1 or 4 thread(s)"
-    at["b"] = RayNode("n1", "b", "10.0.0.2", "a", "b", 4, 2, 1)  # another node of a's machine
+    at["b"] = RayNode("n1", "b", "10.0.0.2", "a", "b", 4, 2)  # another node of a's machine
     two = WorkerSet(0, (worker(0), worker(1, "b")))
     made, line = with_threads(two, workers.threads_of(two, at), "")
     assert [one.environment["OMP_NUM_THREADS"] for one in made.processes] == ["2", "2"]
@@ -400,7 +400,7 @@ def test_places_of_this_driver_that_are_left_are_removed(monkeypatch: pytest.Mon
 
 def test_each_worker_asks_for_a_device_or_sees_those_of_its_node() -> None:
     """Rule 6: where only some nodes have any, Ray does not hide them."""
-    at = {"a": node("n0", "a"), "b": RayNode("n1", "b", "10.0.0.2", "b", "b", 4, 2, 1)}
+    at = {"a": node("n0", "a"), "b": RayNode("n1", "b", "10.0.0.2", "b", "b", 4, 2)}
     config = {"mailbox": None, "attempt": 0}
 
     def told(*hosts: str) -> Any:
@@ -490,8 +490,8 @@ def test_hosts_without_an_address_are_where_they_were(
 ) -> None:
     """Its store is on that node's disk."""
     there = [
-        RayNode("n0", "y", "10.0.0.1", "y", "", 4, 0, 1),
-        RayNode("n1", "x", "10.0.0.2", "x", "", 4, 0, 1),
+        RayNode("n0", "y", "10.0.0.1", "y", "", 4, 0),
+        RayNode("n1", "x", "10.0.0.2", "x", "", 4, 0),
     ]
     monkeypatch.setattr(cluster, "nodes", lambda: there)
 

@@ -34,7 +34,6 @@ def node(
         label,
         processors,
         devices,
-        1,
         leaves,
         head,
     )

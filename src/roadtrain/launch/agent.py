@@ -20,8 +20,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import psutil
-
 from roadtrain.errors import RoadtrainError
 from roadtrain.launch import agent_messages as m
 from roadtrain.launch.descendants import adopt_orphans, kill_marked
@@ -69,11 +67,7 @@ class HostAgent:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         self._watch(woken, lambda: os.read(woken, READ))
         kill_marked(f"{self._mark}#", more=True)  # what an agent before this one has left
-        self._send(
-            m.AgentReady(
-                device_count(), len(os.sched_getaffinity(0)), psutil.virtual_memory().total
-            )
-        )
+        self._send(m.AgentReady(device_count()))
         try:
             while self._going:
                 for key, _ in self._selector.select(self._patience()):

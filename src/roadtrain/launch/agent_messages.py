@@ -51,9 +51,7 @@ class AgentPing(msgspec.Struct, tag="ping", frozen=True):
 class AgentReady(msgspec.Struct, tag="ready", frozen=True):
     """The first that an agent says."""
 
-    devices: int
-    processors: int
-    memory: int  # bytes
+    devices: int  # accelerators
 
 
 class OutputLine(msgspec.Struct, tag="line", frozen=True):

@@ -106,7 +106,7 @@ class HostAgents:
 
     def hosts(self) -> Sequence[HostSeen]:
         return [
-            HostSeen(at.host.name, at.host.address, ready.devices, ready.processors, ready.memory)
+            HostSeen(at.host.name, at.host.address, ready.devices)
             for at in self._places.values()
             if at.link is not None and (ready := at.link.ready) is not None
         ]

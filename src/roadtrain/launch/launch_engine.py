@@ -24,8 +24,6 @@ class HostSeen:
     name: str  # as the plan calls it, where it can be told; else as the engine does
     address: str
     devices: int  # accelerators; where there are none, 0
-    processors: int
-    memory: int  # bytes
 
 
 class LaunchEngine(Protocol):

@@ -42,7 +42,6 @@ class RayNode:
     label: str  # the value of its label roadtrain-host, or ""
     processors: int  # as Ray was told, not as there are
     devices: int
-    memory: int  # bytes
     leaves_in_s: float | None = None  # it is drained
     head: bool = False
 
@@ -91,7 +90,7 @@ class HostMap:
     def remember(self, host: str, node_id: str) -> None:
         """A host is on this node already: a service of it was found there."""
         self._had.add(host)
-        self._nodes[host] = RayNode(node_id, "", "", "", "", 0, 0, 0)
+        self._nodes[host] = RayNode(node_id, "", "", "", "", 0, 0)
 
     def tell_missing(self, at: float) -> list[RunEvent]:
         """Those of the plan that the first look has not found."""

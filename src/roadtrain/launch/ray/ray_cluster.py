@@ -139,7 +139,6 @@ def _node(one: dict[str, Any], leaving: dict[str, int]) -> RayNode:
         one["Labels"].get(LABEL, ""),
         int(resources.get("CPU", 0)),
         int(resources.get("GPU", 0)),
-        int(resources.get("memory", 0)),
         leaves_in_s,
         HEAD in resources,
     )

@@ -160,7 +160,7 @@ class RayEngine:
     def hosts(self) -> Sequence[HostSeen]:
         self._look()
         return [
-            HostSeen(name, self._map.address_of(name), node.devices, node.processors, node.memory)
+            HostSeen(name, self._map.address_of(name), node.devices)
             for name, node in self._map.hosts.items()
         ]
 
