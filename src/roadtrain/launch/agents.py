@@ -69,6 +69,7 @@ class HostAgents:
     """
 
     goes_on = False  # what it starts ends with it
+    verbs = "leaves HOST SECONDS, comes HOST, hold HOST"
 
     def __init__(self, hosts: Sequence[AgentHost], mark: str) -> None:
         self._mark = mark
@@ -224,7 +225,7 @@ class HostAgents:
                 return self.hold_host(host)
         raise LaunchError(
             f"`{' '.join(words)}` is no verb of this engine",
-            hint="leaves HOST SECONDS, comes HOST, hold HOST",
+            hint=self.verbs,
         )
 
     def hold_host(self, name: str) -> str:

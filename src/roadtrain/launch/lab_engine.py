@@ -25,7 +25,7 @@ from typing import Any
 
 from roadtrain.config.job import load_job
 from roadtrain.config.plan_file import PlanFile
-from roadtrain.errors import ConfigError, LaunchError, RoadtrainError
+from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.lab import (
     LabHost,
     LoopDevice,
@@ -59,6 +59,8 @@ class LabEngine(HostAgents):
 
     Raises ConfigError for a cluster that no lab can be, LaunchError where an agent is not ready.
     """
+
+    verbs = f"{HostAgents.verbs}, rate HOST NIC RATE, link A B RATE"
 
     def __init__(self, plan_file: PlanFile, mark: str, directory: Path) -> None:
         if plan_file.cluster is None or plan_file.machines is None:
@@ -98,21 +100,15 @@ class LabEngine(HostAgents):
                 cards = self._lab_host(host).nics
                 if int(nic) >= len(cards):
                     raise LaunchError(f"host {host} has {len(cards)} cards, 0 is the first")
-                cards[int(nic)].set_rate(_rate(rate))
+                cards[int(nic)].set_rate(parse_rate(rate))
                 return f"card {nic} of {host} carries {rate} from now on"
             case ["link", one, other, rate]:
                 links = self._network.links
                 if (link := links.get((one, other)) or links.get((other, one))) is None:
                     raise LaunchError(f"there is no link between {one!r} and {other!r}")
-                link.set_rate(_rate(rate))
+                link.set_rate(parse_rate(rate))
                 return f"the link between {one} and {other} carries {rate} from now on"
-        try:
-            return super().tell(words)
-        except LaunchError as error:
-            more = (
-                "" if not error.hint.startswith("leaves") else ", rate HOST NIC RATE, link A B RATE"
-            )
-            raise LaunchError(str(error).partition("\nhint: ")[0], hint=error.hint + more) from None
+        return super().tell(words)
 
     def _new_host(self, name: str) -> AgentHost | None:
         return self._agent_host(name) if name in self._shape.hosts else None
@@ -248,10 +244,3 @@ def _make_mount_point(directory: Path, stack: ExitStack) -> None:
 def _remove_empty(path: Path) -> None:
     if path.is_dir() and not any(path.iterdir()):
         path.rmdir()
-
-
-def _rate(text: str) -> float:
-    try:
-        return parse_rate(text)
-    except RoadtrainError as error:
-        raise LaunchError(str(error)) from None

@@ -112,9 +112,7 @@ def begun(home: RunHome, record: LaunchRecord, logs: RunLogs) -> tuple[ResolvedR
             addresses = {**home.addresses(), **addresses}
         written = partial(_written, had_begun(home), logs)
         written(partial(home.write_addresses, addresses))
-        stamps: dict[str, float] = {
-            StartPhase.READY: time.time()
-        }  # as of the first supervisor of this start
+        ready_at = time.time()
         run = resolve(
             plan_file,
             job,
@@ -130,7 +128,8 @@ def begun(home: RunHome, record: LaunchRecord, logs: RunLogs) -> tuple[ResolvedR
         for line in (*told, *unfit):
             logs.tell(line)
         state = home.state(logs.tell)
-        stamps |= {StartPhase.CHECKED: time.time(), **state.stamps}
+        # those of the first supervisor of this start stay
+        stamps = {StartPhase.READY: ready_at, StartPhase.CHECKED: time.time(), **state.stamps}
         checked = RunState(attempt=state.attempt, step=state.step, stamps=stamps, stops=state.stops)
         written(partial(home.write_state, checked))
     except BaseException:

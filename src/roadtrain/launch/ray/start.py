@@ -27,6 +27,7 @@ from roadtrain.launch.ray import ray_cluster
 from roadtrain.launch.ray.actors import actor_name, is_there, kill_named, service_actors
 from roadtrain.launch.ray.held_process import HeldProcess, Said, to_ray_log
 from roadtrain.launch.waiting import wait_until
+from roadtrain.retry import retry
 
 STARTS_S = 120.0  # the supervisor's process has the run's lock, or has refused, within it
 TRIES = 6  # of a supervisor that ends soon
@@ -83,11 +84,7 @@ class SupervisedRun:
 
     def _has_ended(self) -> bool:
         """Raises LaunchError where that cannot be read, also not a little later."""
-        for _ in range(TRIES - 1):
-            with suppress(LaunchError):
-                return self._is_over(self._home.state())
-            time.sleep(AGAIN_S)
-        return self._is_over(self._home.state())
+        return retry(lambda: self._is_over(self._home.state()), LaunchError, TRIES * AGAIN_S)
 
     def _is_over(self, state: RunState) -> bool:
         """Also where the run was launched anew meanwhile: that one has an actor of its own."""
