@@ -17,7 +17,7 @@ from benchmarks.launch_bench import START_S
 from benchmarks.launch_ray import RayNodes
 from benchmarks.launch_run import FoundProcess, LaunchedRun, command
 from roadtrain.errors import RoadtrainError
-from roadtrain.launch.control import ask_supervisor
+from roadtrain.launch.control_socket import ask_supervisor
 
 STEP = re.compile(r"^\[worker 0 \S+\] step (\d+)/", re.MULTILINE)
 STARTED = re.compile(r"starting workers on .*")

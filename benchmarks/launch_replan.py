@@ -12,7 +12,7 @@ from benchmarks.launch_scene import SERVED, STAGES, Scene
 from benchmarks.report import Row
 from roadtrain.config.plan_file import load_plan_file
 from roadtrain.errors import RoadtrainError
-from roadtrain.launch.control import ask_supervisor
+from roadtrain.launch.control_socket import ask_supervisor
 
 SLOWED, QUARTER = "gpu1", 0.25
 STEPS = 10_000  # more than are made

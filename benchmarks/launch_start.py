@@ -2,7 +2,7 @@
 long torchrun takes to the first step of the same job, on this host alone.
 
 A part ends when the process that the next one is about begins, or when a phase of the start is done
-(roadtrain.launch.home.PHASES).
+(roadtrain.launch.home.StartPhase).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.launch_ray import on_ray, ray_scene
 from benchmarks.launch_run import FoundProcess, LaunchedRun
 from benchmarks.report import Row
 from roadtrain.errors import DeadlineError
-from roadtrain.launch.home import CHECKED, IMPORTED, JOINED, PLACED, READY, STEPPED, WORKERS
+from roadtrain.launch.home import StartPhase
 from roadtrain.training.metrics import read_metrics
 
 MOST_S = 60.0
@@ -31,14 +31,14 @@ RAY, PYTHON, OURS = "Ray's", "Python's", "ours"
 # What ends each part -> whose it is, and what.
 PARTS: Mapping[str, tuple[str, str]] = {
     SUPERVISOR: (RAY, "the command's connection and the supervisor's actor"),
-    READY: (RAY, "the supervisor's imports and connection"),
-    CHECKED: (OURS, "checks on both hosts"),
-    WORKERS: (OURS, "files and words of the workers"),
-    PLACED: (RAY, "its trainer: places, two processes and their imports"),
+    StartPhase.READY: (RAY, "the supervisor's imports and connection"),
+    StartPhase.CHECKED: (OURS, "checks on both hosts"),
+    StartPhase.WORKERS: (OURS, "files and words of the workers"),
+    StartPhase.PLACED: (RAY, "its trainer: places, two processes and their imports"),
     WORKER: (OURS, "the agent that holds worker 0"),
-    IMPORTED: (PYTHON, "worker 0 and its imports"),
-    JOINED: (OURS, "text, model, the workers meet"),
-    STEPPED: (OURS, "the first step"),
+    StartPhase.IMPORTED: (PYTHON, "worker 0 and its imports"),
+    StartPhase.JOINED: (OURS, "text, model, the workers meet"),
+    StartPhase.STEPPED: (OURS, "the first step"),
 }
 
 
@@ -52,9 +52,13 @@ def rows(bench: Bench) -> Iterator[Row]:
         with LaunchedRun("bench-start", "ray", home, "--ray-address", address) as run:
             run.plan("--placements", ray_scene().placements, "--constants", "measured")
             began = run.start()
-            run.wait(lambda: STEPPED in run.state().stamps, "its first step told", START_S)
+            run.wait(
+                lambda: StartPhase.STEPPED in run.state().stamps, "its first step told", START_S
+            )
             ends = {**run.state().stamps, **_begun(run)}
-            ends[PLACED] = min(ends[PLACED], ends[WORKER])  # the supervisor hears of it later
+            ends[StartPhase.PLACED] = min(
+                ends[StartPhase.PLACED], ends[WORKER]
+            )  # the supervisor hears of it later
             run.stop()
             job = (home / "run" / "launch" / "job.toml").read_text()
     yield row(case, f"{RAY}: the cluster of two nodes", "s", cluster_s)

@@ -48,7 +48,7 @@ from benchmarks.soak_fault import (
 from benchmarks.soak_job import FLAVOURS
 from benchmarks.soak_scene import SERVERS, STEPS, WORKERS, Hung, Scene, Wrong
 from roadtrain.errors import ConfigError, RoadtrainError
-from roadtrain.lab.relay import Way
+from roadtrain.lab.bad_link import Way
 
 RECOVERY_S = 10.0  # from the restart to the first new step
 HARD_S = 90.0  # a fault that is not over by then hangs

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.soak_scene import WORKERS, Scene, Told, Wrong
-from roadtrain.lab.relay import Way
+from roadtrain.lab.bad_link import Way
 
 ALONE = "alone"  # the flavour of a trainer that has a store of its own
 TRAINER = "trainer"  # the same by Hugging Face's Trainer

@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.soak_job import REFUSED, Errand, serve, work
 from benchmarks.soak_power import Strike
 from roadtrain.errors import DeadlineError, RoadtrainError
-from roadtrain.lab.relay import Relay, Way
+from roadtrain.lab.bad_link import Relay, Way
 
 SERVERS, WORKERS, STEPS = 2, 2, 6
 PATIENCE_S = 10.0  # the job's own deadline

@@ -73,7 +73,7 @@ COMMANDS = {
         job_word=0,
     ),
     "status": Command(
-        "roadtrain.launch.status:command",
+        "roadtrain.launch.status_command:command",
         "Step, loss, rates, bytes written so far and how long the device endures it. Of a run on"
         " servers also each node, what it waits for and since when (RUN may be their HOST:PORT,..."
         " instead). Of a launched run, by its name, also each process; 1 if one does not answer.",
@@ -99,19 +99,21 @@ COMMANDS = {
         ("MODULE:NAME",),
     ),
     "lab up": Command(
-        "roadtrain.lab.command:up",
+        "roadtrain.lab.lab_command:up",
         "Make the cluster that the file describes on this machine, hold it until Ctrl-C or `lab"
         " down`, remove it.",
         ("LAB.toml",),
     ),
     "lab run": Command(
-        "roadtrain.lab.command:run",
+        "roadtrain.lab.lab_command:run",
         "Run a command on a host of a lab that is up: its network, its storage's rates; everything"
         " else is shared.",
         ("LAB.toml", "HOST", "-- CMD..."),
     ),
     "lab down": Command(
-        "roadtrain.lab.command:down", "End a lab, and remove what killed labs left.", ("LAB.toml",)
+        "roadtrain.lab.lab_command:down",
+        "End a lab, and remove what killed labs left.",
+        ("LAB.toml",),
     ),
     "probe": Command(
         "roadtrain.planner.probe:command",
@@ -132,7 +134,7 @@ COMMANDS = {
         ("CLUSTER.toml",),
     ),
     "launch": Command(
-        "roadtrain.launch.command:command",
+        "roadtrain.launch.launch:command",
         "Run a plan: all processes of a job on the hosts that it names, kept running until the job"
         " is done. What ends by itself is started again; what is done is said before.",
         ("[PLAN.toml]", "[JOB.toml]"),

@@ -35,7 +35,7 @@ from roadtrain.errors import (
     RoadtrainError,
     WireError,
 )
-from roadtrain.lab.relay import Relay
+from roadtrain.lab.bad_link import Relay
 from roadtrain.transport import handshake, local, shm, tcp
 from roadtrain.transport import listener as listeners
 from roadtrain.transport.link import HEAD_NBYTES, SUM, Head, pack_head, sealed

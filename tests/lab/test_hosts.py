@@ -24,7 +24,7 @@ from roadtrain.lab import (
     network_available,
     sweep,
 )
-from roadtrain.lab.groups import hierarchy
+from roadtrain.lab.control_groups import hierarchy
 
 needs_network = pytest.mark.skipif(
     network_available() is not None, reason=f"no network: {network_available()}"

@@ -18,9 +18,9 @@ from roadtrain.config.plan import make_plan
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.lab import PREFIX, lab_available, network_available, sweep
-from roadtrain.launch.lab import LabEngine
+from roadtrain.launch.lab_engine import LabEngine
 from roadtrain.launch.processes import Process, Role
-from roadtrain.launch.protocol.messages import HostCame, HostLost, Output, ProcessEnded
+from roadtrain.launch.protocol.run_events import HostCame, HostLost, Output, ProcessEnded
 
 pytestmark = [
     pytest.mark.lab,
@@ -109,11 +109,8 @@ def nothing_left():
 def test_hosts_with_rates_that_go_and_come(tmp_path, nothing_left):
     engine = LabEngine(plan_of(tmp_path), f"test {tmp_path}", tmp_path / "lab")
     try:
-        addresses = engine.addresses()
-        assert {host.name: host.address for host in engine.hosts()} == {
-            name: addresses[name] for name in ("gpu0", "gpu1")
-        }
-        assert len(set(addresses.values())) == 3  # spare is there, and not yet used
+        addresses = {host.name: host.address for host in engine.hosts()}
+        assert {*addresses} == {"gpu0", "gpu1"}  # spare is there, and not yet used
         assert "not emulated: the latency of cards and links" in [
             event.line for event in until(engine, Output) if isinstance(event, Output)
         ]
@@ -134,8 +131,9 @@ def test_hosts_with_rates_that_go_and_come(tmp_path, nothing_left):
         assert [e.host for e in until(engine, HostLost) if isinstance(e, HostLost)] == ["gpu1"]
         for name in ("gpu1", "spare"):
             engine.tell(["comes", name])
-            came = [event for event in until(engine, HostCame) if isinstance(event, HostCame)]
-            assert [(one.host, one.address) for one in came] == [(name, addresses[name])]
+            (came,) = [event for event in until(engine, HostCame) if isinstance(event, HostCame)]
+            assert (came.host, came.address) == (name, addresses.setdefault(name, came.address))
+        assert len(set(addresses.values())) == 3
         engine.start(process("listener", "gpu1", HEAR, directory=tmp_path))
         engine.tell(["link", "far", "rack", f"{SLOW / 1e6}MB/s"])
         (line,) = said(engine, "spare", SEND, addresses["gpu1"], str(SIZE), directory=tmp_path)

@@ -14,7 +14,7 @@ from roadtrain.errors import LaunchError
 from roadtrain.launch.agent_link import AgentHost
 from roadtrain.launch.agents import HostAgents
 from roadtrain.launch.processes import HostFile, Process, Role, WorkerSet
-from roadtrain.launch.protocol.messages import (
+from roadtrain.launch.protocol.run_events import (
     HostCame,
     HostLost,
     Output,

@@ -16,8 +16,8 @@ from roadtrain.config.job import make_job
 from roadtrain.config.machines import Machines, PlanHost
 from roadtrain.config.plan import Plan, placement
 from roadtrain.config.plan_file import PlanFile, load_plan_file
-from roadtrain.launch.here import here_engine
-from roadtrain.launch.measured_run import measure_run, run_seen
+from roadtrain.launch.here import agents_here
+from roadtrain.launch.measured_run import measure_run, slower
 from roadtrain.launch.resolve import resolve
 from roadtrain.planner.machines_of import machines_of
 from roadtrain.stages.parallelism import Parallelism
@@ -52,15 +52,15 @@ def test_links_and_steps_of_a_runs_hosts(tmp_path: Path) -> None:
     for rank, forward in enumerate((0.5, 1.0, 0.5)):
         file = tmp_path / "run" / (f"metrics.{rank}.jsonl" if rank else "metrics.jsonl")
         file.write_text("".join(line(step + 1, forward) + "\n" for step in range(3)))
-    engine = here_engine(machines, f"test:{tmp_path}")
+    engine = agents_here(machines, f"test:{tmp_path}")
     try:
         found = measure_run(engine, run, NAMES)
     finally:
         engine.close()
     assert not found.missing
-    assert {(a, b) for a, b, _, _ in found.links} == set(permutations(NAMES, 2))
-    assert found.step == 3 and found.seconds == 1.5
-    assert run_seen(found).slower == {"a": 1.0, "b": 2.0, "c": 1.0}
+    assert {(link.sender, link.receiver) for link in found.links} == set(permutations(NAMES, 2))
+    assert {one.seconds.step for one in found.workers} == {3} and found.seconds == 1.5
+    assert slower(found) == {"a": 1.0, "b": 2.0, "c": 1.0}
 
 
 def test_hosts_that_share_an_address_have_no_link(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_hosts_that_share_an_address_have_no_link(tmp_path: Path) -> None:
     job = make_job({"run": {"dir": str(tmp_path)}, "model": {"config": {"model_type": "llama"}}})
     plan = PlanFile(Plan(placement("zero1")), machines)
     run = resolve(plan, job, name="alone", addresses={}, token="t" * 32)
-    engine = here_engine(machines, f"test:{tmp_path}")
+    engine = agents_here(machines, f"test:{tmp_path}")
     try:
         found = measure_run(engine, run, ["a"])
     finally:

@@ -24,12 +24,12 @@ from roadtrain.config.job import Job, make_job
 from roadtrain.config.plan_file import make_plan_file
 from roadtrain.errors import FullError, LaunchError
 from roadtrain.launch import supervisor
-from roadtrain.launch.control import ControlClient, ask_supervisor
-from roadtrain.launch.engine import HostSeen
+from roadtrain.launch.control_socket import ControlClient, ask_supervisor
 from roadtrain.launch.home import LaunchRecord, RunHome, RunState
+from roadtrain.launch.launch_engine import HostSeen
 from roadtrain.launch.logs import RunLogs
 from roadtrain.launch.processes import HostFile, Process, WorkerSet
-from roadtrain.launch.protocol.messages import (
+from roadtrain.launch.protocol.run_events import (
     HostCame,
     HostLost,
     Output,
@@ -104,7 +104,7 @@ class SmallProcesses:
         self.closed = False
 
     def hosts(self) -> Sequence[HostSeen]:
-        return [HostSeen(name, "127.0.0.1", 0, 1, 1 << 30) for name in ("gpu0", "s0")]
+        return [HostSeen(name, "127.0.0.1", 0) for name in ("gpu0", "s0")]
 
     def ask(self, host: str, words: Sequence[str], told: Any) -> Any:
         stages = [[["stage 0", "predicted", "measured", "ratio"]]]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from roadtrain.lab.relay import Relay
+from roadtrain.lab.bad_link import Relay
 
 pytestmark = pytest.mark.alone
 
@@ -266,7 +266,7 @@ def test_as_a_process(echo: Echo) -> None:
     argv = [
         sys.executable,
         "-m",
-        "roadtrain.lab.relay",
+        "roadtrain.lab.bad_link",
         "127.0.0.1:0",
         f"127.0.0.1:{echo.address[1]}",
     ]

@@ -14,7 +14,7 @@ from processes import HostProcess, Workers, losses
 
 from roadtrain import TopK
 from roadtrain.chunks import ChunkTable, ParamSpec
-from roadtrain.lab.relay import Relay
+from roadtrain.lab.bad_link import Relay
 from roadtrain.servers import frames as m
 from roadtrain.servers.protocol import messages
 

@@ -19,7 +19,7 @@ import roadtrain
 from benchmarks.__main__ import main as benchmarks_main
 from roadtrain import cli
 from roadtrain.errors import BudgetError
-from roadtrain.launch import status
+from roadtrain.launch import status_command as status
 from roadtrain.training import command as train_command
 from roadtrain.training import verify
 from roadtrain.training.metrics import Metrics

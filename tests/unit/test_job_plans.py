@@ -15,7 +15,7 @@ from roadtrain.config.job import Job, load_job, make_job
 from roadtrain.config.plan import Plan, load_plan, placement
 from roadtrain.config.plan_file import PlanFile, load_plan_file
 from roadtrain.errors import ConfigError
-from roadtrain.launch.command import check_batch
+from roadtrain.launch.launch import check_batch
 from roadtrain.launch.resolve import resolve
 from roadtrain.planner import plan as planner
 from roadtrain.planner.job_keys import batch_of_job, job_keys, stated_degrees

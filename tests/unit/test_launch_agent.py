@@ -1,5 +1,6 @@
 """What a supervisor and its agents say, and how the end of workers is told: values alone."""
 
+import os
 import random
 
 import pytest
@@ -30,7 +31,7 @@ def test_messages_arrive_as_they_were_sent():
     for message in (BeginProcess(process), AskCommand(3, ("-m", "look"), '{"a": 1}', 2.5)):
         line = encode_line(message)
         assert line.count(b"\n") == 1 and decode_to_agent(line) == message
-    for said in (AgentReady(8, 64, 1 << 40), ProcessGone("s", -9, "é\n"), OutputLine("w", "\x00")):
+    for said in (AgentReady(8), ProcessGone("s", -9, "é\n"), OutputLine("w", "\x00")):
         assert decode_from_agent(encode_line(said)) == said
 
 
@@ -132,6 +133,7 @@ def test_hosts_of_this_machine_share_its_devices_and_processors(monkeypatch):
     assert device_names(machines) == {"gpu0": "4,5", "gpu1": "6", "gpu2": ""}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert device_names(machines) == {}
-    assert worker_threads(machines, 12) == 4
-    assert worker_threads(machines, 2) == 1
+    for processors, threads in ((12, 4), (2, 1)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=processors: range(n))
+        assert worker_threads(machines) == threads
     assert AgentHost("a", "").environment == {}

@@ -28,7 +28,7 @@ from roadtrain.device.buffers import Buffer
 from roadtrain.errors import LaunchError
 from roadtrain.launch import checks
 from roadtrain.launch.checks import check, directory_is_shared, without_unfit_spares
-from roadtrain.launch.engine import HostSeen
+from roadtrain.launch.launch_engine import HostSeen
 from roadtrain.launch.look import HostQuestion, look
 from roadtrain.launch.resolve import ResolvedRun, resolve
 from roadtrain.planner.job_plans import JobPlans
@@ -94,7 +94,7 @@ def a_run(tmp_path: Path, *stores: str, workers: int = 1, **words: Any) -> Resol
 
 
 def an_engine(run: ResolvedRun, devices: int = 0, **about: Any) -> OneProcess:
-    one = HostSeen("", "127.0.0.1", devices, 2, 64 * GIB)
+    one = HostSeen("", "127.0.0.1", devices)
     return OneProcess({h.name: replace(one, name=h.name) for h in run.machines.hosts}, **about)
 
 
@@ -140,7 +140,7 @@ def test_a_host_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_plan_for_other_machines(tmp_path: Path) -> None:
     run = a_run(tmp_path)
-    engine = OneProcess({"a": HostSeen("a", "127.0.0.1", 0, 2, GIB)})
+    engine = OneProcess({"a": HostSeen("a", "127.0.0.1", 0)})
     assert wrong(run, engine) == (
         "the plan is for other machines than there are: it has 2 (gpu0, spare0), here are 1 (a)"
     )

@@ -17,12 +17,12 @@ from roadtrain import cli
 from roadtrain.config.plan import Plan, placement
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError, LaunchError
-from roadtrain.launch import lab
-from roadtrain.launch.command import LauncherHello, first_step, renew
-from roadtrain.launch.control import ControlClient, ControlSocket, short_path
-from roadtrain.launch.engines import ENGINES, mark_of
-from roadtrain.launch.home import CHECKED, LAUNCHED, STEPPED, LaunchRecord, RunHome, RunState
+from roadtrain.launch import lab_engine as lab
+from roadtrain.launch.control_socket import ControlClient, ControlSocket, short_path
+from roadtrain.launch.follow import LauncherHello, first_step
+from roadtrain.launch.home import LaunchRecord, RunHome, RunState, StartPhase
 from roadtrain.launch.logs import LogTail, RunLogs
+from roadtrain.launch.run_verbs import renew
 
 RECORD = LaunchRecord(name="r", engine="here", launched=1.5, directory="/")
 
@@ -64,19 +64,23 @@ def damaged(path: Path, how: str) -> None:
 @pytest.mark.parametrize("how", ["empty", "cut", "flipped", "absent"])
 def test_a_damaged_state_is_gone_on_from_by_the_one_before(home: RunHome, how: str) -> None:
     """Rules 3 and 6."""
-    home.write_state(RunState(phase="going", attempt=1, step=3, stops="", stamps={LAUNCHED: 1.5}))
+    home.write_state(
+        RunState(phase="going", attempt=1, step=3, stops="", stamps={StartPhase.LAUNCHED: 1.5})
+    )
     home.write_state(RunState(phase="going", attempt=2, step=7))
     said: list[str] = []
     assert home.state(said.append).step == 7 and not said
     damaged(home.path / "state.json", how)
     state = home.state(said.append)
-    assert (state.phase, state.step) == ("unknown", 3) and state.stamps[LAUNCHED] == 1.5
+    assert (state.phase, state.step) == ("unknown", 3) and state.stamps[StartPhase.LAUNCHED] == 1.5
     assert state.attempt == 2  # the lost one may have begun it
     assert said and "the one before it is used" in said[0]
     damaged(home.path / "state.before.json", how)
     state = home.state(said.append)
     assert (state.phase, state.attempt, state.step) == ("unknown", 0, 0)
-    assert CHECKED in state.stamps  # so that it is no refusal if a supervisor cannot go on
+    assert (
+        StartPhase.CHECKED in state.stamps
+    )  # so that it is no refusal if a supervisor cannot go on
     home.write_state(RunState(phase="going", step=8))
     assert home.state().step == 8
     (home.path / "state.json").unlink()
@@ -112,7 +116,7 @@ def test_a_state_without_a_checksum_is_read(home: RunHome) -> None:
 
 def test_a_run_whose_step_was_seen_does_not_begin_anew_when_it_is_resumed(home: RunHome) -> None:
     """`run.new_store`, where no step is known to be committed."""
-    home.write_state(RunState(phase="going", stamps={STEPPED: 1.0}))
+    home.write_state(RunState(phase="going", stamps={StartPhase.STEPPED: 1.0}))
     renew(home, "keep", "")
     assert home.state().step == 0
     home.write_state(RunState(phase="going"))
@@ -256,17 +260,17 @@ def test_a_new_run_of_a_name_does_not_find_what_the_one_before_left_in_the_lab(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(lab, "SHM", tmp_path / "shm")
-    monkeypatch.setattr(lab, "lab_engine", lambda *_: None)
+    monkeypatch.setattr(lab, "LabEngine", lambda *_: None)
     record = LaunchRecord(name="r", engine="lab", launched=1.0, directory=str(tmp_path))
     home = RunHome.of("r")
     home.write(record, "", '[run]\ndir = "run"\n[model.config]\nmodel_type = "llama"\n')
-    kept = [lab.kept_memory(mark_of(record)) / "gpu0" / "store", home.path / "lab" / "gpu0"]
+    kept = [lab.kept_memory(record.mark) / "gpu0" / "store", home.path / "lab" / "gpu0"]
     for directory in kept:
         directory.mkdir(parents=True)
     if trained:
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "metrics.jsonl").touch()
-    ENGINES["lab"].make(PlanFile(Plan(placement("server"))), record)
+    lab.lab_engine(PlanFile(Plan(placement("server"))), record)
     assert [one.exists() for one in kept] == [trained, trained]
 
 

@@ -15,11 +15,13 @@ import pytest
 
 from roadtrain.config.job import make_job
 from roadtrain.errors import ConfigError, FullError, LaunchError
-from roadtrain.launch import command, supervise
 from roadtrain.launch import home as launch_home
-from roadtrain.launch.control import ControlClient, ControlSocket
-from roadtrain.launch.home import CHECKED, LaunchRecord, RunHome, RunState
+from roadtrain.launch import launch, supervise, supervisor_process
+from roadtrain.launch.control_socket import ControlClient, ControlSocket
+from roadtrain.launch.follow import follow
+from roadtrain.launch.home import LaunchRecord, RunHome, RunState, StartPhase
 from roadtrain.launch.logs import RunLogs
+from roadtrain.launch.run_verbs import resume_run
 
 
 @pytest.fixture
@@ -69,7 +71,7 @@ def test_one_command_at_a_time_launches_a_run(home: RunHome) -> None:
         with pytest.raises(LaunchError, match="another command just now"), home.starting():
             pass
         with pytest.raises(LaunchError, match="another command just now"):
-            command.resume_run("r", "keep", True)
+            resume_run("r", "keep", True)
     assert home.record().start == 0
 
 
@@ -114,7 +116,9 @@ def no_hosts(monkeypatch: pytest.MonkeyPatch) -> NoHosts:
     monkeypatch.setattr(supervise, "check", lambda *_: [])
     monkeypatch.setattr(supervise, "without_unfit_spares", lambda run, _: (run, []))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    return NoHosts()
+    engine = NoHosts()
+    monkeypatch.setattr(supervise, "function_of", lambda _: lambda *_: engine)
+    return engine
 
 
 def test_a_refusal_on_a_full_disk_is_in_the_log(
@@ -124,25 +128,26 @@ def test_a_refusal_on_a_full_disk_is_in_the_log(
         raise FullError("state.json: 0 B are free")
 
     monkeypatch.setattr(RunHome, "write_state", full)
-    assert supervise.supervise(home, no_hosts) == 2
+    assert supervise.supervise(home) == 2
     assert no_hosts.closed
     assert "0 B are free" in home.all_log.read_text()
 
 
-def test_a_token_that_others_may_read_is_refused(home: RunHome, no_hosts: Any) -> None:
+@pytest.mark.usefixtures("no_hosts")
+def test_a_token_that_others_may_read_is_refused(home: RunHome) -> None:
     """Rule 8."""
     home.token_path.chmod(0o644)
-    assert supervise.supervise(home, no_hosts) == 2
+    assert supervise.supervise(home) == 2
     assert "can be read or changed by others (mode 644" in home.state().why
     assert f"hint: chmod 600 {home.token_path}" in home.state().why
 
 
 def test_a_full_home_does_not_keep_a_run_from_going_on(home: RunHome, no_hosts: Any) -> None:
     """A standby on a full disk. Rule 3."""
-    home.write_state(RunState(phase="going", attempt=3, step=7, stamps={CHECKED: 1.0}))
+    home.write_state(RunState(phase="going", attempt=3, step=7, stamps={StartPhase.CHECKED: 1.0}))
     with RunLogs(home) as logs:
         with full_disk(1):
-            supervise.begun(home, home.record(), no_hosts, logs)
+            supervise.begun(home, home.record(), logs)
         logs.flush()
     assert not no_hosts.closed and home.state().attempt == 3
     assert home.all_log.read_text().count("the run goes on, though its home is full") == 2
@@ -179,7 +184,7 @@ def test_a_directory_that_is_gone_is_said(home: RunHome, monkeypatch: pytest.Mon
     assert "/not/there" in home.state().why
     # the launcher that ends with it, too, says what the supervisor refused
     with pytest.raises(LaunchError, match="/not/there"):
-        command.follow(home, LaunchRecord(**{**_fields(gone), "if_launcher_dies": "stop"}))
+        follow(home, LaunchRecord(**{**_fields(gone), "if_launcher_dies": "stop"}))
 
 
 def _fields(record: LaunchRecord) -> dict[str, Any]:
@@ -189,9 +194,9 @@ def _fields(record: LaunchRecord) -> dict[str, Any]:
 def test_a_supervisor_that_never_listens_is_not_waited_for(
     home: RunHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "CHECKS_S", 0.3)
+    monkeypatch.setattr(supervisor_process, "CHECKS_S", 0.3)
     with home.supervised(), pytest.raises(LaunchError, match=r"not listened within 0 s"):
-        command.ask_to_stop(home)  # Rule 5
+        supervisor_process.ask_to_stop(home)  # Rule 5
 
 
 def test_too_many_open_files_do_not_end_a_supervisor(home: RunHome) -> None:
@@ -212,12 +217,12 @@ def test_a_start_that_fails_leaves_a_run_that_has_ended(
     def fails(_: RunHome) -> None:
         raise LaunchError("the cluster does not answer")
 
-    monkeypatch.setattr(command, "start_supervisor", fails)
+    monkeypatch.setattr(supervisor_process, "start_supervisor", fails)
     with pytest.raises(LaunchError, match="does not answer"):
-        command.start(home, home.record())
+        supervisor_process.start(home, home.record())
     state = home.state()
     assert (state.phase, state.code) == ("ended", 2) and "does not answer" in state.why
-    command.begin(home, home.record(), "", "")  # of the same name
+    launch.check_not_alive(home)  # another may have the same name
 
 
 def test_an_engine_that_is_not_installed_is_refused_before_anything_is_written(
@@ -226,11 +231,11 @@ def test_an_engine_that_is_not_installed_is_refused_before_anything_is_written(
     def lacks(target: str) -> None:
         raise LaunchError(f"{target} is not installed here")
 
-    monkeypatch.setattr(command, "function_of", lacks)
+    monkeypatch.setattr(launch, "function_of", lacks)
     with pytest.raises(LaunchError, match="is not installed here"):
-        command.check_engine("ray")
+        launch.check_engine("ray")
     with pytest.raises(ConfigError, match="rya"):
-        command.check_engine("rya")
+        launch.check_engine("rya")
 
 
 def test_two_runs_do_not_train_in_one_directory(home: RunHome, tmp_path: Path) -> None:
@@ -238,9 +243,9 @@ def test_two_runs_do_not_train_in_one_directory(home: RunHome, tmp_path: Path) -
     home.job_path.write_text(job.to_toml())
     other = RunHome(home.path.parent / "other")
     same = job.changed({"run.dir": str(tmp_path / "elsewhere" / ".." / "run")})
-    command.check_directory(other, same)  # nothing trains there now
+    launch.check_directory(other, same)  # nothing trains there now
     with home.supervised():
         with pytest.raises(ConfigError, match=r"run 'r' trains in .*/run just now"):
-            command.check_directory(other, same)
-        command.check_directory(home, same)  # that it is alive is said elsewhere
-        command.check_directory(other, job.changed({"run.dir": str(tmp_path / "of its own")}))
+            launch.check_directory(other, same)
+        launch.check_directory(home, same)  # that it is alive is said elsewhere
+        launch.check_directory(other, job.changed({"run.dir": str(tmp_path / "of its own")}))

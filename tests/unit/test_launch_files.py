@@ -24,7 +24,7 @@ from roadtrain.config.plan import Plan, placement
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.launch.resolve import ResolvedRun, resolve
-from roadtrain.launch.torchrun import TorchrunWorkers, gpus_of, unknown_devices, with_device
+from roadtrain.launch.torchrun import TorchrunWorkers, gpus_of, notes_for_user, with_device
 from roadtrain.launch.write_kubernetes import as_yaml, kubernetes_objects, name_of, write_kubernetes
 from roadtrain.launch.write_slurm import slurm_script, write_slurm
 from roadtrain.stages.parallelism import Parallelism
@@ -252,7 +252,8 @@ def test_gpus_are_asked_for_as_the_job_states_or_the_cluster_has(
     assert with_device(run).job.run.device == device
     settings = kubernetes_objects(run, "x")[1]
     assert tomllib.loads(settings["data"]["job.toml"])["run"]["device"] == device
-    assert bool(unknown_devices(run)) == (cluster is None and not stated)
+    unknown = any("no GPU is asked for" in note for note in notes_for_user(run))
+    assert unknown == (cluster is None and not stated)
 
 
 def test_the_token_is_in_a_file_of_its_own(tmp_path: Path) -> None:  # Rule 8

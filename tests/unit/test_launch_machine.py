@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roadtrain.launch.protocol.messages import (
+from roadtrain.launch.protocol.run_events import (
     Committed,
     EndRun,
     HostCame,

@@ -20,10 +20,10 @@ from ray.exceptions import ActorUnavailableError
 
 from roadtrain.config.machines import PlanHost
 from roadtrain.errors import LaunchError
-from roadtrain.launch.home import LAUNCHED, LaunchRecord, RunHome, RunState
-from roadtrain.launch.processes import Process, Role, WorkerSet
+from roadtrain.launch.home import LaunchRecord, RunHome, RunState, StartPhase
+from roadtrain.launch.processes import Process, Role, WorkerSet, with_threads
 from roadtrain.launch.protocol import run_state
-from roadtrain.launch.protocol.messages import (
+from roadtrain.launch.protocol.run_events import (
     HostCame,
     HostLost,
     Output,
@@ -31,7 +31,18 @@ from roadtrain.launch.protocol.messages import (
     WorkersEnded,
     WorkersPlaced,
 )
-from roadtrain.launch.ray import actors, cluster, engine, held_process, start, workers
+from roadtrain.launch.ray import (
+    actors,
+    held_process,
+    start,
+    workers,
+)
+from roadtrain.launch.ray import (
+    ray_cluster as cluster,
+)
+from roadtrain.launch.ray import (
+    ray_engine as engine,
+)
 from roadtrain.launch.ray.nodes import RayNode
 
 
@@ -119,7 +130,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 
 def node(node_id: str, label: str) -> RayNode:
-    return RayNode(node_id, label, "10.0.0.1", label, label, 4, 0, 1)
+    return RayNode(node_id, label, "10.0.0.1", label, label, 4, 0)
 
 
 def worker(rank: int, host: str = "a") -> Process:
@@ -299,7 +310,7 @@ def test_the_engine_tells_the_end_of_workers_on_nodes_that_died(
     made = made_engine()
     made.start_workers(WorkerSet(0, (worker(0),)))
     monkeypatch.setattr(cluster, "nodes", list)
-    monkeypatch.setattr(cluster, "reasons", lambda: {"n0": "no heartbeat"})
+    monkeypatch.setattr(cluster, "why_dead", {"n0": "no heartbeat"}.__getitem__)
     events, ended = until_end(made)
     assert ended.code == workers.KILLED and any(isinstance(one, HostLost) for one in events)
 
@@ -340,16 +351,17 @@ def test_the_end_of_a_worker_that_was_asked_to_end_is_no_failure(
 
 def test_each_worker_gets_its_share_of_its_nodes_processors() -> None:
     """Ray itself gives each one thread."""
-    at = {"a": node("n0", "a"), "b": RayNode("n1", "b", "10.0.0.2", "b", "b", 2, 2, 1)}
+    at = {"a": node("n0", "a"), "b": RayNode("n1", "b", "10.0.0.2", "b", "b", 2, 2)}
     own = replace(worker(3, "b"), environment={"OMP_NUM_THREADS": "7"})
     all = WorkerSet(0, (worker(0), worker(1, "b"), worker(2, "b"), own))
-    made, line = workers.with_threads(all, at, "")
+    made, line = with_threads(all, workers.threads_of(all, at), "")
     assert [one.environment["OMP_NUM_THREADS"] for one in made.processes] == ["4", "1", "1", "7"]
     assert line == "OMP_NUM_THREADS is not set: each worker computes with 1 or 4 thread(s)"
-    at["b"] = RayNode("n1", "b", "10.0.0.2", "a", "b", 4, 2, 1)  # another node of a's machine
-    made, line = workers.with_threads(WorkerSet(0, (worker(0), worker(1, "b"))), at, "")
+    at["b"] = RayNode("n1", "b", "10.0.0.2", "a", "b", 4, 2)  # another node of a's machine
+    two = WorkerSet(0, (worker(0), worker(1, "b")))
+    made, line = with_threads(two, workers.threads_of(two, at), "")
     assert [one.environment["OMP_NUM_THREADS"] for one in made.processes] == ["2", "2"]
-    made, line = workers.with_threads(all, at, "3")
+    made, line = with_threads(all, workers.threads_of(all, at), "3")
     assert [one.environment["OMP_NUM_THREADS"] for one in made.processes] == ["3", "3", "3", "7"]
     assert not line
 
@@ -388,7 +400,7 @@ def test_places_of_this_driver_that_are_left_are_removed(monkeypatch: pytest.Mon
 
 def test_each_worker_asks_for_a_device_or_sees_those_of_its_node() -> None:
     """Rule 6: where only some nodes have any, Ray does not hide them."""
-    at = {"a": node("n0", "a"), "b": RayNode("n1", "b", "10.0.0.2", "b", "b", 4, 2, 1)}
+    at = {"a": node("n0", "a"), "b": RayNode("n1", "b", "10.0.0.2", "b", "b", 4, 2)}
     config = {"mailbox": None, "attempt": 0}
 
     def told(*hosts: str) -> Any:
@@ -478,8 +490,8 @@ def test_hosts_without_an_address_are_where_they_were(
 ) -> None:
     """Its store is on that node's disk."""
     there = [
-        RayNode("n0", "y", "10.0.0.1", "y", "", 4, 0, 1),
-        RayNode("n1", "x", "10.0.0.2", "x", "", 4, 0, 1),
+        RayNode("n0", "y", "10.0.0.1", "y", "", 4, 0),
+        RayNode("n1", "x", "10.0.0.2", "x", "", 4, 0),
     ]
     monkeypatch.setattr(cluster, "nodes", lambda: there)
 
@@ -615,7 +627,7 @@ def test_the_actor_of_a_start_that_is_over_does_not_begin_the_next(
     home: RunHome, fake: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`--resume` a moment after the end."""
-    home.write_state(RunState(stamps={LAUNCHED: 2.0}))
+    home.write_state(RunState(stamps={StartPhase.LAUNCHED: 2.0}))
     Ends.begun = 0
     supervised(home, fake, monkeypatch)
     assert not Ends.begun and home.state().phase == "starting"
@@ -645,7 +657,7 @@ def test_an_actor_that_cannot_be_killed_keeps_no_other(
 def begins(home: RunHome, fake: FakeRay, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Begins the supervisor's actor."""
     monkeypatch.setattr(cluster, "connect", lambda _: None)
-    monkeypatch.setattr(cluster, "disconnect", lambda: None)
+    monkeypatch.setattr(fake, "shutdown", lambda: None, raising=False)
     monkeypatch.setattr(start, "SupervisedRun", lambda *_: None)
     return lambda: start.start_supervisor(home)
 

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from roadtrain.config.machines import PlanHost, ServerPlace
-from roadtrain.launch.protocol.messages import HostCame, HostLeaves, HostLost, Output
+from roadtrain.launch.protocol.run_events import HostCame, HostLeaves, HostLost, Output
 from roadtrain.launch.ray.nodes import HostMap, RayNode
 
 STORE = (ServerPlace("/store", 7000),)
@@ -34,7 +34,6 @@ def node(
         label,
         processors,
         devices,
-        1,
         leaves,
         head,
     )
@@ -84,7 +83,7 @@ def test_a_host_without_a_node_is_missing(address: str) -> None:
 def test_a_node_that_dies_is_told_and_one_of_its_label_is_that_host_again() -> None:
     hosts = HostMap([PlanHost("a", "k"), PlanHost("b", "k", servers=STORE)])
     hosts.look([node("1", label="a"), node("2", label="b")], 0.0)
-    assert hosts.look([node("1", label="a")], 1.0, {"2": "no heartbeat"}) == [
+    assert hosts.look([node("1", label="a")], 1.0, {"2": "no heartbeat"}.__getitem__) == [
         HostLost("b", "Ray's node 2: no heartbeat", 1.0)
     ]
     assert hosts.look([node("1", label="a")], 2.0) == []

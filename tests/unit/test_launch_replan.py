@@ -22,11 +22,11 @@ from roadtrain.config.models import from_config
 from roadtrain.config.plan import Plan, placement
 from roadtrain.config.plan_file import PlanFile, load_plan_file
 from roadtrain.errors import ConfigError, LaunchError
-from roadtrain.launch import command, paused_run
-from roadtrain.launch.control import ControlSocket
+from roadtrain.launch import paused_run, run_verbs, supervisor_process
+from roadtrain.launch.control_socket import ControlSocket
 from roadtrain.launch.engines import ENGINES, EngineKind
-from roadtrain.launch.home import CHECKED, PLANNED_ANEW, LaunchRecord, RunHome, RunState
-from roadtrain.launch.measured_cluster import LinkSeen, RunSeen, measured_cluster
+from roadtrain.launch.home import PLANNED_ANEW, LaunchRecord, RunHome, RunState, StartPhase
+from roadtrain.launch.measured_cluster import LinkSeen, measured_cluster
 from roadtrain.launch.measured_host import MODULE, HostAnswer, Told, WorkerSeconds, seconds_of
 from roadtrain.launch.measured_run import MeasuredRun, MeasuredWorker
 from roadtrain.launch.replan import ReplanOptions, kept, planned_run, replan, search_again
@@ -100,7 +100,7 @@ def test_one_slow_host_becomes_a_kind_of_its_own_and_its_peers_stay_as_they_are(
     cluster = cluster_of([100], count=4)
     machines = planned_on(["a", "b", "c", "d"], "g0")
     rates = {"a": 100.0, "b": 25.0, "c": 104.0, "d": 97.0}
-    found, changes = measured_cluster(cluster, machines, RunSeen(seen(rates, 0.9)), 0.9)
+    found, changes = measured_cluster(cluster, machines, seen(rates, 0.9), {}, 0.9)
     assert [host.name for host in found.hosts] == ["a", "b", "c", "d"]
     got = [round(host.nics[0].total / MBIT) for host in found.hosts]
     assert got == [100, 25, 100, 100]  # what is within 15 % of the file's stays the file's
@@ -113,7 +113,7 @@ def test_what_is_as_the_plan_says_leaves_the_cluster_as_it_was() -> None:
     cluster = cluster_of([100], count=3)
     machines = planned_on(["a", "b", "c"], "g0")
     rates = dict.fromkeys("abc", 90.0)
-    found, changes = measured_cluster(cluster, machines, RunSeen(seen(rates, 0.9)), 0.9)
+    found, changes = measured_cluster(cluster, machines, seen(rates, 0.9), {}, 0.9)
     assert found is cluster and not changes
 
 
@@ -124,7 +124,7 @@ def test_of_a_card_the_worse_direction_counts() -> None:
         LinkSeen(one.sender, one.receiver, one.rate / (4 if one.receiver == "b" else 1), 0.0)
         for one in seen(dict.fromkeys("abc", 100.0), 0.9)
     ]
-    found, _ = measured_cluster(cluster, machines, RunSeen(tuple(links)), 0.9)
+    found, _ = measured_cluster(cluster, machines, tuple(links), {}, 0.9)
     assert [round(host.nics[0].total / MBIT) for host in found.hosts] == [100, 25, 100]
 
 
@@ -132,7 +132,7 @@ def test_all_hosts_of_a_kind_slower_alike_stay_a_kind() -> None:
     cluster = cluster_of([100], count=3)
     machines = planned_on(["a", "b", "c"], "g0")
     slower = dict.fromkeys("abc", 2.0)
-    found, changes = measured_cluster(cluster, machines, RunSeen(slower=slower), 0.9)
+    found, changes = measured_cluster(cluster, machines, (), slower, 0.9)
     (kind,) = found.hosts
     assert kind.count == 3 and kind.device is not None and kind.device.flops == 20e9
     assert len(changes) == 3
@@ -155,7 +155,7 @@ def test_servers_that_serve_alike_shares_are_as_fast_as_the_slowest() -> None:
         PlanHost(name="spare1", kind="spare", address="b", servers=served),
     )
     links = seen({"gpu": 1000.0, "spare0": 100.0, "spare1": 25.0}, 0.9)
-    found, changes = measured_cluster(cluster, Machines(hosts), RunSeen(links), 0.9)
+    found, changes = measured_cluster(cluster, Machines(hosts), links, {}, 0.9)
     assert [change.what for change in changes] == ["hosts.spare1.nics"]  # no peer is as fast as gpu
     assert [(host.name, host.count) for host in found.hosts] == [("spare", 2), ("gpu", 1)]
     assert round(found.hosts[0].nics[0].rate / MBIT) == 25
@@ -186,7 +186,7 @@ def test_a_slow_link_between_switches_is_the_links_and_no_cards() -> None:
         for other in kinds
         if one != other
     )
-    found, changes = measured_cluster(cluster, Machines(hosts), RunSeen(links), 1.0)
+    found, changes = measured_cluster(cluster, Machines(hosts), links, {}, 1.0)
     assert found.hosts == cluster.hosts
     assert found.links[0].rate == pytest.approx(50 * MBIT)
     assert [change.what for change in changes] == ["links.left-right"]
@@ -457,8 +457,8 @@ def test_a_run_goes_on_with_the_hosts_that_have_its_state(home: RunHome) -> None
     old = file.plan.changed(parallelism=Parallelism(dp=2), num_microbatches=8)
     computed = replace(run, plan_file=PlanFile(old), machines=replace(run.machines, hosts=two))
     again = partial(search_again, computed, Constants(), ReplanOptions(), False)
-    slower = RunSeen(slower={"gpu0": 2.0, "gpu1": 2.0})
-    found, _ = measured_cluster(run.cluster, run.machines, slower, 0.9)
+    slower = {"gpu0": 2.0, "gpu1": 2.0}
+    found, _ = measured_cluster(run.cluster, run.machines, (), slower, 0.9)
     assert again(found).pick is not None
     without = [host for host in found.hosts if host.name != "gpu1"]
     with pytest.raises(ConfigError, match="gpu1 left out would have a part"):
@@ -515,7 +515,7 @@ class Paused:
 
     def __init__(self, home: RunHome, why: str = PLANNED_ANEW, after: RunState | None = None):
         self.home, self.why = home, why
-        self.after = after or RunState(phase="going", stamps={CHECKED: 1.0})
+        self.after = after or RunState(phase="going", stamps={StartPhase.CHECKED: 1.0})
         self.asked: list[str] = []
         self.gone_on: list[tuple[str, bool]] = []
         self.lines: list[str] = []
@@ -611,7 +611,7 @@ def test_a_dry_run_ends_once_it_is_known_whether_the_run_goes_on(home: RunHome) 
         checking = threading.Thread(target=checked_later, args=(home,))
         checking.start()
         assert run.replan(dry_run=True) == 0
-        assert CHECKED in home.state().stamps
+        assert StartPhase.CHECKED in home.state().stamps
     checking.join()
 
 
@@ -638,7 +638,7 @@ def checked_later(home: RunHome) -> None:
     while home.state().phase != "going":
         time.sleep(0.02)
     time.sleep(0.5)
-    home.write_state(RunState(phase="going", stamps={CHECKED: 1.0}))
+    home.write_state(RunState(phase="going", stamps={StartPhase.CHECKED: 1.0}))
 
 
 @pytest.mark.usefixtures("no_supervisor")
@@ -653,9 +653,9 @@ def test_a_run_that_ended_by_itself_meanwhile_does_not_go_on(home: RunHome, why:
 
 def stays_stopped(home: RunHome, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `--replan` does next starts nothing."""
-    monkeypatch.setattr(command, "start", lambda *_: pytest.fail("the run goes on"))
-    assert command.resume_run(home.name, "keep", True, paused=True) == 130
-    assert home.state().why == command.ASKED
+    monkeypatch.setattr(run_verbs, "start", lambda *_: pytest.fail("the run goes on"))
+    assert run_verbs.resume_run(home.name, "keep", True, paused=True) == 130
+    assert home.state().why == supervisor_process.ASKED
 
 
 def test_a_run_that_is_stopped_while_it_is_planned_anew_stays_stopped(
@@ -663,7 +663,7 @@ def test_a_run_that_is_stopped_while_it_is_planned_anew_stays_stopped(
 ) -> None:
     launched(home, gpus(), DP4)
     home.write_state(RunState(phase="ended", code=130, why=PLANNED_ANEW))
-    assert command.stop_run(home.name) == 0
+    assert run_verbs.stop_run(home.name) == 0
     stays_stopped(home, monkeypatch)
 
 
@@ -684,7 +684,7 @@ def test_a_run_that_is_stopped_while_its_links_are_measured_stays_stopped(
     supervisor = threading.Thread(target=measure)
     supervisor.start()
     assert measuring.wait(10)
-    assert command.stop_run(home.name) == 0
+    assert run_verbs.stop_run(home.name) == 0
     supervisor.join(10)
     stays_stopped(home, monkeypatch)
 
@@ -695,11 +695,11 @@ def test_a_run_that_went_on_before_it_could_be_asked_to_stop_is_asked_then(
     launched(home, gpus(), DP4)
     home.write_state(RunState(phase="going"))
     alive, heard = [True, True, False, False, False], [False, True]
-    monkeypatch.setattr(command, "is_alive", lambda _: alive.pop(0))
-    monkeypatch.setattr(command, "ask_to_stop", lambda _: heard.pop(0))
-    monkeypatch.setattr(command, "told_end", lambda _: 130)
-    monkeypatch.setattr(command, "stay_stopped", lambda _: False)
-    assert command.stop_run(home.name) == 0 and not heard
+    monkeypatch.setattr(run_verbs, "is_alive", lambda _: alive.pop(0))
+    monkeypatch.setattr(run_verbs, "ask_to_stop", lambda _: heard.pop(0))
+    monkeypatch.setattr(run_verbs, "report_end", lambda _: 130)
+    monkeypatch.setattr(run_verbs, "stay_stopped", lambda _: False)
+    assert run_verbs.stop_run(home.name) == 0 and not heard
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), LaunchError("a host is gone")])
@@ -787,9 +787,9 @@ def test_a_run_whose_supervisor_is_started_again_just_now_is_alive(
     """On Ray. Its plan is not replaced under it."""
     old = launched(home, gpus(), DP4)
     home.write_record(msgspec.structs.replace(home.record(), engine="again"))
-    kind = EngineKind(pytest.fail, alive=f"{__name__}:alive")
+    kind = EngineKind("", alive=f"{__name__}:alive")
     monkeypatch.setitem(cast(dict[str, EngineKind], ENGINES), "again", kind)
-    monkeypatch.setattr(command, "CHECKS_S", 0.0)
+    monkeypatch.setattr(supervisor_process, "CHECKS_S", 0.0)
     monkeypatch.setattr(paused_run, "HEARD_S", 0.0)
     home.write_state(RunState(phase="going"))
     lines: list[str] = []

@@ -23,9 +23,9 @@ from roadtrain.config.machines import (
 from roadtrain.config.plan import Plan, placement
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError
-from roadtrain.launch.command import check_batch
 from roadtrain.launch.dry_run import dry_run
 from roadtrain.launch.home import RunHome
+from roadtrain.launch.launch import check_batch
 from roadtrain.launch.processes import Role
 from roadtrain.launch.resolve import ResolvedRun, absolute_job, resolve
 from roadtrain.planner.machines_of import machines_of

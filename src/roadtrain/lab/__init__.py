@@ -1,6 +1,9 @@
-"""The lab: a cluster emulated on one machine; storage and network with set rates. Everything made
-is undone when its context ends; what a SIGKILL left, `sweep()` removes. `roadtrain.lab.relay` has
-links that are bad on purpose.
+"""The lab: a cluster emulated on one machine; storage and network with set rates.
+
+Promises: everything that was made is undone when its context ends, also by an error; what a SIGKILL
+left, `sweep()` removes. Read `network.py` first (hosts, cards, links), then `storage.py` (SSDs).
+`lab_command.py` holds a lab of a file that is up; links that are bad on purpose are in
+`roadtrain.lab.bad_link`.
 """
 
 from roadtrain.lab.cpus import CpuLimit, cpus_available

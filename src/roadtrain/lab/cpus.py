@@ -8,7 +8,7 @@ Assumes Linux, root and the `cpu` controller with CFS bandwidth control, of cgro
 from __future__ import annotations
 
 from roadtrain.errors import ConfigError
-from roadtrain.lab.groups import ControlGroup, hierarchy, is_version_2
+from roadtrain.lab.control_groups import ControlGroup, hierarchy, is_version_2
 from roadtrain.lab.made import lacking
 
 PERIOD_US = 20_000  # short: a process that used up its share waits at most so long

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from roadtrain.lab.groups import hierarchy, undo_group
+from roadtrain.lab.control_groups import hierarchy, undo_group
 from roadtrain.lab.made import folders
 from roadtrain.lab.network import undo_network
 from roadtrain.lab.storage import undo_loop

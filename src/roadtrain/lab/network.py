@@ -3,7 +3,7 @@ between switches.
 
 Assumes Linux, root, iproute2 and util-linux: `network_available()` says what is missing. A rate
 counts whole Ethernet frames: of it TCP carries 0.956 at an MTU of 1500. Latency is NOT emulated
-(see relay.py); file systems and process numbers are shared by all hosts; nothing outside
+(see bad_link.py); file systems and process numbers are shared by all hosts; nothing outside
 can be reached from a host. A host knows the others by name, by the first of their NICs that one of
 its own can reach (`NAME-ethK` is NIC K). Undone as everything of a lab is (storage.py): the
 processes on its hosts are killed, the namespaces and control groups removed.

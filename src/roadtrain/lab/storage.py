@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from roadtrain.errors import ConfigError
-from roadtrain.lab.groups import ControlGroup, hierarchy
+from roadtrain.lab.control_groups import ControlGroup, hierarchy
 from roadtrain.lab.made import Made, command, folder, insist, lacking
 from roadtrain.units import show_bytes
 

@@ -20,28 +20,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import psutil
-
 from roadtrain.errors import RoadtrainError
-from roadtrain.launch.agent_messages import (
-    MESSAGE_LIMIT,
-    AgentPing,
-    AgentPong,
-    AgentReady,
-    AskAnswered,
-    AskCommand,
-    BeginProcess,
-    EndProcess,
-    FilePut,
-    FromAgent,
-    LineSplitter,
-    OutputLine,
-    ProcessGone,
-    PutFile,
-    ToAgent,
-    decode_to_agent,
-    encode_line,
-)
+from roadtrain.launch import agent_messages as m
 from roadtrain.launch.descendants import adopt_orphans, kill_marked
 from roadtrain.launch.processes import HostFile, Process
 from roadtrain.launch.started_process import READ, StartedProcess
@@ -60,9 +40,11 @@ class HostAgent:
 
     def __init__(self, mark: str, heard: int, said: int) -> None:
         self._mark, self._heard, self._said = mark, heard, said
-        self._processes: dict[str, StartedProcess] = {}
-        self._asked: dict[int, StartedProcess] = {}
-        self._orders = LineSplitter(MESSAGE_LIMIT)
+        # Those that run, by name, and commands that are asked as "ask N"; and what is sent of each
+        # when it has ended with a code.
+        self._running: dict[str, StartedProcess] = {}
+        self._last_messages: dict[str, Callable[[int], m.FromAgent]] = {}
+        self._orders = m.LineSplitter(m.MESSAGE_LIMIT)
         self._unsent = bytearray()
         self._left_out = 0  # lines, because of UNSENT
         self._going = True
@@ -85,9 +67,7 @@ class HostAgent:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         self._watch(woken, lambda: os.read(woken, READ))
         kill_marked(f"{self._mark}#", more=True)  # what an agent before this one has left
-        self._send(
-            AgentReady(device_count(), len(os.sched_getaffinity(0)), psutil.virtual_memory().total)
-        )
+        self._send(m.AgentReady(device_count()))
         try:
             while self._going:
                 for key, _ in self._selector.select(self._patience()):
@@ -95,7 +75,7 @@ class HostAgent:
                 self._reap()
                 self._end_late()
         finally:
-            for process in (*self._processes.values(), *self._asked.values()):
+            for process in self._running.values():
                 process.kill()
             kill_marked(f"{self._mark}#", more=True)
 
@@ -108,31 +88,33 @@ class HostAgent:
         for line, dropped in self._orders.feed(data):
             if dropped:
                 raise SystemExit(f"a message of {len(line) + dropped} bytes came")
-            self._obey(decode_to_agent(line))
+            self._obey(m.decode_to_agent(line))
 
-    def _obey(self, order: ToAgent) -> None:
+    def _obey(self, order: m.ToAgent) -> None:
         match order:
-            case BeginProcess(process):
+            case m.BeginProcess(process):
                 self._begin(process)
-            case EndProcess(name, grace_s):
+            case m.EndProcess(name, grace_s):
                 self._end(name, grace_s)
-            case AskCommand():
+            case m.AskCommand():
                 self._ask(order)
-            case PutFile(number, file):
-                self._send(FilePut(number, put_file(file)))
-            case AgentPing():
-                self._send(AgentPong())
+            case m.PutFile(number, file):
+                self._send(m.FilePut(number, put_file(file)))
+            case m.AgentPing():
+                self._send(m.AgentPong())
 
     def _begin(self, process: Process) -> None:
         name = process.name
-        if name in self._processes:
-            return self._send(ProcessGone(name, REFUSED, f"{name} runs already on {process.host}"))
+        if name in self._running:
+            return self._send(
+                m.ProcessGone(name, REFUSED, f"{name} runs already on {process.host}")
+            )
         for file in process.files:
             if refused := put_file(file):
-                return self._send(ProcessGone(name, REFUSED, refused))
+                return self._send(m.ProcessGone(name, REFUSED, refused))
         try:
             make_directory(Path(process.directory))
-            self._processes[name] = started = StartedProcess(
+            started = StartedProcess(
                 process.words,
                 f"{self._mark}#{name}",
                 partial(self._say, name),
@@ -140,11 +122,13 @@ class HostAgent:
                 environment=process.environment,
             )
         except (RoadtrainError, OSError, subprocess.SubprocessError) as error:
-            return self._send(ProcessGone(name, REFUSED, f"{name} cannot be begun: {error}"))
-        self._read_pipes(started)
-        return None
+            return self._send(m.ProcessGone(name, REFUSED, f"{name} cannot be begun: {error}"))
+        return self._add(name, started, lambda code: m.ProcessGone(name, code, started.said))
 
-    def _read_pipes(self, started: StartedProcess) -> None:
+    def _add(
+        self, name: str, started: StartedProcess, last_message: Callable[[int], m.FromAgent]
+    ) -> None:
+        self._running[name], self._last_messages[name] = started, last_message
         for pipe in started.pipes:
             self._watch(pipe, partial(self._read, started, pipe))
 
@@ -153,7 +137,7 @@ class HostAgent:
             self._selector.unregister(pipe)
 
     def _end(self, name: str, grace_s: float) -> None:
-        if (started := self._processes.get(name)) is None:
+        if (started := self._running.get(name)) is None:
             return  # its end has been told
         if grace_s > 0:
             started.interrupt()
@@ -165,26 +149,31 @@ class HostAgent:
         started.kill()
         started.kill_at, started.give_up_at = None, time.monotonic() + GIVE_UP_S
 
-    def _ask(self, order: AskCommand) -> None:
-        told = os.memfd_create("told")
+    def _ask(self, order: m.AskCommand) -> None:
+        name, told = f"ask {order.number}", os.memfd_create("told")
         try:
             with os.fdopen(os.dup(told), "wb") as file:
                 file.write(order.told.encode())
             os.lseek(told, 0, os.SEEK_SET)
-            self._asked[order.number] = started = StartedProcess(
+            started = StartedProcess(
                 order.words,
-                f"{self._mark}#ask {order.number}",
+                f"{self._mark}#{name}",
                 lambda _: None,
                 stdin=told,
                 answer_limit=ANSWER_LIMIT,
             )
         except (OSError, subprocess.SubprocessError) as error:
-            return self._send(AskAnswered(order.number, None, "", f"it cannot be begun: {error}"))
+            return self._send(m.AskAnswered(order.number, None, "", f"it cannot be begun: {error}"))
         finally:
             os.close(told)
         started.kill_at = time.monotonic() + order.deadline_s
-        self._read_pipes(started)
-        return None
+        return self._add(name, started, partial(self._answer, order.number, started))
+
+    @staticmethod
+    def _answer(number: int, started: StartedProcess, code: int) -> m.AskAnswered:
+        in_time = started.give_up_at is None
+        answer = started.answer.decode(errors="replace") if in_time else ""
+        return m.AskAnswered(number, code if in_time else None, answer, started.said)
 
     def _reap(self) -> None:
         """Tells the end of all that have ended."""
@@ -192,49 +181,35 @@ class HostAgent:
         with contextlib.suppress(ChildProcessError):  # there is no child
             while (one := os.waitpid(-1, os.WNOHANG))[0]:
                 ended[one[0]] = os.waitstatus_to_exitcode(one[1])
-        for name, started in list(self._processes.items()):
+        for name, started in list(self._running.items()):
             if started.pid in ended:
-                self._gone(name, started, ended[started.pid])
-        for number, started in list(self._asked.items()):
-            if started.pid in ended:
-                self._answered(number, started, ended[started.pid])
+                self._finish(name, ended[started.pid])
 
-    def _gone(self, name: str, started: StartedProcess, code: int) -> None:
-        started.kill()  # what it has started
-        self._finish(started, code)
-        del self._processes[name]
-        self._send(ProcessGone(name, code, started.said))
-
-    def _answered(self, number: int, started: StartedProcess, code: int) -> None:
+    def _finish(self, name: str, code: int) -> None:
+        """Kill what a process that has ended has started, and tell its end."""
+        started = self._running.pop(name)
         started.kill()
-        self._finish(started, code)
-        del self._asked[number]
-        in_time = started.give_up_at is None
-        answer = started.answer.decode(errors="replace") if in_time else ""
-        self._send(AskAnswered(number, code if in_time else None, answer, started.said))
-
-    def _finish(self, started: StartedProcess, code: int) -> None:
         for pipe in started.pipes:
             with contextlib.suppress(KeyError):  # it was at its end
                 self._selector.unregister(pipe)
         started.finish(code)
+        self._send(self._last_messages.pop(name)(code))
 
     def _end_late(self) -> None:
         """Kills those whose grace is over, and gives those up that do not end then."""
         now = time.monotonic()
-        for started in (*self._processes.values(), *self._asked.values()):
+        for name, started in list(self._running.items()):
             if started.kill_at is not None and now >= started.kill_at:
                 self._kill(started)
-        for name, started in list(self._processes.items()):
-            if started.give_up_at is not None and now >= started.give_up_at:
+            elif started.give_up_at is not None and now >= started.give_up_at:
                 self._say(name, f"process {started.pid} does not end after {GIVE_UP_S:.0f} s")
-                self._gone(name, started, -signal.SIGKILL)
+                self._finish(name, -signal.SIGKILL)
 
     def _patience(self) -> float | None:
         """Seconds until `_end_late` has something to do."""
         times = [
             at
-            for started in (*self._processes.values(), *self._asked.values())
+            for started in self._running.values()
             for at in (started.kill_at, started.give_up_at)
             if at is not None
         ]
@@ -246,12 +221,12 @@ class HostAgent:
             return
         if self._left_out:
             left, self._left_out = self._left_out, 0
-            self._send(OutputLine(name, f"[{left} lines left out: the supervisor is slow]"))
-        self._send(OutputLine(name, line))
+            self._send(m.OutputLine(name, f"[{left} lines left out: the supervisor is slow]"))
+        self._send(m.OutputLine(name, line))
 
-    def _send(self, message: FromAgent) -> None:
+    def _send(self, message: m.FromAgent) -> None:
         idle = not self._unsent
-        self._unsent += encode_line(message)
+        self._unsent += m.encode_line(message)
         if idle:
             self._flush()
             if self._unsent:

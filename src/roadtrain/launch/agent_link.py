@@ -13,16 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roadtrain.errors import WireError
-from roadtrain.launch.agent_messages import (
-    MESSAGE_LIMIT,
-    AgentPing,
-    AgentReady,
-    FromAgent,
-    LineSplitter,
-    ToAgent,
-    decode_from_agent,
-    encode_line,
-)
+from roadtrain.launch import agent_messages as m
 from roadtrain.launch.descendants import MARK
 from roadtrain.units import KIB
 
@@ -75,18 +66,14 @@ class AgentLink:
         self.pipes = (process.stdout.fileno(), process.stderr.fileno())
         for pipe in (self.to_agent, *self.pipes):
             os.set_blocking(pipe, False)
-        self.ready: AgentReady | None = None
+        self.ready: m.AgentReady | None = None
         self.unsent = bytearray()
         self.last_words = ""  # on its standard error
-        self._lines, self._errors = LineSplitter(MESSAGE_LIMIT), LineSplitter(READ)
+        self._lines, self._errors = m.LineSplitter(m.MESSAGE_LIMIT), m.LineSplitter(READ)
         self._begun = self._heard = self._asked = time.monotonic()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def send(self, message: ToAgent) -> None:
-        self.unsent += encode_line(message)
+    def send(self, message: m.ToAgent) -> None:
+        self.unsent += m.encode_line(message)
         self.flush()
 
     def flush(self) -> None:
@@ -99,7 +86,7 @@ class AgentLink:
         except BrokenPipeError:
             self.unsent.clear()
 
-    def read(self) -> list[FromAgent] | None:
+    def read(self) -> list[m.FromAgent] | None:
         """What it has said since; None: it has ended, or says what no agent says."""
         try:
             data = os.read(self.pipes[0], READ)
@@ -109,12 +96,12 @@ class AgentLink:
             return None
         self._heard = time.monotonic()
         try:
-            messages = [decode_from_agent(line) for line, _ in self._lines.feed(data)]
+            messages = [m.decode_from_agent(line) for line, _ in self._lines.feed(data)]
         except WireError as error:
             self.last_words = str(error)
             return None
         for message in messages:
-            if isinstance(message, AgentReady):
+            if isinstance(message, m.AgentReady):
                 self.ready = message
         return messages
 
@@ -139,7 +126,7 @@ class AgentLink:
             late = now - self._asked > SILENT_S
         elif now - self._asked > PING_S:
             self._asked = now
-            self.send(AgentPing())
+            self.send(m.AgentPing())
         return f"its agent has said nothing for {SILENT_S:.0f} s" if late else ""
 
     def end_input(self) -> None:

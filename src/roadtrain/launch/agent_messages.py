@@ -3,12 +3,15 @@ limited length. Does NOT read or write (agent.py, agents.py)."""
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
 from roadtrain.errors import WireError
 from roadtrain.launch.processes import HostFile, Process
 from roadtrain.units import MIB
 
+Message = TypeVar("Message")
 MESSAGE_LIMIT = 32 * MIB  # bytes of a line: files and answers of `look` are within it
 
 
@@ -48,9 +51,7 @@ class AgentPing(msgspec.Struct, tag="ping", frozen=True):
 class AgentReady(msgspec.Struct, tag="ready", frozen=True):
     """The first that an agent says."""
 
-    devices: int
-    processors: int
-    memory: int  # bytes
+    devices: int  # accelerators
 
 
 class OutputLine(msgspec.Struct, tag="line", frozen=True):
@@ -103,18 +104,19 @@ def encode_line(message: ToAgent | FromAgent) -> bytes:
 
 def decode_to_agent(line: bytes) -> ToAgent:
     """Raises WireError."""
-    try:
-        return _to_agent.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WireError(f"a line that is no message for an agent: {error}") from error
+    return _decoded(_to_agent, line, "for an agent")
 
 
 def decode_from_agent(line: bytes) -> FromAgent:
     """Raises WireError."""
+    return _decoded(_from_agent, line, "of an agent")
+
+
+def _decoded(decoder: msgspec.json.Decoder[Message], line: bytes, what: str) -> Message:
     try:
-        return _from_agent.decode(line)
+        return decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WireError(f"a line that is no message of an agent: {error}") from error
+        raise WireError(f"a line that is no message {what}: {error}") from error
 
 
 class LineSplitter:

@@ -3,7 +3,7 @@ again when it ends.
 
 An agent that ends is a lost host, also where the host still stands: what ran there has ended. All
 in the thread that calls; nothing happens between two calls but what agents do by themselves. Does
-NOT know what hosts are made of (here.py, lab.py).
+NOT know what hosts are made of (here.py, lab_engine.py).
 """
 
 from __future__ import annotations
@@ -12,29 +12,19 @@ import os
 import selectors
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from roadtrain.errors import LaunchError, WireError
+from roadtrain.launch import agent_messages as m
 from roadtrain.launch.agent_link import READY_S, AgentHost, AgentLink
-from roadtrain.launch.agent_messages import (
-    AskAnswered,
-    AskCommand,
-    BeginProcess,
-    EndProcess,
-    FilePut,
-    FromAgent,
-    OutputLine,
-    ProcessGone,
-    PutFile,
-)
 from roadtrain.launch.descendants import kill_marked
-from roadtrain.launch.engine import HostSeen
-from roadtrain.launch.processes import HostFile, Process, WorkerSet
-from roadtrain.launch.protocol.messages import (
+from roadtrain.launch.launch_engine import HostSeen, answer_of
+from roadtrain.launch.processes import THREADS, HostFile, Process, WorkerSet, with_threads
+from roadtrain.launch.protocol.run_events import (
     HostCame,
     HostLeaves,
     HostLost,
@@ -79,13 +69,14 @@ class HostAgents:
     """
 
     goes_on = False  # what it starts ends with it
+    verbs = "leaves HOST SECONDS, comes HOST, hold HOST"
 
     def __init__(self, hosts: Sequence[AgentHost], mark: str) -> None:
         self._mark = mark
         self._places = {host.name: _HostState(host) for host in hosts}
         self._selector = selectors.DefaultSelector()
         self._events: list[RunEvent] = []
-        self._answers: dict[int, AskAnswered | FilePut] = {}
+        self._answers: dict[int, m.AskAnswered | m.FilePut] = {}
         self._numbers = 0
         self._services: dict[str, str] = {}  # name -> host, of those that run
         self._workers: WorkerRun | None = None
@@ -115,49 +106,35 @@ class HostAgents:
         return next(event.why for event in self._events if isinstance(event, HostLost))
 
     def hosts(self) -> Sequence[HostSeen]:
-        seen = []
-        for place in self._places.values():
-            if place.link is not None and (ready := place.link.ready) is not None:
-                seen.append(
-                    HostSeen(
-                        place.host.name,
-                        place.host.address,
-                        ready.devices,
-                        ready.processors,
-                        ready.memory,
-                    )
-                )
-        return seen
+        return [
+            HostSeen(at.host.name, at.host.address, ready.devices)
+            for at in self._places.values()
+            if at.link is not None and (ready := at.link.ready) is not None
+        ]
 
     def ask(self, host: str, words: Sequence[str], told: Mapping[str, Any]) -> Any:
         self._numbers += 1
-        order = AskCommand(
+        order = m.AskCommand(
             self._numbers, tuple(words), msgspec.json.encode(told).decode(), deadline_s=ASK_S
         )
         answer = self._answer(host, order, ASK_S + ANSWER_S)
-        assert isinstance(answer, AskAnswered)
+        assert isinstance(answer, m.AskAnswered)
         what = f"`{' '.join(words)}` on {host}"
         if answer.code is None:
             why = answer.said or "it said nothing"
             raise LaunchError(f"{what} was not done within {ASK_S:.0f} s: {why}")
-        if answer.code:
-            why = answer.said.removeprefix("roadtrain: ") or "it said nothing"
-            raise LaunchError(f"{what} ended with code {answer.code}: {why}")
-        try:
-            return msgspec.json.decode(answer.answer)
-        except msgspec.DecodeError as error:
-            raise LaunchError(f"{what} answered what is no JSON: {error}") from error
+        return answer_of(what, answer.code, answer.answer, answer.said)
 
     def put(self, host: str, file: HostFile) -> None:
         self._numbers += 1
-        answer = self._answer(host, PutFile(self._numbers, file), PUT_S)
-        assert isinstance(answer, FilePut)
+        answer = self._answer(host, m.PutFile(self._numbers, file), PUT_S)
+        assert isinstance(answer, m.FilePut)
         if answer.refused:
             raise LaunchError(f"{host}: {answer.refused}")
 
     def _answer(
-        self, host: str, order: AskCommand | PutFile, patience_s: float
-    ) -> AskAnswered | FilePut:
+        self, host: str, order: m.AskCommand | m.PutFile, patience_s: float
+    ) -> m.AskAnswered | m.FilePut:
         link = self._link(host)
         link.send(order)
         deadline = time.monotonic() + patience_s
@@ -191,28 +168,21 @@ class HostAgents:
         assert self._workers is None, "the workers of the attempt before have not ended"
         hosts = {process.name: process.host for process in workers.processes}
         self._workers = WorkerRun(workers.attempt, hosts)
+        threads = {name: place.host.threads for name, place in self._places.items()}
+        workers, note = with_threads(workers, threads, os.environ.get(THREADS, ""))
+        if note:
+            self._events.append(Output(WORKERS, workers.processes[0].host, note))
         for n, process in enumerate(workers.processes):
-            if why := self._send_begin(self._with_threads(process, tell=n == 0)):
+            if why := self._send_begin(process):
                 for later in workers.processes[n + 1 :]:
                     del self._workers.hosts[later.name]
                 return self._worker_ended(process.name, KILLED, why)
         return None
 
-    def _with_threads(self, process: Process, tell: bool) -> Process:
-        place = self._places.get(process.host)
-        threads = place.host.threads if place else 0
-        if not threads or {"OMP_NUM_THREADS"} & {*os.environ, *process.environment}:
-            return process
-        if tell:
-            line = f"OMP_NUM_THREADS is not set: each worker computes with {threads} thread(s)"
-            self._events.append(Output(WORKERS, process.host, line))
-        more = {**process.environment, "OMP_NUM_THREADS": str(threads)}
-        return replace(process, environment=more)
-
     def _send_begin(self, process: Process) -> str:
         """Why it cannot be begun, or ""."""
         try:
-            self._link(process.host).send(BeginProcess(process))
+            self._link(process.host).send(m.BeginProcess(process))
         except (LaunchError, WireError) as error:
             return str(error)
         return ""
@@ -232,7 +202,7 @@ class HostAgents:
 
     def _send_end(self, host: str, name: str, grace_s: float) -> None:
         if link := self._places[host].link:
-            link.send(EndProcess(name, grace_s))
+            link.send(m.EndProcess(name, grace_s))
 
     def events(self, timeout_s: float) -> Sequence[RunEvent]:
         deadline = time.monotonic() + timeout_s
@@ -255,7 +225,7 @@ class HostAgents:
                 return self.hold_host(host)
         raise LaunchError(
             f"`{' '.join(words)}` is no verb of this engine",
-            hint="leaves HOST SECONDS, comes HOST, hold HOST",
+            hint=self.verbs,
         )
 
     def hold_host(self, name: str) -> str:
@@ -272,7 +242,7 @@ class HostAgents:
     def free_host(self, name: str) -> str:
         """A host that was held is there again soon; one that was to leave stays."""
         if name not in self._places and (new := self._new_host(name)) is not None:
-            self.add_host(new)
+            self._places[name] = _HostState(new, lost=True)  # told when its agent is ready
         place = self._place(name)
         if self._leaving.pop(name, None) is not None:
             at, (address, workers) = time.monotonic(), (place.host.address, place.host.workers)
@@ -283,10 +253,6 @@ class HostAgents:
     def _new_host(self, name: str) -> AgentHost | None:
         """A host that this run did not have, where there can be one of this name."""
         return None
-
-    def add_host(self, host: AgentHost) -> None:
-        """One more host, which is told by `events` when its agent is ready."""
-        self._places[host.name] = _HostState(host, lost=True)
 
     def close(self) -> None:
         links = [place.link for place in self._places.values() if place.link is not None]
@@ -370,16 +336,16 @@ class HostAgents:
         for line in lines or ():
             self._events.append(Output("agent", place.host.name, line))
 
-    def _take(self, host: str, message: FromAgent) -> None:
+    def _take(self, host: str, message: m.FromAgent) -> None:
         match message:
-            case OutputLine(name, line):
+            case m.OutputLine(name, line):
                 self._events.append(Output(name, host, line))
-            case ProcessGone(name, code, said):
+            case m.ProcessGone(name, code, said):
                 if self._workers is not None and name in self._workers.hosts:
                     self._worker_ended(name, code, said)
                 elif self._services.pop(name, None) is not None:
                     self._events.append(ProcessEnded(name, code, time.monotonic(), said))
-            case AskAnswered() | FilePut():
+            case m.AskAnswered() | m.FilePut():
                 self._answers[message.number] = message
 
     def _worker_ended(self, name: str, code: int, said: str) -> None:

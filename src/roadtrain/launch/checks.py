@@ -23,7 +23,7 @@ from roadtrain.config.job_model import shape_of
 from roadtrain.config.machines import PlanHost
 from roadtrain.config.models import ModelShape
 from roadtrain.errors import ConfigError, LaunchError
-from roadtrain.launch.engine import HostSeen, LaunchEngine
+from roadtrain.launch.launch_engine import HostSeen, LaunchEngine
 from roadtrain.launch.look import (
     HostLook,
     HostQuestion,

@@ -11,18 +11,14 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-from roadtrain.config.job import load_job
 from roadtrain.config.machines import Machines
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError, LaunchError
-from roadtrain.launch.engine import LaunchEngine
-from roadtrain.launch.home import CHECKED, LaunchRecord, RunHome
-from roadtrain.storage import mark
+from roadtrain.launch.home import RunHome
 
 LOCAL = ("localhost", "")
 TAKES_OVER_S = 0.3  # a standby has the run's lock so soon after its supervisor is gone
@@ -30,12 +26,24 @@ TAKES_OVER_S = 0.3  # a standby has the run's lock so soon after its supervisor 
 
 @dataclass(frozen=True)
 class EngineKind:
-    make: Callable[[PlanFile, LaunchRecord], LaunchEngine]
-    # "module:function" that starts the supervisor of a run where it is not a process of this
-    # launcher; it gets the RunHome.
+    """Each field is a "module:function"."""
+
+    # makes a LaunchEngine of a PlanFile and a LaunchRecord
+    make: str
+    # starts the supervisor of a run where it is not a process of this launcher; gets the RunHome
     supervise: str = ""
-    # The same, returns whether a run is alive whose supervisor is away: something starts it again.
+    # the same, returns whether a run is alive whose supervisor is away: something starts it again
     alive: str = ""
+
+
+RAY = "roadtrain.launch.ray"
+ENGINES: Mapping[str, EngineKind] = {
+    "here": EngineKind("roadtrain.launch.here:here_engine"),
+    "lab": EngineKind("roadtrain.launch.lab_engine:lab_engine"),
+    "ray": EngineKind(
+        f"{RAY}.ray_engine:ray_engine", f"{RAY}.start:start_supervisor", f"{RAY}.start:is_alive"
+    ),
+}
 
 
 def machines_of(plan_file: PlanFile) -> Machines:
@@ -46,61 +54,6 @@ def machines_of(plan_file: PlanFile) -> Machines:
             hint="roadtrain plan CLUSTER.toml --job JOB.toml writes one that can",
         )
     return plan_file.machines
-
-
-def mark_of(record: LaunchRecord) -> str:
-    """Of this run's processes on a host: a supervisor finds what the one before has left."""
-    return f"roadtrain:{RunHome.of(record.name).path}"
-
-
-def _here(plan_file: PlanFile, record: LaunchRecord) -> LaunchEngine:
-    make = importlib.import_module("roadtrain.launch.here").here_engine
-    engine: LaunchEngine = make(machines_of(plan_file), mark_of(record))
-    return engine
-
-
-def _lab(plan_file: PlanFile, record: LaunchRecord) -> LaunchEngine:
-    module = importlib.import_module("roadtrain.launch.lab")
-    home = RunHome.of(record.name)
-    directory = home.path / "lab"
-    begun = CHECKED in home.state().stamps  # by a supervisor before this one
-    if record.start == 0 and not begun and not _has_trained(home, record):
-        module.remove_directories(mark_of(record), directory)
-    engine: LaunchEngine = module.lab_engine(plan_file, mark_of(record), directory)
-    return engine
-
-
-def _has_trained(home: RunHome, record: LaunchRecord) -> bool:
-    """Whether the run's directory knows of anything. Of one that does not, what a run of this name
-    has left on a lab's hosts is another run's, and nobody else can reach it."""
-    job = load_job(home.job_path, report=lambda _: None)
-    directory = Path(record.directory, job.run.dir)
-    return any((directory / name).exists() for name in (mark.NAME, "metrics.jsonl"))
-
-
-def _ray(plan_file: PlanFile, record: LaunchRecord) -> LaunchEngine:
-    make = importlib.import_module("roadtrain.launch.ray.engine").ray_engine
-    home = RunHome.of(record.name)
-    state = home.state()
-    begun = CHECKED in state.stamps
-    engine: LaunchEngine = make(
-        machines_of(plan_file),
-        f"roadtrain:{record.name}",
-        record.ray_address,
-        # an older run of this name may have left them, where this one never had workers
-        known=home.addresses() if begun or state.attempt >= 0 else {},
-        begun=begun,
-        directory=home.path / "ray",
-    )
-    return engine
-
-
-RAY = "roadtrain.launch.ray.start"
-ENGINES: Mapping[str, EngineKind] = {
-    "here": EngineKind(_here),
-    "lab": EngineKind(_lab),
-    "ray": EngineKind(_ray, f"{RAY}:start_supervisor", f"{RAY}:is_alive"),
-}
 
 
 def default_engine(machines: Machines) -> str:

@@ -1,5 +1,5 @@
 """A LaunchEngine of this machine: every host of the plan is an agent here. Does NOT make networks
-(lab.py)."""
+(lab_engine.py)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ import os
 from collections.abc import Mapping
 
 from roadtrain.config.machines import Machines
+from roadtrain.config.plan_file import PlanFile
 from roadtrain.launch.agent import device_count
 from roadtrain.launch.agent_link import AgentHost
 from roadtrain.launch.agents import HostAgents
+from roadtrain.launch.engines import machines_of
+from roadtrain.launch.home import LaunchRecord
 
 HERE = "127.0.0.1"
 
 
-def here_engine(machines: Machines, mark: str) -> HostAgents:
+def here_engine(plan_file: PlanFile, record: LaunchRecord) -> HostAgents:
+    """Raises LaunchError."""
+    return agents_here(machines_of(plan_file), record.mark)
+
+
+def agents_here(machines: Machines, mark: str) -> HostAgents:
     """`mark`: of this run alone, the same when it is launched again. Raises LaunchError."""
     devices = device_names(machines)
     threads = worker_threads(machines)
@@ -48,8 +56,7 @@ def device_names(machines: Machines) -> Mapping[str, str]:
     return names
 
 
-def worker_threads(machines: Machines, processors: float | None = None) -> int:
+def worker_threads(machines: Machines) -> int:
     """Of each worker, so that all together have one a processor (torchrun says 1)."""
     all_workers = sum(host.workers for host in machines.hosts)
-    many = processors or len(os.sched_getaffinity(0))
-    return max(1, int(many // max(1, all_workers)))
+    return max(1, len(os.sched_getaffinity(0)) // max(1, all_workers))

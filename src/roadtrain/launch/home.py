@@ -9,7 +9,7 @@ measured.json    links and steps, as the last --replan found them
 state.json       of the supervisor (`RunState`): processes, and when the start's phases were done;
                  its first key is a checksum of the rest
 state.before.json  the state before that one, in case state.json is damaged
-control          Unix socket of the supervisor (mode 600, control.py)
+control          Unix socket of the supervisor (mode 600, control_socket.py)
 lock             locked while the supervisor is alive; its standby waits for it
 starting         locked while a command writes the files above and starts the supervisor
 all.log          every line of every process, with its role and host
@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,18 +44,21 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 AGAIN = (
     "launch the same plan and job under another --name: training goes on at the last committed step"
 )
-# The phases of a start, in their order; `RunState.stamps` says when each was done.
-LAUNCHED = "launched"  # the command was typed
-READY = "ready"  # the engine and the plan's hosts are there
-CHECKED = "checked"  # nothing is wrong with the hosts
-SERVICES = "services"  # servers, reducers and switches were told to start
-WORKERS = "workers"  # workers were told to start
-PLACED = "placed"  # an engine that looks for workers' places has them; other engines skip it
-IMPORTED = "imported"  # worker 0 said its first line: python and its modules are there
-JOINED = "joined"  # worker 0 said its last line before a step: its servers and peers are there
-STEPPED = "stepped"  # worker 0 said its first step
 PLANNED_ANEW = "it is planned anew"  # why a run ends that `launch --replan` goes on with
-PHASES = (LAUNCHED, READY, CHECKED, SERVICES, WORKERS, PLACED, IMPORTED, JOINED, STEPPED)
+
+
+class StartPhase(StrEnum):
+    """The phases of a start, in their order; `RunState.stamps` says when each was done."""
+
+    LAUNCHED = "launched"  # the command was typed
+    READY = "ready"  # the engine and the plan's hosts are there
+    CHECKED = "checked"  # nothing is wrong with the hosts
+    SERVICES = "services"  # servers, reducers and switches were told to start
+    WORKERS = "workers"  # workers were told to start
+    PLACED = "placed"  # an engine that looks for workers' places has them; other engines skip it
+    IMPORTED = "imported"  # worker 0 said its first line: python and its modules are there
+    JOINED = "joined"  # worker 0 said its last line before a step: its servers and peers are there
+    STEPPED = "stepped"  # worker 0 said its first step
 
 
 class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +71,11 @@ class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
     if_launcher_dies: str = "keep"  # or "stop"
     ray_address: str = ""
     start: int = 0  # of this run: 0, and one more with each --resume
+
+    @property
+    def mark(self) -> str:
+        """Names this run's processes on a host: a supervisor finds what the one before has left."""
+        return f"roadtrain:{RunHome.of(self.name).path}"
 
 
 class ProcessRow(msgspec.Struct, frozen=True):
@@ -156,7 +165,7 @@ class RunHome:
             write_token(self.token_path)
         replace_file(self.plan_path, plan.encode(), "writing the run's plan")
         replace_file(self.job_path, job.encode(), "writing the run's job")
-        self.write_state(RunState(stamps={LAUNCHED: record.launched}))
+        self.write_state(RunState(stamps={StartPhase.LAUNCHED: record.launched}))
         self.write_record(record)
 
     def _make(self) -> None:
@@ -188,6 +197,11 @@ class RunHome:
                 before.unlink(missing_ok=True)  # the new state may fit where it was
         body = msgspec.json.format(msgspec.json.encode(state), indent=2)
         replace_file(path, sealed_json(body), "writing the run's state")
+
+    def write_ended(self, code: int, why: str) -> None:
+        """The run has ended, for this reason."""
+        ended = msgspec.structs.replace(self.state(), phase="ended", code=code, why=why)
+        self.write_state(ended)
 
     def state(self, report: Callable[[str], None] = lambda _: None) -> RunState:
         """The content of state.json. Where that is damaged or absent: a state of phase "unknown",
@@ -320,5 +334,5 @@ def _state_after(before: RunState) -> RunState:
         phase="unknown",
         attempt=before.attempt + 1,
         step=max(0, before.step),
-        stamps={CHECKED: time.time(), **before.stamps},
+        stamps={StartPhase.CHECKED: time.time(), **before.stamps},
     )

@@ -1,5 +1,5 @@
 """LabShape: which lab the cluster of a plan is: hosts by the plan's names, with their cards, links
-and SSDs, as far as a lab can be them. Does NOT make anything (lab.py).
+and SSDs, as far as a lab can be them. Does NOT make anything (lab_engine.py).
 
 A card's rate, a link's rate and an SSD's two rates are emulated. Latency, an SSD's one rate of
 reads and writes together, its host's uplink and devices are not: `left_out` says what the cluster

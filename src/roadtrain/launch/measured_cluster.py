@@ -11,7 +11,9 @@ two. Does NOT measure, nor know a placement.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from roadtrain.config.cluster import Cluster, Host, LinkRate, Nic
 from roadtrain.config.machines import Machines, PlanHost
@@ -20,24 +22,13 @@ from roadtrain.units import show_flops, show_rate
 WITHIN = 0.15
 
 
-@dataclass(frozen=True)
-class LinkSeen:
-    """From one host of the run to another. `rate`: bytes of data a second."""
+class LinkSeen(msgspec.Struct, frozen=True, array_like=True):
+    """A link from one host of the run to another, as measured."""
 
     sender: str
     receiver: str
-    rate: float
-    latency: float
-
-
-@dataclass(frozen=True)
-class RunSeen:
-    """`slower`: host -> how many times as long as predicted its workers compute. `missing`: what
-    was not measured, and why."""
-
-    links: tuple[LinkSeen, ...] = ()
-    slower: Mapping[str, float] = field(default_factory=dict)
-    missing: tuple[str, ...] = ()
+    rate: float  # bytes of data a second
+    latency: float  # seconds
 
 
 @dataclass(frozen=True)
@@ -53,19 +44,24 @@ class RateChange:
 
 
 def measured_cluster(
-    cluster: Cluster, machines: Machines, seen: RunSeen, network: float
+    cluster: Cluster,
+    machines: Machines,
+    seen: Sequence[LinkSeen],
+    slower: Mapping[str, float],
+    network: float,
 ) -> tuple[Cluster, list[RateChange]]:
-    """network: the share of a card's rate that data has, by which a measured rate becomes a
-    card's. The same cluster where nothing differs."""
+    """slower: host -> how many times as long as predicted its workers compute. network: the share
+    of a card's rate that data has, by which a measured rate becomes a card's. The same cluster
+    where nothing differs."""
     every = (*machines.hosts, *machines.spares)
-    rates = _card_rates(cluster, every, seen.links, network)
+    rates = _card_rates(cluster, every, seen, network)
     changes: list[RateChange] = []
     hosts: list[Host] = []
     for kind in cluster.hosts:
         mine = [host for host in every if host.kind == kind.name]
-        new = [_changed(kind, host.name, rates.get(host.name), seen, changes) for host in mine]
+        new = [_changed(kind, host.name, rates.get(host.name), slower, changes) for host in mine]
         hosts += _kinds(kind, mine, new)
-    links = tuple(_links(cluster, every, seen.links, network, changes))
+    links = tuple(_links(cluster, every, seen, network, changes))
     measured = dict.fromkeys((*cluster.measured, *(change.what for change in changes)))
     update = {"hosts": tuple(hosts), "links": links, "measured": tuple(measured)}
     return (cluster.model_copy(update=update) if changes else cluster), changes
@@ -76,17 +72,23 @@ def _nic(kind: Host) -> Nic | None:
     return max(kind.nics, key=lambda nic: nic.total, default=None)
 
 
-def _switches(cluster: Cluster, every: Sequence[PlanHost]) -> dict[str, str]:
+def _nics(cluster: Cluster, every: Sequence[PlanHost]) -> dict[str, Nic]:
+    """That of each host which has one."""
     kinds = {host.name: host for host in cluster.hosts}
     nics = {host.name: _nic(kinds[host.kind]) for host in every if host.kind in kinds}
-    return {name: cluster.switch_of(nic) for name, nic in nics.items() if nic is not None}
+    return {name: nic for name, nic in nics.items() if nic is not None}
+
+
+def _switches(cluster: Cluster, every: Sequence[PlanHost]) -> dict[str, str]:
+    return {name: cluster.switch_of(nic) for name, nic in _nics(cluster, every).items()}
 
 
 def _card_rates(
     cluster: Cluster, every: Sequence[PlanHost], links: Sequence[LinkSeen], network: float
 ) -> dict[str, float]:
     """Of the hosts whose card is not as the cluster says: bytes a second."""
-    at, stated = _switches(cluster, every), _stated(cluster, every)
+    at = _switches(cluster, every)
+    stated = {name: nic.total for name, nic in _nics(cluster, every).items()}
     near = [one for one in links if at.get(one.sender) == at.get(one.receiver)]
     rates: dict[str, float] = {}
     for name in at:
@@ -107,18 +109,16 @@ def _card_rates(
     return rates
 
 
-def _stated(cluster: Cluster, every: Sequence[PlanHost]) -> dict[str, float]:
-    kinds = {host.name: host for host in cluster.hosts}
-    nics = {host.name: _nic(kinds[host.kind]) for host in every if host.kind in kinds}
-    return {name: nic.total for name, nic in nics.items() if nic is not None}
-
-
 def _differs(now: float, before: float) -> bool:
     return abs(now - before) > WITHIN * before
 
 
 def _changed(
-    kind: Host, name: str, rate: float | None, seen: RunSeen, changes: list[RateChange]
+    kind: Host,
+    name: str,
+    rate: float | None,
+    slower: Mapping[str, float],
+    changes: list[RateChange],
 ) -> Host:
     """One host of the kind, as it showed itself."""
     update: dict[str, object] = {}
@@ -127,7 +127,7 @@ def _changed(
         changes.append(RateChange(f"hosts.{name}.nics", show_rate(nic.total), show_rate(rate)))
         own = nic.model_copy(update={"rate": rate / nic.count})
         update["nics"] = tuple(own if one is nic else one for one in kind.nics)
-    times = seen.slower.get(name, 1.0)
+    times = slower.get(name, 1.0)
     if kind.device is not None and abs(times - 1) > WITHIN:
         flops = kind.device.flops / times
         said = [show_flops(each) for each in (kind.device.flops, flops)]

@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -70,17 +69,6 @@ class HostAnswer(msgspec.Struct):
     workers: list[WorkerSeconds] = []
 
 
-@dataclass(frozen=True)
-class Leave:
-    """What a listening host answers: that it has heard it may end."""
-
-    heard: threading.Event
-
-    def __call__(self) -> links.Said:
-        self.heard.set()
-        return links.Said()
-
-
 def answer(told: Told) -> HostAnswer:
     """Raises ConfigError."""
     out = HostAnswer(workers=[worker for one in told.metrics if (worker := seconds_of(Path(one)))])
@@ -97,7 +85,13 @@ def answer(told: Told) -> HostAnswer:
 def listen(address: str, options: TcpOptions, seconds: float) -> None:
     """Until the asking host has all. Raises DeadlineError where it does not say so in time."""
     heard = threading.Event()
-    listener = links.listening(address, options, Leave(heard))
+
+    def leave() -> links.Said:
+        """Answer the asking host that it is known that this one may end."""
+        heard.set()
+        return links.Said()
+
+    listener = links.listening(address, options, leave)
     try:
         if not heard.wait(seconds):
             raise DeadlineError(

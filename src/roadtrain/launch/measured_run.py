@@ -20,11 +20,11 @@ import msgspec
 
 from roadtrain.config.machines import host_port
 from roadtrain.errors import LaunchError
-from roadtrain.launch.engine import LaunchEngine
-from roadtrain.launch.measured_cluster import LinkSeen, RunSeen
+from roadtrain.launch.launch_engine import LaunchEngine
+from roadtrain.launch.measured_cluster import LinkSeen
 from roadtrain.launch.measured_host import MODULE, HostAnswer, Told, WorkerSeconds
 from roadtrain.launch.processes import HostFile, Process, Role
-from roadtrain.launch.protocol.messages import ProcessEnded
+from roadtrain.launch.protocol.run_events import ProcessEnded
 from roadtrain.launch.resolve import ResolvedRun
 
 MOST = 8  # hosts whose links one asking host measures: 56 of them, about 40 s
@@ -38,17 +38,12 @@ class MeasuredWorker(msgspec.Struct, frozen=True):
 
 
 class MeasuredRun(msgspec.Struct, frozen=True):
-    """measured.json. `links`: (from, to, bytes of data a second, seconds of latency), by names of
-    hosts. `step`: the last that every worker has done."""
+    """measured.json. `links`: between hosts by their names."""
 
-    links: tuple[tuple[str, str, float, float], ...] = ()
+    links: tuple[LinkSeen, ...] = ()
     workers: tuple[MeasuredWorker, ...] = ()
     missing: tuple[str, ...] = ()
     shared: bool = False  # all hosts have one run directory
-
-    @property
-    def step(self) -> int:
-        return min((one.seconds.step for one in self.workers), default=0)
 
     @property
     def seconds(self) -> float:
@@ -66,7 +61,7 @@ def measure_run(engine: LaunchEngine, run: ResolvedRun, worker_hosts: Sequence[s
         for one in run.machines.hosts
         if one.name not in here
     ]
-    links: list[tuple[str, str, float, float]] = []
+    links: list[LinkSeen] = []
     listening = _listening(run, _of_addresses(run, every)[1:])
     try:
         for process, _ in listening.values():
@@ -128,7 +123,7 @@ def _ask_links(
     run: ResolvedRun,
     asking: str,
     others: Mapping[str, str],
-    links: list[tuple[str, str, float, float]],
+    links: list[LinkSeen],
     missing: list[str],
 ) -> None:
     """others: where a host listens -> its name."""
@@ -136,7 +131,7 @@ def _ask_links(
     said = engine.ask(asking, ("-m", MODULE), msgspec.to_builtins(told))
     found = msgspec.convert(said, HostAnswer)
     names = {"here": asking, **others}
-    links += [(names[a], names[b], rate, latency) for a, b, rate, latency in found.links]
+    links += [LinkSeen(names[a], names[b], rate, latency) for a, b, rate, latency in found.links]
     for why in found.missing:
         for where, name in names.items():
             why = why.replace(where, name)
@@ -176,12 +171,6 @@ def _workers(
 
 def _metrics_path(run: ResolvedRun, rank: int) -> str:
     return str(Path(run.job.run.dir) / (f"metrics.{rank}.jsonl" if rank else "metrics.jsonl"))
-
-
-def run_seen(measured: MeasuredRun) -> RunSeen:
-    """As measured_cluster() takes it."""
-    links = tuple(LinkSeen(*one) for one in measured.links)
-    return RunSeen(links, slower(measured), measured.missing)
 
 
 def slower(measured: MeasuredRun) -> dict[str, float]:

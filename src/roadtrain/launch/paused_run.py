@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from roadtrain.errors import LaunchError
-from roadtrain.launch.command import patient_client
 from roadtrain.launch.engines import is_alive
-from roadtrain.launch.home import CHECKED, PLANNED_ANEW, RunHome
+from roadtrain.launch.home import PLANNED_ANEW, RunHome, StartPhase
+from roadtrain.launch.supervisor_process import patient_client
+from roadtrain.launch.waiting import POLL_S, wait_until
 
 MEASURES_S = 900.0  # a step, the end of services, links of all hosts
 HEARD_S = 30.0  # a supervisor that was asked to stop says within it that it does
 CHECKS_S = 600.0  # a run that goes on has checked its hosts within it
-POLL_S = 0.2
 GoOn = Callable[[str, bool], int]  # if_launcher_dies, detach -> the command's exit code
 Report = Callable[[str], None]
 
@@ -40,15 +40,12 @@ class PausedRun:
         with patient_client(self.home) as client:
             if client is not None:
                 client.ask("measure")
-        until = time.monotonic() + MEASURES_S
-        while is_alive(self.home):
-            if time.monotonic() > until:
-                raise LaunchError(
-                    f"the supervisor of {self.home.name} has not stopped and measured within"
-                    f" {MEASURES_S:.0f} s",
-                    hint=f"roadtrain launch --logs {self.home.name} shows what it waits for",
-                )
-            time.sleep(POLL_S)
+        if not wait_until(lambda: not is_alive(self.home), MEASURES_S):
+            raise LaunchError(
+                f"the supervisor of {self.home.name} has not stopped and measured within"
+                f" {MEASURES_S:.0f} s",
+                hint=f"roadtrain launch --logs {self.home.name} shows what it waits for",
+            )
         return self._is_ours
 
     @property
@@ -106,15 +103,14 @@ class PausedRun:
     def _ends(self) -> bool:
         """Whether it has ended, or does: at its next step, once all is measured. One that has not
         heard of it is not waited for."""
-        now = time.monotonic()
-        heard_by, until = now + HEARD_S, now + MEASURES_S
-        while is_alive(self.home):
-            now = time.monotonic()
-            heard = self.home.state().phase in ("ending", "ended")
-            if now > until or (now > heard_by and not heard):
-                return False
-            time.sleep(POLL_S)
-        return True
+
+        def is_gone() -> bool:
+            return not is_alive(self.home)
+
+        def has_heard() -> bool:
+            return is_gone() or self.home.state().phase in ("ending", "ended")
+
+        return wait_until(has_heard, HEARD_S) and wait_until(is_gone, MEASURES_S)
 
     def _checked(self) -> int:
         """Once it is known whether a run that nobody follows goes on; the exit code."""
@@ -129,7 +125,7 @@ class PausedRun:
             if not alive:
                 self.report(f"the supervisor of run {self.home.name} was killed")
                 return 1
-            if CHECKED in state.stamps:
+            if StartPhase.CHECKED in state.stamps:
                 return 0
             if time.monotonic() > until:
                 raise LaunchError(

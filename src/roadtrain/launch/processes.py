@@ -1,11 +1,13 @@
 """What a run consists of: processes with their words, files and hosts. Plain values: an engine
-carries them out (engine.py), `launch --dry-run` and `--write` print them."""
+carries them out (launch_engine.py), `launch --dry-run` and `--write` print them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+
+THREADS = "OMP_NUM_THREADS"
 
 
 class Role(StrEnum):
@@ -47,3 +49,22 @@ class WorkerSet:
 
     attempt: int  # from 0 on, another for each start of the workers
     processes: tuple[Process, ...]
+
+
+def with_threads(
+    workers: WorkerSet, threads: Mapping[str, int], users: str
+) -> tuple[WorkerSet, str]:
+    """Workers that say how many threads each computes with, and a sentence where that is not the
+    user's choice. threads: of each worker, by its host; users: as many as the user has set, or "".
+    What the job sets stays."""
+    processes, counts = [], set[int]()
+    for process in workers.processes:
+        count = threads.get(process.host, 0)
+        if (count or users) and THREADS not in process.environment:
+            counts.add(count)
+            environment = {**process.environment, THREADS: users or str(count)}
+            process = replace(process, environment=environment)
+        processes.append(process)
+    each = " or ".join(map(str, sorted(counts)))
+    note = f"{THREADS} is not set: each worker computes with {each} thread(s)"
+    return replace(workers, processes=tuple(processes)), "" if users or not counts else note

@@ -37,7 +37,7 @@ from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.launch.engines import is_alive
 from roadtrain.launch.home import RunHome
 from roadtrain.launch.measured_cluster import WITHIN, RateChange, measured_cluster
-from roadtrain.launch.measured_run import MeasuredRun, run_seen
+from roadtrain.launch.measured_run import MeasuredRun, slower
 from roadtrain.launch.paused_run import GoOn, PausedRun, Report
 from roadtrain.planner.arrangements import Arranged, best_arrangement
 from roadtrain.planner.job_plans import JobPlans, shape_of_job
@@ -260,7 +260,9 @@ def replanned(run: PlannedRun, measured: MeasuredRun, options: ReplanOptions) ->
     """Raises ConfigError where no plan fits what was measured."""
     old, machines = run.plan_file.plan, run.machines
     of = constants_of(run.plan_file, run.cluster, run.model)
-    now, changes = measured_cluster(run.cluster, machines, run_seen(measured), of.network)
+    now, changes = measured_cluster(
+        run.cluster, machines, measured.links, slower(measured), of.network
+    )
     leaves_out = bool(options.new_run) or measured.shared or old.placement.served
     arranged = best_arrangement(now, partial(search_again, run, of, options, leaves_out))
     pick = arranged.answer.pick

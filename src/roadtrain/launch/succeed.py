@@ -11,8 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
-
 from roadtrain.launch.home import RunHome
 from roadtrain.launch.logs import RunLogs
 from roadtrain.launch.supervise import supervise_locked
@@ -40,7 +38,7 @@ def _gone_on(home: RunHome) -> int:
             return code
         time.sleep(AGAIN_S)
     why = f"its supervisor was killed, and the run could not go on in {TRIES} tries"
-    home.write_state(msgspec.structs.replace(home.state(), phase="ended", code=FAILED, why=why))
+    home.write_ended(FAILED, why)
     return FAILED
 
 

@@ -21,9 +21,9 @@ from roadtrain.config.job import load_job
 from roadtrain.config.plan_file import load_plan_file
 from roadtrain.errors import FullError, LaunchError, RoadtrainError, StoreError
 from roadtrain.launch.checks import check, directory_is_shared, without_unfit_spares
-from roadtrain.launch.engine import LaunchEngine
-from roadtrain.launch.engines import ENGINES
-from roadtrain.launch.home import CHECKED, READY, LaunchRecord, RunHome, RunState
+from roadtrain.launch.engines import ENGINES, function_of
+from roadtrain.launch.home import LaunchRecord, RunHome, RunState, StartPhase
+from roadtrain.launch.launch_engine import LaunchEngine
 from roadtrain.launch.logs import RunLogs
 from roadtrain.launch.resolve import ResolvedRun, resolve
 from roadtrain.launch.standby import Standby
@@ -33,13 +33,13 @@ from roadtrain.transport.address import token_of
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def supervise(home: RunHome, engine: LaunchEngine | None = None) -> int:
-    """The run's exit code. `engine`: None: that of the record."""
+def supervise(home: RunHome) -> int:
+    """The run's exit code."""
     with home.supervised():
-        return supervise_locked(home, engine)
+        return supervise_locked(home)
 
 
-def supervise_locked(home: RunHome, engine: LaunchEngine | None = None) -> int:
+def supervise_locked(home: RunHome) -> int:
     """As `supervise`, in a process that has the run's lock."""
     with RunLogs(home) as logs:
         for number in SIGNALS:
@@ -47,7 +47,7 @@ def supervise_locked(home: RunHome, engine: LaunchEngine | None = None) -> int:
         try:
             record = home.record()
             os.chdir(record.directory)
-            run, engine = begun(home, record, engine, logs)
+            run, engine = begun(home, record, logs)
         except (RoadtrainError, OSError) as error:
             if had_begun(home):  # whoever started this process again tries once more
                 logs.tell(f"the supervisor cannot go on: {error}")
@@ -77,7 +77,7 @@ def had_begun(home: RunHome) -> bool:
     """Whether a supervisor before this one had begun this start of the run: its services may still
     run, so this is no refusal of what was launched."""
     try:
-        return CHECKED in home.state().stamps
+        return StartPhase.CHECKED in home.state().stamps
     except LaunchError:
         return False
 
@@ -100,21 +100,19 @@ def refuse(home: RunHome, logs: RunLogs, why: str) -> None:
         logs.tell(f"{why}; and state.json is not written: {error}")
 
 
-def begun(
-    home: RunHome, record: LaunchRecord, engine: LaunchEngine | None, logs: RunLogs
-) -> tuple[ResolvedRun, LaunchEngine]:
+def begun(home: RunHome, record: LaunchRecord, logs: RunLogs) -> tuple[ResolvedRun, LaunchEngine]:
     """The engine, and the run that it can run. Raises RoadtrainError, with nothing left, where
     anything is wrong."""
     plan_file = load_plan_file(home.plan_path)
     job = load_job(home.job_path, report=logs.tell)
-    engine = engine or ENGINES[record.engine].make(plan_file, record)
+    engine: LaunchEngine = function_of(ENGINES[record.engine].make)(plan_file, record)
     try:
         addresses = {seen.name: seen.address for seen in engine.hosts()}
         if engine.goes_on:  # a host may be gone, for now
             addresses = {**home.addresses(), **addresses}
         written = partial(_written, had_begun(home), logs)
         written(partial(home.write_addresses, addresses))
-        stamps = {READY: time.time()}  # as of the first supervisor of this start
+        ready_at = time.time()
         run = resolve(
             plan_file,
             job,
@@ -130,7 +128,8 @@ def begun(
         for line in (*told, *unfit):
             logs.tell(line)
         state = home.state(logs.tell)
-        stamps |= {CHECKED: time.time(), **state.stamps}
+        # those of the first supervisor of this start stay
+        stamps = {StartPhase.READY: ready_at, StartPhase.CHECKED: time.time(), **state.stamps}
         checked = RunState(attempt=state.attempt, step=state.step, stamps=stamps, stops=state.stops)
         written(partial(home.write_state, checked))
     except BaseException:

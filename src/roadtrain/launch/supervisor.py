@@ -20,44 +20,13 @@ import msgspec
 from roadtrain.config.machines import LostHost
 from roadtrain.errors import ConfigError, LaunchError, RoadtrainError, StoreError
 from roadtrain.launch.checks import why_unfit
-from roadtrain.launch.control import ControlRequest, ControlSocket
-from roadtrain.launch.engine import LaunchEngine
-from roadtrain.launch.home import (
-    IMPORTED,
-    JOINED,
-    PLACED,
-    PLANNED_ANEW,
-    SERVICES,
-    STEPPED,
-    WORKERS,
-    ProcessRow,
-    RunHome,
-    RunState,
-)
+from roadtrain.launch.control_socket import ControlRequest, ControlSocket
+from roadtrain.launch.home import PLANNED_ANEW, ProcessRow, RunHome, RunState, StartPhase
+from roadtrain.launch.launch_engine import LaunchEngine
 from roadtrain.launch.logs import PLAIN, RunLogs
 from roadtrain.launch.measured_run import measure_run
 from roadtrain.launch.processes import HostFile, Process, Role, WorkerSet
-from roadtrain.launch.protocol.messages import (
-    STEP_GRACE_S,
-    Committed,
-    EndRun,
-    HostCame,
-    Output,
-    ProcessEnded,
-    RunAction,
-    RunEvent,
-    RunFacts,
-    RunService,
-    SetReducers,
-    StartService,
-    StartWorkers,
-    StopAsked,
-    StopProcess,
-    TellUser,
-    TimePassed,
-    WorkersEnded,
-    WorkersPlaced,
-)
+from roadtrain.launch.protocol import run_events as m
 from roadtrain.launch.protocol.run_phases import ProcessState, RunPhase
 from roadtrain.launch.protocol.run_state import INTERRUPTED, RunStateMachine
 from roadtrain.launch.resolve import ResolvedRun
@@ -70,7 +39,7 @@ STEP = "step "  # how worker 0's line of a step begins
 GRACE_STEPS = 4  # workers that are to end have as long as so many predicted steps
 END_TRIES = 6  # to write the last state.json, on a disk that is full
 REFUSED, FAILED = 2, 1  # exit codes of workers whose start was refused here, or failed
-STATUS = ("-m", "roadtrain.launch.run_status")
+STATUS = ("-m", "roadtrain.launch.host_status")
 COMMITTED = ("-m", "roadtrain.launch.committed")
 
 
@@ -79,13 +48,13 @@ def facts_of(
     first_attempt: int,
     committed: int,
     can_run_on: Callable[[Sequence[str]], str],
-) -> RunFacts:
+) -> m.RunFacts:
     """What the state machine knows of a run. committed: the step, -1 where none is known."""
     machines, replicated = run.machines, run.job.servers.replicas > 1
-    grace_s = max(STEP_GRACE_S, GRACE_STEPS * run.job.predicted.seconds)
-    return RunFacts(
+    grace_s = max(m.STEP_GRACE_S, GRACE_STEPS * run.job.predicted.seconds)
+    return m.RunFacts(
         services=tuple(
-            RunService(
+            m.RunService(
                 one.name,
                 one.host,
                 reducer=one.role is Role.REDUCER,
@@ -106,8 +75,8 @@ def facts_of(
 
 class Supervisor:
     """`home`: with a state.json, that of the start before where the run is resumed: attempts count
-    on. `ends_with_launcher`: see control.py, hello. `each_turn`: is called with the monotonic time,
-    several times a second."""
+    on. `ends_with_launcher`: see control_socket.py, hello. `each_turn`: is called with the
+    monotonic time, several times a second."""
 
     def __init__(
         self,
@@ -122,7 +91,7 @@ class Supervisor:
         before = home.state()
         self._run, self._engine, self._home, self._logs = run, engine, home, logs
         # `run.new_store`: until a step of this run is seen, what was committed is of an older one.
-        seen = before.step >= 0 or STEPPED in before.stamps
+        seen = before.step >= 0 or StartPhase.STEPPED in before.stamps
         self._begins_anew = run.job.run.new_store and not seen
         self._step = before.step  # the last that is known to be committed
         self._machine = RunStateMachine(
@@ -131,8 +100,8 @@ class Supervisor:
         self._stamps = dict(before.stamps)
         self._workers = WorkerSet(before.attempt, ())  # of the last attempt
         self._said_at = 0.0  # when worker 0 said its last line, before its first step
-        self._failed: deque[RunEvent] = deque()  # of actions that could not be carried out
-        self._ended: EndRun | None = None
+        self._failed: deque[m.RunEvent] = deque()  # of actions that could not be carried out
+        self._ended: m.EndRun | None = None
         self._written: RunState | None = None
         self._write_at = 0.0  # where it could not be written: when to try again
         self._ends_with_launcher = ends_with_launcher
@@ -153,14 +122,14 @@ class Supervisor:
                 for event in self._engine.events(0.0):  # a host may be gone already
                     self._take(event)
                 self._feed_stop(time.monotonic())
-                self._feed(TimePassed(time.monotonic()))
+                self._feed(m.TimePassed(time.monotonic()))
                 while self._ended is None:
                     self._turn(control)
             if self._measures:
-                self._try_to_measure()
+                self._measure()
         except BaseException as error:
             self._logs.tell(f"the supervisor failed: all that it started is ended: {error!r}")
-            self._ended = EndRun(1, f"the supervisor failed: {error}")
+            self._ended = m.EndRun(1, f"the supervisor failed: {error}")
             raise
         finally:
             try:
@@ -190,7 +159,7 @@ class Supervisor:
         if self._ends_with_launcher and not control.greeted and now > self._began + HELLO_S:
             self._stop_asked = f"no launcher said hello within {HELLO_S:.0f} s"
         self._feed_stop(now)
-        self._feed(TimePassed(now))
+        self._feed(m.TimePassed(now))
         if self._each_turn is not None:
             self._each_turn(now)
         self._write_state()
@@ -198,23 +167,23 @@ class Supervisor:
 
     # -- events --
 
-    def _take(self, event: RunEvent) -> None:
+    def _take(self, event: m.RunEvent) -> None:
         match event:
-            case Output(name, host, line):
+            case m.Output(name, host, line):
                 self._logs.write(name, host, line)
-                if name == PLAIN and STEPPED not in self._stamps:
+                if name == PLAIN and StartPhase.STEPPED not in self._stamps:
                     self._stamp_line(line)
                 return
-            case WorkersPlaced():
-                self._stamps.setdefault(PLACED, time.time())
+            case m.WorkersPlaced():
+                self._stamps.setdefault(StartPhase.PLACED, time.time())
                 return
-            case ProcessEnded() | WorkersEnded() if self._machine.phase is RunPhase.GOING:
+            case m.ProcessEnded() | m.WorkersEnded() if self._machine.phase is RunPhase.GOING:
                 self._ask_step(self._machine.worker_hosts)
-            case HostCame():
+            case m.HostCame():
                 event = self._known(event)
         self._feed(event)
 
-    def _known(self, event: HostCame) -> HostCame:
+    def _known(self, event: m.HostCame) -> m.HostCame:
         """A host is of the run from now on: a spare one that cannot run workers with none."""
         count = self._machine.facts.workers_of(event.workers)
         self._run = self._run.with_host(event.host, event.address, count)
@@ -227,18 +196,18 @@ class Supervisor:
 
     def _stamp_line(self, line: str) -> None:
         now = time.time()
-        if IMPORTED not in self._stamps:
-            self._stamps[IMPORTED] = now
+        if StartPhase.IMPORTED not in self._stamps:
+            self._stamps[StartPhase.IMPORTED] = now
         if line.startswith(STEP):
             self._begins_anew = False
-            self._stamps[JOINED] = self._said_at or now
-            self._stamps[STEPPED] = now
+            self._stamps[StartPhase.JOINED] = self._said_at or now
+            self._stamps[StartPhase.STEPPED] = now
         self._said_at = now
 
     def _feed_stop(self, now: float) -> None:
         if self._stop_asked:
             self._stops = self._stop_asked
-            self._feed(StopAsked(self._stop_asked, now))
+            self._feed(m.StopAsked(self._stop_asked, now))
             self._stop_asked = ""
 
     def _ask_step(self, hosts: Sequence[str]) -> None:
@@ -258,9 +227,9 @@ class Supervisor:
             return
         self._step = max(self._step, step)
         if self._machine.attempt >= self._machine.facts.first_attempt:
-            self._feed(Committed(self._step, time.monotonic()))
+            self._feed(m.Committed(self._step, time.monotonic()))
 
-    def _feed(self, event: RunEvent) -> None:
+    def _feed(self, event: m.RunEvent) -> None:
         for action in self._machine.handle(event):
             self._carry_out(action)
         while self._failed:
@@ -268,24 +237,24 @@ class Supervisor:
 
     # -- actions --
 
-    def _carry_out(self, action: RunAction) -> None:
+    def _carry_out(self, action: m.RunAction) -> None:
         now = time.monotonic()
         match action:
-            case TellUser(text):
+            case m.TellUser(text):
                 self._logs.tell(text)
-            case StartService(name):
+            case m.StartService(name):
                 try:
                     self._engine.start(self._service(name))
                 except RoadtrainError as error:
-                    self._failed.append(ProcessEnded(name, 1, now, str(error)))
-                self._stamps.setdefault(SERVICES, time.time())
-            case StartWorkers(attempt, hosts):
+                    self._failed.append(m.ProcessEnded(name, 1, now, str(error)))
+                self._stamps.setdefault(StartPhase.SERVICES, time.time())
+            case m.StartWorkers(attempt, hosts):
                 self._start_workers(attempt, hosts)
-            case StopProcess(name, grace_s):
+            case m.StopProcess(name, grace_s):
                 self._engine.stop(name, grace_s)
-            case SetReducers(hosts):
+            case m.SetReducers(hosts):
                 self._set_reducers(hosts)
-            case EndRun(code):
+            case m.EndRun(code):
                 asked = code == INTERRUPTED and self._user_stops
                 self._ended = replace(action, why=self._user_stops) if asked else action
 
@@ -307,14 +276,14 @@ class Supervisor:
                 self._step,
                 begins_anew=self._begins_anew,
             )
-            self._stamps.setdefault(SERVICES, time.time())
+            self._stamps.setdefault(StartPhase.SERVICES, time.time())
             self._engine.start_workers(self._workers)
         except RoadtrainError as error:
             code = REFUSED if isinstance(error, ConfigError) else FAILED
             self._failed.append(
-                WorkersEnded(attempt, code, "workers", time.monotonic(), str(error))
+                m.WorkersEnded(attempt, code, "workers", time.monotonic(), str(error))
             )
-        self._stamps.setdefault(WORKERS, time.time())
+        self._stamps.setdefault(StartPhase.WORKERS, time.time())
 
     def _set_reducers(self, hosts: Sequence[str]) -> None:
         """On all hosts with workers. One that cannot be reached is told as lost by the engine."""
@@ -373,22 +342,18 @@ class Supervisor:
         run["stages"] = [table for _, table in sorted(tables.items())]
         return {"state": msgspec.to_builtins(self._state()), "run": run}
 
-    def _try_to_measure(self) -> None:
-        """What fails is told: who planned it anew goes on by the old plan."""
+    def _measure(self) -> None:
+        """Nothing of the run is running; the engine still has its hosts. What fails is told: the
+        command that plans it anew goes on by the old plan."""
+        self._logs.tell("the links between the run's hosts are measured")
+        path = self._home.measured_path
         try:
-            self._measure()
+            found = measure_run(self._engine, self._run, self._machine.worker_hosts)
+            for missing in found.missing:
+                self._logs.tell(f"not measured: {missing}")
+            replace_file(path, msgspec.json.encode(found), "writing what was measured")
         except (RoadtrainError, OSError) as error:
             self._logs.tell(f"nothing was measured: {error}")
-
-    def _measure(self) -> None:
-        """Nothing of the run is running; the engine still has its hosts."""
-        self._logs.tell("the links between the run's hosts are measured")
-        found = measure_run(self._engine, self._run, self._machine.worker_hosts)
-        for missing in found.missing:
-            self._logs.tell(f"not measured: {missing}")
-        replace_file(
-            self._home.measured_path, msgspec.json.encode(found), "writing what was measured"
-        )
 
     # -- state --
 

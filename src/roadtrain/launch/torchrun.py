@@ -110,13 +110,6 @@ def gpus_of(run: ResolvedRun) -> dict[str, int]:
     return {one.name: one.workers for one in workers if one.kind in kinds}
 
 
-def unknown_devices(run: ResolvedRun) -> list[str]:
-    """For the user."""
-    if run.plan_file.cluster is not None or run.job.run.device:
-        return []
-    return ['the plan has no cluster, so no GPU is asked for: state run.device = "cuda" in the job']
-
-
 def check_ours(out: Path, names: Iterable[str], mark: str) -> None:
     """Raises ConfigError where a file of `out` that would be replaced does not begin with `mark`,
     its first line or a line behind `#!`."""
@@ -142,11 +135,17 @@ def files_of(run: ResolvedRun) -> tuple[HostFile, ...]:
     return tuple({file.path: file for one in processes for file in one.files}.values())
 
 
-def not_done(run: ResolvedRun) -> list[str]:
-    """What the supervisor of a launched run would do, and nothing does here: for the user."""
-    spares = [host.name for host in run.machines.spares]
-    said = ["a host that is lost is waited for: the run goes on when it is back"]
-    return [f"spare hosts are not used: {', '.join(spares)}", *said] if spares else said
+def notes_for_user(run: ResolvedRun) -> list[str]:
+    """Devices that are not asked for, and what the supervisor of a launched run would do and
+    nothing does here."""
+    notes = []
+    if run.plan_file.cluster is None and not run.job.run.device:
+        notes.append(
+            'the plan has no cluster, so no GPU is asked for: state run.device = "cuda" in the job'
+        )
+    if spares := [host.name for host in run.machines.spares]:
+        notes.append(f"spare hosts are not used: {', '.join(spares)}")
+    return [*notes, "a host that is lost is waited for: the run goes on when it is back"]
 
 
 def _own_environment(process: Process) -> dict[str, str]:

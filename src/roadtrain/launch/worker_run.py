@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from roadtrain.launch.protocol.messages import WorkersEnded
+from roadtrain.launch.protocol.run_events import WorkersEnded
 
 ALL_END_S = 600.0  # workers that end well end within it of each other: each evaluates by itself
 

@@ -33,13 +33,11 @@ from roadtrain.launch.resolve import ResolvedRun
 from roadtrain.launch.torchrun import (
     SHUTDOWN_S,
     TorchrunWorkers,
-    check_for_files,
     check_ours,
     files_of,
     gpus_of,
     hosts_of,
-    not_done,
-    unknown_devices,
+    notes_for_user,
     with_device,
 )
 from roadtrain.storage.direct import make_directory, typed_errors
@@ -65,8 +63,7 @@ def write_kubernetes(run: ResolvedRun, out: Path, image: str) -> list[str]:
     return [
         f"{len(hosts_of(run))} hosts; start it with: kubectl apply -f {out / 'run.yaml'}",
         "servers stay when the workers are done, until kubectl delete -f",
-        *unknown_devices(run),
-        *not_done(run),
+        *notes_for_user(run),
     ]
 
 
@@ -94,7 +91,6 @@ _Readable.add_representer(str, _text)
 
 def kubernetes_objects(run: ResolvedRun, image: str) -> list[Tree]:
     """Raises ConfigError."""
-    check_for_files(run)
     return _RunObjects(with_device(run), image).all()
 
 
@@ -131,8 +127,11 @@ class _RunObjects:
         of_run = {"app.kubernetes.io/name": "roadtrain", "app.kubernetes.io/instance": self.name}
         return {**of_run, "app.kubernetes.io/component": name_of(process)} if process else of_run
 
-    def _about(self, name: str, process: str = "") -> Tree:
-        return {"name": name, "labels": self._labels(process)}
+    def _object(
+        self, version: str, kind: str, name: str, process: str = "", **content: Tree
+    ) -> Tree:
+        metadata = {"name": name, "labels": self._labels(process)}
+        return {"apiVersion": version, "kind": kind, "metadata": metadata, **content}
 
     def _secret(self) -> Tree:
         held = {
@@ -140,8 +139,7 @@ class _RunObjects:
             for file in files_of(self.run)
             if file.secret
         }
-        about = self._about(self.name)
-        return {"apiVersion": "v1", "kind": "Secret", "metadata": about, "data": held}
+        return self._object("v1", "Secret", self.name, data=held)
 
     def _config_map(self) -> Tree:
         held = {
@@ -149,8 +147,7 @@ class _RunObjects:
             for file in files_of(self.run)
             if not file.secret
         }
-        about = self._about(self.name)
-        return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": held}
+        return self._object("v1", "ConfigMap", self.name, data=held)
 
     def _service(self, services: Iterable[Process]) -> Tree:
         served = (port for one in services for port in one.ports)
@@ -162,8 +159,7 @@ class _RunObjects:
             "selector": self._labels(),
             "ports": listed,
         }
-        about = self._about(self.name)
-        return {"apiVersion": "v1", "kind": "Service", "metadata": about, "spec": spec}
+        return self._object("v1", "Service", self.name, spec=spec)
 
     def _stateful_set(self, process: Process) -> Tree:
         name = name_of(f"{self.run.name} {process.name}")
@@ -184,12 +180,7 @@ class _RunObjects:
                 process.name, process.host, container, process.files, self._made_by(process)
             ),
         }
-        return {
-            "apiVersion": "apps/v1",
-            "kind": "StatefulSet",
-            "metadata": self._about(name, process.name),
-            "spec": spec,
-        }
+        return self._object("apps/v1", "StatefulSet", name, process.name, spec=spec)
 
     def _job(self, host: str, rank: int) -> Tree:
         process, count = f"workers {host}", self.workers.hosts[host]
@@ -220,12 +211,9 @@ class _RunObjects:
             _read_by(self.run.job),
         )
         pod["spec"] = {"restartPolicy": "OnFailure", **pod["spec"]}
-        return {
-            "apiVersion": "batch/v1",
-            "kind": "Job",
-            "metadata": self._about(name_of(f"{self.run.name} {process}"), process),
-            "spec": {"backoffLimit": MOST_STARTS, "template": pod},
-        }
+        name = name_of(f"{self.run.name} {process}")
+        spec = {"backoffLimit": MOST_STARTS, "template": pod}
+        return self._object("batch/v1", "Job", name, process, spec=spec)
 
     def _pod(
         self,

@@ -22,13 +22,11 @@ from roadtrain.launch.resolve import ResolvedRun
 from roadtrain.launch.torchrun import (
     SHUTDOWN_S,
     TorchrunWorkers,
-    check_for_files,
     check_ours,
     files_of,
     gpus_of,
     hosts_of,
-    not_done,
-    unknown_devices,
+    notes_for_user,
     with_device,
 )
 from roadtrain.storage.direct import make_directory, replace_file, typed_errors
@@ -42,11 +40,11 @@ NOTICE_S = 120  # before the time is over, or a spot host goes
 
 def write_slurm(run: ResolvedRun, out: Path, _image: str = "") -> list[str]:
     """What is to be told the user. Raises ConfigError for what Slurm cannot do."""
-    check_for_files(run)
-    told, run = unknown_devices(run), with_device(run)
+    run = with_device(run)
+    script = slurm_script(run)
     _check_out(run, out)
     make_directory(out)
-    replace_file(out / "run.sbatch", slurm_script(run).encode(), "writing")
+    replace_file(out / "run.sbatch", script.encode(), "writing")
     for file in files_of(run):
         where = out / PurePosixPath(file.path).name
         if file.secret:
@@ -58,8 +56,7 @@ def write_slurm(run: ResolvedRun, out: Path, _image: str = "") -> list[str]:
     return [
         f"{len(hosts_of(run))} hosts; start it in {out}, in an environment whose `{PYTHON}` has"
         " roadtrain: sbatch run.sbatch",
-        *told,
-        *not_done(run),
+        *notes_for_user(run),
     ]
 
 

@@ -1,4 +1,4 @@
-"""RunStateMachine: keeps a launched run running. Events and actions: launch.py. Pure.
+"""RunStateMachine: keeps a launched run running. Events and actions: run_events.py. Pure.
 
 Each event first changes what is known; then all that can now be done is done (`_settle`), each
 thing said before. So nothing depends on the order in which a host, a service and the workers of one
@@ -18,27 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from roadtrain.launch.protocol.messages import (
-    Committed,
-    EndRun,
-    HostCame,
-    HostLeaves,
-    HostLost,
-    Output,
-    ProcessEnded,
-    ProcessRestarted,
-    RunAction,
-    RunEvent,
-    RunFacts,
-    RunService,
-    SetReducers,
-    StartService,
-    StartWorkers,
-    StopAsked,
-    StopProcess,
-    TellUser,
-    WorkersEnded,
-)
+from roadtrain.launch.protocol import run_events as m
 from roadtrain.launch.protocol.run_phases import (
     NEXT_RUN_PHASES,
     ProcessPhase,
@@ -63,13 +43,13 @@ WORKERS = "workers"  # the name of all of them in StopProcess
 
 
 class RunStateMachine:
-    def __init__(self, facts: RunFacts) -> None:
+    def __init__(self, facts: m.RunFacts) -> None:
         self.facts = facts
         self.phase = RunPhase.GOING
         self.now = 0.0  # of the last event
         self.step = facts.committed  # the last that is known to be committed
         # By name: those of the plan, then the reducers of hosts that came.
-        self.places: dict[str, RunService] = {one.name: one for one in facts.services}
+        self.places: dict[str, m.RunService] = {one.name: one for one in facts.services}
         self.services = {one.name: ProcessState(one.name) for one in facts.services}
         self.workers = ProcessState(WORKERS)
         self.worker_hosts: tuple[str, ...] = ()  # of the last attempt, in the order of ranks
@@ -87,28 +67,28 @@ class RunStateMachine:
         self.reducers = self._reducers()  # hosts that workers were told
         self.code, self.why = 0, ""  # of the run's end
         self._waits_for = ""  # why workers are not started, as it was told last
-        self._out: list[RunAction] = []  # of the event that is being handled
+        self._out: list[m.RunAction] = []  # of the event that is being handled
 
-    def handle(self, event: RunEvent) -> list[RunAction]:
-        if isinstance(event, Output) or self.phase is RunPhase.ENDED:
+    def handle(self, event: m.RunEvent) -> list[m.RunAction]:
+        if isinstance(event, m.Output) or self.phase is RunPhase.ENDED:
             return []
         self.now = max(self.now, event.at)
         match event:
-            case ProcessEnded():
+            case m.ProcessEnded():
                 self._service_ended(event)
-            case ProcessRestarted():
+            case m.ProcessRestarted():
                 self._service_restarted(event.name)
-            case WorkersEnded():
+            case m.WorkersEnded():
                 self._workers_ended(event)
-            case HostLost():
+            case m.HostLost():
                 self._host_lost(event)
-            case HostCame():
+            case m.HostCame():
                 self._host_came(event)
-            case HostLeaves():
+            case m.HostLeaves():
                 self._host_leaves(event)
-            case Committed():
+            case m.Committed():
                 self._committed(event.step)
-            case StopAsked():
+            case m.StopAsked():
                 self._end(INTERRUPTED, event.why)
         self._settle()
         out, self._out = self._out, []
@@ -116,7 +96,7 @@ class RunStateMachine:
 
     # -- events --
 
-    def _service_ended(self, event: ProcessEnded) -> None:
+    def _service_ended(self, event: m.ProcessEnded) -> None:
         service = self.services.get(event.name)
         if service is None or service.phase in (ProcessPhase.WAITING, ProcessPhase.ENDED):
             return
@@ -150,7 +130,7 @@ class RunStateMachine:
             service.enter(ProcessPhase.RUNNING, self.now)
             self.left_out.discard(name)
 
-    def _workers_ended(self, event: WorkersEnded) -> None:
+    def _workers_ended(self, event: m.WorkersEnded) -> None:
         workers = self.workers
         running = workers.phase in (ProcessPhase.RUNNING, ProcessPhase.STOPPING)
         if event.attempt != self.attempt or not running:
@@ -182,7 +162,7 @@ class RunStateMachine:
                 f"{_quoted(event.said)}"
             )
 
-    def _asked_workers_ended(self, event: WorkersEnded) -> None:
+    def _asked_workers_ended(self, event: m.WorkersEnded) -> None:
         """To be started elsewhere. Those that lost a host count as failed, so that a host which
         comes and goes does not keep a run from its end for ever."""
         workers = self.workers
@@ -195,7 +175,7 @@ class RunStateMachine:
         if workers.ends >= ENDS_AT_MOST:
             self._end(1, f"hosts were lost {workers.ends} times without a committed step")
 
-    def _host_lost(self, event: HostLost) -> None:
+    def _host_lost(self, event: m.HostLost) -> None:
         host = event.host
         if host not in self.here:
             return
@@ -209,12 +189,10 @@ class RunStateMachine:
                 service.enter(ProcessPhase.WAITING, self.now)
             elif service.phase is ProcessPhase.STOPPING:
                 service.enter(ProcessPhase.ENDED, self.now)
-        workers_run = self.workers.phase is ProcessPhase.RUNNING
-        if host in self.worker_hosts and workers_run and self.phase is RunPhase.GOING:
+        if self._move_workers_from(host, "is lost", LOST_GRACE_S):
             self.lost_some = True
-            self._move_workers(f"host {host} is lost", LOST_GRACE_S)
 
-    def _host_came(self, event: HostCame) -> None:
+    def _host_came(self, event: m.HostCame) -> None:
         host = event.host
         if host in self.here and host not in self.leaving:
             return
@@ -236,18 +214,16 @@ class RunStateMachine:
         elif self.phase is RunPhase.GOING:
             self._tell(f"host {host} came: it sums for the workers from now on")
             name = reducer_name(host)
-            self.places[name] = RunService(name, host, reducer=True)
+            self.places[name] = m.RunService(name, host, reducer=True)
             self.services[name] = ProcessState(name, since=self.now)
 
-    def _host_leaves(self, event: HostLeaves) -> None:
+    def _host_leaves(self, event: m.HostLeaves) -> None:
         host = event.host
         if host not in self.here or host in self.leaving:
             return
         self.leaving.add(host)
         self._tell(f"host {host} leaves within {event.within_s:g} s{self._without(host)}")
-        workers_run = self.workers.phase is ProcessPhase.RUNNING
-        if host in self.worker_hosts and workers_run and self.phase is RunPhase.GOING:
-            self._move_workers(f"host {host} leaves", 0.8 * event.within_s)
+        self._move_workers_from(host, "leaves", 0.8 * event.within_s)
 
     def _committed(self, step: int) -> None:
         if step <= self.step:
@@ -283,14 +259,14 @@ class RunStateMachine:
         for service in due:
             service.enter(ProcessPhase.RUNNING, self.now)
             self.left_out.discard(service.name)
-            self._out.append(StartService(service.name))
+            self._out.append(m.StartService(service.name))
 
     def _set_reducers(self) -> None:
         reducers = self._reducers()
         if reducers != self.reducers:
             self._tell(f"workers sum with {', '.join(reducers) or 'no spare host'}")
             self.reducers = reducers
-            self._out.append(SetReducers(reducers))
+            self._out.append(m.SetReducers(reducers))
 
     def _run_workers(self) -> None:
         workers = self.workers
@@ -320,15 +296,18 @@ class RunStateMachine:
         self.attempt, self.worker_hosts = self.attempt + 1, hosts
         self._tell(f"starting workers on {self._described(hosts)}")
         self.workers.enter(ProcessPhase.RUNNING, self.now)
-        self._out.append(StartWorkers(self.attempt, hosts))
+        self._out.append(m.StartWorkers(self.attempt, hosts))
 
-    def _move_workers(self, cause: str, grace_s: float) -> None:
-        """They end, to be started elsewhere, or as soon as they can be."""
-        workers = self.workers
-        if workers.phase is ProcessPhase.RUNNING:
-            hosts, why = self._choose()
-            then = f"begin again on {self._described(hosts)}" if hosts else f"wait: {why}"
-            self._stop(workers, f"{cause}: workers end and {then}", grace_s)
+    def _move_workers_from(self, host: str, cause: str, grace_s: float) -> bool:
+        """Workers end where some run on this host, to be started elsewhere, or as soon as they can
+        be. Whether they do."""
+        running = self.workers.phase is ProcessPhase.RUNNING and self.phase is RunPhase.GOING
+        if not running or host not in self.worker_hosts:
+            return False
+        hosts, why = self._choose()
+        then = f"begin again on {self._described(hosts)}" if hosts else f"wait: {why}"
+        self._stop(self.workers, f"host {host} {cause}: workers end and {then}", grace_s)
+        return True
 
     def _done(self) -> None:
         if self.phase is RunPhase.GOING:
@@ -359,7 +338,7 @@ class RunStateMachine:
                     self.code, "the run failed"
                 )
             )
-            self._out.append(EndRun(self.code, self.why))
+            self._out.append(m.EndRun(self.code, self.why))
 
     def _is_down(self, process: ProcessState, grace_s: float) -> bool:
         """Ask it to end, if it was not; whether it has ended."""
@@ -375,7 +354,7 @@ class RunStateMachine:
         self._tell(text)
         process.enter(ProcessPhase.STOPPING, self.now)
         process.stop_until, process.stops = self.now + grace_s + KILL_S, 1
-        self._out.append(StopProcess(process.name, grace_s))
+        self._out.append(m.StopProcess(process.name, grace_s))
 
     def _watch_stop(self, process: ProcessState) -> None:
         """Rule 5: the wait for an end has a deadline."""
@@ -386,7 +365,7 @@ class RunStateMachine:
         if process.stops < STOPS_AT_MOST:
             self._tell(f"{waited}: killed again")
             process.stop_until, process.stops = self.now + KILL_S, process.stops + 1
-            self._out.append(StopProcess(process.name, 0.0))
+            self._out.append(m.StopProcess(process.name, 0.0))
             return
         process.enter(ProcessPhase.ENDED, self.now)
         if self.phase is RunPhase.GOING:
@@ -475,7 +454,7 @@ class RunStateMachine:
         return f"; with it {', '.join(names)}: {then}"
 
     def _tell(self, text: str) -> None:
-        self._out.append(TellUser(text))
+        self._out.append(m.TellUser(text))
 
     def check(self) -> None:
         """Assert every invariant."""

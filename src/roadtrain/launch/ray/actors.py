@@ -26,7 +26,7 @@ import ray
 from ray.exceptions import RayError
 
 from roadtrain.launch.processes import Process
-from roadtrain.launch.protocol.messages import Output, ProcessEnded, ProcessRestarted
+from roadtrain.launch.protocol.run_events import Output, ProcessEnded, ProcessRestarted
 from roadtrain.launch.ray.held_process import END_S, HeldProcess, Said, to_ray_log
 
 KEPT = 5000  # lines that wait for the supervisor, and as many ends
@@ -224,6 +224,11 @@ class WorkerMailbox:
 
     def news(self, life: str, after: int, patience_s: float) -> News:
         return self._told.news(life, after, patience_s)
+
+
+def actor_name(run: str) -> str:
+    """The name of the actor of a run's supervisor; those of its services begin with it."""
+    return f"roadtrain:{run}"
 
 
 def service_actor(run: str, process: str) -> str:

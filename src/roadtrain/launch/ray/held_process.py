@@ -20,7 +20,7 @@ from roadtrain.errors import RoadtrainError
 from roadtrain.launch.agent_link import AgentHost
 from roadtrain.launch.agents import HostAgents
 from roadtrain.launch.processes import Process
-from roadtrain.launch.protocol.messages import HostLost, Output, ProcessEnded
+from roadtrain.launch.protocol.run_events import HostLost, Output, ProcessEnded
 
 KILLED = -9
 END_S = 30.0  # a process that is killed has ended within it

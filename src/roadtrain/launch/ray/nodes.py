@@ -16,7 +16,7 @@ Pure.
                                              that came, so that somebody asks what of the run's
                                              state rested on the lost one
 
-A host stays on its node while that lives. Does NOT ask Ray (cluster.py).
+A host stays on its node while that lives. Does NOT ask Ray (ray_cluster.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from roadtrain.config.machines import PlanHost
-from roadtrain.launch.protocol.messages import HostCame, HostLeaves, HostLost, Output, RunEvent
+from roadtrain.launch.protocol.run_events import HostCame, HostLeaves, HostLost, Output, RunEvent
 
 LABEL = "roadtrain-host"
 NOTICE_S = 120.0  # of a node that is drained without a deadline, as spot machines have
@@ -42,17 +42,8 @@ class RayNode:
     label: str  # the value of its label roadtrain-host, or ""
     processors: int  # as Ray was told, not as there are
     devices: int
-    memory: int  # bytes
     leaves_in_s: float | None = None  # it is drained
     head: bool = False
-
-
-@dataclass(frozen=True)
-class GoneNode:
-    """A node that was there."""
-
-    node_id: str
-    why: str
 
 
 class HostMap:
@@ -77,9 +68,6 @@ class HostMap:
         self._instead: dict[str, str] = {}  # lost host -> the other that was told as one that came
         self._too_small: set[tuple[str, str]] = set()  # host, node: it was said
 
-    def node_of(self, host: str) -> RayNode | None:
-        return self._nodes.get(host)
-
     def address_of(self, host: str) -> str:
         """By which the others reach a host that is there: as the plan says, which may be that of
         another card than Ray's."""
@@ -102,7 +90,7 @@ class HostMap:
     def remember(self, host: str, node_id: str) -> None:
         """A host is on this node already: a service of it was found there."""
         self._had.add(host)
-        self._nodes[host] = RayNode(node_id, "", "", "", "", 0, 0, 0)
+        self._nodes[host] = RayNode(node_id, "", "", "", "", 0, 0)
 
     def tell_missing(self, at: float) -> list[RunEvent]:
         """Those of the plan that the first look has not found."""
@@ -112,9 +100,9 @@ class HostMap:
         return [HostLost(name, why, at) for name in missing]
 
     def look(
-        self, nodes: Sequence[RayNode], at: float, why: Mapping[str, str] | None = None
+        self, nodes: Sequence[RayNode], at: float, why: Callable[[str], str] = lambda node_id: ""
     ) -> list[RunEvent]:
-        """What has changed. nodes: all that are alive; why: node id -> why it is not."""
+        """What has changed. nodes: all that are alive; why: of a node id, why it is not."""
         alive = {node.node_id: node for node in nodes}
         events: list[RunEvent] = []
         for host, node in list(self._nodes.items()):
@@ -124,7 +112,7 @@ class HostMap:
             del self._nodes[host]
             self._lost.add(host)
             self._before[host] = node
-            cause = (why or {}).get(node.node_id) or "it has died"
+            cause = why(node.node_id) or "it has died"
             events.append(HostLost(host, f"Ray's node {node.node_id[:8]}: {cause}", at))
         first = self._others is None
         events += self._lose_early(at)

@@ -16,24 +16,24 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
 import ray
 from ray.exceptions import RayError
 
 from roadtrain.errors import LaunchError
-from roadtrain.launch.home import LAUNCHED, RunHome, RunState
-from roadtrain.launch.processes import Process, Role
-from roadtrain.launch.protocol.messages import ProcessEnded
-from roadtrain.launch.ray import cluster
-from roadtrain.launch.ray.actors import is_there, kill_named, service_actors
+from roadtrain.launch.home import RunHome, RunState, StartPhase
+from roadtrain.launch.processes import THREADS, Process, Role
+from roadtrain.launch.protocol.run_events import ProcessEnded
+from roadtrain.launch.ray import ray_cluster
+from roadtrain.launch.ray.actors import actor_name, is_there, kill_named, service_actors
 from roadtrain.launch.ray.held_process import HeldProcess, Said, to_ray_log
+from roadtrain.launch.waiting import wait_until
+from roadtrain.retry import retry
 
 STARTS_S = 120.0  # the supervisor's process has the run's lock, or has refused, within it
 TRIES = 6  # of a supervisor that ends soon
 SOON_S = 60.0
 AGAIN_S = 1.0
 NAME_S = 15.0  # an actor whose run has ended is gone within it
-POLL_S = 0.1
 
 
 class SupervisedRun:
@@ -63,7 +63,7 @@ class SupervisedRun:
             self._supervise()
         finally:  # a supervisor that was killed has left its services, and what it asked for
             end_actors(self._name)
-            cluster.ask_for([])
+            ray_cluster.ask_for([])
             kill_named(self._name)
 
     def _supervise(self) -> None:
@@ -77,23 +77,18 @@ class SupervisedRun:
             failed = failed + 1 if time.monotonic() - began < SOON_S else 0
             if failed >= TRIES and not self._has_ended():
                 why = f"the supervisor ended {failed} times in a row: {self._said}"
-                state = msgspec.structs.replace(self._home.state(), phase="ended", code=1, why=why)
-                self._home.write_state(state)
+                self._home.write_ended(1, why)
                 return
             if failed and not self._has_ended():
                 time.sleep(AGAIN_S)
 
     def _has_ended(self) -> bool:
         """Raises LaunchError where that cannot be read, also not a little later."""
-        for _ in range(TRIES - 1):
-            with suppress(LaunchError):
-                return self._is_over(self._home.state())
-            time.sleep(AGAIN_S)
-        return self._is_over(self._home.state())
+        return retry(lambda: self._is_over(self._home.state()), LaunchError, TRIES * AGAIN_S)
 
     def _is_over(self, state: RunState) -> bool:
         """Also where the run was launched anew meanwhile: that one has an actor of its own."""
-        launched = state.stamps.get(LAUNCHED, self._launched)
+        launched = state.stamps.get(StartPhase.LAUNCHED, self._launched)
         return state.phase == "ended" or launched != self._launched
 
     def _tell(self, event: Said) -> None:
@@ -105,11 +100,11 @@ class SupervisedRun:
 def start_supervisor(home: RunHome) -> None:
     """Returns when it has begun, or has refused the run. Raises LaunchError."""
     record = home.record()
-    cluster.connect(record.ray_address)
+    ray_cluster.connect(record.ray_address)
     try:
         _start(home, actor_name(record.name))
     finally:
-        cluster.disconnect()
+        ray.shutdown()
 
 
 def _start(home: RunHome, name: str) -> None:
@@ -118,13 +113,13 @@ def _start(home: RunHome, name: str) -> None:
     supervised = ray.remote(num_cpus=0, max_restarts=-1)(SupervisedRun).options(
         name=name,
         lifetime="detached",
-        scheduling_strategy=cluster.on_node(here),
+        scheduling_strategy=ray_cluster.on_node(here),
     )
     environment = {
         "HOME": str(Path.home()),
-        cluster.USERS_THREADS: os.environ.get(cluster.THREADS, ""),
+        ray_cluster.USERS_THREADS: os.environ.get(THREADS, ""),
     }
-    launched = home.state().stamps.get(LAUNCHED)
+    launched = home.state().stamps.get(StartPhase.LAUNCHED)
     actor = supervised.remote(str(home.path), name, environment, launched)
     try:
         _await_supervisor(home)
@@ -135,24 +130,18 @@ def _start(home: RunHome, name: str) -> None:
 
 
 def _await_supervisor(home: RunHome) -> None:
-    deadline = time.monotonic() + STARTS_S
-    while not home.is_supervised() and home.state().phase != "ended":
-        if time.monotonic() > deadline:
-            raise LaunchError(f"the supervisor did not begin on Ray within {STARTS_S:.0f} s")
-        time.sleep(POLL_S)
+    if not wait_until(lambda: home.is_supervised() or home.state().phase == "ended", STARTS_S):
+        raise LaunchError(f"the supervisor did not begin on Ray within {STARTS_S:.0f} s")
 
 
 def _await_name(home: RunHome, name: str) -> None:
     """The actor of a run that has just ended lives for a moment. Raises LaunchError."""
-    deadline = time.monotonic() + NAME_S
-    while is_there(name):
-        if home.is_supervised() or time.monotonic() > deadline:
-            raise LaunchError(
-                f"the cluster has an actor {name}: a run of this name is alive there",
-                hint="another --name, or roadtrain launch --stop"
-                f" {home.name} where it was launched",
-            )
-        time.sleep(POLL_S)
+    wait_until(lambda: home.is_supervised() or not is_there(name), NAME_S)
+    if is_there(name):
+        raise LaunchError(
+            f"the cluster has an actor {name}: a run of this name is alive there",
+            hint=f"another --name, or roadtrain launch --stop {home.name} where it was launched",
+        )
 
 
 def end_actors(run: str) -> None:
@@ -167,15 +156,10 @@ def is_alive(home: RunHome) -> bool:
     """Whether there is an actor that starts the run's supervisor again."""
     record = home.record()
     try:
-        cluster.connect(record.ray_address)
+        ray_cluster.connect(record.ray_address)
     except LaunchError:  # the actor is on this host: it may come again while its node is there
-        return cluster.has_node_here(record.ray_address)
+        return ray_cluster.has_node_here(record.ray_address)
     try:
         return is_there(actor_name(record.name))
     finally:
-        cluster.disconnect()
-
-
-def actor_name(run: str) -> str:
-    """Of a run's supervisor; those of its services begin with it."""
-    return f"roadtrain:{run}"
+        ray.shutdown()

@@ -39,8 +39,7 @@ from ray.util.placement_group import (
 
 from roadtrain.errors import LaunchError
 from roadtrain.launch.processes import Process, WorkerSet
-from roadtrain.launch.protocol.messages import ProcessEnded, WorkersEnded
-from roadtrain.launch.ray.cluster import THREADS
+from roadtrain.launch.protocol.run_events import ProcessEnded, WorkersEnded
 from roadtrain.launch.ray.held_process import (
     END_S,
     KILLED,
@@ -296,30 +295,15 @@ def trainer_of(
     )
 
 
-def with_threads(
-    workers: WorkerSet, nodes: Mapping[str, RayNode], users: str
-) -> tuple[WorkerSet, str]:
-    """Ray gives each worker one thread, as it has one processor: each gets its share of its node's
-    processors instead, where the user has not said how many (users), and a sentence that says so.
-    Nodes of one machine share its processors: threads that wait for each other's processor are
-    several times as slow. What the job sets stays."""
+def threads_of(workers: WorkerSet, nodes: Mapping[str, RayNode]) -> dict[str, int]:
+    """Threads of each worker, by host: its share of its node's processors. Ray would give it one,
+    as it has one processor. Nodes of one machine share its processors: threads that wait for each
+    other's processor are several times as slow."""
     on = Counter(nodes[process.host].host_name for process in workers.processes)
-    share = {
+    return {
         process.host: max(1, nodes[process.host].processors // on[nodes[process.host].host_name])
         for process in workers.processes
     }
-    processes = [
-        process
-        if THREADS in process.environment
-        else replace(
-            process,
-            environment={**process.environment, THREADS: users or str(share[process.host])},
-        )
-        for process in workers.processes
-    ]
-    counts = " or ".join(map(str, sorted({*share.values()})))
-    line = f"{THREADS} is not set: each worker computes with {counts} thread(s)"
-    return replace(workers, processes=tuple(processes)), "" if users else line
 
 
 def remove_old_places() -> None:

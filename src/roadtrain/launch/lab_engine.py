@@ -23,8 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from roadtrain.config.job import load_job
 from roadtrain.config.plan_file import PlanFile
-from roadtrain.errors import ConfigError, LaunchError, RoadtrainError
+from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.lab import (
     LabHost,
     LoopDevice,
@@ -38,8 +39,10 @@ from roadtrain.lab import (
 from roadtrain.launch.agent_link import AgentHost
 from roadtrain.launch.agents import HostAgents
 from roadtrain.launch.here import worker_threads
+from roadtrain.launch.home import LaunchRecord, RunHome, StartPhase
 from roadtrain.launch.lab_shape import LabSsd, check_rates, lab_shape
-from roadtrain.launch.protocol.messages import Output
+from roadtrain.launch.protocol.run_events import Output
+from roadtrain.storage import mark as run_mark
 from roadtrain.storage.direct import free_nbytes
 from roadtrain.storage.rates import storage_rates
 from roadtrain.units import GIB, parse_rate
@@ -56,6 +59,8 @@ class LabEngine(HostAgents):
 
     Raises ConfigError for a cluster that no lab can be, LaunchError where an agent is not ready.
     """
+
+    verbs = f"{HostAgents.verbs}, rate HOST NIC RATE, link A B RATE"
 
     def __init__(self, plan_file: PlanFile, mark: str, directory: Path) -> None:
         if plan_file.cluster is None or plan_file.machines is None:
@@ -89,31 +94,21 @@ class LabEngine(HostAgents):
         super().close()
         self._made.close()
 
-    def addresses(self) -> dict[str, str]:
-        """Host -> by which the others reach it."""
-        return {name: self._address(name) for name in self._shape.hosts}
-
     def tell(self, words: Sequence[str]) -> str:
         match words:
             case ["rate", host, nic, rate] if nic.isdecimal():
                 cards = self._lab_host(host).nics
                 if int(nic) >= len(cards):
                     raise LaunchError(f"host {host} has {len(cards)} cards, 0 is the first")
-                cards[int(nic)].set_rate(_rate(rate))
+                cards[int(nic)].set_rate(parse_rate(rate))
                 return f"card {nic} of {host} carries {rate} from now on"
             case ["link", one, other, rate]:
                 links = self._network.links
                 if (link := links.get((one, other)) or links.get((other, one))) is None:
                     raise LaunchError(f"there is no link between {one!r} and {other!r}")
-                link.set_rate(_rate(rate))
+                link.set_rate(parse_rate(rate))
                 return f"the link between {one} and {other} carries {rate} from now on"
-        try:
-            return super().tell(words)
-        except LaunchError as error:
-            more = (
-                "" if not error.hint.startswith("leaves") else ", rate HOST NIC RATE, link A B RATE"
-            )
-            raise LaunchError(str(error).partition("\nhint: ")[0], hint=error.hint + more) from None
+        return super().tell(words)
 
     def _new_host(self, name: str) -> AgentHost | None:
         return self._agent_host(name) if name in self._shape.hosts else None
@@ -209,8 +204,22 @@ class LabEngine(HostAgents):
             shutil.rmtree(kept_memory(mark))
 
 
-def lab_engine(plan_file: PlanFile, mark: str, directory: Path) -> LabEngine:
-    return LabEngine(plan_file, mark, directory)
+def lab_engine(plan_file: PlanFile, record: LaunchRecord) -> LabEngine:
+    """Raises LaunchError."""
+    home = RunHome.of(record.name)
+    directory = home.path / "lab"
+    begun = StartPhase.CHECKED in home.state().stamps  # by a supervisor before this one
+    if record.start == 0 and not begun and not _has_trained(home, record):
+        remove_directories(record.mark, directory)
+    return LabEngine(plan_file, record.mark, directory)
+
+
+def _has_trained(home: RunHome, record: LaunchRecord) -> bool:
+    """Whether the run's directory knows of anything. Of one that does not, what a run of this name
+    has left on a lab's hosts is another run's, and nobody else can reach it."""
+    job = load_job(home.job_path, report=lambda _: None)
+    directory = Path(record.directory, job.run.dir)
+    return any((directory / name).exists() for name in (run_mark.NAME, "metrics.jsonl"))
 
 
 def remove_directories(mark: str, directory: Path) -> None:
@@ -235,10 +244,3 @@ def _make_mount_point(directory: Path, stack: ExitStack) -> None:
 def _remove_empty(path: Path) -> None:
     if path.is_dir() and not any(path.iterdir()):
         path.rmdir()
-
-
-def _rate(text: str) -> float:
-    try:
-        return parse_rate(text)
-    except RoadtrainError as error:
-        raise LaunchError(str(error)) from None

@@ -2,8 +2,8 @@
 space: no root needed.
 
 Stands before one target; peers connect to the relay instead. Runs in a thread of its own, or as a
-process, also on a host of the lab: `python -m roadtrain.lab.relay LISTEN:PORT TARGET:PORT` prints
-its address, then each line of its input is a method with its arguments, answered by `done`:
+process, also on a host of the lab: `python -m roadtrain.lab.bad_link LISTEN:PORT TARGET:PORT`
+prints its address, then each line of its input is a method with its arguments, answered by `done`:
 `set_rate 1e6`, `cut 1000 back`, `flip 5000 there 7`; it ends with its input. Assumes TCP. Does NOT
 lose or reorder bytes, changes none but those that `flip` asks for, and does NOT look into them.
 

@@ -7,12 +7,14 @@ An engine restarts nothing by itself, unless its users expect it to (Ray's actor
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from roadtrain.errors import LaunchError
 from roadtrain.launch.processes import HostFile, Process, WorkerSet
-from roadtrain.launch.protocol.messages import RunEvent
+from roadtrain.launch.protocol.run_events import RunEvent
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,6 @@ class HostSeen:
     name: str  # as the plan calls it, where it can be told; else as the engine does
     address: str
     devices: int  # accelerators; where there are none, 0
-    processors: int
-    memory: int  # bytes
 
 
 class LaunchEngine(Protocol):
@@ -67,3 +67,15 @@ class LaunchEngine(Protocol):
 
     def close(self) -> None:
         """End all that was started."""
+
+
+def answer_of(what: str, code: int, answer: str, last_words: str) -> Any:
+    """Decode what a command of `LaunchEngine.ask` has answered. Raises LaunchError where it failed
+    or answered no JSON."""
+    if code:
+        why = last_words.removeprefix("roadtrain: ") or "it said nothing"
+        raise LaunchError(f"{what} ended with code {code}: {why}")
+    try:
+        return json.loads(answer)
+    except ValueError as error:
+        raise LaunchError(f"{what} answered what is no JSON: {error}") from error

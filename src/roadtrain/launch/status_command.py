@@ -11,7 +11,7 @@ import msgspec
 
 from roadtrain.config.job import load_job
 from roadtrain.errors import ConfigError, LaunchError
-from roadtrain.launch.control import ask_supervisor
+from roadtrain.launch.control_socket import ask_supervisor
 from roadtrain.launch.engines import ENGINES, is_alive
 from roadtrain.launch.home import LaunchRecord, ProcessRow, RunHome, RunState
 from roadtrain.progress import show_table

@@ -27,8 +27,8 @@ from roadtrain.transport.address import address_of
 NAMESPACE = "roadtrain"  # of all our actors
 CONNECT_S = 10.0
 NODE_PROCESS, HEADS_ADDRESS = "raylet", "--gcs-address="  # Ray's process of a node
-THREADS = "OMP_NUM_THREADS"  # Ray sets it in each process of its own
-USERS_THREADS = "ROADTRAIN_USERS_THREADS"  # what it was where `launch` was typed, or ""
+# What OMP_NUM_THREADS was where `launch` was typed, or "": Ray sets it in each process of its own.
+USERS_THREADS = "ROADTRAIN_USERS_THREADS"
 HEAD = "node:__internal_head__"  # a resource of the head alone
 
 
@@ -98,10 +98,6 @@ def addresses_of(host: str) -> set[str]:
     return found | own if found & own else found
 
 
-def disconnect() -> None:
-    ray.shutdown()
-
-
 def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
     """There and nowhere else."""
     return NodeAffinitySchedulingStrategy(node_id, soft=False)
@@ -122,9 +118,10 @@ def ask_for(places: Sequence[Mapping[str, int]]) -> None:
         request_resources(bundles=[dict(place) for place in places])
 
 
-def reasons() -> dict[str, str]:
-    """Node id -> why it is dead."""
-    return {one["NodeID"]: one["DeathReasonMessage"] for one in ray.nodes() if not one["Alive"]}
+def why_dead(node_id: str) -> str:
+    """Why a node is dead, or "" where Ray does not say."""
+    dead = {node["NodeID"]: node["DeathReasonMessage"] for node in ray.nodes() if not node["Alive"]}
+    return str(dead.get(node_id, ""))
 
 
 def _node(one: dict[str, Any], leaving: dict[str, int]) -> RayNode:
@@ -142,7 +139,6 @@ def _node(one: dict[str, Any], leaving: dict[str, int]) -> RayNode:
         one["Labels"].get(LABEL, ""),
         int(resources.get("CPU", 0)),
         int(resources.get("GPU", 0)),
-        int(resources.get("memory", 0)),
         leaves_in_s,
         HEAD in resources,
     )

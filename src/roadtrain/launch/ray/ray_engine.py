@@ -26,12 +26,15 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from roadtrain.config.machines import Machines, PlanHost
+from roadtrain.config.machines import PlanHost
+from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import LaunchError
 from roadtrain.launch.agent import put_file
-from roadtrain.launch.engine import HostSeen
-from roadtrain.launch.processes import HostFile, Process, WorkerSet
-from roadtrain.launch.protocol.messages import (
+from roadtrain.launch.engines import machines_of
+from roadtrain.launch.home import LaunchRecord, RunHome, StartPhase
+from roadtrain.launch.launch_engine import HostSeen, answer_of
+from roadtrain.launch.processes import HostFile, Process, WorkerSet, with_threads
+from roadtrain.launch.protocol.run_events import (
     HostCame,
     HostLeaves,
     HostLost,
@@ -41,12 +44,13 @@ from roadtrain.launch.protocol.messages import (
     RunEvent,
     WorkersPlaced,
 )
-from roadtrain.launch.ray import cluster
+from roadtrain.launch.ray import ray_cluster
 from roadtrain.launch.ray.actors import (
     News,
     ServedProcess,
     WorkerMailbox,
     WorkerTaken,
+    actor_name,
     is_there,
     kill_named,
     service_actor,
@@ -58,7 +62,7 @@ from roadtrain.launch.ray.workers import (
     ray_workers,
     remove_old_places,
     set_environment,
-    with_threads,
+    threads_of,
 )
 
 WORKERS = "workers"  # all of them, as `stop` calls them
@@ -96,11 +100,11 @@ class _Heard:
 
 class RayEngine:
     """hosts: the plan's; spares: its spare ones. mark: names this run on the cluster. The process
-    must be connected (cluster.connect). known: host -> address of its node in starts before. begun:
-    an engine before this one had begun the run, and its services are found and left as they are;
-    else services of its name are another launch's, and are ended. directory: for what Ray Train
-    writes. Raises LaunchError where a host of the plan, not a spare one, has no node and the run
-    has not begun."""
+    must be connected (ray_cluster.connect). known: host -> address of its node in starts before.
+    begun: an engine before this one had begun the run, and its services are found and left as they
+    are; else services of its name are another launch's, and are ended. directory: for what Ray
+    Train writes. Raises LaunchError where a host of the plan, not a spare one, has no node and the
+    run has not begun."""
 
     def __init__(
         self,
@@ -130,8 +134,8 @@ class RayEngine:
         self._refuse_missing(hosts)
         self._events += self._map.tell_missing(time.monotonic())
         self._events += self._others_with_services((*hosts, *spares))
-        cluster.ask_for(self._map.places_of_workers())
-        here = cluster.on_node(ray.get_runtime_context().get_node_id())
+        ray_cluster.ask_for(self._map.places_of_workers())
+        here = ray_cluster.on_node(ray.get_runtime_context().get_node_id())
         # One that is killed comes again and knows no attempt: so the workers of this one end.
         mailbox = ray.remote(num_cpus=0, max_concurrency=64, max_restarts=-1)(WorkerMailbox)
         self._mailbox = _Heard(mailbox.options(scheduling_strategy=here).remote(), None)
@@ -141,7 +145,7 @@ class RayEngine:
         if missing and not self.goes_on:
             said = "".join(f" {one.line}" for one in self._events if isinstance(one, Output))
             was_at = self._map.was_at(missing[0].name)
-            raise LaunchError(_no_node(missing[0], was_at, cluster.nodes()) + said)
+            raise LaunchError(_no_node(missing[0], was_at, ray_cluster.nodes()) + said)
 
     def _others_with_services(self, plan: Sequence[PlanHost]) -> list[RunEvent]:
         """Hosts that came to an engine before this one, and still sum."""
@@ -156,7 +160,7 @@ class RayEngine:
     def hosts(self) -> Sequence[HostSeen]:
         self._look()
         return [
-            HostSeen(name, self._map.address_of(name), node.devices, node.processors, node.memory)
+            HostSeen(name, self._map.address_of(name), node.devices)
             for name, node in self._map.hosts.items()
         ]
 
@@ -165,13 +169,7 @@ class RayEngine:
         code, answer, said = self._call(
             host, ask_here, (tuple(words), json.dumps(told)), ASK_S, what
         )
-        if code:
-            why = said.removeprefix("roadtrain: ") or "it said nothing"
-            raise LaunchError(f"{what} ended with code {code}: {why}")
-        try:
-            return json.loads(answer)
-        except ValueError as error:
-            raise LaunchError(f"{what} answered what is no JSON: {error}") from error
+        return answer_of(what, code, answer, said)
 
     def put(self, host: str, file: HostFile) -> None:
         refused = self._call(host, put_file, (file,), PUT_S, f"writing {file.path} on {host}")
@@ -182,9 +180,9 @@ class RayEngine:
         self, host: str, do: Callable[..., Any], words: tuple[Any, ...], within_s: float, what: str
     ) -> Any:
         task = ray.remote(num_cpus=0, max_retries=0)(do)
-        ref = task.options(scheduling_strategy=cluster.on_node(self._node(host).node_id)).remote(
-            *words
-        )
+        ref = task.options(
+            scheduling_strategy=ray_cluster.on_node(self._node(host).node_id)
+        ).remote(*words)
         try:
             return ray.get(ref, timeout=within_s)
         except GetTimeoutError as error:
@@ -194,7 +192,7 @@ class RayEngine:
             raise LaunchError(f"{what}: {_first_line(error)}") from error
 
     def _node(self, host: str) -> RayNode:
-        if (node := self._map.node_of(host)) is None:
+        if (node := self._map.hosts.get(host)) is None:
             known = ", ".join(self._map.hosts)
             raise LaunchError(f"host {host} is no node of the cluster now", hint=f"it has {known}")
         return node
@@ -220,7 +218,7 @@ class RayEngine:
             known.process = process
             known.actor.begin.remote(process)
             return
-        node = self._map.node_of(process.host)
+        node = self._map.hosts.get(process.host)
         if node is None:
             why = f"its host {process.host} is no node of the cluster now"
             self._events.append(ProcessEnded(process.name, KILLED, time.monotonic(), why))
@@ -232,7 +230,7 @@ class RayEngine:
         named = served.options(
             name=service_actor(self._mark, process.name),
             lifetime="detached",
-            scheduling_strategy=cluster.on_node(node.node_id),
+            scheduling_strategy=ray_cluster.on_node(node.node_id),
         )
         deadline = time.monotonic() + NAME_S
         while True:
@@ -252,8 +250,8 @@ class RayEngine:
         for process in workers.processes:
             self._node(process.host)
         nodes = self._map.hosts
-        users = os.environ.get(cluster.USERS_THREADS, "")
-        workers, line = with_threads(workers, nodes, users)
+        users = os.environ.get(ray_cluster.USERS_THREADS, "")
+        workers, line = with_threads(workers, threads_of(workers, nodes), users)
         if line:
             self._events.append(Output(WORKERS, workers.processes[0].host, line))
         with suppress(RayError, RuntimeError):
@@ -293,7 +291,7 @@ class RayEngine:
     def _look(self) -> None:
         """At the nodes."""
         self._looked_at = time.monotonic()
-        found = self._map.look(cluster.nodes(), self._looked_at, _Reasons())
+        found = self._map.look(ray_cluster.nodes(), self._looked_at, ray_cluster.why_dead)
         for event in found:
             if isinstance(event, HostLost):
                 self._forget_services(event.host)
@@ -425,21 +423,8 @@ class RayEngine:
             with suppress(RayError):
                 ray.kill(service.actor, no_restart=True)
         self._services.clear()
-        cluster.ask_for([])
+        ray_cluster.ask_for([])
         self._remove_directory()
-
-
-class _Reasons(Mapping[str, str]):
-    """Node id -> why it is dead; asked for only where one is."""
-
-    def __getitem__(self, node_id: str) -> str:
-        return cluster.reasons()[node_id]
-
-    def __iter__(self) -> Any:
-        return iter(cluster.reasons())
-
-    def __len__(self) -> int:
-        return len(cluster.reasons())
 
 
 def ask_here(words: Sequence[str], told: str) -> tuple[int, str, str]:
@@ -504,22 +489,18 @@ def _no_node(host: PlanHost, was_at: str, nodes: Sequence[RayNode]) -> str:
     )
 
 
-def ray_engine(
-    machines: Machines,
-    mark: str,
-    address: str,
-    *,
-    known: Mapping[str, str],
-    begun: bool,
-    directory: Path,
-) -> RayEngine:
+def ray_engine(plan_file: PlanFile, record: LaunchRecord) -> RayEngine:
     """This process becomes a driver of the cluster. Raises LaunchError."""
-    cluster.connect(address)
+    home = RunHome.of(record.name)
+    machines, state = machines_of(plan_file), home.state()
+    begun = StartPhase.CHECKED in state.stamps
+    ray_cluster.connect(record.ray_address)
     return RayEngine(
         machines.hosts,
-        mark,
+        actor_name(record.name),
         spares=machines.spares,
-        known=known,
+        # an older run of this name may have left them, where this one never had workers
+        known=home.addresses() if begun or state.attempt >= 0 else {},
         begun=begun,
-        directory=directory,
+        directory=home.path / "ray",
     )

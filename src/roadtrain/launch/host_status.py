@@ -1,4 +1,4 @@
-"""`python -m roadtrain.launch.run_status`: what `roadtrain status` says of a launched run, on a
+"""`python -m roadtrain.launch.host_status`: what `roadtrain status` says of a launched run, on a
 host with workers: {"directory": RUN, "first": true} on standard input, {"step": N, "code": 0,
 "lines": [...], "stages": [TABLE, ...]} on standard output. Does NOT import torch.
 """

@@ -1,0 +1,146 @@
+"""Follow a launched run: print its lines, how long its first step took, and how it has ended."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from contextlib import ExitStack, suppress
+
+from roadtrain.errors import LaunchError
+from roadtrain.launch.control_socket import ControlClient
+from roadtrain.launch.engines import is_alive
+from roadtrain.launch.home import LaunchRecord, RunHome, RunState, StartPhase
+from roadtrain.launch.logs import LogTail
+from roadtrain.launch.supervisor_process import REFUSED, ask_to_stop
+from roadtrain.launch.waiting import POLL_S
+
+INTERRUPTED = 130  # the exit code of a run that was stopped
+WHAT_TOOK = {
+    StartPhase.READY: "the supervisor and its engine",
+    StartPhase.CHECKED: "the checks",
+    StartPhase.SERVICES: "starting services",
+    StartPhase.WORKERS: "starting workers",
+    StartPhase.PLACED: "places of workers",
+    StartPhase.IMPORTED: "Python and imports of worker 0",
+    StartPhase.JOINED: "text, model and servers",
+    StartPhase.STEPPED: "the first step",
+}
+WHOSE = {
+    StartPhase.READY: "engine",
+    StartPhase.PLACED: "engine",
+    StartPhase.IMPORTED: "Python and imports",
+}  # else ours
+
+
+def follow(home: RunHome, record: LaunchRecord, offset: int = 0, *, detach: bool = False) -> int:
+    """Print the run's lines, from `offset` bytes on, until it has ended; its exit code. `detach`:
+    only say where it is found."""
+    if detach:
+        print(f"run {home.name} is starting: roadtrain status {home.name}")
+        return 0
+    stops = record.if_launcher_dies == "stop"
+    with ExitStack() as stack:
+        try:
+            greeting = stack.enter_context(LauncherHello(home)) if stops else None
+            show_until_end(home, offset, greeting)
+        except KeyboardInterrupt:
+            if not stops:
+                print(
+                    f"\nrun {home.name} goes on: `roadtrain launch --stop {home.name}` ends it,"
+                    f" --logs {home.name} shows it"
+                )
+                return INTERRUPTED
+            print("\nstopping after this step")
+            offset = log_size(home)
+            ask_to_stop(home)
+            show_until_end(home, offset)
+    if home.record().start != record.start:  # by --replan or --resume of another terminal
+        print(f"run {home.name} was started again: `roadtrain launch --logs {home.name}` shows it")
+        return INTERRUPTED
+    return report_end(home)
+
+
+class LauncherHello:
+    """The hello of a launcher that the run is to end with: also to a supervisor that was started
+    again."""
+
+    def __init__(self, home: RunHome) -> None:
+        self._home = home
+        self._client: ControlClient | None = None
+
+    def say(self) -> None:
+        """Unless the supervisor has heard it, or there is none now."""
+        if self._client is not None and not self._client.gone:
+            return
+        self.close()
+        with suppress(LaunchError):
+            client = ControlClient(self._home)
+            try:
+                client.ask("hello")
+            except LaunchError:
+                client.close()
+            else:
+                self._client = client
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+        self._client = None
+
+    def __enter__(self) -> LauncherHello:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def show_until_end(home: RunHome, offset: int, greeting: LauncherHello | None = None) -> None:
+    tail, first_shown = LogTail(home, offset), False
+    while True:
+        if greeting is not None:
+            greeting.say()
+        alive = is_alive(home)  # before its last lines are read
+        for line in tail.lines():
+            print(line)
+        if not first_shown and (text := first_step(home.state(), home.record().engine)):
+            first_shown = True
+            print(text)
+        if not alive:
+            return
+        time.sleep(POLL_S)
+
+
+def log_size(home: RunHome) -> int:
+    return home.all_log.stat().st_size if home.all_log.exists() else 0
+
+
+def report_end(home: RunHome) -> int:
+    """Print how a run has ended; its exit code."""
+    state = home.state()
+    if state.phase != "ended":
+        raise LaunchError(
+            f"the supervisor of {home.name} was killed, and all that it had started with it",
+            hint=f"roadtrain launch --resume {home.name} goes on at the committed step",
+        )
+    if state.code == REFUSED:
+        raise LaunchError(state.why)
+    end = {0: "is done", INTERRUPTED: "is stopped"}.get(state.code, "failed")
+    print(f"run {home.name} {end}: {state.why}")
+    return state.code if state.code in (0, INTERRUPTED) else 1
+
+
+def first_step(state: RunState, engine: str) -> str:
+    """What the time from nothing to the first step was, once it is known: whose it was, and for
+    what."""
+    stamps = state.stamps
+    if not {StartPhase.LAUNCHED, StartPhase.STEPPED} <= stamps.keys():
+        return ""
+    whose, parts = dict.fromkeys(("engine", "Python and imports", "ours"), 0.0), []
+    for before, after in itertools.pairwise(phase for phase in StartPhase if phase in stamps):
+        took_s = max(0.0, stamps[after] - stamps[before])
+        whose[WHOSE.get(after, "ours")] += took_s
+        parts.append(f"{WHAT_TOOK[after]} {took_s:.1f} s")
+    names = {"engine": "Ray" if engine == "ray" else f"engine `{engine}`"}
+    sums = ", ".join(f"{names.get(name, name)} {took_s:.1f} s" for name, took_s in whose.items())
+    whole_s = stamps[StartPhase.STEPPED] - stamps[StartPhase.LAUNCHED]
+    return f"first step {whole_s:.1f} s after launch: {sums} ({', '.join(parts)})"

@@ -1,0 +1,18 @@
+"""Wait for something that nobody tells of: look again and again, with a deadline (Rule 5)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+POLL_S = 0.2
+
+
+def wait_until(condition: Callable[[], bool], within_s: float, poll_s: float = POLL_S) -> bool:
+    """Whether the condition came true in time."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(poll_s)
+    return True
