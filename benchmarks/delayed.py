@@ -50,7 +50,7 @@ from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab import LoopDevice, Throttle, lab_available
 from roadtrain.servers.serve import SessionHost
 from roadtrain.training.build import build_model, build_optimizer
-from roadtrain.training.train import Training, held_out_loss, place_job, step
+from roadtrain.training.placed_job import Training, held_out_loss, place_job, step
 from roadtrain.transport.tcp import TcpOptions
 from roadtrain.units import MIB, parse_bytes, show_rate
 

@@ -22,7 +22,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from roadtrain.chunks import MAX_CHUNK
 from roadtrain.errors import ConfigError
-from roadtrain.options.names import Former, Report, did_you_mean, in_words_of_now
+from roadtrain.options.names import did_you_mean
 from roadtrain.options.schema import (
     Count,
     Flag,
@@ -33,7 +33,6 @@ from roadtrain.options.schema import (
     Texts,
     Whole,
     checked,
-    flat,
     keys_of,
     merged,
     read_toml,
@@ -283,11 +282,6 @@ class CompressSection(Section):
     )
 
 
-def _kept_of(percent: Any) -> Any:
-    """Of the percent of the gradient's bytes, indices included, the fraction of its elements."""
-    return percent / 100 / 2 if isinstance(percent, int | float) else percent
-
-
 class PredictedSection(Section):
     """What the plan promised that `roadtrain launch` runs; it writes this."""
 
@@ -310,21 +304,6 @@ class LaunchedSection(Section):
 
 def _parallelism_table(given: object) -> object:
     return {"auto": True} if given == "auto" else given
-
-
-FAN_IN_KEYS = ("switches", "wire", "window", "multicast")  # that the first edition did not have
-FORMER_KEYS = {
-    "store.dirs": Former("store.files"),
-    "store.servers": Former("servers.addresses"),
-    **{
-        f"store.{name}": Former(f"servers.{name}")
-        for name in ServersSection.model_fields
-        if name not in ("addresses", *FAN_IN_KEYS)
-    },
-    "compress.topk": Former("compress.keep", _kept_of),
-    "compress.gradients": Former("compress.downcast"),
-    "optimizer.staleness": Former("optimizer.delay"),
-}
 
 
 class Job(Section):
@@ -351,14 +330,6 @@ class Job(Section):
         return None if self.run.memory_limit is None else parse_bytes(self.run.memory_limit)
 
     @property
-    def host_nbytes(self) -> int | None:
-        return None if self.budget.host is None else parse_bytes(self.budget.host)
-
-    @property
-    def device_nbytes(self) -> int | None:
-        return None if self.budget.device is None else parse_bytes(self.budget.device)
-
-    @property
     def lossy(self) -> dict[str, Any]:
         """What is on that makes training lossy or late (Rule 2); empty by default. Each step's
         metrics have it."""
@@ -372,8 +343,7 @@ class Job(Section):
 
     def changed(self, overrides: Mapping[str, Any]) -> Job:
         """This job with dotted keys set. Raises ConfigError."""
-        words = in_words_of_now(overrides, FORMER_KEYS, lambda _: None)
-        return make_job(merged(self.model_dump(exclude_none=True), words))
+        return make_job(merged(self.model_dump(exclude_none=True), overrides))
 
     def to_toml(self, leave_out: Iterable[tuple[str, str]] = ()) -> str:
         """Directories inside the run directory are written as `{run}`, so that a copy of it
@@ -400,7 +370,7 @@ def job_of_run(run: str) -> Job:
         raise ConfigError(
             f"{run} is not a run directory: it has no job.toml", hint="it is the job's --run.dir"
         )
-    job = load_job(path, report=lambda _: None)
+    job = load_job(path)
     if job.run_dir.resolve() == Path(run).resolve():
         return job
     files = [moved(d, job.run.dir, str(run)) for d in job.store.files]
@@ -415,7 +385,7 @@ def check_own(path: str, job: Job) -> None:
         (home / name).exists() for name in ("mark.json", "metrics.jsonl")
     ):
         return
-    named = load_job(path, report=lambda _: None).run_dir
+    named = load_job(path).run_dir
     there = [job.run.dir, *job.store.files]
     if named.resolve() == home.resolve() or not any(
         Path(d).resolve().is_relative_to(named.resolve()) for d in there
@@ -430,24 +400,20 @@ def check_own(path: str, job: Job) -> None:
     )
 
 
-def load_job(
-    path: str | Path, overrides: Mapping[str, Any] | None = None, report: Report = print
-) -> Job:
-    """Read a job file, put `overrides` (dotted key -> value) over it, resolve. `report` hears of
-    each key of the first edition what it is now. Raises ConfigError."""
-    tree = merged({}, in_words_of_now(flat(read_toml(path, "job file")), FORMER_KEYS, report))
-    tree = merged(tree, in_words_of_now(overrides or {}, FORMER_KEYS, report))
+def load_job(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Job:
+    """Read a job file, put `overrides` (dotted key -> value) over it, resolve. Raises
+    ConfigError."""
+    tree = merged(read_toml(path, "job file"), overrides or {})
     run = tree.setdefault("run", {})
     if isinstance(run, dict) and not run.get("dir"):
         run["dir"] = f"runs/{Path(path).stem}"
-    return make_job(tree, report, f"{path} and the command line" if overrides else str(path))
+    return make_job(tree, f"{path} and the command line" if overrides else str(path))
 
 
-def make_job(tree: Mapping[str, Any], report: Report = print, where: str = "job") -> Job:
+def make_job(tree: Mapping[str, Any], where: str = "job") -> Job:
     """Of nested plain data. `where`: the file, for errors. Raises ConfigError naming the key and
     the nearest valid one."""
-    words = in_words_of_now(flat(tree), FORMER_KEYS, report)
-    job = checked(Job, merged({}, words), where)
+    job = checked(Job, tree, where)
     here = [] if job.servers.addresses else job.store.files
     files = [d.replace("{run}", job.run.dir) for d in here]
     left = [d.replace("{run}", job.run.dir) for d in job.store.moved_from]
@@ -504,14 +470,13 @@ _FREE_KEYS = ("model.config.", "optimizer.options.")
 
 def _kind(key: str) -> Any:
     """The type of a key's values; None for one below a free table."""
-    section, _, name = FORMER_KEYS.get(key, Former(key)).now.partition(".")
+    section, _, name = key.partition(".")
     field = keys_of(Job.model_fields[section].annotation).get(name)
     return None if field is None else field.annotation
 
 
 def _check_key(key: str) -> None:
-    known = {k for k, _, _ in all_keys()} | FORMER_KEYS.keys()
-    if not key.startswith(_FREE_KEYS) and key not in known:
+    if not key.startswith(_FREE_KEYS) and key not in {known for known, _, _ in all_keys()}:
         raise unknown_key(Job, key.split("."))
 
 

@@ -91,7 +91,7 @@ def _without_supervisor(home: RunHome, record: LaunchRecord, report: Callable[[s
         return 1
     report(f"run {home.name} on {record.engine}: ended, {state.why}")
     if not ENGINES[record.engine].supervise:  # its hosts were this one
-        job = load_job(home.job_path, report=lambda _: None)
+        job = load_job(home.job_path)
         directory = Path(record.directory, job.run.dir)
         if (directory / "job.toml").is_file():
             status.of_ended(str(directory), report)

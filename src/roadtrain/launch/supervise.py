@@ -106,7 +106,7 @@ def begun(
     """The engine, and the run that it can run. Raises RoadtrainError, with nothing left, where
     anything is wrong."""
     plan_file = load_plan_file(home.plan_path)
-    job = load_job(home.job_path, report=logs.tell)
+    job = load_job(home.job_path)
     engine = engine or ENGINES[record.engine].make(plan_file, record)
     try:
         addresses = {seen.name: seen.address for seen in engine.hosts()}
