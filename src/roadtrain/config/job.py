@@ -34,6 +34,7 @@ from roadtrain.options.schema import (
     Whole,
     checked,
     keys_of,
+    meaning_of,
     merged,
     read_toml,
     refusing,
@@ -47,44 +48,33 @@ OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "adagrad", "rmsprop")
 
 
 class RunSection(Section):
-    dir: str = Field(default="", description="run directory; default runs/NAME-OF-THE-JOB-FILE")
-    steps: Whole = Field(default=1000, description="train up to this step")
-    minutes: Number | None = Field(
-        default=None, gt=0, description="stop after so long; the same command goes on"
-    )
-    memory_limit: SizeText | None = Field(
-        default=None,
-        description="hard limit of a process's memory, enforced by the system, as `1.5GiB`",
-    )
-    device: str = Field(
-        default="",
-        description="cpu, cuda (each worker's own one) or cuda:N; default: cuda where there is one",
-    )
-    seed: Integer = Field(default=0, description="of initial parameters, data order and dropout")
-    new_store: Flag = Field(
-        default=False,
-        description=(
-            "go on with the store that is there, or a new one, whatever the run has trained"
-        ),
-    )
-    log_every: Count = Field(
-        default=1, description="a line every so many steps where no progress bar can be drawn"
-    )
+    dir: str = ""
+    """run directory; default runs/NAME-OF-THE-JOB-FILE"""
+    steps: Whole = 1000
+    """train up to this step"""
+    minutes: Number | None = Field(default=None, gt=0)
+    """stop after so long; the same command goes on"""
+    memory_limit: SizeText | None = None
+    """hard limit of a process's memory, enforced by the system, as `1.5GiB`"""
+    device: str = ""
+    """cpu, cuda (each worker's own one) or cuda:N; default: cuda where there is one"""
+    seed: Integer = 0
+    """of initial parameters, data order and dropout"""
+    new_store: Flag = False
+    """go on with the store that is there, or a new one, whatever the run has trained"""
+    log_every: Count = 1
+    """a line every so many steps where no progress bar can be drawn"""
 
 
 class ModelSection(Section):
-    config: dict[str, Any] = Field(
-        default={}, description="a transformers config: model_type and its own keys"
-    )
-    pretrained: str | None = Field(
-        default=None, description="folder of config.json and safetensors"
-    )
-    dtype: Literal["fp32", "bf16", "fp16"] = Field(
-        default="fp32", description="of parameters in compute"
-    )
-    blocks: Texts | None = Field(
-        default=None, description="names of the modules to stream; default: found"
-    )
+    config: dict[str, Any] = {}
+    """a transformers config: model_type and its own keys"""
+    pretrained: str | None = None
+    """folder of config.json and safetensors"""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """of parameters in compute"""
+    blocks: Texts | None = None
+    """names of the modules to stream; default: found"""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -96,47 +86,37 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    paths: Texts = Field(
-        default=[f"{sysconfig.get_path('stdlib')}/**/*.py"],
-        description=(
-            "files, folders or globs; default: the source of this Python's standard library"
-        ),
-    )
+    paths: Texts = [f"{sysconfig.get_path('stdlib')}/**/*.py"]
+    """files, folders or globs; default: the source of this Python's standard library"""
     seq_len: Count = 256
-    batch_size: Count = Field(default=8, description="rows of one forward pass")
-    held_out: Number = Field(
-        default=0.01, lt=1, description="fraction of the tokens never trained on"
-    )
-    tokenizer: str = Field(default="bytes", description="`bytes`, or the path of a tokenizer.json")
+    batch_size: Count = 8
+    """rows of one forward pass"""
+    held_out: Number = Field(default=0.01, lt=1)
+    """fraction of the tokens never trained on"""
+    tokenizer: str = "bytes"
+    """`bytes`, or the path of a tokenizer.json"""
 
 
 class OptimizerSection(Section):
     name: str = Field(default="adamw", description=f"{', '.join(OPTIMIZERS)}, or MODULE:CLASS")
     lr: Number = 3e-4
-    weight_decay: Number | None = Field(
-        default=None, description="default: the optimizer's own, as all below"
-    )
+    weight_decay: Number | None = None
+    """default: the optimizer's own, as all below"""
     betas: tuple[Number, Number] | None = None
     eps: Number | None = None
     momentum: Number | None = None
-    options: dict[str, Any] = Field(
-        default={}, description="any other argument of the optimizer's class"
-    )
-    schedule: Literal["constant", "cosine", "linear"] = Field(
-        default="constant", description="of lr over run.steps"
-    )
+    options: dict[str, Any] = {}
+    """any other argument of the optimizer's class"""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """of lr over run.steps"""
     warmup_steps: Whole = 0
-    clip_norm: Number | None = Field(
-        default=None, gt=0, description="clip the gradient's global norm"
-    )
-    accumulate: Count = Field(default=1, description="forward and backward passes a step")
-    delay: Whole | Literal["none"] = Field(
-        default=0,
-        description=(
-            "updates that a step's parameters may lack; 1: a step computes while the last one's"
-            " updates run; `none`: no bound"
-        ),
-    )
+    clip_norm: Number | None = Field(default=None, gt=0)
+    """clip the gradient's global norm"""
+    accumulate: Count = 1
+    """forward and backward passes a step"""
+    delay: Whole | Literal["none"] = 0
+    """updates that a step's parameters may lack; 1: a step computes while the last one's updates
+    run; `none`: no bound"""
 
     @field_validator("name")
     @classmethod
@@ -150,35 +130,27 @@ class OptimizerSection(Section):
 
 
 class StoreSection(Section):
-    files: Texts = Field(
-        default=["{run}/store"],
-        description="a directory for each server of this host; [] keeps all in RAM",
-    )
-    rates: list[Number] | Literal["measured"] | None = Field(
-        default=None,
-        description=(
-            "relative rates of the directories, or `measured`: a new store is spread by them"
-        ),
-    )
-    direct: Flag = Field(default=True, description="direct I/O where the file system takes it")
-    moved_from: Texts = Field(
-        default=[], description="directories that the store rested in and shall leave"
-    )
-    chunk_elements: Count = Field(
-        default=MAX_CHUNK, description="parameters of a unit that is transferred and stored"
-    )
+    files: Texts = ["{run}/store"]
+    """a directory for each server of this host; [] keeps all in RAM"""
+    rates: list[Number] | Literal["measured"] | None = None
+    """relative rates of the directories, or `measured`: a new store is spread by them"""
+    direct: Flag = True
+    """direct I/O where the file system takes it"""
+    moved_from: Texts = []
+    """directories that the store rested in and shall leave"""
+    chunk_elements: Count = MAX_CHUNK
+    """parameters of a unit that is transferred and stored"""
 
 
 class SwitchSection(Section):
     """A switch that sums the workers' gradients."""
 
-    address: str = Field(description="HOST:PORT of its `roadtrain serve --switch`")
-    parent: str = Field(default="", description="the switch above it; default: the server is")
-    workers: list[Whole] = Field(
-        default=[],
-        description="ranks (with servers.relay: hosts) that send to it; default: of the only switch"
-        " all",
-    )
+    address: str
+    """HOST:PORT of its `roadtrain serve --switch`"""
+    parent: str = ""
+    """the switch above it; default: the server is"""
+    workers: list[Whole] = []
+    """ranks (with servers.relay: hosts) that send to it; default: of the only switch all"""
 
 
 def _switch_tables(given: object) -> object:
@@ -190,51 +162,34 @@ def _switch_tables(given: object) -> object:
 
 
 class ServersSection(Section):
-    addresses: Texts = Field(
-        default=[], description="HOST:PORT of each `roadtrain serve`, instead of store.files"
-    )
-    token_file: str | None = Field(
-        default=None, description="file (mode 600) with the servers' token"
-    )
-    ca: str | None = Field(
-        default=None, description="TLS: PEM file that the servers' certificates are known by"
-    )
-    cert: str | None = Field(
-        default=None, description="TLS: PEM file of this worker's certificate, if demanded"
-    )
-    key: str | None = Field(default=None, description="TLS: PEM file of its key")
-    connections: Count = Field(default=1, description="TCP connections to each server")
-    relay: SizeText | None = Field(
-        default=None, description="host bytes for a process that communicates for the workers"
-    )
-    buffering: Literal["auto", "all", "none"] = Field(
-        default="auto",
-        description="blocks kept from forward to backward: what fits and pays, all, none",
-    )
-    replicas: Count = Field(
-        default=1, le=2, description="2: two servers hold each chunk, any one may die"
-    )
-    give_up: Texts = Field(
-        default=[],
-        description="HOST:PORT of servers whose contents do not count at a start that is in doubt",
-    )
-    switches: Annotated[list[SwitchSection], BeforeValidator(_switch_tables)] = Field(
-        default=[],
-        description="switches that sum gradients on their way: HOST:PORT of the only, or tables",
-    )
-    wire: Wire = Field(
-        default="int32", description="what an element of a gradient travels as to switches"
-    )
-    window: Count = Field(
-        default=WINDOW,
-        ge=WINDOWS[0],
-        le=WINDOWS[-1],
-        description="packets of a job that are under way to switches, a power of two",
-    )
-    multicast: Literal["auto", "off"] = Field(
-        default="auto",
-        description="auto: the network copies parameters to all where it can; off: switches do",
-    )
+    addresses: Texts = []
+    """HOST:PORT of each `roadtrain serve`, instead of store.files"""
+    token_file: str | None = None
+    """file (mode 600) with the servers' token"""
+    ca: str | None = None
+    """TLS: PEM file that the servers' certificates are known by"""
+    cert: str | None = None
+    """TLS: PEM file of this worker's certificate, if demanded"""
+    key: str | None = None
+    """TLS: PEM file of its key"""
+    connections: Count = 1
+    """TCP connections to each server"""
+    relay: SizeText | None = None
+    """host bytes for a process that communicates for the workers"""
+    buffering: Literal["auto", "all", "none"] = "auto"
+    """blocks kept from forward to backward: what fits and pays, all, none"""
+    replicas: Count = Field(default=1, le=2)
+    """2: two servers hold each chunk, any one may die"""
+    give_up: Texts = []
+    """HOST:PORT of servers whose contents do not count at a start that is in doubt"""
+    switches: Annotated[list[SwitchSection], BeforeValidator(_switch_tables)] = []
+    """switches that sum gradients on their way: HOST:PORT of the only, or tables"""
+    wire: Wire = "int32"
+    """what an element of a gradient travels as to switches"""
+    window: Count = Field(default=WINDOW, ge=WINDOWS[0], le=WINDOWS[-1])
+    """packets of a job that are under way to switches, a power of two"""
+    multicast: Literal["auto", "off"] = "auto"
+    """auto: the network copies parameters to all where it can; off: switches do"""
 
     @model_validator(mode="after")
     def _fan_in_is_a_tree(self) -> Self:
@@ -257,49 +212,35 @@ class ServersSection(Section):
 
 
 class BudgetSection(Section):
-    host: SizeText | None = Field(
-        default=None, description="bytes of host memory, as `900MiB`; default: no limit"
-    )
-    device: SizeText | None = Field(
-        default=None,
-        description="bytes of the accelerator for parameters and gradients; default: no limit",
-    )
+    host: SizeText | None = None
+    """bytes of host memory, as `900MiB`; default: no limit"""
+    device: SizeText | None = None
+    """bytes of the accelerator for parameters and gradients; default: no limit"""
 
 
 class CompressSection(Section):
-    keep: Number | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="fraction of a gradient's elements that is sent, the largest; default: all",
-    )
-    error_feedback: Flag = Field(
-        default=False, description="add to the next gradient what was not sent"
-    )
-    downcast: Literal["bf16", "fp16"] | None = Field(
-        default=None,
-        description="what gradients of fp32 parameters travel to servers in; default: fp32",
-    )
+    keep: Number | None = Field(default=None, gt=0, lt=1)
+    """fraction of a gradient's elements that is sent, the largest; default: all"""
+    error_feedback: Flag = False
+    """add to the next gradient what was not sent"""
+    downcast: Literal["bf16", "fp16"] | None = None
+    """what gradients of fp32 parameters travel to servers in; default: fp32"""
 
 
 class PredictedSection(Section):
     """What the plan promised that `roadtrain launch` runs; it writes this."""
 
-    seconds: Number = Field(
-        default=0.0, description="of a step, by the plan that is run; 0: nothing is predicted"
-    )
-    stages: dict[str, dict[str, Number]] = Field(
-        default={}, description="of each pipeline stage (`stage 0`) seconds of Forward, Wait, ..."
-    )
+    seconds: Number = 0.0
+    """of a step, by the plan that is run; 0: nothing is predicted"""
+    stages: dict[str, dict[str, Number]] = {}
+    """of each pipeline stage (`stage 0`) seconds of Forward, Wait, ..."""
 
 
 class LaunchedSection(Section):
     """What `roadtrain launch` knows of the run that it starts; it writes this."""
 
-    committed: Whole = Field(
-        default=0,
-        description="a step that the run has committed: a start that finds less is refused",
-    )
+    committed: Whole = 0
+    """a step that the run has committed: a start that finds less is refused"""
 
 
 def _parallelism_table(given: object) -> object:
@@ -460,7 +401,7 @@ def all_keys() -> Iterator[tuple[str, str, str]]:
             yield (
                 f"{section}.{name}",
                 "" if default is None else str(default),
-                sub.description or "",
+                meaning_of(sub),
             )
 
 

@@ -31,7 +31,7 @@ from roadtrain.servers import health
 from roadtrain.servers.trace import Stages
 from roadtrain.stages.parallelism import Parallelism
 from roadtrain.training.job_options import RETRY_S, servers_of
-from roadtrain.training.placed_job import Training, place_job, step
+from roadtrain.training.placed_job import PlacedJob, place_job, step
 
 # steps before: kernels are compiled, files are grown, reads and writes tried mixed and in bursts
 WARM = 8
@@ -52,7 +52,7 @@ class Measured:
     shape: ModelShape
 
 
-def plan_of(training: Training) -> Plan:
+def plan_of(training: PlacedJob) -> Plan:
     """The simulator's words for a job and its workers."""
     job, optimizer = training.job, training.optimizer
     size = ITEMSIZE[job.model.dtype]

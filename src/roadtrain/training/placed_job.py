@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -25,6 +26,7 @@ from roadtrain.training.build import build_model, build_optimizer, prepared, tok
 from roadtrain.training.data import Tokens
 from roadtrain.training.job_options import placed_options
 from roadtrain.training.memory_limit import ENFORCED_BY
+from roadtrain.training.metrics import was_away
 from roadtrain.training.run_files import mark_of
 from roadtrain.training.schedule import set_learning_rate
 from roadtrain.training.step_record import StepRecord
@@ -37,9 +39,10 @@ HELD_OUT_BATCHES = 8
 MOST_THREADS = 16  # under run.memory_limit: a stack counts 8 MiB, touched or not
 
 
-@dataclass(frozen=True)
-class Training:
-    """A job with its model placed. `optimizer`: what place() returned."""
+@dataclass
+class PlacedJob:
+    """A job with its model placed, which training/train.py's loop drives as it does a StagedJob.
+    `optimizer`: what place() returned."""
 
     job: Job
     model: torch.nn.Module
@@ -52,6 +55,119 @@ class Training:
     words: WorkerWords | None = None
     # Forward and Backward, without what was waited in them; the rest is the optimizer's
     stages: Stages = field(default_factory=Stages)
+    mark: Mark | None = None  # of the run directory, where training goes on there
+    report: Report = silent
+    stopped: str = ""  # why all workers stop after the last step
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def steps_done(self) -> int:
+        return int(self.optimizer.steps_done)
+
+    def is_away(self, lines: Path) -> bool:
+        """Whether its lines are of other steps: of another store, or trained while this worker was
+        away."""
+        served = bool(self.job.servers.addresses)
+        fresh = self.mark is not None and self.mark.fresh
+        return fresh or (served and was_away(lines, self.steps_done))
+
+    def begin(self) -> None:
+        """Say what the run takes of the disk, and what its memory is limited to."""
+        job, plain = self.job, show_bytes(self._plain_nbytes)
+        self.keep()
+        if used := disk_bytes(job):
+            self.report(f"files: {show_bytes(used)} in {', '.join(job.store.files)}")
+        if job.limit_nbytes is not None:
+            self.report(
+                f"memory: this process gets at most {show_bytes(job.limit_nbytes)}, enforced by"
+                f" {ENFORCED_BY}; plain training of this model needs {plain}"
+            )
+        self.tokens.begun = True
+
+    def why(self, stop: Stop) -> str:
+        """Why no further step is trained, the same on all workers; "" where one is."""
+        return self.stopped if self.words else stop.why()
+
+    def step(self, stop: Stop) -> StepRecord:
+        """Train the next step."""
+        optimizer, words, late = self.optimizer, self.words, self.job.optimizer.delay
+        norm = math.nan
+
+        def before(loss: float) -> None:
+            nonlocal norm
+            if late == 1:  # of the step before: asking waits
+                norm = optimizer.grad_norm()
+            if words is not None:
+                words.say(loss, tokens_of(self.job), stop.why())
+
+        loss, lr = step(self, self.steps_done, before)
+        if not late:
+            norm = optimizer.grad_norm()
+        told = words.hear(self.steps_done) if words else None
+        self.stopped = (stop.why() or told.why) if told is not None and told.why else ""
+        stages = self.stages.take() | optimizer.stages()
+        witness = Witness.of(optimizer.session.servers.history)
+        record = StepRecord(
+            loss,
+            norm,
+            lr,
+            tokens_of(self.job),
+            {name: (stage.seconds, stage.nbytes) for name, stage in stages.items()},
+            (0, self.rank),
+            {} if witness is None else {"session": witness.last},
+            optimizer.memory()["resident"],
+        )
+        return self._of_all(record, told)
+
+    def _of_all(self, own: StepRecord, told: StepOfAll | None) -> StepRecord:
+        """Worker 0's line is of the whole run: the mean loss and all tokens. With a delay the other
+        losses of the step are not known yet, and the line says whose loss it has."""
+        if self.words is None or self.rank:
+            return own
+        if self.words.lag or told is None:
+            more = {**own.more, "loss_of": "worker 0"}
+            return replace(own, tokens=own.tokens * self.group.workers, more=more)
+        return replace(own, loss=told.loss, tokens=told.tokens)
+
+    def keep(self, *, now: bool = False) -> None:
+        """A step's line is written, so its commit may be told of."""
+        if self.rank == 0 and self.mark is not None:
+            self.mark.advance(self.optimizer.committed_step, now=now)
+
+    def abandon(self) -> None:
+        """Commit nothing more: a step's line could not be written."""
+        self.optimizer.abandon()
+
+    def finish(self, why: str) -> None:
+        """Commit the last step. `why`: training ends before run.steps."""
+        self.optimizer.flush()
+        self.keep(now=True)
+        if why:
+            self.report(
+                f"{why}: step {self.optimizer.committed_step} is committed; the same command goes"
+                " on from there"
+            )
+
+    def held_out_loss(self) -> float | None:
+        return held_out_loss(self)
+
+    @property
+    def _plain_nbytes(self) -> int:
+        return int(self.optimizer.memory()["plain"])
+
+    def rows(self, summary: Summary, totals: Totals, program: str) -> list[tuple[str, str]]:
+        """The table at the end. `program`: how roadtrain was called."""
+        return rows(self.job, summary, totals, self._plain_nbytes, program)
+
+    def __enter__(self) -> Self:
+        self.optimizer.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.optimizer.__exit__(*error)
 
     def clip(self) -> None:
         """Loss scaling is still on the gradients, so the limit is scaled too (torch refuses to
@@ -69,10 +185,10 @@ def open_placed(job: Job, report: Report) -> PlacedJob:
         torch.set_num_threads(MOST_THREADS)
         report(f"memory: {MOST_THREADS} threads compute, the stack of each counts")
     mark = mark_of(job, report)
-    return PlacedJob(place_job(job, report, mark), mark, report)
+    return place_job(job, report, mark)
 
 
-def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Training:
+def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> PlacedJob:
     """Text, model, optimizer, and the one line that places them. `mark`: of the run directory,
     where the state that it knows of is meant. Raises RoadtrainError."""
     job, tokens, device = prepared(job, report)
@@ -102,12 +218,12 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Tra
     )
     stages = NetStages(optimizer.session.stages)
     words = WorkerWords(optimizer) if optimizer.group.workers > 1 else None
-    group = optimizer.group
-    return Training(job, model, optimizer, scaler, tokens, device, group, words, stages)
+    placed = (job, model, optimizer, scaler, tokens, device, optimizer.group, words, stages)
+    return PlacedJob(*placed, mark, report)
 
 
 def step(
-    training: Training, number: int, before: Callable[[float], None] | None = None
+    training: PlacedJob, number: int, before: Callable[[float], None] | None = None
 ) -> tuple[float, float]:
     """Step `number` (from 0): its mean loss and its learning rate. `before`: called with the loss
     before the optimizer's step."""
@@ -146,7 +262,7 @@ def loss_of(
 
 
 @torch.no_grad()
-def held_out_loss(training: Training, batches: int = HELD_OUT_BATCHES) -> float | None:
+def held_out_loss(training: PlacedJob, batches: int = HELD_OUT_BATCHES) -> float | None:
     """Mean over at most `batches` held-out batches; None where none are held out."""
     job, model = training.job, training.model
     if not job.data.held_out:
@@ -158,120 +274,6 @@ def held_out_loss(training: Training, batches: int = HELD_OUT_BATCHES) -> float 
     return sum(losses) / len(losses) if losses else None
 
 
-class PlacedJob:
-    """What training/train.py's loop drives."""
-
-    def __init__(self, training: Training, mark: Mark, report: Report) -> None:
-        self.training, self.report, self._mark = training, report, mark
-        self.job, self.rank = training.job, training.optimizer.group.rank
-        self.fresh, self.shared = mark.fresh, bool(self.job.servers.addresses)
-        self._stopped = ""  # why all workers stop after the last step
-        self._norms: list[float] = []  # of a step whose norm was asked for before its end
-
-    @property
-    def steps_done(self) -> int:
-        return int(self.training.optimizer.steps_done)
-
-    def begin(self) -> None:
-        """Say what the run takes of the disk, and what its memory is limited to."""
-        job, plain = self.job, self._plain_nbytes
-        self.keep()
-        if used := disk_bytes(job):
-            self.report(f"files: {show_bytes(used)} in {', '.join(job.store.files)}")
-        if job.limit_nbytes is not None:
-            self.report(
-                f"memory: this process gets at most {show_bytes(job.limit_nbytes)}, enforced by"
-                f" {ENFORCED_BY}; plain training of this model needs {show_bytes(plain)}"
-            )
-        self.training.tokens.begun = True
-
-    def why(self, stop: Stop) -> str:
-        return self._stopped if self.training.words else stop.why()
-
-    def step(self, stop: Stop) -> StepRecord:
-        training, optimizer, words = self.training, self.training.optimizer, self.training.words
-        late, norms = self.job.optimizer.delay, self._norms
-
-        def before(loss: float) -> None:
-            if late == 1:  # the norm of the step before: asking waits
-                norms.append(optimizer.grad_norm())
-            if words is not None:
-                words.say(loss, tokens_of(self.job), stop.why())
-
-        loss, lr = step(training, optimizer.steps_done, before)
-        if not late:
-            norms.append(optimizer.grad_norm())
-        told = words.hear(optimizer.steps_done) if words else None
-        self._stopped = _why(told, stop.why())
-        stages = training.stages.take() | optimizer.stages()
-        record = StepRecord(
-            loss,
-            norms.pop() if norms else math.nan,
-            lr,
-            tokens_of(self.job),
-            {name: (stage.seconds, stage.nbytes) for name, stage in stages.items()},
-            (0, self.rank),
-            {} if (witness := self._witness) is None else {"session": witness.last},
-            optimizer.memory()["resident"],
-        )
-        return self._of_all(record, told)
-
-    @property
-    def _witness(self) -> Witness | None:
-        return Witness.of(self.training.optimizer.session.servers.history)
-
-    def _of_all(self, own: StepRecord, told: StepOfAll | None) -> StepRecord:
-        """Worker 0's line is of the whole run: the mean loss and all tokens. With a delay the other
-        losses of the step are not known yet, and the line says whose loss it has."""
-        words, group = self.training.words, self.training.group
-        if words is None or group.rank:
-            return own
-        if words.lag or told is None:
-            more = {**own.more, "loss_of": "worker 0"}
-            return replace(own, tokens=own.tokens * group.workers, more=more)
-        return replace(own, loss=told.loss, tokens=told.tokens)
-
-    def keep(self) -> None:
-        if self.rank == 0:
-            self._mark.advance(self.training.optimizer.committed_step)
-
-    def abandon(self) -> None:
-        self.training.optimizer.abandon()
-
-    def finish(self, why: str) -> None:
-        optimizer = self.training.optimizer
-        optimizer.flush()
-        if self.rank == 0:
-            self._mark.advance(optimizer.committed_step, now=True)
-        if why:
-            self.report(
-                f"{why}: step {optimizer.committed_step} is committed; the same command goes on"
-                " from there"
-            )
-
-    def held_out_loss(self) -> float | None:
-        return held_out_loss(self.training)
-
-    @property
-    def _plain_nbytes(self) -> int:
-        return int(self.training.optimizer.memory()["plain"])
-
-    def rows(self, summary: Summary, totals: Totals, program: str) -> list[tuple[str, str]]:
-        return rows(self.job, summary, totals, self._plain_nbytes, program)
-
-    def __enter__(self) -> Self:
-        self.training.optimizer.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.training.optimizer.__exit__(*error)
-
-
 def tokens_of(job: Job) -> int:
     """Tokens of a worker's step."""
     return job.data.batch_size * job.data.seq_len * job.optimizer.accumulate
-
-
-def _why(told: StepOfAll | None, own: str) -> str:
-    """Why the run ends after this step, which all workers say alike; "" where it goes on."""
-    return (own or told.why) if told is not None and told.why else ""

@@ -13,6 +13,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -31,6 +32,7 @@ from roadtrain.training.build import build_model, build_optimizer, prepared, tok
 from roadtrain.training.data import Tokens
 from roadtrain.training.export_stages import newest
 from roadtrain.training.job_options import check, stage_options
+from roadtrain.training.metrics import was_away
 from roadtrain.training.run_files import mark_of
 from roadtrain.training.schedule import set_learning_rate
 from roadtrain.training.step_record import StepRecord
@@ -101,8 +103,6 @@ class StagedJob:
     device: torch.device
     report: Report = print
     stopped: bool = False
-    fresh = False  # another store than the mark's was refused
-    shared = True
 
     @property
     def rank(self) -> int:
@@ -115,6 +115,9 @@ class StagedJob:
     @property
     def num_microbatches(self) -> int:
         return self.training.joined.options.num_microbatches
+
+    def is_away(self, lines: Path) -> bool:
+        return was_away(lines, self.steps_done)
 
     def begin(self) -> None:
         """Nothing is to be said: parallelize() has."""

@@ -9,84 +9,26 @@ parameters or gradients travel.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Protocol, Self
 
 from roadtrain.config.job import Job
-from roadtrain.progress import progress, show_table
+from roadtrain.progress import Report, progress, show_table
 from roadtrain.storage.direct import make_directory
 from roadtrain.training.memory_limit import limited
-from roadtrain.training.metrics import Metrics, was_away
-from roadtrain.training.placed_job import open_placed
+from roadtrain.training.metrics import Metrics
+from roadtrain.training.placed_job import PlacedJob, open_placed
 from roadtrain.training.run_files import lines_of, write_job
-from roadtrain.training.staged_job import open_staged
-from roadtrain.training.step_record import StepRecord
+from roadtrain.training.staged_job import StagedJob, open_staged
 from roadtrain.training.stop import INTERRUPTED, Stop
 from roadtrain.training.summary import Summary, Totals
-
-Report = Callable[[str], None]
-
-
-class TrainedJob(Protocol):
-    """A job's part on this process, at the last committed step."""
-
-    @property
-    def job(self) -> Job: ...
-
-    @property
-    def report(self) -> Report:
-        """Silent on all ranks but the first, which speaks for all."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def steps_done(self) -> int: ...
-
-    @property
-    def fresh(self) -> bool:
-        """Whether metrics.jsonl tells of another store."""
-
-    @property
-    def shared(self) -> bool:
-        """Whether others may have trained steps while this process was away."""
-
-    def begin(self) -> None:
-        """The file of lines is open; steps follow."""
-
-    def why(self, stop: Stop) -> str:
-        """Why no further step is trained, the same on all processes; "" where one is."""
-
-    def step(self, stop: Stop) -> StepRecord:
-        """Train the next step."""
-
-    def keep(self) -> None:
-        """Commit what may be committed once the step's line is written."""
-
-    def abandon(self) -> None:
-        """Commit nothing more: a step's line could not be written."""
-
-    def finish(self, why: str) -> None:
-        """Commit the last step. `why`: training ends before run.steps."""
-
-    def held_out_loss(self) -> float | None:
-        """Mean over held-out batches; None where none are held out."""
-
-    def rows(self, summary: Summary, totals: Totals, program: str) -> list[tuple[str, str]]:
-        """The table at the end. `program`: how roadtrain was called."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 def train(job: Job, report: Report = print, program: str = "roadtrain") -> Summary:
     """Train `job` from its last committed step up to run.steps. `program`: how the command that
     goes on begins. Raises RoadtrainError."""
+    opened = open_staged if job.parallelism.used else open_placed
     with limited(job.limit_nbytes):
         stop = Stop(job.run.minutes)  # its time runs from here
         make_directory(job.run_dir)
-        opened = open_staged if job.parallelism.used else open_placed
         with opened(job, report) as run, stop.heard(run.report):
             why, totals = train_steps(run, stop)
             run.finish(why)
@@ -96,11 +38,10 @@ def train(job: Job, report: Report = print, program: str = "roadtrain") -> Summa
             return summary
 
 
-def train_steps(run: TrainedJob, stop: Stop) -> tuple[str, Totals]:
+def train_steps(run: PlacedJob | StagedJob, stop: Stop) -> tuple[str, Totals]:
     """The steps that are left. Returns why it ended before run.steps, or nothing."""
     job, lines, done, totals = run.job, lines_of(run.job, run.rank), run.steps_done, Totals()
-    away = run.shared and was_away(lines, done)
-    with Metrics(lines, done, fresh=run.fresh or away) as metrics:
+    with Metrics(lines, done, fresh=run.is_away(lines)) as metrics:
         if run.rank == 0:
             write_job(job)  # now that nothing was refused
         if metrics.note:
