@@ -15,7 +15,7 @@ SRC = Path(__file__).parents[2] / "src" / "roadtrain"
 # From the ground up, as the design lists them: a room imports only rooms of lines above its own. Rooms
 # on one line do not import each other; the single files of one line may.
 ORDER = (
-    ("errors", "units", "chunks", "retry", "progress"),
+    ("errors", "units", "chunks", "retry"),
     ("options",),
     ("kernels",),
     ("device",),
@@ -41,7 +41,6 @@ STILL_UP = {
     ("placement/request.py", "roadtrain.switch.options"),
     ("placement/request.py", "roadtrain.switch.packets"),
     ("placement/stores.py", "roadtrain.switch.options"),
-    ("progress.py", "roadtrain.config.job"),
     ("relay/relay.py", "roadtrain.switch.link"),
     ("relay/relay.py", "roadtrain.switch.options"),
     ("servers/remote_servers.py", "roadtrain.relay.relay"),
@@ -55,7 +54,7 @@ STILL_UP = {
     ("sums/service_sums.py", "roadtrain.stages.control"),
     ("sums/service_sums.py", "roadtrain.stages.parallel_options"),
 }
-LOOSE_MODULES = 9
+LOOSE_MODULES = 8
 PURE = ("options", "config", "simulator")
 NEVER_IN_PURE = {"torch", "socket", "threading", "asyncio", "time"}
 FILE_LINES = 900  # formatted: until the house is rebuilt (decision 0021)

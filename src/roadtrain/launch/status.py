@@ -14,8 +14,8 @@ from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.launch.control import ask_supervisor
 from roadtrain.launch.engines import ENGINES, is_alive
 from roadtrain.launch.home import LaunchRecord, ProcessRow, RunHome, RunState
-from roadtrain.progress import show_table
 from roadtrain.training import status
+from roadtrain.training.progress import show_table
 from roadtrain.units import show_seconds
 
 UP = "running"

@@ -19,8 +19,8 @@ from roadtrain.device.copies import own_device
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.lion import Lion
 from roadtrain.options.names import did_you_mean
-from roadtrain.progress import Report
 from roadtrain.training.data import Tokens, need
+from roadtrain.training.progress import Report
 
 _OWN = (
     torch.optim.AdamW,

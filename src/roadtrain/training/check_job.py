@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from roadtrain.config.job import Job, make_job
 from roadtrain.errors import RoadtrainError
 from roadtrain.placement.request import Request
-from roadtrain.progress import silent
 from roadtrain.servers.worker_group import WorkerGroup
 from roadtrain.stages.tensor_families import family_plan
 from roadtrain.training.build import build_model
 from roadtrain.training.job_options import placed_options, stage_options
+from roadtrain.training.progress import silent
 
 SECRETS = ("token_file", "ca", "cert", "key")  # files that are only where the job is run
 

@@ -16,7 +16,6 @@ import torch
 
 from roadtrain.config.job import Job
 from roadtrain.placement.place import place
-from roadtrain.progress import Report, silent
 from roadtrain.servers.trace import NetStages, Stages
 from roadtrain.servers.worker_group import WorkerGroup
 from roadtrain.storage.history import Witness
@@ -27,6 +26,7 @@ from roadtrain.training.data import Tokens
 from roadtrain.training.job_options import placed_options
 from roadtrain.training.memory_limit import ENFORCED_BY
 from roadtrain.training.metrics import was_away
+from roadtrain.training.progress import Report, silent
 from roadtrain.training.run_files import mark_of
 from roadtrain.training.schedule import set_learning_rate
 from roadtrain.training.step_record import StepRecord

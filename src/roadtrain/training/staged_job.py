@@ -20,7 +20,6 @@ import torch
 
 from roadtrain.config.job import Job
 from roadtrain.errors import ConfigError
-from roadtrain.progress import Report, silent
 from roadtrain.stages.parallel_training import ParallelTraining
 from roadtrain.stages.parallelize import parallelize
 from roadtrain.stages.rank_meeting import LAUNCH_NAMES, launch_of
@@ -33,6 +32,7 @@ from roadtrain.training.data import Tokens
 from roadtrain.training.export_stages import newest
 from roadtrain.training.job_options import check, stage_options
 from roadtrain.training.metrics import was_away
+from roadtrain.training.progress import Report, silent
 from roadtrain.training.run_files import mark_of
 from roadtrain.training.schedule import set_learning_rate
 from roadtrain.training.step_record import StepRecord

@@ -16,11 +16,11 @@ from typing import Any
 
 from roadtrain.config.job import Job, job_of_run
 from roadtrain.errors import ConfigError, PeerError
-from roadtrain.progress import describe, show_table
 from roadtrain.servers import health
 from roadtrain.sums.rendezvous import Wanted
 from roadtrain.training.metrics import read_metrics
 from roadtrain.training.predicted import RECENT, compared
+from roadtrain.training.progress import describe, show_table
 from roadtrain.transport.address import address_of, tls_of, token_of
 from roadtrain.transport.plugins import link_options
 from roadtrain.transport.tcp import TcpOptions

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from roadtrain.progress import Report
+from roadtrain.training.progress import Report
 
 INTERRUPTED = "interrupted"
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from roadtrain.config.job import Job
 from roadtrain.config.machines import LAUNCHED_AS
-from roadtrain.progress import limited_by
 from roadtrain.training import memory_limit
+from roadtrain.training.progress import limited_by
 from roadtrain.units import show_bytes, show_rate, show_seconds
 
 FEW = 5  # the most steps that a first or last loss is the mean of

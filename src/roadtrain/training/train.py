@@ -11,11 +11,11 @@ from __future__ import annotations
 import time
 
 from roadtrain.config.job import Job
-from roadtrain.progress import Report, progress, show_table
 from roadtrain.storage.direct import make_directory
 from roadtrain.training.memory_limit import limited
 from roadtrain.training.metrics import Metrics
 from roadtrain.training.placed_job import PlacedJob, open_placed
+from roadtrain.training.progress import Report, progress, show_table
 from roadtrain.training.run_files import lines_of, write_job
 from roadtrain.training.staged_job import StagedJob, open_staged
 from roadtrain.training.stop import INTERRUPTED, Stop

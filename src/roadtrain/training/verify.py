@@ -29,13 +29,13 @@ from roadtrain.kernels.rule import Rule
 from roadtrain.kernels.sum import sum_squares
 from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.placement.optimizer import amp_of
-from roadtrain.progress import Report, silent
 from roadtrain.storage.convert import MASTER
 from roadtrain.storage.rates import storage_rates
 from roadtrain.streaming.grads import PlacedGrad
 from roadtrain.streaming.split import DTYPES, as_numpy, split, table
 from roadtrain.training.build import build_model, build_optimizer, named
 from roadtrain.training.placed_job import PlacedJob, place_job, step
+from roadtrain.training.progress import Report, silent
 from roadtrain.units import show_bytes, show_rate
 
 
