@@ -44,7 +44,9 @@ def command(
     """
     if not Path(run).is_dir() and (home := launched(run)) is not None:
         return of_launched(home, report)
-    return status.command(run, endurance_tbw, token_file, ca, cert, key, link, report)
+    code = status.report_run(run, endurance_tbw, token_file, ca, cert, key, link, report)
+    status.report_stages(run, report)
+    return code
 
 
 def launched(name: str) -> RunHome | None:
@@ -94,7 +96,7 @@ def _without_supervisor(home: RunHome, record: LaunchRecord, report: Callable[[s
         job = load_job(home.job_path)
         directory = Path(record.directory, job.run.dir)
         if (directory / "job.toml").is_file():
-            status.of_ended(str(directory), report)
+            status.report_ended(str(directory), report)
     return int(state.code not in (0, 130))
 
 

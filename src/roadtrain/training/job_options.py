@@ -21,6 +21,8 @@ from roadtrain.stages.parallel_options import ParallelOptions
 from roadtrain.streaming.split import DTYPES
 from roadtrain.transport.address import tls_of, token_of
 
+# Whether keys are given that do not go together, which these are, and the way out
+Conflict = tuple[object, str, str]
 RETRY_S = 120.0  # servers are tried again for so long, since they may be starting too
 
 
@@ -32,34 +34,34 @@ def check(job: Job) -> None:
             raise ConfigError(what, hint=hint)
 
 
-def _placed_conflicts(job: Job) -> Iterator[tuple[object, str, str]]:
-    """(Whether keys that contradict each other are given, which, the way out)."""
+def _placed_conflicts(job: Job) -> tuple[Conflict, ...]:
     store, servers, compress = job.store, job.servers, job.compress
-    of_servers = (servers.relay, servers.give_up, servers.replicas > 1, servers.switches)
-    yield (
-        not servers.addresses and (any(of_servers) or servers.buffering != "auto"),
-        "relay, give_up, replicas, buffering or switches, and no servers are given",
-        "name them in servers.addresses",
-    )
-    yield (
-        servers.addresses and (store.rates is not None or store.moved_from),
-        "store.rates or store.moved_from, together with servers",
-        "the state rests here (store.files) or there (servers.addresses)",
-    )
-    yield (
-        compress.keep is not None and compress.downcast is not None,
-        f"compress.keep = {compress.keep} and compress.downcast = {compress.downcast!r}",
-        "what is kept of a gradient travels as it is: leave one out",
-    )
-    yield (
-        compress.error_feedback and compress.keep is None,
-        "compress.error_feedback without compress.keep",
-        "give keep, or leave it out",
+    of_servers = servers.relay or servers.give_up or servers.replicas > 1 or servers.switches
+    return (
+        (
+            not servers.addresses and (of_servers or servers.buffering != "auto"),
+            "relay, give_up, replicas, buffering or switches, and no servers are given",
+            "name them in servers.addresses",
+        ),
+        (
+            servers.addresses and (store.rates is not None or store.moved_from),
+            "store.rates or store.moved_from, together with servers",
+            "the state rests here (store.files) or there (servers.addresses)",
+        ),
+        (
+            compress.keep is not None and compress.downcast is not None,
+            f"compress.keep = {compress.keep} and compress.downcast = {compress.downcast!r}",
+            "what is kept of a gradient travels as it is: leave one out",
+        ),
+        (
+            compress.error_feedback and compress.keep is None,
+            "compress.error_feedback without compress.keep",
+            "give keep, or leave it out",
+        ),
     )
 
 
-def _staged_conflicts(job: Job) -> Iterator[tuple[object, str, str]]:
-    """(Whether a key is given that a job in stages cannot have, which, the way out)."""
+def _staged_conflicts(job: Job) -> Iterator[Conflict]:
     for key, given, hint in (
         ("compress", job.compress != CompressSection(), "parallelism.activations"),
         ("optimizer.delay", job.optimizer.delay, "leave it out"),
