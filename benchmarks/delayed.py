@@ -50,7 +50,7 @@ from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab import LoopDevice, Throttle, lab_available
 from roadtrain.servers.serve import SessionHost
 from roadtrain.training.build import build_model, build_optimizer
-from roadtrain.training.train import Training, held_out_loss, place_job, step
+from roadtrain.training.placed_job import PlacedJob, held_out_loss, place_job, step
 from roadtrain.transport.tcp import TcpOptions
 from roadtrain.units import MIB, parse_bytes, show_rate
 
@@ -211,13 +211,13 @@ def train(way: str, steps: int, small: bool) -> dict[str, Any]:
     return {"losses": losses, "seconds": seconds, "held_out": held_out, "tokens": tokens}
 
 
-def plainly(placed: Training) -> Training:
+def plainly(placed: PlacedJob) -> PlacedJob:
     """The same job in plain torch, whole, with the values that `placed` begins with."""
     model = build_model(placed.job, "cpu")
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(torch.from_numpy(placed.optimizer.read(name)))
-    return Training(
+    return PlacedJob(
         placed.job,
         model,
         build_optimizer(placed.job, model.parameters()),

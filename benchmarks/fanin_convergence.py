@@ -36,8 +36,8 @@ from roadtrain.switch.options import WIDTH
 from roadtrain.switch.packets import HEADER_NBYTES, PACKET_NBYTES
 from roadtrain.training.build import build_model, build_optimizer, fitted
 from roadtrain.training.data import Tokens
+from roadtrain.training.placed_job import loss_of
 from roadtrain.training.schedule import learning_rate
-from roadtrain.training.train import loss_of
 
 JOB = Path(roadtrain.__file__).parents[2] / "examples" / "stdlib.toml"
 STEPS, TAIL, WORKERS = 300, 20, 2

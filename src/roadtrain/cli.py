@@ -212,7 +212,7 @@ def _check_job(name: str, words: Sequence[Any], overrides: Mapping[str, Any]) ->
     ConfigError."""
     if 0 <= (number := COMMANDS[name].job_word) < len(words):
         job = importlib.import_module("roadtrain.config.job")  # pydantic
-        job.load_job(words[number], overrides, report=lambda _: None)
+        job.load_job(words[number], overrides)
 
 
 def _named(args: list[str]) -> tuple[str, list[str]]:
@@ -333,11 +333,11 @@ def _command_help(name: str) -> str:
     lines = [f"roadtrain {' '.join([name, *command.words])} [OPTIONS]", "", command.does]
     if options:
         lines += ["", "Options"]
-        lines += [f"  {_typed(key):24}{option.text}" for key, option in options.items()]
+        lines += [f"  {_typed(key) + ' ':24}{option.text}" for key, option in options.items()]
     if command.job_keys:
         lines += ["", "Keys of the job, as `--run.steps 20`; the command line goes before the file"]
         for key, default, text in importlib.import_module("roadtrain.config.job").all_keys():
-            lines.append(f"  --{key:26}{text}{f' [{default}]' if default else ''}")
+            lines.append(f"  --{key + ' ':26}{text}{f' [{default}]' if default else ''}")
     return "\n".join(lines)
 
 

@@ -14,6 +14,7 @@ import re
 import socket
 import threading
 import time
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import tomli_w
 import torch
 
 import roadtrain
@@ -132,20 +134,62 @@ def counting_spills() -> Iterator[list[int]]:
         DirectFile.write = write  # type: ignore[method-assign]
 
 
+# The words of the first edition, in which the goldens are kept -> those of now.
+SERVER_KEYS = ("relay", "buffering", "replicas", "give_up", "token_file", "ca", "cert", "key")
+JOB_KEYS = {
+    "store.dirs": "store.files",
+    "store.servers": "servers.addresses",
+    **{f"store.{name}": f"servers.{name}" for name in (*SERVER_KEYS, "connections")},
+    "compress.topk": "compress.keep",
+    "compress.gradients": "compress.downcast",
+    "optimizer.staleness": "optimizer.delay",
+}
+OPTIONS = {
+    **{f"--{then}": f"--{now}" for then, now in JOB_KEYS.items()},
+    "--topk": "--keep",
+    "--micros": "--num-microbatches",
+    "--vp": "--virtual-stages",
+    "--recompute": "--activation-checkpointing",
+}
+PERCENT = ("--topk", "--compress.topk")  # of the bytes, of which half are indices
+
+
 def command(*words: str) -> tuple[int, str]:
-    """`roadtrain WORDS`: its exit code and what it printed."""
+    """`roadtrain WORDS`: its exit code and what it printed. Options may be in the words of the
+    first edition, and so may job files, which are written anew."""
+    for path in map(Path, words):
+        for file in (path, path / "job.toml"):
+            if file.name == "job.toml" and file.is_file():
+                _translate(file)
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        code = cli.main(list(words))
+        code = cli.main(options_of_now(words))
     return code, out.getvalue()
 
 
+def options_of_now(words: Sequence[str]) -> list[str]:
+    before = ("", *words)
+    of_bytes = [word in PERCENT for word in before]
+    return [
+        str(float(word) / 200) if percent else OPTIONS.get(word, word)
+        for word, percent in zip(words, of_bytes)
+    ]
+
+
+def _translate(file: Path) -> None:
+    tree = tomllib.loads(file.read_text())
+    for then, now in JOB_KEYS.items():
+        (section, name), (to, key) = then.split("."), now.split(".")
+        if name in tree.get(section, {}):
+            given = tree[section].pop(name)
+            tree.setdefault(to, {})[key] = given / 200 if then == "compress.topk" else given
+    file.write_text(tomli_w.dumps(tree))
+
+
 def options_in(text: str) -> set[str]:
-    """The options that a help text names, and the keys of the first edition for which it names
-    one."""
+    """The options that a help text names, also in the words of the first edition."""
     named = set(re.findall(r"(?<![\w-])--[a-z](?:[\w.-]*\w)?", text))
-    former = {f"--{key}" for key, now in job.FORMER_KEYS.items() if f"--{now.now}" in named}
-    return named | former
+    return named | {then for then, now in OPTIONS.items() if now in named}
 
 
 # commands and the keys of a job
@@ -159,18 +203,20 @@ def command_names() -> list[str]:
 def job_defaults() -> dict[str, str]:
     """Every key of a job -> its default as text, those of the first edition too."""
     now = {key: default for key, default, _ in job.all_keys()}
-    return now | {key: now[former.now] for key, former in job.FORMER_KEYS.items()}
+    return now | {then: now[key] for then, key in JOB_KEYS.items()}
 
 
 def job_of(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """All keys of a job file with words of the command line over it, as a tree of plain values
     in the words of the first edition."""
-    loaded = job.load_job(path, job.parse_overrides(overrides), silent).model_dump(mode="json")
+    _translate(path)
+    words = job.parse_overrides(options_of_now(overrides))
+    loaded = job.load_job(path, words).model_dump(mode="json")
     now = {f"{section}.{name}": v for section, table in loaded.items() for name, v in table.items()}
     for key in ("run.memory_limit", "budget.device"):
         del now[key]
-    for key, former in job.FORMER_KEYS.items():
-        now[key] = now.pop(former.now)
+    for then, key in JOB_KEYS.items():
+        now[then] = now.pop(key)
     if now["compress.topk"] is not None:
         now["compress.topk"] *= 200  # percent of the bytes, of which half are indices
     tree: dict[str, Any] = {}

@@ -135,7 +135,7 @@ def test_two_workers_and_a_server(files, capsys):
 @pytest.mark.exhaustive
 @needs_devices
 def test_a_worker_with_an_ssd(files, capsys):
-    cluster, job = files('dirs = ["anywhere"]', spare=False)
+    cluster, job = files('files = ["anywhere"]', spare=False)
     Path(job).write_text('[budget]\nhost = "64MiB"\n' + Path(job).read_text())
     # writes of steps run into each other
     assert cli.main(["calibrate", cluster, job, "--lab", "--steps", "15"]) == 0
@@ -149,7 +149,7 @@ def test_a_worker_with_an_ssd(files, capsys):
 
 @pytest.mark.exhaustive
 def test_a_plan_is_verified(files, capsys):
-    cluster, _ = files("dirs = []")
+    cluster, _ = files("files = []")
     words = [
         "plan",
         cluster,
@@ -179,7 +179,7 @@ def test_a_plan_is_verified(files, capsys):
     ("store", "cluster", "says"),
     [
         ('servers = ["HOST:PORT"]', {"spare": False}, "0 kind(s) without"),
-        ("dirs = []", {"count": 2}, "2 device(s) in the first"),
+        ("files = []", {"count": 2}, "2 device(s) in the first"),
         (
             'servers = ["HOST:PORT"]',
             {"rate": "100Gbit/s"},
@@ -194,14 +194,14 @@ def test_what_the_lab_cannot_be(files, capsys, store, cluster, says):
 
 
 def test_a_model_too_large_is_refused_with_both_numbers(files, capsys):
-    cluster, job = files("dirs = []")
+    cluster, job = files("files = []")
     Path(job).write_text(Path(job).read_text().replace("hidden_size = 192", "hidden_size = 65536"))
     assert cli.main(["calibrate", cluster, job, "--lab"]) == 2
     assert re.search(r"take [\d.]+ TiB, [\d.]+ GiB are free", capsys.readouterr().err)
 
 
 def test_what_a_failed_worker_said_is_told(files, capsys):
-    cluster, job = files("dirs = []")
+    cluster, job = files("files = []")
     Path(job).write_text('[budget]\nhost = "1KiB"\n' + Path(job).read_text())
     assert cli.main(["calibrate", cluster, job, "--lab"]) == 2
     assert (

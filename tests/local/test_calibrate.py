@@ -18,7 +18,7 @@ from roadtrain.config.plan import ElementBytes, Framework, Plan, PlanMemory, pla
 from roadtrain.planner.calibrate import EXACT, learnt, stages_of
 from roadtrain.planner.calibrate_steps import Measured, plan_of
 from roadtrain.simulator.run import simulate
-from roadtrain.training.train import place_job
+from roadtrain.training.placed_job import place_job
 
 pytestmark = pytest.mark.alone
 

@@ -18,7 +18,7 @@ import roadtrain
 HOMES = vars(roadtrain)["_HOMES"]  # where the public names live
 ROOT = Path(__file__).resolve().parents[2]
 SRC = ROOT / "src" / "roadtrain"
-GROUND = ("__init__", "errors", "units", "chunks", "retry", "progress", "environment")
+GROUND = ("__init__", "errors", "units", "chunks", "retry", "environment")
 ROOMS = (
     "options",
     "kernels",

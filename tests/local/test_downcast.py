@@ -22,7 +22,7 @@ from roadtrain.servers import frames as m
 from roadtrain.servers.remote_server import RemoteServer
 from roadtrain.streaming.split import split, table
 from roadtrain.training import verify
-from roadtrain.training.train import place_job
+from roadtrain.training.placed_job import place_job
 
 STEPS = 4
 BF16, FP16 = torch.bfloat16, torch.float16

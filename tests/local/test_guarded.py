@@ -24,7 +24,7 @@ from roadtrain.servers import frames as m
 from roadtrain.servers import health, serve
 from roadtrain.sums import sums as service
 from roadtrain.sums.spare_hosts import SpareHosts
-from roadtrain.training.train import link_of
+from roadtrain.training.job_options import servers_of
 from roadtrain.transport.address import address_of, tls_of, token_of, write_token
 from roadtrain.transport.tcp import TcpOptions, Tls
 
@@ -148,7 +148,8 @@ def test_the_keys_of_a_job_and_the_options_of_commands(tls, token, tmp_path, cap
             },
         }
     )
-    assert link_of(job).tls == tls and link_of(job).token == SECRET
+    link = servers_of(job).options(1.0)
+    assert link.tls == tls and link.token == SECRET
     for words in ({"key": str(tls.key)}, {"cert": str(tmp_path / "none.pem")}):
         with pytest.raises(ConfigError):
             tls_of(words.get("cert"), words.get("key"), None)

@@ -12,7 +12,7 @@ import pytest
 
 from roadtrain.config.job import load_job
 from roadtrain.errors import BudgetError
-from roadtrain.training import train as training
+from roadtrain.training import placed_job
 from roadtrain.training.train import train
 
 pytest.importorskip("transformers")
@@ -65,7 +65,7 @@ def test_memory_that_is_refused_ends_training_with_both_numbers(
     def refused(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(training, "step", refused)
+    monkeypatch.setattr(placed_job, "step", refused)
     job = load_job(ROOT / "examples" / "moe.toml", {**overrides, "run.memory_limit": "64GiB"})
     with pytest.raises(BudgetError, match=r"the process holds .* run.memory_limit is 64.0 GiB"):
         train(job, lambda _: None)

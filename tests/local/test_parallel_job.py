@@ -25,21 +25,21 @@ from roadtrain.stages.snapshots import SnapshotOptions
 from roadtrain.stages.stage_model import MicroBatch
 from roadtrain.storage.mark import Mark
 from roadtrain.storage.safetensors_io import open_dir
-from roadtrain.training import train_parallel
+from roadtrain.training import staged_job
 from roadtrain.training.command import idle_keys
 from roadtrain.training.data import Tokens
 from roadtrain.training.export import export_run
 from roadtrain.training.export_stages import newest
-from roadtrain.training.stop import Stop
-from roadtrain.training.train import train
-from roadtrain.training.train_parallel import (
+from roadtrain.training.job_options import check
+from roadtrain.training.staged_job import (
     StagedJob,
     as_stages,
-    check,
     snapshot_options,
     told_of,
     unused,
 )
+from roadtrain.training.stop import Stop
+from roadtrain.training.train import train, train_steps
 
 JOB = """
 [run]
@@ -160,6 +160,7 @@ class OneOf:
         self.rank, self.steps_done, self.committed_step = rank, steps_done, steps_done
         self.joined = SimpleNamespace(
             options=SimpleNamespace(num_microbatches=5),
+            position=SimpleNamespace(stage=0, replica=0),
             control=SimpleNamespace(agree=lambda mine, what: [mine, *told]),
         )
         self.optimizer = SimpleNamespace(param_groups=[])
@@ -213,9 +214,9 @@ def test_all_hear_why_training_ends(job, monkeypatch, told, why):
         ("MASTER_PORT", "1"),
     ):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(train_parallel, "stage_job", lambda *_: staged)
-    monkeypatch.setattr(train_parallel, "micro_batch", lambda *_: MicroBatch((1.0,)))
-    summary = train_parallel.train_parallel(staged.job, report=lambda _: None)
+    monkeypatch.setattr(staged_job, "stage_job", lambda *_: staged)
+    monkeypatch.setattr(staged_job, "micro_batch", lambda *_: MicroBatch((1.0,)))
+    summary = train(staged.job.changed({"parallelism.dp": 1}), report=lambda _: None)
     assert (summary.stopped, summary.steps) == (why, 1)
     assert bool(training.turns) == ("interrupted" not in why)
 
@@ -225,7 +226,7 @@ def test_held_out_batches_count_alike(job, monkeypatch):
     training = OneOf()
     staged = one_of(job("held", 4), training)
     numbers = iter(range(100))
-    monkeypatch.setattr(train_parallel, "micro_batch", lambda *_: MicroBatch((next(numbers),)))
+    monkeypatch.setattr(staged_job, "micro_batch", lambda *_: MicroBatch((next(numbers),)))
     assert staged.held_out_loss() == 0.5
     assert Counter(training.turns) == {0: 5, 1: 5}
 
@@ -237,7 +238,8 @@ def test_a_rank_that_was_away_goes_on(job):
     home.mkdir()
     (home / "metrics.2.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     said = []
-    train_parallel.train_steps(staged, None, Stop(None, said.append), said.append)
+    staged.report = said.append
+    train_steps(staged, Stop(None))
     assert (home / "metrics.2.before-1.jsonl").exists() and "told of other steps" in said[0]
 
 

@@ -190,7 +190,7 @@ def test_another_store_is_refused(path: Path) -> None:
 
 
 def test_a_run_in_memory_begins_anew(path: Path) -> None:
-    job = job_of(path, store__dirs=[])
+    job = job_of(path, store__files=[])
     train(job, quiet)
     said: list[str] = []
     train(job, said.append)
@@ -198,7 +198,7 @@ def test_a_run_in_memory_begins_anew(path: Path) -> None:
     files = job_of(path, run__dir=str(path.parent / "files"))
     train(files, quiet)
     with pytest.raises(GoneError, match="RAM"):
-        train(job_of(path, run__dir=str(path.parent / "files"), store__dirs=[]), quiet)
+        train(job_of(path, run__dir=str(path.parent / "files"), store__files=[]), quiet)
 
 
 def test_a_copy_of_a_run_means_its_own_store(path: Path) -> None:
@@ -279,10 +279,10 @@ def test_every_start_is_a_session_of_the_store(path: Path) -> None:
 def test_servers_that_hold_no_store_or_an_older_one(path: Path, hosts: Any) -> None:
     """As with files: refused before anything is made there."""
     first, empty = hosts(2)
-    job = job_of(path, store__servers=[first.where])
+    job = job_of(path, servers__addresses=[first.where])
     stop_after(job, 2)
     lines = lines_of(job)
-    other = job_of(path, store__servers=[empty.where])
+    other = job_of(path, servers__addresses=[empty.where])
     for call in (
         lambda: train(other, quiet),
         lambda: cli.run(["export", str(other_run(job, empty)), "out"]),
@@ -296,7 +296,7 @@ def test_servers_that_hold_no_store_or_an_older_one(path: Path, hosts: Any) -> N
 
 def test_a_worker_of_servers_that_was_away_goes_on(path: Path, hosts: Any) -> None:
     """Others went on without its host: the lines that it wrote before are kept beside (Rule 3)."""
-    job = job_of(path, store__servers=[hosts(1)[0].where])
+    job = job_of(path, servers__addresses=[hosts(1)[0].where])
     stop_after(job, 3)
     file = job.run_dir / "metrics.jsonl"
     before = file.read_text().splitlines(keepends=True)[:1]
@@ -327,7 +327,7 @@ def test_a_full_run_directory(path: Path) -> None:
     """A typed error, each line whole or absent, and it goes on once there is room."""
     whole = job_of(path, run__dir=str(path.parent / "whole"))
     train(whole, quiet)
-    job = job_of(path, store__dirs=[str(path.parent / "store")])
+    job = job_of(path, store__files=[str(path.parent / "store")])
     job.run_dir.mkdir()
     if subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(job.run_dir)]
@@ -362,7 +362,7 @@ def test_who_is_late_does_not_wait_for_the_norm(path: Path) -> None:
     """With staleness 1 each line has the norm of the step before; with more none."""
     norms = {}
     for late in (1, 2):
-        job = job_of(path, optimizer__staleness=late, run__dir=str(path.parent / f"late{late}"))
+        job = job_of(path, optimizer__delay=late, run__dir=str(path.parent / f"late{late}"))
         train(job, quiet)
         norms[late] = [line["grad_norm"] for line in lines_of(job)]
     first, *others = norms[1]
@@ -475,7 +475,7 @@ def test_verify(path: Path, tmp_path: Path, more: dict[str, Any]) -> None:
 
 def test_verify_of_a_lossy_job_compares_placements_only(path: Path) -> None:
     shown: list[str] = []
-    assert verify.verify(job_of(path, compress__topk=10.0), 2, shown.append)
+    assert verify.verify(job_of(path, compress__keep=0.05), 2, shown.append)
     assert "lossy on purpose" in shown[-1]
 
 

@@ -16,10 +16,10 @@ from test_parallel_job import losses as job_losses
 from test_parallel_job import torchrun
 
 from roadtrain.errors import ConfigError
+from roadtrain.launch import status
 from roadtrain.servers import health
 from roadtrain.stages.parallel_options import ParallelOptions
 from roadtrain.stages.parallelism import Parallelism
-from roadtrain.training import status
 from roadtrain.transport.address import address_of, write_token
 from roadtrain.transport.tcp import TcpOptions
 

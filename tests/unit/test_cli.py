@@ -178,7 +178,7 @@ def test_benchmarks_of_items(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "job.toml").write_text(
-        '[model.config]\nmodel_type = "llama"\n[store]\ndirs = ["/a", "/b"]\n'
+        '[model.config]\nmodel_type = "llama"\n[store]\nfiles = ["/a", "/b"]\n'
     )
     assert cli.main(["status", str(tmp_path)]) == 0
     assert "0 of 1000" in capsys.readouterr().out

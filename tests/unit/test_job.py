@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from roadtrain.config.job import (
-    FORMER_KEYS,
     Job,
     all_keys,
     load_job,
@@ -41,7 +40,6 @@ def test_the_resolved_job_resolves_to_itself(path: Path, tmp_path: Path) -> None
     again = tmp_path / "job.toml"
     again.write_text(job.to_toml())
     assert load_job(again) == job
-    assert job.host_nbytes == 900 << 20
 
 
 @pytest.mark.parametrize(
@@ -138,67 +136,6 @@ def test_every_key_is_on_the_command_line_and_in_the_file(path: Path) -> None:
         section, name = key.split(".")
         assert name in tree[section] or default in ("", "{}"), key
     assert {k.partition(".")[0] for k, _, _ in all_keys()} == set(Job.model_fields)
-
-
-FORMER = (
-    MODEL
-    + """
-[optimizer]
-staleness = "none"
-[store]
-dirs = ["{run}/a"]
-servers = ["h:1", "h:2"]
-replicas = 2
-token_file = "t"
-direct = false
-[compress]
-topk = 2
-gradients = "bf16"
-"""
-)
-
-
-def test_keys_of_the_first_edition_work_with_a_line_each(tmp_path: Path) -> None:
-    file, said = tmp_path / "former.toml", list[str]()
-    file.write_text(FORMER)
-    overrides = parse_overrides(
-        ["--store.give_up", "h:1,h:2", "--store.relay=7", "--store.ca", "8"]
-    )
-    job = load_job(file, overrides, said.append)
-    servers = job.servers
-    assert (servers.addresses, servers.replicas, servers.token_file) == (["h:1", "h:2"], 2, "t")
-    assert (servers.give_up, servers.relay, servers.ca) == (["h:1", "h:2"], "7", "8")
-    assert (job.store.files, job.store.direct) == ([], False)
-    assert (job.compress.keep, job.compress.downcast, job.optimizer.delay) == (0.01, "bf16", "none")
-    assert len(said) == 10 and "`compress.topk` is `compress.keep` now; the former key" in said[5]
-    again = tmp_path / "again.toml"
-    again.write_text(job.to_toml())
-    silent = list[str]()
-    assert load_job(again, {}, silent.append) == job.changed({"store.dirs": ["x"]}).changed(
-        {"store.files": job.store.files}
-    )
-    assert not silent
-
-
-def test_the_command_line_in_former_words_goes_before_the_file(path: Path) -> None:
-    assert load_job(path, {"store.dirs": ["c"]}, lambda _: None).store.files == ["c"]
-    assert load_job(path, {"store.dirs": None}, lambda _: None).store.files == ["runs/small/store"]
-
-
-@pytest.mark.parametrize(
-    "text", ["[compress]\nkeep = 0.1\ntopk = 20\n", "[store]\ndirs = []\nfiles = []\n"]
-)
-def test_a_key_in_both_words_is_refused(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "both.toml"
-    file.write_text(MODEL + text)
-    with pytest.raises(ConfigError, match="are one key"):
-        load_job(file, {}, lambda _: None)
-
-
-def test_every_former_key_has_a_key_of_now() -> None:
-    now = {key for key, _, _ in all_keys()}
-    assert {former.now for former in FORMER_KEYS.values()} <= now
-    assert not now & FORMER_KEYS.keys()
 
 
 def test_switches_are_an_address_or_tables() -> None:

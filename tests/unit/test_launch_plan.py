@@ -10,7 +10,7 @@ import pytest
 
 from roadtrain.config.job import load_job, make_job
 from roadtrain.errors import ConfigError
-from roadtrain.training import status
+from roadtrain.launch import status
 from roadtrain.training.command import command as train
 from roadtrain.training.predicted import compared, promised
 

@@ -220,22 +220,3 @@ def test_the_command_line_and_what_sums_import_no_torch() -> None:
         " roadtrain.sums.reducer, roadtrain; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@pytest.mark.slow
-def test_former_modules_work_with_a_printed_line() -> None:
-    """In a process of its own: this one may have imported them."""
-    code = """
-from roadtrain.wire.tcp import Options
-from roadtrain.node.formats import Codec, register
-from roadtrain.kernels import codecs
-from roadtrain.transport.tcp import TcpOptions
-assert (Options, Codec, register) == (TcpOptions, codecs.Codec, codecs.register)
-import roadtrain.node.cluster
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines() == [
-        f"`roadtrain.{former}` is `roadtrain.{now}` now; the former name works in this version"
-        for former, now in (("wire.tcp", "transport.tcp"), ("node.formats", "kernels.codecs"))
-    ]
-    assert "No module named 'roadtrain.node.cluster'" in done.stderr

@@ -8,7 +8,7 @@ import pytest
 
 from roadtrain.config.job import make_job
 from roadtrain.config.machines import LAUNCHED_AS
-from roadtrain.progress import describe, shares
+from roadtrain.training.progress import describe, shares
 from roadtrain.training.summary import Summary, Totals, going_on, rows
 from roadtrain.units import show_seconds
 

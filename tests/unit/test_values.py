@@ -21,7 +21,7 @@ from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.placement.request import Request
 from roadtrain.placement.session_plan import plan_session
 from roadtrain.placement.stores import store_of
-from roadtrain.training.train import store_of as train_store_of
+from roadtrain.training.job_options import placed_options
 from roadtrain.transport.tcp import TcpOptions, Tls
 
 A, B = "10.0.0.1:7000", "10.0.0.2:7000"
@@ -238,8 +238,8 @@ def test_a_budget_of_the_host_that_cannot_do() -> None:
 
 def test_a_jobs_switches_reach_its_servers() -> None:
     job = make_job({"model": {"pretrained": "x"}, "servers": {"addresses": [A], "switches": [B]}})
-    store = train_store_of(job, moves=False)
+    store = placed_options(job, moves=False)["store"]
     assert isinstance(store, Servers) and store.route.plan == FanIn((SwitchNode(B),))  # type: ignore[attr-defined]
     alone = make_job({"model": {"pretrained": "x"}, "servers": {"switches": [B]}})
     with pytest.raises(ConfigError, match="switches, and no servers are given"):
-        train_store_of(alone, moves=False)
+        placed_options(alone, moves=False)

@@ -99,11 +99,9 @@ class Ssd(Section):
     internal: Rate = 0.0
     updates: Rate = 0.0
     price: Number = 0
-    directories: tuple[str, ...] = Field(
-        default=(),
-        description="where each is mounted, which `plan` needs for what runs; `{host}` stands for"
-        " the name of the machine",
-    )
+    directories: tuple[str, ...] = ()
+    """where each is mounted, which `plan` needs for what runs; `{host}` stands for the name of the
+    machine"""
 
     @model_validator(mode="after")
     def _one_directory_each(self) -> Self:
@@ -136,24 +134,19 @@ class Switch(Section):
     """Of the network, or a machine beside it that runs `roadtrain serve --switch` (`rate`)."""
 
     name: str
-    sums: Flag = Field(
-        default=False, description="adds gradients up on the way, and copies parameters to all"
-    )
-    multicasts: Flag = Field(default=False, description="the network sends one packet to many")
-    slots: Whole = Field(
-        default=0, description="packets that its table has room for; 0: all that a plan asks for"
-    )
-    packet_rate: Number = Field(
-        default=0, description="that it takes in and sends out a second, together; 0: any number"
-    )
-    rate: Rate = Field(
-        default=0.0,
-        description="of its own card, each way, where it is a machine beside the network; 0: it is"
-        " in the way of all that crosses it",
-    )
-    address: str = Field(
-        default="", description="by which hosts reach the machine that it is, without a port"
-    )
+    sums: Flag = False
+    """adds gradients up on the way, and copies parameters to all"""
+    multicasts: Flag = False
+    """the network sends one packet to many"""
+    slots: Whole = 0
+    """packets that its table has room for; 0: all that a plan asks for"""
+    packet_rate: Number = 0
+    """that it takes in and sends out a second, together; 0: any number"""
+    rate: Rate = 0.0
+    """of its own card, each way, where it is a machine beside the network; 0: it is in the way of
+    all that crosses it"""
+    address: str = ""
+    """by which hosts reach the machine that it is, without a port"""
 
     @model_validator(mode="after")
     def _no_port(self) -> Self:
@@ -186,13 +179,13 @@ class Host(Section):
     ssds: tuple[Ssd, ...] = ()
     uplink: Rate = 0.0
     nics: tuple[Nic, ...] = ()
-    price: Number = Field(default=0, description="of buying one")
+    price: Number = 0
+    """of buying one"""
     price_per_hour: Number = 0
     idle_watts: Number = 0
     peak_watts: Number = 0
-    addresses: tuple[str, ...] = Field(
-        default=(), description="by which the others reach each of them, without a port"
-    )
+    addresses: tuple[str, ...] = ()
+    """by which the others reach each of them, without a port"""
 
     @model_validator(mode="before")
     @classmethod

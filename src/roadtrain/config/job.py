@@ -23,7 +23,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from roadtrain.chunks import MAX_CHUNK
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.optimizers import OPTIMIZERS
-from roadtrain.options.names import Former, Report, did_you_mean, in_words_of_now
+from roadtrain.options.names import did_you_mean
 from roadtrain.options.schema import (
     Count,
     Flag,
@@ -34,8 +34,8 @@ from roadtrain.options.schema import (
     Texts,
     Whole,
     checked,
-    flat,
     keys_of,
+    meaning_of,
     merged,
     read_toml,
     refusing,
@@ -47,44 +47,33 @@ from roadtrain.units import parse_bytes
 
 
 class RunSection(Section):
-    dir: str = Field(default="", description="run directory; default runs/NAME-OF-THE-JOB-FILE")
-    steps: Whole = Field(default=1000, description="train up to this step")
-    minutes: Number | None = Field(
-        default=None, gt=0, description="stop after so long; the same command goes on"
-    )
-    memory_limit: SizeText | None = Field(
-        default=None,
-        description="hard limit of a process's memory, enforced by the system, as `1.5GiB`",
-    )
-    device: str = Field(
-        default="",
-        description="cpu, cuda (each worker's own one) or cuda:N; default: cuda where there is one",
-    )
-    seed: Integer = Field(default=0, description="of initial parameters, data order and dropout")
-    new_store: Flag = Field(
-        default=False,
-        description=(
-            "go on with the store that is there, or a new one, whatever the run has trained"
-        ),
-    )
-    log_every: Count = Field(
-        default=1, description="a line every so many steps where no progress bar can be drawn"
-    )
+    dir: str = ""
+    """run directory; default runs/NAME-OF-THE-JOB-FILE"""
+    steps: Whole = 1000
+    """train up to this step"""
+    minutes: Number | None = Field(default=None, gt=0)
+    """stop after so long; the same command goes on"""
+    memory_limit: SizeText | None = None
+    """hard limit of a process's memory, enforced by the system, as `1.5GiB`"""
+    device: str = ""
+    """cpu, cuda (each worker's own one) or cuda:N; default: cuda where there is one"""
+    seed: Integer = 0
+    """of initial parameters, data order and dropout"""
+    new_store: Flag = False
+    """go on with the store that is there, or a new one, whatever the run has trained"""
+    log_every: Count = 1
+    """a line every so many steps where no progress bar can be drawn"""
 
 
 class ModelSection(Section):
-    config: dict[str, Any] = Field(
-        default={}, description="a transformers config: model_type and its own keys"
-    )
-    pretrained: str | None = Field(
-        default=None, description="folder of config.json and safetensors"
-    )
-    dtype: Literal["fp32", "bf16", "fp16"] = Field(
-        default="fp32", description="of parameters in compute"
-    )
-    blocks: Texts | None = Field(
-        default=None, description="names of the modules to stream; default: found"
-    )
+    config: dict[str, Any] = {}
+    """a transformers config: model_type and its own keys"""
+    pretrained: str | None = None
+    """folder of config.json and safetensors"""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """of parameters in compute"""
+    blocks: Texts | None = None
+    """names of the modules to stream; default: found"""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -96,47 +85,37 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    paths: Texts = Field(
-        default=[f"{sysconfig.get_path('stdlib')}/**/*.py"],
-        description=(
-            "files, folders or globs; default: the source of this Python's standard library"
-        ),
-    )
+    paths: Texts = [f"{sysconfig.get_path('stdlib')}/**/*.py"]
+    """files, folders or globs; default: the source of this Python's standard library"""
     seq_len: Count = 256
-    batch_size: Count = Field(default=8, description="rows of one forward pass")
-    held_out: Number = Field(
-        default=0.01, lt=1, description="fraction of the tokens never trained on"
-    )
-    tokenizer: str = Field(default="bytes", description="`bytes`, or the path of a tokenizer.json")
+    batch_size: Count = 8
+    """rows of one forward pass"""
+    held_out: Number = Field(default=0.01, lt=1)
+    """fraction of the tokens never trained on"""
+    tokenizer: str = "bytes"
+    """`bytes`, or the path of a tokenizer.json"""
 
 
 class OptimizerSection(Section):
     name: str = Field(default="adamw", description=f"{', '.join(OPTIMIZERS)}, or MODULE:CLASS")
     lr: Number = 3e-4
-    weight_decay: Number | None = Field(
-        default=None, description="default: the optimizer's own, as all below"
-    )
+    weight_decay: Number | None = None
+    """default: the optimizer's own, as all below"""
     betas: tuple[Number, Number] | None = None
     eps: Number | None = None
     momentum: Number | None = None
-    options: dict[str, Any] = Field(
-        default={}, description="any other argument of the optimizer's class"
-    )
-    schedule: Literal["constant", "cosine", "linear"] = Field(
-        default="constant", description="of lr over run.steps"
-    )
+    options: dict[str, Any] = {}
+    """any other argument of the optimizer's class"""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """of lr over run.steps"""
     warmup_steps: Whole = 0
-    clip_norm: Number | None = Field(
-        default=None, gt=0, description="clip the gradient's global norm"
-    )
-    accumulate: Count = Field(default=1, description="forward and backward passes a step")
-    delay: Whole | Literal["none"] = Field(
-        default=0,
-        description=(
-            "updates that a step's parameters may lack; 1: a step computes while the last one's"
-            " updates run; `none`: no bound"
-        ),
-    )
+    clip_norm: Number | None = Field(default=None, gt=0)
+    """clip the gradient's global norm"""
+    accumulate: Count = 1
+    """forward and backward passes a step"""
+    delay: Whole | Literal["none"] = 0
+    """updates that a step's parameters may lack; 1: a step computes while the last one's updates
+    run; `none`: no bound"""
 
     @field_validator("name")
     @classmethod
@@ -150,35 +129,27 @@ class OptimizerSection(Section):
 
 
 class StoreSection(Section):
-    files: Texts = Field(
-        default=["{run}/store"],
-        description="a directory for each server of this host; [] keeps all in RAM",
-    )
-    rates: list[Number] | Literal["measured"] | None = Field(
-        default=None,
-        description=(
-            "relative rates of the directories, or `measured`: a new store is spread by them"
-        ),
-    )
-    direct: Flag = Field(default=True, description="direct I/O where the file system takes it")
-    moved_from: Texts = Field(
-        default=[], description="directories that the store rested in and shall leave"
-    )
-    chunk_elements: Count = Field(
-        default=MAX_CHUNK, description="parameters of a unit that is transferred and stored"
-    )
+    files: Texts = ["{run}/store"]
+    """a directory for each server of this host; [] keeps all in RAM"""
+    rates: list[Number] | Literal["measured"] | None = None
+    """relative rates of the directories, or `measured`: a new store is spread by them"""
+    direct: Flag = True
+    """direct I/O where the file system takes it"""
+    moved_from: Texts = []
+    """directories that the store rested in and shall leave"""
+    chunk_elements: Count = MAX_CHUNK
+    """parameters of a unit that is transferred and stored"""
 
 
 class SwitchSection(Section):
     """A switch that sums the workers' gradients."""
 
-    address: str = Field(description="HOST:PORT of its `roadtrain serve --switch`")
-    parent: str = Field(default="", description="the switch above it; default: the server is")
-    workers: list[Whole] = Field(
-        default=[],
-        description="ranks (with servers.relay: hosts) that send to it; default: of the only switch"
-        " all",
-    )
+    address: str
+    """HOST:PORT of its `roadtrain serve --switch`"""
+    parent: str = ""
+    """the switch above it; default: the server is"""
+    workers: list[Whole] = []
+    """ranks (with servers.relay: hosts) that send to it; default: of the only switch all"""
 
 
 def _switch_tables(given: object) -> object:
@@ -190,51 +161,34 @@ def _switch_tables(given: object) -> object:
 
 
 class ServersSection(Section):
-    addresses: Texts = Field(
-        default=[], description="HOST:PORT of each `roadtrain serve`, instead of store.files"
-    )
-    token_file: str | None = Field(
-        default=None, description="file (mode 600) with the servers' token"
-    )
-    ca: str | None = Field(
-        default=None, description="TLS: PEM file that the servers' certificates are known by"
-    )
-    cert: str | None = Field(
-        default=None, description="TLS: PEM file of this worker's certificate, if demanded"
-    )
-    key: str | None = Field(default=None, description="TLS: PEM file of its key")
-    connections: Count = Field(default=1, description="TCP connections to each server")
-    relay: SizeText | None = Field(
-        default=None, description="host bytes for a process that communicates for the workers"
-    )
-    buffering: Literal["auto", "all", "none"] = Field(
-        default="auto",
-        description="blocks kept from forward to backward: what fits and pays, all, none",
-    )
-    replicas: Count = Field(
-        default=1, le=2, description="2: two servers hold each chunk, any one may die"
-    )
-    give_up: Texts = Field(
-        default=[],
-        description="HOST:PORT of servers whose contents do not count at a start that is in doubt",
-    )
-    switches: Annotated[list[SwitchSection], BeforeValidator(_switch_tables)] = Field(
-        default=[],
-        description="switches that sum gradients on their way: HOST:PORT of the only, or tables",
-    )
-    wire: Wire = Field(
-        default="int32", description="what an element of a gradient travels as to switches"
-    )
-    window: Count = Field(
-        default=WINDOW,
-        ge=WINDOWS[0],
-        le=WINDOWS[-1],
-        description="packets of a job that are under way to switches, a power of two",
-    )
-    multicast: Literal["auto", "off"] = Field(
-        default="auto",
-        description="auto: the network copies parameters to all where it can; off: switches do",
-    )
+    addresses: Texts = []
+    """HOST:PORT of each `roadtrain serve`, instead of store.files"""
+    token_file: str | None = None
+    """file (mode 600) with the servers' token"""
+    ca: str | None = None
+    """TLS: PEM file that the servers' certificates are known by"""
+    cert: str | None = None
+    """TLS: PEM file of this worker's certificate, if demanded"""
+    key: str | None = None
+    """TLS: PEM file of its key"""
+    connections: Count = 1
+    """TCP connections to each server"""
+    relay: SizeText | None = None
+    """host bytes for a process that communicates for the workers"""
+    buffering: Literal["auto", "all", "none"] = "auto"
+    """blocks kept from forward to backward: what fits and pays, all, none"""
+    replicas: Count = Field(default=1, le=2)
+    """2: two servers hold each chunk, any one may die"""
+    give_up: Texts = []
+    """HOST:PORT of servers whose contents do not count at a start that is in doubt"""
+    switches: Annotated[list[SwitchSection], BeforeValidator(_switch_tables)] = []
+    """switches that sum gradients on their way: HOST:PORT of the only, or tables"""
+    wire: Wire = "int32"
+    """what an element of a gradient travels as to switches"""
+    window: Count = Field(default=WINDOW, ge=WINDOWS[0], le=WINDOWS[-1])
+    """packets of a job that are under way to switches, a power of two"""
+    multicast: Literal["auto", "off"] = "auto"
+    """auto: the network copies parameters to all where it can; off: switches do"""
 
     @model_validator(mode="after")
     def _fan_in_is_a_tree(self) -> Self:
@@ -257,73 +211,39 @@ class ServersSection(Section):
 
 
 class BudgetSection(Section):
-    host: SizeText | None = Field(
-        default=None, description="bytes of host memory, as `900MiB`; default: no limit"
-    )
-    device: SizeText | None = Field(
-        default=None,
-        description="bytes of the accelerator for parameters and gradients; default: no limit",
-    )
+    host: SizeText | None = None
+    """bytes of host memory, as `900MiB`; default: no limit"""
+    device: SizeText | None = None
+    """bytes of the accelerator for parameters and gradients; default: no limit"""
 
 
 class CompressSection(Section):
-    keep: Number | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="fraction of a gradient's elements that is sent, the largest; default: all",
-    )
-    error_feedback: Flag = Field(
-        default=False, description="add to the next gradient what was not sent"
-    )
-    downcast: Literal["bf16", "fp16"] | None = Field(
-        default=None,
-        description="what gradients of fp32 parameters travel to servers in; default: fp32",
-    )
-
-
-def _kept_of(percent: Any) -> Any:
-    """Of the percent of the gradient's bytes, indices included, the fraction of its elements."""
-    return percent / 100 / 2 if isinstance(percent, int | float) else percent
+    keep: Number | None = Field(default=None, gt=0, lt=1)
+    """fraction of a gradient's elements that is sent, the largest; default: all"""
+    error_feedback: Flag = False
+    """add to the next gradient what was not sent"""
+    downcast: Literal["bf16", "fp16"] | None = None
+    """what gradients of fp32 parameters travel to servers in; default: fp32"""
 
 
 class PredictedSection(Section):
     """What the plan promised that `roadtrain launch` runs; it writes this."""
 
-    seconds: Number = Field(
-        default=0.0, description="of a step, by the plan that is run; 0: nothing is predicted"
-    )
-    stages: dict[str, dict[str, Number]] = Field(
-        default={}, description="of each pipeline stage (`stage 0`) seconds of Forward, Wait, ..."
-    )
+    seconds: Number = 0.0
+    """of a step, by the plan that is run; 0: nothing is predicted"""
+    stages: dict[str, dict[str, Number]] = {}
+    """of each pipeline stage (`stage 0`) seconds of Forward, Wait, ..."""
 
 
 class LaunchedSection(Section):
     """What `roadtrain launch` knows of the run that it starts; it writes this."""
 
-    committed: Whole = Field(
-        default=0,
-        description="a step that the run has committed: a start that finds less is refused",
-    )
+    committed: Whole = 0
+    """a step that the run has committed: a start that finds less is refused"""
 
 
 def _parallelism_table(given: object) -> object:
     return {"auto": True} if given == "auto" else given
-
-
-FAN_IN_KEYS = ("switches", "wire", "window", "multicast")  # that the first edition did not have
-FORMER_KEYS = {
-    "store.dirs": Former("store.files"),
-    "store.servers": Former("servers.addresses"),
-    **{
-        f"store.{name}": Former(f"servers.{name}")
-        for name in ServersSection.model_fields
-        if name not in ("addresses", *FAN_IN_KEYS)
-    },
-    "compress.topk": Former("compress.keep", _kept_of),
-    "compress.gradients": Former("compress.downcast"),
-    "optimizer.staleness": Former("optimizer.delay"),
-}
 
 
 class Job(Section):
@@ -350,14 +270,6 @@ class Job(Section):
         return None if self.run.memory_limit is None else parse_bytes(self.run.memory_limit)
 
     @property
-    def host_nbytes(self) -> int | None:
-        return None if self.budget.host is None else parse_bytes(self.budget.host)
-
-    @property
-    def device_nbytes(self) -> int | None:
-        return None if self.budget.device is None else parse_bytes(self.budget.device)
-
-    @property
     def lossy(self) -> dict[str, Any]:
         """What is on that makes training lossy or late (Rule 2); empty by default. Each step's
         metrics have it."""
@@ -371,8 +283,7 @@ class Job(Section):
 
     def changed(self, overrides: Mapping[str, Any]) -> Job:
         """This job with dotted keys set. Raises ConfigError."""
-        words = in_words_of_now(overrides, FORMER_KEYS, lambda _: None)
-        return make_job(merged(self.model_dump(exclude_none=True), words))
+        return make_job(merged(self.model_dump(exclude_none=True), overrides))
 
     def to_toml(self, leave_out: Iterable[tuple[str, str]] = ()) -> str:
         """Directories inside the run directory are written as `{run}`, so that a copy of it
@@ -399,7 +310,7 @@ def job_of_run(run: str) -> Job:
         raise ConfigError(
             f"{run} is not a run directory: it has no job.toml", hint="it is the job's --run.dir"
         )
-    job = load_job(path, report=lambda _: None)
+    job = load_job(path)
     if job.run_dir.resolve() == Path(run).resolve():
         return job
     files = [moved(d, job.run.dir, str(run)) for d in job.store.files]
@@ -414,7 +325,7 @@ def check_own(path: str, job: Job) -> None:
         (home / name).exists() for name in ("mark.json", "metrics.jsonl")
     ):
         return
-    named = load_job(path, report=lambda _: None).run_dir
+    named = load_job(path).run_dir
     there = [job.run.dir, *job.store.files]
     if named.resolve() == home.resolve() or not any(
         Path(d).resolve().is_relative_to(named.resolve()) for d in there
@@ -429,24 +340,20 @@ def check_own(path: str, job: Job) -> None:
     )
 
 
-def load_job(
-    path: str | Path, overrides: Mapping[str, Any] | None = None, report: Report = print
-) -> Job:
-    """Read a job file, put `overrides` (dotted key -> value) over it, resolve. `report` hears of
-    each key of the first edition what it is now. Raises ConfigError."""
-    tree = merged({}, in_words_of_now(flat(read_toml(path, "job file")), FORMER_KEYS, report))
-    tree = merged(tree, in_words_of_now(overrides or {}, FORMER_KEYS, report))
+def load_job(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Job:
+    """Read a job file, put `overrides` (dotted key -> value) over it, resolve. Raises
+    ConfigError."""
+    tree = merged(read_toml(path, "job file"), overrides or {})
     run = tree.setdefault("run", {})
     if isinstance(run, dict) and not run.get("dir"):
         run["dir"] = f"runs/{Path(path).stem}"
-    return make_job(tree, report, f"{path} and the command line" if overrides else str(path))
+    return make_job(tree, f"{path} and the command line" if overrides else str(path))
 
 
-def make_job(tree: Mapping[str, Any], report: Report = print, where: str = "job") -> Job:
+def make_job(tree: Mapping[str, Any], where: str = "job") -> Job:
     """Of nested plain data. `where`: the file, for errors. Raises ConfigError naming the key and
     the nearest valid one."""
-    words = in_words_of_now(flat(tree), FORMER_KEYS, report)
-    job = checked(Job, merged({}, words), where)
+    job = checked(Job, tree, where)
     here = [] if job.servers.addresses else job.store.files
     files = [d.replace("{run}", job.run.dir) for d in here]
     left = [d.replace("{run}", job.run.dir) for d in job.store.moved_from]
@@ -493,7 +400,7 @@ def all_keys() -> Iterator[tuple[str, str, str]]:
             yield (
                 f"{section}.{name}",
                 "" if default is None else str(default),
-                sub.description or "",
+                meaning_of(sub),
             )
 
 
@@ -503,14 +410,13 @@ _FREE_KEYS = ("model.config.", "optimizer.options.")
 
 def _kind(key: str) -> Any:
     """The type of a key's values; None for one below a free table."""
-    section, _, name = FORMER_KEYS.get(key, Former(key)).now.partition(".")
+    section, _, name = key.partition(".")
     field = keys_of(Job.model_fields[section].annotation).get(name)
     return None if field is None else field.annotation
 
 
 def _check_key(key: str) -> None:
-    known = {k for k, _, _ in all_keys()} | FORMER_KEYS.keys()
-    if not key.startswith(_FREE_KEYS) and key not in known:
+    if not key.startswith(_FREE_KEYS) and key not in {known for known, _, _ in all_keys()}:
         raise unknown_key(Job, key.split("."))
 
 

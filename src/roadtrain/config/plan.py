@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
 from roadtrain.errors import ConfigError
-from roadtrain.options.names import Former, Report, did_you_mean, in_words_of_now
+from roadtrain.options.names import did_you_mean
 from roadtrain.options.schema import (
     Count,
     Flag,
@@ -24,8 +24,6 @@ from roadtrain.options.schema import (
     Whole,
     as_toml,
     checked,
-    flat,
-    merged,
     read_toml,
     refusing,
     value,
@@ -289,29 +287,12 @@ PARTS = {
 }
 # what a plan.toml has beside the plan (config/plan_file.py)
 OTHER_TABLES = ("machines", "predicted", "cluster", "model")
-# keys of the first edition's plan.toml, which had no parts
-FORMER_KEYS = {
-    "layout": Former("parallelism"),
-    "layout.vp": Former("parallelism.virtual_stages"),
-    "parallelism.vp": Former("parallelism.virtual_stages"),
-    "micros": Former("num_microbatches"),
-    "recompute": Former("activation_checkpointing"),
-    "topk": Former(
-        "keep", lambda percent: percent / 200 if type(percent) in (int, float) else percent
-    ),
-    **{
-        name: Former(f"{part}.{name}")
-        for part in ("memory", "sizes", "framework")
-        for name in PARTS[part]
-    },
-}
 
 
-def make_plan(tree: Mapping[str, Any], report: Report = print, where: str = "plan") -> Plan:
+def make_plan(tree: Mapping[str, Any], where: str = "plan") -> Plan:
     """Of plain data, as in a plan.toml; what says no `headroom` keeps HEADROOM. Raises ConfigError
     naming the key."""
-    words = in_words_of_now(flat({"headroom": HEADROOM, **tree}), FORMER_KEYS, report)
-    return checked(Plan, merged({}, words), where)
+    return checked(Plan, {"headroom": HEADROOM, **tree}, where)
 
 
 def load_plan(path: str | Path) -> Plan:

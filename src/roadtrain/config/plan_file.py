@@ -16,7 +16,6 @@ import tomli_w
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.machines import Machines, PlannedModel, Predicted
 from roadtrain.config.plan import OTHER_TABLES, Plan, make_plan
-from roadtrain.options.names import Report
 from roadtrain.options.schema import as_tree, checked, read_toml
 
 
@@ -42,14 +41,12 @@ class PlanFile:
         return tomli_w.dumps(tree)
 
 
-def make_plan_file(
-    tree: Mapping[str, Any], report: Report = print, where: str = "plan"
-) -> PlanFile:
+def make_plan_file(tree: Mapping[str, Any], where: str = "plan") -> PlanFile:
     """Raises ConfigError naming the key."""
     words = {key: given for key, given in tree.items() if key not in OTHER_TABLES}
     machines, predicted, cluster, model = (tree.get(name) for name in OTHER_TABLES)
     return PlanFile(
-        make_plan(words, report, where),
+        make_plan(words, where),
         None if machines is None else checked(Machines, machines, f"{where}, [machines]"),
         None if predicted is None else checked(Predicted, predicted, f"{where}, [predicted]"),
         None if cluster is None else make_cluster(cluster, f"{where}, [cluster]"),

@@ -26,7 +26,7 @@ from roadtrain.lab.leftovers import sweep
 from roadtrain.lab.made import folder, folders, start_time
 from roadtrain.lab.network import Network, network_available
 from roadtrain.lab.storage import LoopDevice, Throttle, lab_available
-from roadtrain.progress import show_table
+from roadtrain.training.progress import show_table
 from roadtrain.units import parse_bytes, parse_rate
 
 DOWN_TIMEOUT_S = 60.0

@@ -24,7 +24,7 @@ def run_status(directory: str, first: bool) -> dict[str, Any]:
     code = 0
     if first and Path(directory, "job.toml").is_file():
         try:
-            code = status.without_stages(directory, report=lines.append)
+            code = status.report_run(directory, report=lines.append)
         except RoadtrainError as error:
             code, lines = 1, [str(error)]
     stages = compared(Path(directory))

@@ -217,7 +217,7 @@ def lab_engine(plan_file: PlanFile, record: LaunchRecord) -> LabEngine:
 def _has_trained(home: RunHome, record: LaunchRecord) -> bool:
     """Whether the run's directory knows of anything. Of one that does not, what a run of this name
     has left on a lab's hosts is another run's, and nobody else can reach it."""
-    job = load_job(home.job_path, report=lambda _: None)
+    job = load_job(home.job_path)
     directory = Path(record.directory, job.run.dir)
     return any((directory / name).exists() for name in (run_mark.NAME, "metrics.jsonl"))
 

@@ -205,7 +205,7 @@ def check_directory(home: RunHome, job: Job) -> None:
         other = RunHome(path.parent)
         if other == home or not other.is_supervised():
             continue
-        theirs = load_job(other.job_path, report=lambda _: None).run.dir
+        theirs = load_job(other.job_path).run.dir
         if os.path.realpath(Path(other.record().directory, theirs)) == mine:
             raise ConfigError(
                 f"run {other.name!r} trains in {mine} just now",

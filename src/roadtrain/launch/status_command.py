@@ -14,8 +14,8 @@ from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.launch.control_socket import ask_supervisor
 from roadtrain.launch.engines import ENGINES, is_alive
 from roadtrain.launch.home import LaunchRecord, ProcessRow, RunHome, RunState
-from roadtrain.progress import show_table
 from roadtrain.training import status
+from roadtrain.training.progress import show_table
 from roadtrain.units import show_seconds
 
 UP = "running"
@@ -44,7 +44,9 @@ def command(
     """
     if not Path(run).is_dir() and (home := launched(run)) is not None:
         return of_launched(home, report)
-    return status.command(run, endurance_tbw, token_file, ca, cert, key, link, report)
+    code = status.report_run(run, endurance_tbw, token_file, ca, cert, key, link, report)
+    status.report_stages(run, report)
+    return code
 
 
 def launched(name: str) -> RunHome | None:
@@ -91,10 +93,10 @@ def _without_supervisor(home: RunHome, record: LaunchRecord, report: Callable[[s
         return 1
     report(f"run {home.name} on {record.engine}: ended, {state.why}")
     if not ENGINES[record.engine].supervise:  # its hosts were this one
-        job = load_job(home.job_path, report=lambda _: None)
+        job = load_job(home.job_path)
         directory = Path(record.directory, job.run.dir)
         if (directory / "job.toml").is_file():
-            status.of_ended(str(directory), report)
+            status.report_ended(str(directory), report)
     return int(state.code not in (0, 130))
 
 

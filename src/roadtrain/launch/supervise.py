@@ -104,7 +104,7 @@ def begun(home: RunHome, record: LaunchRecord, logs: RunLogs) -> tuple[ResolvedR
     """The engine, and the run that it can run. Raises RoadtrainError, with nothing left, where
     anything is wrong."""
     plan_file = load_plan_file(home.plan_path)
-    job = load_job(home.job_path, report=logs.tell)
+    job = load_job(home.job_path)
     engine: LaunchEngine = function_of(ENGINES[record.engine].make)(plan_file, record)
     try:
         addresses = {seen.name: seen.address for seen in engine.hosts()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from roadtrain.chunks import Block, Chunk, ChunkTable, Record
@@ -113,6 +113,11 @@ class _Left:
         return bought
 
 
+def buffer_for(nbytes: Iterable[int]) -> int:
+    """Bytes of a buffer that the largest fits into, also where there is none."""
+    return round_up(max(nbytes, default=0), HUGE) or HUGE
+
+
 @dataclass(frozen=True)
 class _Sizes:
     """Bytes of one buffer of each kind."""
@@ -133,21 +138,18 @@ class _Sizes:
         residual_block: int,
     ) -> _Sizes:
         """`blocks`: they take slots. `residual_block`: of the root's residuals, 0 for none."""
-        pulled, pushed = (
-            round_up(nbytes, HUGE)
-            for nbytes in (table.blocks[0].pull_nbytes, table.blocks[0].push_nbytes)
-        )
+        root = table.blocks[0]
+        pulled, pushed = round_up(root.pull_nbytes, HUGE), round_up(root.push_nbytes, HUGE)
         residuals = (
             round_up(table.blocks[residual_block].pull_nbytes, HUGE) if residual_block else 0
         )
         return cls(
             pulled + 2 * pushed + residuals,
             pulled + pushed,
-            max((round_up(b.pull_nbytes, HUGE) for b in blocks), default=0) or HUGE,
-            # also where no block trains
-            max((round_up(b.push_nbytes, HUGE) for b in blocks), default=0) or HUGE,
-            max((round_up(r.nbytes, HUGE) for r in records.values()), default=HUGE),
-            max((round_up(c.numel * 4, HUGE) for c in table.trainable), default=0),
+            buffer_for(block.pull_nbytes for block in blocks),
+            buffer_for(block.push_nbytes for block in blocks),
+            buffer_for(record.nbytes for record in records.values()),
+            buffer_for(chunk.numel * 4 for chunk in table.trainable) if table.trainable else 0,
         )
 
 
@@ -298,9 +300,9 @@ def derive_server(
     would do."""
     mine = [table.chunks[number] for number in sorted(records)]
     trainable = [c for c in mine if c.trainable]
-    record = max((round_up(r.nbytes, HUGE) for r in records.values()), default=HUGE)
-    scratch = max((round_up(c.numel * 4, HUGE) for c in trainable), default=HUGE)
-    piece = max((round_up(r.weights_nbytes, HUGE) for r in records.values()), default=HUGE)
+    record = buffer_for(record.nbytes for record in records.values())
+    scratch = buffer_for(chunk.numel * 4 for chunk in trainable)
+    piece = buffer_for(record.weights_nbytes for record in records.values())
     piece = max(piece, scratch) if wide else piece
     buffers, pool, answers = 2, 4, max(4, 2 * workers)
     least = beside + buffers * (record + scratch) + (workers * pool + answers) * piece
@@ -346,8 +348,8 @@ def derive_fan_in(
     """Of a server's `host_bytes` a quarter at most, or the least that does; what is left is the
     server's (`derive_server`, which refuses). `records`: the server's own."""
     mine = [table.chunks[number] for number in sorted(records)]
-    piece = max((round_up(c.weights_nbytes, HUGE) for c in mine), default=HUGE)
-    scratch = max((round_up(c.numel * 4, HUGE) for c in mine if c.trainable), default=HUGE)
+    piece = buffer_for(chunk.weights_nbytes for chunk in mine)
+    scratch = buffer_for(chunk.numel * 4 for chunk in mine if chunk.trainable)
     least = LEAST_BUFFERS * (piece + scratch)
     more = max(host_bytes // 4 - least, 0) // (piece + scratch)
     count = min(LEAST_BUFFERS + more, MOST_BUFFERS)

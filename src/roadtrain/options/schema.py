@@ -41,9 +41,9 @@ RULES = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 class Section(BaseModel):
-    """A table of a file."""
+    """A table of a file. The text below a field says what it means."""
 
-    model_config = RULES | {"frozen": True}
+    model_config = RULES | {"frozen": True, "use_attribute_docstrings": True}
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field, Field))
@@ -219,6 +219,10 @@ def keys_of(kind: Any) -> dict[str, FieldInfo]:
     return {about.alias or name: about for name, about in fields.items()}
 
 
+def meaning_of(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split())
+
+
 def section_in(annotation: Any) -> Any:
     """The section that a field holds, alone, in a list or where it may be missing; else None."""
     if isinstance(annotation, type) and (
@@ -261,7 +265,7 @@ def explained(cause: ValidationError, kind: Any, tree: object, where: str = "") 
         key = ".".join(map(str, error["loc"]))
         about = keys_of(kind).get(key)
         is_table = about is not None and section_in(about.annotation) is not None
-        hint = (about.description if about else "") or (f"add a [{key}] table" if is_table else "")
+        hint = (meaning_of(about) if about else "") or (f"add a [{key}] table" if is_table else "")
         return ConfigError(f"{_at(where)}`{key}` is missing", hint=hint)
     path, found = _reached(tree, error["loc"])
     # where a field may be of several types, each says why it is not

@@ -30,8 +30,8 @@ from roadtrain.planner.model_config import shape_of_config
 from roadtrain.servers import health
 from roadtrain.servers.trace import Stages
 from roadtrain.stages.parallelism import Parallelism
-from roadtrain.training.train import Training, link_of, place_job, step
-from roadtrain.transport.address import address_of
+from roadtrain.training.job_options import RETRY_S, servers_of
+from roadtrain.training.placed_job import PlacedJob, place_job, step
 
 # steps before: kernels are compiled, files are grown, reads and writes tried mixed and in bursts
 WARM = 8
@@ -52,7 +52,7 @@ class Measured:
     shape: ModelShape
 
 
-def plan_of(training: Training) -> Plan:
+def plan_of(training: PlacedJob) -> Plan:
     """The simulator's words for a job and its workers."""
     job, optimizer = training.job, training.optimizer
     size = ITEMSIZE[job.model.dtype]
@@ -131,7 +131,8 @@ def served(job: Job) -> dict[str, float]:
     """Seconds of each stage so far, the mean of the job's servers. Raises PeerError."""
     if not job.servers.addresses:
         return {}
-    said = health.ask_all([address_of(one) for one in job.servers.addresses], link_of(job))
+    servers = servers_of(job)
+    said = health.ask_all(servers.resolved, servers.options(RETRY_S))
     if lost := next((one for one in said if isinstance(one, PeerError)), None):
         raise lost
     return {name: fmean(one[2].get(name, 0.0) for one in said) for name in said[0][2]}  # type: ignore[index]

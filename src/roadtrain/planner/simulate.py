@@ -107,7 +107,7 @@ def _of_module(module: str, function: str) -> ModelShape:
 def default_plan(cluster: Cluster, overrides: Mapping[str, Any]) -> Plan:
     """All devices data-parallel in the placement asked for (zero3), with `overrides`."""
     tree = {"placement": "zero3", **overrides}
-    parallelism = dict(tree.pop("parallelism", tree.pop("layout", {})))
+    parallelism = dict(tree.pop("parallelism", {}))
     degrees = [int(parallelism.get(name, 1)) for name in ("tp", "pp", "cp")]
     ranks = math.prod(degrees)
     if "dp" not in parallelism and min(degrees) > 0:  # else make_plan says which is wrong
@@ -364,10 +364,6 @@ def command(
     staleness: int | None = None,
     keep: float | None = None,
     wire: str = "",
-    topk: float | None = None,
-    micros: int | None = None,
-    vp: int | None = None,
-    recompute: bool = False,
     seq_len: int | None = None,
     constants: str = "",
     headroom: float | None = None,
@@ -397,10 +393,6 @@ def command(
         staleness: 1: a step computes while the last one's updates run
         keep: fraction of a gradient's elements that travel
         wire: integers that gradients cross switches as: int32, int16, int8 (int32)
-        topk: the older word for --keep: percent of the bytes
-        micros: the older word for --num-microbatches
-        vp: the older word for --virtual-stages
-        recompute: the older word for --activation-checkpointing
         constants: fitted constants of computing, by name
         apart: each data-parallel rank by itself, on cards that all traffic shares
         json: also write the result to this file
@@ -420,13 +412,10 @@ def command(
             "activation_checkpointing": activation_checkpointing or None,
             "staleness": staleness,
             "keep": keep,
-            "topk": topk,
-            "micros": micros,
-            "recompute": recompute or None,
-            "precision": precision,
+            "framework": {"precision": precision} if precision else None,
             "packets": {"wire": wire} if wire else None,
         }
-        ranks = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "vp": vp}
+        ranks = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep}
         ranks["virtual_stages"] = virtual_stages
         parallelism = {name: n for name, n in ranks.items() if n is not None}
         kept = {"headroom": HEADROOM if headroom is None else headroom}

@@ -20,14 +20,14 @@ import msgspec
 from roadtrain.chunks import ChunkTable
 from roadtrain.environment import WorkerGroup
 from roadtrain.errors import BudgetError, ConfigError
-from roadtrain.options.budgets import HUGE
+from roadtrain.options.budgets import buffer_for
 from roadtrain.servers import frames as m
 from roadtrain.servers.routes import OpenRoute, Report, Route, RouteEnds
 from roadtrain.transport import shm
 from roadtrain.transport.address import local_options
 from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.tcp import Address, TcpOptions
-from roadtrain.units import MIB, round_up, show_bytes
+from roadtrain.units import MIB, show_bytes
 
 END_S = 10.0  # for the relay to leave once its workers have
 
@@ -210,12 +210,8 @@ def least_relay(
     """The least bytes of a relay, and how they are split. One worker's gradients pass through;
     those of several rest here until all have them, the whole model's if they wait for step()."""
     share = -(-len(table.trainable) // servers) + 2  # chunks of a server
-    piece = max((round_up(c.weights_nbytes, HUGE) for c in table.chunks), default=HUGE)
-    scratch = (
-        max((round_up(c.numel * 4, HUGE) for c in table.trainable), default=HUGE)
-        if local > 1
-        else 0
-    )
+    piece = buffer_for(chunk.weights_nbytes for chunk in table.chunks)
+    scratch = buffer_for(chunk.numel * 4 for chunk in table.trainable) if local > 1 else 0
     pool = min(share, 8) if local == 1 or not holds_gradients else share
     copies = 4
     least = servers * ((local * pool + copies) * piece + 2 * scratch)

@@ -42,10 +42,14 @@ class StagePlacement(Section):
     servers, or memory alone."""
 
     stage: Whole
-    files: Texts = Field(default=[], description="directories of the stage's host")
-    servers: Texts = Field(default=[], description="HOST:PORT of each `roadtrain serve`")
-    token_file: str | None = Field(default=None, description="file with the servers' token")
-    memory: Flag = Field(default=False, description="streamed from this host's memory")
+    files: Texts = []
+    """directories of the stage's host"""
+    servers: Texts = []
+    """HOST:PORT of each `roadtrain serve`"""
+    token_file: str | None = None
+    """file with the servers' token"""
+    memory: Flag = False
+    """streamed from this host's memory"""
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:
@@ -57,76 +61,52 @@ class StagePlacement(Section):
 
 
 class ParallelismSection(Section):
-    auto: Flag = Field(
-        default=False,
-        description='`parallelism = "auto"` instead of the table: it is that of the plan that'
-        " `roadtrain launch` runs",
-    )
-    dp: Count | None = Field(
-        default=None,
-        description="data-parallel ranks of each stage; default: what the processes give",
-    )
-    tp: Count = Field(default=1, description="tensor-parallel ranks, of one host")
-    pp: Count = Field(default=1, description="pipeline stages")
-    widths: list[Count] = Field(
-        default=[], description="data-parallel ranks of each stage, where they differ"
-    )
-    stages: Stages = Field(
-        default="even",
-        description="blocks of each stage; or: as even as can be, exactly by measured speeds, or "
-        "by the formula of Yang et al. (Holmes)",
-    )
-    virtual_stages: Count = Field(
-        default=1, description="parts of the model that a stage has (interleaved)"
-    )
-    num_microbatches: Count | None = Field(
-        default=None,
-        description="of a step, over all replicas; default: optimizer.accumulate of each replica"
-        " of the widest stage",
-    )
-    activations: Literal["bf16", "fp16"] | None = Field(
-        default=None, description="what activations travel as between stages; default: as they are"
-    )
-    across_clusters: Flag = Field(
-        default=False,
-        description="a stage's ranks may be in several clusters: a slow network carries gradients",
-    )
-    overlap: Flag = Field(
-        default=True, description="a stage's gradients and new parameters travel while it computes"
-    )
-    resize_stages: Number | None = Field(
-        default=None,
-        gt=0,
-        description="divide the stages anew where that shortens a step by this fraction",
-    )
-    snapshot_every: Count = Field(
-        default=50, description="steps between snapshots of what rests beside the ranks"
-    )
-    snapshot_replicas: Count = Field(
-        default=1, le=2, description="2: each part of a snapshot also on a host of another cluster"
-    )
-    deadline: Number = Field(default=600.0, gt=0, description="seconds that a wait may take")
-    networks: list[NetworkStatement] = Field(
-        default=[], description="what is known of network cards; the rest is found"
-    )
-    placements: list[StagePlacement] = Field(
-        default=[], description="stages whose state rests elsewhere than beside their ranks"
-    )
-    reducers: FileOrAddresses = Field(
-        default="",
-        description="`roadtrain serve --sum` that add up the gradients: a list of HOST:PORT; or a"
-        " file with a line HOST:PORT [RATE] each, which the first process reads again and again"
-        " while training ({run}: the run directory)",
-    )
-    reducers_token_file: str | None = Field(
-        default=None,
-        description="file with the reducers' token, needed beyond this host ({run}: as above)",
-    )
-    reducers_alone: Flag = Field(
-        default=False,
-        description="the workers add up nothing themselves while a reducer is there"
-        " (placement parameter-server)",
-    )
+    auto: Flag = False
+    """`parallelism = "auto"` instead of the table: it is that of the plan that `roadtrain launch`
+    runs"""
+    dp: Count | None = None
+    """data-parallel ranks of each stage; default: what the processes give"""
+    tp: Count = 1
+    """tensor-parallel ranks, of one host"""
+    pp: Count = 1
+    """pipeline stages"""
+    widths: list[Count] = []
+    """data-parallel ranks of each stage, where they differ"""
+    stages: Stages = "even"
+    """blocks of each stage; or: as even as can be, exactly by measured speeds, or by the formula of
+    Yang et al. (Holmes)"""
+    virtual_stages: Count = 1
+    """parts of the model that a stage has (interleaved)"""
+    num_microbatches: Count | None = None
+    """of a step, over all replicas; default: optimizer.accumulate of each replica of the widest
+    stage"""
+    activations: Literal["bf16", "fp16"] | None = None
+    """what activations travel as between stages; default: as they are"""
+    across_clusters: Flag = False
+    """a stage's ranks may be in several clusters: a slow network carries gradients"""
+    overlap: Flag = True
+    """a stage's gradients and new parameters travel while it computes"""
+    resize_stages: Number | None = Field(default=None, gt=0)
+    """divide the stages anew where that shortens a step by this fraction"""
+    snapshot_every: Count = 50
+    """steps between snapshots of what rests beside the ranks"""
+    snapshot_replicas: Count = Field(default=1, le=2)
+    """2: each part of a snapshot also on a host of another cluster"""
+    deadline: Number = Field(default=600.0, gt=0)
+    """seconds that a wait may take"""
+    networks: list[NetworkStatement] = []
+    """what is known of network cards; the rest is found"""
+    placements: list[StagePlacement] = []
+    """stages whose state rests elsewhere than beside their ranks"""
+    reducers: FileOrAddresses = ""
+    """`roadtrain serve --sum` that add up the gradients: a list of HOST:PORT; or a file with a line
+    HOST:PORT [RATE] each, which the first process reads again and again while training ({run}: the
+    run directory)"""
+    reducers_token_file: str | None = None
+    """file with the reducers' token, needed beyond this host ({run}: as above)"""
+    reducers_alone: Flag = False
+    """the workers add up nothing themselves while a reducer is there (placement
+    parameter-server)"""
 
     def check_known(self) -> None:
         """Raises ConfigError where a plan says it."""

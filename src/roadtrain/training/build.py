@@ -1,5 +1,5 @@
-"""From a job to what torch and transformers make of it: config, model, optimizer. Nothing is placed
-here.
+"""From a job to what torch and transformers make of it: text, config, model, optimizer, loss.
+Nothing is placed here.
 
 Assumes: the model is a `transformers` causal language model. Does NOT download anything.
 """
@@ -12,15 +12,31 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from roadtrain.config.job import Job
+from roadtrain.device.copies import own_device
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.optimizers import OPTIMIZERS
 from roadtrain.options.names import did_you_mean
 from roadtrain.training.data import Tokens, need
+from roadtrain.training.progress import Report
 
 # transformers takes them, but does not list them
 _OLD_CONFIG_KEYS = {"rope_theta", "rope_scaling", "torch_dtype"}
+
+
+def prepared(job: Job, report: Report) -> tuple[Job, Tokens, torch.device]:
+    """The job with its vocabulary, its text, and the device that it trains on. Raises
+    ConfigError."""
+    tokens = Tokens(job.data.paths, job.data.tokenizer, job.data.held_out, job.run.seed)
+    report(
+        f"data: {len(tokens.train):,} tokens of {len(tokens.files):,} files,"
+        f" {len(tokens.held_out):,} held out"
+    )
+    job = fitted(job, tokens)
+    device = own_device(job.run.device or ("cuda" if torch.cuda.is_available() else "cpu"), report)
+    return job, tokens, device
 
 
 def fitted(job: Job, tokens: Tokens) -> Job:
@@ -112,3 +128,9 @@ def named(text: str, where: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as cause:
         raise ConfigError(f"{where}: {cause}", hint="MODULE:NAME, importable from here") from cause
+
+
+def token_loss(output: Any, y: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy. `output`: of a causal language model; `y`: the tokens that follow."""
+    logits_BTV: torch.Tensor = output.logits
+    return functional.cross_entropy(logits_BTV.float().flatten(0, 1), y.flatten())

@@ -15,9 +15,9 @@ from roadtrain.environment import WorkerGroup
 from roadtrain.errors import RoadtrainError
 from roadtrain.placement.request import Request
 from roadtrain.stages.tensor_families import family_plan
-from roadtrain.training import train_parallel
 from roadtrain.training.build import build_model
-from roadtrain.training.train import compression_of, delay_of, promise, silent, store_of
+from roadtrain.training.job_options import placed_options, stage_options
+from roadtrain.training.progress import silent
 
 SECRETS = ("token_file", "ca", "cert", "key")  # files that are only where the job is run
 
@@ -25,22 +25,15 @@ SECRETS = ("token_file", "ca", "cert", "key")  # files that are only where the j
 def check_job(job: Job, workers: Sequence[int]) -> None:
     """`workers`: of each host, in the order of ranks. Raises ConfigError."""
     if job.parallelism.used:
-        train_parallel.check(job)
-        train_parallel.options_of(job, sum(workers))
+        stage_options(job, sum(workers))
         return
     job = job.changed({f"servers.{key}": None for key in SECRETS})
     local = workers[0] if len(set(workers)) == 1 else 1
     Request(
-        store_of(job, moves=True),
-        compression_of(job),
-        delay_of(job),
-        job.host_nbytes,
-        job.device_nbytes,
-        promise(job),
-        job.store.chunk_elements,
-        1.0,
-        WorkerGroup(0, sum(workers), "", local),
-        silent,
+        **placed_options(job, moves=True),
+        deadline_s=1.0,
+        group=WorkerGroup(0, sum(workers), "", local),
+        report=silent,
     )
 
 

@@ -24,16 +24,15 @@ def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) ->
     job = load_job(path, {**overrides, "run.new_store": True} if new_store else overrides)
     check_own(path, job)
     job.parallelism.check_known()
-    parallel = importlib.import_module("roadtrain.training.train_parallel")  # torch comes in
-    job = parallel.as_stages(job)
+    staged_job = importlib.import_module("roadtrain.training.staged_job")  # torch comes in
+    job = staged_job.as_stages(job)
     if (idle := idle_keys(job)) and os.environ.get("RANK", "0") == "0":
         needs = "dp, tp, pp, widths, placements or reducers"
         print(f"parallelism: {', '.join(idle)} without {needs}: no effect")
-    plain = importlib.import_module("roadtrain.training.train")
-    run = parallel.train_parallel if job.parallelism.used else plain.train
+    train = importlib.import_module("roadtrain.training.train").train
     called = Path(sys.argv[0])
     program = "python -m roadtrain" if called.name == "__main__.py" else shlex.quote(str(called))
-    summary = run(job, program=program)
+    summary = train(job, program=program)
     return 130 if summary.stopped == "interrupted" else 0
 
 

@@ -31,7 +31,8 @@ from roadtrain.streaming.split import DTYPES, NAMES, as_numpy
 from roadtrain.training.build import build_config
 from roadtrain.training.data import need
 from roadtrain.training.export_stages import export_of
-from roadtrain.training.train import mark_of, place_job, write_job
+from roadtrain.training.placed_job import place_job
+from roadtrain.training.run_files import mark_of, write_job
 
 
 def export_run(

@@ -13,8 +13,8 @@ from statistics import median
 from typing import Any
 
 from roadtrain.config.job import Job
-from roadtrain.progress import ORDER
 from roadtrain.training.metrics import last_alike
+from roadtrain.training.progress import ORDER
 from roadtrain.units import show_seconds
 
 RECENT = 20  # steps that rates and medians are taken from

@@ -50,7 +50,7 @@ def command(
         )
     launch = launch_among(hosts.split(","), port) if hosts else launch_of(os.environ)
     per_rank = devices if hosts else 1
-    asked = load_job(path, report=lambda _: None).parallelism if path else ParallelismSection()
+    asked = load_job(path).parallelism if path else ParallelismSection()
     asked.check_known()
     needed = needed_ranks(asked, per_rank)
     meeting = meet(launch, job=in_lines(asked, per_rank), needed=needed, deadline_s=patience)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 from roadtrain.config.job import Job
 
@@ -17,3 +19,11 @@ def learning_rate(job: Job, number: int) -> float:
     part = min(1.0, (number - o.warmup_steps) / max(1, job.run.steps - o.warmup_steps))
     fall = part if o.schedule == "linear" else (1 - math.cos(math.pi * part)) / 2
     return o.lr * (1 - 0.9 * fall)
+
+
+def set_learning_rate(groups: Iterable[dict[str, Any]], job: Job, number: int) -> float:
+    """Give step `number` its learning rate. `groups`: of an optimizer's parameters."""
+    lr = learning_rate(job, number)
+    for group in groups:
+        group["lr"] = lr
+    return lr

@@ -9,18 +9,17 @@ it by. Does NOT import torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from roadtrain.config.job import Job, job_of_run
 from roadtrain.errors import ConfigError, PeerError
-from roadtrain.progress import describe, show_table
 from roadtrain.servers import health
 from roadtrain.sums.spare_hosts import SpareHosts
 from roadtrain.training.metrics import read_metrics
 from roadtrain.training.predicted import RECENT, compared
+from roadtrain.training.progress import Report, describe, show_table
 from roadtrain.transport.address import address_of, tls_of, token_of
 from roadtrain.transport.plugins import link_options
 from roadtrain.transport.tcp import TcpOptions
@@ -30,39 +29,11 @@ ASSUMED_TBW = 600.0  # terabytes: what makers state for a 1 TB consumer SSD
 WRITES = ("Write", "Commit")  # stages whose bytes go to the device
 
 
-def command(
-    run: str,
-    endurance_tbw: float | None = None,
-    token_file: str | None = None,
-    ca: str | None = None,
-    cert: str | None = None,
-    key: str | None = None,
-    link: str = "tcp",
-    report: Callable[[str], None] = print,
-) -> int:
-    """`run`: a run directory, or the HOST:PORT,... of servers and switches. 1 where one does not
-    answer.
-    Raises ConfigError where it is neither.
-
-    Args:
-        endurance_tbw: terabytes the device may be written, from its data sheet (assumed: 600)
-        token_file: file with the servers' token, where RUN names servers
-        ca: TLS: PEM file that the servers' certificates are known by, likewise
-        cert: TLS: PEM file of a certificate, where the servers demand one, likewise
-        key: TLS: PEM file of its key, likewise
-        link: how the servers are reached, as they were told (tcp)
-    """
-    code = without_stages(run, endurance_tbw, token_file, ca, cert, key, link, report)
-    for beside in [] if names_servers(run) else compared(Path(run)):
-        show_table(beside, report)
-    return code
-
-
 def names_servers(run: str) -> bool:
     return ":" in run and not Path(run).is_dir()
 
 
-def without_stages(
+def report_run(
     run: str,
     endurance_tbw: float | None = None,
     token_file: str | None = None,
@@ -70,9 +41,11 @@ def without_stages(
     cert: str | None = None,
     key: str | None = None,
     link: str = "tcp",
-    report: Callable[[str], None] = print,
+    report: Report = print,
 ) -> int:
-    """As `command`, but for what was predicted of each stage."""
+    """Report on a run directory, or the HOST:PORT,... of servers and switches; the options are
+    those of `roadtrain status`. Returns 1 where something does not answer. Raises ConfigError where
+    `run` is neither."""
     found: list[Any] = []
     reducers: list[tuple[str, str]] = []
     if not names_servers(run):
@@ -108,11 +81,16 @@ def ask_reducers(job: Job, token_file: str | None) -> tuple[list[tuple[str, str]
     return health.rows(names, found, role="reducer"), found
 
 
-def of_ended(run: str, report: Callable[[str], None]) -> None:
-    """Of a run directory whose servers have ended with the run: they are not asked. Raises
+def report_ended(run: str, report: Report) -> None:
+    """Report on a run directory whose servers have ended with the run: they are not asked. Raises
     ConfigError."""
     show_table(rows(job_of_run(run), read_metrics(Path(run) / "metrics.jsonl"), None), report)
-    for beside in compared(Path(run)):
+    report_stages(run, report)
+
+
+def report_stages(run: str, report: Report) -> None:
+    """Report what was predicted of each stage in a run directory, beside what was measured."""
+    for beside in [] if names_servers(run) else compared(Path(run)):
         show_table(beside, report)
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from roadtrain.config.job import Job
 from roadtrain.config.machines import LAUNCHED_AS
-from roadtrain.progress import limited_by
 from roadtrain.training import memory_limit
+from roadtrain.training.progress import limited_by
 from roadtrain.units import show_bytes, show_rate, show_seconds
 
 FEW = 5  # the most steps that a first or last loss is the mean of
@@ -73,22 +73,10 @@ def rows(
 ) -> list[tuple[str, str]]:
     """`plain`: bytes that plain training of the model needs; `program`: how roadtrain was
     called."""
-    out = [("steps done", f"{summary.steps} of {job.run.steps}")]
-    first, last = summary.first_loss, summary.last_loss
-    if math.isfinite(first):
-        change = f"{'fell' if last <= first else 'rose'} by {abs(first - last):.2f} nats"
-        out.append(
-            (
-                "training loss, first and last steps of this run",
-                f"{first:.3f} -> {last:.3f}, {change}",
-            )
-        )
-    if summary.held_out_loss is not None:
-        out.append(("held-out loss", f"{summary.held_out_loss:.3f}"))
     held = show_bytes(totals.resident)
     if totals.resident < plain:
         held += f", {totals.resident / plain:.0%} of that"
-    out += [
+    out = [
         ("plain training needs (parameters, gradients, optimizer)", show_bytes(plain)),
         ("roadtrain held at most", held),
         (
@@ -107,7 +95,19 @@ def rows(
         out.append(("on disk", f"{show_bytes(used)}; {removes} removes it"))
     again = f"{program} {shlex.join(['train', str(job.run_dir / 'job.toml')])}"
     again += "" if summary.stopped else f" --run.steps {2 * job.run.steps}"
-    return [*out, ("to go on", going_on(summary, again))]
+    return [*loss_rows(job, summary), *out, ("to go on", going_on(summary, again))]
+
+
+def loss_rows(job: Job, summary: Summary) -> list[tuple[str, str]]:
+    out = [("steps done", f"{summary.steps} of {job.run.steps}")]
+    first, last = summary.first_loss, summary.last_loss
+    if math.isfinite(first):
+        change = f"{'fell' if last <= first else 'rose'} by {abs(first - last):.2f} nats"
+        label = "training loss, first and last steps of this run"
+        out.append((label, f"{first:.3f} -> {last:.3f}, {change}"))
+    if summary.held_out_loss is not None:
+        out.append(("held-out loss", f"{summary.held_out_loss:.3f}"))
+    return out
 
 
 def disk_bytes(job: Job) -> int:

@@ -34,10 +34,9 @@ from roadtrain.storage.rates import storage_rates
 from roadtrain.streaming.grads import PlacedGrad
 from roadtrain.streaming.split import DTYPES, as_numpy, split, table
 from roadtrain.training.build import build_model, build_optimizer, named
-from roadtrain.training.train import Training, place_job, silent, step
+from roadtrain.training.placed_job import PlacedJob, place_job, step
+from roadtrain.training.progress import Report, silent
 from roadtrain.units import show_bytes, show_rate
-
-Report = Callable[[str], None]
 
 
 def command(path: str, overrides: Mapping[str, Any], steps: int = 3, report: Report = print) -> int:
@@ -68,21 +67,7 @@ def verify(job: Job, steps: int, report: Report = print) -> bool:
                     f"so is the sum in the network as {job.servers.wire}: what that changes, within"
                     " its bound, is not compared"
                 )
-            job = job.changed(
-                dict.fromkeys(
-                    (
-                        "servers.addresses",
-                        "servers.relay",
-                        "servers.replicas",
-                        "servers.buffering",
-                        "servers.switches",
-                        "servers.wire",
-                        "servers.window",
-                        "servers.multicast",
-                        "compress.downcast",
-                    )
-                )
-            )
+            job = job.changed({"servers": {}, "compress.downcast": None})
         placed = place_job(job.changed({"store.files": homes}), report)
         stack.enter_context(placed.optimizer)
         _check_memory(placed.optimizer.memory()["plain"])
@@ -100,7 +85,7 @@ def verify(job: Job, steps: int, report: Report = print) -> bool:
         model = build_model(placed.job, "cpu").to(placed.device)
         plain = PlainOptimizer(placed.job, model, start)
         scaler = torch.amp.GradScaler(placed.device.type, enabled=job.model.dtype == "fp16")
-        training = _PlainTraining(placed.job, model, plain, scaler, placed.tokens, placed.device)
+        training = _PlainJob(placed.job, model, plain, scaler, placed.tokens, placed.device)
         same &= _same(mine, _run("plain", training, steps), things, report)
         name, most = plain.deviation()
         report(
@@ -275,7 +260,7 @@ class PlainOptimizer(torch.optim.Optimizer):
         return max(far, key=lambda pair: pair[1])
 
 
-class _PlainTraining(Training):
+class _PlainJob(PlacedJob):
     def clip(self) -> None:
         self.optimizer.gather()
         super().clip()
@@ -291,7 +276,7 @@ class _Way:
     read: Callable[[str, str], np.ndarray]
 
 
-def _run(name: str, training: Training, steps: int) -> _Way:
+def _run(name: str, training: PlacedJob, steps: int) -> _Way:
     return _Way(
         name, [step(training, number)[0] for number in range(steps)], training.optimizer.read
     )

@@ -26,10 +26,14 @@ LEGEND = (
     " (batches, clipping)"
 )
 Show = Callable[[Mapping[str, Any]], None]
+Report = Callable[[str], None]  # hears each line that is printed
+
+
+def silent(_: str) -> None: ...
 
 
 @contextmanager
-def progress(job: Job, done: int, report: Callable[[str], None]) -> Iterator[Show]:
+def progress(job: Job, done: int, report: Report) -> Iterator[Show]:
     """Inside the context a function that shows one line of metrics.jsonl."""
     steps = job.run.steps
 
@@ -95,7 +99,7 @@ def limited_by(job: Job, seconds: float, busy: Mapping[str, float]) -> str:
     return "files" if job.store.files and updates < UPDATING * seconds else "updates"
 
 
-def show_table(rows: Sequence[Sequence[str]], report: Callable[[str], None]) -> None:
+def show_table(rows: Sequence[Sequence[str]], report: Report) -> None:
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         report("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())

@@ -1,0 +1,279 @@
+"""A job whose model is placed: its parameters rest on files, in RAM or on servers.
+
+The step (`step`) fits one screen; it is the loop that any user would write. Does NOT know how
+parameters travel: that is `place`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from roadtrain.config.job import Job
+from roadtrain.environment import WorkerGroup
+from roadtrain.placement.place import place
+from roadtrain.servers.trace import NetStages, Stages
+from roadtrain.storage.history import Witness
+from roadtrain.storage.mark import Mark
+from roadtrain.streaming.split import DTYPES
+from roadtrain.training.build import build_model, build_optimizer, prepared, token_loss
+from roadtrain.training.data import Tokens
+from roadtrain.training.job_options import placed_options
+from roadtrain.training.memory_limit import ENFORCED_BY
+from roadtrain.training.metrics import was_away
+from roadtrain.training.progress import Report, silent
+from roadtrain.training.run_files import mark_of
+from roadtrain.training.schedule import set_learning_rate
+from roadtrain.training.step_record import StepRecord
+from roadtrain.training.step_words import StepOfAll, WorkerWords
+from roadtrain.training.stop import Stop
+from roadtrain.training.summary import Summary, Totals, disk_bytes, rows
+from roadtrain.units import show_bytes
+
+HELD_OUT_BATCHES = 8
+MOST_THREADS = 16  # under run.memory_limit: a stack counts 8 MiB, touched or not
+
+
+@dataclass
+class PlacedJob:
+    """A job with its model placed, which training/train.py's loop drives as it does a StagedJob.
+    `optimizer`: what place() returned."""
+
+    job: Job
+    model: torch.nn.Module
+    optimizer: Any
+    scaler: torch.amp.GradScaler
+    tokens: Tokens
+    device: torch.device
+    group: WorkerGroup = field(default_factory=WorkerGroup)
+    # what workers tell each other; None: there is one
+    words: WorkerWords | None = None
+    # Forward and Backward, without what was waited in them; the rest is the optimizer's
+    stages: Stages = field(default_factory=Stages)
+    mark: Mark | None = None  # of the run directory, where training goes on there
+    report: Report = silent
+    stopped: str = ""  # why all workers stop after the last step
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def steps_done(self) -> int:
+        return int(self.optimizer.steps_done)
+
+    def is_away(self, lines: Path) -> bool:
+        """Whether its lines are of other steps: of another store, or trained while this worker was
+        away."""
+        served = bool(self.job.servers.addresses)
+        fresh = self.mark is not None and self.mark.fresh
+        return fresh or (served and was_away(lines, self.steps_done))
+
+    def begin(self) -> None:
+        """Say what the run takes of the disk, and what its memory is limited to."""
+        job, plain = self.job, show_bytes(self._plain_nbytes)
+        self.keep()
+        if used := disk_bytes(job):
+            self.report(f"files: {show_bytes(used)} in {', '.join(job.store.files)}")
+        if job.limit_nbytes is not None:
+            self.report(
+                f"memory: this process gets at most {show_bytes(job.limit_nbytes)}, enforced by"
+                f" {ENFORCED_BY}; plain training of this model needs {plain}"
+            )
+        self.tokens.begun = True
+
+    def why(self, stop: Stop) -> str:
+        """Why no further step is trained, the same on all workers; "" where one is."""
+        return self.stopped if self.words else stop.why()
+
+    def step(self, stop: Stop) -> StepRecord:
+        """Train the next step."""
+        optimizer, words, late = self.optimizer, self.words, self.job.optimizer.delay
+        norm = math.nan
+
+        def before(loss: float) -> None:
+            nonlocal norm
+            if late == 1:  # of the step before: asking waits
+                norm = optimizer.grad_norm()
+            if words is not None:
+                words.say(loss, tokens_of(self.job), stop.why())
+
+        loss, lr = step(self, self.steps_done, before)
+        if not late:
+            norm = optimizer.grad_norm()
+        told = words.hear(self.steps_done) if words else None
+        self.stopped = (stop.why() or told.why) if told is not None and told.why else ""
+        stages = self.stages.take() | optimizer.stages()
+        witness = Witness.of(optimizer.session.servers.history)
+        record = StepRecord(
+            loss,
+            norm,
+            lr,
+            tokens_of(self.job),
+            {name: (stage.seconds, stage.nbytes) for name, stage in stages.items()},
+            (0, self.rank),
+            {} if witness is None else {"session": witness.last},
+            optimizer.memory()["resident"],
+        )
+        return self._of_all(record, told)
+
+    def _of_all(self, own: StepRecord, told: StepOfAll | None) -> StepRecord:
+        """Worker 0's line is of the whole run: the mean loss and all tokens. With a delay the other
+        losses of the step are not known yet, and the line says whose loss it has."""
+        if self.words is None or self.rank:
+            return own
+        if self.words.lag or told is None:
+            more = {**own.more, "loss_of": "worker 0"}
+            return replace(own, tokens=own.tokens * self.group.workers, more=more)
+        return replace(own, loss=told.loss, tokens=told.tokens)
+
+    def keep(self, *, now: bool = False) -> None:
+        """A step's line is written, so its commit may be told of."""
+        if self.rank == 0 and self.mark is not None:
+            self.mark.advance(self.optimizer.committed_step, now=now)
+
+    def abandon(self) -> None:
+        """Commit nothing more: a step's line could not be written."""
+        self.optimizer.abandon()
+
+    def finish(self, why: str) -> None:
+        """Commit the last step. `why`: training ends before run.steps."""
+        self.optimizer.flush()
+        self.keep(now=True)
+        if why:
+            self.report(
+                f"{why}: step {self.optimizer.committed_step} is committed; the same command goes"
+                " on from there"
+            )
+
+    def held_out_loss(self) -> float | None:
+        return held_out_loss(self)
+
+    @property
+    def _plain_nbytes(self) -> int:
+        return int(self.optimizer.memory()["plain"])
+
+    def rows(self, summary: Summary, totals: Totals, program: str) -> list[tuple[str, str]]:
+        """The table at the end. `program`: how roadtrain was called."""
+        return rows(self.job, summary, totals, self._plain_nbytes, program)
+
+    def __enter__(self) -> Self:
+        self.optimizer.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.optimizer.__exit__(*error)
+
+    def clip(self) -> None:
+        """Loss scaling is still on the gradients, so the limit is scaled too (torch refuses to
+        unscale fp16)."""
+        limit = self.job.optimizer.clip_norm
+        if limit is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit * self.scaler.get_scale())
+
+
+def open_placed(job: Job, report: Report) -> PlacedJob:
+    """The job at its last committed step. Raises RoadtrainError."""
+    if WorkerGroup.of_environment().rank:
+        report = silent
+    if job.limit_nbytes is not None and torch.get_num_threads() > MOST_THREADS:
+        torch.set_num_threads(MOST_THREADS)
+        report(f"memory: {MOST_THREADS} threads compute, the stack of each counts")
+    mark = mark_of(job, report)
+    return place_job(job, report, mark)
+
+
+def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> PlacedJob:
+    """Text, model, optimizer, and the one line that places them. `mark`: of the run directory,
+    where the state that it knows of is meant. Raises RoadtrainError."""
+    job, tokens, device = prepared(job, report)
+    if (
+        device.type == "cpu"
+        and job.model.dtype != "fp32"
+        and not torch.cpu._is_avx512_bf16_supported()
+    ):
+        report(
+            f"this CPU has no {job.model.dtype} arithmetic, torch emulates it slowly: --model.dtype"
+            " fp32 is faster"
+        )
+    torch.manual_seed(job.run.seed)
+    model = build_model(job, "meta")
+    scaler = torch.amp.GradScaler(device.type, enabled=job.model.dtype == "fp16")
+    optimizer = place(
+        model,
+        build_optimizer(job, model.parameters()),
+        **placed_options(job, moves=mark is not None),
+        dtype=DTYPES[job.model.dtype],
+        blocks=job.model.blocks,
+        device=device,
+        weights=job.model.pretrained,
+        extra={"scaler": scaler, "data": tokens},
+        mark=mark,
+        report=report,
+    )
+    stages = NetStages(optimizer.session.stages)
+    words = WorkerWords(optimizer) if optimizer.group.workers > 1 else None
+    placed = (job, model, optimizer, scaler, tokens, device, optimizer.group, words, stages)
+    return PlacedJob(*placed, mark, report)
+
+
+def step(
+    training: PlacedJob, number: int, before: Callable[[float], None] | None = None
+) -> tuple[float, float]:
+    """Step `number` (from 0): its mean loss and its learning rate. `before`: called with the loss
+    before the optimizer's step."""
+    job, model, optimizer, scaler = (
+        training.job,
+        training.model,
+        training.optimizer,
+        training.scaler,
+    )
+    lr = set_learning_rate(optimizer.param_groups, job, number)
+    group = training.group
+    torch.manual_seed((job.run.seed * 1_000_003 + number) * group.workers + group.rank)  # dropout
+    total = 0.0
+    for micro in range(job.optimizer.accumulate):
+        # the step's batches, in an order that all workers agree on
+        turn = micro * group.workers + group.rank
+        x_BT, y_BT = training.tokens.batch(number, turn, job.data.batch_size, job.data.seq_len)
+        with training.stages.timed("Forward"):
+            loss = loss_of(model, x_BT, y_BT, training.device) / job.optimizer.accumulate
+            total += loss.item()
+        with training.stages.timed("Backward"):
+            scaler.scale(loss).backward()  # gradients leave as each block finishes
+    if before is not None:
+        before(total)
+    training.clip()
+    scaler.step(optimizer)  # updates run, and the step is committed, while the next one computes
+    scaler.update()
+    optimizer.zero_grad()
+    return total, lr
+
+
+def loss_of(
+    model: torch.nn.Module, x_BT: torch.Tensor, y_BT: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    return token_loss(model(input_ids=x_BT.to(device), use_cache=False), y_BT.to(device))
+
+
+@torch.no_grad()
+def held_out_loss(training: PlacedJob, batches: int = HELD_OUT_BATCHES) -> float | None:
+    """Mean over at most `batches` held-out batches; None where none are held out."""
+    job, model = training.job, training.model
+    if not job.data.held_out:
+        return None
+    held_out = training.tokens.held_out_batches(batches, job.data.batch_size, job.data.seq_len)
+    model.eval()
+    losses = [loss_of(model, x_BT, y_BT, training.device).item() for x_BT, y_BT in held_out]
+    model.train()
+    return sum(losses) / len(losses) if losses else None
+
+
+def tokens_of(job: Job) -> int:
+    """Tokens of a worker's step."""
+    return job.data.batch_size * job.data.seq_len * job.optimizer.accumulate

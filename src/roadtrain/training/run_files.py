@@ -1,0 +1,49 @@
+"""The files of a run directory that training writes beside the state: job.toml, the tokenizer, a
+file of lines for each rank, and the mark."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from roadtrain.config.job import Job
+from roadtrain.config.machines import LAUNCHED_AS
+from roadtrain.storage.direct import replace_file
+from roadtrain.storage.mark import Mark
+from roadtrain.training.metrics import committed_by, sessions_in
+
+SAID_ONCE = ("run.new_store", "launched.committed", "store.moved_from", "servers.give_up")
+
+
+def lines_of(job: Job, rank: int = 0) -> Path:
+    """The metrics.jsonl of a rank."""
+    return job.run_dir / (f"metrics.{rank}.jsonl" if rank else "metrics.jsonl")
+
+
+def mark_of(job: Job, report: Callable[[str], None] = print, *, reads: bool = False) -> Mark:
+    """What the job's run directory, or its launcher, knows of its store. `reads`: none shall be
+    made. A worker that torchrun has started again has said `new_store` once before; a launched
+    one is told by its job whether it holds."""
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    again = restarted and LAUNCHED_AS not in os.environ
+    lines = lines_of(job)
+    witness = max(committed_by(lines), job.launched.committed or -1)
+    return Mark(
+        job.run_dir,
+        witness=witness,
+        sessions=sessions_in(lines),
+        new_store=job.run.new_store and not again,
+        reads=reads,
+        report=report,
+    )
+
+
+def write_job(job: Job) -> None:
+    """Write job.toml without what is said for one start alone, and the tokenizer."""
+    lasting = job.changed(dict.fromkeys(SAID_ONCE))
+    replace_file(job.run_dir / "job.toml", lasting.to_toml().encode(), "writing")
+    if job.data.tokenizer != "bytes":
+        kept = job.run_dir / "tokenizer.json"
+        if Path(job.data.tokenizer).resolve() != kept.resolve():
+            replace_file(kept, Path(job.data.tokenizer).read_bytes(), "writing")
