@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from roadtrain.errors import RoadtrainError
 
-__version__ = "0.1.0"  # pyproject.toml reads it here
+__version__ = "0.3.0"  # pyproject.toml reads it here
 
 if TYPE_CHECKING:
     from roadtrain.integrations.ddp import Summation, sum_hook

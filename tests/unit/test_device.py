@@ -7,6 +7,7 @@ import mmap
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from roadtrain.device.buffers import Buffer
 from roadtrain.device.copies import HostBuffer, beside_accelerator, own_device
 from roadtrain.errors import ConfigError
 from roadtrain.kernels import gpu
+from roadtrain.kernels.rules import SgdRule
 from roadtrain.streaming import activations
 
 ONE = torch.device("cuda", 1)
@@ -280,9 +282,10 @@ def test_a_kernel_is_launched_on_its_tensors_device(monkeypatch):
 
     monkeypatch.setattr(gpu.torch.cuda, "device_of", Guard)
     monkeypatch.setattr(gpu, "triton", object())
-    monkeypatch.setattr(gpu, "_squares", Kernel())
+    monkeypatch.setattr(gpu, "_sgd", Kernel())
     x = torch.ones(3)
-    gpu.sum_squares(x)
+    hyper = (0.1, 0.0, 0.0, 0.0, 0.0, 0.0)
+    gpu.apply(SgdRule(), x, torch.ones(3), [], np.zeros(1), hyper)
     assert len(seen) == 1 and seen[0][0] is x
 
 

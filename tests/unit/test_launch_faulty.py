@@ -110,7 +110,7 @@ class NoHosts:
 @pytest.fixture
 def no_hosts(monkeypatch: pytest.MonkeyPatch) -> NoHosts:
     monkeypatch.setattr(supervise, "load_plan_file", lambda path: None)
-    monkeypatch.setattr(supervise, "load_job", lambda path, report: None)
+    monkeypatch.setattr(supervise, "load_job", lambda path: None)
     monkeypatch.setattr(supervise, "resolve", lambda *_, **__: _Run())
     monkeypatch.setattr(supervise, "replace", lambda run, **_: run)
     monkeypatch.setattr(supervise, "check", lambda *_: [])

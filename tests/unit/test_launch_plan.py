@@ -10,7 +10,7 @@ import pytest
 
 from roadtrain.config.job import load_job, make_job
 from roadtrain.errors import ConfigError
-from roadtrain.launch import status
+from roadtrain.launch import status_command
 from roadtrain.training.command import command as train
 from roadtrain.training.predicted import compared, promised
 
@@ -68,7 +68,7 @@ def test_status_shows_predicted_beside_measured_of_every_stage(tmp_path: Path):
         (tmp_path / f"metrics.{rank}.jsonl").write_text(lines(job, stage, forward))
     (tmp_path / "metrics.uncommitted.jsonl").write_text(lines(job, 3, 1.0))
     said: list[str] = []
-    status.command(str(tmp_path), report=said.append)
+    status_command.command(str(tmp_path), report=said.append)
     rows = [" ".join(line.split()) for line in said]
     tables = rows[rows.index("stage 0 predicted measured ratio") :]
     assert tables == [

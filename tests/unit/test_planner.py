@@ -651,7 +651,16 @@ memory = "64GB"
     "words",
     [
         ["simulate", "servers", "--model", "GPT-2", f"--{name}", value]
-        for name in ("micro-batch", "num-microbatches", "dp", "tp", "pp", "cp", "ep", "vp")
+        for name in (
+            "micro-batch",
+            "num-microbatches",
+            "dp",
+            "tp",
+            "pp",
+            "cp",
+            "ep",
+            "virtual-stages",
+        )
         for value in ("0", "-1")
     ]
     + [

@@ -1,5 +1,5 @@
-"""How large the house is: code lines, formatted, without blank, comment and docstring lines. The
-number is an aim and a ratchet (docs/design.md): a rise needs a line in docs/decisions."""
+"""How large the package and its core are: code lines, formatted, without blank, comment and docstring
+lines. Neither may rise (docs/concepts/design.md, "Size"; where the lines went: docs/decisions/0039)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ import io
 import tokenize
 from pathlib import Path
 
+import pytest
+
 SRC = Path(__file__).parents[2] / "src" / "roadtrain"
-AIM = 17_500
-RATCHET = 54_450  # docs/decisions/0038; only ever lowered without a line there
+# Only ever lowered, but by a line in docs/decisions.
+PACKAGE, CORE = 51_970, 16_660
+CORE_ROOMS = (
+    *("errors", "units", "chunks", "retry", "environment"),
+    *("options", "kernels", "device", "transport", "streaming", "storage", "servers", "placement"),
+)
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -45,8 +51,10 @@ def test_counting() -> None:
     assert code_lines(text) == 5
 
 
-def test_the_package_does_not_grow(capsys) -> None:
-    total = sum(code_lines(path.read_text()) for path in SRC.rglob("*.py"))
+def test_neither_grows(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = {path.relative_to(SRC): code_lines(path.read_text()) for path in SRC.rglob("*.py")}
+    package = sum(lines.values())
+    core = sum(n for path, n in lines.items() if path.with_suffix("").parts[0] in CORE_ROOMS)
     with capsys.disabled():
-        print(f"\ncode lines of the package: {total:,} (aim {AIM:,}, ratchet {RATCHET:,})")
-    assert total <= RATCHET, "a line in docs/decisions says why"
+        print(f"\ncode lines: package {package:,} (at most {PACKAGE:,}), core {core:,} ({CORE:,})")
+    assert package <= PACKAGE and core <= CORE, "a line in docs/decisions says why"

@@ -1,1 +1,4 @@
-"""What the user writes, and arithmetic on it: frozen data. No torch, no sockets, no clock."""
+"""The files that users write: jobs, clusters, models and plans, typed and checked.
+
+Frozen values, and arithmetic on them; no torch, sockets or clock. Read `job.py` first.
+"""

@@ -1,1 +1,4 @@
-"""One file a framework: ddp, fsdp, horovod, huggingface."""
+"""One file for each framework: ddp, fsdp, horovod, huggingface.
+
+A script keeps its framework's way of training and changes one line. Read the file of the framework.
+"""
