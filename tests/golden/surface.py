@@ -42,7 +42,9 @@ from roadtrain.servers.serve import SessionHost
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.run import simulate
 from roadtrain.storage.direct import DirectFile
+from roadtrain.sums import sum_frames
 from roadtrain.sums.reducer import Reducer
+from roadtrain.switch import switch_frames
 from roadtrain.transport import handshake as shake
 from roadtrain.transport import link as wire
 from roadtrain.transport.tcp import TcpOptions
@@ -259,14 +261,22 @@ def simulated(tree: dict[str, Any]) -> dict[str, Any]:
 # frames
 
 
+FRAMES = (m, sum_frames, switch_frames)
+
+
 def kinds() -> dict[str, int]:
     """Only to make fixtures: the kinds of frames by name."""
-    return dict(m._KINDS)
+    return {
+        name: number
+        for room in FRAMES
+        for name, number in vars(room).items()
+        if type(number) is int and number in room.HEADERS and name != "EDITION"
+    }
 
 
 def header_type(kind: int) -> Any:
     """Only to make fixtures: the type of a frame's header."""
-    return m._HEADERS[kind]
+    return next(room.HEADERS[kind] for room in FRAMES if kind in room.HEADERS)
 
 
 def encoded(values: Any) -> bytes:
@@ -281,10 +291,10 @@ def besides(name: str, raw: bytes) -> Any:
     """What is not a header but has a form, read from its bytes."""
     decoders = {
         "hello": m.HELLO,
-        "hello of a summation": m.SUM_HELLO,
+        "hello of a summation": sum_frames.SUM_HELLO,
         "without": m.WITHOUT_REST,
-        "rounds": m.ROUNDS,
-        "stalled": m.STALLED,
+        "rounds": sum_frames.ROUNDS,
+        "stalled": sum_frames.STALLED,
     }
     return m.decoded(decoders[name], raw, name)
 
@@ -426,11 +436,11 @@ def summed(rule: str, form: str, values: Sequence[np.ndarray], rounds: int) -> l
         for rank, (connection, array) in enumerate(zip(connections, values)):
             payload = encoded_as(form, array * np.float32(number + 1), 100 * number + rank)
             raw = m.encode((3, 0, number, array.size, form, 0))
-            room = connection.room(m.PART, raw, len(payload))
+            room = connection.room(sum_frames.PART, raw, len(payload))
             room[:] = payload
             for link in links:
                 link.came.clear()
-            connection.arrived(m.PART, raw, room)
+            connection.arrived(sum_frames.PART, raw, room)
             if rule == "accumulate":
                 assert links[rank].came.wait(10)
         assert rule == "accumulate" or all(link.came.wait(10) for link in links)

@@ -13,7 +13,7 @@ import numpy as np
 
 from roadtrain.errors import LostError, PeerError
 from roadtrain.servers import frames as m
-from roadtrain.switch import packets
+from roadtrain.switch import packets, switch_frames
 from roadtrain.switch.datagrams import DatagramSocket
 from roadtrain.switch.packets import HEADER_NBYTES, PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
 from roadtrain.switch.protocol.numbered import NumberedReceiver, NumberedSender
@@ -207,7 +207,7 @@ class End(Peer):
         port: int = 0,
     ) -> int:
         """The job's port there."""
-        said = m.SwitchHello(
+        said = switch_frames.SwitchHello(
             self.name, self.job, self.nonce, children, slots, child, parent or self.where, port
         )
         receiver = Registration()
@@ -215,7 +215,7 @@ class End(Peer):
             switch,
             receiver,
             TcpOptions(token=TOKEN, retry_s=5.0),
-            hello=m.SWITCH_GREETING + m.encode(said),
+            hello=switch_frames.SWITCH_GREETING + m.encode(said),
             language=m.LANGUAGE,
         )
         ready = receiver.came.get(timeout=10)

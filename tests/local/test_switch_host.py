@@ -18,7 +18,7 @@ from roadtrain import cli
 from roadtrain.errors import AuthError, BusyError, ConfigError, LostError, WireError
 from roadtrain.servers import frames as m
 from roadtrain.servers import health, serve
-from roadtrain.switch import switch_command
+from roadtrain.switch import switch_command, switch_frames
 from roadtrain.switch.admission import SlotQuota
 from roadtrain.switch.packets import PACKET_NBYTES, Kind, PacketKey
 from roadtrain.switch.streams import beat_packet
@@ -342,8 +342,8 @@ def test_a_job_that_asks_for_more_slots_than_are_free_is_refused(switches, peers
 
 
 def hello(end, **changes):
-    said = m.SwitchHello("x", 7, bytes(16), 2, 64, 0, (HOST, 9), 0)
-    return m.SWITCH_GREETING + m.encode(said._replace(**changes))
+    said = switch_frames.SwitchHello("x", 7, bytes(16), 2, 64, 0, (HOST, 9), 0)
+    return switch_frames.SWITCH_GREETING + m.encode(said._replace(**changes))
 
 
 def refused(switch, greeting, error=WireError, words=""):
@@ -388,7 +388,9 @@ def test_who_is_no_end_of_a_fan_in_is_refused(switches):
     switch = switches()
     worker = m.encode(m.Hello("s", 0, 1, 1, 0, "x"))
     refused(switch, worker, words="is a switch: it sums and copies packets")
-    refused(switch, m.SWITCH_GREETING + b"\xff\xff", words="no greeting of a fan-in end")
+    refused(
+        switch, switch_frames.SWITCH_GREETING + b"\xff\xff", words="no greeting of a fan-in end"
+    )
     other = TcpOptions(token=b"the token of somebody else")
     with pytest.raises(AuthError):
         connect(address(switch), Silent(), other, hello=hello(None), language=m.LANGUAGE)

@@ -12,7 +12,7 @@ import numpy as np
 
 from roadtrain.servers import frames as m
 from roadtrain.servers.routes import greeting_of
-from roadtrain.switch import packets
+from roadtrain.switch import packets, switch_frames
 from roadtrain.switch.datagrams import DatagramSocket
 from roadtrain.switch.packets import PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
 from roadtrain.switch.protocol.numbered import Heartbeat, NumberedReceiver, merged
@@ -109,7 +109,7 @@ class Hub:
 
     def _accept(self, link: Link, hello: bytes) -> Member:
         assert hello.startswith(GREETING)
-        said = m.decoded(m.FAN_IN_HELLO, hello[len(GREETING) :], "a hello")
+        said = m.decoded(switch_frames.FAN_IN_HELLO, hello[len(GREETING) :], "a hello")
         assert said.window == WINDOW
         with self.changed:
             member = self.members[said.hello.rank] = Member(self, said.hello.rank, link)
@@ -121,7 +121,7 @@ class Hub:
         self.until(lambda: len(self.members) == self.workers)
         for child, member in self.members.items():
             fields = (JOB, child, self.socket.address[1], 5 * child, group)
-            member.link.send(m.FAN_IN, m.encode(fields), [memoryview(NONCE)])
+            member.link.send(switch_frames.FAN_IN, m.encode(fields), [memoryview(NONCE)])
         self.until(lambda: len(self.children) == self.workers)
         for child, sender in enumerate(self.senders):
             sender.to = self.children[child]
@@ -140,7 +140,9 @@ class Hub:
     def grant(self, chunk: int, round: int, count: int, announced: set[int]) -> int:
         first, self.up = self.up, self.up + count
         for rank, member in self.members.items():
-            member.link.send(m.GRANT, m.encode((chunk, round, first, rank in announced)))
+            member.link.send(
+                switch_frames.GRANT, m.encode((chunk, round, first, rank in announced))
+            )
         return first
 
     def _sum(self, batch: Batch) -> None:

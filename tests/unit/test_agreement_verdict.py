@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from roadtrain.errors import DifferError
-from roadtrain.servers import frames as m
+from roadtrain.sums import sum_frames
 from roadtrain.sums.agreement import Agreement
 
 
@@ -29,7 +29,7 @@ def test_what_begins_while_a_verdict_is_carried_out_is_of_the_new_epoch() -> Non
     try:
         agreement.run(agreement.begin("a sum", "float32 [1]"), lambda: None, dropped)
         goes_on.start()
-        agreement.heard(m.DIFFER, (1, "workers differ"))
+        agreement.heard(sum_frames.DIFFER, (1, "workers differ"))
         goes_on.join(10)
         later = agreement.begin("another sum", "float32 [1]")
     finally:

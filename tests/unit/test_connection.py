@@ -9,6 +9,7 @@ import pytest
 from roadtrain.errors import BusyError, LostError, WireError
 from roadtrain.servers import frames as m
 from roadtrain.servers.connection import COMING_S, HostedSession, WorkerConnection
+from roadtrain.sums import sum_frames
 
 
 class Wire:
@@ -27,7 +28,7 @@ class Wire:
 class Sums(HostedSession[WorkerConnection]):
     """Takes parts; each is one byte at most."""
 
-    payloads = {m.PART: 1}
+    payloads = {sum_frames.PART: 1}
 
     def __init__(self, workers: int) -> None:
         super().__init__(workers)
@@ -37,9 +38,9 @@ class Sums(HostedSession[WorkerConnection]):
     def take(
         self, connection: WorkerConnection, kind: int, fields: Any, payload: memoryview
     ) -> None:
-        if kind == m.MOVED:
+        if kind == sum_frames.MOVED:
             raise KeyError("a defect")
-        if kind != m.PART:
+        if kind != sum_frames.PART:
             raise WireError("not to me")
         self.heard.append((connection.rank, tuple(fields), bytes(payload)))
 
@@ -70,15 +71,16 @@ def test_each_place_is_taken_once(made: Any) -> None:
 
 def test_a_frame_goes_to_the_session_with_its_fields(made: Any) -> None:
     session, _, (first, second) = made
-    room = second.room(m.PART, PART, 1)
+    room = second.room(sum_frames.PART, PART, 1)
     room[:] = b"x"
-    second.arrived(m.PART, PART, room)
-    first.arrived(m.PART, PART, memoryview(b""))
+    second.arrived(sum_frames.PART, PART, room)
+    first.arrived(sum_frames.PART, PART, memoryview(b""))
     assert session.heard == [(1, (7, 0, 1, 1, "fp32", 0), b"x"), (0, (7, 0, 1, 1, "fp32", 0), b"")]
 
 
 @pytest.mark.parametrize(
-    ("kind", "header", "nbytes"), [(m.PART, PART, 2), (m.SUM, m.encode((7, 0, 1, True)), 1)]
+    ("kind", "header", "nbytes"),
+    [(sum_frames.PART, PART, 2), (sum_frames.SUM, m.encode((7, 0, 1, True)), 1)],
 )
 def test_no_more_bytes_than_a_kind_may_have(
     made: Any, kind: int, header: bytes, nbytes: int
@@ -92,7 +94,7 @@ def test_no_more_bytes_than_a_kind_may_have(
     [
         (m.BEAT, m.encode(()), ("WireError", "not to me")),
         (999, b"", ("WireError", "a frame of unknown kind 999")),
-        (m.MOVED, m.encode(()), ("LostError", "this server failed: KeyError: 'a defect'")),
+        (sum_frames.MOVED, m.encode(()), ("LostError", "this server failed: KeyError: 'a defect'")),
     ],
 )
 def test_what_is_wrong_with_a_frame_ends_all_once(
@@ -127,10 +129,10 @@ def test_silence_is_not_that_of_a_frame_on_its_way(made: Any) -> None:
     worker = made[2][0]
     worker.heard -= 100
     assert worker.silent_for(5) > 99 and worker.silent_for(200) == 0
-    room = worker.room(m.PART, PART, 1)
+    room = worker.room(sum_frames.PART, PART, 1)
     worker.heard -= 100
     assert worker.silent_for(5) == 0 == worker.silent_for(COMING_S)
     worker.heard -= COMING_S
     assert worker.silent_for(5) > COMING_S
-    worker.arrived(m.PART, PART, room)
+    worker.arrived(sum_frames.PART, PART, room)
     assert worker.silent_for(5) == 0

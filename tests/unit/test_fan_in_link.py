@@ -16,7 +16,7 @@ import pytest
 from roadtrain.chunks import PAGE, ChunkTable, ParamSpec
 from roadtrain.errors import LostError, PeerError, WireError
 from roadtrain.servers import frames as m
-from roadtrain.switch import fixed_point, packets
+from roadtrain.switch import fixed_point, packets, switch_frames
 from roadtrain.switch import link as link_module
 from roadtrain.switch.link import FanInLink, Participant, dial
 from roadtrain.switch.options import FanIn, SwitchNode
@@ -187,7 +187,7 @@ def test_sums_are_the_references_and_memory_is_free_once_they_are(scene: Any, wi
     it = scene(wire=wire)
     values = [noise(owner.rank) for owner in it.owners]
     tickets = [owner.push(0, x) for owner, x in zip(it.owners, values)]
-    it.hub.heard(m.ANNOUNCE, 1)
+    it.hub.heard(switch_frames.ANNOUNCE, 1)
     assert not any(owner.free for owner in it.owners)  # it may be read until it is summed
     got = it.sum(0, 1, {0, 1})
     np.testing.assert_array_equal(got, it.summed(values, "fp32"))
@@ -222,7 +222,7 @@ def test_what_is_lost_doubled_or_overtaken_changes_nothing(
         it.hub.heard(m.PULL, round)
         weights = it.weights(0, round)
         it.hub.send(Kind.PARAMETERS, 0, round, weights)
-        it.hub.heard(m.ANNOUNCE, round)
+        it.hub.heard(switch_frames.ANNOUNCE, round)
         got = it.sum(0, round, {0, 1, 2})
         np.testing.assert_array_equal(got, it.summed(values, "fp32"))
         for owner in it.owners:
@@ -236,7 +236,7 @@ def test_who_has_announced_nothing_for_a_round_sends_zeros(scene: Any) -> None:
     mine, later = noise(1), noise(2)
     first = it.owners[0].push(0, mine)
     ahead = it.owners[1].push(0, later)  # of its next step
-    it.hub.heard(m.ANNOUNCE, 1)
+    it.hub.heard(switch_frames.ANNOUNCE, 1)
     np.testing.assert_array_equal(it.sum(0, 1, {0}), it.summed([mine, None], "fp32"))
     it.owners[0].until(lambda: it.owners[0].free == [first])
     assert it.owners[1].free == []
@@ -266,7 +266,7 @@ def test_a_block_with_a_nan_is_nan_for_all(scene: Any) -> None:  # Rule 6
     values[1][400] = np.nan
     for owner, x in zip(it.owners, values):
         owner.push(0, x)
-    it.hub.heard(m.ANNOUNCE, 1)
+    it.hub.heard(switch_frames.ANNOUNCE, 1)
     got = it.sum(0, 1, {0, 1})
     assert np.isnan(got[352:704]).all() and np.isfinite(got[:352]).all()
 
@@ -308,7 +308,12 @@ def test_what_is_said_after_a_push_comes_after_its_announcement(scene: Any) -> N
         owner.link.send(m.CLOSE, m.encode((chunk, 1)))
     it.hub.until(lambda: len(member.frames) == 4)
     said = [(frame.kind, frame.fields.chunk) for frame in member.frames]
-    assert said == [(m.ANNOUNCE, 0), (m.CLOSE, 0), (m.ANNOUNCE, 2), (m.CLOSE, 2)]
+    assert said == [
+        (switch_frames.ANNOUNCE, 0),
+        (m.CLOSE, 0),
+        (switch_frames.ANNOUNCE, 2),
+        (m.CLOSE, 2),
+    ]
 
 
 def test_before_the_switches_are_ready_all_is_kept() -> None:
@@ -336,8 +341,8 @@ def test_a_trial_of_the_networks_multicast_is_answered() -> None:
                 packets.write_headers(packet, 48, 1, kind=Kind.TRIAL, job=7, first=0)
                 packets.seal(packet, 48, 1, it.hub.key)
                 it.hub.socket.send(packet, 48, ("239.255.1.2", 29317))
-            it.hub.heard(m.HEARD, 1)
-            assert [said.trial for said in it.hub.members[0].of(m.HEARD)] == [sends]
+            it.hub.heard(switch_frames.HEARD, 1)
+            assert [said.trial for said in it.hub.members[0].of(switch_frames.HEARD)] == [sends]
         finally:
             it.close()
 
@@ -371,7 +376,7 @@ def bad_maxima(it: Scene) -> None:
 def test_what_nobody_asked_for_ends_the_link(scene: Any, wrong: Any, words: str) -> None:
     it = scene(workers=1)
     ticket = it.owners[0].push(2, noise(1, SMALL))
-    it.hub.heard(m.ANNOUNCE, 1)
+    it.hub.heard(switch_frames.ANNOUNCE, 1)
     wrong(it)
     owner = it.owners[0]
     owner.until(lambda: bool(owner.errors))
@@ -429,7 +434,7 @@ def test_a_link_that_ends_gives_all_memory_back_once(scene: Any, ends: str) -> N
     it = scene(workers=2)
     owner = it.owners[0]
     tickets = [owner.push(chunk, noise(1, it.chunks[chunk].numel)) for chunk in (0, 2, 0)]
-    it.hub.until(lambda: len(it.hub.members[0].of(m.ANNOUNCE)) == 3)
+    it.hub.until(lambda: len(it.hub.members[0].of(switch_frames.ANNOUNCE)) == 3)
     count = fixed_point.exponent_packets_of(N)
     it.hub.maxima(it.hub.grant(0, 1, count, {0}), count)
     owner.pull(0, 1)
@@ -460,7 +465,7 @@ def test_what_was_given_up_is_not_sent(scene: Any, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(fixed_point, "quantize", slow)
     owner.push(2, noise(1, SMALL))
-    it.hub.heard(m.ANNOUNCE, 1)
+    it.hub.heard(switch_frames.ANNOUNCE, 1)
     maxima = it.hub.maxima(it.hub.grant(2, 1, 1, {0}), 1)
     first = it.hub.up
     it.hub.send(Kind.MAXIMA, 2, 1, maxima, first)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roadtrain.servers import frames as m
+from roadtrain.sums import sum_frames
 from roadtrain.sums.coordinator_link import CoordinatorLink
 from roadtrain.sums.protocol.membership import (
     AskRounds,
@@ -208,12 +209,12 @@ def test_what_a_worker_says_before_it_knows_its_coordinator_is_said_then() -> No
     delegate.sums = sums
     delegate.reducer_gone(3, "s3 died")
     # as soon as the link is there, before we are told
-    delegate.arrived(m.ASK, m.encode((1, [])), memoryview(b""))
+    delegate.arrived(sum_frames.ASK, m.encode((1, [])), memoryview(b""))
     delegate.linked(link)  # type: ignore[arg-type]
     delegate.reducer_gone(4, "s4 died")
     assert link.frames == [
-        (m.GONE, m.encode((3, "s3 died"))),
-        (m.STATE, m.encode((1, []))),
-        (m.GONE, m.encode((4, "s4 died"))),
+        (sum_frames.GONE, m.encode((3, "s3 died"))),
+        (sum_frames.STATE, m.encode((1, []))),
+        (sum_frames.GONE, m.encode((4, "s4 died"))),
     ]
     assert not sums.failed

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from roadtrain.servers import frames as m
+from roadtrain.sums import sum_frames
 from roadtrain.sums.reducer import Reducer
 
 
@@ -29,9 +30,9 @@ class Heard:
 
 def push(connection: Any, number: int, values: np.ndarray, summed: int, start: int = 0) -> None:
     header = m.encode((7, start, number, values.size, "fp32", summed))
-    room = connection.room(m.PART, header, values.nbytes)
+    room = connection.room(sum_frames.PART, header, values.nbytes)
     room[:] = m.as_bytes(values)
-    connection.arrived(m.PART, header, room)
+    connection.arrived(sum_frames.PART, header, room)
 
 
 def wait(frames: list[Any], count: int) -> None:

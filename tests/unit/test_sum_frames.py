@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from roadtrain.errors import BudgetError, BusyError, LostError, RoadtrainError, WireError
 from roadtrain.servers import frames as m
+from roadtrain.sums import sum_frames
 from roadtrain.sums.agreement import Agreement
 from roadtrain.sums.coordinator import Coordinator
 from roadtrain.sums.coordinator_link import CoordinatorLink
@@ -30,8 +31,26 @@ headers = (
     | st.binary(max_size=20)
     | st.builds(lambda *one: m.encode(one), small, small, small, small, texts, st.integers(-1, 4))
 )
-sums = [m.PART, m.MOVED, m.SUM, m.GONE, m.STATE, m.ASK, m.CHANGE, m.FAILED, 0, 999]
-agreement = [m.SAY, m.STALL, m.HAS, m.AGREED, m.ASKED, m.DIFFER]
+sums = [
+    sum_frames.PART,
+    sum_frames.MOVED,
+    sum_frames.SUM,
+    sum_frames.GONE,
+    sum_frames.STATE,
+    sum_frames.ASK,
+    sum_frames.CHANGE,
+    m.FAILED,
+    0,
+    999,
+]
+agreement = [
+    sum_frames.SAY,
+    sum_frames.STALL,
+    sum_frames.HAS,
+    sum_frames.AGREED,
+    sum_frames.ASKED,
+    sum_frames.DIFFER,
+]
 kinds = st.sampled_from([*sums, *agreement])
 frames = st.tuples(kinds, headers, st.sampled_from([0, 1, 2, 4, 8, 36]) | st.integers(0, 300))
 
@@ -76,7 +95,13 @@ def hear(receiver: Any, frame: tuple[int, bytes, int]) -> bool:
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.tuples(st.integers(0, 1), frames), max_size=12))
 # frames after the end
-@example([(0, (m.PART, b"\x90", 0)), (0, (m.PART, PART, 8)), (1, (m.SUM, PART, 8))])
+@example(
+    [
+        (0, (sum_frames.PART, b"\x90", 0)),
+        (0, (sum_frames.PART, PART, 8)),
+        (1, (sum_frames.SUM, PART, 8)),
+    ]
+)
 def test_a_summer(heard: list[tuple[int, tuple[int, bytes, int]]]) -> None:
     used = [0]
 

@@ -24,6 +24,7 @@ from roadtrain.integrations.trainer_progress import follow
 from roadtrain.placement.optimizer import PlacedOptimizer
 from roadtrain.placement.place import place
 from roadtrain.placement.stores import Memory, store_of
+from roadtrain.retry import undone_on_error
 
 # in a name, as the Trainer has it; norms by their class too
 NOT_DECAYED = ("bias", "layernorm", "rmsnorm")
@@ -69,11 +70,8 @@ class Placed:
         in_ram = isinstance(store, Memory) and options.get("servers") is None
         placed.whole_states = in_ram if whole_checkpoints is None else whole_checkpoints
         if (trainer := _of_trainer(frame, "self")) is not None:
-            try:
+            with undone_on_error(placed.close):
                 follow(trainer, placed, frame)
-            except BaseException:
-                placed.close()
-                raise
         return placed
 
 

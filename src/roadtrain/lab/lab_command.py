@@ -26,6 +26,7 @@ from roadtrain.lab.leftovers import sweep
 from roadtrain.lab.made import folder, folders, start_time
 from roadtrain.lab.network import Network, network_available
 from roadtrain.lab.storage import LoopDevice, Throttle, lab_available
+from roadtrain.retry import undone_on_error
 from roadtrain.training.progress import show_table
 from roadtrain.units import parse_bytes, parse_rate
 
@@ -170,14 +171,11 @@ def _detached(path: str) -> None:
         start_new_session=True,
     )
     assert process.stdout is not None
-    try:
+    with undone_on_error(process.terminate):
         for line in process.stdout:
             print(line, end="")
             if line.startswith(f"{path} is up"):
                 return
-    except BaseException:
-        process.terminate()
-        raise
     raise ConfigError(f"{path} did not come up: exit code {process.wait()}")
 
 

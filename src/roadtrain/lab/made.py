@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from roadtrain.errors import RoadtrainError
-from roadtrain.retry import retry
+from roadtrain.retry import retry, undone_on_error
 
 PREFIX = "roadtrain-lab-"
 UNDO_TIMEOUT_S = 10.0
@@ -50,11 +50,8 @@ class Made:
     def __enter__(self) -> Self:
         undo, maker = self._begin(), os.getpid()
         self._undo = weakref.finalize(self, lambda: undo() if os.getpid() == maker else None)
-        try:
+        with undone_on_error(self._undo):
             self._make()
-        except BaseException:
-            self._undo()
-            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -33,6 +33,7 @@ from roadtrain.launch.protocol.run_events import (
     RunEvent,
 )
 from roadtrain.launch.worker_run import WorkerRun
+from roadtrain.retry import undone_on_error
 
 WORKERS = "workers"  # all of them, as `stop` calls them
 ASK_S, PUT_S = 120.0, 30.0
@@ -84,11 +85,8 @@ class HostAgents:
         # A supervisor before this one may have been killed a moment ago, or have had an agent that
         # stood still: nothing of it may run beside what is started now, nor end it.
         kill_marked(f"{mark}/", more=True)
-        try:
+        with undone_on_error(self.close):
             self._begin_all()
-        except BaseException:
-            self.close()
-            raise
 
     def _begin_all(self) -> None:
         for place in self._places.values():

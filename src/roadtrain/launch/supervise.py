@@ -28,6 +28,7 @@ from roadtrain.launch.logs import RunLogs
 from roadtrain.launch.resolve import ResolvedRun, resolve
 from roadtrain.launch.standby import Standby
 from roadtrain.launch.supervisor import FAILED, REFUSED, Supervisor
+from roadtrain.retry import undone_on_error
 from roadtrain.transport.address import token_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -106,7 +107,7 @@ def begun(home: RunHome, record: LaunchRecord, logs: RunLogs) -> tuple[ResolvedR
     plan_file = load_plan_file(home.plan_path)
     job = load_job(home.job_path)
     engine: LaunchEngine = function_of(ENGINES[record.engine].make)(plan_file, record)
-    try:
+    with undone_on_error(engine.close):
         addresses = {seen.name: seen.address for seen in engine.hosts()}
         if engine.goes_on:  # a host may be gone, for now
             addresses = {**home.addresses(), **addresses}
@@ -132,9 +133,6 @@ def begun(home: RunHome, record: LaunchRecord, logs: RunLogs) -> tuple[ResolvedR
         stamps = {StartPhase.READY: ready_at, StartPhase.CHECKED: time.time(), **state.stamps}
         checked = RunState(attempt=state.attempt, step=state.step, stamps=stamps, stops=state.stops)
         written(partial(home.write_state, checked))
-    except BaseException:
-        engine.close()
-        raise
     return run, engine
 
 

@@ -17,6 +17,7 @@ from roadtrain.launch.control_socket import ControlClient
 from roadtrain.launch.engines import ENGINES, function_of, is_alive
 from roadtrain.launch.home import LaunchRecord, RunHome
 from roadtrain.launch.waiting import POLL_S, wait_until
+from roadtrain.retry import undone_on_error
 
 ASKED = "the user asked for it"  # why a run ends
 REFUSED = 2  # the exit code of a run of which nothing was started
@@ -50,7 +51,7 @@ def start_supervisor(home: RunHome) -> None:
             stderr=file,
             start_new_session=True,
         )
-    try:
+    with undone_on_error(process.kill):  # a Ctrl-C, too: nobody would know that the run begins
         begun = wait_until(
             lambda: home.is_supervised() or process.poll() is not None, STARTS_S, 0.02
         )
@@ -58,9 +59,6 @@ def start_supervisor(home: RunHome) -> None:
             raise LaunchError(f"the supervisor did not begin within {STARTS_S:.0f} s: {log}")
         if process.returncode is not None and home.state().phase != "ended":  # else refused already
             raise LaunchError(f"the supervisor ended (code {process.returncode}): {log} says why")
-    except BaseException:  # a Ctrl-C, too: nobody would know that the run begins
-        process.kill()
-        raise
 
 
 @contextmanager

@@ -43,6 +43,7 @@ from roadtrain.placement.session_plan import (
     plan_session,
 )
 from roadtrain.placement.stores import Files, Memory, Servers, Store, store_of
+from roadtrain.retry import undone_on_error
 from roadtrain.servers.session import JobSession
 from roadtrain.storage.generation import OpenedStore
 from roadtrain.storage.mark import Mark
@@ -147,12 +148,9 @@ def place(
             opened.close()
         raise
     placed = PlacedOptimizer(model, optimizer, parts, plan, session, extra or {})
-    try:
+    with undone_on_error(placed.end):
         start(placed, parts, plan, tensors, init)
         _adopt(mark, plan, session, placed.steps_done)
-    except BaseException:
-        placed.end()
-        raise
     if request.servers:
         spare = plan.budgets.worker.kept if request.buffering == "auto" else 0
         report(keep_blocks(session.worker, spare))

@@ -32,6 +32,7 @@ from torch import nn
 
 from roadtrain.chunks import ITEMSIZE, PAGE, ParamSpec
 from roadtrain.errors import LoopError
+from roadtrain.retry import undone_on_error
 from roadtrain.storage.convert import MASTER
 from roadtrain.storage.scratch import Scratch
 from roadtrain.storage.tier import WEIGHTS
@@ -287,22 +288,16 @@ class ModelStates:
     def _load_state_dict(
         self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        try:
+        with undone_on_error(self.discard):
             return original(*args, **kwargs)
-        except BaseException:
-            self.discard()
-            raise
 
     def _load_module(
         self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> None:
         self._hidden = self._direct(module)
-        try:
-            with self._without(module):
-                original(*args, **kwargs)
-        except BaseException:
-            self.discard()  # also where a module around the placed one is loaded
-            raise
+        # also where a module around the placed one is loaded
+        with undone_on_error(self.discard), self._without(module):
+            original(*args, **kwargs)
 
     @contextmanager
     def _without(self, module: nn.Module) -> Iterator[None]:

@@ -34,6 +34,7 @@ from roadtrain.placement.root_block import RootBlock
 from roadtrain.placement.session_plan import SessionPlan
 from roadtrain.placement.state_dicts import ModelStates, Pieces, Values
 from roadtrain.placement.tracked import LoaderPosition, is_data, is_scheduler, trackable
+from roadtrain.retry import undone_on_error
 from roadtrain.servers.local_servers import pieces_of
 from roadtrain.servers.session import JobSession
 from roadtrain.servers.trace import StageTotals
@@ -431,11 +432,8 @@ class StoredOptimizer(torch.optim.Optimizer):
         that it is at. A whole one is written to the store, which from then on is at the step of
         that state; on files it is committed on return. Raises LoopError, and then changes
         nothing: what the model's load_state_dict took just before is forgotten too."""
-        try:
+        with undone_on_error(self._states.discard):
             self._load(state_dict)
-        except BaseException:
-            self._states.discard()
-            raise
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -464,11 +462,10 @@ class StoredOptimizer(torch.optim.Optimizer):
                 optimizer_states.check_parameters(self, said, pieces, staged)
         before_it = optimizer_states.groups_of(self.param_groups)
         optimizer_states.take_groups(self, given)
-        try:
+        with undone_on_error(
+            lambda: optimizer_states.take_groups(self, {"param_groups": before_it})
+        ):
             self._rewrite(given, self.steps_done if said is None else said["step"])
-        except BaseException:
-            optimizer_states.take_groups(self, {"param_groups": before_it})
-            raise
 
     def _is_earlier(self, said: Mapping[str, Any]) -> bool:
         """Whether a state speaks of an earlier step of this very store."""
@@ -481,11 +478,10 @@ class StoredOptimizer(torch.optim.Optimizer):
     def write_staged(self) -> None:
         """Writes to the store what the model's load_state_dict put aside, and commits it there."""
         if self._states.staged and not self._writing:
-            try:
+            with undone_on_error(
+                self._states.discard
+            ):  # it is said once; what the store holds goes on
                 self._rewrite(None, self.steps_done)
-            except BaseException:
-                self._states.discard()  # it is said once; what the store holds goes on
-                raise
 
     def _rewrite(self, given: Mapping[str, Any] | None, step: int) -> None:
         """`given`: a whole form of the optimizer's state. The store is at `step` afterwards."""

@@ -5,18 +5,18 @@ payload.
                        Pull Push Close ApplyUpdate DiscardGrad EndStep Commit Committed
     server -> worker   Welcome Progress Filled Settled Ready Record Failed |
                        Pulled GradAccumulated Written Prepared Committed
-    worker <-> reducer  Part Moved GivenUp | Sum Failed
-    worker <-> fan-in end  Announce Heard | FanIn Grant;  fan-in end <-> switch  | SwitchReady
-    worker <-> worker 0's coordinators  Gone State | Ask Change;  Say Stall Has | Agreed Asked
-                                                                  Differ Failed
 
 Those before the bar set a session up (servers/serve.py, servers/remote_servers.py), the
 others are servers/protocol/messages.py's. Everything is checked on arrival: WireError for what does
 not fit, nothing is executed or unpickled (Rule 8).
 
-NOTE language. LANGUAGE is a digest of every message: its name, number and the types of its header,
-of hello and of what is not a header but has a form. Both sides of a link show theirs in the
-handshake. EDITION counts what types do not say: raise it when a field means something else.
+A wing has frames of its own beside these (sums/sum_frames.py, switch/switch_frames.py), with
+numbers that are used nowhere else.
+
+NOTE language. LANGUAGE is a digest of every message of every room: its name, number and the types
+of its header, of hello and of what is not a header but has a form. Both sides of a link show it in
+the handshake. tests/unit/test_language.py computes it and says what it should be. EDITION counts
+what types do not say: raise it when a field means something else.
 """
 
 from __future__ import annotations
@@ -66,33 +66,6 @@ PREPARED = 27
 SETTLED = 28
 WRITTEN = 29
 STEP_WORDS = 49
-
-# worker <-> reducer
-PART = 30
-MOVED = 31
-SUM = 32
-GIVEN_UP = 37
-
-# worker <-> coordinator of spare hosts
-GONE = 33
-STATE = 34
-ASK = 35
-CHANGE = 36
-
-# worker <-> coordinator of agreement
-SAY = 38
-STALL = 39
-HAS = 40
-AGREED = 41
-ASKED = 42
-DIFFER = 43
-
-# worker <-> the fan-in end in front of its server, switch -> fan-in end
-ANNOUNCE = 44
-HEARD = 45
-FAN_IN = 46
-GRANT = 47
-SWITCH_READY = 48
 
 
 class ChunkHeader(NamedTuple):
@@ -183,121 +156,8 @@ class FailedHeader(NamedTuple):
     words: str
 
 
-class PartHeader(NamedTuple):
-    """What a worker gives to a sum."""
-
-    key: int  # of the tensor
-    start: int  # its first element
-    round: int
-    elements: int
-    format: str
-    summed: int  # bytes of an element where the payload is the sum itself, else 0
-
-
-class SumHeader(NamedTuple):
-    key: int  # of the tensor
-    start: int  # its first element
-    round: int
-    summed: bool  # a worker had the sum already: the payload is as it lies in memory
-
-
-class GoneHeader(NamedTuple):
-    reducer: int
-    why: str
-
-
-class StateHeader(NamedTuple):
-    number: int  # of the question
-    refused: tuple[int, ...]  # reducers that this worker could not reach
-
-
-class AskHeader(NamedTuple):
-    number: int
-    added: tuple[tuple[int, str, float], ...]  # new reducers: number, address, rate
-
-
-class ChangeHeader(NamedTuple):
-    number: int
-    gone: tuple[int, ...]  # reducers that are left out from now on
-    added: tuple[tuple[int, str, float], ...]  # new reducers: number, address, rate
-
-
-class SayHeader(NamedTuple):
-    epoch: int
-    identity: str  # of the operation
-    use: int  # how many of this identity came before in the epoch
-    signature: str
-    each: bool  # it is agreed each time
-
-
-class StallHeader(NamedTuple):
-    epoch: int  # the payload is Stalled
-
-
-class HasHeader(NamedTuple):
-    epoch: int
-    place: tuple[str, int]  # identity and use that were asked for
-    begun: bool
-    blocked: list[tuple[str, int]]  # what the worker is blocked on: none or one
-
-
-class AgreedHeader(NamedTuple):
-    epoch: int
-    identity: str
-    use: int
-    signature: str
-
-
-class AskedHeader(NamedTuple):
-    epoch: int
-    place: tuple[str, int]  # identity and use
-
-
-class DifferHeader(NamedTuple):
-    epoch: int  # that begins
-    why: str
-
-
-class AnnounceHeader(NamedTuple):
-    """A worker has a gradient of the chunk to be summed: its next one of this chunk."""
-
-    chunk: int
-    fresh: bool  # the first of its step: it replaces what is held
-
-
-class HeardHeader(NamedTuple):
-    trial: bool  # the network's own multicast has come through
-
-
-class FanInHeader(NamedTuple):
-    """All that a worker needs to take part; said once the switches are ready. The payload is the
-    nonce that the keys of the packets are derived with."""
-
-    job: int  # of the packets
-    child: int  # what this worker calls itself to its switch
-    port: int  # of the switch, where this job's datagrams go; its host is the plan's
-    delay_ms: int  # that this worker waits longer than worker 0 before it sends again
-    group: str  # HOST:PORT of the network's multicast; empty: the switches copy
-
-
-class GrantHeader(NamedTuple):
-    """All workers have announced the chunk, or closed it: its exponents are wanted."""
-
-    chunk: int
-    round: int  # counts the sums of this chunk, from 1
-    first: int  # number of the first packet of exponents
-    # what this worker adds: the first of what it has announced and was not granted; else zeros. It
-    # cannot know: what it has announced may be of its next step already.
-    announced: bool
-
-
-class SwitchReadyHeader(NamedTuple):
-    port: int  # where the job's datagrams go
-    slots: int  # of the table, that the job has
-
-
 NO_FIELDS = tuple[()]
-_HEADERS: Mapping[int, Any] = {
+HEADERS: Mapping[int, Any] = {
     OPEN: OpenHeader,
     FILL: ChunkHeader,  # the payload is its record
     SETTLE: NO_FIELDS,  # a new part is whole: it counts, with what was committed as payload
@@ -324,25 +184,6 @@ _HEADERS: Mapping[int, Any] = {
     PREPARED: StepHeader,
     STEP_WORDS: StepHeader,
     PROGRESS: ProgressHeader,
-    PART: PartHeader,
-    MOVED: NO_FIELDS,  # this worker's parts go elsewhere from now on
-    GIVEN_UP: NO_FIELDS,  # so is what this worker pushed and is not summed
-    SUM: SumHeader,
-    GONE: GoneHeader,
-    STATE: StateHeader,
-    ASK: AskHeader,
-    CHANGE: ChangeHeader,
-    SAY: SayHeader,
-    STALL: StallHeader,
-    HAS: HasHeader,
-    AGREED: AgreedHeader,
-    ASKED: AskedHeader,
-    DIFFER: DifferHeader,
-    ANNOUNCE: AnnounceHeader,
-    HEARD: HeardHeader,
-    FAN_IN: FanInHeader,
-    GRANT: GrantHeader,
-    SWITCH_READY: SwitchReadyHeader,
 }
 
 
@@ -360,45 +201,6 @@ class Hello(NamedTuple):
     signature: str  # of the layout
 
 
-class SumHello(NamedTuple):
-    """A worker's greeting to a reducer or a coordinator."""
-
-    session: str
-    rank: int
-    workers: int
-    rule: str  # of the sum, or coordinator.TO_COORDINATOR
-
-
-class FanInHello(NamedTuple):
-    """The greeting of a worker (or relay) of a job that sums in the network."""
-
-    hello: Hello
-    # The job's switch/options.py: (address, parent, workers) of each switch, wire, window,
-    # multicast
-    switches: tuple[tuple[str, str, tuple[int, ...]], ...]
-    wire: str
-    window: int
-    multicast: str
-
-
-# begins the greeting of a fan-in end to a switch; SwitchHello is the rest
-SWITCH_GREETING = b"roadtrain switch "
-
-
-class SwitchHello(NamedTuple):
-    """A job asks a switch to sum and copy for it, until this link ends."""
-
-    session: str  # for people
-    job: int  # of the packets
-    nonce: bytes  # that the keys of the packets are derived with
-    children: int
-    slots: int  # of the table that it asks for
-    child: int  # what this switch calls itself to its parent; the root: packets.ROOT
-    parent: tuple[str, int]  # where datagrams to the parent go; of the root those to the server
-    port: int  # where datagrams came before this switch was lost; 0: any
-    first: int = 0  # what its child 0 calls itself in packets, the next child one more
-
-
 # begins the greeting of who says that a server may go on without others; Without is the rest
 WITHOUT = b"roadtrain without "
 
@@ -409,24 +211,17 @@ class Without(NamedTuple):
     servers: tuple[int, ...]
 
 
-# Payload of a State: tensor -> last round begun, whether it is complete. Of a Change: tensor ->
-# last round that any worker has begun, first that any lacks.
-Rounds = dict[int, tuple[int, int]]
 # What health.answer says: of the server; worker -> (seconds, what it waits for); seconds a stage.
 Status = tuple[str, Mapping[str, tuple[float, str]], Mapping[str, float]]
-# Payload of a Stall: all that a worker waits for, and what its thread does (none or one):
-# identity, use, signature.
-Stalled = tuple[list[tuple[str, int, str]], list[tuple[str, int, str]]]
-
 HELLO = msgspec.msgpack.Decoder(Hello)
-SUM_HELLO = msgspec.msgpack.Decoder(SumHello)
 WITHOUT_REST = msgspec.msgpack.Decoder(Without)
-FAN_IN_HELLO = msgspec.msgpack.Decoder(FanInHello)
-SWITCH_HELLO = msgspec.msgpack.Decoder(SwitchHello)
-ROUNDS = msgspec.msgpack.Decoder(Rounds)
-STALLED = msgspec.msgpack.Decoder(Stalled)
-_DECODERS = {kind: msgspec.msgpack.Decoder(header) for kind, header in _HEADERS.items()}
+_DECODERS: dict[int, Any] = {}
 encode = msgspec.msgpack.Encoder().encode
+
+
+def declare(headers: Mapping[int, Any]) -> None:
+    """Frames of these kinds have these headers: called once for each room that has frames."""
+    _DECODERS.update({kind: msgspec.msgpack.Decoder(header) for kind, header in headers.items()})
 
 
 def _shape(kind: Any) -> str:
@@ -447,25 +242,12 @@ def language_of(words: Mapping[str, Any]) -> bytes:
     return hashlib.blake2b("\n".join(told).encode(), digest_size=16).digest()
 
 
-_KINDS = {
-    name: number for name, number in vars().items() if type(number) is int and number in _HEADERS
-}
 EDITION = 2  # NOTE language
-LANGUAGE = language_of(
-    {
-        **{f"{name} = {number}": _HEADERS[number] for name, number in _KINDS.items()},
-        "edition": EDITION,
-        "hello": Hello,
-        "hello of a summation": SumHello,
-        "without": Without,
-        "hello of a fan-in": FanInHello,
-        "hello to a switch": SwitchHello,
-        "rounds": Rounds,
-        "status": Status,
-        "stalled": Stalled,
-    }
-)
+LANGUAGE = bytes.fromhex("fdae9b385dee9fc4021df983f2ccb1a3")  # NOTE language
 T = TypeVar("T")
+
+
+declare(HEADERS)
 
 
 def header(kind: int, raw: bytes) -> Any:
@@ -481,15 +263,6 @@ def decoded(decoder: msgspec.msgpack.Decoder[T], raw: bytes | memoryview, what: 
         return decoder.decode(raw)
     except msgspec.DecodeError as error:
         raise WireError(f"{what}: {error}") from error
-
-
-def rounds(payload: memoryview) -> dict[int, tuple[int, int]]:
-    """Of a state or a change."""
-    return decoded(ROUNDS, payload, "the rounds of a change of spare hosts")
-
-
-def stalled(payload: memoryview) -> Stalled:
-    return decoded(STALLED, payload, "what a worker waits for")
 
 
 def as_bytes(array: np.ndarray) -> memoryview:

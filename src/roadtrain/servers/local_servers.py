@@ -18,6 +18,7 @@ from roadtrain.device.buffers import Buffer
 from roadtrain.environment import WorkerGroup
 from roadtrain.errors import ConfigError
 from roadtrain.options.budgets import RecordBudgets
+from roadtrain.retry import undone_on_error
 from roadtrain.servers.server import Server, Setup
 from roadtrain.servers.store_plan import StorePlan, check_same
 from roadtrain.servers.trace import Stages
@@ -143,7 +144,7 @@ def open_or_none(
     for note in opened.notes:  # at once: what follows may fail
         report(note)
     start = time.monotonic()
-    try:
+    with undone_on_error(opened.close):
         check_same(str(opened.directories[0]), opened.meta, store_plan)
         meta = store_plan.meta(opened.meta.job)
         if not needs_conversion(opened, meta, store_plan.directories):
@@ -156,9 +157,6 @@ def open_or_none(
         new = convert(
             opened, meta, store_plan.directories, store_plan.owners, direct=store_plan.direct
         )
-    except BaseException:
-        opened.close()
-        raise
     report(f"store converted to the layout asked for in {time.monotonic() - start:.1f} s")
     return new
 

@@ -29,7 +29,7 @@ from roadtrain.chunks import Chunk
 from roadtrain.environment import WorkerGroup
 from roadtrain.errors import BusyError, DeadlineError, LostError, PeerError, WireError
 from roadtrain.kernels.rules import described
-from roadtrain.retry import SAY_S, SAY_SOON_S
+from roadtrain.retry import SAY_S, SAY_SOON_S, undone_on_error
 from roadtrain.servers import frames as m
 from roadtrain.servers import health
 from roadtrain.servers.opening import Begin, FoundStore, FoundStores, Opening
@@ -110,13 +110,10 @@ class RemoteServers:
         self._over = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="beats", daemon=True)
         self._beats.start()
-        try:
+        with undone_on_error(self.abort):
             missing = self._join_all()
             if self.group.rank == 0:
                 self._open(missing)
-        except BaseException:
-            self.abort()
-            raise
 
     def again(self, step: int) -> RemoteServers:
         """All workers, once this session is closed: the same servers in a new one, whose contents
@@ -228,11 +225,8 @@ class RemoteServers:
             group.session, group.rank, group.workers, group.local, number, self.meta.signature
         )
         server.link = self._route.connect(number, server, options, hello, self._report)
-        try:
+        with undone_on_error(server.close):
             fields, description = server.wait(m.WELCOME, "a welcome", self._deadline_s)
-        except BaseException:
-            server.close()
-            raise
         newest, snapshots, every, rests = fields
         self.servers[number] = server
         self._rests.append(rests)

@@ -21,6 +21,7 @@ from roadtrain.chunks import ChunkTable, ParamSpec, Record
 from roadtrain.device.buffers import Buffer
 from roadtrain.kernels.rule import Rule
 from roadtrain.options.budgets import RecordBudgets
+from roadtrain.retry import undone_on_error
 from roadtrain.servers.server import Server, Setup
 from roadtrain.servers.store_plan import StorePlan
 from roadtrain.servers.trace import Stages
@@ -117,16 +118,13 @@ class Residuals:
                     report(part.note)
                 return part
         tier = create_part(self.directory, meta, direct=self.store_plan.direct)
-        try:
+        with undone_on_error(tier.close):
             for chunk, record in meta.owned(self.number).items():
                 tier.write(chunk, "record", Buffer(record.nbytes).view)
             tier.prepare(step, b"")
             tier.committed(step)
             for line in publish_part(self.directory):
                 report(line)
-        except BaseException:
-            tier.close()
-            raise
         if step:
             report(
                 f"lossy: {self.directory} has residuals of step(s)"

@@ -18,6 +18,7 @@ from roadtrain.environment import WorkerGroup
 from roadtrain.errors import DeadlineError, LostError
 from roadtrain.kernels.codecs import Compressor
 from roadtrain.options.budgets import Budgets
+from roadtrain.retry import undone_on_error
 from roadtrain.servers.connection import MessageLink
 from roadtrain.servers.protocol.worker import WorkerSetup
 from roadtrain.servers.remote_servers import RemoteServers
@@ -121,7 +122,7 @@ class JobSession:
         self.servers, self.stages = servers, Stages()
         self.store_plan, self.group, self.step = servers.store_plan, servers.group, servers.step
         self._own = None
-        try:
+        with undone_on_error(servers.abort):
             tier = None if residuals is None else residuals.open(self.meta.job, self.step, report)
             # the sessions that trained this worker's residuals: the one before, and this one
             self.residual_sessions = ("", "") if tier is None else tier.ledger.begin_session()
@@ -161,9 +162,6 @@ class JobSession:
                     tier, budgets.records, self.worker.deliver, self.stages, report
                 )
                 self.worker.links[residuals.number] = self._own
-        except BaseException:
-            servers.abort()
-            raise
 
     @property
     def meta(self) -> StoreMeta:

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from roadtrain.errors import DeadlineError, DifferError, PeerError
-from roadtrain.servers import frames as m
+from roadtrain.sums import sum_frames
 from roadtrain.sums.protocol.agreement import Operation
 
 STALL_S, LOOK_S = 1.0, 0.25  # of waiting, before it is said; between two looks
@@ -110,7 +110,9 @@ class Agreement:
             self._begun = ticket.began
             known = self._alone or (not each and (identity, operation.signature) in self._known)
             if not known:
-                self._say(m.SAY, (self.epoch, identity, operation.use, operation.signature, each))
+                self._say(
+                    sum_frames.SAY, (self.epoch, identity, operation.use, operation.signature, each)
+                )
             self._open[id(ticket)] = ticket
             if known or not (self._waits or each):
                 self._known.add((identity, operation.signature))
@@ -201,17 +203,18 @@ class Agreement:
     def heard(self, kind: int, fields: Any) -> None:
         with self.order:
             match kind:
-                case m.DIFFER if self._waits and self._agreed_open():
+                case sum_frames.DIFFER if self._waits and self._agreed_open():
                     self._verdict = time.monotonic() + GRACE_S, fields
-                case m.DIFFER:
+                case sum_frames.DIFFER:
                     self._differ(*fields)
-                case m.AGREED if fields[0] == self.epoch:
+                case sum_frames.AGREED if fields[0] == self.epoch:
                     self._agreed(*fields[1:])
-                case m.ASKED if fields[0] == self.epoch:
+                case sum_frames.ASKED if fields[0] == self.epoch:
                     (identity, use), blocked = fields[1], self._blocked()
                     place = [] if blocked is None else [blocked.operation.place]
                     self._say(
-                        m.HAS, (self.epoch, (identity, use), self._counts[identity] > use, place)
+                        sum_frames.HAS,
+                        (self.epoch, (identity, use), self._counts[identity] > use, place),
                     )
                 case _:
                     pass  # of an epoch that is over
@@ -302,7 +305,7 @@ class Agreement:
             for tickets in (late, [] if blocked is None else [blocked])
         )
         with suppress(PeerError):
-            self._say(m.STALL, (self.epoch,), msgspec.msgpack.encode((words, mine)))
+            self._say(sum_frames.STALL, (self.epoch,), msgspec.msgpack.encode((words, mine)))
 
     def close(self) -> None:
         self._closed.set()

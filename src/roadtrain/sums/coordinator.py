@@ -19,6 +19,7 @@ from typing import Any
 from roadtrain.errors import PeerError, WireError
 from roadtrain.servers import frames as m
 from roadtrain.servers.connection import HostedSession, WorkerConnection
+from roadtrain.sums import sum_frames
 from roadtrain.sums.protocol.agreement import (
     Agreed,
     AgreementStateMachine,
@@ -66,7 +67,7 @@ class SumGroup:
         with self._lock:
             self._say_all(self.machine.offered(address, rate))
 
-    def state(self, rank: int, fields: m.StateHeader, rounds: m.Rounds) -> None:
+    def state(self, rank: int, fields: sum_frames.StateHeader, rounds: sum_frames.Rounds) -> None:
         begun = {key: (last, bool(done)) for key, (last, done) in rounds.items()}
         with self._lock:
             said = self.machine.state(rank, fields.number, begun, fields.refused)
@@ -83,15 +84,15 @@ class SumGroup:
 
 def _frame(said: MembershipAction) -> tuple[int, tuple[Any, ...], bytes]:
     if isinstance(said, AskRounds):
-        return m.ASK, (said.number, said.added), b""
-    return m.CHANGE, (said.number, said.gone, said.added), m.encode(said.rounds)
+        return sum_frames.ASK, (said.number, said.added), b""
+    return sum_frames.CHANGE, (said.number, said.gone, said.added), m.encode(said.rounds)
 
 
 class Coordinator(HostedSession[WorkerConnection]):
     """Of one start of a job. `waits`: as AgreementStateMachine has it. `groups`: ranks that sum
     with each other and go round spare hosts; a worker is in one of them at most."""
 
-    payloads = {m.STATE: STATE_LIMIT, m.STALL: STALL_LIMIT}
+    payloads = {sum_frames.STATE: STATE_LIMIT, sum_frames.STALL: STALL_LIMIT}
 
     def __init__(
         self,
@@ -116,29 +117,29 @@ class Coordinator(HostedSession[WorkerConnection]):
         return worker
 
     def take(self, worker: WorkerConnection, kind: int, fields: Any, payload: memoryview) -> None:
-        if kind in (m.GONE, m.STATE):
+        if kind in (sum_frames.GONE, sum_frames.STATE):
             group = self._group_of.get(worker.rank)
             if group is None:
                 raise WireError(f"worker {worker.rank} has no spare hosts and spoke of them")
-            if kind == m.GONE:
+            if kind == sum_frames.GONE:
                 group.lost_reducer(*fields)
             else:
-                group.state(worker.rank, fields, m.rounds(payload))
+                group.state(worker.rank, fields, sum_frames.rounds(payload))
             return
         with self.lock:
             self._tell(self._decided(worker.rank, kind, fields, payload))
 
     def _decided(self, rank: int, kind: int, fields: Any, payload: memoryview) -> Sequence[Said]:
         match kind:
-            case m.SAY:
+            case sum_frames.SAY:
                 epoch, *operation = fields
                 return self.agreement.say(rank, epoch, Operation(*operation))
-            case m.STALL:
-                pending, blocked = m.stalled(payload)
+            case sum_frames.STALL:
+                pending, blocked = sum_frames.stalled(payload)
                 waiting = [Operation(*one) for one in pending]
                 mine = Operation(*blocked[0]) if blocked else None
                 return self.agreement.stall(rank, fields.epoch, waiting, mine)
-            case m.HAS:
+            case sum_frames.HAS:
                 epoch, place, begun, blocked = fields
                 return self.agreement.has(
                     rank, epoch, place, begun, blocked[0] if blocked else None
@@ -155,11 +156,11 @@ class Coordinator(HostedSession[WorkerConnection]):
             match one:
                 case Agreed(operation, to):
                     fields = epoch, operation.identity, operation.use, operation.signature
-                    self.send(everyone if to is None else [to], m.AGREED, fields)
+                    self.send(everyone if to is None else [to], sum_frames.AGREED, fields)
                 case AskWhetherBegun(to, place):
-                    self.send([to], m.ASKED, (epoch, place))
+                    self.send([to], sum_frames.ASKED, (epoch, place))
                 case Differ(number, words):
-                    self.send(everyone, m.DIFFER, (number, words))
+                    self.send(everyone, sum_frames.DIFFER, (number, words))
                 case Gone(words, to):
                     self.send(everyone if to is None else [to], m.FAILED, ("LostError", words))
 

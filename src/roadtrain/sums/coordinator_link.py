@@ -11,6 +11,7 @@ from typing import Any
 
 from roadtrain.errors import LostError, PeerError, WireError
 from roadtrain.servers import frames as m
+from roadtrain.sums import sum_frames
 from roadtrain.sums.agreement import Agreement
 from roadtrain.sums.protocol.membership import Change
 from roadtrain.sums.worker_sums import WorkerSums
@@ -48,30 +49,32 @@ class CoordinatorLink:
 
     def reducer_gone(self, reducer: int, why: str) -> None:
         try:
-            self.say(m.GONE, (reducer, why))
+            self.say(sum_frames.GONE, (reducer, why))
         except PeerError as error:
             self.lost(error)
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
-        if kind != m.CHANGE:
+        if kind != sum_frames.CHANGE:
             raise WireError(f"a frame of kind {kind} has no payload, {nbytes} bytes came")
         return memoryview(bytearray(nbytes))
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
         fields, sums = m.header(kind, header), self.sums
         match kind:
-            case m.ASK if sums is not None:
+            case sum_frames.ASK if sums is not None:
                 refused = sums.dial(fields.added)
                 rounds = {key: (last, int(done)) for key, (last, done) in sums.hold().items()}
-                self.say(m.STATE, (fields.number, refused), m.encode(rounds))
-            case m.CHANGE if sums is not None:
-                sums.change(Change(fields.number, fields.gone, fields.added, m.rounds(payload)))
+                self.say(sum_frames.STATE, (fields.number, refused), m.encode(rounds))
+            case sum_frames.CHANGE if sums is not None:
+                sums.change(
+                    Change(fields.number, fields.gone, fields.added, sum_frames.rounds(payload))
+                )
             case m.FAILED:
                 error = LostError(fields.words)
                 self.agreement.fail(error)
                 if sums is not None:
                     sums.fail(error)
-            case m.DIFFER | m.AGREED | m.ASKED:
+            case sum_frames.DIFFER | sum_frames.AGREED | sum_frames.ASKED:
                 self.agreement.heard(kind, fields)
             case _:
                 raise WireError(f"a frame of kind {kind} came from a coordinator")

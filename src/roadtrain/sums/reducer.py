@@ -36,6 +36,7 @@ from roadtrain.kernels.cast import cast_in_place
 from roadtrain.kernels.sum import sum_in_order
 from roadtrain.servers import frames as m
 from roadtrain.servers.connection import HostedSession, WorkerConnection
+from roadtrain.sums import sum_frames
 from roadtrain.sums.protocol.reducer import Arrived, PartRound, ReducerStateMachine
 from roadtrain.transport.link import Link
 
@@ -72,7 +73,7 @@ class _ReducerConnection(WorkerConnection):
             return Buffer(nbytes).view[:nbytes]  # this frame goes nowhere, the worker hears why
 
     def find_room(self, kind: int, fields: Any, nbytes: int) -> memoryview:
-        if kind != m.PART or nbytes != _nbytes(*fields[3:]):
+        if kind != sum_frames.PART or nbytes != _nbytes(*fields[3:]):
             raise WireError(
                 f"a frame of kind {kind} with {nbytes} bytes {fields[3:]} came to a reducer"
             )
@@ -132,9 +133,9 @@ class Reducer(HostedSession[_ReducerConnection]):
 
     def take(self, worker: _ReducerConnection, kind: int, fields: Any, payload: memoryview) -> None:
         match kind:
-            case m.MOVED | m.GIVEN_UP:
-                self._moved(worker, given_up=kind == m.GIVEN_UP)
-            case m.PART:
+            case sum_frames.MOVED | sum_frames.GIVEN_UP:
+                self._moved(worker, given_up=kind == sum_frames.GIVEN_UP)
+            case sum_frames.PART:
                 self._arrived(worker, Arrived(*fields), len(payload))
             case _:
                 raise WireError(f"a frame of kind {kind} came to a reducer")
@@ -310,7 +311,7 @@ class Reducer(HostedSession[_ReducerConnection]):
         header = m.encode((part.key, part.start, part.round, summed))
         for one in workers:
             with suppress(PeerError):  # who has left is noticed elsewhere
-                one.link.send(m.SUM, header, [] if payload is None else [payload])
+                one.link.send(sum_frames.SUM, header, [] if payload is None else [payload])
 
 
 def _decoded(

@@ -16,6 +16,7 @@ from roadtrain.servers import frames as m
 from roadtrain.servers import health
 from roadtrain.servers.connection import MOST_WORKERS
 from roadtrain.servers.serve import budget_of
+from roadtrain.sums import sum_frames
 from roadtrain.sums.coordinator import TO_COORDINATOR, Coordinator
 from roadtrain.sums.protocol.reducer import RULES
 from roadtrain.sums.reducer import Above, Reducer
@@ -43,7 +44,7 @@ class Reducers:
         if hello == health.HELLO:
             return health.answer(link, self.status())
         session, rank, workers, rule = m.decoded(
-            m.SUM_HELLO, hello, "no greeting of a worker of a summation"
+            sum_frames.SUM_HELLO, hello, "no greeting of a worker of a summation"
         )
         if rule == TO_COORDINATOR and self.coordinator is not None:
             if session != self.coordinator.name:

@@ -33,8 +33,10 @@ from roadtrain.errors import (
     WireError,
 )
 from roadtrain.kernels import codecs
+from roadtrain.retry import undone_on_error
 from roadtrain.servers import frames as m
 from roadtrain.servers.connection import link_to
+from roadtrain.sums import sum_frames
 from roadtrain.sums.protocol.membership import Change, Spares
 from roadtrain.sums.protocol.part_map import Map
 from roadtrain.sums.protocol.shares import cut, order
@@ -78,7 +80,7 @@ class _ReducerLink:
         self._scratch = Buffer(1)
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
-        if kind != m.SUM:
+        if kind != sum_frames.SUM:
             raise WireError(f"a frame of kind {kind} has no payload, {nbytes} bytes came")
         key, start, number, summed = m.header(kind, header)
         place = self.owner.place_of(key, start, number, summed, nbytes)
@@ -97,7 +99,7 @@ class _ReducerLink:
             else:
                 self.owner.fail(error)  # the workers differ: nobody else could sum that either
             return
-        key, start, number, summed = m.header(m.SUM, header)
+        key, start, number, summed = m.header(sum_frames.SUM, header)
         if payload:
             self.owner.came(key, start, number, summed, payload)
         else:
@@ -150,7 +152,7 @@ class WorkerSums:
         self._dialed: dict[int, _ReducerLink] = {}
         self._reducer_gone = reducer_gone
         self._closed, self._watcher = threading.Event(), threading.Thread()
-        try:
+        with undone_on_error(self.close):
             # first those that refuse all workers alike: one that leaves there is not missed below
             for number, text, _ in spares:
                 name = f"spare host {text}"
@@ -158,9 +160,6 @@ class WorkerSums:
             for number, address in enumerate(reducers):
                 name = f"the reducer of worker {number}"
                 self._reducers[number] = self._reach(number, address, own, name)
-        except BaseException:
-            self.close()
-            raise
         self._watcher = threading.Thread(target=self._watch, name="summation", daemon=True)
         self._watcher.start()
 
@@ -282,7 +281,7 @@ class WorkerSums:
                 (tensor.key, where, summed or tensor.round, stop - start, tensor.format, itemsize)
             )
             try:
-                reducer.link.send(m.PART, header, [view], partial(self._sent, reducer))
+                reducer.link.send(sum_frames.PART, header, [view], partial(self._sent, reducer))
                 self.sent_bytes += len(view) * (reducer.number != self.rank)
             except PeerError as error:
                 self.lost(reducer, error)
@@ -367,7 +366,7 @@ class WorkerSums:
                 of_parts.clear()
             self._lock.notify_all()
             reducers = list(self._reducers.values())
-        self._tell(reducers, m.GIVEN_UP)
+        self._tell(reducers, sum_frames.GIVEN_UP)
 
     def _tell(self, reducers: Sequence[_ReducerLink], kind: int) -> None:
         for reducer in reducers:
@@ -433,7 +432,7 @@ class WorkerSums:
             reducers = list(self._reducers.values())
         for reducer in refused:
             reducer.link.close()
-        self._tell(reducers, m.MOVED)
+        self._tell(reducers, sum_frames.MOVED)
         self._post(posts)
 
     def _settled(self, change: Change) -> list[tuple[int, int, int]]:

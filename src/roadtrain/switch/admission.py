@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from roadtrain.errors import BudgetError, BusyError, ConfigError, RoadtrainError, WireError
-from roadtrain.servers import frames as m
+from roadtrain.switch import switch_frames
 from roadtrain.switch.datagrams import RECEIVE_NBYTES, DatagramSocket
 from roadtrain.switch.options import MOST_CHILDREN, MOST_JOBS, WINDOWS
 from roadtrain.switch.packets import PACKET_NBYTES, PAYLOAD_NBYTES, ROOT, PacketKey
@@ -42,7 +42,7 @@ LEAST_NONCE, MOST_NONCE = 16, 64  # bytes
 MOST_NAME = 200  # characters of a session's name that are shown
 
 
-def checked(said: m.SwitchHello) -> m.SwitchHello:
+def checked(said: switch_frames.SwitchHello) -> switch_frames.SwitchHello:
     """Raises WireError for what no job asks for."""
     if not 1 <= said.children <= MOST_CHILDREN:
         raise WireError(f"a switch for {said.children} children, 1 to {MOST_CHILDREN} are possible")
@@ -129,7 +129,7 @@ class SlotQuota:
 
 def job_socket(
     switch: Address,
-    said: m.SwitchHello,
+    said: switch_frames.SwitchHello,
     taken: Mapping[int, str],
     quota: SlotQuota,
     report: Report,
@@ -176,7 +176,7 @@ def job_socket(
 
 def job_table(
     device: TableDevice | None,
-    said: m.SwitchHello,
+    said: switch_frames.SwitchHello,
     key: PacketKey,
     port: int,
     parent: Address,

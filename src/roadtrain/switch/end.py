@@ -47,7 +47,7 @@ from roadtrain.servers.parameter_connection import ParameterConnection
 from roadtrain.servers.protocol import messages
 from roadtrain.servers.server_session import ServerSession, StoreHost
 from roadtrain.storage.meta import StoreMeta
-from roadtrain.switch import fixed_point, trial
+from roadtrain.switch import fixed_point, switch_frames, trial
 from roadtrain.switch.datagrams import DatagramSocket
 from roadtrain.switch.end_streams import ExpectedRun, Incoming, Outgoing, OutgoingBytes
 from roadtrain.switch.fixed_point import load_kernels
@@ -89,7 +89,7 @@ STUCK_S = 1.0  # after which a round that does not move is counted as stuck
 DELAY_MS = 5  # that each participant waits longer than the one before it sends again
 
 
-def plan_of(said: m.FanInHello) -> FanIn:
+def plan_of(said: switch_frames.FanInHello) -> FanIn:
     """What a participant's greeting describes. Raises ConfigError."""
     nodes = tuple(SwitchNode(*one) for one in said.switches)
     plan = FanIn(nodes, said.wire, said.window, said.multicast)  # type: ignore[arg-type]
@@ -109,12 +109,12 @@ class FanInConnection(ParameterConnection):
 
     def take(self, kind: int, fields: Any, payload: memoryview) -> None:
         match kind:
-            case m.ANNOUNCE:
+            case switch_frames.ANNOUNCE:
                 chunk = self.session.chunk(fields.chunk)
                 if not chunk.trainable:
                     raise WireError(f"a gradient of chunk {chunk.id}, which is frozen")
                 self.session.tell(Announce(chunk.id, fields.fresh, self.rank))
-            case m.HEARD:
+            case switch_frames.HEARD:
                 self.session.heard_trial(self.rank, fields.trial)
             case m.PUSH:
                 raise self._pushed()
@@ -135,7 +135,9 @@ class FanInEnd(IntermediarySession):
     connection_class = FanInConnection
     machine: FanInStateMachine  # once the layout is known
 
-    def __init__(self, said: m.FanInHello, host: StoreHost, options: TcpOptions) -> None:
+    def __init__(
+        self, said: switch_frames.FanInHello, host: StoreHost, options: TcpOptions
+    ) -> None:
         hello = said.hello
         super().__init__(hello.workers, stands_for=max(-hello.local, 1), deadline_s=UP_S)
         self.said, self.host, self.plan = said, host, plan_of(said)
@@ -196,9 +198,9 @@ class FanInEnd(IntermediarySession):
     # who is here
 
     @staticmethod
-    def greeting(rest: bytes) -> m.FanInHello:
+    def greeting(rest: bytes) -> switch_frames.FanInHello:
         """A participant's greeting. Raises WireError."""
-        return m.decoded(m.FAN_IN_HELLO, rest, "no greeting of a fan-in")
+        return m.decoded(switch_frames.FAN_IN_HELLO, rest, "no greeting of a fan-in")
 
     def is_of(self, hello: m.Hello) -> bool:
         """Whether that participant belongs to this start of the job."""
@@ -215,7 +217,7 @@ class FanInEnd(IntermediarySession):
             f" {self.server.step}"
         )
 
-    def accept(self, link: Link, said: m.FanInHello) -> ParameterConnection:
+    def accept(self, link: Link, said: switch_frames.FanInHello) -> ParameterConnection:
         """A participant comes; the first one opens the way to the server. Raises ForeignError
         where it means something else than the first."""
         self._check_same(said)
@@ -240,7 +242,7 @@ class FanInEnd(IntermediarySession):
         self._port.start()
         self._registration.start()
 
-    def _check_same(self, said: m.FanInHello) -> None:
+    def _check_same(self, said: switch_frames.FanInHello) -> None:
         ours, rank = self.said, said.hello.rank
         for name in ("switches", "wire", "window", "multicast"):
             if getattr(said, name) != getattr(ours, name):
@@ -337,7 +339,9 @@ class FanInEnd(IntermediarySession):
         switch, child = self.plan.place_of(rank, self.workers)
         child += self.plan.first_child(switch, self.workers)
         port = self._ports[switch.address]
-        worker.say(m.FAN_IN, (self._job, child, port, DELAY_MS * rank, group), self._nonce)
+        worker.say(
+            switch_frames.FAN_IN, (self._job, child, port, DELAY_MS * rank, group), self._nonce
+        )
         if self._trial is not None:
             self._trial.told(rank, time.monotonic())
 
@@ -501,7 +505,7 @@ class FanInEnd(IntermediarySession):
         self._incoming.expect_exponents(action.chunk, action.round, action.first, blocks)
         for worker in self.everyone():
             fields = action.chunk, action.round, action.first, worker.rank in action.announced
-            worker.say(m.GRANT, fields)
+            worker.say(switch_frames.GRANT, fields)
 
     def _send_maxima(self, action: SendMaxima) -> None:
         chunk, round = action.chunk, action.round

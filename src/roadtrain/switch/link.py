@@ -33,9 +33,10 @@ import numpy as np
 
 from roadtrain.chunks import PAGE, Chunk
 from roadtrain.errors import LostError, PeerError, RoadtrainError, WireError
+from roadtrain.retry import undone_on_error
 from roadtrain.servers import frames as m
 from roadtrain.servers import routes
-from roadtrain.switch import fixed_point, packets
+from roadtrain.switch import fixed_point, packets, switch_frames
 from roadtrain.switch.datagrams import DatagramSocket
 from roadtrain.switch.fixed_point import load_kernels
 from roadtrain.switch.lateness import ago
@@ -83,7 +84,7 @@ class Participant:
 def hello_of(plan: FanIn, hello: m.Hello) -> bytes:
     """A participant's greeting to a server."""
     switches = tuple((one.address, one.parent, one.workers) for one in plan.switches)
-    rest = m.FanInHello(hello, switches, plan.wire, plan.window, plan.multicast)
+    rest = switch_frames.FanInHello(hello, switches, plan.wire, plan.window, plan.multicast)
     return routes.greeting_of("fan-in") + m.encode(rest)
 
 
@@ -215,7 +216,7 @@ class FanInLink:
         with self._lock:  # so that a grant finds it, and announcements go in this order
             self._granted.announce(push.chunk, gradient)
             try:
-                self._tcp.send(m.ANNOUNCE, m.encode((push.chunk, push.fresh)))
+                self._tcp.send(switch_frames.ANNOUNCE, m.encode((push.chunk, push.fresh)))
             except PeerError:
                 self._granted.take_back(push.chunk)
                 raise
@@ -250,7 +251,7 @@ class FanInLink:
     # the Receiver of the TCP link
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
-        if kind == m.FAN_IN:
+        if kind == switch_frames.FAN_IN:
             if nbytes > MAX_NONCE:
                 raise WireError(f"a nonce of {nbytes} bytes, {MAX_NONCE} are allowed")
             return memoryview(bytearray(nbytes))
@@ -264,10 +265,10 @@ class FanInLink:
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
         match kind:
-            case m.FAN_IN:
+            case switch_frames.FAN_IN:
                 self._begun.wait(BEGIN_S)
                 self._join(m.header(kind, header), bytes(payload))
-            case m.GRANT:
+            case switch_frames.GRANT:
                 with self._lock:
                     self._granted.grant(m.header(kind, header))
                     ready, joined = self._granted.ready, self._joined
@@ -299,7 +300,7 @@ class FanInLink:
 
     # the datagrams' half
 
-    def _join(self, said: m.FanInHeader, nonce: bytes) -> None:
+    def _join(self, said: switch_frames.FanInHeader, nonce: bytes) -> None:
         own, joined = self._own, self._joined
         node, child = self._plan.place_of(own.rank, own.count)
         child += self._plan.first_child(node, own.count)
@@ -315,12 +316,9 @@ class FanInLink:
         home = own_address(switch)
         up = self._socket(home)
         sockets = [up]
-        try:
+        with undone_on_error(up.close):
             if said.group:
                 sockets.append(self._socket(home, address_of(said.group)))
-        except BaseException:
-            up.close()
-            raise
         key = PacketKey.derive(self._token, nonce)
         sender = PacketSender(
             up,
@@ -446,7 +444,7 @@ class FanInLink:
                 return
             joined.trial_until = None
         with suppress(LostError):
-            self._tcp.send(m.HEARD, m.encode((heard,)))
+            self._tcp.send(switch_frames.HEARD, m.encode((heard,)))
 
     def _tick(self) -> None:
         joined = self._joined

@@ -30,7 +30,7 @@ import numpy as np
 from roadtrain.chunks import Chunk
 from roadtrain.errors import WireError
 from roadtrain.servers import frames as m
-from roadtrain.switch import fixed_point
+from roadtrain.switch import fixed_point, switch_frames
 from roadtrain.switch.packets import PAYLOAD_NBYTES, Kind
 from roadtrain.switch.protocol.numbered import NumberRun, overlapping
 
@@ -107,7 +107,7 @@ class Granted:
         """The last one was not announced after all."""
         self._announced[chunk].pop()
 
-    def grant(self, grant: m.GrantHeader) -> None:
+    def grant(self, grant: switch_frames.GrantHeader) -> None:
         """Raises WireError for a chunk that cannot be summed."""
         if not 0 <= grant.chunk < len(self._chunks) or grant.first < self.ready:
             raise WireError(f"chunk {grant.chunk} was granted the number {grant.first}")

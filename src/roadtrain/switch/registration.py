@@ -17,7 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from roadtrain.errors import BusyError, DeadlineError, LostError, PeerError, WireError
+from roadtrain.retry import undone_on_error
 from roadtrain.servers import frames as m
+from roadtrain.switch import switch_frames
 from roadtrain.switch.lateness import since
 from roadtrain.switch.options import FanIn, SwitchNode
 from roadtrain.switch.packets import ROOT
@@ -52,8 +54,8 @@ class TreeOfJob:
             child = self.plan.below(above).index(node)
             child += self.plan.first_child(above, self.participants)
         children = self.plan.children(node, self.participants)
-        return m.SWITCH_GREETING + m.encode(
-            m.SwitchHello(
+        return switch_frames.SWITCH_GREETING + m.encode(
+            switch_frames.SwitchHello(
                 self.session,
                 self.job,
                 self.nonce,
@@ -73,11 +75,13 @@ class SwitchLink:
     def __init__(self, name: str, lost: Callable[[SwitchLink], None]) -> None:
         self.name, self._lost = name, lost  # its address
         self.link: Link
-        self._answer: queue.SimpleQueue[m.SwitchReadyHeader | PeerError] = queue.SimpleQueue()
+        self._answer: queue.SimpleQueue[switch_frames.SwitchReadyHeader | PeerError] = (
+            queue.SimpleQueue()
+        )
         self.error: PeerError | None = None  # why it has ended
         self.ended = 0.0  # and when
 
-    def ready(self) -> m.SwitchReadyHeader:
+    def ready(self) -> switch_frames.SwitchReadyHeader:
         """What it answers. Raises DeadlineError, or what it says."""
         try:
             said = self._answer.get(timeout=ANSWER_S)
@@ -92,7 +96,7 @@ class SwitchLink:
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
         fields: Any = m.header(kind, header)
-        if kind == m.SWITCH_READY:
+        if kind == switch_frames.SWITCH_READY:
             self._answer.put(fields)
         elif kind == m.FAILED:
             self._end(LostError(f"switch {self.name} ended: {fields[1]}"))
@@ -210,16 +214,13 @@ class Registration:
             language=m.LANGUAGE,
         )
         receiver.link = link
-        try:
+        with undone_on_error(link.close):
             said = receiver.ready()
             if said.slots < self.tree.plan.window or said.port != (port or said.port):
                 raise WireError(
                     f"switch {node.address} gave {said.slots} slots at port {said.port}, asked for"
                     f" were {self.tree.plan.window} at port {port or 'any'}"
                 )
-        except BaseException:
-            link.close()
-            raise
         self.ports[node.address] = said.port
         self._links[node.address] = receiver
 

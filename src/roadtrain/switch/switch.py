@@ -16,8 +16,10 @@ import threading
 from contextlib import suppress
 
 from roadtrain.errors import BusyError, LostError, PeerError, RoadtrainError, WireError
+from roadtrain.retry import undone_on_error
 from roadtrain.servers import frames as m
 from roadtrain.servers import health
+from roadtrain.switch import switch_frames
 from roadtrain.switch.admission import SlotQuota, checked, job_socket, job_table
 from roadtrain.switch.datagrams import DatagramSocket
 from roadtrain.switch.packet_loop import END_S, PacketLoop
@@ -70,11 +72,8 @@ class SwitchHost:
         self._lock = threading.Condition()  # notified when it is over
         self._registering = threading.Lock()  # one job at a time
         self._loop = PacketLoop(self._job_ended, self._end)
-        try:
+        with undone_on_error(self._loop.close):
             self._listener = listen(address, self._accept, options, report, language=m.LANGUAGE)
-        except BaseException:
-            self._loop.close()
-            raise
         where = self._listener.address
         assert not isinstance(where, str), "a switch listens by TCP"
         self._host, self.port = where
@@ -84,21 +83,23 @@ class SwitchHost:
         """Called by the listener for a link whose other side has proven the token."""
         if hello == health.HELLO:
             return health.answer(link, self.status())
-        if not hello.startswith(m.SWITCH_GREETING):
+        if not hello.startswith(switch_frames.SWITCH_GREETING):
             raise WireError(
                 f"{self.where} is a switch: it sums and copies packets, and serves no parameters",
                 hint="name it in the job's fan_in, and a `roadtrain serve --store` among the"
                 " servers",
             )
-        rest = hello[len(m.SWITCH_GREETING) :]
-        said = checked(m.decoded(m.SWITCH_HELLO, rest, "no greeting of a fan-in end"))
+        rest = hello[len(switch_frames.SWITCH_GREETING) :]
+        said = checked(m.decoded(switch_frames.SWITCH_HELLO, rest, "no greeting of a fan-in end"))
         with self._registering:
             receiver = self._register(said, link)
         link.peer = f"job {said.session} ({link.peer})"
-        link.send(m.SWITCH_READY, m.encode((receiver.job.socket.address[1], said.slots)))
+        link.send(
+            switch_frames.SWITCH_READY, m.encode((receiver.job.socket.address[1], said.slots))
+        )
         return receiver
 
-    def _register(self, said: m.SwitchHello, link: Link) -> _JobLink:
+    def _register(self, said: switch_frames.SwitchHello, link: Link) -> _JobLink:
         """A new job, or one that comes again since its link was lost and this side has not seen
         that yet."""
         with self._lock:
@@ -128,7 +129,7 @@ class SwitchHost:
         )
         return receiver
 
-    def _job(self, said: m.SwitchHello, socket: DatagramSocket) -> SwitchJob:
+    def _job(self, said: switch_frames.SwitchHello, socket: DatagramSocket) -> SwitchJob:
         """Raises ConfigError where the parent's host cannot be found."""
         key = PacketKey.derive(self._token, said.nonce)
         parent = socket.number_of(said.parent)

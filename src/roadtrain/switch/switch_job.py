@@ -21,13 +21,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from roadtrain.servers.frames import SwitchHello
 from roadtrain.switch import packets
 from roadtrain.switch.datagrams import RECEIVE_NBYTES, DatagramSocket
 from roadtrain.switch.packets import PACKET_NBYTES, Kind, PacketKey
 from roadtrain.switch.protocol.numbered import NOTHING, Heartbeat, heard
 from roadtrain.switch.protocol.switch import SwitchStateMachine
 from roadtrain.switch.streams import Batch, DatagramRun, beat_packet, beats_of, read_runs
+from roadtrain.switch.switch_frames import SwitchHello
 from roadtrain.switch.switch_table import StuckSlot, Table
 from roadtrain.transport.listener import Few, Report
 from roadtrain.transport.tcp import Address

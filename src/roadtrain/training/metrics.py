@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from roadtrain.errors import DamagedError
+from roadtrain.retry import undone_on_error
 from roadtrain.storage.direct import sync_directory, typed_errors, write_all
 
 _UNCOMMITTED_AT_MOST = 16  # steps, with staleness "none": what servers put away (placing.NO_BOUND)
@@ -54,12 +55,9 @@ class Metrics:
         self._nbytes = sum(nbytes for _, nbytes in kept)
         with typed_errors(path, "opening"):
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        try:
+        with undone_on_error(lambda: os.close(self._file)):
             sync_directory(path.parent)
             self._move_rest()
-        except BaseException:
-            os.close(self._file)
-            raise
 
     @property
     def uncommitted(self) -> Path:

@@ -21,6 +21,7 @@ import torch
 from roadtrain.config.job import Job
 from roadtrain.environment import LAUNCH_NAMES, launch_of
 from roadtrain.errors import ConfigError
+from roadtrain.retry import undone_on_error
 from roadtrain.stages.parallel_training import ParallelTraining
 from roadtrain.stages.parallelize import parallelize
 from roadtrain.stages.snapshots import FOLDER, SnapshotOptions
@@ -85,11 +86,8 @@ def open_staged(job: Job, report: Report) -> StagedJob:
     say = report if launch.rank == 0 else silent
     mark = mark_of(job, report) if launch.rank == 0 else None
     staged = stage_job(job, launch.world_size, say)
-    try:
+    with undone_on_error(staged.abandon):
         resume(staged, mark)
-    except BaseException:
-        staged.abandon()
-        raise
     return staged
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 
 from roadtrain.config.job import Job
+from roadtrain.retry import undone_on_error
 from roadtrain.storage.direct import make_directory
 from roadtrain.training.memory_limit import limited
 from roadtrain.training.metrics import Metrics
@@ -56,11 +57,8 @@ def train_steps(run: PlacedJob | StagedJob, stop: Stop) -> tuple[str, Totals]:
                 now = time.perf_counter()
                 line = record.line(job, run.steps_done, now - then)
                 then = now
-                try:
+                with undone_on_error(run.abandon):  # a committed step has its line
                     metrics.append(line)
-                except BaseException:
-                    run.abandon()  # a committed step has its line
-                    raise
                 show(line)
                 totals.add(line, record.resident)
                 run.keep()
