@@ -323,38 +323,5 @@ def derive_server(
     return ServerBudgets(kept, pool, answers, piece)
 
 
-@dataclass(frozen=True)
-class FanInBudgets:
-    """Of the end of a fan-in in front of a server."""
-
-    copies: int  # buffers of parameters on their way to the workers
-    piece_bytes: int
-    sums: int  # buffers of sums of gradients on their way to the server
-    scratch_bytes: int
-
-    @property
-    def total(self) -> int:
-        """Bytes that may be in use at once."""
-        return self.copies * self.piece_bytes + self.sums * self.scratch_bytes
-
-
-# Of copies and of sums: one is filled while another is sent.
-LEAST_BUFFERS, MOST_BUFFERS = 2, 6
-
-
-def derive_fan_in(
-    table: ChunkTable, records: Mapping[int, Record], host_bytes: int
-) -> FanInBudgets:
-    """Of a server's `host_bytes` a quarter at most, or the least that does; what is left is the
-    server's (`derive_server`, which refuses). `records`: the server's own."""
-    mine = [table.chunks[number] for number in sorted(records)]
-    piece = buffer_for(chunk.weights_nbytes for chunk in mine)
-    scratch = buffer_for(chunk.numel * 4 for chunk in mine if chunk.trainable)
-    least = LEAST_BUFFERS * (piece + scratch)
-    more = max(host_bytes // 4 - least, 0) // (piece + scratch)
-    count = min(LEAST_BUFFERS + more, MOST_BUFFERS)
-    return FanInBudgets(count, piece, count, scratch)
-
-
 def _largest(table: ChunkTable) -> str:
     return max(table.blocks, key=lambda b: b.pull_nbytes).name or "the root block"

@@ -40,7 +40,6 @@ from roadtrain.errors import (
     WireError,
 )
 from roadtrain.kernels.cast import cast_in_place
-from roadtrain.options.budgets import derive_fan_in
 from roadtrain.servers import frames as m
 from roadtrain.servers.intermediary import IntermediarySession
 from roadtrain.servers.parameter_connection import ParameterConnection
@@ -49,7 +48,13 @@ from roadtrain.servers.server_session import ServerSession, StoreHost
 from roadtrain.storage.meta import StoreMeta
 from roadtrain.switch import fixed_point, switch_frames, trial
 from roadtrain.switch.datagrams import DatagramSocket
-from roadtrain.switch.end_streams import ExpectedRun, Incoming, Outgoing, OutgoingBytes
+from roadtrain.switch.end_streams import (
+    ExpectedRun,
+    Incoming,
+    Outgoing,
+    OutgoingBytes,
+    derive_fan_in,
+)
 from roadtrain.switch.fixed_point import load_kernels
 from roadtrain.switch.lateness import Lateness, since
 from roadtrain.switch.options import FanIn, SwitchNode
@@ -297,12 +302,12 @@ class FanInEnd(IntermediarySession):
         total = budgets.total + self._socket.receive_nbytes + SEND_NBYTES  # those: the kernel's
         with self.lock:
             self._chunks = list(meta.table.chunks)
-            self._copies = [Buffer(budgets.piece_bytes) for _ in range(budgets.copies)]
-            self._sums = [Buffer(budgets.scratch_bytes) for _ in range(budgets.sums)]
+            self._copies = [Buffer(budgets.piece_bytes) for _ in range(budgets.buffers)]
+            self._sums = [Buffer(budgets.scratch_bytes) for _ in range(budgets.buffers)]
             self.machine = FanInStateMachine(
                 self.workers,
-                budgets.copies,
-                budgets.sums,
+                budgets.buffers,
+                budgets.buffers,
                 self._packets_of,
                 replicated=meta.replicas > 1,
             )

@@ -17,12 +17,14 @@ called. Does NOT send.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from roadtrain.chunks import ChunkTable, Record
 from roadtrain.errors import WireError
+from roadtrain.options.budgets import buffer_for
 from roadtrain.switch import fixed_point, packets
 from roadtrain.switch.packets import PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
 from roadtrain.switch.protocol.numbered import (
@@ -34,6 +36,38 @@ from roadtrain.switch.protocol.numbered import (
 from roadtrain.switch.streams import Batch
 
 MODULUS = 1 << 32  # of versions and rounds in a packet
+
+
+@dataclass(frozen=True)
+class FanInBudgets:
+    """Memory of the end of a fan-in in front of a server."""
+
+    buffers: int  # of parameters on their way to workers, and as many of sums on their way here
+    piece_bytes: int  # of a buffer of parameters
+    scratch_bytes: int  # of a buffer of sums
+
+    @property
+    def total(self) -> int:
+        """Bytes that may be in use at once."""
+        return self.buffers * (self.piece_bytes + self.scratch_bytes)
+
+
+# One is filled while another is sent.
+LEAST_BUFFERS, MOST_BUFFERS = 2, 6
+
+
+def derive_fan_in(
+    table: ChunkTable, records: Mapping[int, Record], host_bytes: int
+) -> FanInBudgets:
+    """Of a server's `host_bytes` a quarter at most, or the least that does; what is left is the
+    server's (`derive_server`, which refuses). `records`: the server's own."""
+    mine = [table.chunks[number] for number in sorted(records)]
+    piece = buffer_for(chunk.weights_nbytes for chunk in mine)
+    scratch = buffer_for(chunk.numel * 4 for chunk in mine if chunk.trainable)
+    least = LEAST_BUFFERS * (piece + scratch)
+    more = max(host_bytes // 4 - least, 0) // (piece + scratch)
+    count = min(LEAST_BUFFERS + more, MOST_BUFFERS)
+    return FanInBudgets(count, piece, scratch)
 
 
 @dataclass(slots=True)
