@@ -7,7 +7,7 @@ import pytest
 import world
 from state_pieces import SIZES, RandomSource, linked, same_as_whole, spread
 
-from roadtrain.stages import control
+from roadtrain.stages import control_links
 from roadtrain.stages.piece_exchange import exchange
 from roadtrain.stages.pieces import Extent
 
@@ -68,7 +68,7 @@ def test_a_source_that_fails_says_why_to_who_waits():
 
 
 def late(who, rank):
-    control.GRACE_S = 0.5  # of this process alone
+    control_links.GRACE_S = 0.5  # of this process alone
     links = linked(rank, deadline_s=1.0)
     links.agree({}, "that all are here")
     begun = time.monotonic()

@@ -16,7 +16,7 @@ from test_parallel_job import losses as job_losses
 from test_parallel_job import torchrun
 
 from roadtrain.errors import ConfigError
-from roadtrain.launch import status
+from roadtrain.launch import status_command as status
 from roadtrain.servers import health
 from roadtrain.stages.parallel_options import ParallelOptions
 from roadtrain.stages.parallelism import Parallelism
