@@ -112,6 +112,6 @@ def test_the_readme_example_trains(core: Path, store: str) -> None:
 @pytest.mark.timeout(900)
 def test_the_tests_of_the_core_pass(core: Path) -> None:
     files = [str(path.relative_to(core)) for f in FOLDERS for path in core.glob(f"{f}/test_*.py")]
-    assert len(files) >= 35  # else the selection is wrong
+    assert len(files) >= 30  # else the selection is wrong
     done = run(core, "-m", "pytest", "-q", "-m", "not slow and not exhaustive", *files)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr

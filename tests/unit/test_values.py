@@ -43,6 +43,7 @@ OPTIONS: dict[str, Any] = dict.fromkeys(("store", "compress", "delay", "host_bud
         (lambda: TopK("1 %"), "`keep` cannot be '1 %'"),  # type: ignore[arg-type]
         (lambda: TopK(True), "cannot be True"),
         (lambda: Downcast("fp8"), "`dtype` cannot be 'fp8'"),
+        (lambda: Downcast("fp32"), "`dtype` cannot be 'fp32'"),
         (lambda: Delay(0), "`steps` cannot be 0"),
         (lambda: Delay(1.5), "`steps` cannot be 1.5"),  # type: ignore[arg-type]
         (lambda: Delay(-1), "`steps` cannot be -1"),
