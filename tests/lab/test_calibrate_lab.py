@@ -54,7 +54,7 @@ memory = "16GB"
 memory_rate = "10GB/s"
 nics = [{{ rate = "{rate}" }}]
 """
-JOB = "[data]\nseq_len = 64\nbatch_size = 1\n[store]\n{store}\n[model.config]\n" + "\n".join(
+JOB = "[data]\nseq_len = 64\nbatch_size = 1\n{store}\n[model.config]\n" + "\n".join(
     f"{key} = {json.dumps(value)}" for key, value in CONFIG.items()
 )
 
@@ -108,7 +108,7 @@ def rows(told: str) -> dict[str, list[float]]:
 
 @pytest.mark.exhaustive
 def test_two_workers_and_a_server(files, capsys):
-    cluster, job = files('servers = ["HOST:PORT"]', count=2)
+    cluster, job = files('[servers]\naddresses = ["HOST:PORT"]', count=2)
     before = Path(cluster).read_text()
     assert cli.main(["calibrate", cluster, job, "--lab"]) == 0
     told = capsys.readouterr().out
@@ -135,7 +135,7 @@ def test_two_workers_and_a_server(files, capsys):
 @pytest.mark.exhaustive
 @needs_devices
 def test_a_worker_with_an_ssd(files, capsys):
-    cluster, job = files('files = ["anywhere"]', spare=False)
+    cluster, job = files('[store]\nfiles = ["anywhere"]', spare=False)
     Path(job).write_text('[budget]\nhost = "64MiB"\n' + Path(job).read_text())
     # writes of steps run into each other
     assert cli.main(["calibrate", cluster, job, "--lab", "--steps", "15"]) == 0
@@ -149,7 +149,7 @@ def test_a_worker_with_an_ssd(files, capsys):
 
 @pytest.mark.exhaustive
 def test_a_plan_is_verified(files, capsys):
-    cluster, _ = files("files = []")
+    cluster, _ = files("[store]\nfiles = []")
     words = [
         "plan",
         cluster,
@@ -178,14 +178,14 @@ def test_a_plan_is_verified(files, capsys):
 @pytest.mark.parametrize(
     ("store", "cluster", "says"),
     [
-        ('servers = ["HOST:PORT"]', {"spare": False}, "0 kind(s) without"),
-        ("files = []", {"count": 2}, "2 device(s) in the first"),
+        ('[servers]\naddresses = ["HOST:PORT"]', {"spare": False}, "0 kind(s) without"),
+        ("[store]\nfiles = []", {"count": 2}, "2 device(s) in the first"),
         (
-            'servers = ["HOST:PORT"]',
+            '[servers]\naddresses = ["HOST:PORT"]',
             {"rate": "100Gbit/s"},
             "12.50 GB/s cannot be emulated here, at most 500 MB/s",
         ),
-        ('servers = ["HOST:PORT"]\nreplicas = 2', {}, "nothing compressed"),
+        ('[servers]\naddresses = ["HOST:PORT"]\nreplicas = 2', {}, "nothing compressed"),
     ],
 )
 def test_what_the_lab_cannot_be(files, capsys, store, cluster, says):
@@ -194,14 +194,14 @@ def test_what_the_lab_cannot_be(files, capsys, store, cluster, says):
 
 
 def test_a_model_too_large_is_refused_with_both_numbers(files, capsys):
-    cluster, job = files("files = []")
+    cluster, job = files("[store]\nfiles = []")
     Path(job).write_text(Path(job).read_text().replace("hidden_size = 192", "hidden_size = 65536"))
     assert cli.main(["calibrate", cluster, job, "--lab"]) == 2
     assert re.search(r"take [\d.]+ TiB, [\d.]+ GiB are free", capsys.readouterr().err)
 
 
 def test_what_a_failed_worker_said_is_told(files, capsys):
-    cluster, job = files("files = []")
+    cluster, job = files("[store]\nfiles = []")
     Path(job).write_text('[budget]\nhost = "1KiB"\n' + Path(job).read_text())
     assert cli.main(["calibrate", cluster, job, "--lab"]) == 2
     assert (
