@@ -1,5 +1,4 @@
-"""What roadtrain's own buffers take under a plan, which real runs are compared with. Arithmetic
-only."""
+"""The bytes of roadtrain's own buffers under a plan, by arithmetic; real runs are compared with them."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from roadtrain.units import round_up
 
 
 def buffer_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
-    """What roadtrain's own buffers take in a process that trains under `plan`, as
-    options/budgets.py cuts them: whole huge pages. Without saved inputs of blocks."""
+    """Bytes of the buffers of a process that trains under `plan`, as options/budgets.py plans them:
+    in whole huge pages, without saved inputs of blocks."""
     layers = [block.params for block in blocks if "." in block.name]
     total, most = sum(block.params for block in blocks), max(layers)
     sizes = [

@@ -1,5 +1,5 @@
-"""The house (docs/concepts/design.md): rooms are listed from the ground up, and imports only go up that list. Read from the source,
-nothing is imported."""
+"""The house (docs/concepts/design.md): rooms are listed from the ground up, and a room imports only
+rooms listed above it. Read from the source; nothing is imported."""
 
 from __future__ import annotations
 

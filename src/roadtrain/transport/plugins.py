@@ -9,7 +9,7 @@ The wings of roadtrain itself plug in the same way (pyproject.toml):
     group                      a name stands for                    read
     roadtrain.links            links between hosts                  here
     roadtrain.routes           a worker's way to its servers        servers/routes.py
-    roadtrain.roles            what `roadtrain serve` serves        servers/roles.py
+    roadtrain.roles            what `roadtrain serve` serves        servers/serve.py
     roadtrain.gradient_sums    sums of a stage's gradients          stages/gradient_sum.py
     roadtrain.switch_tables    a switch's table outside its process switch/switch_command.py
 
