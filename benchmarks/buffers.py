@@ -1,4 +1,4 @@
-"""The bytes of roadtrain's own buffers under a plan, by arithmetic; real runs are compared with them."""
+"""Bytes of roadtrain's buffers under a plan, by arithmetic; real runs are compared with them."""
 
 from __future__ import annotations
 
