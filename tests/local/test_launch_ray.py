@@ -223,6 +223,7 @@ def test_a_run_starts_from_its_two_files_and_runs_to_its_end(
     assert not (run.home.path / "ray").exists() and not (run.directory / "ray_results").exists()
 
 
+@pytest.mark.timeout(400)  # three starts: more than 170 s on a busy machine
 def test_a_run_that_has_just_been_stopped_is_resumed(nodes: RayNodes, run: LaunchedRun) -> None:
     """The actor of its supervisor is there for a moment yet."""
     run.steps = 400

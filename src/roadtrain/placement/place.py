@@ -110,7 +110,7 @@ def place(
     check_options(place, locals())
     check_fresh(optimizer)
     for name in unknown:
-        raise unknown_name("option of place", name, inspect.signature(place).parameters)
+        raise _unknown(name)
     store = store_of(store)
     request = Request(
         store,
@@ -159,6 +159,17 @@ def place(
             report(note)
     report(describe(plan, session, placed.steps_done))
     return placed
+
+
+def _unknown(name: str) -> ConfigError:
+    """The error for a keyword that place() does not have."""
+    for kind in (Files, Servers):
+        if name in kind.__dataclass_fields__:
+            return ConfigError(
+                f"`{name}` is an option of {kind.__name__}",
+                hint=f"place(..., store={kind.__name__}(..., {name}=...))",
+            )
+    return unknown_name("option of place", name, inspect.signature(place).parameters)
 
 
 def _workers(store: Store, group: WorkerGroup, report: Report) -> WorkerGroup:
