@@ -88,7 +88,7 @@ def test_a_store_that_no_trainer_has_trained_is_refused(tmp_path):
             "store, out, options",
             "def plain(**_):\n"
             "    placed = trainer.optimizer\n"
-            "    del placed._extra['trainer']\n"
+            "    del placed.job_state.tracked['trainer']\n"
             "    trainer.model(**{k: v[None] for k, v in data[0].items()}).loss.backward()\n"
             "    placed.step()\n"
             "    placed.close()\n"

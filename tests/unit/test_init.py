@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from roadtrain.errors import ModelError
-from roadtrain.streaming.init import materialize, release
+from roadtrain.streaming.init import materialize
+from roadtrain.streaming.released import release
 from roadtrain.streaming.split import split
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -12,8 +12,13 @@ import torch
 from torch import nn
 
 from roadtrain.errors import LoopError
-from roadtrain.streaming.fetched import has_released_value, released_value
-from roadtrain.streaming.released import is_released, set_fetched, set_released
+from roadtrain.streaming.released import (
+    has_released_value,
+    is_released,
+    released_value,
+    set_fetched,
+    set_released,
+)
 
 
 class Special(nn.Parameter):

@@ -18,8 +18,7 @@ from roadtrain.config.job import make_job
 from roadtrain.environment import WorkerGroup
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.kernels.torch_rules import rules_for
-from roadtrain.placement.request import Request
-from roadtrain.placement.session_plan import plan_session
+from roadtrain.placement.session_plan import Request, plan_session
 from roadtrain.placement.stores import store_of
 from roadtrain.training.job_options import placed_options
 from roadtrain.transport.tcp import TcpOptions, Tls

@@ -5,7 +5,6 @@ import numpy as np
 import torch
 
 from roadtrain.chunks import SEGMENT
-from roadtrain.streaming.activations import Activations
 from roadtrain.streaming.released import is_released
 from roadtrain.streaming.split import DTYPES, split, table
 from roadtrain.streaming.stream import BlockStream
@@ -91,14 +90,20 @@ class Streamed:
         groups = dict.fromkeys(self.params, 0) if groups is None else groups
         self.table = table(self.split, groups, dtype, SEGMENT)
         self.source = ToySource(self.table, self.params)
-        self.activations = Activations(budget, scratch, "cpu")
         self.ends = 0
         self.stream = BlockStream(
-            model, self.split, self.table, self.source, self.activations, "cpu", self.ended
+            model,
+            self.split,
+            self.table,
+            self.source,
+            "cpu",
+            self.ended,
+            activation_bytes=budget,
+            scratch=scratch,
         )
-        self.stream.attach()
+        self.activations = self.stream.activations
         self.root = torch.from_numpy(self.source.bytes[0])
-        self.stream.root_views(self.root)
+        self.stream.attach(self.root)
 
     def ended(self):
         self.ends += 1
@@ -140,6 +145,5 @@ class Streamed:
                 assert p.numel() == 0 or p.untyped_storage().nbytes() <= 8
                 assert p.numel() == 0 or is_released(p)
         self.stream.detach()
-        self.activations.close()
         for part in self.split.blocks:
             assert "forward" not in part.module.__dict__

@@ -22,10 +22,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from roadtrain.device.buffers import Buffer
 from roadtrain.environment import local_rank_of
-from roadtrain.errors import ConfigError
+from roadtrain.errors import ConfigError, ModelError
 
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, not for the current one alone
 
@@ -93,6 +94,24 @@ def _own_index(count: int, report: Callable[[str], None], environ: Mapping[str, 
             ),
         )
     return rank
+
+
+def device_of(
+    model: nn.Module, asked: torch.device | str | None, report: Callable[[str], None]
+) -> torch.device:
+    """Where the blocks of `model` run: on `asked`, else where the model is. Raises ConfigError,
+    ModelError."""
+    if asked is not None:
+        return own_device(asked, report)
+    found = {p.device for p in model.parameters()} - {torch.device("meta")}
+    if len(found) > 1:
+        raise ModelError(
+            f"the model's parameters are on {sorted(map(str, found))}", hint="put it on one device"
+        )
+    device = next(iter(found), torch.device("cpu"))
+    if line := beside_accelerator(device):
+        report(line)
+    return own_device(device, report)
 
 
 def beside_accelerator(device: torch.device) -> str:

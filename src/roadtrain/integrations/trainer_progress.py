@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from roadtrain.errors import ConfigError
-from roadtrain.placement.job_state import generators, set_generators
 from roadtrain.placement.optimizer import PlacedOptimizer
+from roadtrain.placement.tracked import generators, set_generators
 
 # of TrainerState: all that changes while it trains
 KEPT = (
@@ -50,7 +50,7 @@ def follow(trainer: Any, placed: PlacedOptimizer, frame: FrameType) -> None:
         ConfigError: The store has steps, and neither it nor a checkpoint says how to go on.
     """
     checkpoint = _local(frame, "resume_from_checkpoint")
-    known = placed.resumed_state(NAME) is not None
+    known = placed.job_state.resumed(NAME) is not None
     step, begun = placed.steps_done, trainer.state.global_step
     goes_on = known and (checkpoint is None or (begun <= step and _is_last(trainer, checkpoint)))
     if step and checkpoint is None and not goes_on:
@@ -72,7 +72,7 @@ def follow(trainer: Any, placed: PlacedOptimizer, frame: FrameType) -> None:
     if goes_on:
         placed.track(trainer=progress)
     else:
-        placed.track_anew(trainer=progress)
+        placed.job_state.track_anew(trainer=progress)
 
 
 class TrainerProgress:
@@ -111,7 +111,7 @@ class TrainerProgress:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the Trainer's state as it was; the rest follows when its first epoch begins."""
-        self.resumed, self._at_forward = state, self._placed.resumed_generators()
+        self.resumed, self._at_forward = state, self._placed.job_state.resumed_generators()
         kept = json.loads(state["state"])
         known = list(kept.pop("stateful_callbacks"))
         for name, value in kept.items():
@@ -151,7 +151,9 @@ class TrainerProgress:
             return self._run_epoch(**given | {"resume_from_checkpoint": None})
         load = trainer._load_rng_state
         # called once the batches that are done were left out
-        trainer._load_rng_state = lambda checkpoint: set_generators(now, self._placed._device)
+        trainer._load_rng_state = lambda checkpoint: set_generators(
+            now, self._placed.job_state.device
+        )
         try:
             done = 0 if trainer.args.ignore_data_skip else batches
             more = {"epochs_trained": epoch, "steps_trained_in_current_epoch": done}
@@ -165,7 +167,8 @@ class TrainerProgress:
             return
         self._scheduler = self._trainer.lr_scheduler
         things = {"scheduler": self._scheduler, "scaler": self._trainer.accelerator.scaler}
-        track = self._placed.track_anew if self.resumed is None else self._placed.track
+        job = self._placed.job_state
+        track = job.track_anew if self.resumed is None else job.track
         track(**{name: thing for name, thing in things.items() if thing is not None})
 
 

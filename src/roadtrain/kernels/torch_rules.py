@@ -7,10 +7,12 @@ torch optimizer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from roadtrain.errors import RuleError
-from roadtrain.kernels.generic import TorchRule, check_elementwise
+from roadtrain.kernels.generic import TorchRule, check_elementwise, say_generic
 from roadtrain.kernels.rule import Rule
 from roadtrain.kernels.rules import native_rule
 
@@ -25,8 +27,11 @@ IMPOSSIBLE = {
 }
 
 
-def rules_for(optimizer: torch.optim.Optimizer) -> list[Rule]:
-    """One rule per parameter group. Raises RuleError where the class cannot run on flat slices."""
+def rules_for(
+    optimizer: torch.optim.Optimizer, report: Callable[[str], None] | None = None
+) -> list[Rule]:
+    """One rule per parameter group; `report` hears of those that are not compiled. Raises
+    RuleError where the class cannot run on flat slices."""
     cls = type(optimizer)
     for base in cls.__mro__:
         if base.__module__.startswith("torch.optim") and base.__name__ in IMPOSSIBLE:
@@ -40,4 +45,6 @@ def rules_for(optimizer: torch.optim.Optimizer) -> list[Rule]:
             check_elementwise(rule)
         rule.hyper(group)
         rules.append(rule)
+    if report is not None:
+        say_generic(rules, report)
     return rules

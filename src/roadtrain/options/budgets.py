@@ -13,9 +13,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import psutil
+
 from roadtrain.chunks import Block, Chunk, ChunkTable, Record
 from roadtrain.errors import BudgetError
-from roadtrain.units import MIB, round_up, show_bytes
+from roadtrain.units import MIB, parse_bytes, round_up, show_bytes
 
 HUGE = 2 * MIB  # buffers are whole huge pages
 
@@ -63,11 +65,15 @@ class Budgets:
 
     worker: WorkerBudgets
     records: RecordBudgets  # of all servers in the process together
+    host_bytes: int  # that they were made of
 
     @property
     def total(self) -> int:
         """Bytes that may be in use at once."""
         return self.worker.total + self.records.total
+
+    def __str__(self) -> str:
+        return f"at most {show_bytes(self.total)} of {show_bytes(self.host_bytes)}"
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,15 @@ class _Left:
         for kind in order:
             bought[kind] += self.take(cost[kind], 1, 2, on_device=kind != "record")
         return bought
+
+
+def host_bytes_of(asked: str | int | None, *, whole: bool) -> int:
+    """Bytes of a host budget: `asked`, else half of the memory that is free, or the `whole` of
+    it."""
+    if asked is not None:
+        return parse_bytes(asked)
+    free = psutil.virtual_memory().available
+    return int(free if whole else free // 2)
 
 
 def buffer_for(nbytes: Iterable[int]) -> int:
@@ -233,6 +248,7 @@ def derive(
     return Budgets(
         worker,
         RecordBudgets(servers * per_server, record, size.scratch, resident, public, kept),
+        host_bytes,
     )
 
 

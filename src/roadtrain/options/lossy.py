@@ -1,6 +1,6 @@
 """TopK, Downcast and Delay: what makes training lossy or late, each a choice (Rule 2).
 
-Each value checks itself; which of them go together is placement/request.py's.
+Each value checks itself; which of them go together is placement/session_plan.py's.
 """
 
 from __future__ import annotations

@@ -6,16 +6,25 @@ It is committed with each step as bytes that hold no code (streaming/plain.py).
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import nn
 
-from roadtrain.errors import ForeignError
+from roadtrain.errors import ForeignError, ForkedError, LoopError
+from roadtrain.placement.optimizer_states import take_groups
+from roadtrain.placement.tracked import (
+    LoaderPosition,
+    generators,
+    is_data,
+    is_scheduler,
+    set_generators,
+    trackable,
+)
+from roadtrain.servers.session import JobSession
 from roadtrain.streaming import plain
 
 
@@ -37,50 +46,231 @@ GENERATORS = ("torch", "cuda", "python", "numpy")
 UNHEEDED = {"foreach", "fused", "capturable", "differentiable", "param_names"}
 
 
-def generators(device: torch.device) -> dict[str, Any]:
-    """The states of the process's random generators, that of `device` included."""
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    keys_as_tensor = torch.from_numpy(np.asarray(keys).astype(np.int64))
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": [torch.cuda.get_rng_state(device)] if device.type == "cuda" else [],
-        "python": random.getstate(),
-        "numpy": [str(kind), keys_as_tensor, position, has_gauss, cached],
-    }
+class CommittedState:
+    """The job state of one placed optimizer.
 
-
-def encode(
-    model: nn.Module,
-    device: torch.device,
-    groups: Sequence[Mapping[str, Any]],
-    extra: Mapping[str, Stateful],
-    history: str,
-    **more: Any,
-) -> bytes:
-    """Encode the state of a job.
-
-    Args:
-        model: Its buffers are kept.
-        device: Its generator is kept, beside the host's.
-        groups: Parameter groups.
-        extra: State dicts by name.
-        history: Which values were loaded into the store.
-        more: Entries that older stores lack.
-
-    Raises:
-        ConfigError: A value cannot be written as plain data.
+    Attributes:
+        due: A step that has ended and whose job state is not captured; None: there is none.
+        history: Which values were loaded into the store; another word after each time.
+        device: Where the model computes; its random generator is part of the state.
+        tracked: Objects with `state_dict` and `load_state_dict`, by the name that the user chose.
     """
-    state = generators(device) | {
-        "buffers": persistent_buffers(model),
-        "history": history,
-        "groups": bare(groups),
-        "extra": extra,
-    }
-    return plain.encode(state | more)
+
+    def __init__(
+        self,
+        optimizer: Any,
+        given: torch.optim.Optimizer,
+        model: nn.Module,
+        session: JobSession,
+        extra: Mapping[str, Any],
+        report: Callable[[str], None],
+    ) -> None:
+        """`optimizer`: the placed one, whose groups `given`, the user's own, shares."""
+        self._optimizer, self._given, self._model = optimizer, given, model
+        self._session, self._report = session, report
+        self.device = session.worker.root.tensor.device
+        self._as_given = given_as(optimizer.param_groups)
+        self._begun_at = session.step
+        self.due: int | None = None
+        self.history = ""
+        self.tracked: dict[str, Any] = {}
+        # the step that place() resumed, until the first one is taken here
+        self._resumed: Mapping[str, Any] | None = None
+        self._stepped = self._checked = False
+        # states of what batches are drawn from, as of the step that is due
+        self._drawn: Mapping[str, Any] | None = None
+        self._asked = False  # for a batch, since that step
+        self.track_anew(**extra)
+
+    # what is tracked
+
+    def track(self, **things: Any) -> None:
+        """See PlacedOptimizer.track."""
+        if self._stepped and self._begun_at:
+            raise LoopError(
+                f"track() after step {self._optimizer.steps_done}: the state of step"
+                f" {self._begun_at}, which this run resumed, belongs to its first step",
+                hint="call track() between place() and the loop",
+            )
+        self.track_anew(**things)
+        for name in things:
+            self._restore(name)
+
+    def track_anew(self, **things: Any) -> None:
+        """Commit the state of these objects with each step, and leave them as they are."""
+        for name, thing in things.items():
+            self.tracked[name] = trackable(name, thing, self._before_batch, self._settle)
+
+    @property
+    def has_schedule(self) -> bool:
+        """Whether a learning-rate scheduler is tracked."""
+        return any(map(is_scheduler, self.tracked.values()))
+
+    def _before_batch(self) -> None:
+        if self.due is not None and not self._asked:  # an evaluation may have drawn numbers
+            self._asked, self._drawn = True, self._draws()
+
+    def _draws(self) -> Mapping[str, Any]:
+        states = {n: copy.deepcopy(t.state_dict()) for n, t in self.tracked.items() if is_data(t)}
+        return {"generators": generators(self.device), "extra": states}
+
+    # a step is committed
+
+    def step_ended(self, step: int) -> None:
+        """Batches drawn from now on belong to the next step."""
+        self.due, self._stepped, self._resumed, self._asked = step, True, None, False
+        for thing in self.tracked.values():
+            if isinstance(thing, LoaderPosition):
+                thing.resumed = None
+        self._drawn = self._draws()
+
+    def capture(self, at_forward: bool = False) -> None:
+        """The last step's job state is final: the servers may commit it. `at_forward`: the random
+        generators are those that the next step begins to compute with."""
+        if self.due is not None:
+            self._session.worker.blob(self.due, self.encode(self._drawn, at_forward))
+            self.due = None  # an interrupt before this has the step captured again
+
+    def encode(self, drawn: Mapping[str, Any] | None = None, at_forward: bool = False) -> bytes:
+        """Encode what else a step consists of.
+
+        Args:
+            drawn: What `_draws` returned when the step ended; None: as it is now.
+            at_forward: Whether the next step is about to compute.
+
+        Raises:
+            ConfigError: A state cannot be written as plain data (streaming/plain.py).
+        """
+        now = self._draws()
+        before = (drawn or now)["generators"].items()
+        states = {n: thing.state_dict() for n, thing in self.tracked.items() if not is_data(thing)}
+        return plain.encode(
+            now["generators"]
+            | {
+                "buffers": persistent_buffers(self._model),
+                "history": self.history,
+                "groups": bare(self._optimizer.param_groups),
+                "extra": states | (drawn or now)["extra"],
+                "at_step": {k: v for k, v in before if not same(v, now["generators"][k])},
+                "at_forward": at_forward,
+                "residuals": self._session.residual_sessions[1],
+                "given": self._as_given,
+                "scheduled": self.has_schedule,
+            }
+        )
+
+    # a step is resumed
+
+    def resume(self, blob: bytes) -> None:
+        """Resume the session's step from what `encode` returned."""
+        state = decode(blob, self._begun_at)
+        self._check_residuals(state.get("residuals", ""))
+        groups, lines = resumed_groups(state, self._optimizer.param_groups)
+        for line in lines:
+            self._report(line)
+        self._resumed = {**state, "groups": groups}
+        self.history = state.get("history", "")
+        self._settle()
+        buffers = dict(self._model.named_buffers())
+        for name, value in state["buffers"].items():
+            buffers[name].copy_(value)
+        take_groups(self._optimizer, {"param_groups": groups})
+        for name in self.tracked:
+            self._restore(name)
+
+    def forget_resumed(self) -> None:
+        """The store has values of another step now."""
+        self._resumed = None
+
+    def resumed(self, name: str) -> Any:
+        """What was tracked under `name` at the step that is resumed; None where nothing was, and
+        after the first step."""
+        return None if self._resumed is None else self._resumed["extra"].get(name)
+
+    def resumed_generators(self) -> dict[str, Any]:
+        """The random generators as the step after the resumed one began to compute."""
+        assert self._resumed is not None
+        return {key: self._resumed[key] for key in GENERATORS}
+
+    def _restore(self, name: str) -> None:
+        if self._resumed is None:
+            return
+        if name not in self._resumed["extra"]:
+            self._report(
+                f"the store holds no state of {name!r} at step {self._begun_at}: it begins as the"
+                " script made it"
+            )
+            return
+        self.tracked[name].load_state_dict(self._resumed["extra"][name])
+        if is_scheduler(self.tracked[name]):  # to construct it has set its first rate
+            take_groups(self._optimizer, {"param_groups": self._resumed["groups"]})
+
+    def _settle(self) -> None:
+        """Set the generators as the resumed step left them."""
+        if (state := self._resumed) is not None:
+            set_generators({**state, **state.get("at_step", {})}, self.device)
+
+    def _check_residuals(self, committed: str) -> None:
+        """Raise ForkedError where this worker's residuals are of another session than the one that
+        committed the servers' step."""
+        found = self._session.residual_sessions[0]
+        if found and committed and found != committed:
+            raise ForkedError(
+                f"the residuals of worker {self._session.group.rank} at step {self._begun_at} were"
+                f" trained by session {found}, and the servers' step by session {committed}",
+                hint=(
+                    "nothing was changed: these residuals are of a copy that went on elsewhere;"
+                    " name the directory that was trained with these servers, or an empty one: then"
+                    " residuals begin at zero (lossy)"
+                ),
+            )
+
+    def check_tracked(self) -> None:
+        """Print what of the resumed step is not restored, once, before the first forward."""
+        if self._resumed is None or self._checked:
+            return
+        self._checked = True
+        if self._resumed.get("at_forward"):  # whatever the script has drawn before its loop
+            set_generators(self._resumed, self.device)
+        self.check_lightning(self._model)
+        step = self._begun_at
+        if step and self._has_scheduler() and not self.has_schedule:
+            self._report(
+                f"a learning-rate scheduler was built on the optimizer, which is at step {step},"
+                " and is not tracked: unless the script advances it, its schedule begins anew;"
+                " optimizer.track(scheduler=scheduler) resumes it"
+            )
+        for name in self._resumed["extra"].keys() - self.tracked.keys():
+            self._report(
+                f"the store's state of {name!r} at step {step} is not restored: "
+                f"optimizer.track({name}=...) does that"
+            )
+
+    def _has_scheduler(self) -> bool:
+        """Whether a scheduler of torch wraps step()."""
+        steps = (vars(optimizer).get("step") for optimizer in (self._optimizer, self._given))
+        return any(hasattr(step, "_wrapped_by_lr_sched") for step in steps)
+
+    def check_lightning(self, *modules: Any) -> None:
+        """Raise LoopError where a Trainer of Lightning, known to one of `modules`, would begin anew
+        on a resumed store: its progress is in its checkpoints only."""
+        trainers = [getattr(module, "_trainer", None) for module in modules]
+        counted = next((trainer.global_step for trainer in trainers if trainer is not None), None)
+        if self._resumed is None or counted in (None, self._begun_at):
+            return
+        raise LoopError(
+            f"Lightning's Trainer is at step {counted}, and the store at step {self._begun_at}:"
+            " the schedule and the data would not be those of that step",
+            hint=(
+                "nothing was changed: fit(ckpt_path=...) goes on from a checkpoint of that step;"
+                " with optimizer.whole_states = True a checkpoint holds the whole state, and an"
+                " older one can be gone back to; another store begins anew"
+            ),
+        )
 
 
 def decode(blob: bytes, step: int) -> dict[str, Any]:
-    """What `encode` was given at `step`. Raises ForeignError where they are other bytes."""
+    """What was committed with `step`. Raises ForeignError where they are other bytes."""
     state = plain.decode(blob)
     if not isinstance(state, dict) or not state.keys() >= KEYS:
         raise ForeignError(
@@ -88,25 +278,6 @@ def decode(blob: bytes, step: int) -> dict[str, Any]:
             f"{type(state).__name__} without all of {', '.join(sorted(KEYS))}"
         )
     return state
-
-
-def set_generators(state: Mapping[str, Any], device: torch.device) -> None:
-    """Set the process's random generators to what `generators` returned."""
-    torch.set_rng_state(state["torch"])
-    if (saved := state["cuda"]) and device.type == "cuda":
-        # the first edition kept those of all devices that the process saw
-        own = saved[min(device.index or 0, len(saved) - 1)]
-        torch.cuda.set_rng_state(own, device)
-    random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-
-
-def restore_buffers(state: Mapping[str, Any], model: nn.Module) -> None:
-    """Set the model's buffers."""
-    buffers = dict(model.named_buffers())
-    for name, value in state["buffers"].items():
-        buffers[name].copy_(value)
 
 
 def bare(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -26,12 +26,10 @@ import torch
 from torch import nn
 
 from roadtrain.errors import LoopError
-from roadtrain.placement.request import Request
-from roadtrain.placement.session_plan import SessionPlan
+from roadtrain.placement.session_plan import Request, SessionPlan
+from roadtrain.placement.state_dicts import ModelStates
 from roadtrain.placement.stored_optimizer import StoredOptimizer
-from roadtrain.placement.tracked import is_scheduler
 from roadtrain.servers.session import JobSession
-from roadtrain.streaming.activations import Activations
 from roadtrain.streaming.grads import PlacedGrad
 from roadtrain.streaming.released import forbid_in_child, is_called_by_dynamo
 from roadtrain.streaming.split import Split
@@ -76,7 +74,6 @@ class PlacedOptimizer(StoredOptimizer):
         # used by updates that have begun in this step's backward
         self._begun_with: dict[int, tuple[float, ...]] | None = None
         self._stream: BlockStream | None = None
-        self._activations: Activations | None = None
         self._hooks: list[Any] = []
         self._compiled = False  # torch.compile guards the classes of the root's parameters
         self._abandoned = False
@@ -86,11 +83,35 @@ class PlacedOptimizer(StoredOptimizer):
         _live.add(self)
         self._made = id(self)
 
-    def attach(self, stream: BlockStream, activations: Activations) -> None:
-        """Called once by place()."""
-        self._stream, self._activations = stream, activations
-        self.root.layout = stream.root
-        self._states.attach()
+    def start(self, parts: Split, plan: SessionPlan) -> None:
+        """Commit a new store as step 0 or resume an old one, and let the model's blocks run on
+        what is fetched. Called once by place(), when a new store has its first values."""
+        session, directories = self.session, self.session.store_plan.directories
+        scratch = directories[0] if directories else None
+        stream = BlockStream(
+            self.model,
+            parts,
+            plan.table,
+            self,
+            plan.device,
+            self.pass_ended,
+            activation_bytes=plan.budgets.worker.activation_bytes,
+            scratch=scratch,
+        )
+        for buffer in self.model.buffers():
+            buffer.data = buffer.data.to(plan.device)
+        session.start(self.job_state.encode())
+        stream.attach(session.worker.root.tensor)
+        self._stream, self.root.layout = stream, stream.root
+        self._states = ModelStates(
+            self.model, self._params, plan.table.params, self, scratch, self._report
+        )
+        self._watch_forwards()
+        if not session.new and session.blob:
+            self.job_state.resume(session.blob)
+        self.root.refresh()
+
+    def _watch_forwards(self) -> None:
         self._hooks.append(self.model.register_forward_pre_hook(lambda *_: self._pass_begins()))
         of_root = {p for _, p in self.root.params}
         for module in self.model.modules():
@@ -142,8 +163,8 @@ class PlacedOptimizer(StoredOptimizer):
 
     def memory(self) -> dict[str, int]:
         """As StoredOptimizer's; "activations": the most bytes that activations on the host held."""
-        most = self._activations.peak_bytes if self._activations is not None else 0
-        return super().memory() | {"activations": most}
+        assert self._stream is not None
+        return super().memory() | {"activations": self._stream.activations.peak_bytes}
 
     # torch.optim.Optimizer
 
@@ -168,7 +189,9 @@ class PlacedOptimizer(StoredOptimizer):
         steps. Raises LoopError where gradients or hyperparameters are not as they must be."""
         loss = None
         if closure is not None:
-            self.check_lightning(*getattr(closure, "args", ()))  # of which one is its module
+            self.job_state.check_lightning(
+                *getattr(closure, "args", ())
+            )  # of which one is its module
             with torch.enable_grad():
                 loss = closure()
         self.check_usable()
@@ -176,7 +199,7 @@ class PlacedOptimizer(StoredOptimizer):
         if self._begun_with is None:
             self._states.settle()
         self._check_gradients()
-        self.capture()
+        self.job_state.capture()
         unscale, skip = amp_of(self)
         hyperparameters = self.hyperparameters()
         self._check_promise(hyperparameters, unscale, skip)
@@ -184,8 +207,8 @@ class PlacedOptimizer(StoredOptimizer):
         blocks = self._update_blocks(hyperparameters, unscale, skip)
         self._worker.end_step(self.steps_done + 1)
         self.steps_done += 1
-        self._norm, self._due = (blocks, abs(unscale)), self.steps_done
-        self.step_ended()
+        self._norm = blocks, abs(unscale)
+        self.job_state.step_ended(self.steps_done)
         self._begun_with, self._passes = None, 0
         self._given._opt_called = True
         self.root.handles.clear()  # model.zero_grad() does not tell us
@@ -253,12 +276,8 @@ class PlacedOptimizer(StoredOptimizer):
         self.root.check_unchanged()
         if torch.is_grad_enabled():
             self._check_no_strangers()
-            self._check_tracked()
+            self.job_state.check_tracked()
         self.forward_begins()
-
-    def _has_scheduler(self) -> bool:
-        steps = (vars(optimizer).get("step") for optimizer in (self, self._given))
-        return any(hasattr(step, "_wrapped_by_lr_sched") for step in steps)
 
     def _check_no_strangers(self) -> None:
         for name, p in self.model.named_parameters():
@@ -278,7 +297,7 @@ class PlacedOptimizer(StoredOptimizer):
         self.check_usable()
         self.write_staged()
         if torch.is_grad_enabled():
-            self.capture(at_forward=True)
+            self.job_state.capture(at_forward=True)
             self.root.pass_begins()
         self.root.refresh()
 
@@ -288,8 +307,8 @@ class PlacedOptimizer(StoredOptimizer):
         """The last step is not to be committed, if that has not begun (it begins with the next
         forward): `close` commits those before it, and the next start takes it again. No step can
         follow."""
-        self._abandoned = self._due is not None
-        self._due = None
+        self._abandoned = self.job_state.due is not None
+        self.job_state.due = None
 
     def close(self) -> None:
         """Commit what was taken, end all threads, give the model its own forwards back. The
@@ -319,9 +338,8 @@ class PlacedOptimizer(StoredOptimizer):
         self.root.close()
         for hook in self._hooks:
             hook.remove()
-        if self._stream is not None and self._activations is not None:
+        if self._stream is not None:
             self._stream.detach()
-            self._activations.close()
         self.session.close()
 
     def __del__(self) -> None:
@@ -346,7 +364,7 @@ class PlacedOptimizer(StoredOptimizer):
     def _close_after(self, failed: bool) -> None:
         """`failed`: by an error, which may have come between step() and scheduler.step(): then the
         step is taken again rather than committed with a schedule that lacks it."""
-        if failed and any(map(is_scheduler, self._extra.values())):
+        if failed and self.job_state.has_schedule:
             self.abandon()
         self.close()
 
@@ -359,10 +377,17 @@ def amp_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
     return unscale, found is not None and bool(float(found))
 
 
-def check_not_in_ram(model: nn.Module) -> None:
-    """Raise LoopError where `model` is placed and its state, in RAM, would be lost."""
+def close_earlier(request: Request, model: nn.Module, *, all_of_model: bool) -> None:
+    """Close sessions of this process that hold what `request` asks for: directories, or a place at
+    servers; with `all_of_model` also those of `model`. Their last step is committed.
+
+    Raises:
+        LoopError: The state of `model` is in RAM, and would be lost.
+    """
+    while any(placed._worker.maker == os.getpid() for placed in list(_closing)):
+        time.sleep(0.01)  # each close has its deadline
     for placed in list(_live):
-        if placed.model is model and placed.request.in_memory:
+        if placed.model is model and placed.request.in_memory and not request.in_memory:
             raise LoopError(
                 f"the model is placed already, at step {placed.steps_done}, and its state is in RAM"
                 " only",
@@ -371,17 +396,9 @@ def check_not_in_ram(model: nn.Module) -> None:
                     " the model's, then call its close()"
                 ),
             )
-
-
-def close_earlier(request: Request, model: nn.Module | None = None) -> None:
-    """Close sessions of this process that hold `model`, or what `request` asks for: directories, or
-    a place at servers. Their last step is committed."""
-    while any(placed._worker.maker == os.getpid() for placed in list(_closing)):
-        time.sleep(0.01)  # each close has its deadline
-    for placed in list(_live):
         if placed._worker.maker != os.getpid():
             continue
-        if placed.model is model or placed.request.held & request.held:
+        if (all_of_model and placed.model is model) or placed.request.held & request.held:
             _close_and_say(placed)
             placed._placed_again = True
             request.report("placed again in this process: the earlier session is closed")

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import nn
 
-from roadtrain.chunks import MAX_CHUNK, SEGMENT
-from roadtrain.device.copies import beside_accelerator, own_device
+from roadtrain.chunks import MAX_CHUNK, SEGMENT, ParamSpec
+from roadtrain.device.copies import device_of
 from roadtrain.environment import WorkerGroup
-from roadtrain.errors import ConfigError, ModelError
-from roadtrain.kernels.generic import say_generic
+from roadtrain.errors import ConfigError
+from roadtrain.kernels.cast import cast
 from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.options.check import (
     Deadline,
@@ -30,13 +32,12 @@ from roadtrain.options.check import (
 )
 from roadtrain.options.lossy import Delay, Downcast, TopK
 from roadtrain.options.names import unknown_name
-from roadtrain.placement.first_values import open_weights, start
 from roadtrain.placement.job_state import HasState
-from roadtrain.placement.optimizer import PlacedOptimizer, check_not_in_ram, close_earlier
-from roadtrain.placement.request import Report, Request
+from roadtrain.placement.optimizer import PlacedOptimizer, close_earlier
 from roadtrain.placement.session_plan import (
+    Report,
+    Request,
     SessionPlan,
-    describe,
     keep_blocks,
     open_files,
     open_session,
@@ -45,10 +46,22 @@ from roadtrain.placement.session_plan import (
 from roadtrain.placement.stores import Files, Memory, Servers, Store, store_of
 from roadtrain.retry import undone_on_error
 from roadtrain.servers.session import JobSession
+from roadtrain.storage.convert import MASTER, Source
 from roadtrain.storage.generation import OpenedStore
 from roadtrain.storage.mark import Mark
-from roadtrain.streaming.fetched import has_released_value
-from roadtrain.streaming.split import ComputeDtype, split, table
+from roadtrain.storage.safetensors_io import Tensor, open_weights
+from roadtrain.streaming.init import materialize
+from roadtrain.streaming.released import has_released_value, release
+from roadtrain.streaming.split import (
+    DTYPES,
+    NAMES,
+    ComputeDtype,
+    ModulePart,
+    Split,
+    as_numpy,
+    split,
+    table,
+)
 
 ChunkElements = Annotated[int, Field(ge=SEGMENT, le=MAX_CHUNK, multiple_of=SEGMENT)]
 
@@ -124,40 +137,26 @@ def place(
         _workers(store, group or WorkerGroup.of_environment(), report),
         report,
     )
-    device = _device(model, device, report)
+    device = device_of(model, device, report)
     parts = split(model, blocks)
     groups = groups_of(model, optimizer, report)
-    rules = rules_for(optimizer)
-    say_generic(rules, report)
-    if not request.in_memory:
-        check_not_in_ram(model)
-    close_earlier(request)
-    plan = plan_session(request, device, table(parts, groups, dtype, request.chunk_elements), rules)
-    request.say_lossy()
-    shapes = {p.name: p.shape for p in plan.table.params}
-    tensors = {} if weights is None else open_weights(weights, shapes)
+    rules = rules_for(optimizer, report)
+    close_earlier(request, model, all_of_model=False)
+    plan = plan_session(request, device, table(parts, groups, dtype, chunk_elements), rules)
+    shapes = {spec.name: spec.shape for spec in plan.table.params}
+    given = {} if weights is None else open_weights(weights, shapes)
     plan, opened = open_files(plan, mark)
-    said = opened.notes if opened is not None else ()
-    try:
+    with nullcontext() if opened is None else undone_on_error(opened.close):
         if weights is None:
             _check_has_values(model, opened)
-        close_earlier(request, model)
+        close_earlier(request, model, all_of_model=True)
         session = open_session(plan, opened, mark)
-    except BaseException:  # an interrupt too: a notebook would keep the lock
-        if opened is not None:
-            opened.close()
-        raise
     placed = PlacedOptimizer(model, optimizer, parts, plan, session, extra or {})
     with undone_on_error(placed.end):
-        start(placed, parts, plan, tensors, init)
+        _fill(placed, parts, plan, given, init)
+        placed.start(parts, plan)
         _adopt(mark, plan, session, placed.steps_done)
-    if request.servers:
-        spare = plan.budgets.worker.kept if request.buffering == "auto" else 0
-        report(keep_blocks(session.worker, spare))
-    for note in session.servers.store.notes if session.servers.store else ():
-        if note not in said:  # when it was opened
-            report(note)
-    report(describe(plan, session, placed.steps_done))
+    _say_placed(plan, session, placed.steps_done)
     return placed
 
 
@@ -182,21 +181,6 @@ def _workers(store: Store, group: WorkerGroup, report: Report) -> WorkerGroup:
             " nothing is averaged"
         )
     return WorkerGroup()
-
-
-def _device(model: nn.Module, asked: torch.device | str | None, report: Report) -> torch.device:
-    """Where blocks run. Raises ConfigError, ModelError."""
-    if asked is not None:
-        return own_device(asked, report)
-    found = {p.device for p in model.parameters()} - {torch.device("meta")}
-    if len(found) > 1:
-        raise ModelError(
-            f"the model's parameters are on {sorted(map(str, found))}", hint="put it on one device"
-        )
-    device = next(iter(found), torch.device("cpu"))
-    if line := beside_accelerator(device):
-        report(line)
-    return own_device(device, report)
 
 
 def groups_of(
@@ -249,9 +233,83 @@ def _check_has_values(model: nn.Module, opened: OpenedStore | None) -> None:
         )
 
 
+def _fill(
+    placed: PlacedOptimizer,
+    parts: Split,
+    plan: SessionPlan,
+    given: Mapping[str, Tensor],
+    init: Callable[[nn.Module], None] | None,
+) -> None:
+    """Block by block, values are made or read, go to a new store, and leave the model, so that the
+    whole model never exists beside the store. They come from `given`, from the model, or, where it
+    is on `meta`, from `init` or its own initialisation."""
+    session, groups = placed.session, placed.param_groups
+    on_meta = any(t.is_meta for t in (*placed.model.parameters(), *placed.model.buffers()))
+    for block, part in zip(plan.table.blocks, (parts.root, *parts.blocks)):
+        if on_meta:
+            materialize(part, parts, init, values=session.new and not given, given=given)
+        if session.new:
+            session.fill(block, _source(part, given), groups)
+        if block.index:
+            release(part.params)
+    if session.new:
+        for residual_block in session.store_plan.table.blocks[len(plan.table.blocks) :]:
+            session.fill(residual_block, lambda *_: None, groups)
+    release(parts.root.params)
+
+
+def _source(part: ModulePart, given: Mapping[str, Tensor]) -> Source:
+    tensors = dict(part.params)
+
+    def source(spec: ParamSpec, what: str, start: int, stop: int) -> np.ndarray | None:
+        if what != MASTER:
+            return None
+        if spec.name in given:
+            return _as(given[spec.name].read(start, stop), given[spec.name].dtype, spec)
+        flat = tensors[spec.name].detach().reshape(-1)[start:stop]
+        return _as(as_numpy(flat), NAMES[flat.dtype], spec)
+
+    return source
+
+
+def _as(values: np.ndarray, dtype: str, spec: ParamSpec) -> np.ndarray:
+    """`values` of `dtype` as the store wants them: fp32 masters, a frozen parameter in the
+    dtype it travels in."""
+    want = "fp32" if spec.trainable else spec.dtype
+    if dtype == want:
+        return values
+    if "fp64" in (dtype, want) or dtype not in DTYPES:
+        raise ConfigError(f"parameter {spec.name!r} is {dtype}, the store wants {want}")
+    out: np.ndarray = np.empty(values.size, np.float32 if want == "fp32" else np.uint16)
+    cast(values, dtype, out, want)
+    return out
+
+
 def _adopt(mark: Mark | None, plan: SessionPlan, session: JobSession, step: int) -> None:
     """The run directory's mark names the store that was opened or made."""
     if mark is not None and plan.request.group.rank == 0:
         mark.adopt(
             "" if plan.request.in_memory else session.meta.job, step, session.servers.history
         )
+
+
+def _say_placed(plan: SessionPlan, session: JobSession, step: int) -> None:
+    """The last lines that place() prints."""
+    request, group = plan.request, plan.request.group
+    match request.store:
+        case Files():
+            where = f"files in {', '.join(map(str, plan.store_plan.directories))}"
+        case Servers() as servers:
+            where = (
+                f"{len(servers.addresses)} server(s) {session.servers.rests}, replicas ="
+                f" {servers.replicas}, worker {group.rank} of {group.workers}"
+            )
+            spare = plan.budgets.worker.kept if servers.buffering == "auto" else 0
+            request.report(keep_blocks(session.worker, spare))
+        case Memory():
+            where = "RAM: it is lost when this process ends"
+    blocks = len(plan.table.blocks) - 1
+    line = f"placed {blocks} blocks and the root block; state on {where}; step {step}"
+    # without a host budget, whatever is free bounds it
+    bound = "" if request.host_budget is None else f"; {plan.budgets}"
+    request.report(line + bound)

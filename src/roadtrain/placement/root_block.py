@@ -75,7 +75,7 @@ class RootBlock:
     def refresh(self) -> None:
         """Fetches the parameters if a step has changed them. Called before every module that has
         some: cheap where nothing is new."""
-        if not self._worker.root_is_old and self._versions:
+        if self._versions and not self._worker.root_is_old:
             return
         self.check_unchanged()
         fetched = self._worker.refresh_root()

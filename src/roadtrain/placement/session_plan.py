@@ -1,26 +1,26 @@
-"""SessionPlan: a request put into numbers (tables, budgets, what rests where), and the session
-that is opened by it.
+"""Request: what place() was asked for, checked. SessionPlan: a request put into numbers (tables,
+budgets, what rests where), and the session that is opened by it.
 
-Nothing is changed before `open_files`. Does NOT know modules; values come in later
-(placement/first_values.py).
+Nothing is changed before `open_files`. Does NOT know modules or values.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import psutil
 import torch
 
 from roadtrain.chunks import ChunkTable
+from roadtrain.environment import WorkerGroup
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.codecs import Compressor
-from roadtrain.options.budgets import Budgets, BudgetTerms, derive
-from roadtrain.placement.request import Report, Request
-from roadtrain.placement.stores import Files, Memory, Servers
+from roadtrain.kernels.rule import Rule
+from roadtrain.options.budgets import Budgets, BudgetTerms, derive, host_bytes_of
+from roadtrain.options.lossy import Delay, Downcast, TopK
+from roadtrain.placement.stores import Files, Memory, Servers, Store
 from roadtrain.servers.local_servers import LocalServers, open_or_none
 from roadtrain.servers.remote_servers import Reach, RemoteServers
 from roadtrain.servers.residuals import Replace, Residuals, residual_blocks
@@ -33,6 +33,123 @@ from roadtrain.storage.meta import StoreMeta
 from roadtrain.storage.rates import storage_rates
 from roadtrain.units import parse_bytes, show_bytes, show_rate
 
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Raises ConfigError where two values contradict each other."""
+
+    store: Store
+    compress: TopK | Downcast | None
+    delay: Delay | None
+    host_budget: str | int | None
+    device_budget: str | int | None
+    backwards_per_step: int | None  # None: updates wait for step()
+    chunk_elements: int
+    deadline_s: float
+    group: WorkerGroup  # this worker among those that share the servers
+    report: Report
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def top_k(self) -> TopK | None:
+        return self.compress if isinstance(self.compress, TopK) else None
+
+    @property
+    def error_feedback(self) -> bool:
+        return self.top_k is not None and self.top_k.error_feedback
+
+    @property
+    def downcast(self) -> str:
+        """What whole fp32 gradients travel as; "": as they are."""
+        return self.compress.dtype if isinstance(self.compress, Downcast) else ""
+
+    @property
+    def staleness(self) -> int:
+        """How many updates the parameters of a step may lack."""
+        return self.delay.staleness if self.delay else 0
+
+    @property
+    def servers(self) -> Servers | None:
+        return self.store if isinstance(self.store, Servers) else None
+
+    @property
+    def buffering(self) -> str:
+        return self.servers.buffering if self.servers else "auto"
+
+    @property
+    def waits_for_step(self) -> bool:
+        """Whether the gradients of all blocks pile up until step()."""
+        return self.backwards_per_step is None
+
+    @property
+    def in_memory(self) -> bool:
+        return isinstance(self.store, Memory)
+
+    @property
+    def held(self) -> set[object]:
+        """Directories, and places at servers, that only one session of a process can have."""
+        servers = self.servers
+        files = servers.residual_files if servers else self.store
+        paths = (*files.paths, *files.left) if isinstance(files, Files) else ()
+        links = [(address, self.group.rank) for address in servers.resolved] if servers else []
+        return {*map(os.path.realpath, paths), *links}
+
+    def say_lossy(self) -> None:
+        """Rule 2: what is lossy or late is printed at the start."""
+        if self.compress is not None:
+            self.report(f"lossy: {self.compress}")
+        if self.delay is not None:
+            self.report(f"late: {self.delay}")
+        if self.servers and (words := self.servers.route.lossy(self.group)):
+            self.report(f"lossy: {words}")
+
+
+def check(asked: Request) -> None:
+    """Raises ConfigError for values that are each good and do not go together."""
+    _check_error_feedback(asked)
+    servers = asked.servers
+    if servers:
+        servers.route.check_workers(asked.group, str(asked.top_k or ""))
+    if asked.downcast and servers is None:
+        raise ConfigError(
+            f"Downcast({asked.downcast!r}) without servers: no gradient travels",
+            hint="leave it out, or store=Servers([...])",
+        )
+    if asked.staleness > 1 and asked.buffering == "none":
+        raise ConfigError(
+            f"a delay of {asked.staleness} updates and buffering 'none': parameters change at any"
+            " time, backward needs those that forward had",
+            hint="leave buffering out",
+        )
+
+
+def _check_error_feedback(asked: Request) -> None:
+    residuals = asked.servers and asked.servers.residual_files
+    if asked.servers and bool(residuals) != asked.error_feedback:
+        raise ConfigError(
+            f"{len(asked.servers.addresses)} server(s), {int(bool(residuals))} directories for"
+            f" residuals, error feedback {asked.error_feedback}",
+            hint=(
+                "with servers and error feedback, what was not sent rests in one directory of this"
+                " host: Servers(..., residuals=DIRECTORY)"
+            ),
+        )
+    if asked.error_feedback and (asked.backwards_per_step or 1) > 1:
+        raise ConfigError(
+            f"error feedback keeps one residual a step, backwards_per_step is"
+            f" {asked.backwards_per_step}",
+            hint="backwards_per_step must be 1",
+        )
+    if asked.error_feedback and asked.delay:
+        raise ConfigError(
+            f"error feedback needs the last update, and a delay of {asked.staleness} is allowed",
+            hint="leave out delay, or error_feedback",
+        )
+
 
 @dataclass(frozen=True)
 class SessionPlan:
@@ -44,68 +161,25 @@ class SessionPlan:
     store_plan: StorePlan  # what rests where; without servers also what was not sent (residuals)
     residuals: Residuals | None  # with servers: what this worker keeps of its own
     compressor: Compressor | None
-    host_bytes: int  # that the budgets were made of
     budgets: Budgets
 
     @property
     def compute_blocks(self) -> range:
         return range(1, len(self.table.blocks))
 
-    @property
-    def where(self) -> str:
-        """The directories of the store, for people."""
-        return ", ".join(map(str, self.store_plan.directories))
-
 
 def plan_session(
-    request: Request, device: torch.device, table: ChunkTable, rules: Sequence[Any]
+    request: Request, device: torch.device, table: ChunkTable, rules: Sequence[Rule]
 ) -> SessionPlan:
-    """`rules`: one for each parameter group. Raises BudgetError, ConfigError; changes nothing."""
+    """`rules`: one for each parameter group. Prints what is lossy or late. Raises BudgetError,
+    ConfigError; changes nothing."""
     whole, all_rules = table, rules
     if request.error_feedback:
         whole, all_rules = _with_residuals(table, rules, request.chunk_elements)
-    served = request.servers is not None
-    store_plan = _store_plan(
-        request, table if served else whole, list(rules if served else all_rules)
-    )
     residuals = None
-    if request.servers and (files := request.servers.residual_files):
-        home = (files.paths[0] / f"worker-{request.group.rank}",)
-        residuals = Residuals(
-            StorePlan(whole, list(all_rules), home, files.direct),
-            len(table.chunks),
-            len(request.servers.addresses),
-        )
-    host_bytes = _host_bytes(request)
-    budgets = _budgets(request, device, table, whole, store_plan, residuals, host_bytes)
-    compressor = Compressor(request.top_k) if request.top_k else None
-    return SessionPlan(
-        request, device, table, store_plan, residuals, compressor, host_bytes, budgets
-    )
-
-
-def _with_residuals(
-    table: ChunkTable, rules: Sequence[Any], chunk_elements: int
-) -> tuple[ChunkTable, list[Any]]:
-    """The model's blocks and behind them those of their residuals, and the rules of both."""
-    own = residual_blocks(table, len(rules))
-    whole = ChunkTable.build([*StoreMeta.of(table, ()).blocks, *own], chunk_elements)
-    return whole, [*rules, *[Replace()] * max(len(b.runs) for b in table.blocks)]
-
-
-def _store_plan(request: Request, table: ChunkTable, rules: list[Any]) -> StorePlan:
     match request.store:
-        case Files() as files:
-            return StorePlan(
-                table,
-                rules,
-                files.paths,
-                files.direct,
-                staleness=request.staleness,
-                moved_from=files.left,
-            )
         case Servers() as servers:
-            return StorePlan(
+            store_plan = StorePlan(
                 table,
                 rules,
                 (),
@@ -113,15 +187,37 @@ def _store_plan(request: Request, table: ChunkTable, rules: list[Any]) -> StoreP
                 staleness=request.staleness,
                 replicas=servers.replicas,
             )
+            if files := servers.residual_files:
+                home = (files.paths[0] / f"worker-{request.group.rank}",)
+                residuals = Residuals(
+                    StorePlan(whole, all_rules, home, files.direct),
+                    len(table.chunks),
+                    len(servers.addresses),
+                )
+        case Files() as files:
+            store_plan = StorePlan(
+                whole,
+                all_rules,
+                files.paths,
+                files.direct,
+                staleness=request.staleness,
+                moved_from=files.left,
+            )
         case Memory():
-            return StorePlan(table, rules, (), staleness=request.staleness)
+            store_plan = StorePlan(whole, all_rules, (), staleness=request.staleness)
+    budgets = _budgets(request, device, table, whole, store_plan, residuals)
+    compressor = Compressor(request.top_k) if request.top_k else None
+    request.say_lossy()
+    return SessionPlan(request, device, table, store_plan, residuals, compressor, budgets)
 
 
-def _host_bytes(request: Request) -> int:
-    if request.host_budget is not None:
-        return parse_bytes(request.host_budget)
-    free = psutil.virtual_memory().available
-    return int(free if request.in_memory else free // 2)
+def _with_residuals(
+    table: ChunkTable, rules: Sequence[Rule], chunk_elements: int
+) -> tuple[ChunkTable, list[Rule]]:
+    """The model's blocks and behind them those of their residuals, and the rules of both."""
+    own = residual_blocks(table, len(rules))
+    whole = ChunkTable.build([*StoreMeta.of(table, ()).blocks, *own], chunk_elements)
+    return whole, [*rules, *[Replace()] * max(len(b.runs) for b in table.blocks)]
 
 
 def _device_bytes(request: Request, device: torch.device) -> int | None:
@@ -144,12 +240,11 @@ def _budgets(
     whole: ChunkTable,
     store_plan: StorePlan,
     residuals: Residuals | None,
-    host_bytes: int,
 ) -> Budgets:
     served = request.servers is not None
     added = range(len(table.blocks), len(whole.blocks))
     of_root = f"residual:{table.blocks[0].name}"
-    records = store_plan.meta().records if not served else residuals.records if residuals else {}
+    records = store_plan.records if not served else residuals.records if residuals else {}
     keep = request.top_k.keep if request.top_k else 0.0
     terms = BudgetTerms(
         on_files=not request.in_memory,
@@ -163,6 +258,7 @@ def _budgets(
         * (request.backwards_per_step or 1),
     )
     owners = () if served else store_plan.owners
+    host_bytes = host_bytes_of(request.host_budget, whole=request.in_memory)
     return derive(whole, records, owners, terms, host_bytes, _device_bytes(request, device))
 
 
@@ -172,20 +268,21 @@ def open_files(plan: SessionPlan, mark: Mark | None) -> tuple[SessionPlan, Opene
     request = plan.request
     if mark is not None and request.in_memory:
         mark.check("", -1, IN_RAM)
+    where = ", ".join(map(str, plan.store_plan.directories))
+
+    def accept(job: str, step: int, session: str) -> None:
+        if mark is not None:
+            mark.check(job, step, where, session=session)
+
     opened = open_or_none(
         plan.store_plan,
         request.report,
-        lambda job, step, session: _check_mark(mark, job, step, plan.where, session),
+        accept,
     )
     if opened is None and isinstance(request.store, Files) and request.store.rates is not None:
         weights = _rates(request.store, request.report)
         plan = replace(plan, store_plan=replace(plan.store_plan, weights=weights))
     return plan, opened
-
-
-def _check_mark(mark: Mark | None, job: str, step: int, where: str, session: str) -> None:
-    if mark is not None:
-        mark.check(job, step, where, session=session)
 
 
 def _rates(files: Files, report: Report) -> tuple[float, ...]:
@@ -256,23 +353,3 @@ def keep_blocks(worker: Worker, spare: int) -> str:
         f"buffering: {staying} of {len(worker.order)} blocks stay from forward to backward"
         f" ({rates})"
     )
-
-
-def describe(plan: SessionPlan, session: JobSession, step: int) -> str:
-    """The last line that place() prints."""
-    store, group = plan.request.store, plan.request.group
-    where = "RAM: it is lost when this process ends"
-    if isinstance(store, Files):
-        where = f"files in {plan.where}"
-    if isinstance(store, Servers):
-        where = (
-            f"{len(store.addresses)} server(s) {session.servers.rests}, replicas ="
-            f" {store.replicas}, worker {group.rank} of {group.workers}"
-        )
-    line = (
-        f"placed {len(plan.table.blocks) - 1} blocks and the root block; state on {where}; step"
-        f" {step}"
-    )
-    if plan.request.host_budget is None:  # whatever is free bounds it
-        return line
-    return f"{line}; at most {show_bytes(plan.budgets.total)} of {show_bytes(plan.host_bytes)}"

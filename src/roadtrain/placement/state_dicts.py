@@ -176,8 +176,9 @@ class ModelStates:
         self._hidden: dict[str, int] = {}  # parameters of the module that is being loaded
         self.staged: dict[int, torch.Tensor] = {}
         self._stage: Values | None = None  # where they lie
+        self._attach()
 
-    def attach(self) -> None:
+    def _attach(self) -> None:
         """Instead of the hooks of an earlier placement, if any."""
         for module in [
             m for m in self._model.modules() if any(p in self._index for p in m.parameters())

@@ -12,7 +12,6 @@ servers/worker.py does.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
 import math
@@ -27,13 +26,13 @@ import torch
 from torch import nn
 
 from roadtrain.chunks import ParamSpec
-from roadtrain.errors import ForkedError, GoneError, LoopError
+from roadtrain.errors import GoneError, LoopError
 from roadtrain.kernels.rule import Rule
-from roadtrain.placement import job_state, optimizer_states
+from roadtrain.placement import optimizer_states
+from roadtrain.placement.job_state import CommittedState
 from roadtrain.placement.root_block import RootBlock
 from roadtrain.placement.session_plan import SessionPlan
 from roadtrain.placement.state_dicts import ModelStates, Pieces, Values
-from roadtrain.placement.tracked import LoaderPosition, is_data, is_scheduler, trackable
 from roadtrain.retry import undone_on_error
 from roadtrain.servers.local_servers import pieces_of
 from roadtrain.servers.session import JobSession
@@ -44,6 +43,8 @@ from roadtrain.streaming.split import Split
 
 
 class StoredOptimizer(torch.optim.Optimizer):
+    _states: ModelStates  # the model's own state dicts, from start() on
+
     def __init__(
         self,
         model: nn.Module,
@@ -63,33 +64,19 @@ class StoredOptimizer(torch.optim.Optimizer):
         self.whole_states = False
         self.root = RootBlock(parts.root, plan.table, session.worker)
         self._worker, self._report = session.worker, plan.request.report
-        self._extra: dict[str, Any] = {}  # what is tracked
-        self._as_given = job_state.given_as(self.param_groups)
-        # the step that place() resumed, until the first one is taken here
-        self._resumed: Mapping[str, Any] | None = None
-        self._stepped = self._checked = False
-        # states of what batches are drawn from, as of the step that is due
-        self._drawn: Mapping[str, Any] | None = None
-        self._asked = False  # for a batch, since that step
+        self.job_state = CommittedState(self, optimizer, model, session, extra, self._report)
         self._params = [p for part in (parts.root, *parts.blocks) for _, p in part.params]
         self._index = {p: i for i, p in enumerate(self._params)}
-        self._due: int | None = None  # a step that has ended and whose job state is not captured
         # the norm of the last step's gradient or, until asked for: (blocks, loss scaling undone)
         self._norm: float | tuple[list[int], float] = math.nan
         self._begun_at = session.step
-        self._history = ""  # another one after each time that other values were loaded
         self._closed = False
         # whether load_state_dict passes over a state of an earlier step of this store
         self.passes_over_earlier = False
         self._placed_again = False  # another session of this process holds the store, or the model
-        self.track(**extra)
         self._writing = False  # what was loaded is on its way to the store
         self._reopened: Pieces | None = None  # of a closed store, while it is read
         self._said_ram = False  # that a small state refers to what ends with this process
-        where = session.store_plan.directories
-        self._states = ModelStates(
-            model, self._params, self.params, self, where[0] if where else None, self._report
-        )
 
     def check_usable(self) -> None:
         """Raise LoopError where no step can be taken: after `close`, and in a forked child."""
@@ -101,8 +88,6 @@ class StoredOptimizer(torch.optim.Optimizer):
             )
         if self._closed:
             raise LoopError("the placed optimizer is closed", hint="place the model again")
-
-    # what a step is committed with
 
     def track(self, **things: Any) -> None:
         """Commit the state of these objects with each step, and restore that of a resumed step.
@@ -121,177 +106,7 @@ class StoredOptimizer(torch.optim.Optimizer):
             ConfigError: The state of an object cannot be committed or restored.
             LoopError: A step was taken after the resumed one, whose state would be lost.
         """
-        if self._stepped and self._begun_at:
-            raise LoopError(
-                f"track() after step {self.steps_done}: the state of step {self._begun_at}, which"
-                " this run resumed, belongs to its first step",
-                hint="call track() between place() and the loop",
-            )
-        self.track_anew(**things)
-        for name in things:
-            self._restore(name)
-
-    def track_anew(self, **things: Any) -> None:
-        """Commit the state of these objects with each step, and leave them as they are."""
-        for name, thing in things.items():
-            self._extra[name] = trackable(name, thing, self._before_batch, self._settle)
-
-    def resumed_state(self, name: str) -> Any:
-        """What was tracked under `name` at the step that is resumed; None where nothing was, and
-        after the first step."""
-        return None if self._resumed is None else self._resumed["extra"].get(name)
-
-    def resumed_generators(self) -> dict[str, Any]:
-        """The random generators as the step after the resumed one began to compute."""
-        assert self._resumed is not None
-        return {key: self._resumed[key] for key in job_state.GENERATORS}
-
-    def _restore(self, name: str) -> None:
-        if self._resumed is None:
-            return
-        if name not in self._resumed["extra"]:
-            self._report(
-                f"the store holds no state of {name!r} at step {self.steps_done}: it begins as the"
-                " script made it"
-            )
-            return
-        self._extra[name].load_state_dict(self._resumed["extra"][name])
-        if is_scheduler(self._extra[name]):  # to construct it has set its first rate
-            groups = {"param_groups": self._resumed["groups"]}
-            optimizer_states.take_groups(self, groups)
-
-    def _check_tracked(self) -> None:
-        """Print what of the resumed step is not restored, once, before the first forward."""
-        if self._resumed is None or self._checked:
-            return
-        self._checked = True
-        if self._resumed.get("at_forward"):  # whatever the script has drawn before its loop
-            job_state.set_generators(self._resumed, self._device)
-        self.check_lightning(self.model)
-        schedules = any(map(is_scheduler, self._extra.values()))
-        if self.steps_done and self._has_scheduler() and not schedules:
-            self._report(
-                f"a learning-rate scheduler was built on the optimizer, which is at step"
-                f" {self.steps_done}, and is not tracked: unless the script advances it, its"
-                " schedule begins anew; optimizer.track(scheduler=scheduler) resumes it"
-            )
-        for name in self._resumed["extra"].keys() - self._extra.keys():
-            self._report(
-                f"the store's state of {name!r} at step {self.steps_done} is not restored: "
-                f"optimizer.track({name}=...) does that"
-            )
-
-    def check_lightning(self, *modules: Any) -> None:
-        """Raise LoopError where a Trainer of Lightning, known to one of `modules`, would begin anew
-        on a resumed store: its progress is in its checkpoints only."""
-        trainers = [getattr(module, "_trainer", None) for module in modules]
-        counted = next((trainer.global_step for trainer in trainers if trainer is not None), None)
-        if self._resumed is None or counted in (None, self.steps_done):
-            return
-        raise LoopError(
-            f"Lightning's Trainer is at step {counted}, and the store at step {self.steps_done}:"
-            " the schedule and the data would not be those of that step",
-            hint=(
-                "nothing was changed: fit(ckpt_path=...) goes on from a checkpoint of that step;"
-                " with optimizer.whole_states = True a checkpoint holds the whole state, and an"
-                " older one can be gone back to; another store begins anew"
-            ),
-        )
-
-    def _has_scheduler(self) -> bool:
-        """Whether a scheduler of torch wraps step()."""
-        return False
-
-    def step_ended(self) -> None:
-        """Batches drawn from now on belong to the next step."""
-        self._stepped, self._resumed, self._asked = True, None, False
-        for thing in self._extra.values():
-            if isinstance(thing, LoaderPosition):
-                thing.resumed = None
-        self._drawn = self._draws()
-
-    def _before_batch(self) -> None:
-        if self._due is not None and not self._asked:  # an evaluation may have drawn numbers
-            self._asked, self._drawn = True, self._draws()
-
-    def _draws(self) -> Mapping[str, Any]:
-        states = {n: copy.deepcopy(t.state_dict()) for n, t in self._extra.items() if is_data(t)}
-        return {"generators": job_state.generators(self._device), "extra": states}
-
-    def _settle(self) -> None:
-        """Set the generators as the resumed step left them."""
-        if (state := self._resumed) is not None:
-            job_state.set_generators({**state, **state.get("at_step", {})}, self._device)
-
-    def capture(self, at_forward: bool = False) -> None:
-        """The last step's job state is final: the servers may commit it. `at_forward`: the random
-        generators are those that the next step begins to compute with."""
-        if self._due is not None:
-            self._worker.blob(self._due, self.job_state(self._drawn, at_forward))
-            self._due = None  # an interrupt before this has the step captured again
-
-    def job_state(self, drawn: Mapping[str, Any] | None = None, at_forward: bool = False) -> bytes:
-        """Encode what else a step consists of: generators, buffers, hyperparameters, what is
-        tracked.
-
-        Args:
-            drawn: What `_draws` returned when the step ended; None: as it is now.
-            at_forward: Whether the next step is about to compute.
-
-        Raises:
-            ConfigError: A state cannot be written as plain data (streaming/plain.py).
-        """
-        now = self._draws()
-        before = (drawn or now)["generators"].items()
-        states = {
-            name: thing.state_dict() for name, thing in self._extra.items() if not is_data(thing)
-        }
-        return job_state.encode(
-            self.model,
-            self._device,
-            self.param_groups,
-            states | (drawn or now)["extra"],
-            self._history,
-            at_step={k: v for k, v in before if not job_state.same(v, now["generators"][k])},
-            at_forward=at_forward,
-            residuals=self.session.residual_sessions[1],
-            given=self._as_given,
-            scheduled=any(map(is_scheduler, self._extra.values())),
-        )
-
-    def load_job_state(self, blob: bytes) -> None:
-        """Resume from what `job_state` returned."""
-        state = job_state.decode(blob, self.steps_done)
-        self._check_residuals(state.get("residuals", ""))
-        groups, lines = job_state.resumed_groups(state, self.param_groups)
-        for line in lines:
-            self._report(line)
-        self._resumed = {**state, "groups": groups}
-        self._history = state.get("history", "")
-        self._settle()
-        job_state.restore_buffers(state, self.model)
-        optimizer_states.take_groups(self, {"param_groups": groups})
-        for name in self._extra:
-            self._restore(name)
-
-    def _check_residuals(self, committed: str) -> None:
-        """Raise ForkedError where this worker's residuals are of another session than the one that
-        committed the servers' step."""
-        found = self.session.residual_sessions[0]
-        if found and committed and found != committed:
-            raise ForkedError(
-                f"the residuals of worker {self.group.rank} at step {self.steps_done} were trained"
-                f" by session {found}, and the servers' step by session {committed}",
-                hint=(
-                    "nothing was changed: these residuals are of a copy that went on elsewhere;"
-                    " name the directory that was trained with these servers, or an empty one: then"
-                    " residuals begin at zero (lossy)"
-                ),
-            )
-
-    @property
-    def _device(self) -> torch.device:
-        return self._worker.root.tensor.device
+        self.job_state.track(**things)
 
     @property
     def committed_step(self) -> int:
@@ -305,7 +120,7 @@ class StoredOptimizer(torch.optim.Optimizer):
         self._finish_steps()
 
     def _finish_steps(self) -> None:
-        self.capture()
+        self.job_state.capture()
         self._worker.wait_committed(self.steps_done)
 
     # what people ask
@@ -383,7 +198,7 @@ class StoredOptimizer(torch.optim.Optimizer):
         return {
             "step": self.steps_done,
             "job": meta.job,
-            "history": self._history,
+            "history": self.job_state.history,
             "where": ", ".join(map(str, self.session.store_plan.directories or meta.directories)),
         }
 
@@ -490,13 +305,14 @@ class StoredOptimizer(torch.optim.Optimizer):
         try:
             self._states.settle()
             self._finish_steps()
-            before, self._history = self._history, uuid.uuid4().hex
+            job = self.job_state
+            before, job.history = job.history, uuid.uuid4().hex
             hyperparameters = [*self.hyperparameters().values()]
             change = optimizer_states.writer(self, given, self._states.staged, hyperparameters)
             try:
-                self.session.rewrite(change, step, self.job_state())
+                self.session.rewrite(change, step, job.encode())
             except BaseException:
-                self._history = before
+                job.history = before
                 raise
             self._states.discard()
             self._arrive_at(step)
@@ -506,7 +322,7 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     def _arrive_at(self, step: int) -> None:
         if step != self.steps_done:
-            self._resumed = None  # the state of another step
+            self.job_state.forget_resumed()
         self.steps_done, self._norm = step, math.nan
 
     def take_values(
@@ -541,10 +357,10 @@ class StoredOptimizer(torch.optim.Optimizer):
             )
         self._states.settle()
         self._finish_steps()
-        self._history = uuid.uuid4().hex
+        self.job_state.history = uuid.uuid4().hex
         hyperparameters = [*self.hyperparameters().values()]
         change = optimizer_states.writer(self, given, self._states.staged, hyperparameters)
-        self.session.refill(change, step, self.job_state())
+        self.session.refill(change, step, self.job_state.encode())
         self._arrive_at(step)
         self.root.refresh()
 
@@ -612,7 +428,7 @@ class StoredOptimizer(torch.optim.Optimizer):
             self._check_not_updating()
             # one of them may ask while the others wait for it: no commit comes then
             if self.group.workers > 1:
-                self.capture()
+                self.job_state.capture()
             else:
                 self._finish_steps()
             yield self.session.pieces

@@ -55,11 +55,11 @@ class Files:
                 hint="'measured', or a number above 0 for each",
             )
 
-    @property
+    @cached_property
     def paths(self) -> tuple[Path, ...]:
         return _paths(self.directories)
 
-    @property
+    @cached_property
     def left(self) -> tuple[Path, ...]:
         """`moved_from` as paths."""
         return _paths(self.moved_from)

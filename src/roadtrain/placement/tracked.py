@@ -13,20 +13,45 @@ generators its order was drawn from. Does NOT see batches that a loop draws ahea
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from roadtrain.errors import ConfigError
-from roadtrain.placement.job_state import generators, set_generators
 
 HOST = torch.device("cpu")
 COUNTERS = ("epoch", "iteration")  # of samplers and loaders that shuffle by a seed and an epoch
 SAMPLERS = ("sampler", "batch_sampler")
+
+
+def generators(device: torch.device) -> dict[str, Any]:
+    """The states of the process's random generators, that of `device` included."""
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    keys_as_tensor = torch.from_numpy(np.asarray(keys).astype(np.int64))
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": [torch.cuda.get_rng_state(device)] if device.type == "cuda" else [],
+        "python": random.getstate(),
+        "numpy": [str(kind), keys_as_tensor, position, has_gauss, cached],
+    }
+
+
+def set_generators(state: Mapping[str, Any], device: torch.device) -> None:
+    """Set the process's random generators to what `generators` returned."""
+    torch.set_rng_state(state["torch"])
+    if (saved := state["cuda"]) and device.type == "cuda":
+        # the first edition kept those of all devices that the process saw
+        own = saved[min(device.index or 0, len(saved) - 1)]
+        torch.cuda.set_rng_state(own, device)
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
 
 
 def trackable(

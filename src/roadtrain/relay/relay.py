@@ -59,6 +59,75 @@ from roadtrain.units import round_up, show_bytes
 SILENT_S = 30.0  # after which a worker here is taken for stopped: the server hears of no life then
 
 
+def main() -> None:
+    orders = msgspec.json.decode(
+        sys.stdin.buffer.read(), type=Orders, dec_hook=lambda kind, value: kind(value)
+    )
+    b = orders.budgets
+    nbytes = (b.copies + orders.local * b.pool) * b.piece_bytes + (
+        2 * b.scratch_bytes if orders.local > 1 else 0
+    )
+    print(
+        f"relay of host {orders.host}: {orders.local} worker(s), {len(orders.servers)} server(s), "
+        f"{show_bytes(len(orders.servers) * nbytes)} of buffers",
+        flush=True,
+    )
+    run(orders)
+
+
+def run(orders: Orders) -> None:
+    """Until every worker has left, or none came."""
+    meta, over = StoreMeta.from_json(orders.meta, "the layout"), threading.Semaphore(0)
+    route = routes.from_json(*orders.onward).open(
+        RouteEnds(
+            orders.servers,
+            orders.options,
+            WorkerGroup(orders.host, orders.hosts, orders.session),
+            meta,
+            orders.deadline_s,
+            adds=orders.local > 1,
+        )
+    )
+    directory = Path(orders.directory)
+    directory.mkdir(mode=0o700, exist_ok=True)
+    lanes = [
+        ServerChannel(orders, number, meta, route, over.release)
+        for number in range(len(orders.servers))
+    ]
+    listeners = []
+    try:
+        for lane in lanes:
+            listeners.append(_listen(directory / str(lane.number), lane, orders.options))
+        for lane in lanes:
+            try:
+                lane.dial()
+            except PeerError as error:
+                lane.end(error)
+        for _ in lanes:
+            while not over.acquire(timeout=orders.deadline_s):
+                if not all(lane.connections for lane in lanes):
+                    raise DeadlineError(
+                        f"no worker came to the relay of host {orders.host} within "
+                        f"{orders.deadline_s:.0f} s"
+                    )
+    finally:
+        for listener in listeners:
+            listener.close()
+        for lane in lanes:
+            lane.end(DeadlineError("the relay ends"))
+            lane.wait_for_the_end(END_S)
+        with suppress(OSError):
+            directory.rmdir()
+
+
+def _listen(path: Path, lane: ServerChannel, options: TcpOptions) -> Listener:
+    """The relay of the start before may be about to leave."""
+    near = local_options(options)
+    return retry(
+        lambda: shm.listen(path, lane.accept, near, language=m.LANGUAGE), ConfigError, 10.0
+    )
+
+
 class ServerChannel(IntermediarySession):
     """What goes between the workers here and one server: to the workers their session, to the
     server's link its Receiver. Ranks are those on this host."""
@@ -193,75 +262,6 @@ class ServerChannel(IntermediarySession):
     def _free(self, chunk: int, worker: int) -> None:
         for ticket in self._kept.pop((chunk, worker), ()):
             self.connections[worker].freed(ticket)
-
-
-def run(orders: Orders) -> None:
-    """Until every worker has left, or none came."""
-    meta, over = StoreMeta.from_json(orders.meta, "the layout"), threading.Semaphore(0)
-    route = routes.from_json(*orders.onward).open(
-        RouteEnds(
-            orders.servers,
-            orders.options,
-            WorkerGroup(orders.host, orders.hosts, orders.session),
-            meta,
-            orders.deadline_s,
-            adds=orders.local > 1,
-        )
-    )
-    directory = Path(orders.directory)
-    directory.mkdir(mode=0o700, exist_ok=True)
-    lanes = [
-        ServerChannel(orders, number, meta, route, over.release)
-        for number in range(len(orders.servers))
-    ]
-    listeners = []
-    try:
-        for lane in lanes:
-            listeners.append(_listen(directory / str(lane.number), lane, orders.options))
-        for lane in lanes:
-            try:
-                lane.dial()
-            except PeerError as error:
-                lane.end(error)
-        for _ in lanes:
-            while not over.acquire(timeout=orders.deadline_s):
-                if not all(lane.connections for lane in lanes):
-                    raise DeadlineError(
-                        f"no worker came to the relay of host {orders.host} within "
-                        f"{orders.deadline_s:.0f} s"
-                    )
-    finally:
-        for listener in listeners:
-            listener.close()
-        for lane in lanes:
-            lane.end(DeadlineError("the relay ends"))
-            lane.wait_for_the_end(END_S)
-        with suppress(OSError):
-            directory.rmdir()
-
-
-def _listen(path: Path, lane: ServerChannel, options: TcpOptions) -> Listener:
-    """The relay of the start before may be about to leave."""
-    near = local_options(options)
-    return retry(
-        lambda: shm.listen(path, lane.accept, near, language=m.LANGUAGE), ConfigError, 10.0
-    )
-
-
-def main() -> None:
-    orders = msgspec.json.decode(
-        sys.stdin.buffer.read(), type=Orders, dec_hook=lambda kind, value: kind(value)
-    )
-    b = orders.budgets
-    nbytes = (b.copies + orders.local * b.pool) * b.piece_bytes + (
-        2 * b.scratch_bytes if orders.local > 1 else 0
-    )
-    print(
-        f"relay of host {orders.host}: {orders.local} worker(s), {len(orders.servers)} server(s), "
-        f"{show_bytes(len(orders.servers) * nbytes)} of buffers",
-        flush=True,
-    )
-    run(orders)
 
 
 if __name__ == "__main__":

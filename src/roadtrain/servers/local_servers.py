@@ -67,6 +67,7 @@ class LocalServers:
         self.blob = unpack(self.store.blob)[0] if self.store else b""
         self.numbers = range(len(self.meta.directories))
         self.running: list[Server] = []
+        self._said = opened.notes if opened else ()  # by open_or_none
 
     def connect(self, deliver: Callable[[Any], None], stages: Stages) -> Mapping[int, Server]:
         buffers = self._budgets.buffers // (max(self.meta.owners, default=0) + 1)
@@ -95,6 +96,9 @@ class LocalServers:
             self.store.publish()
         for server in self.running:
             server.start()
+        for note in self.store.notes if self.store else ():
+            if note not in self._said:
+                self._report(note)
 
     def record_of(self, chunk: Chunk, what: str) -> RecordView:
         if self.store is not None:

@@ -121,6 +121,7 @@ class JobSession:
     ) -> None:
         self.servers, self.stages = servers, Stages()
         self.store_plan, self.group, self.step = servers.store_plan, servers.group, servers.step
+        self.new = servers.new  # the store is to be filled, by this worker
         self._own = None
         with undone_on_error(servers.abort):
             tier = None if residuals is None else residuals.open(self.meta.job, self.step, report)
@@ -168,25 +169,21 @@ class JobSession:
         return self.servers.meta
 
     @property
-    def new(self) -> bool:
-        return self.servers.new
-
-    @property
     def blob(self) -> bytes:
         return self.servers.blob
 
-    def fill(
-        self, block: Block, source: Source, hyperparameters: Sequence[Sequence[float]]
-    ) -> None:
+    def fill(self, block: Block, source: Source, groups: Sequence[Mapping[str, Any]]) -> None:
         """First contents of one block of a new store: what `source` gives, then what each rule
-        starts with."""
+        starts with. `groups`: the optimizer's."""
+        self.worker.heap.trim(at_once=True)  # of the block before, which the model has released
         for chunk in block.chunks:
-            record = fill_record(self.meta, self.store_plan, chunk, source, hyperparameters)
+            record = fill_record(self.meta, self.store_plan, chunk, source, groups)
             for number in self.worker.owners[chunk.id]:
                 self.servers.fill(number, chunk.id, record)
 
     def start(self, blob: bytes) -> None:
         """Step 0 of a new store is committed with `blob`; then all serve."""
+        self.worker.heap.trim(at_once=True)
         if self._own is not None:
             self._own.start()
         self.servers.start(blob)

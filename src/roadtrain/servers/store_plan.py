@@ -5,13 +5,15 @@ remote_servers.py do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from roadtrain.chunks import Chunk, ChunkTable
+from roadtrain.chunks import Chunk, ChunkTable, Record
 from roadtrain.device.buffers import Buffer
 from roadtrain.errors import ForeignError
 from roadtrain.kernels.rule import Rule
@@ -34,7 +36,7 @@ class StorePlan:
     replicas: int = 1
     moved_from: tuple[Path, ...] = ()  # directories that hold parts of the store and shall not
 
-    @property
+    @cached_property
     def owners(self) -> tuple[int, ...]:
         """Of each chunk, by the weights of the directories (or servers)."""
         return assign(self.table, self.weights or (1.0,) * max(1, len(self.directories)))
@@ -42,6 +44,11 @@ class StorePlan:
     @property
     def groups(self) -> tuple[GroupRule, ...]:
         return tuple(GroupRule(r.name, tuple(r.arrays), tuple(r.scalars)) for r in self.rules)
+
+    @cached_property
+    def records(self) -> Mapping[int, Record]:
+        """What each chunk's record holds, by chunk."""
+        return self.meta().records
 
     def meta(self, job: str = "") -> StoreMeta:
         return StoreMeta.of(self.table, self.groups, job, int(self.staleness == 1), self.replicas)
@@ -91,14 +98,17 @@ def fill_record(
     store_plan: StorePlan,
     chunk: Chunk,
     source: Source,
-    hyperparameters: Sequence[Sequence[float]],
+    groups: Sequence[Mapping[str, Any]],
 ) -> memoryview:
-    """The first record of `chunk`: what `source` gives, then what its rule starts with."""
+    """The first record of `chunk`: what `source` gives, then what its rule starts with. `groups`:
+    the optimizer's; those of residuals lie behind them and have no hyperparameters."""
     view = RecordView(meta, chunk, Buffer(meta.records[chunk.id].nbytes).view)
     view.fill(store_plan.table.params, source)
     if chunk.trainable:
+        rule = store_plan.rules[chunk.group]
+        hyper = rule.hyper(groups[chunk.group] if chunk.group < len(groups) else {})
         for i in range(len(chunk.spans)):
-            start_state(view, i, store_plan.rules[chunk.group], hyperparameters[chunk.group])
+            start_state(view, i, rule, hyper)
     return view.view
 
 

@@ -29,7 +29,7 @@ from torch import nn
 from roadtrain.errors import LoopError, ModelError
 from roadtrain.options.check import check_options
 from roadtrain.stages.cuts import Cuts, Segment
-from roadtrain.streaming.fetched import released_value
+from roadtrain.streaming.released import released_value
 
 
 @dataclass(frozen=True)

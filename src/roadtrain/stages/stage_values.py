@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from roadtrain.placement.first_values import open_weights
-from roadtrain.streaming.fetched import settle
+from roadtrain.storage.safetensors_io import open_weights
 from roadtrain.streaming.init import materialize
+from roadtrain.streaming.released import settle
 from roadtrain.streaming.split import DTYPES, Split
 
 

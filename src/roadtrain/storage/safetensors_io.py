@@ -175,3 +175,23 @@ def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
                 f" {size}"
             )
         yield name, Tensor(name, dtype, shape, path, 8 + length + start)
+
+
+def open_weights(
+    weights: str | Path, shapes: Mapping[str, tuple[int, ...]]
+) -> Mapping[str, Tensor]:
+    """The tensors in `weights`. shapes: of the parameters that need one, by name. Raises
+    ConfigError where they do not fit the model."""
+    given = open_dir(weights)
+    lacking = [name for name in shapes if name not in given]
+    wrong = [n for n, shape in shapes.items() if n in given and tuple(given[n].shape) != shape]
+    if found := lacking or wrong:
+        name = found[0]
+        raise ConfigError(
+            f"the weights do not fit the model: {len(lacking)} of {len(shapes)} tensors are"
+            f" absent, {len(wrong)} have another shape; {name!r} is"
+            f" {tuple(given[name].shape) if wrong is found else 'absent'}, the model has"
+            f" {shapes[name]}",
+            hint="the directory's config.json says which model it is",
+        )
+    return given

@@ -12,14 +12,14 @@ Does NOT know where the buffer comes from, or when.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from roadtrain.chunks import Block, ChunkTable, Run
-from roadtrain.streaming.released import set_fetched, set_released
+from roadtrain.streaming.released import released_value, set_fetched, set_released, settle
 from roadtrain.streaming.split import DTYPES
 
 
@@ -106,35 +106,6 @@ class FetchedParameters:
                     part.zero_()
                 else:
                     part.view(grad.shape).copy_(grad.to_dense() if grad.is_sparse else grad)
-
-
-def released_value(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`shape` of NaN (integers: the least value) in one element of memory."""
-    number = dtype.is_floating_point or dtype.is_complex
-    value = float("nan") if number else 0 if dtype == torch.bool else torch.iinfo(dtype).min
-    return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
-
-
-def has_released_value(p: torch.Tensor) -> bool:
-    """Whether `p` was released and nothing has given it values since."""
-    return (
-        not p.is_meta
-        and p.numel() > 1
-        and not any(p.stride())
-        and p.untyped_storage().nbytes() == p.element_size()
-    )
-
-
-def settle(p: nn.Parameter, data: torch.Tensor) -> None:
-    """`p.data = data`, also for a parameter on `meta`, which torch refuses to move by
-    assignment."""
-    if p.is_meta:
-        new = nn.Parameter(data, requires_grad=p.requires_grad)
-        new.__class__ = p.__class__
-        new.__dict__.update(p.__dict__)
-        torch.utils.swap_tensors(p, new)  # type: ignore[no-untyped-call]
-    else:
-        p.data = data
 
 
 def _flat(buffer: torch.Tensor, offset: int, run: Run) -> torch.Tensor:

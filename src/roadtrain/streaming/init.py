@@ -26,11 +26,10 @@ import torch
 from torch import nn
 
 from roadtrain.errors import ModelError
-from roadtrain.streaming.fetched import released_value, settle
+from roadtrain.streaming.released import released_value, settle
 from roadtrain.streaming.split import ModulePart, Split
 
 Init = Callable[[nn.Module], None]
-Named = Sequence[tuple[str, nn.Parameter]]
 
 
 def own_init(model: nn.Module) -> Init:
@@ -109,13 +108,6 @@ def materialize(
                 " on the CPU"
             ),
         )
-
-
-def release(params: Named) -> None:
-    """Drop the values: they read as NaN and take 0 bytes."""
-    for _, p in params:
-        if p.numel():
-            settle(p, released_value(p.shape, p.dtype, torch.device("cpu")))
 
 
 def _post_order(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:

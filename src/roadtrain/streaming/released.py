@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -196,6 +196,42 @@ def is_released(p: torch.Tensor) -> bool:
 
 def is_behind(p: torch.Tensor) -> bool:
     return isinstance(p, _Behind)
+
+
+def released_value(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`shape` of NaN (integers: the least value) in one element of memory."""
+    number = dtype.is_floating_point or dtype.is_complex
+    value = float("nan") if number else 0 if dtype == torch.bool else torch.iinfo(dtype).min
+    return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
+
+
+def has_released_value(p: torch.Tensor) -> bool:
+    """Whether `p` was released and nothing has given it values since."""
+    return (
+        not p.is_meta
+        and p.numel() > 1
+        and not any(p.stride())
+        and p.untyped_storage().nbytes() == p.element_size()
+    )
+
+
+def settle(p: nn.Parameter, data: torch.Tensor) -> None:
+    """`p.data = data`, also for a parameter on `meta`, which torch refuses to move by
+    assignment."""
+    if p.is_meta:
+        new = nn.Parameter(data, requires_grad=p.requires_grad)
+        new.__class__ = p.__class__
+        new.__dict__.update(p.__dict__)
+        torch.utils.swap_tensors(p, new)  # type: ignore[no-untyped-call]
+    else:
+        p.data = data
+
+
+def release(params: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Drop the values: they read as NaN and take 0 bytes."""
+    for _, p in params:
+        if p.numel():
+            settle(p, released_value(p.shape, p.dtype, torch.device("cpu")))
 
 
 def set_released(p: nn.Parameter) -> None:

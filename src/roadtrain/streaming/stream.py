@@ -23,6 +23,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -97,12 +98,15 @@ class BlockStream:
         split: Split,
         table: ChunkTable,
         source: BlockSource,
-        activations: Activations,
         device: torch.device | str,
         on_pass_end: Callable[[], None] | None = None,
+        *,
+        activation_bytes: int,
+        scratch: Path | None,
     ) -> None:
         self.model, self.split, self.table, self.source = model, split, table, source
-        self.activations, self.on_pass_end = activations, on_pass_end
+        self.on_pass_end = on_pass_end
+        self.activations = Activations(activation_bytes, scratch, device)
         self.device = torch.device(device)
         parts = (split.root, *split.blocks)
         first = list(itertools.accumulate((len(part.params) for part in parts), initial=0))
@@ -126,9 +130,10 @@ class BlockStream:
 
     # -- what its owner calls
 
-    def attach(self) -> None:
+    def attach(self, root: torch.Tensor) -> None:
         """Take over the blocks' forwards and release their parameters, whose values the block
-        source must have."""
+        source must have. The root's parameters become views of `root` (uint8, pull_nbytes), which
+        stays."""
         # what is traced once would keep fetched memory
         forward = torch.compiler.disable(self._forward)
         for block in self._blocks.values():
@@ -137,9 +142,13 @@ class BlockStream:
                 functools.partial(forward, block)
             )
         self._watch_root()
+        self.root.point(root)
+        self._watch_root()
 
     def detach(self) -> None:
-        """Restore the blocks' own forwards. Their parameters stay released."""
+        """Restore the blocks' own forwards, and drop the inputs that were kept. The blocks'
+        parameters stay released."""
+        self.activations.close()
         for block in self._blocks.values():
             if block.own_forward is not None:
                 block.module.forward = block.own_forward
@@ -152,11 +161,6 @@ class BlockStream:
     def pending(self, block: int) -> int:
         """Recorded forwards of `block` whose backward has not run and still can."""
         return len(self._blocks[block].open)
-
-    def root_views(self, buffer: torch.Tensor) -> None:
-        """Point the root's parameters at a permanent `buffer` (uint8, pull_nbytes)."""
-        self.root.point(buffer)
-        self._watch_root()
 
     # -- a pass
 

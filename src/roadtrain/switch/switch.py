@@ -32,22 +32,6 @@ from roadtrain.transport.tcp import Address, TcpOptions, listen
 from roadtrain.units import show_bytes
 
 
-class _JobLink:
-    """The Receiver of a job's link: all that it says, it said in its greeting."""
-
-    def __init__(self, host: SwitchHost, job: SwitchJob, link: Link) -> None:
-        self.host, self.job, self.link = host, job, link
-
-    def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
-        raise WireError(f"a frame of kind {kind} with {nbytes} bytes came to a switch")
-
-    def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
-        raise WireError(f"a frame of kind {kind} came to a switch")
-
-    def lost(self, error: PeerError) -> None:
-        self.host.leave(self, error)
-
-
 class SwitchHost:
     """Listens until it is closed. Raises ConfigError where the address cannot be had, or the
     memory holds no job.
@@ -206,6 +190,22 @@ class SwitchHost:
         self._loop.close()
         for thread in self._closing:
             thread.join(END_S)
+
+
+class _JobLink:
+    """The Receiver of a job's link: all that it says, it said in its greeting."""
+
+    def __init__(self, host: SwitchHost, job: SwitchJob, link: Link) -> None:
+        self.host, self.job, self.link = host, job, link
+
+    def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
+        raise WireError(f"a frame of kind {kind} with {nbytes} bytes came to a switch")
+
+    def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
+        raise WireError(f"a frame of kind {kind} came to a switch")
+
+    def lost(self, error: PeerError) -> None:
+        self.host.leave(self, error)
 
 
 def _closed(link: Link, error: BaseException) -> None:

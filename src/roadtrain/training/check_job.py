@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from roadtrain.config.job import Job, make_job
 from roadtrain.environment import WorkerGroup
 from roadtrain.errors import RoadtrainError
-from roadtrain.placement.request import Request
+from roadtrain.placement.session_plan import Request
 from roadtrain.stages.tensor_families import family_plan
 from roadtrain.training.build import build_model
 from roadtrain.training.job_options import placed_options, stage_options
