@@ -21,6 +21,7 @@ from roadtrain.launch.protocol.run_events import (
     ProcessEnded,
     WorkersEnded,
 )
+from roadtrain.launch.supervisor import PUT_FILE
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 # becomes a leader of a session of its own, as a daemon does: its parent's group is not its group
@@ -236,7 +237,7 @@ def test_a_host_that_leaves_is_gone_in_time_until_it_comes(agents):
     assert [host.name for host in agents.hosts()] == ["a"]
     assert not [event for event in agents.events(1.5) if isinstance(event, HostCame)]
     with pytest.raises(LaunchError, match="b is not there now"):
-        agents.put("b", HostFile("/tmp/never", ""))
+        agents.ask("b", ["-c", "print(1)"], {})
     agents.tell(["comes", "b"])
     assert only(events_until(agents, HostCame), HostCame).host == "b"
     with pytest.raises(LaunchError, match="no host 'c'"):
@@ -251,8 +252,11 @@ def test_asking(agents, tmp_path):
         agents.ask("a", ["-c", "import sys; print('no such disk', file=sys.stderr); exit(2)"], {})
     with pytest.raises(LaunchError, match="no JSON"):
         agents.ask("a", ["-c", "print('hm')"], {})
-    agents.put("a", HostFile(str(tmp_path / "x" / "reducers.txt"), "10.0.0.1:7000\n"))
-    assert (tmp_path / "x" / "reducers.txt").read_text() == "10.0.0.1:7000\n"
+    path = tmp_path / "x" / "reducers.txt"
+    agents.ask("a", PUT_FILE, {"path": str(path), "content": "10.0.0.1:7000\n"})
+    assert path.read_text() == "10.0.0.1:7000\n"
+    with pytest.raises(LaunchError, match=r"put_file` on a ended with code 1: .*reducers.txt"):
+        agents.ask("a", PUT_FILE, {"path": str(path / "below"), "content": ""})
 
 
 SUPERVISOR = (

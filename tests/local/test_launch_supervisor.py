@@ -28,7 +28,7 @@ from roadtrain.launch.control_socket import ControlClient, ask_supervisor
 from roadtrain.launch.home import LaunchRecord, RunHome, RunState
 from roadtrain.launch.launch_engine import HostSeen
 from roadtrain.launch.logs import RunLogs
-from roadtrain.launch.processes import HostFile, Process, WorkerSet
+from roadtrain.launch.processes import Process, WorkerSet
 from roadtrain.launch.protocol.run_events import (
     HostCame,
     HostLost,
@@ -95,7 +95,6 @@ class SmallProcesses:
         self.script = script
         self.services: dict[str, subprocess.Popen[bytes]] = {}
         self.workers: tuple[int, list[subprocess.Popen[bytes]]] | None = None
-        self.put_files: list[HostFile] = []
         self.step = -1
         self.jobs: list[Job] = []  # of each attempt, as its workers read it
         self.refuses = 0  # so many starts of a service
@@ -109,9 +108,6 @@ class SmallProcesses:
     def ask(self, host: str, words: Sequence[str], told: Any) -> Any:
         stages = [[["stage 0", "predicted", "measured", "ratio"]]]
         return {"step": self.step, "code": 0, "lines": [f"asked on {host}"], "stages": stages}
-
-    def put(self, host: str, file: HostFile) -> None:
-        self.put_files.append(file)
 
     def tell(self, words: Sequence[str]) -> str:
         raise LaunchError(f"{words[0]} is no verb of this engine")

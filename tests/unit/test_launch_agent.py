@@ -11,8 +11,8 @@ from roadtrain.launch.agent_link import AgentHost
 from roadtrain.launch.agent_messages import (
     MESSAGE_LIMIT,
     AgentReady,
-    AskCommand,
     BeginProcess,
+    EndProcess,
     LineSplitter,
     OutputLine,
     ProcessGone,
@@ -28,7 +28,7 @@ from roadtrain.launch.worker_run import ALL_END_S, WorkerRun
 def test_messages_arrive_as_they_were_sent():
     files = (HostFile("/run/token", "geheim\n", secret=True),)
     process = Process("worker 0", Role.WORKER, "gpu0", ("-m", "x"), "/run", {"RANK": "0"}, files)
-    for message in (BeginProcess(process), AskCommand(3, ("-m", "look"), '{"a": 1}', 2.5)):
+    for message in (BeginProcess(process), EndProcess("worker 0", 2.5)):
         line = encode_line(message)
         assert line.count(b"\n") == 1 and decode_to_agent(line) == message
     for said in (AgentReady(8), ProcessGone("s", -9, "é\n"), OutputLine("w", "\x00")):

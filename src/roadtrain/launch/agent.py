@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,13 +22,13 @@ from pathlib import Path
 from roadtrain.errors import RoadtrainError
 from roadtrain.launch import agent_messages as m
 from roadtrain.launch.descendants import adopt_orphans, kill_marked
-from roadtrain.launch.processes import HostFile, Process
+from roadtrain.launch.processes import Process
+from roadtrain.launch.put_file import put_file
 from roadtrain.launch.started_process import READ, StartedProcess
-from roadtrain.storage.direct import make_directory, replace_file
+from roadtrain.storage.direct import make_directory
 from roadtrain.units import MIB
 
 UNSENT = 8 * MIB  # bytes that wait for a slow supervisor before lines of output are left out
-ANSWER_LIMIT = 8 * MIB  # bytes of an answer
 GIVE_UP_S = 30.0  # a process that was killed and does not end is given up
 WAIT_MOST_S = 3600.0  # at once: `select` takes no more than some weeks
 REFUSED = 1  # the code of a process that could not be begun
@@ -40,10 +39,7 @@ class HostAgent:
 
     def __init__(self, mark: str, heard: int, said: int) -> None:
         self._mark, self._heard, self._said = mark, heard, said
-        # Those that run, by name, and commands that are asked as "ask N"; and what is sent of each
-        # when it has ended with a code.
-        self._running: dict[str, StartedProcess] = {}
-        self._last_messages: dict[str, Callable[[int], m.FromAgent]] = {}
+        self._running: dict[str, StartedProcess] = {}  # by name
         self._orders = m.LineSplitter(m.MESSAGE_LIMIT)
         self._unsent = bytearray()
         self._left_out = 0  # lines, because of UNSENT
@@ -96,10 +92,6 @@ class HostAgent:
                 self._begin(process)
             case m.EndProcess(name, grace_s):
                 self._end(name, grace_s)
-            case m.AskCommand():
-                self._ask(order)
-            case m.PutFile(number, file):
-                self._send(m.FilePut(number, put_file(file)))
             case m.AgentPing():
                 self._send(m.AgentPong())
 
@@ -123,14 +115,10 @@ class HostAgent:
             )
         except (RoadtrainError, OSError, subprocess.SubprocessError) as error:
             return self._send(m.ProcessGone(name, REFUSED, f"{name} cannot be begun: {error}"))
-        return self._add(name, started, lambda code: m.ProcessGone(name, code, started.said))
-
-    def _add(
-        self, name: str, started: StartedProcess, last_message: Callable[[int], m.FromAgent]
-    ) -> None:
-        self._running[name], self._last_messages[name] = started, last_message
+        self._running[name] = started
         for pipe in started.pipes:
             self._watch(pipe, partial(self._read, started, pipe))
+        return None
 
     def _read(self, started: StartedProcess, pipe: int) -> None:
         if started.read(pipe) == 0:
@@ -148,32 +136,6 @@ class HostAgent:
     def _kill(self, started: StartedProcess) -> None:
         started.kill()
         started.kill_at, started.give_up_at = None, time.monotonic() + GIVE_UP_S
-
-    def _ask(self, order: m.AskCommand) -> None:
-        name, told = f"ask {order.number}", os.memfd_create("told")
-        try:
-            with os.fdopen(os.dup(told), "wb") as file:
-                file.write(order.told.encode())
-            os.lseek(told, 0, os.SEEK_SET)
-            started = StartedProcess(
-                order.words,
-                f"{self._mark}#{name}",
-                lambda _: None,
-                stdin=told,
-                answer_limit=ANSWER_LIMIT,
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            return self._send(m.AskAnswered(order.number, None, "", f"it cannot be begun: {error}"))
-        finally:
-            os.close(told)
-        started.kill_at = time.monotonic() + order.deadline_s
-        return self._add(name, started, partial(self._answer, order.number, started))
-
-    @staticmethod
-    def _answer(number: int, started: StartedProcess, code: int) -> m.AskAnswered:
-        in_time = started.give_up_at is None
-        answer = started.answer.decode(errors="replace") if in_time else ""
-        return m.AskAnswered(number, code if in_time else None, answer, started.said)
 
     def _reap(self) -> None:
         """Tells the end of all that have ended."""
@@ -193,7 +155,7 @@ class HostAgent:
             with contextlib.suppress(KeyError):  # it was at its end
                 self._selector.unregister(pipe)
         started.finish(code)
-        self._send(self._last_messages.pop(name)(code))
+        self._send(m.ProcessGone(name, code, started.said))
 
     def _end_late(self) -> None:
         """Kills those whose grace is over, and gives those up that do not end then."""
@@ -246,24 +208,6 @@ class HostAgent:
         except BrokenPipeError:
             self._going = False
             self._unsent.clear()
-
-
-def put_file(file: HostFile) -> str:
-    """Writes it, so that a reader finds all of it or what was there; returns why not, or ""."""
-    path = Path(file.path)
-    before = os.umask(0o077) if file.secret else None
-    try:
-        make_directory(path.parent)
-        # Hosts may share a directory, and put the same file there at the same time.
-        own = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-        replace_file(own, file.content.encode(), "writing a file of the run")
-        own.replace(path)
-    except (RoadtrainError, OSError) as error:
-        return str(error)
-    finally:
-        if before is not None:
-            os.umask(before)
-    return ""
 
 
 def device_count() -> int:

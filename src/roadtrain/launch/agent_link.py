@@ -8,13 +8,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from roadtrain.errors import WireError
 from roadtrain.launch import agent_messages as m
 from roadtrain.launch.descendants import MARK
+from roadtrain.launch.launch_engine import Begin
 from roadtrain.units import KIB
 
 READ = 256 * KIB  # bytes at once
@@ -22,7 +22,6 @@ READY_S = 60.0  # an agent says that it is ready within it: python and its modul
 PING_S, SILENT_S = 5.0, 60.0  # asked so often; one that has said nothing for so long is ended
 KILLED_S = 30.0  # one that was killed and is there still, in its disk, is given up
 END_S = 15.0  # an agent whose input is closed has ended within it
-Begin = Callable[..., subprocess.Popen[Any]]
 
 
 @dataclass(frozen=True)

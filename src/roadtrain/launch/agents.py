@@ -8,22 +8,22 @@ NOT know what hosts are made of (here.py, lab_engine.py).
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from roadtrain.errors import LaunchError, WireError
 from roadtrain.launch import agent_messages as m
 from roadtrain.launch.agent_link import READY_S, AgentHost, AgentLink
-from roadtrain.launch.descendants import kill_marked
-from roadtrain.launch.launch_engine import HostSeen, answer_of
-from roadtrain.launch.processes import THREADS, HostFile, Process, WorkerSet, with_threads
+from roadtrain.launch.descendants import MARK, kill_marked
+from roadtrain.launch.launch_engine import HostSeen, answer_of, run_command
+from roadtrain.launch.processes import THREADS, Process, WorkerSet, with_threads
 from roadtrain.launch.protocol.run_events import (
     HostCame,
     HostLeaves,
@@ -36,8 +36,6 @@ from roadtrain.launch.worker_run import WorkerRun
 from roadtrain.retry import undone_on_error
 
 WORKERS = "workers"  # all of them, as `stop` calls them
-ASK_S, PUT_S = 120.0, 30.0
-ANSWER_S = 10.0  # an answer comes so long after its deadline, or the agent is ended
 UNSENT_S = 0.02  # between tries to send to an agent that is slow
 WAIT_MOST_S = 1.0  # between looks at agents that may be silent
 AGAIN_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before an agent is started again
@@ -77,8 +75,6 @@ class HostAgents:
         self._places = {host.name: _HostState(host) for host in hosts}
         self._selector = selectors.DefaultSelector()
         self._events: list[RunEvent] = []
-        self._answers: dict[int, m.AskAnswered | m.FilePut] = {}
-        self._numbers = 0
         self._services: dict[str, str] = {}  # name -> host, of those that run
         self._workers: WorkerRun | None = None
         self._leaving: dict[str, float] = {}  # host -> when it will be gone
@@ -111,38 +107,14 @@ class HostAgents:
         ]
 
     def ask(self, host: str, words: Sequence[str], told: Mapping[str, Any]) -> Any:
-        self._numbers += 1
-        order = m.AskCommand(
-            self._numbers, tuple(words), msgspec.json.encode(told).decode(), deadline_s=ASK_S
-        )
-        answer = self._answer(host, order, ASK_S + ANSWER_S)
-        assert isinstance(answer, m.AskAnswered)
-        what = f"`{' '.join(words)}` on {host}"
-        if answer.code is None:
-            why = answer.said or "it said nothing"
-            raise LaunchError(f"{what} was not done within {ASK_S:.0f} s: {why}")
-        return answer_of(what, answer.code, answer.answer, answer.said)
-
-    def put(self, host: str, file: HostFile) -> None:
-        self._numbers += 1
-        answer = self._answer(host, m.PutFile(self._numbers, file), PUT_S)
-        assert isinstance(answer, m.FilePut)
-        if answer.refused:
-            raise LaunchError(f"{host}: {answer.refused}")
-
-    def _answer(
-        self, host: str, order: m.AskCommand | m.PutFile, patience_s: float
-    ) -> m.AskAnswered | m.FilePut:
-        link = self._link(host)
-        link.send(order)
-        deadline = time.monotonic() + patience_s
-        while order.number not in self._answers:
-            if self._places[host].link is not link:
-                raise LaunchError(f"host {host} was lost before it answered")
-            if (left := deadline - time.monotonic()) <= 0:
-                raise LaunchError(f"host {host} has not answered within {patience_s:.0f} s")
-            self._turn(left)
-        return self._answers.pop(order.number)
+        """What agents say meanwhile waits."""
+        at, what = self._link(host).host, f"`{' '.join(words)}` on {host}"
+        environment = {**os.environ, **at.environment, MARK: f"{self._mark}/{host}#ask"}
+        try:
+            done = run_command(words, json.dumps(told), at.begin, env=environment)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise LaunchError(f"{what}: {error}") from error
+        return answer_of(what, *done)
 
     def _link(self, host: str) -> AgentLink:
         place = self._place(host)
@@ -343,8 +315,6 @@ class HostAgents:
                     self._worker_ended(name, code, said)
                 elif self._services.pop(name, None) is not None:
                     self._events.append(ProcessEnded(name, code, time.monotonic(), said))
-            case m.AskAnswered() | m.FilePut():
-                self._answers[message.number] = message
 
     def _worker_ended(self, name: str, code: int, said: str) -> None:
         assert self._workers is not None

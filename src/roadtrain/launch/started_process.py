@@ -23,8 +23,7 @@ OURS = "roadtrain: "  # begins the sentence of an error that the command line kn
 
 
 class StartedProcess:
-    """`say` gets each line of its output. `answer_limit`: so many bytes of its standard output are
-    kept in `answer` instead. Invariant: what is kept of its output is bounded.
+    """`say` gets each line of its output. Invariant: what is kept of its output is bounded.
 
     Raises OSError where it cannot be begun.
     """
@@ -35,20 +34,15 @@ class StartedProcess:
         mark: str,
         say: Callable[[str], None],
         *,
-        directory: str | None = None,
-        environment: Mapping[str, str] = {},
-        stdin: int = subprocess.DEVNULL,
-        answer_limit: int = 0,
+        directory: str,
+        environment: Mapping[str, str],
     ) -> None:
         self.mark = mark
-        self.answer = bytearray()
-        """What it has written on standard output, where `answer_limit` is not 0."""
-        self._answer_limit = answer_limit
         self._popen = subprocess.Popen(
             [sys.executable, *words],
             cwd=directory,
             env={**os.environ, **environment, MARK: mark},
-            stdin=stdin,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
@@ -91,9 +85,6 @@ class StartedProcess:
             data = os.read(pipe, READ)
         except BlockingIOError:
             return -1
-        if self._answer_limit and pipe != self._errors:
-            self.answer += data[: self._answer_limit - len(self.answer)]
-            return len(data)
         for line, dropped in self._lines[pipe].feed(data) if data else self._lines[pipe].last():
             self._take(pipe, line, dropped)
         return len(data)

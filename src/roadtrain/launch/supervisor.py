@@ -25,7 +25,7 @@ from roadtrain.launch.home import PLANNED_ANEW, ProcessRow, RunHome, RunState, S
 from roadtrain.launch.launch_engine import LaunchEngine
 from roadtrain.launch.logs import PLAIN, RunLogs
 from roadtrain.launch.measured_run import measure_run
-from roadtrain.launch.processes import HostFile, Process, Role, WorkerSet
+from roadtrain.launch.processes import Process, Role, WorkerSet
 from roadtrain.launch.protocol import run_events as m
 from roadtrain.launch.protocol.run_phases import ProcessState, RunPhase
 from roadtrain.launch.protocol.run_state import INTERRUPTED, RunStateMachine
@@ -41,6 +41,7 @@ END_TRIES = 6  # to write the last state.json, on a disk that is full
 REFUSED, FAILED = 2, 1  # exit codes of workers whose start was refused here, or failed
 STATUS = ("-m", "roadtrain.launch.host_status")
 COMMITTED = ("-m", "roadtrain.launch.committed")
+PUT_FILE = ("-m", "roadtrain.launch.put_file")
 
 
 def facts_of(
@@ -287,10 +288,10 @@ class Supervisor:
 
     def _set_reducers(self, hosts: Sequence[str]) -> None:
         """On all hosts with workers. One that cannot be reached is told as lost by the engine."""
-        file = HostFile(self._run.reducers_path, self._run.reducer_lines(hosts))
+        file = {"path": self._run.reducers_path, "content": self._run.reducer_lines(hosts)}
         for host in self._machine.worker_hosts:
             try:
-                self._engine.put(host, file)
+                self._engine.ask(host, PUT_FILE, file)
             except LaunchError as error:
                 self._logs.tell(f"workers on {host} do not know of it: {error}")
 

@@ -14,10 +14,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,11 +27,10 @@ from ray.exceptions import GetTimeoutError, RayError
 from roadtrain.config.machines import PlanHost
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import LaunchError
-from roadtrain.launch.agent import put_file
 from roadtrain.launch.engines import machines_of
 from roadtrain.launch.home import LaunchRecord, RunHome, StartPhase
-from roadtrain.launch.launch_engine import HostSeen, answer_of
-from roadtrain.launch.processes import HostFile, Process, WorkerSet, with_threads
+from roadtrain.launch.launch_engine import ASK_S, HostSeen, answer_of, run_command
+from roadtrain.launch.processes import Process, WorkerSet, with_threads
 from roadtrain.launch.protocol.run_events import (
     HostCame,
     HostLeaves,
@@ -66,7 +63,6 @@ from roadtrain.launch.ray.workers import (
 )
 
 WORKERS = "workers"  # all of them, as `stop` calls them
-ASK_S, PUT_S = 120.0, 60.0
 BEGIN_S = 60.0  # an actor runs so long after it was created
 LOOK_S = 0.5  # between looks at the nodes
 PATIENCE_S = 2.0  # of a question for news
@@ -166,30 +162,17 @@ class RayEngine:
 
     def ask(self, host: str, words: Sequence[str], told: Mapping[str, Any]) -> Any:
         what = f"`{' '.join(words)}` on {host}"
-        code, answer, said = self._call(
-            host, ask_here, (tuple(words), json.dumps(told)), ASK_S, what
-        )
-        return answer_of(what, code, answer, said)
-
-    def put(self, host: str, file: HostFile) -> None:
-        refused = self._call(host, put_file, (file,), PUT_S, f"writing {file.path} on {host}")
-        if refused:
-            raise LaunchError(f"{host}: {refused}")
-
-    def _call(
-        self, host: str, do: Callable[..., Any], words: tuple[Any, ...], within_s: float, what: str
-    ) -> Any:
-        task = ray.remote(num_cpus=0, max_retries=0)(do)
-        ref = task.options(
-            scheduling_strategy=ray_cluster.on_node(self._node(host).node_id)
-        ).remote(*words)
+        task = ray.remote(num_cpus=0, max_retries=0)(run_command)
+        there = task.options(scheduling_strategy=ray_cluster.on_node(self._node(host).node_id))
+        ref = there.remote(tuple(words), json.dumps(told))
         try:
-            return ray.get(ref, timeout=within_s)
+            done = ray.get(ref, timeout=ASK_S)
         except GetTimeoutError as error:
             ray.cancel(ref, force=True)
-            raise LaunchError(f"{what} was not done within {within_s:.0f} s") from error
+            raise LaunchError(f"{what} was not done within {ASK_S:.0f} s") from error
         except RayError as error:
             raise LaunchError(f"{what}: {_first_line(error)}") from error
+        return answer_of(what, *done)
 
     def _node(self, host: str) -> RayNode:
         if (node := self._map.hosts.get(host)) is None:
@@ -425,20 +408,6 @@ class RayEngine:
         self._services.clear()
         ray_cluster.ask_for([])
         self._remove_directory()
-
-
-def ask_here(words: Sequence[str], told: str) -> tuple[int, str, str]:
-    """On a node: the code, the answer and the last words of a short command of ours."""
-    done = subprocess.run(
-        [sys.executable, *words],
-        input=told,
-        capture_output=True,
-        text=True,
-        timeout=ASK_S,
-        check=False,
-    )
-    said = [line for line in done.stderr.splitlines() if line.strip()]
-    return done.returncode, done.stdout, said[-1] if said else ""
 
 
 def _found(mark: str) -> dict[str, tuple[Any, Process, str]]:
