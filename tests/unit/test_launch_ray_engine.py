@@ -158,7 +158,7 @@ def made_engine(**told: Any) -> engine.RayEngine:
 
 def test_lines_push_out_no_end_and_say_how_many_are_gone() -> None:
     told = actors.KeptNews()
-    told.add(ProcessEnded("worker 1", 2, 0.0))
+    told.add(ProcessEnded("worker 1", 2))
     told.add(*(Output("worker 0", "a", str(n)) for n in range(actors.KEPT + 7)))
     news, events, left_out = told.news("", 0, 0.0), [], 0
     while True:
@@ -167,7 +167,7 @@ def test_lines_push_out_no_end_and_say_how_many_are_gone() -> None:
         if not news.more:
             break
         news = told.news(news.life, news.then, 0.0)
-    assert events[0] == ProcessEnded("worker 1", 2, 0.0)
+    assert events[0] == ProcessEnded("worker 1", 2)
     assert [int(one.line) for one in events[1:]] == list(range(7, actors.KEPT + 7))
     assert left_out == 7
     told.add(Output("worker 0", "a", "last"))
@@ -210,7 +210,7 @@ def test_an_end_that_waits_behind_thousands_of_lines_is_the_workers_end(
     box = fake.made[0].real
     box.take(3, "n0")
     box.post(3, [Output("worker 0", "a", "x")] * (3 * actors.BATCH))
-    box.post(3, [ProcessEnded("worker 0", code, 0.0, "said")])
+    box.post(3, [ProcessEnded("worker 0", code, "said")])
     events, ended = until_end(made)
     assert (ended.attempt, ended.code, ended.first) == (3, code, "worker 0")
     lines = [event for event in events if isinstance(event, Output) and event.line == "x"]
@@ -260,7 +260,7 @@ def test_a_trainer_that_never_lets_go_of_ended_workers_is_given_up(
     monkeypatch.setattr(workers, "LET_GO_S", 0.1)
     made = workers.RayWorkers(WorkerSet(0, (worker(0),)), orders()[0], hanging)
     made.begun("worker 0")
-    made.take(ProcessEnded("worker 0", 0, 0.0))
+    made.take(ProcessEnded("worker 0", 0))
     assert not made.is_over()
     until(made.is_over)
     assert made.ended().code == 0
@@ -270,7 +270,7 @@ def test_workers_that_are_asked_to_end_are_given_up_before_the_run_is(
     hanging: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rule 5: the supervisor waits for their end before it begins others."""
-    assert workers.LET_GO_S < run_state.STOPS_AT_MOST * run_state.KILL_S
+    assert workers.LET_GO_S < run_state.KILL_S
     monkeypatch.setattr(workers, "LET_GO_S", 0.1)
     mailbox, given = orders()
     made = workers.RayWorkers(WorkerSet(0, (worker(0), worker(1))), mailbox, hanging)
@@ -327,11 +327,11 @@ def test_the_end_of_a_worker_that_was_asked_to_end_is_no_failure(
         def __init__(self, process: Process, _: str, tell: Callable[[Any], None]) -> None:
             self.process, self.tell = process, tell
             if not asked:
-                tell(ProcessEnded(process.name, code, 0.0))
+                tell(ProcessEnded(process.name, code))
 
         def stop(self, grace_s: float) -> None:
             if grace_s:
-                self.tell(ProcessEnded(self.process.name, code, 0.0))
+                self.tell(ProcessEnded(self.process.name, code))
 
         def wait(self, timeout_s: float) -> None: ...
 
@@ -581,7 +581,7 @@ class Ends:
 
     def __init__(self, process: Process, mark: str, tell: Callable[[Any], None]) -> None:
         Ends.begun += 1
-        tell(ProcessEnded(process.name, -9, 0.0, "killed"))
+        tell(ProcessEnded(process.name, -9, "killed"))
 
     def wait(self, timeout_s: float) -> None: ...
 

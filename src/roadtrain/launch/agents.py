@@ -132,7 +132,7 @@ class HostAgents:
         self._services[process.name] = process.host
         if why := self._send_begin(process):
             del self._services[process.name]
-            self._events.append(ProcessEnded(process.name, KILLED, time.monotonic(), why))
+            self._events.append(ProcessEnded(process.name, KILLED, why))
 
     def start_workers(self, workers: WorkerSet) -> None:
         assert self._workers is None, "the workers of the attempt before have not ended"
@@ -187,7 +187,7 @@ class HostAgents:
             case ["leaves", host, seconds] if _is_number(seconds):
                 self._place(host)
                 self._leaving[host] = time.monotonic() + float(seconds)
-                self._events.append(HostLeaves(host, float(seconds), time.monotonic()))
+                self._events.append(HostLeaves(host, float(seconds)))
                 return f"{host} leaves within {float(seconds):g} s"
             case ["comes", host]:
                 return self.free_host(host)
@@ -215,8 +215,7 @@ class HostAgents:
             self._places[name] = _HostState(new, lost=True)  # told when its agent is ready
         place = self._place(name)
         if self._leaving.pop(name, None) is not None:
-            at, (address, workers) = time.monotonic(), (place.host.address, place.host.workers)
-            self._events.append(HostCame(name, address, workers, at))
+            self._events.append(HostCame(name, place.host.address, place.host.workers))
         place.held, place.start_at = False, 0.0
         return f"{name} comes"
 
@@ -290,9 +289,7 @@ class HostAgents:
             if place.lost:
                 place.lost = False
                 host = place.host
-                self._events.append(
-                    HostCame(host.name, host.address, host.workers, time.monotonic())
-                )
+                self._events.append(HostCame(host.name, host.address, host.workers))
         for message in messages:
             self._take(place.host.name, message)
         return None
@@ -314,13 +311,13 @@ class HostAgents:
                 if self._workers is not None and name in self._workers.hosts:
                     self._worker_ended(name, code, said)
                 elif self._services.pop(name, None) is not None:
-                    self._events.append(ProcessEnded(name, code, time.monotonic(), said))
+                    self._events.append(ProcessEnded(name, code, said))
 
     def _worker_ended(self, name: str, code: int, said: str) -> None:
         assert self._workers is not None
         if self._workers.end(name, code, said, time.monotonic()):
             self._end_workers(0.0)
-        if (ended := self._workers.ended(time.monotonic())) is not None:
+        if (ended := self._workers.ended()) is not None:
             self._workers = None
             self._events.append(ended)
 
@@ -335,7 +332,7 @@ class HostAgents:
         place.starts += 1
         if not place.lost:
             place.lost = True
-            self._events.append(HostLost(name, why or how, at))
+            self._events.append(HostLost(name, why or how))
         for service in [service for service, host in self._services.items() if host == name]:
             del self._services[service]
         if self._workers is not None:

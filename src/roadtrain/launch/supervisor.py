@@ -122,8 +122,8 @@ class Supervisor:
                 self._ask_step(self._run.worker_hosts)
                 for event in self._engine.events(0.0):  # a host may be gone already
                     self._take(event)
-                self._feed_stop(time.monotonic())
-                self._feed(m.TimePassed(time.monotonic()))
+                self._feed_stop()
+                self._feed(m.TimePassed())
                 while self._ended is None:
                     self._turn(control)
             if self._measures:
@@ -159,8 +159,8 @@ class Supervisor:
         now = time.monotonic()
         if self._ends_with_launcher and not control.greeted and now > self._began + HELLO_S:
             self._stop_asked = f"no launcher said hello within {HELLO_S:.0f} s"
-        self._feed_stop(now)
-        self._feed(m.TimePassed(now))
+        self._feed_stop()
+        self._feed(m.TimePassed())
         if self._each_turn is not None:
             self._each_turn(now)
         self._write_state()
@@ -205,10 +205,10 @@ class Supervisor:
             self._stamps[StartPhase.STEPPED] = now
         self._said_at = now
 
-    def _feed_stop(self, now: float) -> None:
+    def _feed_stop(self) -> None:
         if self._stop_asked:
             self._stops = self._stop_asked
-            self._feed(m.StopAsked(self._stop_asked, now))
+            self._feed(m.StopAsked(self._stop_asked))
             self._stop_asked = ""
 
     def _ask_step(self, hosts: Sequence[str]) -> None:
@@ -228,10 +228,10 @@ class Supervisor:
             return
         self._step = max(self._step, step)
         if self._machine.attempt >= self._machine.facts.first_attempt:
-            self._feed(m.Committed(self._step, time.monotonic()))
+            self._feed(m.Committed(self._step))
 
     def _feed(self, event: m.RunEvent) -> None:
-        for action in self._machine.handle(event):
+        for action in self._machine.handle(event, time.monotonic()):
             self._carry_out(action)
         while self._failed:
             self._feed(self._failed.popleft())
@@ -239,7 +239,6 @@ class Supervisor:
     # -- actions --
 
     def _carry_out(self, action: m.RunAction) -> None:
-        now = time.monotonic()
         match action:
             case m.TellUser(text):
                 self._logs.tell(text)
@@ -247,7 +246,7 @@ class Supervisor:
                 try:
                     self._engine.start(self._service(name))
                 except RoadtrainError as error:
-                    self._failed.append(m.ProcessEnded(name, 1, now, str(error)))
+                    self._failed.append(m.ProcessEnded(name, 1, str(error)))
                 self._stamps.setdefault(StartPhase.SERVICES, time.time())
             case m.StartWorkers(attempt, hosts):
                 self._start_workers(attempt, hosts)
@@ -264,9 +263,7 @@ class Supervisor:
         return known.get(name) or self._run.reducer(self._machine.places[name].host)
 
     def _start_workers(self, attempt: int, hosts: Sequence[str]) -> None:
-        self._write_state(
-            now=True
-        )  # with this attempt's number: it is not used again, whatever happens
+        self._write_state(now=True)  # this attempt's number is not used again, whatever happens
         if attempt > self._machine.facts.first_attempt:
             self._ask_step(hosts)
         try:
@@ -281,9 +278,7 @@ class Supervisor:
             self._engine.start_workers(self._workers)
         except RoadtrainError as error:
             code = REFUSED if isinstance(error, ConfigError) else FAILED
-            self._failed.append(
-                m.WorkersEnded(attempt, code, "workers", time.monotonic(), str(error))
-            )
+            self._failed.append(m.WorkersEnded(attempt, code, "workers", str(error)))
         self._stamps.setdefault(StartPhase.WORKERS, time.time())
 
     def _set_reducers(self, hosts: Sequence[str]) -> None:

@@ -162,7 +162,7 @@ class ServedProcess:
             if now - ended_at > ALONE_S:
                 process, self._ended_at = self._held.process, None
                 self._held = HeldProcess(process, self._mark, self._tell)
-                self._told.add(ProcessRestarted(process.name, now))
+                self._told.add(ProcessRestarted(process.name))
 
     def end(self) -> None:
         """Returns when its process has ended: for good."""

@@ -12,7 +12,6 @@ import contextlib
 import queue
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -54,7 +53,7 @@ class HeldProcess:
     def _run(self) -> None:
         """Whatever happens, its end is told: nobody else would."""
         name = self.process.name
-        ended = ProcessEnded(name, KILLED, time.monotonic(), "its agent was lost")
+        ended = ProcessEnded(name, KILLED, "its agent was lost")
         try:
             ended = self._held() or ended
         except (RoadtrainError, OSError) as error:

@@ -92,15 +92,15 @@ class HostMap:
         self._had.add(host)
         self._nodes[host] = RayNode(node_id, "", "", "", "", 0, 0)
 
-    def tell_missing(self, at: float) -> list[RunEvent]:
+    def tell_missing(self) -> list[RunEvent]:
         """Those of the plan that the first look has not found."""
         why = "it is no node of the cluster"
         missing = [host.name for host in self.missing()]
         self._lost.update(missing)
-        return [HostLost(name, why, at) for name in missing]
+        return [HostLost(name, why) for name in missing]
 
     def look(
-        self, nodes: Sequence[RayNode], at: float, why: Callable[[str], str] = lambda node_id: ""
+        self, nodes: Sequence[RayNode], why: Callable[[str], str] = lambda node_id: ""
     ) -> list[RunEvent]:
         """What has changed. nodes: all that are alive; why: of a node id, why it is not."""
         alive = {node.node_id: node for node in nodes}
@@ -113,21 +113,21 @@ class HostMap:
             self._lost.add(host)
             self._before[host] = node
             cause = why(node.node_id) or "it has died"
-            events.append(HostLost(host, f"Ray's node {node.node_id[:8]}: {cause}", at))
+            events.append(HostLost(host, f"Ray's node {node.node_id[:8]}: {cause}"))
         first = self._others is None
-        events += self._lose_early(at)
+        events += self._lose_early()
         free = self._free(alive.values())
         events += self._say_too_small(free)
         for host in self._assign(list(alive.values()), free):
             if host in self._lost or host not in self._hosts or not first:
                 self._lost.discard(host)
-                events.append(HostCame(host, self.address_of(host), self.workers_of(host), at))
+                events.append(HostCame(host, self.address_of(host), self.workers_of(host)))
         self._had.update(self._nodes)
         self._addresses |= {host: node.address for host, node in self._nodes.items()}
-        events += self._leaves(at)
+        events += self._leaves()
         return events
 
-    def _lose_early(self, at: float) -> list[RunEvent]:
+    def _lose_early(self) -> list[RunEvent]:
         """Hosts whose nodes are to be hosts of the plan: they came under names of their own, as
         Ray took the nodes before them for alive. Those are free then."""
         events: list[RunEvent] = []
@@ -136,7 +136,7 @@ class HostMap:
                 if name not in self._hosts and self._was_early(host, node):
                     del self._nodes[name]
                     why = f"Ray's node {node.node_id[:8]} is {host.name} again"
-                    events.append(HostLost(name, why, at))
+                    events.append(HostLost(name, why))
                     break
         return events
 
@@ -153,7 +153,7 @@ class HostMap:
         taken = {node.node_id for node in self._nodes.values()}
         return [n for n in nodes if n.node_id not in taken and n.leaves_in_s is None]
 
-    def _leaves(self, at: float) -> list[RunEvent]:
+    def _leaves(self) -> list[RunEvent]:
         leaving = {
             host: node.leaves_in_s
             for host, node in self._nodes.items()
@@ -161,7 +161,7 @@ class HostMap:
         }
         told, self._leaving = self._leaving, {self._nodes[host].node_id for host in leaving}
         return [
-            HostLeaves(host, within_s, at)
+            HostLeaves(host, within_s)
             for host, within_s in leaving.items()
             if self._nodes[host].node_id not in told
         ]

@@ -17,7 +17,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,7 @@ class RayEngine:
             end_services(mark)
         self._look()
         self._refuse_missing(hosts)
-        self._events += self._map.tell_missing(time.monotonic())
+        self._events += self._map.tell_missing()
         self._events += self._others_with_services((*hosts, *spares))
         ray_cluster.ask_for(self._map.places_of_workers())
         here = ray_cluster.on_node(ray.get_runtime_context().get_node_id())
@@ -145,10 +145,10 @@ class RayEngine:
 
     def _others_with_services(self, plan: Sequence[PlanHost]) -> list[RunEvent]:
         """Hosts that came to an engine before this one, and still sum."""
-        known, at = {host.name for host in plan}, time.monotonic()
+        known = {host.name for host in plan}
         services = {one.process.host for one in self._services.values() if one.process}
         return [
-            HostCame(name, self._map.address_of(name), self._map.workers_of(name), at)
+            HostCame(name, self._map.address_of(name), self._map.workers_of(name))
             for name in self._map.hosts
             if name in services - known
         ]
@@ -184,12 +184,12 @@ class RayEngine:
         match words:
             case ["leaves", host, seconds] if seconds.replace(".", "", 1).isdecimal():
                 self._node(host)
-                self._events.append(HostLeaves(host, float(seconds), time.monotonic()))
+                self._events.append(HostLeaves(host, float(seconds)))
                 return f"{host} leaves within {float(seconds):g} s"
             case ["comes", host]:
                 self._node(host)
                 address, workers = self._map.address_of(host), self._map.workers_of(host)
-                self._events.append(HostCame(host, address, workers, time.monotonic()))
+                self._events.append(HostCame(host, address, workers))
                 return f"{host} comes"
         raise LaunchError(
             f"`{' '.join(words)}` is no verb of Ray", hint="leaves HOST SECONDS, comes HOST"
@@ -204,7 +204,7 @@ class RayEngine:
         node = self._map.hosts.get(process.host)
         if node is None:
             why = f"its host {process.host} is no node of the cluster now"
-            self._events.append(ProcessEnded(process.name, KILLED, time.monotonic(), why))
+            self._events.append(ProcessEnded(process.name, KILLED, why))
             return
         self._services[process.name] = _Heard(self._create(process, node), process)
 
@@ -274,7 +274,7 @@ class RayEngine:
     def _look(self) -> None:
         """At the nodes."""
         self._looked_at = time.monotonic()
-        found = self._map.look(ray_cluster.nodes(), self._looked_at, ray_cluster.why_dead)
+        found = self._map.look(ray_cluster.nodes(), ray_cluster.why_dead)
         for event in found:
             if isinstance(event, HostLost):
                 self._forget_services(event.host)
@@ -348,9 +348,7 @@ class RayEngine:
         if self._services.get(name) is not service or is_there(service_actor(self._mark, name)):
             return
         del self._services[name]
-        self._events.append(
-            ProcessEnded(name, KILLED, time.monotonic(), f"its actor is gone: {_first_line(error)}")
-        )
+        self._events.append(ProcessEnded(name, KILLED, f"its actor is gone: {_first_line(error)}"))
 
     def _actor_silent(self, service: _Heard) -> None:
         """Rule 5. Another actor takes its place; its process ends with it."""
@@ -365,12 +363,12 @@ class RayEngine:
             return
         del self._services[name]
         ray.kill(service.actor, no_restart=True)
-        self._events.append(ProcessEnded(name, KILLED, time.monotonic(), why))
+        self._events.append(ProcessEnded(name, KILLED, why))
 
     def _take(self, service: _Heard, news: News) -> None:
-        at, name = time.monotonic(), service.process.name if service.process else ""
+        name = service.process.name if service.process else ""
         if service.life and service.life != news.life:
-            self._events.append(ProcessRestarted(name, at))
+            self._events.append(ProcessRestarted(name))
         service.life, service.after = news.life, news.then
         service.silent_since, service.failing = None, False
         if news.left_out:
@@ -379,15 +377,13 @@ class RayEngine:
             self._events.append(Output(name or WORKERS, host, text))
         for event in news.events:
             match event:
-                case Output():
+                case Output() | ProcessRestarted():
                     self._events.append(event)
                 case WorkerTaken():
                     if self._workers is not None and self._workers.begun(event.name):
-                        self._events.append(WorkersPlaced(self._workers.attempt, at))
-                case ProcessRestarted():
-                    self._events.append(replace(event, at=at))
+                        self._events.append(WorkersPlaced())
                 case ProcessEnded():
-                    self._take_end(service, replace(event, at=at))
+                    self._take_end(service, event)
 
     def _take_end(self, service: _Heard, ended: ProcessEnded) -> None:
         if service.process is None:
