@@ -12,7 +12,7 @@ import contextlib
 import queue
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from roadtrain.errors import RoadtrainError
@@ -84,8 +84,8 @@ class HeldProcess:
                         return None
 
 
-def to_ray_log(event: Said, place: Mapping[str, str]) -> None:
+def to_ray_log(event: Said, host: str) -> None:
     """A line for Ray's own log of this process and its dashboard, with role and host."""
     said = event.line if isinstance(event, Output) else f"ended with code {event.code}"
     with contextlib.suppress(OSError, ValueError):  # a log that is full or closed ends nothing
-        print(f"[{event.name} {place['host']}] {said}", file=sys.stdout, flush=True)
+        print(f"[{event.name} {host}] {said}", file=sys.stdout, flush=True)

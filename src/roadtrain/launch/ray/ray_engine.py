@@ -48,6 +48,7 @@ from roadtrain.launch.ray.actors import (
     WorkerMailbox,
     WorkerTaken,
     actor_name,
+    end_actors,
     is_there,
     kill_named,
     service_actor,
@@ -69,7 +70,6 @@ PATIENCE_S = 2.0  # of a question for news
 AGAIN_S = 0.5  # until an actor that could not be asked is asked again
 SILENT_S = 60.0  # an actor that answers no question for so long is given up
 DRAIN_S = 30.0  # the mailbox has said all within it
-LEFTOVER_S = 40.0  # services of another launch have ended within it
 NAME_S = 15.0  # the name of a killed actor is free within it
 KILLED = -9
 
@@ -87,11 +87,6 @@ class _Heard:
     ask_at: float = 0.0  # no sooner
     silent_since: float | None = None  # when it was asked what it has not answered
     failing: bool = False  # Ray could not ask it the last time
-    stopping: bool = False
-
-    def runs_on(self, host: str) -> bool:
-        """Whether it is a service's on this host that was not asked to end."""
-        return self.process is not None and self.process.host == host and not self.stopping
 
 
 class RayEngine:
@@ -197,10 +192,8 @@ class RayEngine:
 
     def start(self, process: Process) -> None:
         known = self._services.get(process.name)
-        if known is not None and known.runs_on(process.host):
-            known.process = process
-            known.actor.begin.remote(process)
-            return
+        if known is not None and known.process == process:
+            return  # it was found, and still runs
         node = self._map.hosts.get(process.host)
         if node is None:
             why = f"its host {process.host} is no node of the cluster now"
@@ -253,7 +246,6 @@ class RayEngine:
             if self._workers is not None:
                 self._workers.stop(grace_s)
         elif name in self._services:
-            self._services[name].stopping = True
             self._services[name].actor.stop.remote(grace_s)
 
     def events(self, timeout_s: float) -> Sequence[RunEvent]:
@@ -323,9 +315,10 @@ class RayEngine:
         service.asks = service.actor.news.remote(service.life, service.after, patience_s)
 
     def _hear_all_of_workers(self) -> None:
-        """They have ended: all that they said is in the mailbox."""
-        mailbox, deadline, more = self._mailbox, time.monotonic() + DRAIN_S, True
-        while more:
+        """They have ended: all that they said is in the mailbox. The answer to a question that was
+        asked before may lack the last of it."""
+        mailbox, deadline, asked_before = self._mailbox, time.monotonic() + DRAIN_S, True
+        while asked_before:
             asked_before = mailbox.asks is not None
             if not asked_before:
                 self._ask_news(mailbox, 0.0)
@@ -337,7 +330,6 @@ class RayEngine:
                 self._events.append(Output(WORKERS, "", f"[{why}]"))
                 return
             self._take(mailbox, news)
-            more = news.more or asked_before
 
     def _actor_failed(self, service: _Heard, error: RayError) -> None:
         """For good, or until Ray has started it again: then it answers the next question."""
@@ -377,7 +369,7 @@ class RayEngine:
             self._events.append(Output(name or WORKERS, host, text))
         for event in news.events:
             match event:
-                case Output() | ProcessRestarted():
+                case Output():
                     self._events.append(event)
                 case WorkerTaken():
                     if self._workers is not None and self._workers.begun(event.name):
@@ -391,7 +383,7 @@ class RayEngine:
                 self._workers.take(ended)
             return
         self._events.append(ended)
-        if service.stopping and self._services.pop(service.process.name, None) is not None:
+        if self._services.pop(service.process.name, None) is not None:
             ray.kill(service.actor, no_restart=True)
 
     def close(self) -> None:
@@ -412,11 +404,13 @@ def _found(mark: str) -> dict[str, tuple[Any, Process, str]]:
     for actor in service_actors(mark):
         try:
             handle = ray.get_actor(actor)
-            process, node = ray.get(handle.place.remote(), timeout=BEGIN_S)
+            process, node, alive = ray.get(handle.place.remote(), timeout=BEGIN_S)
         except (ValueError, RayError):
+            alive = False
+        if alive:
+            found[process.name] = (handle, process, node)
+        else:
             kill_named(actor)  # it is started anew
-            continue
-        found[process.name] = (handle, process, node)
     return found
 
 
@@ -425,22 +419,12 @@ def _first_line(error: Exception) -> str:
 
 
 def end_services(mark: str) -> None:
-    """Services of this name are gone then, with their stores and ports. Those that do not answer
-    are killed. Raises LaunchError where an actor does not end."""
-    left = service_actors(mark)
-    asked = []
-    for actor in left:
-        with suppress(ValueError, RayError):
-            asked.append(ray.get_actor(actor).end.remote())
-    if asked:
-        ray.wait(asked, num_returns=len(asked), timeout=LEFTOVER_S)
-    for actor in left:
-        with suppress(RayError):
-            kill_named(actor)
+    """Services of this name are killed. Raises LaunchError where an actor does not end."""
     deadline = time.monotonic() + NAME_S
     while left := service_actors(mark):
         if time.monotonic() > deadline:
             raise LaunchError(f"an actor {left[0]} of another launch has not ended")
+        end_actors(mark)
         time.sleep(0.1)
 
 

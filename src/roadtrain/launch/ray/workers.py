@@ -113,11 +113,11 @@ def _follow(
     held: HeldProcess, said: queue.SimpleQueue[Said], mailbox: Any, attempt: int
 ) -> tuple[ProcessEnded, bool]:
     """Its end, and whether it was asked to end before."""
-    place, obeyed = {"host": held.process.host}, None
+    obeyed = None
     while True:
         events = _drained(said)
         for event in events:
-            to_ray_log(event, place)
+            to_ray_log(event, held.process.host)
         grace_s = ray.get(mailbox.post.remote(attempt, events), timeout=ANSWER_S)
         for event in events:
             if isinstance(event, ProcessEnded):
