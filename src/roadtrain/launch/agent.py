@@ -30,7 +30,7 @@ from roadtrain.units import MIB
 
 UNSENT = 8 * MIB  # bytes that wait for a slow supervisor before lines of output are left out
 GIVE_UP_S = 30.0  # a process that was killed and does not end is given up
-WAIT_MOST_S = 3600.0  # at once: `select` takes no more than some weeks
+TURN_S = 0.05  # between looks at what has ended, or is late
 REFUSED = 1  # the code of a process that could not be begun
 
 
@@ -52,21 +52,15 @@ class HostAgent:
     def run(self) -> None:
         """Until its input ends, or nobody reads what it says."""
         adopt_orphans()
-        woken, wakes = os.pipe()
-        for descriptor in (woken, wakes):
-            os.set_blocking(descriptor, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
         # a Ctrl-C is the supervisor's to handle; not ignored, or its processes would ignore it too
         signal.signal(signal.SIGINT, lambda *_: None)
         # blocked where a thread of Ray's starts agents; processes would have it blocked as well
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        self._watch(woken, lambda: os.read(woken, READ))
         kill_marked(f"{self._mark}#", more=True)  # what an agent before this one has left
         self._send(m.AgentReady(device_count()))
         try:
             while self._going:
-                for key, _ in self._selector.select(self._patience()):
+                for key, _ in self._selector.select(TURN_S):
                     key.data()
                 self._reap()
                 self._end_late()
@@ -166,16 +160,6 @@ class HostAgent:
             elif started.give_up_at is not None and now >= started.give_up_at:
                 self._say(name, f"process {started.pid} does not end after {GIVE_UP_S:.0f} s")
                 self._finish(name, -signal.SIGKILL)
-
-    def _patience(self) -> float | None:
-        """Seconds until `_end_late` has something to do."""
-        times = [
-            at
-            for started in self._running.values()
-            for at in (started.kill_at, started.give_up_at)
-            if at is not None
-        ]
-        return min(WAIT_MOST_S, max(0.0, min(times) - time.monotonic())) if times else None
 
     def _say(self, name: str, line: str) -> None:
         if len(self._unsent) > UNSENT:

@@ -110,9 +110,12 @@ class AgentLink:
             data = os.read(self.pipes[1], READ)
         except BlockingIOError:
             return []
+        return self._error_lines(data) if data else None
+
+    def _error_lines(self, data: bytes) -> list[str]:
         lines = [line.decode(errors="replace") for line, _ in self._errors.feed(data)]
         self.last_words = next((line for line in reversed(lines) if line.strip()), self.last_words)
-        return lines if data else None
+        return lines
 
     def why_silent(self) -> str:
         """Asks it, every PING_S, whether it lives; returns why it cannot be used, or ""."""
@@ -130,40 +133,27 @@ class AgentLink:
 
     def end_input(self) -> None:
         """It kills all that it started, and ends."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        if (pipe := self._process.stdin) is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        self._process.stdin = None
 
     def kill(self) -> None:
         self._process.kill()
 
-    def wait(self, deadline_s: float = END_S) -> str:
+    def wait(self) -> str:
         """Its end: killed if it does not come by itself. Returns how it ended."""
         process = self._process
-        assert process.stdin and process.stdout and process.stderr
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-        deadline = time.monotonic() + deadline_s
-        while process.poll() is None and time.monotonic() < deadline:
-            self._discard()
-            time.sleep(0.005)
-        if process.poll() is None:
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a disk that does not answer
-                process.wait(KILLED_S)
-        while self.read_errors():
-            pass
-        process.stdout.close()
-        process.stderr.close()
-        code = process.returncode
-        if code is None:
+        self.end_input()
+        for patience_s in (END_S, KILLED_S):
+            try:
+                _, errors = process.communicate(timeout=patience_s)
+                break
+            except subprocess.TimeoutExpired:
+                process.kill()
+        else:  # it is in a disk that does not answer
             return f"its agent was killed, and is still there after {KILLED_S:.0f} s"
+        self._error_lines(errors)
+        code = process.returncode
         how = f"signal {-code}" if code < 0 else f"code {code}"
         return f"its agent ended ({how}{': ' + self.last_words if self.last_words else ''})"
-
-    def _discard(self) -> None:
-        """What it still says would otherwise keep it from ending."""
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self.pipes[0], READ):
-                pass
-        self.read_errors()

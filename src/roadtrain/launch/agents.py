@@ -36,12 +36,10 @@ from roadtrain.launch.worker_run import WorkerRun
 from roadtrain.retry import undone_on_error
 
 WORKERS = "workers"  # all of them, as `stop` calls them
-UNSENT_S = 0.02  # between tries to send to an agent that is slow
-WAIT_MOST_S = 1.0  # between looks at agents that may be silent
+TURN_S = 0.1  # between looks at agents that are slow, silent, or to be started
 AGAIN_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before an agent is started again
 STAYS_S = 60.0  # an agent that was there so long is started again at once
 KILLED = -9
-BATCH = 2000  # events of one call, about
 
 
 @dataclass
@@ -94,7 +92,7 @@ class HostAgents:
             if time.monotonic() > deadline:
                 names = ", ".join(place.host.name for place in waiting)
                 raise LaunchError(f"no agent was ready within {READY_S:.0f} s on {names}")
-            self._turn(WAIT_MOST_S)
+            self._turn(TURN_S)
 
     def _why_lost(self) -> str:
         return next(event.why for event in self._events if isinstance(event, HostLost))
@@ -179,7 +177,7 @@ class HostAgents:
         self._turn(0.0)
         while not self._events and (left := deadline - time.monotonic()) > 0:
             self._turn(left)
-        events, self._events = self._events[:BATCH], self._events[BATCH:]
+        events, self._events = self._events, []
         return events
 
     def tell(self, words: Sequence[str]) -> str:
@@ -236,8 +234,7 @@ class HostAgents:
 
     def _turn(self, timeout_s: float) -> None:
         """Waits for what agents say, does what is due."""
-        wait_s = max(0.0, min(timeout_s, WAIT_MOST_S, self._due() - time.monotonic()))
-        for key, _ in self._selector.select(wait_s):
+        for key, _ in self._selector.select(min(timeout_s, TURN_S)):
             key.data()
         now = time.monotonic()
         for host in [host for host, at in self._leaving.items() if at <= now]:
@@ -254,16 +251,6 @@ class HostAgents:
         if self._workers is not None and (why := self._workers.end_late(now)):
             self._events.append(Output(WORKERS, "", f"{why}: it is killed"))
             self._end_workers(0.0)
-
-    def _due(self) -> float:
-        """When something is to be done though no agent says anything."""
-        times = list(self._leaving.values())
-        for place in self._places.values():
-            if place.link is None and not place.held:
-                times.append(place.start_at)
-            elif place.link is not None and place.link.unsent:
-                times.append(time.monotonic() + UNSENT_S)
-        return min(times, default=float("inf"))
 
     def _begin(self, place: _HostState) -> None:
         try:
