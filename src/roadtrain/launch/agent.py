@@ -56,18 +56,22 @@ class HostAgent:
         signal.signal(signal.SIGINT, lambda *_: None)
         # blocked where a thread of Ray's starts agents; processes would have it blocked as well
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        kill_marked(f"{self._mark}#", more=True)  # what an agent before this one has left
+        kill_marked(f"{self._mark}#")  # what an agent before this one has left
         self._send(m.AgentReady(device_count()))
+        alive_at = time.monotonic() + m.ALIVE_S
         try:
             while self._going:
                 for key, _ in self._selector.select(TURN_S):
                     key.data()
                 self._reap()
                 self._end_late()
+                if time.monotonic() > alive_at:
+                    self._send(m.AgentAlive())
+                    alive_at = time.monotonic() + m.ALIVE_S
         finally:
             for process in self._running.values():
                 process.kill()
-            kill_marked(f"{self._mark}#", more=True)
+            kill_marked(f"{self._mark}#")
 
     def _watch(self, descriptor: int, do: Callable[[], object], event: int = 0) -> None:
         self._selector.register(descriptor, event or selectors.EVENT_READ, do)
@@ -86,8 +90,6 @@ class HostAgent:
                 self._begin(process)
             case m.EndProcess(name, grace_s):
                 self._end(name, grace_s)
-            case m.AgentPing():
-                self._send(m.AgentPong())
 
     def _begin(self, process: Process) -> None:
         name = process.name
@@ -102,7 +104,7 @@ class HostAgent:
             make_directory(Path(process.directory))
             started = StartedProcess(
                 process.words,
-                f"{self._mark}#{name}",
+                f"{self._mark}#{name};",
                 partial(self._say, name),
                 directory=process.directory,
                 environment=process.environment,

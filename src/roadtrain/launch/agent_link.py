@@ -18,8 +18,7 @@ from roadtrain.launch.launch_engine import Begin
 from roadtrain.units import KIB
 
 READ = 256 * KIB  # bytes at once
-READY_S = 60.0  # an agent says that it is ready within it: python and its modules start
-PING_S, SILENT_S = 5.0, 60.0  # asked so often; one that has said nothing for so long is ended
+SILENT_S = 60.0  # an agent that has said nothing for so long is ended; python starts within it
 KILLED_S = 30.0  # one that was killed and is there still, in its disk, is given up
 END_S = 15.0  # an agent whose input is closed has ended within it
 
@@ -69,7 +68,7 @@ class AgentLink:
         self.unsent = bytearray()
         self.last_words = ""  # on its standard error
         self._lines, self._errors = m.LineSplitter(m.MESSAGE_LIMIT), m.LineSplitter(READ)
-        self._begun = self._heard = self._asked = time.monotonic()
+        self._heard = time.monotonic()
 
     def send(self, message: m.ToAgent) -> None:
         self.unsent += m.encode_line(message)
@@ -118,17 +117,8 @@ class AgentLink:
         return lines
 
     def why_silent(self) -> str:
-        """Asks it, every PING_S, whether it lives; returns why it cannot be used, or ""."""
-        now = time.monotonic()
-        if self.ready is None:
-            late = now - self._begun > READY_S
-            return f"its agent was not ready within {READY_S:.0f} s" if late else ""
-        late = False
-        if self._heard < self._asked:
-            late = now - self._asked > SILENT_S
-        elif now - self._asked > PING_S:
-            self._asked = now
-            self.send(m.AgentPing())
+        """Why it cannot be used, or ""."""
+        late = time.monotonic() - self._heard > SILENT_S
         return f"its agent has said nothing for {SILENT_S:.0f} s" if late else ""
 
     def end_input(self) -> None:

@@ -12,6 +12,7 @@ from roadtrain.launch.processes import Process
 from roadtrain.units import MIB
 
 Message = TypeVar("Message")
+ALIVE_S = 5.0
 MESSAGE_LIMIT = 32 * MIB  # bytes of a line: the files of a process are within it
 
 
@@ -26,10 +27,6 @@ class EndProcess(msgspec.Struct, tag="end", frozen=True):
 
     name: str
     grace_s: float
-
-
-class AgentPing(msgspec.Struct, tag="ping", frozen=True):
-    """Answered by an AgentPong."""
 
 
 class AgentReady(msgspec.Struct, tag="ready", frozen=True):
@@ -52,12 +49,12 @@ class ProcessGone(msgspec.Struct, tag="gone", frozen=True):
     said: str  # its last line on standard error
 
 
-class AgentPong(msgspec.Struct, tag="pong", frozen=True):
-    """Said to every AgentPing."""
+class AgentAlive(msgspec.Struct, tag="alive", frozen=True):
+    """Said every ALIVE_S."""
 
 
-ToAgent = BeginProcess | EndProcess | AgentPing
-FromAgent = AgentReady | OutputLine | ProcessGone | AgentPong
+ToAgent = BeginProcess | EndProcess
+FromAgent = AgentReady | OutputLine | ProcessGone | AgentAlive
 _to_agent: msgspec.json.Decoder[ToAgent] = msgspec.json.Decoder(ToAgent)
 _from_agent: msgspec.json.Decoder[FromAgent] = msgspec.json.Decoder(FromAgent)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from roadtrain.errors import LaunchError, WireError
 from roadtrain.launch import agent_messages as m
-from roadtrain.launch.agent_link import READY_S, AgentHost, AgentLink
+from roadtrain.launch.agent_link import AgentHost, AgentLink
 from roadtrain.launch.descendants import MARK, kill_marked
 from roadtrain.launch.launch_engine import HostSeen, answer_of, run_command
 from roadtrain.launch.processes import THREADS, Process, WorkerSet, with_threads
@@ -78,24 +78,18 @@ class HostAgents:
         self._leaving: dict[str, float] = {}  # host -> when it will be gone
         # A supervisor before this one may have been killed a moment ago, or have had an agent that
         # stood still: nothing of it may run beside what is started now, nor end it.
-        kill_marked(f"{mark}/", more=True)
+        kill_marked(f"{mark}/")
         with undone_on_error(self.close):
             self._begin_all()
 
     def _begin_all(self) -> None:
         for place in self._places.values():
             self._begin(place)
-        deadline = time.monotonic() + READY_S
-        while waiting := [p for p in self._places.values() if not p.usable]:
-            if lost := next((p for p in waiting if p.lost), None):
-                raise LaunchError(f"host {lost.host.name} cannot be used: {self._why_lost()}")
-            if time.monotonic() > deadline:
-                names = ", ".join(place.host.name for place in waiting)
-                raise LaunchError(f"no agent was ready within {READY_S:.0f} s on {names}")
+        while not all(place.usable for place in self._places.values()):
             self._turn(TURN_S)
-
-    def _why_lost(self) -> str:
-        return next(event.why for event in self._events if isinstance(event, HostLost))
+            for event in self._events:
+                if isinstance(event, HostLost):
+                    raise LaunchError(f"host {event.host} cannot be used: {event.why}")
 
     def hosts(self) -> Sequence[HostSeen]:
         return [
@@ -137,9 +131,7 @@ class HostAgents:
         hosts = {process.name: process.host for process in workers.processes}
         self._workers = WorkerRun(workers.attempt, hosts)
         threads = {name: place.host.threads for name, place in self._places.items()}
-        workers, note = with_threads(workers, threads, os.environ.get(THREADS, ""))
-        if note:
-            self._events.append(Output(WORKERS, workers.processes[0].host, note))
+        workers = with_threads(workers, threads, os.environ.get(THREADS, ""))
         for n, process in enumerate(workers.processes):
             if why := self._send_begin(process):
                 for later in workers.processes[n + 1 :]:
@@ -228,7 +220,7 @@ class HostAgents:
         for place in self._places.values():
             if place.link is not None:
                 self._forget(place)
-        kill_marked(f"{self._mark}/", more=True)  # of an agent that had to be killed
+        kill_marked(f"{self._mark}/")  # of an agent that had to be killed
         self._selector.close()
         self._places.clear()
 
@@ -311,7 +303,7 @@ class HostAgents:
     def _lose(self, place: _HostState, why: str) -> None:
         name, at = place.host.name, time.monotonic()
         how = self._forget(place) if place.link is not None else ""
-        kill_marked(f"{self._mark}/{name}#", more=True)
+        kill_marked(f"{self._mark}/{name}#")
         if at - place.ready_at > STAYS_S:
             place.starts = 0
         place.ready_at = float("inf")

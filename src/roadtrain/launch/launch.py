@@ -203,7 +203,7 @@ def check_directory(home: RunHome, job: Job) -> None:
     mine = os.path.realpath(job.run.dir)
     for path in sorted(home.path.parent.glob("*/launch.json")):
         other = RunHome(path.parent)
-        if other == home or not other.is_supervised():
+        if other.path == home.path or not other.is_supervised():
             continue
         theirs = load_job(other.job_path).run.dir
         if os.path.realpath(Path(other.record().directory, theirs)) == mine:

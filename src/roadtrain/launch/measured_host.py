@@ -17,11 +17,10 @@ import argparse
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import msgspec
 
@@ -51,13 +50,9 @@ class WorkerSeconds(msgspec.Struct):
     """Of a worker's last steps by one plan: medians. `predicted`: what the plan promised of the
     same stages; none where the file does not say."""
 
-    file: str
-    step: int  # the last one
-    steps: int  # that are counted
     seconds: float
     stages: dict[str, float] = {}
     predicted: dict[str, float] = {}
-    sent_bytes: dict[str, float] = {}  # of each stage that has bytes
 
 
 class HostAnswer(msgspec.Struct):
@@ -109,23 +104,12 @@ def seconds_of(path: Path) -> WorkerSeconds | None:
     if not lines:
         return None
     stages = [line.get("stages", {}) for line in lines]
-    predicted: Mapping[str, Any] = lines[-1].get("predicted", {})
+    names = dict.fromkeys(name for of_step in stages for name in of_step)
     return WorkerSeconds(
-        str(path),
-        int(lines[-1]["step"]),
-        len(lines),
-        median(float(line["seconds"]) for line in lines),
-        _medians(stages, "seconds"),
-        {name: float(of) for name, of in predicted.get("stages", {}).items()},
-        _medians(stages, "bytes"),
+        median(line["seconds"] for line in lines),
+        {name: median(one.get(name, {}).get("seconds", 0.0) for one in stages) for name in names},
+        lines[-1].get("predicted", {}).get("stages", {}),
     )
-
-
-def _medians(stages: Sequence[Mapping[str, Any]], what: str) -> dict[str, float]:
-    names = dict.fromkeys(name for one in stages for name in one)
-    return {
-        name: median(float(one.get(name, {}).get(what, 0.0)) for one in stages) for name in names
-    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:

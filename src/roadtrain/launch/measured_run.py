@@ -32,7 +32,6 @@ END_S = 20.0  # for processes that listen to end
 
 
 class MeasuredWorker(msgspec.Struct, frozen=True):
-    rank: int
     host: str
     seconds: WorkerSeconds
 
@@ -156,17 +155,15 @@ def _workers(
 ) -> Iterator[MeasuredWorker]:
     rank = 0
     for name, count in run.workers_on(hosts):
-        ranks = range(rank, rank + count)
-        rank = ranks.stop
-        files = {_metrics_path(run, one): one for one in ranks}
-        told = Told(metrics=list(files))
+        told = Told(metrics=[_metrics_path(run, one) for one in range(rank, rank + count)])
+        rank += count
         try:
             said = engine.ask(name, ("-m", MODULE), msgspec.to_builtins(told))
         except LaunchError as error:
             missing.append(f"steps of {name}: {str(error).partition(chr(10))[0]}")
             continue
-        for one in msgspec.convert(said, HostAnswer).workers:
-            yield MeasuredWorker(files[one.file], name, one)
+        for seconds in msgspec.convert(said, HostAnswer).workers:
+            yield MeasuredWorker(name, seconds)
 
 
 def _metrics_path(run: ResolvedRun, rank: int) -> str:

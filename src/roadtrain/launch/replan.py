@@ -149,7 +149,7 @@ def check_options(home: RunHome, options: ReplanOptions, ends_with_launcher: boo
             "--placements and a run that goes on: its state keeps its placement",
             hint="--new-run NAME plans a run that begins anew",
         )
-    if options.new_run and RunHome.of(options.new_run) == home:
+    if options.new_run and RunHome.of(options.new_run).path == home.path:
         raise ConfigError(
             f"--new-run {options.new_run}: that is the run itself", hint="give it another name"
         )

@@ -294,9 +294,9 @@ class Supervisor:
 
     def _answer(self, request: ControlRequest) -> None:
         try:
-            request.answer(self._reply(request))
+            request.connection.answer(self._reply(request))
         except RoadtrainError as error:
-            request.answer({"error": str(error)})
+            request.connection.answer({"error": str(error)})
 
     def _reply(self, request: ControlRequest) -> Mapping[str, Any]:
         match request.verb:
@@ -314,9 +314,7 @@ class Supervisor:
                 return {}
             case "tell":
                 return {"said": self._engine.tell(request.words)}
-        raise LaunchError(
-            f"{request.verb!r} is no verb", hint="status, stop, measure, tell, hello, goodbye"
-        )
+        raise LaunchError(f"{request.verb!r} is no verb", hint="status, stop, measure, tell, hello")
 
     def _status(self) -> Mapping[str, Any]:
         """The state, and what `roadtrain status` says of the run on worker 0's host and, of each

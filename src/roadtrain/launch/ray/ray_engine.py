@@ -227,9 +227,7 @@ class RayEngine:
             self._node(process.host)
         nodes = self._map.hosts
         users = os.environ.get(ray_cluster.USERS_THREADS, "")
-        workers, line = with_threads(workers, threads_of(workers, nodes), users)
-        if line:
-            self._events.append(Output(WORKERS, workers.processes[0].host, line))
+        workers = with_threads(workers, threads_of(workers, nodes), users)
         with suppress(RayError, RuntimeError):
             remove_old_places()
         self._remove_directory()  # of the attempt before
