@@ -218,7 +218,7 @@ def test_a_service_is_started_again_and_status_says_so(tmp_path: Path) -> None:
         def restarted() -> Any:
             with suppress(LaunchError):
                 reply = ask_supervisor(run.home, "status")
-                row = next(p for p in reply["state"]["processes"] if p["role"] == "server")
+                row = next(p for p in reply["state"]["processes"] if p["name"] == "server s0 0")
                 return reply if row["restarts"] == 1 and row["state"] == "running" else None
 
         reply = wait_for(restarted, "a restart")

@@ -478,7 +478,7 @@ def test_delay_and_compression_of_a_run_stay(home: RunHome) -> None:  # Rule 2
         assert pick is not None and pick.plan.staleness == delay
     found = again(old.changed(staleness=0), **{"optimizer.delay": 1})
     assert found.pick is None
-    assert "updates 1 steps late are other losses" in str(found.families["server"].refused)
+    assert "other losses: updates 1 steps late" in str(found.families["server"].refused)
     old = old.changed(staleness=0, keep=0.1)
     found = again(old)
     assert found.pick is None

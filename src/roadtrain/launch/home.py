@@ -81,7 +81,6 @@ class ProcessRow(msgspec.Struct, frozen=True):
     """One process of a run, as state.json has it."""
 
     name: str
-    role: str
     host: str
     state: str  # launch/protocol/run_state.py: waiting, running, stopping, ended
     restarts: int

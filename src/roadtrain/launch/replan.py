@@ -233,14 +233,14 @@ def search_again(
         made = plans.fitted(plan)
         if isinstance(made, str) or options.new_run:
             return made
-        if made.micro_batch != old.micro_batch:
-            return "micro-batches of another size are other losses"
-        if made.packets.wire != old.packets.wire:
-            return "gradients on another wire are other losses"
-        if made.staleness != old.staleness:
-            return f"updates {made.staleness} steps late are other losses"
-        if made.keep != old.keep:
-            return "another part of gradients that travels is other losses"
+        for what, new, before in (
+            ("micro-batches of another size", made.micro_batch, old.micro_batch),
+            ("gradients on another wire", made.packets.wire, old.packets.wire),
+            (f"updates {made.staleness} steps late", made.staleness, old.staleness),
+            ("another part of gradients that travels", made.keep, old.keep),
+        ):
+            if new != before:
+                return f"other losses: {what}"
         return made
 
     return search(

@@ -15,8 +15,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
 from roadtrain.config.job import load_job
 from roadtrain.config.plan_file import load_plan_file
 from roadtrain.errors import FullError, LaunchError, RoadtrainError, StoreError
@@ -89,15 +87,9 @@ def not_started(number: int, _: object) -> None:
 
 
 def refuse(home: RunHome, logs: RunLogs, why: str) -> None:
-    refused = RunState(phase="ended", code=REFUSED, why=why)
     try:
-        before = home.state()
-        refused = msgspec.structs.replace(before, phase="ended", code=REFUSED, why=why)
-    except LaunchError as error:
-        logs.tell(str(error))
-    try:
-        home.write_state(refused)
-    except StoreError as error:  # a full disk; whoever follows the logs finds it there
+        home.write_ended(REFUSED, why)
+    except (LaunchError, StoreError) as error:  # whoever follows the logs finds it there
         logs.tell(f"{why}; and state.json is not written: {error}")
 
 

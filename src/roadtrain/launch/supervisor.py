@@ -367,20 +367,16 @@ class Supervisor:
     def _rows(self) -> tuple[ProcessRow, ...]:
         to_wall = time.time() - time.monotonic()
 
-        def row(name: str, role: str, host: str, state: ProcessState) -> ProcessRow:
+        def row(name: str, host: str, state: ProcessState) -> ProcessRow:
             since = round(state.since + to_wall, 1)
-            return ProcessRow(name, role, host, state.phase.value, state.restarts, since)
+            return ProcessRow(name, host, state.phase.value, state.restarts, since)
 
         machine = self._machine
-        services = [
-            row(name, name.partition(" ")[0], machine.places[name].host, state)
-            for name, state in machine.services.items()
-        ]
-        workers = [
-            row(one.name, one.role.value, one.host, machine.workers)
-            for one in self._workers.processes
-        ]
-        return (*services, *workers)
+        services = machine.services.items()
+        return (
+            *(row(name, machine.places[name].host, state) for name, state in services),
+            *(row(one.name, one.host, machine.workers) for one in self._workers.processes),
+        )
 
     def _write_state(self, now: bool = False) -> bool:
         """Whether the file tells of the state as it is. A full disk must not end a run: it is older
