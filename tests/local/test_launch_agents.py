@@ -303,17 +303,3 @@ def test_the_next_supervisor_ends_an_agent_that_stood_still(mark, tmp_path):
     finally:
         after.close()
     wait_until(lambda: not running(str(tmp_path)), "something is left")
-
-
-def test_an_agent_that_ends_again_and_again_is_started_ever_later(agents, mark):
-    def lose():
-        (agent,) = running(f"{mark}/a")
-        os.kill(agent, signal.SIGKILL)
-        events_until(agents, HostLost)
-
-    lose()
-    events_until(agents, HostCame)
-    lose()
-    then = time.monotonic()
-    events_until(agents, HostCame)
-    assert time.monotonic() - then > 0.9

@@ -105,7 +105,7 @@ def test_one_slow_host_becomes_a_kind_of_its_own_and_its_peers_stay_as_they_are(
     got = [round(host.nics[0].total / MBIT) for host in found.hosts]
     assert got == [100, 25, 100, 100]  # what is within 15 % of the file's stays the file's
     assert [host.addresses for host in found.hosts] == [(f"10.0.0.{i}",) for i in range(4)]
-    assert [change.what for change in changes] == ["hosts.b.nics"]
+    assert list(changes) == ["hosts.b.nics"]
     assert "hosts.b.nics" in found.measured
 
 
@@ -156,7 +156,7 @@ def test_servers_that_serve_alike_shares_are_as_fast_as_the_slowest() -> None:
     )
     links = seen({"gpu": 1000.0, "spare0": 100.0, "spare1": 25.0}, 0.9)
     found, changes = measured_cluster(cluster, Machines(hosts), links, {}, 0.9)
-    assert [change.what for change in changes] == ["hosts.spare1.nics"]  # no peer is as fast as gpu
+    assert list(changes) == ["hosts.spare1.nics"]  # no peer is as fast as gpu
     assert [(host.name, host.count) for host in found.hosts] == [("spare", 2), ("gpu", 1)]
     assert round(found.hosts[0].nics[0].rate / MBIT) == 25
 
@@ -189,7 +189,7 @@ def test_a_slow_link_between_switches_is_the_links_and_no_cards() -> None:
     found, changes = measured_cluster(cluster, Machines(hosts), links, {}, 1.0)
     assert found.hosts == cluster.hosts
     assert found.links[0].rate == pytest.approx(50 * MBIT)
-    assert [change.what for change in changes] == ["links.left-right"]
+    assert list(changes) == ["links.left-right"]
 
 
 def names(hosts: tuple[Host, ...]) -> tuple[str, ...]:
@@ -292,12 +292,12 @@ def test_steps_of_the_plan_before_do_not_count_with_those_of_the_last_one(tmp_pa
 
 def test_hosts_measure_their_links_with_the_token_told_on_standard_input(tmp_path: Path) -> None:
     """Rule 8: no token in words. Two listening hosts and the one that asks, as an engine runs
-    them; those that listen end by themselves."""
+    them."""
     others = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     words = [sys.executable, "-m", MODULE]
     write_token(tmp_path / "token", b"t" * 32)
     listening = [
-        subprocess.Popen([*words, "--listen", one, "--token-file", str(tmp_path / "token")])
+        subprocess.Popen([*words, one, str(tmp_path / "token")], stdout=subprocess.DEVNULL)
         for one in others
     ]
     try:
@@ -305,7 +305,6 @@ def test_hosts_measure_their_links_with_the_token_told_on_standard_input(tmp_pat
         done = subprocess.run(words, input=told, capture_output=True, timeout=90, check=False)
         assert done.returncode == 0, done.stderr.decode()
         found = msgspec.json.decode(done.stdout, type=HostAnswer)
-        assert [process.wait(timeout=30) for process in listening] == [0, 0]
     finally:
         for process in listening:
             process.kill()

@@ -37,8 +37,7 @@ from roadtrain.retry import undone_on_error
 
 WORKERS = "workers"  # all of them, as `stop` calls them
 TURN_S = 0.1  # between looks at agents that are slow, silent, or to be started
-AGAIN_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before an agent is started again
-STAYS_S = 60.0  # an agent that was there so long is started again at once
+AGAIN_S = 1.0  # before an agent is started again
 KILLED = -9
 
 
@@ -50,8 +49,6 @@ class _HostState:
     link: AgentLink | None = None
     lost: bool = False  # HostLost was told, HostCame was not
     held: bool = False  # no agent is started here
-    starts: int = 0  # in a row, of agents that did not stay
-    ready_at: float = float("inf")  # since when the agent is
     start_at: float = 0.0  # where there is no agent
 
     @property
@@ -263,12 +260,10 @@ class HostAgents:
         messages = link.read()
         if messages is None:
             return self._lose(place, "")
-        if came and place.usable:
-            place.ready_at = time.monotonic()
-            if place.lost:
-                place.lost = False
-                host = place.host
-                self._events.append(HostCame(host.name, host.address, host.workers))
+        if came and place.usable and place.lost:
+            place.lost = False
+            host = place.host
+            self._events.append(HostCame(host.name, host.address, host.workers))
         for message in messages:
             self._take(place.host.name, message)
         return None
@@ -301,14 +296,10 @@ class HostAgents:
             self._events.append(ended)
 
     def _lose(self, place: _HostState, why: str) -> None:
-        name, at = place.host.name, time.monotonic()
+        name = place.host.name
         how = self._forget(place) if place.link is not None else ""
         kill_marked(f"{self._mark}/{name}#")
-        if at - place.ready_at > STAYS_S:
-            place.starts = 0
-        place.ready_at = float("inf")
-        place.start_at = at + AGAIN_S[min(place.starts, len(AGAIN_S) - 1)]
-        place.starts += 1
+        place.start_at = time.monotonic() + AGAIN_S
         if not place.lost:
             place.lost = True
             self._events.append(HostLost(name, why or how))

@@ -1,30 +1,23 @@
 """`python -m roadtrain.launch.measured_host`, on a host of a run: its links to the run's other
 hosts, and what its workers' metrics say.
 
-    --listen ADDRESS:PORT --token-file T   a process of a LaunchEngine: answers one that asks
-    (no words)                             a command of a LaunchEngine (`ask`): it is told which
-                                           hosts listen, with the token, on standard input (Rule 8)
+    ADDRESS:PORT TOKEN_FILE   a process of a LaunchEngine: answers one that asks, until it is ended
+    (no words)                a command of a LaunchEngine (`ask`): it is told which hosts listen,
+                              with the token, on standard input (Rule 8)
 
 The asking host asks each of the others for its link to every other, one after the other, as
-`roadtrain probe --hosts` does, and then tells them that they may end. Links are slowed by all else
-that uses them: so workers do not run meanwhile. Every wait has a deadline (Rule 5). Does NOT import
-torch.
+`roadtrain probe --hosts` does. Links are slowed by all else that uses them: so workers do not run
+meanwhile. Does NOT import torch.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-import threading
-import time
-from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
 import msgspec
 
-from roadtrain.errors import DeadlineError, PeerError
 from roadtrain.planner import probe_links as links
 from roadtrain.training.metrics import last_alike
 from roadtrain.transport.address import token_of
@@ -33,8 +26,6 @@ from roadtrain.transport.tcp import TcpOptions
 MODULE = "roadtrain.launch.measured_host"
 LAST_STEPS = 20  # of a worker's metrics, over which medians are, where one plan made them
 PATIENCE_S = 30.0  # for a host that does not listen yet
-LISTEN_S = 600.0  # a listening host waits so long for the asking one
-LINGER_S = 0.5  # so that the last answer leaves
 
 
 class Told(msgspec.Struct):
@@ -71,31 +62,7 @@ def answer(told: Told) -> HostAnswer:
         options = TcpOptions(token=told.token.encode(), retry_s=PATIENCE_S)
         found, out.missing = links.matrix(told.others, options)
         out.links = [(*pair, *both) for pair, both in found.items()]
-        for other in told.others:
-            with suppress(PeerError):  # one that has gone ends by its deadline
-                links.ask(other, links.DESCRIBE, "", options)
     return out
-
-
-def listen(address: str, options: TcpOptions, seconds: float) -> None:
-    """Until the asking host has all. Raises DeadlineError where it does not say so in time."""
-    heard = threading.Event()
-
-    def leave() -> links.Said:
-        """Answer the asking host that it is known that this one may end."""
-        heard.set()
-        return links.Said()
-
-    listener = links.listening(address, options, leave)
-    try:
-        if not heard.wait(seconds):
-            raise DeadlineError(
-                f"no host asked {address} for its links within {seconds:.0f} s, or it has gone",
-                hint="a firewall between the run's hosts, or one of them is lost",
-            )
-        time.sleep(LINGER_S)
-    finally:
-        listener.close()
 
 
 def seconds_of(path: Path) -> WorkerSeconds | None:
@@ -112,19 +79,14 @@ def seconds_of(path: Path) -> WorkerSeconds | None:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(f"python -m {MODULE}")
-    parser.add_argument("--listen", default="")
-    parser.add_argument("--token-file")
-    given = parser.parse_args(argv)
-    if given.listen:
-        options = TcpOptions(token=token_of(given.token_file), retry_s=PATIENCE_S)
-        listen(given.listen, options, LISTEN_S)
-        return 0
-    told = msgspec.json.decode(sys.stdin.buffer.read(), type=Told)
-    print(msgspec.json.encode(answer(told)).decode())
-    return 0
+def main(address: str = "", token_file: str = "") -> None:
+    if address:
+        options = TcpOptions(token=token_of(token_file), retry_s=PATIENCE_S)
+        links.serve(address, options, links.Said)
+    else:
+        told = msgspec.json.decode(sys.stdin.buffer.read(), type=Told)
+        print(msgspec.json.encode(answer(told)).decode())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(*sys.argv[1:])

@@ -107,7 +107,7 @@ def _listening(run: ResolvedRun, names: Sequence[str]) -> dict[str, tuple[Proces
                 f"links of {name}",
                 Role.SERVER,
                 name,
-                ("-m", MODULE, "--listen", where, "--token-file", token),
+                ("-m", MODULE, where, token),
                 run.directory,
                 files=(HostFile(token, run.token, secret=True),),
                 ports=(port,),
@@ -138,16 +138,12 @@ def _ask_links(
 
 
 def _end(engine: LaunchEngine, names: Sequence[str]) -> None:
-    """They end by themselves once they were told; else they are ended."""
-    waited = set(names)
-    for patience, stop in ((END_S / 2, False), (END_S, True)):
-        if stop:
-            for name in waited:
-                engine.stop(name, 1.0)
-        until = time.monotonic() + patience
-        while waited and time.monotonic() < until:
-            events = engine.events(0.2)
-            waited -= {event.name for event in events if isinstance(event, ProcessEnded)}
+    for name in names:
+        engine.stop(name, 1.0)
+    waited, until = set(names), time.monotonic() + END_S
+    while waited and time.monotonic() < until:
+        events = engine.events(0.2)
+        waited -= {event.name for event in events if isinstance(event, ProcessEnded)}
 
 
 def _workers(

@@ -19,7 +19,7 @@ job.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from roadtrain.config.plan_file import PlanFile, load_plan_file
 from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.launch.engines import is_alive
 from roadtrain.launch.home import RunHome
-from roadtrain.launch.measured_cluster import WITHIN, RateChange, measured_cluster
+from roadtrain.launch.measured_cluster import WITHIN, measured_cluster
 from roadtrain.launch.measured_run import MeasuredRun, slower
 from roadtrain.launch.paused_run import GoOn, PausedRun, Report
 from roadtrain.planner.arrangements import Arranged, best_arrangement
@@ -61,7 +61,7 @@ class Replanned:
     `blind`: no link was measured, though the run has some."""
 
     plan_file: PlanFile
-    changes: Sequence[RateChange]
+    changes: Mapping[str, str]
     arranged: Arranged
     old: Plan
     old_s: float
@@ -325,7 +325,7 @@ def told(found: Replanned, measured: MeasuredRun) -> list[str]:
     cluster = found.plan_file.cluster
     assert pick is not None
     lines = [f"not measured: {why}" for why in measured.missing]
-    lines += [str(change) for change in found.changes]
+    lines += [f"{what}: {said}" for what, said in found.changes.items()]
     if not found.changes and measured.links:
         lines.append(f"all rates are within {WITHIN:.0%} of what the plan's cluster says")
     elif not measured.links:

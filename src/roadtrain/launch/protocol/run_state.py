@@ -213,7 +213,7 @@ class RunStateMachine:
             self._tell(f"host {host} came, with {self.spares[host]} workers: it is a spare one")
         elif self.phase is RunPhase.GOING:
             self._tell(f"host {host} came: it sums for the workers from now on")
-            name = reducer_name(host)
+            name = f"reducer {host}"
             self.places[name] = m.RunService(name, host, reducer=True)
             self.services[name] = ProcessState(name, since=self.now)
 
@@ -474,11 +474,6 @@ class RunStateMachine:
         if self.phase is RunPhase.ENDED:
             assert all(one.phase is ProcessPhase.ENDED for one in processes)
         assert not self._out
-
-
-def reducer_name(host: str) -> str:
-    """Of the reducer's process on a host that came."""
-    return f"reducer {host}"
 
 
 def how(code: int) -> str:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from roadtrain.config.machines import PlanHost
-from roadtrain.launch.protocol.run_events import HostCame, HostLeaves, HostLost, Output, RunEvent
+from roadtrain.launch.protocol.run_events import HostCame, HostLeaves, HostLost, RunEvent
 
 LABEL = "roadtrain-host"
 NOTICE_S = 120.0  # of a node that is drained without a deadline, as spot machines have
@@ -66,7 +66,6 @@ class HostMap:
         self._leaving: set[str] = set()  # nodes that HostLeaves was told of
         self._others: set[str] | None = None  # nodes that were there first and are no host of it
         self._instead: dict[str, str] = {}  # lost host -> the other that was told as one that came
-        self._too_small: set[tuple[str, str]] = set()  # host, node: it was said
 
     def address_of(self, host: str) -> str:
         """By which the others reach a host that is there: as the plan says, which may be that of
@@ -117,7 +116,6 @@ class HostMap:
         first = self._others is None
         events += self._lose_early()
         free = self._free(alive.values())
-        events += self._say_too_small(free)
         for host in self._assign(list(alive.values()), free):
             if host in self._lost or host not in self._hosts or not first:
                 self._lost.discard(host)
@@ -213,18 +211,6 @@ class HostMap:
         has = min(node.processors, node.devices) if with_devices else node.processors
         return has >= host.workers
 
-    def _say_too_small(self, free: Sequence[RayNode]) -> list[RunEvent]:
-        events: list[RunEvent] = []
-        for host in self.missing():
-            for node in free:
-                pair = (host.name, node.node_id)
-                if not _by_label(host, node) or self._is_large_enough(host, node):
-                    continue
-                if pair not in self._too_small:
-                    self._too_small.add(pair)
-                    events.append(Output("workers", host.name, _too_small(host, node)))
-        return events
-
     def _name_of(self, node: RayNode) -> str:
         """Of a node that is no host of the plan."""
         name = node.label or node.name
@@ -294,11 +280,3 @@ def _best_for(host: PlanHost) -> Callable[[RayNode], tuple[int, bool, str, str]]
 def _capacity(node: RayNode, devices: bool) -> int:
     """Workers it can run."""
     return node.devices if devices else node.processors
-
-
-def _too_small(host: PlanHost, node: RayNode) -> str:
-    return (
-        f"[Ray's node {node.node_id[:8]} has the label of {host.name}, but {node.processors}"
-        f" processors and {node.devices} accelerators for its {host.workers} workers: it is not"
-        " taken as that host]"
-    )

@@ -49,7 +49,6 @@ from roadtrain.launch.ray.actors import (
     WorkerTaken,
     actor_name,
     end_actors,
-    is_there,
     kill_named,
     service_actor,
     service_actors,
@@ -86,7 +85,6 @@ class _Heard:
     asks: Any = None
     ask_at: float = 0.0  # no sooner
     silent_since: float | None = None  # when it was asked what it has not answered
-    failing: bool = False  # Ray could not ask it the last time
 
 
 class RayEngine:
@@ -134,9 +132,8 @@ class RayEngine:
     def _refuse_missing(self, hosts: Sequence[PlanHost]) -> None:
         missing = [host for host in self._map.missing() if host in hosts]
         if missing and not self.goes_on:
-            said = "".join(f" {one.line}" for one in self._events if isinstance(one, Output))
             was_at = self._map.was_at(missing[0].name)
-            raise LaunchError(_no_node(missing[0], was_at, ray_cluster.nodes()) + said)
+            raise LaunchError(_no_node(missing[0], was_at, ray_cluster.nodes()))
 
     def _others_with_services(self, plan: Sequence[PlanHost]) -> list[RunEvent]:
         """Hosts that came to an engine before this one, and still sum."""
@@ -297,12 +294,8 @@ class RayEngine:
             service.asks = None
             try:
                 self._take(service, ray.get(ref))
-            except RayError as error:
-                now = time.monotonic()
-                service.ask_at = now + AGAIN_S
-                if not service.failing:
-                    service.failing, service.silent_since = True, now
-                self._actor_failed(service, error)
+            except RayError:  # until Ray has started it again, or it is taken for silent
+                service.ask_at = time.monotonic() + AGAIN_S
         for service in asked.values():  # their answers, where there were any, are taken
             since = service.silent_since
             if since is not None and time.monotonic() - since > SILENT_S:
@@ -329,17 +322,6 @@ class RayEngine:
                 return
             self._take(mailbox, news)
 
-    def _actor_failed(self, service: _Heard, error: RayError) -> None:
-        """For good, or until Ray has started it again: then it answers the next question."""
-        if service.process is None:
-            return  # Ray starts the mailbox again; the workers find that and end
-        self._look()  # maybe with its host
-        name = service.process.name
-        if self._services.get(name) is not service or is_there(service_actor(self._mark, name)):
-            return
-        del self._services[name]
-        self._events.append(ProcessEnded(name, KILLED, f"its actor is gone: {_first_line(error)}"))
-
     def _actor_silent(self, service: _Heard) -> None:
         """Rule 5. Another actor takes its place; its process ends with it."""
         why = f"its actor has not answered for {SILENT_S:.0f} s"
@@ -360,7 +342,7 @@ class RayEngine:
         if service.life and service.life != news.life:
             self._events.append(ProcessRestarted(name))
         service.life, service.after = news.life, news.then
-        service.silent_since, service.failing = None, False
+        service.silent_since = None
         if news.left_out:
             host = service.process.host if service.process else ""
             text = f"[{news.left_out} lines left out: the supervisor was away, or slow]"
