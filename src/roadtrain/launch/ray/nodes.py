@@ -59,8 +59,7 @@ class HostMap:
         self._hosts = {host.name: host for host in (*hosts, *spares)}
         self._replaceable = [host.name for host in hosts if host.workers]
         self._nodes: dict[str, RayNode] = {}  # host -> its node
-        self._addresses = dict(known or {})  # host -> where its node is or was
-        self._had = {*self._addresses}  # hosts that have had a node
+        self._addresses = dict(known or {})  # hosts that have had a node -> where it is or was
         self._before: dict[str, RayNode] = {}  # lost host -> the node that it had
         self._lost: set[str] = set()  # of those, the ones that HostLost was told of
         self._leaving: set[str] = set()  # nodes that HostLeaves was told of
@@ -88,7 +87,7 @@ class HostMap:
 
     def remember(self, host: str, node_id: str) -> None:
         """A host is on this node already: a service of it was found there."""
-        self._had.add(host)
+        self._addresses.setdefault(host, "")
         self._nodes[host] = RayNode(node_id, "", "", "", "", 0, 0)
 
     def tell_missing(self) -> list[RunEvent]:
@@ -120,7 +119,6 @@ class HostMap:
             if host in self._lost or host not in self._hosts or not first:
                 self._lost.discard(host)
                 events.append(HostCame(host, self.address_of(host), self.workers_of(host)))
-        self._had.update(self._nodes)
         self._addresses |= {host: node.address for host, node in self._nodes.items()}
         events += self._leaves()
         return events
@@ -152,17 +150,14 @@ class HostMap:
         return [n for n in nodes if n.node_id not in taken and n.leaves_in_s is None]
 
     def _leaves(self) -> list[RunEvent]:
-        leaving = {
-            host: node.leaves_in_s
-            for host, node in self._nodes.items()
-            if node.leaves_in_s is not None
-        }
-        told, self._leaving = self._leaving, {self._nodes[host].node_id for host in leaving}
-        return [
-            HostLeaves(host, within_s)
-            for host, within_s in leaving.items()
-            if self._nodes[host].node_id not in told
-        ]
+        told, self._leaving = self._leaving, set()
+        events: list[RunEvent] = []
+        for host, node in self._nodes.items():
+            if node.leaves_in_s is not None:
+                self._leaving.add(node.node_id)
+                if node.node_id not in told:
+                    events.append(HostLeaves(host, node.leaves_in_s))
+        return events
 
     def _assign(self, nodes: Sequence[RayNode], free: list[RayNode]) -> list[str]:
         """Gives hosts without a node one. Returns those hosts, and those that came. free: of the
@@ -170,7 +165,7 @@ class HostMap:
         new = self._give_own(free)
         devices = any(n.devices for n in nodes)
         for host in self.missing():
-            if host.address or host.name in self._had:
+            if host.address or host.name in self._addresses:
                 continue
             fitting = [n for n in free if not n.label and _capacity(n, devices) >= host.workers]
             if fitting:
@@ -204,7 +199,7 @@ class HostMap:
 
     def _is_large_enough(self, host: PlanHost, node: RayNode) -> bool:
         """Of a node that may be a host again. At the first start the checks say what is lacking."""
-        if host.name not in self._had:
+        if host.name not in self._addresses:
             return True
         before = self._before.get(host.name)
         with_devices = node.devices or (before is not None and before.devices)
