@@ -276,8 +276,7 @@ class ResolvedRun:
             return "" if job.servers.addresses else "the state rests on the workers' host"
         if any(one.files for one in job.parallelism.placements):
             return "a stage's state rests on files of its host"
-        served = {one.stage for one in job.parallelism.placements if one.servers}
-        if self.shared or served == set(range(job.parallelism.pp)):
+        if self.shared or not self.snapshots_at_workers:
             return ""
         return f"the run's snapshots rest in {self.directory} of each worker's host"
 
@@ -424,14 +423,13 @@ def _check_services(plan: Plan, machines: Machines, job: Job) -> None:
     placement uses, or such as nobody uses."""
     name, hosts = plan.placement.name, machines.hosts
     of_stages = any(one.servers for one in job.parallelism.placements)  # the job says which
+    servers = 0 if of_stages else sum(len(host.servers) for host in hosts)
+    reducers = sum(host.reducer > 0 for host in hosts)
+    switches = sum(host.switch is not None for host in hosts)
     for what, used, count in (
-        (
-            "servers",
-            plan.placement.served or name == "smartnic",
-            0 if of_stages else sum(len(host.servers) for host in hosts),
-        ),
-        ("reducers", name in REDUCED, sum(host.reducer > 0 for host in hosts)),
-        ("switches", plan.placement.fans_in, sum(host.switch is not None for host in hosts)),
+        ("servers", plan.placement.served or name == "smartnic", servers),
+        ("reducers", name in REDUCED, reducers),
+        ("switches", plan.placement.fans_in, switches),
     ):
         if used != (count > 0):
             need = "1 or more are needed" if used else "nobody would use them"
