@@ -118,10 +118,8 @@ class HostAgents:
         return self._places[host]
 
     def start(self, process: Process) -> None:
+        self._link(process.host).send(m.BeginProcess(process))
         self._services[process.name] = process.host
-        if why := self._send_begin(process):
-            del self._services[process.name]
-            self._events.append(ProcessEnded(process.name, KILLED, why))
 
     def start_workers(self, workers: WorkerSet) -> None:
         assert self._workers is None, "the workers of the attempt before have not ended"
@@ -130,19 +128,13 @@ class HostAgents:
         threads = {name: place.host.threads for name, place in self._places.items()}
         workers = with_threads(workers, threads, os.environ.get(THREADS, ""))
         for n, process in enumerate(workers.processes):
-            if why := self._send_begin(process):
+            try:
+                self._link(process.host).send(m.BeginProcess(process))
+            except (LaunchError, WireError) as error:
                 for later in workers.processes[n + 1 :]:
                     del self._workers.hosts[later.name]
-                return self._worker_ended(process.name, KILLED, why)
+                return self._worker_ended(process.name, KILLED, str(error))
         return None
-
-    def _send_begin(self, process: Process) -> str:
-        """Why it cannot be begun, or ""."""
-        try:
-            self._link(process.host).send(m.BeginProcess(process))
-        except (LaunchError, WireError) as error:
-            return str(error)
-        return ""
 
     def stop(self, name: str, grace_s: float) -> None:
         if name != WORKERS:

@@ -53,7 +53,8 @@ class LaunchEngine(Protocol):
         `events`; the lab more. Raises LaunchError for a verb or a host that it does not know."""
 
     def start(self, process: Process) -> None:
-        """Begin a server, reducer or switch. Its end is told by `events`."""
+        """Begin a server, reducer or switch. Its end is told by `events`. Raises LaunchError where
+        its host is not there."""
 
     def start_workers(self, workers: WorkerSet) -> None:
         """Begin all workers. The end of the first of them that fails, or of the last of them, is

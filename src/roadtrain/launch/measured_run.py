@@ -61,18 +61,27 @@ def measure_run(engine: LaunchEngine, run: ResolvedRun, worker_hosts: Sequence[s
         if one.name not in here
     ]
     links: list[LinkSeen] = []
-    listening = _listening(run, _of_addresses(run, every)[1:])
+    meeting = _of_addresses(run, every)
+    listening, started = _listening(run, meeting[1:]), list[str]()
     try:
         for process, _ in listening.values():
             engine.start(process)
-        for asking, others in _groups(_of_addresses(run, every)):
-            _ask_links(
-                engine, run, asking, {listening[one][1]: one for one in others}, links, missing
-            )
+            started.append(process.name)
+        for asking, others in _groups(meeting):
+            places = {listening[one][1]: one for one in others}
+            told = Told(token=run.token, others=list(places))
+            said = engine.ask(asking, ("-m", MODULE), msgspec.to_builtins(told))
+            found = msgspec.convert(said, HostAnswer)
+            names = {"here": asking, **places}
+            links += [LinkSeen(names[a], names[b], *seen) for a, b, *seen in found.links]
+            for why in found.missing:
+                for where, name in names.items():
+                    why = why.replace(where, name)
+                missing.append(why)
     except LaunchError as error:
         missing.append(str(error).partition("\n")[0])
     finally:
-        _end(engine, [process.name for process, _ in listening.values()])
+        _end(engine, started)
     workers = tuple(_workers(engine, run, worker_hosts, missing))
     return MeasuredRun(tuple(links), workers, tuple(missing), run.shared)
 
@@ -117,26 +126,6 @@ def _listening(run: ResolvedRun, names: Sequence[str]) -> dict[str, tuple[Proces
     return out
 
 
-def _ask_links(
-    engine: LaunchEngine,
-    run: ResolvedRun,
-    asking: str,
-    others: Mapping[str, str],
-    links: list[LinkSeen],
-    missing: list[str],
-) -> None:
-    """others: where a host listens -> its name."""
-    told = Told(token=run.token, others=list(others))
-    said = engine.ask(asking, ("-m", MODULE), msgspec.to_builtins(told))
-    found = msgspec.convert(said, HostAnswer)
-    names = {"here": asking, **others}
-    links += [LinkSeen(names[a], names[b], rate, latency) for a, b, rate, latency in found.links]
-    for why in found.missing:
-        for where, name in names.items():
-            why = why.replace(where, name)
-        missing.append(why)
-
-
 def _end(engine: LaunchEngine, names: Sequence[str]) -> None:
     for name in names:
         engine.stop(name, 1.0)
@@ -150,20 +139,18 @@ def _workers(
     engine: LaunchEngine, run: ResolvedRun, hosts: Sequence[str], missing: list[str]
 ) -> Iterator[MeasuredWorker]:
     rank = 0
-    for name, count in run.workers_on(hosts):
-        told = Told(metrics=[_metrics_path(run, one) for one in range(rank, rank + count)])
+    for host, count in run.workers_on(hosts):
+        ranks = range(rank, rank + count)
+        names = [f"metrics.{one}.jsonl" if one else "metrics.jsonl" for one in ranks]
+        told = Told(metrics=[str(Path(run.job.run.dir, name)) for name in names])
         rank += count
         try:
-            said = engine.ask(name, ("-m", MODULE), msgspec.to_builtins(told))
+            said = engine.ask(host, ("-m", MODULE), msgspec.to_builtins(told))
         except LaunchError as error:
-            missing.append(f"steps of {name}: {str(error).partition(chr(10))[0]}")
+            missing.append(f"steps of {host}: {str(error).partition(chr(10))[0]}")
             continue
         for seconds in msgspec.convert(said, HostAnswer).workers:
-            yield MeasuredWorker(name, seconds)
-
-
-def _metrics_path(run: ResolvedRun, rank: int) -> str:
-    return str(Path(run.job.run.dir) / (f"metrics.{rank}.jsonl" if rank else "metrics.jsonl"))
+            yield MeasuredWorker(host, seconds)
 
 
 def slower(measured: MeasuredRun) -> dict[str, float]:

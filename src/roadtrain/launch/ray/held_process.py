@@ -63,25 +63,20 @@ class HeldProcess:
         self._tell(ended)
 
     def _held(self) -> ProcessEnded | None:
-        agents = HostAgents([AgentHost(self.process.host, "")], self._mark)
-        try:
+        hosts = [AgentHost(self.process.host, "")]
+        with contextlib.closing(HostAgents(hosts, self._mark)) as agents:
             agents.start(self.process)
-            return self._watch(agents)
-        finally:
-            agents.close()
-
-    def _watch(self, agents: HostAgents) -> ProcessEnded | None:
-        while True:
-            while not self._orders.empty():
-                agents.stop(self.process.name, self._orders.get())
-            for event in agents.events(TURN_S):
-                match event:
-                    case Output():
-                        self._tell(event)
-                    case ProcessEnded():
-                        return event
-                    case HostLost():
-                        return None
+            while True:
+                while not self._orders.empty():
+                    agents.stop(self.process.name, self._orders.get())
+                for event in agents.events(TURN_S):
+                    match event:
+                        case Output():
+                            self._tell(event)
+                        case ProcessEnded():
+                            return event
+                        case HostLost():
+                            return None
 
 
 def to_ray_log(event: Said, host: str) -> None:

@@ -191,12 +191,8 @@ class RayEngine:
         known = self._services.get(process.name)
         if known is not None and known.process == process:
             return  # it was found, and still runs
-        node = self._map.hosts.get(process.host)
-        if node is None:
-            why = f"its host {process.host} is no node of the cluster now"
-            self._events.append(ProcessEnded(process.name, KILLED, why))
-            return
-        self._services[process.name] = _Heard(self._create(process, node), process)
+        actor = self._create(process, self._node(process.host))
+        self._services[process.name] = _Heard(actor, process)
 
     def _create(self, process: Process, node: RayNode) -> Any:
         served = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=8)(ServedProcess)
