@@ -52,7 +52,6 @@ class StartPhase(StrEnum):
     LAUNCHED = "launched"  # the command was typed
     READY = "ready"  # the engine and the plan's hosts are there
     CHECKED = "checked"  # nothing is wrong with the hosts
-    SERVICES = "services"  # servers, reducers and switches were told to start
     WORKERS = "workers"  # workers were told to start
     PLACED = "placed"  # an engine that looks for workers' places has them; other engines skip it
     IMPORTED = "imported"  # worker 0 said its first line: python and its modules are there

@@ -247,7 +247,6 @@ class Supervisor:
                     self._engine.start(self._service(name))
                 except RoadtrainError as error:
                     self._failed.append(m.ProcessEnded(name, 1, str(error)))
-                self._stamps.setdefault(StartPhase.SERVICES, time.time())
             case m.StartWorkers(attempt, hosts):
                 self._start_workers(attempt, hosts)
             case m.StopProcess(name, grace_s):
@@ -274,7 +273,6 @@ class Supervisor:
                 self._step,
                 begins_anew=self._begins_anew,
             )
-            self._stamps.setdefault(StartPhase.SERVICES, time.time())
             self._engine.start_workers(self._workers)
         except RoadtrainError as error:
             code = REFUSED if isinstance(error, ConfigError) else FAILED
