@@ -222,10 +222,11 @@ class _RunObjects:
         (handed_out,) = {str(PurePosixPath(file.path).parent) for file in files}
         mounts: list[Tree] = [{"name": name, "mountPath": path} for name, path in on_node.items()]
         mounts.append({"name": "files", "mountPath": handed_out, "readOnly": True})
-        volumes: list[Tree] = [
-            {"name": name, "hostPath": {"path": path, "type": _kind_of(path, made)}}
-            for name, path in on_node.items()
-        ]
+        volumes: list[Tree] = []
+        for name, path in on_node.items():
+            # what a run writes may be made; what it only reads is there, or the pod does not start
+            kind = "DirectoryOrCreate" if path in made else "Directory"
+            volumes.append({"name": name, "hostPath": {"path": path, "type": kind}})
         volumes.append({"name": "files", "projected": {"sources": self._sources(files)}})
         spec = {
             "nodeSelector": {"kubernetes.io/hostname": host},
@@ -256,11 +257,6 @@ class _RunObjects:
         places = [one for one in host.servers if one.port in process.ports]
         stores = places if process.role == Role.SERVER else []
         return [path for one in stores for path in (one.store, one.snapshot) if path]
-
-
-def _kind_of(path: str, made: Iterable[str]) -> str:
-    """What a run writes may be made; what it only reads is there, or the pod does not start."""
-    return "DirectoryOrCreate" if path in made else "Directory"
 
 
 def _port(protocol: str, port: int, key: str) -> Tree:
