@@ -32,7 +32,7 @@ import roadtrain
 from roadtrain import cli, errors
 from roadtrain.config.cluster import Cluster
 from roadtrain.config.job import Job
-from roadtrain.lab.labfile import LabFile
+from roadtrain.lab.lab_command import LabFile
 from roadtrain.options.schema import section_in
 
 ROOT = Path(__file__).parents[1]

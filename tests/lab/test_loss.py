@@ -11,7 +11,7 @@ import pytest
 
 from roadtrain.errors import ConfigError
 from roadtrain.lab import LabHost, LabNic, Network, loss_available
-from roadtrain.lab.labfile import load_lab
+from roadtrain.lab.lab_command import load_lab
 
 WHY = loss_available()
 needs_loss = pytest.mark.skipif(WHY is not None, reason=f"no loss: {WHY}")

@@ -19,7 +19,7 @@ import pytest
 from roadtrain import cli
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab import PREFIX, LabHost, LabNic, Network, lab_available, network_available, sweep
-from roadtrain.lab.labfile import load_lab
+from roadtrain.lab.lab_command import load_lab
 from roadtrain.lab.network import undo_network
 
 needs_network = pytest.mark.skipif(

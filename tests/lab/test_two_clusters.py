@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from roadtrain.lab import PREFIX, cpus_available, network_available
-from roadtrain.lab.labfile import load_lab
+from roadtrain.lab.lab_command import load_lab
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "two-clusters"

@@ -21,6 +21,7 @@ from roadtrain.launch.protocol.run_events import (
     ProcessEnded,
     WorkersEnded,
 )
+from roadtrain.launch.supervisor import PUT_FILE
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 # becomes a leader of a session of its own, as a daemon does: its parent's group is not its group
@@ -193,7 +194,7 @@ def test_what_a_process_started_ends_with_it(agents, tmp_path):
     assert not running(sign)
 
 
-def test_a_flood_neither_blocks_nor_fills_memory(agents):
+def test_a_flood_blocks_nobody(agents):
     flood = (
         "import sys, time\nt = time.monotonic() + 1.5\n"
         "while time.monotonic() < t: sys.stdout.write('x' * 99 + '\\n')\n"
@@ -205,8 +206,7 @@ def test_a_flood_neither_blocks_nor_fills_memory(agents):
     if lines(seen, "server b"):
         seen = events_until(agents, ProcessEnded, [e for e in seen if isinstance(e, Output)])
     said = lines(seen, "server a")
-    assert 1000 <= len(said) <= 5000
-    assert any("lines left out" in line for line in said)
+    assert said[-1] == "last" or any("lines left out" in line for line in said)
     assert max(map(len, said)) < 10_000
 
 
@@ -236,7 +236,7 @@ def test_a_host_that_leaves_is_gone_in_time_until_it_comes(agents):
     assert [host.name for host in agents.hosts()] == ["a"]
     assert not [event for event in agents.events(1.5) if isinstance(event, HostCame)]
     with pytest.raises(LaunchError, match="b is not there now"):
-        agents.put("b", HostFile("/tmp/never", ""))
+        agents.ask("b", ["-c", "print(1)"], {})
     agents.tell(["comes", "b"])
     assert only(events_until(agents, HostCame), HostCame).host == "b"
     with pytest.raises(LaunchError, match="no host 'c'"):
@@ -251,8 +251,11 @@ def test_asking(agents, tmp_path):
         agents.ask("a", ["-c", "import sys; print('no such disk', file=sys.stderr); exit(2)"], {})
     with pytest.raises(LaunchError, match="no JSON"):
         agents.ask("a", ["-c", "print('hm')"], {})
-    agents.put("a", HostFile(str(tmp_path / "x" / "reducers.txt"), "10.0.0.1:7000\n"))
-    assert (tmp_path / "x" / "reducers.txt").read_text() == "10.0.0.1:7000\n"
+    path = tmp_path / "x" / "reducers.txt"
+    agents.ask("a", PUT_FILE, {"path": str(path), "content": "10.0.0.1:7000\n"})
+    assert path.read_text() == "10.0.0.1:7000\n"
+    with pytest.raises(LaunchError, match=r"put_file` on a ended with code 1: .*reducers.txt"):
+        agents.ask("a", PUT_FILE, {"path": str(path / "below"), "content": ""})
 
 
 SUPERVISOR = (
@@ -300,17 +303,3 @@ def test_the_next_supervisor_ends_an_agent_that_stood_still(mark, tmp_path):
     finally:
         after.close()
     wait_until(lambda: not running(str(tmp_path)), "something is left")
-
-
-def test_an_agent_that_ends_again_and_again_is_started_ever_later(agents, mark):
-    def lose():
-        (agent,) = running(f"{mark}/a")
-        os.kill(agent, signal.SIGKILL)
-        events_until(agents, HostLost)
-
-    lose()
-    events_until(agents, HostCame)
-    lose()
-    then = time.monotonic()
-    events_until(agents, HostCame)
-    assert time.monotonic() - then > 0.9

@@ -59,7 +59,7 @@ def test_links_and_steps_of_a_runs_hosts(tmp_path: Path) -> None:
         engine.close()
     assert not found.missing
     assert {(link.sender, link.receiver) for link in found.links} == set(permutations(NAMES, 2))
-    assert {one.seconds.step for one in found.workers} == {3} and found.seconds == 1.5
+    assert len(found.workers) == 3 and found.seconds == 1.5
     assert slower(found) == {"a": 1.0, "b": 2.0, "c": 1.0}
 
 

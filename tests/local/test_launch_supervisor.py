@@ -28,7 +28,7 @@ from roadtrain.launch.control_socket import ControlClient, ask_supervisor
 from roadtrain.launch.home import LaunchRecord, RunHome, RunState
 from roadtrain.launch.launch_engine import HostSeen
 from roadtrain.launch.logs import RunLogs
-from roadtrain.launch.processes import HostFile, Process, WorkerSet
+from roadtrain.launch.processes import Process, WorkerSet
 from roadtrain.launch.protocol.run_events import (
     HostCame,
     HostLost,
@@ -95,7 +95,6 @@ class SmallProcesses:
         self.script = script
         self.services: dict[str, subprocess.Popen[bytes]] = {}
         self.workers: tuple[int, list[subprocess.Popen[bytes]]] | None = None
-        self.put_files: list[HostFile] = []
         self.step = -1
         self.jobs: list[Job] = []  # of each attempt, as its workers read it
         self.refuses = 0  # so many starts of a service
@@ -109,9 +108,6 @@ class SmallProcesses:
     def ask(self, host: str, words: Sequence[str], told: Any) -> Any:
         stages = [[["stage 0", "predicted", "measured", "ratio"]]]
         return {"step": self.step, "code": 0, "lines": [f"asked on {host}"], "stages": stages}
-
-    def put(self, host: str, file: HostFile) -> None:
-        self.put_files.append(file)
 
     def tell(self, words: Sequence[str]) -> str:
         raise LaunchError(f"{words[0]} is no verb of this engine")
@@ -141,12 +137,12 @@ class SmallProcesses:
         for name, process in list(self.services.items()):
             if (code := process.poll()) is not None:
                 del self.services[name]
-                out.append(ProcessEnded(name, code, time.monotonic(), "its last line"))
+                out.append(ProcessEnded(name, code, "its last line"))
         if self.workers is not None and all(p.poll() is not None for p in self.workers[1]):
             attempt, run = self.workers
             self.workers = None
             out.append(Output("worker 0", "gpu0", f"attempt {attempt} is over"))
-            out.append(WorkersEnded(attempt, run[0].returncode, "worker 0", time.monotonic()))
+            out.append(WorkersEnded(attempt, run[0].returncode, "worker 0"))
         return out
 
     def close(self) -> None:
@@ -222,7 +218,7 @@ def test_a_service_is_started_again_and_status_says_so(tmp_path: Path) -> None:
         def restarted() -> Any:
             with suppress(LaunchError):
                 reply = ask_supervisor(run.home, "status")
-                row = next(p for p in reply["state"]["processes"] if p["role"] == "server")
+                row = next(p for p in reply["state"]["processes"] if p["name"] == "server s0 0")
                 return reply if row["restarts"] == 1 and row["state"] == "running" else None
 
         reply = wait_for(restarted, "a restart")
@@ -245,11 +241,11 @@ def test_a_start_that_the_engine_refuses_is_tried_again(tmp_path: Path) -> None:
 def test_a_host_that_is_lost_before_the_first_turn_gets_nothing(tmp_path: Path) -> None:
     """As a supervisor finds it that was started again."""
     run = Supervised(tmp_path, "exit 0")
-    run.engine.happened.append(HostLost("gpu0", "it is gone", 0.0))
+    run.engine.happened.append(HostLost("gpu0", "it is gone"))
     with run:
         wait_for(lambda: "workers wait: gpu0 must be there" in run.log(), "a word")
         assert run.engine.workers is None
-        run.engine.happened.append(HostCame("gpu0", "127.0.0.1", 1, time.monotonic()))
+        run.engine.happened.append(HostCame("gpu0", "127.0.0.1", 1))
         assert run.ended().code == 0
 
 
@@ -257,7 +253,7 @@ def test_a_host_that_came_and_cannot_run_workers_is_told(tmp_path: Path) -> None
     run = Supervised(tmp_path, "exec sleep 1000")
     with run:
         wait_for(lambda: run.engine.workers, "workers")
-        run.engine.happened.append(HostCame("new", "127.0.0.2", 1, time.monotonic()))
+        run.engine.happened.append(HostCame("new", "127.0.0.2", 1))
         said = "host new came and is not used for workers: it does not answer"
         wait_for(lambda: said in run.log(), "a word")
         ask_supervisor(run.home, "stop")

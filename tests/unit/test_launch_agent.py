@@ -11,8 +11,8 @@ from roadtrain.launch.agent_link import AgentHost
 from roadtrain.launch.agent_messages import (
     MESSAGE_LIMIT,
     AgentReady,
-    AskCommand,
     BeginProcess,
+    EndProcess,
     LineSplitter,
     OutputLine,
     ProcessGone,
@@ -28,7 +28,7 @@ from roadtrain.launch.worker_run import ALL_END_S, WorkerRun
 def test_messages_arrive_as_they_were_sent():
     files = (HostFile("/run/token", "geheim\n", secret=True),)
     process = Process("worker 0", Role.WORKER, "gpu0", ("-m", "x"), "/run", {"RANK": "0"}, files)
-    for message in (BeginProcess(process), AskCommand(3, ("-m", "look"), '{"a": 1}', 2.5)):
+    for message in (BeginProcess(process), EndProcess("worker 0", 2.5)):
         line = encode_line(message)
         assert line.count(b"\n") == 1 and decode_to_agent(line) == message
     for said in (AgentReady(8), ProcessGone("s", -9, "é\n"), OutputLine("w", "\x00")):
@@ -95,16 +95,16 @@ def run_of(*names, **state):
 def test_the_first_worker_that_fails_ends_the_others_and_is_told():
     run = run_of("a", "b", "c")
     assert ended(run, ("b", 1, 5.0), ("c", -9, 5.1)) == ["b"]
-    assert run.ended(5.1) is None
+    assert run.ended() is None
     assert ended(run, ("a", -9, 5.2)) == []
-    assert (end := run.ended(5.2)) is not None
-    assert (end.attempt, end.code, end.first, end.said, end.at) == (2, 1, "b", "b said", 5.2)
+    assert (end := run.ended()) is not None
+    assert (end.attempt, end.code, end.first, end.said) == (2, 1, "b", "b said")
 
 
 def test_workers_that_were_asked_to_end_are_let_alone():
     run = run_of("a", "b", asked=True)
     assert ended(run, ("a", 130, 1.0), ("b", 130, 2.0)) == []
-    assert run.ended(2.0).code == 130
+    assert run.ended().code == 130
 
 
 def test_a_worker_that_does_not_end_with_the_others_is_killed():
@@ -115,9 +115,9 @@ def test_a_worker_that_does_not_end_with_the_others_is_killed():
     assert "b has not ended" in run.end_late(1.0 + ALL_END_S)
     assert run.end_late(1.0 + ALL_END_S + 1) == ""  # said once
     assert ended(run, ("b", -9, 70.0)) == []
-    assert (run.ended(70.0).code, run.ended(70.0).first) == (-9, "b")
+    assert (run.ended().code, run.ended().first) == (-9, "b")
     assert ended(whole := run_of("a", "b"), ("a", 0, 1.0), ("b", 0, 2.0)) == []
-    assert whole.ended(2.0).code == 0
+    assert whole.ended().code == 0
 
 
 def test_hosts_of_this_machine_share_its_devices_and_processors(monkeypatch):

@@ -105,7 +105,7 @@ def test_one_slow_host_becomes_a_kind_of_its_own_and_its_peers_stay_as_they_are(
     got = [round(host.nics[0].total / MBIT) for host in found.hosts]
     assert got == [100, 25, 100, 100]  # what is within 15 % of the file's stays the file's
     assert [host.addresses for host in found.hosts] == [(f"10.0.0.{i}",) for i in range(4)]
-    assert [change.what for change in changes] == ["hosts.b.nics"]
+    assert list(changes) == ["hosts.b.nics"]
     assert "hosts.b.nics" in found.measured
 
 
@@ -156,7 +156,7 @@ def test_servers_that_serve_alike_shares_are_as_fast_as_the_slowest() -> None:
     )
     links = seen({"gpu": 1000.0, "spare0": 100.0, "spare1": 25.0}, 0.9)
     found, changes = measured_cluster(cluster, Machines(hosts), links, {}, 0.9)
-    assert [change.what for change in changes] == ["hosts.spare1.nics"]  # no peer is as fast as gpu
+    assert list(changes) == ["hosts.spare1.nics"]  # no peer is as fast as gpu
     assert [(host.name, host.count) for host in found.hosts] == [("spare", 2), ("gpu", 1)]
     assert round(found.hosts[0].nics[0].rate / MBIT) == 25
 
@@ -189,7 +189,7 @@ def test_a_slow_link_between_switches_is_the_links_and_no_cards() -> None:
     found, changes = measured_cluster(cluster, Machines(hosts), links, {}, 1.0)
     assert found.hosts == cluster.hosts
     assert found.links[0].rate == pytest.approx(50 * MBIT)
-    assert [change.what for change in changes] == ["links.left-right"]
+    assert list(changes) == ["links.left-right"]
 
 
 def names(hosts: tuple[Host, ...]) -> tuple[str, ...]:
@@ -258,7 +258,6 @@ def test_medians_of_a_workers_last_steps(tmp_path: Path) -> None:
     path.write_text("".join(msgspec.json.encode(line).decode() + "\n" for line in lines))
     found = seconds_of(path)
     assert found is not None
-    assert (found.step, found.steps) == (40, 20)
     assert found.seconds == pytest.approx(3.05)
     assert found.stages == {"Forward": 0.5}
     assert seconds_of(tmp_path / "none.jsonl") is None
@@ -283,22 +282,22 @@ def test_steps_of_the_plan_before_do_not_count_with_those_of_the_last_one(tmp_pa
     written(*[4.0] * 15, *[1.0] * 3)
     found = seconds_of(path)
     assert found is not None
-    assert (found.step, found.steps, found.seconds) == (18, 3, 1.0)
+    assert found.seconds == 1.0
     assert (found.stages, found.predicted) == ({"Forward": 1.0}, {"Forward": 1.0})
     written(*[4.0] * 15, *[0.0] * 2)
     found = seconds_of(path)
     assert found is not None
-    assert (found.steps, found.seconds, found.predicted) == (2, 9.0, {})
+    assert (found.seconds, found.predicted) == (9.0, {})
 
 
 def test_hosts_measure_their_links_with_the_token_told_on_standard_input(tmp_path: Path) -> None:
     """Rule 8: no token in words. Two listening hosts and the one that asks, as an engine runs
-    them; those that listen end by themselves."""
+    them."""
     others = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     words = [sys.executable, "-m", MODULE]
     write_token(tmp_path / "token", b"t" * 32)
     listening = [
-        subprocess.Popen([*words, "--listen", one, "--token-file", str(tmp_path / "token")])
+        subprocess.Popen([*words, one, str(tmp_path / "token")], stdout=subprocess.DEVNULL)
         for one in others
     ]
     try:
@@ -306,7 +305,6 @@ def test_hosts_measure_their_links_with_the_token_told_on_standard_input(tmp_pat
         done = subprocess.run(words, input=told, capture_output=True, timeout=90, check=False)
         assert done.returncode == 0, done.stderr.decode()
         found = msgspec.json.decode(done.stdout, type=HostAnswer)
-        assert [process.wait(timeout=30) for process in listening] == [0, 0]
     finally:
         for process in listening:
             process.kill()
@@ -430,9 +428,8 @@ def test_a_plan_stays_where_no_link_was_measured_and_what_lacks_is_told(home: Ru
     old = launched(home, gpus(), DP4)
     slower = [
         MeasuredWorker(
-            rank,
             f"gpu{rank}",
-            WorkerSeconds("", 9, 9, 9.0, {"Forward": 9.0 if rank == 1 else 1.0}, {"Forward": 1.0}),
+            WorkerSeconds(9.0, {"Forward": 9.0 if rank == 1 else 1.0}, {"Forward": 1.0}),
         )
         for rank in range(4)
     ]
@@ -480,7 +477,7 @@ def test_delay_and_compression_of_a_run_stay(home: RunHome) -> None:  # Rule 2
         assert pick is not None and pick.plan.staleness == delay
     found = again(old.changed(staleness=0), **{"optimizer.delay": 1})
     assert found.pick is None
-    assert "updates 1 steps late are other losses" in str(found.families["server"].refused)
+    assert "other losses: updates 1 steps late" in str(found.families["server"].refused)
     old = old.changed(staleness=0, keep=0.1)
     found = again(old)
     assert found.pick is None
@@ -530,7 +527,7 @@ class Paused:
             while not self.asked and time.monotonic() < until:
                 for request in control.requests():
                     self.asked.append(request.verb)
-                    request.answer({})
+                    request.connection.answer({})
                 time.sleep(0.01)
             self.home.write_state(RunState(phase="ending"))
             time.sleep(0.1)

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from roadtrain.launch import standby, succeed
+from roadtrain.launch import succeed, supervise
 from roadtrain.launch.home import LaunchRecord, RunHome
-from roadtrain.launch.standby import Standby
+from roadtrain.launch.supervise import Standby
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ class Started:
 def test_a_standby_that_is_killed_is_started_again(
     home: RunHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standby.subprocess, "Popen", Started)
+    monkeypatch.setattr(supervise.subprocess, "Popen", Started)
     monkeypatch.setattr(Started, "made", 0)
     one = Standby(home, print)
     for now in (1.0, 2.0, 20.0):
@@ -106,7 +106,7 @@ def test_a_standby_that_cannot_be_started_ends_nothing(
     def refuses(*_: Any, **__: Any) -> None:
         raise OSError("no processes left")
 
-    monkeypatch.setattr(standby.subprocess, "Popen", refuses)
+    monkeypatch.setattr(supervise.subprocess, "Popen", refuses)
     said: list[str] = []
     one = Standby(home, said.append)
     one.keep(1.0)

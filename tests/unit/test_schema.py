@@ -14,7 +14,7 @@ from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.job import Job, make_job
 from roadtrain.config.plan import Plan, make_plan
 from roadtrain.errors import ConfigError, RoadtrainError
-from roadtrain.lab.labfile import LabFile
+from roadtrain.lab.lab_command import LabFile
 from roadtrain.options.schema import checked, keys_of, section_in
 
 OF_EVERY_TYPE: tuple[Any, ...] = (

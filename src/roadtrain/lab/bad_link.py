@@ -53,33 +53,24 @@ class Relay:
         self.flipped = 0
         # way, place among the bytes that go that way, bit
         self._flips: list[tuple[Way, int, int]] = []
-        self._refusing = False
         # every living connection and its sides
         self._open: dict[asyncio.Task[None], list[asyncio.StreamWriter]] = {}
 
     def set_rate(self, bytes_per_s: float, back_bytes_per_s: float | None = None) -> None:
         """`there`, and `back` (the same, unless said otherwise)."""
-        self._do(
-            lambda: self._rate.update(
-                {"there": bytes_per_s, "back": back_bytes_per_s or bytes_per_s}
-            )
-        )
-
-    def set_delay(self, delay_s: float) -> None:
-        """Of each direction, for what arrives from now on."""
-        self._do(lambda: setattr(self, "delay_s", delay_s))
+        rates: dict[Way, float] = {"there": bytes_per_s, "back": back_bytes_per_s or bytes_per_s}
+        self._do(lambda: self._rate.update(rates))
 
     def stall(self) -> None:
         """Nothing is passed on, every connection stays open, new ones too. Until `resume`."""
         self._do(self._going.clear)
 
-    def cut(self, after_nbytes: int = 0, way: Way = "there", *, refuse: bool = False) -> None:
+    def cut(self, after_nbytes: int = 0, way: Way = "there") -> None:
         """Closes both sides of every connection, at once or as soon as exactly so many more bytes
-        went that way.
-        `refuse`: connections that come later are closed, too, until `resume`."""
+        went that way."""
 
         def begin() -> None:
-            self._refusing, self._left[way] = refuse, after_nbytes
+            self._left[way] = after_nbytes
             if not after_nbytes:
                 self._cut(way)
 
@@ -96,11 +87,11 @@ class Relay:
         self._do(begin)
 
     def resume(self) -> None:
-        """No stall, no cut or flip that waits for its bytes, no refusing."""
+        """No stall, no cut or flip that waits for its bytes."""
 
         def begin() -> None:
             self._flips.clear()
-            self._refusing, self._left = False, {"there": float("inf"), "back": float("inf")}
+            self._left = {"there": float("inf"), "back": float("inf")}
             self._going.set()
 
         self._do(begin)
@@ -127,11 +118,8 @@ class Relay:
         asyncio.run_coroutine_threadsafe(in_the_loop(), self._loop).result()
 
     async def _serve(self, started: Future[None]) -> None:
-        self._loop, self._ended, self._going = (
-            asyncio.get_running_loop(),
-            asyncio.Event(),
-            asyncio.Event(),
-        )
+        self._loop = asyncio.get_running_loop()
+        self._ended, self._going = asyncio.Event(), asyncio.Event()
         self._going.set()
         try:
             server = await asyncio.start_server(self._accept, *self.listen)
@@ -154,8 +142,6 @@ class Relay:
         self, reader: asyncio.StreamReader, sides: list[asyncio.StreamWriter]
     ) -> None:
         try:
-            if self._refusing:
-                return
             far_reader, far_writer = await asyncio.open_connection(*self.target)
             sides.append(far_writer)
             ways: tuple[tuple[Way, asyncio.StreamReader, asyncio.StreamWriter], ...]
@@ -214,16 +200,15 @@ class Relay:
     def _spoiled(self, way: Way, begin: int, piece: bytes) -> bytes:
         """`piece`, which goes as bytes `begin`, ... of its way, with the bits changed that
         `flip` asked for."""
-        due = [
-            flip for flip in self._flips if flip[0] == way and begin <= flip[1] < begin + len(piece)
-        ]
-        if not due:
+        if not self._flips:
             return piece
         spoiled = bytearray(piece)
-        for flip in due:
-            spoiled[flip[1] - begin] ^= 1 << flip[2]
-            self._flips.remove(flip)
-            self.flipped += 1
+        for flip in list(self._flips):
+            its_way, at, bit = flip
+            if its_way == way and begin <= at < begin + len(piece):
+                spoiled[at - begin] ^= 1 << bit
+                self._flips.remove(flip)
+                self.flipped += 1
         return bytes(spoiled)
 
     def _cut(self, way: Way) -> None:

@@ -110,14 +110,8 @@ class LabHost:
         self._rules("del", other)
 
     def _rules(self, verb: str, other: LabHost) -> None:
-        batch(
-            self.net,
-            [
-                f"rule {verb} pref 0 from {nic.address} ipproto {kind} blackhole"
-                for nic in other.nics
-                for kind in DROPPED
-            ],
-        )
+        rule = f"rule {verb} pref 0 from {{}} ipproto {{}} blackhole"
+        batch(self.net, [rule.format(nic.address, kind) for nic in other.nics for kind in DROPPED])
 
 
 def batch(net: Path, lines: Sequence[str]) -> None:

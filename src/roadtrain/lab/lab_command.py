@@ -2,7 +2,9 @@
 ends.
 
 What `run` and `down` need to know of a lab that is up is in `lab.json`, in the `up` directory of
-the process that holds it. The lab is named by its file. Does NOT start anything on the hosts.
+the process that holds it. The lab is named by its file (`LabFile`): unknown keys and wrong types
+raise ConfigError; rates and sizes are checked and stay as they were written, for people. Does NOT
+start anything on the hosts.
 """
 
 from __future__ import annotations
@@ -16,22 +18,103 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from pydantic import Field, model_validator
 
 from roadtrain.errors import ConfigError, DeadlineError
-from roadtrain.lab.cpus import cpus_available
+from roadtrain.lab.cpus import MIN_CPUS, cpus_available
 from roadtrain.lab.hosts import inside
-from roadtrain.lab.labfile import LabFile, load_lab
 from roadtrain.lab.leftovers import sweep
 from roadtrain.lab.made import folder, folders, start_time
 from roadtrain.lab.network import Network, network_available
+from roadtrain.lab.nics import LabNic
 from roadtrain.lab.storage import LoopDevice, Throttle, lab_available
+from roadtrain.options.schema import Count, RateText, Section, SizeText, checked, read_toml
 from roadtrain.retry import undone_on_error
 from roadtrain.training.progress import show_table
 from roadtrain.units import parse_bytes, parse_rate
 
 DOWN_TIMEOUT_S = 60.0
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class NicSection(Section):
+    rate: RateText = Field(description="each way")
+    in_rate: RateText | None = Field(default=None, description="what arrives, where that differs")
+    switch: str = Field(default="", description="default: the first switch")
+    loss: float = Field(
+        default=0.0, ge=0, lt=1, description="share of the packets that are lost, each way: 0.001"
+    )
+
+
+class StorageSection(Section):
+    size: SizeText = Field(description="taken from the disk at once")
+    read: RateText = Field(description="of direct I/O")
+    write: RateText
+    dir: str = Field(
+        default="", description="where the image file goes; default: the temporary directory"
+    )
+
+
+class HostSection(Section):
+    name: str
+    count: Count | None = Field(
+        default=None, le=1000, description="so many, called NAME0, NAME1, ..."
+    )
+    nics: list[NicSection] = Field(min_length=1)
+    cpus: float | None = Field(
+        default=None, ge=MIN_CPUS, description="CPUs that its processes may use, all together: 0.4"
+    )
+    storage: StorageSection | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return [self.name] if self.count is None else [f"{self.name}{n}" for n in range(self.count)]
+
+
+class LinkSection(Section):
+    between: tuple[str, str]
+    rate: RateText = Field(description="each way")
+
+
+class LabFile(Section):
+    switches: list[str] = Field(default=["switch"], min_length=1)
+    links: list[LinkSection] = []
+    hosts: list[HostSection] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        named = [nic.switch for host in self.hosts for nic in host.nics if nic.switch]
+        for switch in named + [switch for link in self.links for switch in link.between]:
+            if switch not in self.switches:
+                raise ValueError(f"no switch {switch!r}, only {', '.join(self.switches)}")
+        names = [name for host in self.hosts for name in host.names]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"several hosts are called {', '.join(sorted(twice))}")
+        return self
+
+    def nics(self, host: HostSection) -> list[LabNic]:
+        return [
+            LabNic(
+                parse_rate(nic.rate),
+                nic.switch or self.switches[0],
+                parse_rate(nic.in_rate or nic.rate),
+                nic.loss,
+            )
+            for nic in host.nics
+        ]
+
+    def cpus(self) -> dict[str, float]:
+        return {name: host.cpus for host in self.hosts if host.cpus for name in host.names}
+
+    def link_rates(self) -> dict[tuple[str, str], float]:
+        return {link.between: parse_rate(link.rate) for link in self.links}
+
+
+def load_lab(path: str | Path) -> LabFile:
+    """Raises ConfigError, which names the key and the nearest valid one."""
+    return checked(LabFile, read_toml(path, "lab file"), str(path))
 
 
 def up(path: str, detach: bool = False) -> None:
@@ -115,12 +198,10 @@ def _make(lab: LabFile, path: str, made: contextlib.ExitStack) -> dict[str, dict
     hosts: dict[str, dict[str, Any]] = {name: {"dir": "", "group": ""} for name in sections}
     for name, section in sections.items():
         if want := section.storage:
-            device = made.enter_context(
-                LoopDevice(Path(want.dir or home, f"{name}.img"), parse_bytes(want.size))
-            )
-            rates = made.enter_context(
-                Throttle([device], parse_rate(want.read), parse_rate(want.write))
-            )
+            image = Path(want.dir or home, f"{name}.img")
+            device = made.enter_context(LoopDevice(image, parse_bytes(want.size)))
+            limits = Throttle([device], parse_rate(want.read), parse_rate(want.write))
+            rates = made.enter_context(limits)
             hosts[name] = {"dir": str(device.mount), "group": str(rates.group)}
     made.enter_context(network)  # undone first: its processes keep storage busy
     for name, host in network.hosts.items():
@@ -185,11 +266,10 @@ def _found(path: str) -> tuple[Path, int, dict[str, dict[str, Any]]] | None:
         raise ConfigError("labs belong to root, and this is not root")
     for home, kind, pid, alive in folders():
         with contextlib.suppress(FileNotFoundError):  # it is not up yet, or no longer
-            known: dict[str, Any] = (
-                json.loads((home / "lab.json").read_text()) if kind == "up" and alive else {}
-            )
-            if known.get("file") == str(Path(path).resolve()):
-                return home, pid, known["hosts"]
+            if kind == "up" and alive:
+                known: dict[str, Any] = json.loads((home / "lab.json").read_text())
+                if known["file"] == str(Path(path).resolve()):
+                    return home, pid, known["hosts"]
     return None
 
 

@@ -27,11 +27,8 @@ UNDO_TIMEOUT_S = 10.0
 def folder(kind: str, inside: Path | None = None) -> Path:
     """A new directory of this process (in the temporary directory, unless said otherwise),
     named as the note says."""
-    return Path(
-        tempfile.mkdtemp(
-            prefix=f"{PREFIX}{os.getpid()}-{start_time(os.getpid())}-{kind}-", dir=inside
-        )
-    )
+    prefix = f"{PREFIX}{os.getpid()}-{start_time(os.getpid())}-{kind}-"
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=inside))
 
 
 def folders(inside: Path | None = None) -> Iterator[tuple[Path, str, int, bool]]:

@@ -144,13 +144,8 @@ class Network(Made):
         self._bridges = {name: f"b{n}" for n, name in enumerate(self._root)}
         self._networks = list(dict.fromkeys(self._root.values()))
         self._switch = self._namespace(SWITCH)
-        batch(
-            self._switch,
-            [
-                f"link add name {at} up type bridge mcast_snooping 0"
-                for at in self._bridges.values()
-            ],
-        )
+        bridge = "link add name {} up type bridge mcast_snooping 0"
+        batch(self._switch, [bridge.format(at) for at in self._bridges.values()])
         ports = (End(self._switch, f"p{n}") for n in range(1 << 16))
         for h, (name, nics) in enumerate(self._wanted.items(), 1):
             self.hosts[name] = self._host(name, h, nics, ports)
@@ -193,17 +188,10 @@ class Network(Made):
         return LabHost(name, net, tuple(made), self.home / f"+names.{name}", limit)
 
     def _link(self, pair: tuple[str, str], link: LabLink) -> LabLink:
-        ends = (link.near.device, link.far.device)
-        batch(
-            self._switch,
-            [
-                f"link add name {ends[0]} type veth peer name {ends[1]}",
-                *(
-                    f"link set {port} master {self._bridges[name]} up"
-                    for port, name in zip(ends, pair)
-                ),
-            ],
-        )
+        lines = [f"link add name {link.near.device} type veth peer name {link.far.device}"]
+        for end, name in zip((link.near, link.far), pair):
+            lines.append(f"link set {end.device} master {self._bridges[name]} up")
+        batch(self._switch, lines)
         return link
 
     def _names(self, host: LabHost) -> dict[str, str]:
@@ -237,16 +225,13 @@ def undo_network(home: Path) -> None:
 
         def nobody_left() -> None:
             found = []
-            for pid in (
-                process.name
-                for process in Path("/proc").glob("[0-9]*")
-                if process.name != str(os.getpid())
-            ):
+            for process in Path("/proc").glob("[0-9]*"):
                 with contextlib.suppress(OSError):
-                    its = os.stat(f"/proc/{pid}/ns/net")
-                    if any(os.path.samestat(its, net) for net in namespaces):
-                        found.append(pid)
-                        os.kill(int(pid), signal.SIGKILL)
+                    its, pid = (process / "ns" / "net").stat(), int(process.name)
+                    ours = any(os.path.samestat(its, net) for net in namespaces)
+                    if ours and pid != os.getpid():
+                        found.append(process.name)
+                        os.kill(pid, signal.SIGKILL)
             if found:
                 raise RoadtrainError(
                     f"processes {', '.join(found)} do not end on the hosts of {home}"

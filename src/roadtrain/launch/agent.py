@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,15 +22,15 @@ from pathlib import Path
 from roadtrain.errors import RoadtrainError
 from roadtrain.launch import agent_messages as m
 from roadtrain.launch.descendants import adopt_orphans, kill_marked
-from roadtrain.launch.processes import HostFile, Process
+from roadtrain.launch.processes import Process
+from roadtrain.launch.put_file import put_file
 from roadtrain.launch.started_process import READ, StartedProcess
-from roadtrain.storage.direct import make_directory, replace_file
+from roadtrain.storage.direct import make_directory
 from roadtrain.units import MIB
 
 UNSENT = 8 * MIB  # bytes that wait for a slow supervisor before lines of output are left out
-ANSWER_LIMIT = 8 * MIB  # bytes of an answer
 GIVE_UP_S = 30.0  # a process that was killed and does not end is given up
-WAIT_MOST_S = 3600.0  # at once: `select` takes no more than some weeks
+TURN_S = 0.05  # between looks at what has ended, or is late
 REFUSED = 1  # the code of a process that could not be begun
 
 
@@ -40,10 +39,7 @@ class HostAgent:
 
     def __init__(self, mark: str, heard: int, said: int) -> None:
         self._mark, self._heard, self._said = mark, heard, said
-        # Those that run, by name, and commands that are asked as "ask N"; and what is sent of each
-        # when it has ended with a code.
-        self._running: dict[str, StartedProcess] = {}
-        self._last_messages: dict[str, Callable[[int], m.FromAgent]] = {}
+        self._running: dict[str, StartedProcess] = {}  # by name
         self._orders = m.LineSplitter(m.MESSAGE_LIMIT)
         self._unsent = bytearray()
         self._left_out = 0  # lines, because of UNSENT
@@ -56,28 +52,26 @@ class HostAgent:
     def run(self) -> None:
         """Until its input ends, or nobody reads what it says."""
         adopt_orphans()
-        woken, wakes = os.pipe()
-        for descriptor in (woken, wakes):
-            os.set_blocking(descriptor, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
         # a Ctrl-C is the supervisor's to handle; not ignored, or its processes would ignore it too
         signal.signal(signal.SIGINT, lambda *_: None)
         # blocked where a thread of Ray's starts agents; processes would have it blocked as well
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        self._watch(woken, lambda: os.read(woken, READ))
-        kill_marked(f"{self._mark}#", more=True)  # what an agent before this one has left
+        kill_marked(f"{self._mark}#")  # what an agent before this one has left
         self._send(m.AgentReady(device_count()))
+        alive_at = time.monotonic() + m.ALIVE_S
         try:
             while self._going:
-                for key, _ in self._selector.select(self._patience()):
+                for key, _ in self._selector.select(TURN_S):
                     key.data()
                 self._reap()
                 self._end_late()
+                if time.monotonic() > alive_at:
+                    self._send(m.AgentAlive())
+                    alive_at = time.monotonic() + m.ALIVE_S
         finally:
             for process in self._running.values():
                 process.kill()
-            kill_marked(f"{self._mark}#", more=True)
+            kill_marked(f"{self._mark}#")
 
     def _watch(self, descriptor: int, do: Callable[[], object], event: int = 0) -> None:
         self._selector.register(descriptor, event or selectors.EVENT_READ, do)
@@ -96,12 +90,6 @@ class HostAgent:
                 self._begin(process)
             case m.EndProcess(name, grace_s):
                 self._end(name, grace_s)
-            case m.AskCommand():
-                self._ask(order)
-            case m.PutFile(number, file):
-                self._send(m.FilePut(number, put_file(file)))
-            case m.AgentPing():
-                self._send(m.AgentPong())
 
     def _begin(self, process: Process) -> None:
         name = process.name
@@ -116,21 +104,17 @@ class HostAgent:
             make_directory(Path(process.directory))
             started = StartedProcess(
                 process.words,
-                f"{self._mark}#{name}",
+                f"{self._mark}#{name};",
                 partial(self._say, name),
                 directory=process.directory,
                 environment=process.environment,
             )
         except (RoadtrainError, OSError, subprocess.SubprocessError) as error:
             return self._send(m.ProcessGone(name, REFUSED, f"{name} cannot be begun: {error}"))
-        return self._add(name, started, lambda code: m.ProcessGone(name, code, started.said))
-
-    def _add(
-        self, name: str, started: StartedProcess, last_message: Callable[[int], m.FromAgent]
-    ) -> None:
-        self._running[name], self._last_messages[name] = started, last_message
+        self._running[name] = started
         for pipe in started.pipes:
             self._watch(pipe, partial(self._read, started, pipe))
+        return None
 
     def _read(self, started: StartedProcess, pipe: int) -> None:
         if started.read(pipe) == 0:
@@ -148,32 +132,6 @@ class HostAgent:
     def _kill(self, started: StartedProcess) -> None:
         started.kill()
         started.kill_at, started.give_up_at = None, time.monotonic() + GIVE_UP_S
-
-    def _ask(self, order: m.AskCommand) -> None:
-        name, told = f"ask {order.number}", os.memfd_create("told")
-        try:
-            with os.fdopen(os.dup(told), "wb") as file:
-                file.write(order.told.encode())
-            os.lseek(told, 0, os.SEEK_SET)
-            started = StartedProcess(
-                order.words,
-                f"{self._mark}#{name}",
-                lambda _: None,
-                stdin=told,
-                answer_limit=ANSWER_LIMIT,
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            return self._send(m.AskAnswered(order.number, None, "", f"it cannot be begun: {error}"))
-        finally:
-            os.close(told)
-        started.kill_at = time.monotonic() + order.deadline_s
-        return self._add(name, started, partial(self._answer, order.number, started))
-
-    @staticmethod
-    def _answer(number: int, started: StartedProcess, code: int) -> m.AskAnswered:
-        in_time = started.give_up_at is None
-        answer = started.answer.decode(errors="replace") if in_time else ""
-        return m.AskAnswered(number, code if in_time else None, answer, started.said)
 
     def _reap(self) -> None:
         """Tells the end of all that have ended."""
@@ -193,7 +151,7 @@ class HostAgent:
             with contextlib.suppress(KeyError):  # it was at its end
                 self._selector.unregister(pipe)
         started.finish(code)
-        self._send(self._last_messages.pop(name)(code))
+        self._send(m.ProcessGone(name, code, started.said))
 
     def _end_late(self) -> None:
         """Kills those whose grace is over, and gives those up that do not end then."""
@@ -204,16 +162,6 @@ class HostAgent:
             elif started.give_up_at is not None and now >= started.give_up_at:
                 self._say(name, f"process {started.pid} does not end after {GIVE_UP_S:.0f} s")
                 self._finish(name, -signal.SIGKILL)
-
-    def _patience(self) -> float | None:
-        """Seconds until `_end_late` has something to do."""
-        times = [
-            at
-            for started in self._running.values()
-            for at in (started.kill_at, started.give_up_at)
-            if at is not None
-        ]
-        return min(WAIT_MOST_S, max(0.0, min(times) - time.monotonic())) if times else None
 
     def _say(self, name: str, line: str) -> None:
         if len(self._unsent) > UNSENT:
@@ -246,24 +194,6 @@ class HostAgent:
         except BrokenPipeError:
             self._going = False
             self._unsent.clear()
-
-
-def put_file(file: HostFile) -> str:
-    """Writes it, so that a reader finds all of it or what was there; returns why not, or ""."""
-    path = Path(file.path)
-    before = os.umask(0o077) if file.secret else None
-    try:
-        make_directory(path.parent)
-        # Hosts may share a directory, and put the same file there at the same time.
-        own = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-        replace_file(own, file.content.encode(), "writing a file of the run")
-        own.replace(path)
-    except (RoadtrainError, OSError) as error:
-        return str(error)
-    finally:
-        if before is not None:
-            os.umask(before)
-    return ""
 
 
 def device_count() -> int:

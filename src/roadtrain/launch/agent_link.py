@@ -8,21 +8,19 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from roadtrain.errors import WireError
 from roadtrain.launch import agent_messages as m
 from roadtrain.launch.descendants import MARK
+from roadtrain.launch.launch_engine import Begin
 from roadtrain.units import KIB
 
 READ = 256 * KIB  # bytes at once
-READY_S = 60.0  # an agent says that it is ready within it: python and its modules start
-PING_S, SILENT_S = 5.0, 60.0  # asked so often; one that has said nothing for so long is ended
+SILENT_S = 60.0  # an agent that has said nothing for so long is ended; python starts within it
 KILLED_S = 30.0  # one that was killed and is there still, in its disk, is given up
 END_S = 15.0  # an agent whose input is closed has ended within it
-Begin = Callable[..., subprocess.Popen[Any]]
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class AgentLink:
         self.unsent = bytearray()
         self.last_words = ""  # on its standard error
         self._lines, self._errors = m.LineSplitter(m.MESSAGE_LIMIT), m.LineSplitter(READ)
-        self._begun = self._heard = self._asked = time.monotonic()
+        self._heard = time.monotonic()
 
     def send(self, message: m.ToAgent) -> None:
         self.unsent += m.encode_line(message)
@@ -111,60 +109,41 @@ class AgentLink:
             data = os.read(self.pipes[1], READ)
         except BlockingIOError:
             return []
+        return self._error_lines(data) if data else None
+
+    def _error_lines(self, data: bytes) -> list[str]:
         lines = [line.decode(errors="replace") for line, _ in self._errors.feed(data)]
         self.last_words = next((line for line in reversed(lines) if line.strip()), self.last_words)
-        return lines if data else None
+        return lines
 
     def why_silent(self) -> str:
-        """Asks it, every PING_S, whether it lives; returns why it cannot be used, or ""."""
-        now = time.monotonic()
-        if self.ready is None:
-            late = now - self._begun > READY_S
-            return f"its agent was not ready within {READY_S:.0f} s" if late else ""
-        late = False
-        if self._heard < self._asked:
-            late = now - self._asked > SILENT_S
-        elif now - self._asked > PING_S:
-            self._asked = now
-            self.send(m.AgentPing())
+        """Why it cannot be used, or ""."""
+        late = time.monotonic() - self._heard > SILENT_S
         return f"its agent has said nothing for {SILENT_S:.0f} s" if late else ""
 
     def end_input(self) -> None:
         """It kills all that it started, and ends."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        if (pipe := self._process.stdin) is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        self._process.stdin = None
 
     def kill(self) -> None:
         self._process.kill()
 
-    def wait(self, deadline_s: float = END_S) -> str:
+    def wait(self) -> str:
         """Its end: killed if it does not come by itself. Returns how it ended."""
         process = self._process
-        assert process.stdin and process.stdout and process.stderr
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-        deadline = time.monotonic() + deadline_s
-        while process.poll() is None and time.monotonic() < deadline:
-            self._discard()
-            time.sleep(0.005)
-        if process.poll() is None:
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a disk that does not answer
-                process.wait(KILLED_S)
-        while self.read_errors():
-            pass
-        process.stdout.close()
-        process.stderr.close()
-        code = process.returncode
-        if code is None:
+        self.end_input()
+        for patience_s in (END_S, KILLED_S):
+            try:
+                _, errors = process.communicate(timeout=patience_s)
+                break
+            except subprocess.TimeoutExpired:
+                process.kill()
+        else:  # it is in a disk that does not answer
             return f"its agent was killed, and is still there after {KILLED_S:.0f} s"
+        self._error_lines(errors)
+        code = process.returncode
         how = f"signal {-code}" if code < 0 else f"code {code}"
         return f"its agent ended ({how}{': ' + self.last_words if self.last_words else ''})"
-
-    def _discard(self) -> None:
-        """What it still says would otherwise keep it from ending."""
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self.pipes[0], READ):
-                pass
-        self.read_errors()

@@ -8,11 +8,12 @@ from typing import TypeVar
 import msgspec
 
 from roadtrain.errors import WireError
-from roadtrain.launch.processes import HostFile, Process
+from roadtrain.launch.processes import Process
 from roadtrain.units import MIB
 
 Message = TypeVar("Message")
-MESSAGE_LIMIT = 32 * MIB  # bytes of a line: files and answers of `look` are within it
+ALIVE_S = 5.0
+MESSAGE_LIMIT = 32 * MIB  # bytes of a line: the files of a process are within it
 
 
 class BeginProcess(msgspec.Struct, tag="begin", frozen=True):
@@ -26,26 +27,6 @@ class EndProcess(msgspec.Struct, tag="end", frozen=True):
 
     name: str
     grace_s: float
-
-
-class AskCommand(msgspec.Struct, tag="ask", frozen=True):
-    """Run a short command; answered by an AskAnswered within `deadline_s`."""
-
-    number: int
-    words: tuple[str, ...]  # behind the interpreter
-    told: str  # its standard input
-    deadline_s: float
-
-
-class PutFile(msgspec.Struct, tag="put", frozen=True):
-    """Answered by a FilePut."""
-
-    number: int
-    file: HostFile
-
-
-class AgentPing(msgspec.Struct, tag="ping", frozen=True):
-    """Answered by an AgentPong."""
 
 
 class AgentReady(msgspec.Struct, tag="ready", frozen=True):
@@ -68,28 +49,12 @@ class ProcessGone(msgspec.Struct, tag="gone", frozen=True):
     said: str  # its last line on standard error
 
 
-class AskAnswered(msgspec.Struct, tag="answer", frozen=True):
-    """code: None where it was killed at its deadline, or could not be begun."""
-
-    number: int
-    code: int | None
-    answer: str  # what it wrote on standard output
-    said: str
+class AgentAlive(msgspec.Struct, tag="alive", frozen=True):
+    """Said every ALIVE_S."""
 
 
-class FilePut(msgspec.Struct, tag="file", frozen=True):
-    """refused: why it was not written, "" where it was."""
-
-    number: int
-    refused: str
-
-
-class AgentPong(msgspec.Struct, tag="pong", frozen=True):
-    """Said to every AgentPing."""
-
-
-ToAgent = BeginProcess | EndProcess | AskCommand | PutFile | AgentPing
-FromAgent = AgentReady | OutputLine | ProcessGone | AskAnswered | FilePut | AgentPong
+ToAgent = BeginProcess | EndProcess
+FromAgent = AgentReady | OutputLine | ProcessGone | AgentAlive
 _to_agent: msgspec.json.Decoder[ToAgent] = msgspec.json.Decoder(ToAgent)
 _from_agent: msgspec.json.Decoder[FromAgent] = msgspec.json.Decoder(FromAgent)
 

@@ -8,22 +8,22 @@ NOT know what hosts are made of (here.py, lab_engine.py).
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from roadtrain.errors import LaunchError, WireError
 from roadtrain.launch import agent_messages as m
-from roadtrain.launch.agent_link import READY_S, AgentHost, AgentLink
-from roadtrain.launch.descendants import kill_marked
-from roadtrain.launch.launch_engine import HostSeen, answer_of
-from roadtrain.launch.processes import THREADS, HostFile, Process, WorkerSet, with_threads
+from roadtrain.launch.agent_link import AgentHost, AgentLink
+from roadtrain.launch.descendants import MARK, kill_marked
+from roadtrain.launch.launch_engine import HostSeen, answer_of, run_command
+from roadtrain.launch.processes import THREADS, Process, WorkerSet, with_threads
 from roadtrain.launch.protocol.run_events import (
     HostCame,
     HostLeaves,
@@ -36,14 +36,9 @@ from roadtrain.launch.worker_run import WorkerRun
 from roadtrain.retry import undone_on_error
 
 WORKERS = "workers"  # all of them, as `stop` calls them
-ASK_S, PUT_S = 120.0, 30.0
-ANSWER_S = 10.0  # an answer comes so long after its deadline, or the agent is ended
-UNSENT_S = 0.02  # between tries to send to an agent that is slow
-WAIT_MOST_S = 1.0  # between looks at agents that may be silent
-AGAIN_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before an agent is started again
-STAYS_S = 60.0  # an agent that was there so long is started again at once
+TURN_S = 0.1  # between looks at agents that are slow, silent, or to be started
+AGAIN_S = 1.0  # before an agent is started again
 KILLED = -9
-BATCH = 2000  # events of one call, about
 
 
 @dataclass
@@ -54,8 +49,6 @@ class _HostState:
     link: AgentLink | None = None
     lost: bool = False  # HostLost was told, HostCame was not
     held: bool = False  # no agent is started here
-    starts: int = 0  # in a row, of agents that did not stay
-    ready_at: float = float("inf")  # since when the agent is
     start_at: float = 0.0  # where there is no agent
 
     @property
@@ -77,31 +70,23 @@ class HostAgents:
         self._places = {host.name: _HostState(host) for host in hosts}
         self._selector = selectors.DefaultSelector()
         self._events: list[RunEvent] = []
-        self._answers: dict[int, m.AskAnswered | m.FilePut] = {}
-        self._numbers = 0
         self._services: dict[str, str] = {}  # name -> host, of those that run
         self._workers: WorkerRun | None = None
         self._leaving: dict[str, float] = {}  # host -> when it will be gone
         # A supervisor before this one may have been killed a moment ago, or have had an agent that
         # stood still: nothing of it may run beside what is started now, nor end it.
-        kill_marked(f"{mark}/", more=True)
+        kill_marked(f"{mark}/")
         with undone_on_error(self.close):
             self._begin_all()
 
     def _begin_all(self) -> None:
         for place in self._places.values():
             self._begin(place)
-        deadline = time.monotonic() + READY_S
-        while waiting := [p for p in self._places.values() if not p.usable]:
-            if lost := next((p for p in waiting if p.lost), None):
-                raise LaunchError(f"host {lost.host.name} cannot be used: {self._why_lost()}")
-            if time.monotonic() > deadline:
-                names = ", ".join(place.host.name for place in waiting)
-                raise LaunchError(f"no agent was ready within {READY_S:.0f} s on {names}")
-            self._turn(WAIT_MOST_S)
-
-    def _why_lost(self) -> str:
-        return next(event.why for event in self._events if isinstance(event, HostLost))
+        while not all(place.usable for place in self._places.values()):
+            self._turn(TURN_S)
+            for event in self._events:
+                if isinstance(event, HostLost):
+                    raise LaunchError(f"host {event.host} cannot be used: {event.why}")
 
     def hosts(self) -> Sequence[HostSeen]:
         return [
@@ -111,38 +96,14 @@ class HostAgents:
         ]
 
     def ask(self, host: str, words: Sequence[str], told: Mapping[str, Any]) -> Any:
-        self._numbers += 1
-        order = m.AskCommand(
-            self._numbers, tuple(words), msgspec.json.encode(told).decode(), deadline_s=ASK_S
-        )
-        answer = self._answer(host, order, ASK_S + ANSWER_S)
-        assert isinstance(answer, m.AskAnswered)
-        what = f"`{' '.join(words)}` on {host}"
-        if answer.code is None:
-            why = answer.said or "it said nothing"
-            raise LaunchError(f"{what} was not done within {ASK_S:.0f} s: {why}")
-        return answer_of(what, answer.code, answer.answer, answer.said)
-
-    def put(self, host: str, file: HostFile) -> None:
-        self._numbers += 1
-        answer = self._answer(host, m.PutFile(self._numbers, file), PUT_S)
-        assert isinstance(answer, m.FilePut)
-        if answer.refused:
-            raise LaunchError(f"{host}: {answer.refused}")
-
-    def _answer(
-        self, host: str, order: m.AskCommand | m.PutFile, patience_s: float
-    ) -> m.AskAnswered | m.FilePut:
-        link = self._link(host)
-        link.send(order)
-        deadline = time.monotonic() + patience_s
-        while order.number not in self._answers:
-            if self._places[host].link is not link:
-                raise LaunchError(f"host {host} was lost before it answered")
-            if (left := deadline - time.monotonic()) <= 0:
-                raise LaunchError(f"host {host} has not answered within {patience_s:.0f} s")
-            self._turn(left)
-        return self._answers.pop(order.number)
+        """What agents say meanwhile waits."""
+        at, what = self._link(host).host, f"`{' '.join(words)}` on {host}"
+        environment = {**os.environ, **at.environment, MARK: f"{self._mark}/{host}#ask"}
+        try:
+            done = run_command(words, json.dumps(told), at.begin, env=environment)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise LaunchError(f"{what}: {error}") from error
+        return answer_of(what, *done)
 
     def _link(self, host: str) -> AgentLink:
         place = self._place(host)
@@ -157,33 +118,23 @@ class HostAgents:
         return self._places[host]
 
     def start(self, process: Process) -> None:
+        self._link(process.host).send(m.BeginProcess(process))
         self._services[process.name] = process.host
-        if why := self._send_begin(process):
-            del self._services[process.name]
-            self._events.append(ProcessEnded(process.name, KILLED, time.monotonic(), why))
 
     def start_workers(self, workers: WorkerSet) -> None:
         assert self._workers is None, "the workers of the attempt before have not ended"
         hosts = {process.name: process.host for process in workers.processes}
         self._workers = WorkerRun(workers.attempt, hosts)
         threads = {name: place.host.threads for name, place in self._places.items()}
-        workers, note = with_threads(workers, threads, os.environ.get(THREADS, ""))
-        if note:
-            self._events.append(Output(WORKERS, workers.processes[0].host, note))
+        workers = with_threads(workers, threads, os.environ.get(THREADS, ""))
         for n, process in enumerate(workers.processes):
-            if why := self._send_begin(process):
+            try:
+                self._link(process.host).send(m.BeginProcess(process))
+            except (LaunchError, WireError) as error:
                 for later in workers.processes[n + 1 :]:
                     del self._workers.hosts[later.name]
-                return self._worker_ended(process.name, KILLED, why)
+                return self._worker_ended(process.name, KILLED, str(error))
         return None
-
-    def _send_begin(self, process: Process) -> str:
-        """Why it cannot be begun, or ""."""
-        try:
-            self._link(process.host).send(m.BeginProcess(process))
-        except (LaunchError, WireError) as error:
-            return str(error)
-        return ""
 
     def stop(self, name: str, grace_s: float) -> None:
         if name != WORKERS:
@@ -207,7 +158,7 @@ class HostAgents:
         self._turn(0.0)
         while not self._events and (left := deadline - time.monotonic()) > 0:
             self._turn(left)
-        events, self._events = self._events[:BATCH], self._events[BATCH:]
+        events, self._events = self._events, []
         return events
 
     def tell(self, words: Sequence[str]) -> str:
@@ -215,7 +166,7 @@ class HostAgents:
             case ["leaves", host, seconds] if _is_number(seconds):
                 self._place(host)
                 self._leaving[host] = time.monotonic() + float(seconds)
-                self._events.append(HostLeaves(host, float(seconds), time.monotonic()))
+                self._events.append(HostLeaves(host, float(seconds)))
                 return f"{host} leaves within {float(seconds):g} s"
             case ["comes", host]:
                 return self.free_host(host)
@@ -243,8 +194,7 @@ class HostAgents:
             self._places[name] = _HostState(new, lost=True)  # told when its agent is ready
         place = self._place(name)
         if self._leaving.pop(name, None) is not None:
-            at, (address, workers) = time.monotonic(), (place.host.address, place.host.workers)
-            self._events.append(HostCame(name, address, workers, at))
+            self._events.append(HostCame(name, place.host.address, place.host.workers))
         place.held, place.start_at = False, 0.0
         return f"{name} comes"
 
@@ -259,14 +209,13 @@ class HostAgents:
         for place in self._places.values():
             if place.link is not None:
                 self._forget(place)
-        kill_marked(f"{self._mark}/", more=True)  # of an agent that had to be killed
+        kill_marked(f"{self._mark}/")  # of an agent that had to be killed
         self._selector.close()
         self._places.clear()
 
     def _turn(self, timeout_s: float) -> None:
         """Waits for what agents say, does what is due."""
-        wait_s = max(0.0, min(timeout_s, WAIT_MOST_S, self._due() - time.monotonic()))
-        for key, _ in self._selector.select(wait_s):
+        for key, _ in self._selector.select(min(timeout_s, TURN_S)):
             key.data()
         now = time.monotonic()
         for host in [host for host, at in self._leaving.items() if at <= now]:
@@ -283,16 +232,6 @@ class HostAgents:
         if self._workers is not None and (why := self._workers.end_late(now)):
             self._events.append(Output(WORKERS, "", f"{why}: it is killed"))
             self._end_workers(0.0)
-
-    def _due(self) -> float:
-        """When something is to be done though no agent says anything."""
-        times = list(self._leaving.values())
-        for place in self._places.values():
-            if place.link is None and not place.held:
-                times.append(place.start_at)
-            elif place.link is not None and place.link.unsent:
-                times.append(time.monotonic() + UNSENT_S)
-        return min(times, default=float("inf"))
 
     def _begin(self, place: _HostState) -> None:
         try:
@@ -313,14 +252,10 @@ class HostAgents:
         messages = link.read()
         if messages is None:
             return self._lose(place, "")
-        if came and place.usable:
-            place.ready_at = time.monotonic()
-            if place.lost:
-                place.lost = False
-                host = place.host
-                self._events.append(
-                    HostCame(host.name, host.address, host.workers, time.monotonic())
-                )
+        if came and place.usable and place.lost:
+            place.lost = False
+            host = place.host
+            self._events.append(HostCame(host.name, host.address, host.workers))
         for message in messages:
             self._take(place.host.name, message)
         return None
@@ -342,30 +277,24 @@ class HostAgents:
                 if self._workers is not None and name in self._workers.hosts:
                     self._worker_ended(name, code, said)
                 elif self._services.pop(name, None) is not None:
-                    self._events.append(ProcessEnded(name, code, time.monotonic(), said))
-            case m.AskAnswered() | m.FilePut():
-                self._answers[message.number] = message
+                    self._events.append(ProcessEnded(name, code, said))
 
     def _worker_ended(self, name: str, code: int, said: str) -> None:
         assert self._workers is not None
         if self._workers.end(name, code, said, time.monotonic()):
             self._end_workers(0.0)
-        if (ended := self._workers.ended(time.monotonic())) is not None:
+        if (ended := self._workers.ended()) is not None:
             self._workers = None
             self._events.append(ended)
 
     def _lose(self, place: _HostState, why: str) -> None:
-        name, at = place.host.name, time.monotonic()
+        name = place.host.name
         how = self._forget(place) if place.link is not None else ""
-        kill_marked(f"{self._mark}/{name}#", more=True)
-        if at - place.ready_at > STAYS_S:
-            place.starts = 0
-        place.ready_at = float("inf")
-        place.start_at = at + AGAIN_S[min(place.starts, len(AGAIN_S) - 1)]
-        place.starts += 1
+        kill_marked(f"{self._mark}/{name}#")
+        place.start_at = time.monotonic() + AGAIN_S
         if not place.lost:
             place.lost = True
-            self._events.append(HostLost(name, why or how, at))
+            self._events.append(HostLost(name, why or how))
         for service in [service for service, host in self._services.items() if host == name]:
             del self._services[service]
         if self._workers is not None:

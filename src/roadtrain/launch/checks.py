@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -33,13 +32,13 @@ from roadtrain.launch.look import (
     versions,
 )
 from roadtrain.launch.processes import Process, Role
-from roadtrain.launch.resolve import ResolvedRun
+from roadtrain.launch.resolve import ResolvedRun, files_read
 from roadtrain.planner.job_plans import other_numbers
 from roadtrain.simulator.memory import USABLE, cut, file_bytes, host_bytes
+from roadtrain.switch.options import MOST_JOBS
 from roadtrain.units import show_bytes, show_count
 
 LOOK = ("-m", "roadtrain.launch.look")
-DATAGRAM_PORTS = 64  # above a switch's own, for its jobs
 LEAVE_S = (2.0, 3.0)  # a run that has just ended may hold its stores and ports for so long
 # in the order of the sentences
 CHECKED = (
@@ -99,31 +98,23 @@ def check(run: ResolvedRun, engine: LaunchEngine) -> list[str]:
     return [*_lines(run, there, hosts)]
 
 
-class DirectoryPlace(NamedTuple):
-    """Where a host has the run's directory: two that are equal are one directory."""
-
-    where: tuple[str, ...]
-    network: bool  # on a file system that hosts share
-
-    @staticmethod
-    def of(look: HostLook) -> DirectoryPlace:
-        at = look.directory
-        own = (look.machine, str(at.device), str(at.inode))
-        where = (at.files, at.exists) if at.files else own
-        return DirectoryPlace((*where, at.rest), bool(at.files))
-
-
 def directory_is_shared(run: ResolvedRun, engine: LaunchEngine, hosts: Sequence[str] = ()) -> bool:
     """Whether the run's directory is one and the same on all of the plan's hosts with workers, and
     on `hosts`: what one of them wrote there is not lost with it. Hosts that do not answer now have
     a directory that is on a network too."""
-    places, silent = set[DirectoryPlace](), 0
-    for host in (*run.worker_hosts, *hosts):
-        try:
-            places.add(DirectoryPlace.of(_answer(engine, host, HostQuestion(run.directory))))
-        except (LaunchError, msgspec.ValidationError):
-            silent += 1
-    return len(places) == 1 and (not silent or all(place.network for place in places))
+    asked = (*run.worker_hosts, *hosts)
+    looks = [_look(engine, host, HostQuestion(run.directory)) for host in asked]
+    seen = [look for look in looks if isinstance(look, HostLook)]
+    on_network = all(look.directory.files for look in seen)
+    return len({_place_of(look) for look in seen}) == 1 and (len(seen) == len(asked) or on_network)
+
+
+def _place_of(look: HostLook) -> tuple[object, ...]:
+    """Where a host has the run's directory: two that are equal are one directory."""
+    at = look.directory
+    if at.files:
+        return at.files, at.exists, at.rest
+    return look.machine, at.device, at.inode, at.rest
 
 
 def without_unfit_spares(run: ResolvedRun, engine: LaunchEngine) -> tuple[ResolvedRun, list[str]]:
@@ -144,11 +135,11 @@ def why_unfit(run: ResolvedRun, engine: LaunchEngine, host: str) -> str:
     if host not in there:
         return "it does not answer"
     place = run.host(host)
-    try:
-        asked = _question(run, place, [])
-        seen = SeenHost(place, there[host], asked, _answer(engine, host, asked))
-    except (LaunchError, msgspec.ValidationError) as error:
-        return str(error).partition("\n")[0]
+    asked = _question(run, place, [])
+    look = _look(engine, host, asked)
+    if isinstance(look, str):
+        return look.partition("\n")[0]
+    seen = SeenHost(place, there[host], asked, look)
     wrong = [*_lacking_hardware(run, seen, [seen], None), *_lacking_files(seen)]
     if not wrong and run.shared and run.snapshots_at_workers:
         at = f"host {host} has another {run.directory} than the workers, whose snapshots rest there"
@@ -156,8 +147,12 @@ def why_unfit(run: ResolvedRun, engine: LaunchEngine, host: str) -> str:
     return "; ".join(wrong)
 
 
-def _answer(engine: LaunchEngine, host: str, asked: HostQuestion) -> HostLook:
-    return msgspec.convert(engine.ask(host, LOOK, msgspec.to_builtins(asked)), HostLook)
+def _look(engine: LaunchEngine, host: str, asked: HostQuestion) -> HostLook | str:
+    """What a host told, or why it did not."""
+    try:
+        return msgspec.convert(engine.ask(host, LOOK, msgspec.to_builtins(asked)), HostLook)
+    except (LaunchError, msgspec.ValidationError) as error:
+        return str(error)
 
 
 def _absent(run: ResolvedRun, there: Mapping[str, HostSeen]) -> Iterator[str]:
@@ -188,12 +183,11 @@ def _look_at(
         if one.name not in there:
             continue
         asked = _question(run, one, [p for p in processes if p.host == one.name])
-        try:
-            look = _answer(engine, one.name, asked)
-        except (LaunchError, msgspec.ValidationError) as error:
-            silent.append(f"host {one.name} cannot be asked: {error}".replace("\nhint: ", "; "))
-            continue
-        hosts.append(SeenHost(one, there[one.name], asked, look))
+        look = _look(engine, one.name, asked)
+        if isinstance(look, str):
+            silent.append(f"host {one.name} cannot be asked: {look}".replace("\nhint: ", "; "))
+        else:
+            hosts.append(SeenHost(one, there[one.name], asked, look))
     return hosts, silent
 
 
@@ -204,16 +198,14 @@ def _question(run: ResolvedRun, host: PlanHost, processes: Sequence[Process]) ->
         ports += [PortQuestion(address, port) for port in process.ports]
         if process.role is Role.SWITCH:
             (port,) = process.ports
-            above = range(port + 1, port + DATAGRAM_PORTS + 1)
+            above = range(port + 1, port + MOST_JOBS + 1)
             ports += [PortQuestion(address, each, datagrams=True) for each in above]
     stores = [place for one in host.servers for place in (one.store, one.snapshot) if place]
     globs, files = list[str](), list[str]()
     if host.workers:
         stores += run.stores_of_workers(host.name)
         globs = job.data.paths
-        files = [job.data.tokenizer] if job.data.tokenizer != "bytes" else []
-        given = (job.model.pretrained, job.servers.ca, job.servers.cert, job.servers.key)
-        files += [path for path in given if path]
+        files = list(files_read(job).values())
     return HostQuestion(run.directory, tuple(stores), tuple(ports), tuple(globs), tuple(files))
 
 
@@ -321,8 +313,7 @@ def _of_another(run: ResolvedRun, store: StoreLook, shape: ModelShape | None) ->
         return f"cannot be opened: {store.damage}"
     # residuals have elements of their own, and so has a stage's store
     whole = run.job.compress.keep is None and not run.job.parallelism.used
-    known = shape is not None and whole
-    if known and shape is not None and store.elements not in (0, shape.params):
+    if shape is not None and whole and store.elements not in (0, shape.params):
         return (
             f"is of another model: it holds {store.elements:,} parameters, the job's model has"
             f" {shape.params:,}"
@@ -378,7 +369,9 @@ def _of_no_run(
         for store in host.look.stores
         if store.job and store.step > 0
     ]
-    if not trained or any(_is_marked(run, engine, name) for name in _spare(run, there)):
+    # hosts that may have computed before the run was planned anew
+    spares = [one.name for one in run.machines.spares if one.name in there]
+    if not trained or any(_is_marked(run, engine, name) for name in spares):
         return
     for host, store in trained:
         yield (
@@ -388,16 +381,9 @@ def _of_no_run(
         )
 
 
-def _spare(run: ResolvedRun, there: Mapping[str, HostSeen]) -> list[str]:
-    """Hosts that may have computed before the run was planned anew."""
-    return [one.name for one in run.machines.spares if one.name in there]
-
-
 def _is_marked(run: ResolvedRun, engine: LaunchEngine, host: str) -> bool:
-    try:
-        return bool(_answer(engine, host, HostQuestion(run.directory)).marked_job)
-    except (LaunchError, msgspec.ValidationError):
-        return False
+    look = _look(engine, host, HostQuestion(run.directory))
+    return isinstance(look, HostLook) and bool(look.marked_job)
 
 
 def _inside(outer: PathLook, inner: PathLook) -> bool:
@@ -434,15 +420,6 @@ def _full(run: ResolvedRun, hosts: Sequence[SeenHost], shape: ModelShape | None)
             yield f"{said}: {show_bytes(nbytes)} will be stored there, {show_bytes(free)} are free"
 
 
-def _computing_otherwise(run: ResolvedRun, host: SeenHost) -> Iterator[str]:
-    kind = _planned_device(run, host)
-    if host.plan.workers and kind and not host.seen.devices and not run.job.run.device:
-        yield (
-            f"host {host.name}: the plan's cluster has {kind} there, no device is seen: its"
-            " processors compute"
-        )
-
-
 def _lines(
     run: ResolvedRun, there: Mapping[str, HostSeen], hosts: Sequence[SeenHost]
 ) -> Iterator[str]:
@@ -453,7 +430,12 @@ def _lines(
         yield from [said] if said else []
     for host in hosts:
         cores, workers = host.look.processors, host.plan.workers
-        yield from _computing_otherwise(run, host)
+        kind = _planned_device(run, host)
+        if workers and kind and not host.seen.devices and not run.job.run.device:
+            yield (
+                f"host {host.name}: the plan's cluster has {kind} there, no device is seen: its"
+                " processors compute"
+            )
         if not host.seen.devices and workers > cores:
             yield f"host {host.name}: {workers} workers share {cores} processors"
         for name in own.keys() & host.look.versions.keys():

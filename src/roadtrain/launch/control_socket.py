@@ -7,8 +7,7 @@ JSON object a line there and back.
                                                        hosts are measured (measured_run.py)
     {"verb": "tell", "words": ["leaves", HOST, "120"]} for the engine: leaves, comes, ...
     {"verb": "hello"}                                  a launcher; the run is stopped when the
-                                                       connection ends before it says goodbye
-    {"verb": "goodbye"}
+                                                       connection ends
 
 No thread: the supervisor calls `requests` again and again. Does NOT carry verbs out.
 """
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from roadtrain.errors import LaunchError
+from roadtrain.launch.agent_messages import LineSplitter
 from roadtrain.launch.home import RunHome
 
 NAME = "control"
@@ -37,7 +37,7 @@ READ = 1 << 16  # bytes
 class ControlConnection:
     socket: socket.socket
     holds: bool = False  # said hello: its end ends the run
-    _heard: bytearray = field(default_factory=bytearray)
+    _heard: LineSplitter = field(default_factory=lambda: LineSplitter(REQUEST_LIMIT))
 
     def lines(self) -> list[bytes] | None:
         """Whole ones that have come; None when the other side is gone."""
@@ -47,11 +47,9 @@ class ControlConnection:
             return []
         except OSError:
             return None
-        self._heard += data
-        *whole, rest = bytes(self._heard).split(b"\n")
-        self._heard = bytearray(rest)
-        gone = not data or len(rest) > REQUEST_LIMIT
-        return None if gone else whole
+        lines = self._heard.feed(data)
+        gone = not data or any(dropped for _, dropped in lines)
+        return None if gone else [line for line, _ in lines]
 
     def answer(self, reply: Mapping[str, Any]) -> None:
         """The other side may be gone: that is found at its next read."""
@@ -64,14 +62,11 @@ class ControlConnection:
 
 @dataclass(frozen=True)
 class ControlRequest:
-    """verb: "gone" for a launcher whose connection has ended without a goodbye."""
+    """verb: "gone" for a launcher whose connection has ended."""
 
     verb: str
     words: tuple[str, ...]
     connection: ControlConnection
-
-    def answer(self, reply: Mapping[str, Any]) -> None:
-        self.connection.answer(reply)
 
 
 class ControlSocket:
@@ -119,9 +114,8 @@ class ControlSocket:
         except (ValueError, KeyError, TypeError, AttributeError):
             connection.answer({"error": f"no request: {line[:80].decode(errors='replace')}"})
             return []
-        if verb in ("hello", "goodbye"):
-            connection.holds = verb == "hello"
-            self.greeted = True
+        if verb == "hello":
+            connection.holds = self.greeted = True
             connection.answer({})
             return []
         return [ControlRequest(verb, words, connection)]

@@ -22,18 +22,17 @@ SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36  # linux/prctl.h
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
-def kill_marked(mark: str, more: bool = False) -> int:
-    """Kills all processes with this mark (`more`: and those whose mark begins so), until there are
-    none. Returns how many could not be ended within END_S."""
+def kill_marked(mark: str) -> None:
+    """Kills all processes whose mark begins so, until there are none, or END_S have passed."""
     wanted = f"{MARK}={mark}".encode()
     deadline = time.monotonic() + END_S
-    while (left := _kill_once(wanted, more)) and time.monotonic() < deadline:
+    while _kill_once(wanted) and time.monotonic() < deadline:
         time.sleep(0.005)
-    return left
 
 
-def _kill_once(wanted: bytes, more: bool) -> int:
-    found = 0
+def _kill_once(wanted: bytes) -> bool:
+    """Whether there were any."""
+    found = False
     for process in Path("/proc").glob("[0-9]*"):
         pid = int(process.name)
         if pid == os.getpid():
@@ -42,8 +41,8 @@ def _kill_once(wanted: bytes, more: bool) -> int:
             held = os.pidfd_open(pid)  # its number is no other's meanwhile
             try:
                 words = (process / "environ").read_bytes().split(b"\0")
-                if wanted in words or (more and any(word.startswith(wanted) for word in words)):
-                    found += 1
+                if any(word.startswith(wanted) for word in words):
+                    found = True
                     signal.pidfd_send_signal(held, signal.SIGKILL)
             finally:
                 os.close(held)

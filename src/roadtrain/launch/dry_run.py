@@ -12,8 +12,6 @@ from roadtrain.launch.processes import HostFile, Process
 from roadtrain.launch.resolve import ResolvedRun
 from roadtrain.units import show_count
 
-ALIKE = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-
 
 def dry_run(run: ResolvedRun, home: RunHome) -> str:
     """home: which the launch would write here. Raises ConfigError, as `ResolvedRun.workers`."""
@@ -32,10 +30,6 @@ def dry_run(run: ResolvedRun, home: RunHome) -> str:
         "started, in this order",
         *_table([_process(run, one) for one in (*services, *workers)]),
         "",
-        f"environment of every worker: {_told(workers[0], ALIKE)}",
-        "and of each",
-        *_table([(one.name, _own(one)) for one in workers]),
-        "",
         "written",
         *_table([*_written_here(home), *_written(run, (*services, *workers))]),
     ]
@@ -45,14 +39,6 @@ def dry_run(run: ResolvedRun, home: RunHome) -> str:
 def _process(run: ResolvedRun, process: Process) -> tuple[str, str, str]:
     where = f"{process.host} ({run.address(process.host)})"
     return where, process.role, shlex.join(("python", *process.words))
-
-
-def _told(process: Process, names: Sequence[str]) -> str:
-    return " ".join(f"{name}={process.environment[name]}" for name in names)
-
-
-def _own(process: Process) -> str:
-    return _told(process, [name for name in process.environment if name not in ALIKE])
 
 
 def _written_here(home: RunHome) -> Iterator[tuple[str, str, str]]:

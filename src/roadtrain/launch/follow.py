@@ -15,16 +15,6 @@ from roadtrain.launch.supervisor_process import REFUSED, ask_to_stop
 from roadtrain.launch.waiting import POLL_S
 
 INTERRUPTED = 130  # the exit code of a run that was stopped
-WHAT_TOOK = {
-    StartPhase.READY: "the supervisor and its engine",
-    StartPhase.CHECKED: "the checks",
-    StartPhase.SERVICES: "starting services",
-    StartPhase.WORKERS: "starting workers",
-    StartPhase.PLACED: "places of workers",
-    StartPhase.IMPORTED: "Python and imports of worker 0",
-    StartPhase.JOINED: "text, model and servers",
-    StartPhase.STEPPED: "the first step",
-}
 WHOSE = {
     StartPhase.READY: "engine",
     StartPhase.PLACED: "engine",
@@ -130,17 +120,14 @@ def report_end(home: RunHome) -> int:
 
 
 def first_step(state: RunState, engine: str) -> str:
-    """What the time from nothing to the first step was, once it is known: whose it was, and for
-    what."""
+    """What the time from nothing to the first step was, once it is known, and whose it was."""
     stamps = state.stamps
     if not {StartPhase.LAUNCHED, StartPhase.STEPPED} <= stamps.keys():
         return ""
-    whose, parts = dict.fromkeys(("engine", "Python and imports", "ours"), 0.0), []
+    whose = dict.fromkeys(("engine", "Python and imports", "ours"), 0.0)
     for before, after in itertools.pairwise(phase for phase in StartPhase if phase in stamps):
-        took_s = max(0.0, stamps[after] - stamps[before])
-        whose[WHOSE.get(after, "ours")] += took_s
-        parts.append(f"{WHAT_TOOK[after]} {took_s:.1f} s")
+        whose[WHOSE.get(after, "ours")] += max(0.0, stamps[after] - stamps[before])
     names = {"engine": "Ray" if engine == "ray" else f"engine `{engine}`"}
     sums = ", ".join(f"{names.get(name, name)} {took_s:.1f} s" for name, took_s in whose.items())
     whole_s = stamps[StartPhase.STEPPED] - stamps[StartPhase.LAUNCHED]
-    return f"first step {whole_s:.1f} s after launch: {sums} ({', '.join(parts)})"
+    return f"first step {whole_s:.1f} s after launch: {sums}"

@@ -26,7 +26,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
@@ -53,7 +52,6 @@ class StartPhase(StrEnum):
     LAUNCHED = "launched"  # the command was typed
     READY = "ready"  # the engine and the plan's hosts are there
     CHECKED = "checked"  # nothing is wrong with the hosts
-    SERVICES = "services"  # servers, reducers and switches were told to start
     WORKERS = "workers"  # workers were told to start
     PLACED = "placed"  # an engine that looks for workers' places has them; other engines skip it
     IMPORTED = "imported"  # worker 0 said its first line: python and its modules are there
@@ -82,7 +80,6 @@ class ProcessRow(msgspec.Struct, frozen=True):
     """One process of a run, as state.json has it."""
 
     name: str
-    role: str
     host: str
     state: str  # launch/protocol/run_state.py: waiting, running, stopping, ended
     restarts: int
@@ -102,9 +99,14 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     stamps: dict[str, float] = {}  # phase of the start -> when it was done, seconds since 1970
 
 
-@dataclass(frozen=True)
 class RunHome:
-    path: Path
+    """`path`: the directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, path.name
+        self.plan_path, self.job_path = path / "plan.toml", path / "job.toml"
+        self.token_path, self.measured_path = path / "token", path / "measured.json"
+        self.all_log, self.log_directory = path / "all.log", path / "log"
 
     @staticmethod
     def of(name: str) -> RunHome:
@@ -117,48 +119,18 @@ class RunHome:
         return RunHome(Path.home() / ".roadtrain" / "runs" / name)
 
     @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
     def exists(self) -> bool:
         return (self.path / "launch.json").is_file()
-
-    @property
-    def plan_path(self) -> Path:
-        return self.path / "plan.toml"
-
-    @property
-    def job_path(self) -> Path:
-        return self.path / "job.toml"
-
-    @property
-    def token_path(self) -> Path:
-        return self.path / "token"
-
-    @property
-    def measured_path(self) -> Path:
-        return self.path / "measured.json"
-
-    @property
-    def all_log(self) -> Path:
-        return self.path / "all.log"
-
-    @property
-    def log_directory(self) -> Path:
-        return self.path / "log"
 
     def write(self, record: LaunchRecord, plan: str, job: str) -> None:
         """A run that is launched anew. launch.json goes first and comes last: what a launch that
         was cut off has left is no run. Raises StoreError where the directory cannot be written."""
         self._make()
         make_directory(self.log_directory)
-        launched = self.path / "launch.json"
         with typed_errors(self.path, "removing what the run before has left"):
-            states = [self.path / "state.json", self.path / "state.before.json"]
-            addresses = self.path / "addresses.json"
-            for left in (launched, *states, self.measured_path, addresses, self.all_log):
-                left.unlink(missing_ok=True)
+            for name in ("launch", "state", "state.before", "addresses", "measured"):
+                (self.path / f"{name}.json").unlink(missing_ok=True)
+            self.all_log.unlink(missing_ok=True)
             for log in self.log_directory.glob("*.log"):
                 log.unlink(missing_ok=True)
         with typed_errors(self.token_path, "writing the run's token"):

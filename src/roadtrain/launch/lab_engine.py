@@ -169,20 +169,16 @@ class LabEngine(HostAgents):
                     device = stack.enter_context(
                         LoopDevice(f"{source}.img", self._room(ssd, len(every)), keep=True)
                     )
-                    self._add_limits(name, Throttle([device], ssd.read, ssd.write))
+                    limits = Throttle([device], ssd.read, ssd.write)
+                    # a process is in one control group, which has the rates of all SSDs of its host
+                    if (known := self._throttles.setdefault(name, limits)) is not limits:
+                        known.limits += limits.limits
                     source = device.mount
                 source.mkdir(exist_ok=True)
                 _make_mount_point(Path(ssd.directory), stack)
                 self._binds[name] += [str(source), ssd.directory]
         for throttle in self._throttles.values():
             stack.enter_context(throttle)
-
-    def _add_limits(self, name: str, more: Throttle) -> None:
-        """A process is in one control group, which has the rates of all its host's SSDs."""
-        if name in self._throttles:
-            self._throttles[name].limits += more.limits
-        else:
-            self._throttles[name] = more
 
     def _room(self, ssd: LabSsd, many: int) -> int:
         free = int(free_nbytes(self._directory) * FREE) // many

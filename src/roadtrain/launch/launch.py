@@ -169,7 +169,11 @@ def launch(home: RunHome, record: LaunchRecord, plan: str, job: Job) -> None:
     check_engine(record.engine)
     with home.starting():
         check_directory(home, job)
-        check_not_alive(home)
+        if home.exists and is_alive(home):
+            raise ConfigError(
+                f"run {home.name!r} is alive",
+                hint=f"another --name, or roadtrain launch --stop {home.name}",
+            )
         home.write(record, plan, job.to_toml())
         start(home, record)
 
@@ -203,7 +207,7 @@ def check_directory(home: RunHome, job: Job) -> None:
     mine = os.path.realpath(job.run.dir)
     for path in sorted(home.path.parent.glob("*/launch.json")):
         other = RunHome(path.parent)
-        if other == home or not other.is_supervised():
+        if other.path == home.path or not other.is_supervised():
             continue
         theirs = load_job(other.job_path).run.dir
         if os.path.realpath(Path(other.record().directory, theirs)) == mine:
@@ -211,15 +215,6 @@ def check_directory(home: RunHome, job: Job) -> None:
                 f"run {other.name!r} trains in {mine} just now",
                 hint=f"another run.dir, or roadtrain launch --stop {other.name}",
             )
-
-
-def check_not_alive(home: RunHome) -> None:
-    """Raises ConfigError where a run of this name is alive."""
-    if home.exists and is_alive(home):
-        raise ConfigError(
-            f"run {home.name!r} is alive",
-            hint=f"another --name, or roadtrain launch --stop {home.name}",
-        )
 
 
 def describe_run(plan_file: PlanFile, job: Job, home: RunHome) -> int:

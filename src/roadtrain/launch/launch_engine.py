@@ -8,13 +8,19 @@ An engine restarts nothing by itself, unless its users expect it to (Ray's actor
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from roadtrain.errors import LaunchError
-from roadtrain.launch.processes import HostFile, Process, WorkerSet
+from roadtrain.launch.processes import Process, WorkerSet
 from roadtrain.launch.protocol.run_events import RunEvent
+from roadtrain.retry import undone_on_error
+
+ASK_S = 120.0  # a command of `LaunchEngine.ask` has ended within it
+Begin = Callable[..., subprocess.Popen[Any]]
 
 
 @dataclass(frozen=True)
@@ -41,17 +47,14 @@ class LaunchEngine(Protocol):
         on a host, which gets `told` (JSON) on its standard input. Raises LaunchError where the
         host cannot be reached or the command fails."""
 
-    def put(self, host: str, file: HostFile) -> None:
-        """A file of a host holds all of this from now on (a reader finds the old content or the
-        new). Raises LaunchError where the host cannot be reached or refuses."""
-
     def tell(self, words: Sequence[str]) -> str:
         """A verb of the user for this engine alone, as the control socket got it, and what to
         answer. All of ours know `leaves HOST SECONDS` and `comes HOST`, whose outcome is told by
         `events`; the lab more. Raises LaunchError for a verb or a host that it does not know."""
 
     def start(self, process: Process) -> None:
-        """Begin a server, reducer or switch. Its end is told by `events`."""
+        """Begin a server, reducer or switch. Its end is told by `events`. Raises LaunchError where
+        its host is not there."""
 
     def start_workers(self, workers: WorkerSet) -> None:
         """Begin all workers. The end of the first of them that fails, or of the last of them, is
@@ -69,9 +72,29 @@ class LaunchEngine(Protocol):
         """End all that was started."""
 
 
+def run_command(
+    words: Sequence[str], told: str, begin: Begin = subprocess.Popen, **popen: Any
+) -> tuple[int, str, str]:
+    """Run a short command of ours to its end: its code, its standard output, its last words.
+    `begin` starts it as Popen would. Raises OSError, and TimeoutExpired after ASK_S."""
+    process = begin(
+        [sys.executable, *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        **popen,
+    )
+    with undone_on_error(process.kill):
+        answer, errors = process.communicate(told, timeout=ASK_S)
+    said = [line for line in errors.splitlines() if line.strip()]
+    return process.returncode, answer, said[-1] if said else ""
+
+
 def answer_of(what: str, code: int, answer: str, last_words: str) -> Any:
-    """Decode what a command of `LaunchEngine.ask` has answered. Raises LaunchError where it failed
-    or answered no JSON."""
+    """Decode what `run_command` has found. Raises LaunchError where the command failed or answered
+    no JSON."""
     if code:
         why = last_words.removeprefix("roadtrain: ") or "it said nothing"
         raise LaunchError(f"{what} ended with code {code}: {why}")

@@ -17,7 +17,6 @@ import platform
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -129,8 +128,8 @@ def look_at(path: str) -> PathLook:
     about = exists.stat()
     # nothing can be made where a link leads to nothing
     loose = [one for one in (there, *there.parents) if one.is_symlink() and not one.exists()]
-    # links are followed: two names may lead to one place
-    above = [(one.stat().st_dev, one.stat().st_ino) for one in _upwards(exists.resolve())]
+    real = exists.resolve()  # links are followed: two names may lead to one place
+    above = [(one.stat().st_dev, one.stat().st_ino) for one in (real, *real.parents)]
     return PathLook(
         path,
         str(exists),
@@ -142,11 +141,6 @@ def look_at(path: str) -> PathLook:
         _network_files(exists),
         f"{loose[0]} is a link to what is not there" if loose else _not_writable(exists),
     )
-
-
-def _upwards(path: Path) -> Iterator[Path]:
-    yield path
-    yield from path.parents
 
 
 def _not_writable(path: Path) -> str:

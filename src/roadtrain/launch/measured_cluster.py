@@ -11,7 +11,6 @@ two. Does NOT measure, nor know a placement.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -31,38 +30,26 @@ class LinkSeen(msgspec.Struct, frozen=True, array_like=True):
     latency: float  # seconds
 
 
-@dataclass(frozen=True)
-class RateChange:
-    """One rate. `what`: as in `Cluster.measured`; `before` and `now`: as people say it."""
-
-    what: str
-    before: str
-    now: str
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.now} measured, the plan has {self.before}"
-
-
 def measured_cluster(
     cluster: Cluster,
     machines: Machines,
     seen: Sequence[LinkSeen],
     slower: Mapping[str, float],
     network: float,
-) -> tuple[Cluster, list[RateChange]]:
+) -> tuple[Cluster, dict[str, str]]:
     """slower: host -> how many times as long as predicted its workers compute. network: the share
-    of a card's rate that data has, by which a measured rate becomes a card's. The same cluster
-    where nothing differs."""
+    of a card's rate that data has, by which a measured rate becomes a card's. Also returns what
+    differs, as `Cluster.measured` names it, in words; the same cluster where nothing does."""
     every = (*machines.hosts, *machines.spares)
     rates = _card_rates(cluster, every, seen, network)
-    changes: list[RateChange] = []
+    changes: dict[str, str] = {}
     hosts: list[Host] = []
     for kind in cluster.hosts:
         mine = [host for host in every if host.kind == kind.name]
         new = [_changed(kind, host.name, rates.get(host.name), slower, changes) for host in mine]
         hosts += _kinds(kind, mine, new)
     links = tuple(_links(cluster, every, seen, network, changes))
-    measured = dict.fromkeys((*cluster.measured, *(change.what for change in changes)))
+    measured = dict.fromkeys((*cluster.measured, *changes))
     update = {"hosts": tuple(hosts), "links": links, "measured": tuple(measured)}
     return (cluster.model_copy(update=update) if changes else cluster), changes
 
@@ -109,8 +96,8 @@ def _card_rates(
     return rates
 
 
-def _differs(now: float, before: float) -> bool:
-    return abs(now - before) > WITHIN * before
+def _differing(now: str, before: str) -> str:
+    return f"{now} measured, the plan has {before}"
 
 
 def _changed(
@@ -118,20 +105,20 @@ def _changed(
     name: str,
     rate: float | None,
     slower: Mapping[str, float],
-    changes: list[RateChange],
+    changes: dict[str, str],
 ) -> Host:
     """One host of the kind, as it showed itself."""
     update: dict[str, object] = {}
     nic = _nic(kind)
     if rate is not None and nic is not None:
-        changes.append(RateChange(f"hosts.{name}.nics", show_rate(nic.total), show_rate(rate)))
+        changes[f"hosts.{name}.nics"] = _differing(show_rate(rate), show_rate(nic.total))
         own = nic.model_copy(update={"rate": rate / nic.count})
         update["nics"] = tuple(own if one is nic else one for one in kind.nics)
     times = slower.get(name, 1.0)
     if kind.device is not None and abs(times - 1) > WITHIN:
         flops = kind.device.flops / times
-        said = [show_flops(each) for each in (kind.device.flops, flops)]
-        changes.append(RateChange(f"hosts.{name}.device", *said))
+        said = _differing(show_flops(flops), show_flops(kind.device.flops))
+        changes[f"hosts.{name}.device"] = said
         update["device"] = kind.device.model_copy(update={"flops": flops})
     return kind.model_copy(update=update) if update else kind
 
@@ -173,7 +160,7 @@ def _links(
     every: Sequence[PlanHost],
     seen: Sequence[LinkSeen],
     network: float,
-    changes: list[RateChange],
+    changes: dict[str, str],
 ) -> Iterator[LinkRate]:
     """Between switches: what the best pair of hosts across it has, where that is not what the link
     and both cards say."""
@@ -187,11 +174,12 @@ def _links(
             for end in link.between
         ]
         rate, most = min(ways) / network, _most_across(cluster, link)
-        if not rate or not _differs(rate, min(link.rate, most)):
+        stated = min(link.rate, most)
+        if not rate or abs(rate - stated) <= WITHIN * stated:
             yield link
             continue
-        what = f"links.{'-'.join(link.between)}"
-        changes.append(RateChange(what, show_rate(link.rate), show_rate(rate)))
+        said = _differing(show_rate(rate), show_rate(link.rate))
+        changes[f"links.{'-'.join(link.between)}"] = said
         yield link.model_copy(update={"rate": rate})
 
 

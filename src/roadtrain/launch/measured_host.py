@@ -1,31 +1,23 @@
 """`python -m roadtrain.launch.measured_host`, on a host of a run: its links to the run's other
 hosts, and what its workers' metrics say.
 
-    --listen ADDRESS:PORT --token-file T   a process of a LaunchEngine: answers one that asks
-    (no words)                             a command of a LaunchEngine (`ask`): it is told which
-                                           hosts listen, with the token, on standard input (Rule 8)
+    ADDRESS:PORT TOKEN_FILE   a process of a LaunchEngine: answers one that asks, until it is ended
+    (no words)                a command of a LaunchEngine (`ask`): it is told which hosts listen,
+                              with the token, on standard input (Rule 8)
 
 The asking host asks each of the others for its link to every other, one after the other, as
-`roadtrain probe --hosts` does, and then tells them that they may end. Links are slowed by all else
-that uses them: so workers do not run meanwhile. Every wait has a deadline (Rule 5). Does NOT import
-torch.
+`roadtrain probe --hosts` does. Links are slowed by all else that uses them: so workers do not run
+meanwhile. Does NOT import torch.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-import threading
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import msgspec
 
-from roadtrain.errors import DeadlineError, PeerError
 from roadtrain.planner import probe_links as links
 from roadtrain.training.metrics import last_alike
 from roadtrain.transport.address import token_of
@@ -34,8 +26,6 @@ from roadtrain.transport.tcp import TcpOptions
 MODULE = "roadtrain.launch.measured_host"
 LAST_STEPS = 20  # of a worker's metrics, over which medians are, where one plan made them
 PATIENCE_S = 30.0  # for a host that does not listen yet
-LISTEN_S = 600.0  # a listening host waits so long for the asking one
-LINGER_S = 0.5  # so that the last answer leaves
 
 
 class Told(msgspec.Struct):
@@ -51,13 +41,9 @@ class WorkerSeconds(msgspec.Struct):
     """Of a worker's last steps by one plan: medians. `predicted`: what the plan promised of the
     same stages; none where the file does not say."""
 
-    file: str
-    step: int  # the last one
-    steps: int  # that are counted
     seconds: float
     stages: dict[str, float] = {}
     predicted: dict[str, float] = {}
-    sent_bytes: dict[str, float] = {}  # of each stage that has bytes
 
 
 class HostAnswer(msgspec.Struct):
@@ -76,31 +62,7 @@ def answer(told: Told) -> HostAnswer:
         options = TcpOptions(token=told.token.encode(), retry_s=PATIENCE_S)
         found, out.missing = links.matrix(told.others, options)
         out.links = [(*pair, *both) for pair, both in found.items()]
-        for other in told.others:
-            with suppress(PeerError):  # one that has gone ends by its deadline
-                links.ask(other, links.DESCRIBE, "", options)
     return out
-
-
-def listen(address: str, options: TcpOptions, seconds: float) -> None:
-    """Until the asking host has all. Raises DeadlineError where it does not say so in time."""
-    heard = threading.Event()
-
-    def leave() -> links.Said:
-        """Answer the asking host that it is known that this one may end."""
-        heard.set()
-        return links.Said()
-
-    listener = links.listening(address, options, leave)
-    try:
-        if not heard.wait(seconds):
-            raise DeadlineError(
-                f"no host asked {address} for its links within {seconds:.0f} s, or it has gone",
-                hint="a firewall between the run's hosts, or one of them is lost",
-            )
-        time.sleep(LINGER_S)
-    finally:
-        listener.close()
 
 
 def seconds_of(path: Path) -> WorkerSeconds | None:
@@ -109,38 +71,22 @@ def seconds_of(path: Path) -> WorkerSeconds | None:
     if not lines:
         return None
     stages = [line.get("stages", {}) for line in lines]
-    predicted: Mapping[str, Any] = lines[-1].get("predicted", {})
+    names = dict.fromkeys(name for of_step in stages for name in of_step)
     return WorkerSeconds(
-        str(path),
-        int(lines[-1]["step"]),
-        len(lines),
-        median(float(line["seconds"]) for line in lines),
-        _medians(stages, "seconds"),
-        {name: float(of) for name, of in predicted.get("stages", {}).items()},
-        _medians(stages, "bytes"),
+        median(line["seconds"] for line in lines),
+        {name: median(one.get(name, {}).get("seconds", 0.0) for one in stages) for name in names},
+        lines[-1].get("predicted", {}).get("stages", {}),
     )
 
 
-def _medians(stages: Sequence[Mapping[str, Any]], what: str) -> dict[str, float]:
-    names = dict.fromkeys(name for one in stages for name in one)
-    return {
-        name: median(float(one.get(name, {}).get(what, 0.0)) for one in stages) for name in names
-    }
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(f"python -m {MODULE}")
-    parser.add_argument("--listen", default="")
-    parser.add_argument("--token-file")
-    given = parser.parse_args(argv)
-    if given.listen:
-        options = TcpOptions(token=token_of(given.token_file), retry_s=PATIENCE_S)
-        listen(given.listen, options, LISTEN_S)
-        return 0
-    told = msgspec.json.decode(sys.stdin.buffer.read(), type=Told)
-    print(msgspec.json.encode(answer(told)).decode())
-    return 0
+def main(address: str = "", token_file: str = "") -> None:
+    if address:
+        options = TcpOptions(token=token_of(token_file), retry_s=PATIENCE_S)
+        links.serve(address, options, links.Said)
+    else:
+        told = msgspec.json.decode(sys.stdin.buffer.read(), type=Told)
+        print(msgspec.json.encode(answer(told)).decode())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(*sys.argv[1:])

@@ -32,7 +32,6 @@ END_S = 20.0  # for processes that listen to end
 
 
 class MeasuredWorker(msgspec.Struct, frozen=True):
-    rank: int
     host: str
     seconds: WorkerSeconds
 
@@ -62,18 +61,27 @@ def measure_run(engine: LaunchEngine, run: ResolvedRun, worker_hosts: Sequence[s
         if one.name not in here
     ]
     links: list[LinkSeen] = []
-    listening = _listening(run, _of_addresses(run, every)[1:])
+    meeting = _of_addresses(run, every)
+    listening, started = _listening(run, meeting[1:]), list[str]()
     try:
         for process, _ in listening.values():
             engine.start(process)
-        for asking, others in _groups(_of_addresses(run, every)):
-            _ask_links(
-                engine, run, asking, {listening[one][1]: one for one in others}, links, missing
-            )
+            started.append(process.name)
+        for asking, others in _groups(meeting):
+            places = {listening[one][1]: one for one in others}
+            told = Told(token=run.token, others=list(places))
+            said = engine.ask(asking, ("-m", MODULE), msgspec.to_builtins(told))
+            found = msgspec.convert(said, HostAnswer)
+            names = {"here": asking, **places}
+            links += [LinkSeen(names[a], names[b], *seen) for a, b, *seen in found.links]
+            for why in found.missing:
+                for where, name in names.items():
+                    why = why.replace(where, name)
+                missing.append(why)
     except LaunchError as error:
         missing.append(str(error).partition("\n")[0])
     finally:
-        _end(engine, [process.name for process, _ in listening.values()])
+        _end(engine, started)
     workers = tuple(_workers(engine, run, worker_hosts, missing))
     return MeasuredRun(tuple(links), workers, tuple(missing), run.shared)
 
@@ -108,7 +116,7 @@ def _listening(run: ResolvedRun, names: Sequence[str]) -> dict[str, tuple[Proces
                 f"links of {name}",
                 Role.SERVER,
                 name,
-                ("-m", MODULE, "--listen", where, "--token-file", token),
+                ("-m", MODULE, where, token),
                 run.directory,
                 files=(HostFile(token, run.token, secret=True),),
                 ports=(port,),
@@ -118,59 +126,31 @@ def _listening(run: ResolvedRun, names: Sequence[str]) -> dict[str, tuple[Proces
     return out
 
 
-def _ask_links(
-    engine: LaunchEngine,
-    run: ResolvedRun,
-    asking: str,
-    others: Mapping[str, str],
-    links: list[LinkSeen],
-    missing: list[str],
-) -> None:
-    """others: where a host listens -> its name."""
-    told = Told(token=run.token, others=list(others))
-    said = engine.ask(asking, ("-m", MODULE), msgspec.to_builtins(told))
-    found = msgspec.convert(said, HostAnswer)
-    names = {"here": asking, **others}
-    links += [LinkSeen(names[a], names[b], rate, latency) for a, b, rate, latency in found.links]
-    for why in found.missing:
-        for where, name in names.items():
-            why = why.replace(where, name)
-        missing.append(why)
-
-
 def _end(engine: LaunchEngine, names: Sequence[str]) -> None:
-    """They end by themselves once they were told; else they are ended."""
-    waited = set(names)
-    for patience, stop in ((END_S / 2, False), (END_S, True)):
-        if stop:
-            for name in waited:
-                engine.stop(name, 1.0)
-        until = time.monotonic() + patience
-        while waited and time.monotonic() < until:
-            events = engine.events(0.2)
-            waited -= {event.name for event in events if isinstance(event, ProcessEnded)}
+    for name in names:
+        engine.stop(name, 1.0)
+    waited, until = set(names), time.monotonic() + END_S
+    while waited and time.monotonic() < until:
+        events = engine.events(0.2)
+        waited -= {event.name for event in events if isinstance(event, ProcessEnded)}
 
 
 def _workers(
     engine: LaunchEngine, run: ResolvedRun, hosts: Sequence[str], missing: list[str]
 ) -> Iterator[MeasuredWorker]:
     rank = 0
-    for name, count in run.workers_on(hosts):
+    for host, count in run.workers_on(hosts):
         ranks = range(rank, rank + count)
-        rank = ranks.stop
-        files = {_metrics_path(run, one): one for one in ranks}
-        told = Told(metrics=list(files))
+        names = [f"metrics.{one}.jsonl" if one else "metrics.jsonl" for one in ranks]
+        told = Told(metrics=[str(Path(run.job.run.dir, name)) for name in names])
+        rank += count
         try:
-            said = engine.ask(name, ("-m", MODULE), msgspec.to_builtins(told))
+            said = engine.ask(host, ("-m", MODULE), msgspec.to_builtins(told))
         except LaunchError as error:
-            missing.append(f"steps of {name}: {str(error).partition(chr(10))[0]}")
+            missing.append(f"steps of {host}: {str(error).partition(chr(10))[0]}")
             continue
-        for one in msgspec.convert(said, HostAnswer).workers:
-            yield MeasuredWorker(files[one.file], name, one)
-
-
-def _metrics_path(run: ResolvedRun, rank: int) -> str:
-    return str(Path(run.job.run.dir) / (f"metrics.{rank}.jsonl" if rank else "metrics.jsonl"))
+        for seconds in msgspec.convert(said, HostAnswer).workers:
+            yield MeasuredWorker(host, seconds)
 
 
 def slower(measured: MeasuredRun) -> dict[str, float]:

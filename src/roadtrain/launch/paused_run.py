@@ -7,7 +7,6 @@ planned anew: the user stopped it, it was done, it failed. Does NOT plan.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from roadtrain.errors import LaunchError
 from roadtrain.launch.engines import is_alive
 from roadtrain.launch.home import PLANNED_ANEW, RunHome, StartPhase
 from roadtrain.launch.supervisor_process import patient_client
-from roadtrain.launch.waiting import POLL_S, wait_until
+from roadtrain.launch.waiting import wait_until
 
 MEASURES_S = 900.0  # a step, the end of services, links of all hosts
 HEARD_S = 30.0  # a supervisor that was asked to stop says within it that it does
@@ -114,22 +113,21 @@ class PausedRun:
 
     def _checked(self) -> int:
         """Once it is known whether a run that nobody follows goes on; the exit code."""
-        until = time.monotonic() + CHECKS_S
-        while True:
-            alive = is_alive(self.home)  # before its state is read
-            state = self.home.state()
-            if state.phase == "ended" and state.code:
-                self.report(f"run {self.home.name} has ended: {state.why}")
-            if state.phase == "ended":
-                return state.code
+
+        def is_known() -> bool:
+            return not is_alive(self.home) or StartPhase.CHECKED in self.home.state().stamps
+
+        if not wait_until(is_known, CHECKS_S):
+            raise LaunchError(
+                f"run {self.home.name} has not checked its hosts within {CHECKS_S:.0f} s",
+                hint=f"roadtrain status {self.home.name}",
+            )
+        alive = is_alive(self.home)  # before its state is read
+        state = self.home.state()
+        if state.phase != "ended":
             if not alive:
                 self.report(f"the supervisor of run {self.home.name} was killed")
-                return 1
-            if StartPhase.CHECKED in state.stamps:
-                return 0
-            if time.monotonic() > until:
-                raise LaunchError(
-                    f"run {self.home.name} has not checked its hosts within {CHECKS_S:.0f} s",
-                    hint=f"roadtrain status {self.home.name}",
-                )
-            time.sleep(POLL_S)
+            return int(not alive)
+        if state.code:
+            self.report(f"run {self.home.name} has ended: {state.why}")
+        return state.code

@@ -51,20 +51,13 @@ class WorkerSet:
     processes: tuple[Process, ...]
 
 
-def with_threads(
-    workers: WorkerSet, threads: Mapping[str, int], users: str
-) -> tuple[WorkerSet, str]:
-    """Workers that say how many threads each computes with, and a sentence where that is not the
-    user's choice. threads: of each worker, by its host; users: as many as the user has set, or "".
-    What the job sets stays."""
-    processes, counts = [], set[int]()
+def with_threads(workers: WorkerSet, threads: Mapping[str, int], users: str) -> WorkerSet:
+    """Workers that say how many threads each computes with: as many as the user has set (`users`,
+    or ""), else those of its host. What the job sets stays."""
+    processes = []
     for process in workers.processes:
-        count = threads.get(process.host, 0)
-        if (count or users) and THREADS not in process.environment:
-            counts.add(count)
-            environment = {**process.environment, THREADS: users or str(count)}
+        if count := users or threads.get(process.host):
+            environment = {THREADS: str(count), **process.environment}
             process = replace(process, environment=environment)
         processes.append(process)
-    each = " or ".join(map(str, sorted(counts)))
-    note = f"{THREADS} is not set: each worker computes with {each} thread(s)"
-    return replace(workers, processes=tuple(processes)), "" if users or not counts else note
+    return replace(workers, processes=tuple(processes))

@@ -19,7 +19,7 @@ job.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from roadtrain.config.plan_file import PlanFile, load_plan_file
 from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.launch.engines import is_alive
 from roadtrain.launch.home import RunHome
-from roadtrain.launch.measured_cluster import WITHIN, RateChange, measured_cluster
+from roadtrain.launch.measured_cluster import WITHIN, measured_cluster
 from roadtrain.launch.measured_run import MeasuredRun, slower
 from roadtrain.launch.paused_run import GoOn, PausedRun, Report
 from roadtrain.planner.arrangements import Arranged, best_arrangement
@@ -61,7 +61,7 @@ class Replanned:
     `blind`: no link was measured, though the run has some."""
 
     plan_file: PlanFile
-    changes: Sequence[RateChange]
+    changes: Mapping[str, str]
     arranged: Arranged
     old: Plan
     old_s: float
@@ -149,7 +149,7 @@ def check_options(home: RunHome, options: ReplanOptions, ends_with_launcher: boo
             "--placements and a run that goes on: its state keeps its placement",
             hint="--new-run NAME plans a run that begins anew",
         )
-    if options.new_run and RunHome.of(options.new_run) == home:
+    if options.new_run and RunHome.of(options.new_run).path == home.path:
         raise ConfigError(
             f"--new-run {options.new_run}: that is the run itself", hint="give it another name"
         )
@@ -233,14 +233,14 @@ def search_again(
         made = plans.fitted(plan)
         if isinstance(made, str) or options.new_run:
             return made
-        if made.micro_batch != old.micro_batch:
-            return "micro-batches of another size are other losses"
-        if made.packets.wire != old.packets.wire:
-            return "gradients on another wire are other losses"
-        if made.staleness != old.staleness:
-            return f"updates {made.staleness} steps late are other losses"
-        if made.keep != old.keep:
-            return "another part of gradients that travels is other losses"
+        for what, new, before in (
+            ("micro-batches of another size", made.micro_batch, old.micro_batch),
+            ("gradients on another wire", made.packets.wire, old.packets.wire),
+            (f"updates {made.staleness} steps late", made.staleness, old.staleness),
+            ("another part of gradients that travels", made.keep, old.keep),
+        ):
+            if new != before:
+                return f"other losses: {what}"
         return made
 
     return search(
@@ -325,7 +325,7 @@ def told(found: Replanned, measured: MeasuredRun) -> list[str]:
     cluster = found.plan_file.cluster
     assert pick is not None
     lines = [f"not measured: {why}" for why in measured.missing]
-    lines += [str(change) for change in found.changes]
+    lines += [f"{what}: {said}" for what, said in found.changes.items()]
     if not found.changes and measured.links:
         lines.append(f"all rates are within {WITHIN:.0%} of what the plan's cluster says")
     elif not measured.links:

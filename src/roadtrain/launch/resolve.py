@@ -24,6 +24,7 @@ from roadtrain.config.machines import FILES, LAUNCHED_AS, PORT, Machines, PlanHo
 from roadtrain.config.plan import Plan
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError
+from roadtrain.launch.engines import machines_of
 from roadtrain.launch.processes import HostFile, Process, Role, WorkerSet
 from roadtrain.launch.widths import WorkerHost, job_on
 from roadtrain.options.schema import flat
@@ -95,7 +96,7 @@ class ResolvedRun:
     def with_host(self, name: str, address: str, workers: int) -> ResolvedRun:
         """Also with a spare host that the plan does not have, or with another address of one."""
         machines = self.machines
-        if not self.knows(name):
+        if all(one.name != name for one in (*machines.hosts, *machines.spares)):
             new = PlanHost(name, "", address, workers)
             machines = replace(machines, spares=(*machines.spares, new))
         plan_file = replace(self.plan_file, machines=machines)
@@ -108,9 +109,6 @@ class ResolvedRun:
         left = tuple(one for one in self.machines.spares if one.name not in names)
         machines = replace(self.machines, spares=left)
         return replace(self, plan_file=replace(self.plan_file, machines=machines))
-
-    def knows(self, name: str) -> bool:
-        return any(one.name == name for one in (*self.machines.hosts, *self.machines.spares))
 
     @property
     def snapshots_at_workers(self) -> bool:
@@ -278,8 +276,7 @@ class ResolvedRun:
             return "" if job.servers.addresses else "the state rests on the workers' host"
         if any(one.files for one in job.parallelism.placements):
             return "a stage's state rests on files of its host"
-        served = {one.stage for one in job.parallelism.placements if one.servers}
-        if self.shared or served == set(range(job.parallelism.pp)):
+        if self.shared or not self.snapshots_at_workers:
             return ""
         return f"the run's snapshots rest in {self.directory} of each worker's host"
 
@@ -340,12 +337,7 @@ def resolve(
 ) -> ResolvedRun:
     """Raises ConfigError: a plan without machines, for another model than the job's, with degrees
     that the job's [parallelism] contradicts, a placement that nothing runs."""
-    machines = plan_file.machines
-    if machines is None:
-        raise ConfigError(
-            "the plan names no machines, it is simulated only",
-            hint="roadtrain plan CLUSTER.toml --job JOB.toml writes one that is launched",
-        )
+    machines = machines_of(plan_file)
     _check_plan(plan_file.plan, machines, job)
     if plan_file.model is not None:
         check_model(plan_file.model, job)
@@ -396,18 +388,25 @@ def absolute_job(job: Job) -> Job:
         "store.files": [os.path.abspath(one) for one in inside],
         "data.paths": [os.path.abspath(one) for one in job.data.paths],
     }
-    if job.data.tokenizer != "bytes":
-        words["data.tokenizer"] = os.path.abspath(job.data.tokenizer)
-    if job.model.pretrained:
-        words["model.pretrained"] = os.path.abspath(job.model.pretrained)
-    for key in ("ca", "cert", "key"):
-        if path := getattr(job.servers, key):
-            words[f"servers.{key}"] = os.path.abspath(path)
+    words |= {key: os.path.abspath(path) for key, path in files_read(job).items()}
     if job.parallelism.placements:
         words["parallelism.placements"] = [
             _absolute_placement(one, job.run.dir, directory) for one in job.parallelism.placements
         ]
     return job.changed(words)
+
+
+def files_read(job: Job) -> dict[str, str]:
+    """Files and folders that workers read besides their text, by the keys that name them."""
+    tokenizer, servers = job.data.tokenizer, job.servers
+    named = {
+        "data.tokenizer": "" if tokenizer == "bytes" else tokenizer,
+        "model.pretrained": job.model.pretrained,
+        "servers.ca": servers.ca,
+        "servers.cert": servers.cert,
+        "servers.key": servers.key,
+    }
+    return {key: path for key, path in named.items() if path}
 
 
 def _absolute_placement(one: StagePlacement, run: str, directory: str) -> dict[str, Any]:
@@ -424,14 +423,13 @@ def _check_services(plan: Plan, machines: Machines, job: Job) -> None:
     placement uses, or such as nobody uses."""
     name, hosts = plan.placement.name, machines.hosts
     of_stages = any(one.servers for one in job.parallelism.placements)  # the job says which
+    servers = 0 if of_stages else sum(len(host.servers) for host in hosts)
+    reducers = sum(host.reducer > 0 for host in hosts)
+    switches = sum(host.switch is not None for host in hosts)
     for what, used, count in (
-        (
-            "servers",
-            plan.placement.served or name == "smartnic",
-            0 if of_stages else sum(len(host.servers) for host in hosts),
-        ),
-        ("reducers", name in REDUCED, sum(host.reducer > 0 for host in hosts)),
-        ("switches", plan.placement.fans_in, sum(host.switch is not None for host in hosts)),
+        ("servers", plan.placement.served or name == "smartnic", servers),
+        ("reducers", name in REDUCED, reducers),
+        ("switches", plan.placement.fans_in, switches),
     ):
         if used != (count > 0):
             need = "1 or more are needed" if used else "nobody would use them"

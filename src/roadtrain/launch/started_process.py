@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 from roadtrain.launch.agent_messages import LineSplitter
@@ -16,15 +15,13 @@ from roadtrain.launch.descendants import MARK, dies_with_parent, kill_marked
 from roadtrain.units import KIB, MIB
 
 LINE_LIMIT = 8 * KIB  # bytes of a line of output
-LINES_A_SECOND, BYTES_A_SECOND = 1000, MIB  # of one process; what is beyond is counted, not kept
 READ = 64 * KIB  # bytes at once
 LAST_READ = 4 * MIB  # bytes that are still looked at when it has ended
 OURS = "roadtrain: "  # begins the sentence of an error that the command line knows
 
 
 class StartedProcess:
-    """`say` gets each line of its output. `answer_limit`: so many bytes of its standard output are
-    kept in `answer` instead. Invariant: what is kept of its output is bounded.
+    """`say` gets each line of its output. Invariant: what is kept of its output is bounded.
 
     Raises OSError where it cannot be begun.
     """
@@ -35,20 +32,15 @@ class StartedProcess:
         mark: str,
         say: Callable[[str], None],
         *,
-        directory: str | None = None,
-        environment: Mapping[str, str] = {},
-        stdin: int = subprocess.DEVNULL,
-        answer_limit: int = 0,
+        directory: str,
+        environment: Mapping[str, str],
     ) -> None:
         self.mark = mark
-        self.answer = bytearray()
-        """What it has written on standard output, where `answer_limit` is not 0."""
-        self._answer_limit = answer_limit
         self._popen = subprocess.Popen(
             [sys.executable, *words],
             cwd=directory,
             env={**os.environ, **environment, MARK: mark},
-            stdin=stdin,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
@@ -62,8 +54,6 @@ class StartedProcess:
         for pipe in self.pipes:
             os.set_blocking(pipe, False)
         self._say = say
-        self._second = 0  # the one that these are of:
-        self._lines_said = self._bytes_said = self._left_out = 0
         self._last_error = self._last_own_error = ""
         self.kill_at: float | None = None
         """When it is killed, where it has been asked to end."""
@@ -91,9 +81,6 @@ class StartedProcess:
             data = os.read(pipe, READ)
         except BlockingIOError:
             return -1
-        if self._answer_limit and pipe != self._errors:
-            self.answer += data[: self._answer_limit - len(self.answer)]
-            return len(data)
         for line, dropped in self._lines[pipe].feed(data) if data else self._lines[pipe].last():
             self._take(pipe, line, dropped)
         return len(data)
@@ -107,18 +94,9 @@ class StartedProcess:
                 nbytes += n
             for line, dropped in self._lines[pipe].last():
                 self._take(pipe, line, dropped)
-        self.tell_left_out()
         for file in (self._popen.stdout, self._popen.stderr):
             assert file is not None
             file.close()
-
-    def tell_left_out(self) -> None:
-        if self._left_out:
-            self._say(
-                f"[{self._left_out} lines left out: more than {LINES_A_SECOND} or"
-                f" {BYTES_A_SECOND} bytes in a second]"
-            )
-        self._left_out = 0
 
     def _take(self, pipe: int, data: bytes, dropped: int) -> None:
         line = data.decode(errors="replace").rstrip("\r")
@@ -126,13 +104,4 @@ class StartedProcess:
             self._last_error = line
             if line.startswith(OURS):
                 self._last_own_error = line
-        now = int(time.monotonic())
-        if now != self._second:
-            self.tell_left_out()
-            self._second, self._lines_said, self._bytes_said = now, 0, 0
-        self._lines_said += 1
-        self._bytes_said += len(data)
-        if self._lines_said > LINES_A_SECOND or self._bytes_said > BYTES_A_SECOND:
-            self._left_out += 1
-            return
         self._say(f"{line} [{dropped} bytes more]" if dropped else line)

@@ -1,21 +1,27 @@
 """`python -m roadtrain.launch.supervise HOME`: the supervisor of a run, a process of its own: makes
 the engine, checks what is wrong before anything starts, and runs until the run has ended.
 
-What it starts ends with it. Does NOT import torch.
+    supervisor   has the run's lock; keeps its standby alive
+    standby      the process of succeed.py: waits for the lock, which the kernel gives it when the
+                 supervisor is gone, and goes on with the run
+
+What a supervisor starts ends with it. One that ends by itself ends its standby before it lets the
+lock go. Where something else starts supervisors again, as Ray does, there is no standby. Does NOT
+import torch.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-
-import msgspec
 
 from roadtrain.config.job import load_job
 from roadtrain.config.plan_file import load_plan_file
@@ -26,12 +32,12 @@ from roadtrain.launch.home import LaunchRecord, RunHome, RunState, StartPhase
 from roadtrain.launch.launch_engine import LaunchEngine
 from roadtrain.launch.logs import RunLogs
 from roadtrain.launch.resolve import ResolvedRun, resolve
-from roadtrain.launch.standby import Standby
 from roadtrain.launch.supervisor import FAILED, REFUSED, Supervisor
 from roadtrain.retry import undone_on_error
 from roadtrain.transport.address import token_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+AGAIN_S = 10.0  # after a standby that has ended, or could not be started
 
 
 def supervise(home: RunHome) -> int:
@@ -89,15 +95,9 @@ def not_started(number: int, _: object) -> None:
 
 
 def refuse(home: RunHome, logs: RunLogs, why: str) -> None:
-    refused = RunState(phase="ended", code=REFUSED, why=why)
     try:
-        before = home.state()
-        refused = msgspec.structs.replace(before, phase="ended", code=REFUSED, why=why)
-    except LaunchError as error:
-        logs.tell(str(error))
-    try:
-        home.write_state(refused)
-    except StoreError as error:  # a full disk; whoever follows the logs finds it there
+        home.write_ended(REFUSED, why)
+    except (LaunchError, StoreError) as error:  # whoever follows the logs finds it there
         logs.tell(f"{why}; and state.json is not written: {error}")
 
 
@@ -144,6 +144,34 @@ def _written(goes_on: bool, logs: RunLogs, write: Callable[[], None]) -> None:
         if not goes_on:
             raise
         logs.tell(f"the run goes on, though its home is full: {error}".partition("\n")[0])
+
+
+class Standby:
+    """The standby's process. `tell`: one line for the run's user."""
+
+    def __init__(self, home: RunHome, tell: Callable[[str], None]) -> None:
+        self._home, self._tell = home, tell
+        self._process: subprocess.Popen[bytes] | None = None
+        self._start_at = 0.0  # not before, on the monotonic clock
+
+    def keep(self, now: float) -> None:
+        """Starts it, also again. Nothing that goes wrong with it ends a run."""
+        if now < self._start_at or (self._process is not None and self._process.poll() is None):
+            return
+        self._start_at = now + AGAIN_S
+        words = [sys.executable, "-m", "roadtrain.launch.succeed", str(self._home.path)]
+        try:
+            self._process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        except OSError as error:
+            self._tell(f"the supervisor has no standby for now: {error}")
+
+    def close(self) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            self._process.wait()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from roadtrain.launch.home import PLANNED_ANEW, ProcessRow, RunHome, RunState, S
 from roadtrain.launch.launch_engine import LaunchEngine
 from roadtrain.launch.logs import PLAIN, RunLogs
 from roadtrain.launch.measured_run import measure_run
-from roadtrain.launch.processes import HostFile, Process, Role, WorkerSet
+from roadtrain.launch.processes import Process, Role, WorkerSet
 from roadtrain.launch.protocol import run_events as m
 from roadtrain.launch.protocol.run_phases import ProcessState, RunPhase
 from roadtrain.launch.protocol.run_state import INTERRUPTED, RunStateMachine
@@ -41,6 +41,7 @@ END_TRIES = 6  # to write the last state.json, on a disk that is full
 REFUSED, FAILED = 2, 1  # exit codes of workers whose start was refused here, or failed
 STATUS = ("-m", "roadtrain.launch.host_status")
 COMMITTED = ("-m", "roadtrain.launch.committed")
+PUT_FILE = ("-m", "roadtrain.launch.put_file")
 
 
 def facts_of(
@@ -121,8 +122,8 @@ class Supervisor:
                 self._ask_step(self._run.worker_hosts)
                 for event in self._engine.events(0.0):  # a host may be gone already
                     self._take(event)
-                self._feed_stop(time.monotonic())
-                self._feed(m.TimePassed(time.monotonic()))
+                self._feed_stop()
+                self._feed(m.TimePassed())
                 while self._ended is None:
                     self._turn(control)
             if self._measures:
@@ -158,8 +159,8 @@ class Supervisor:
         now = time.monotonic()
         if self._ends_with_launcher and not control.greeted and now > self._began + HELLO_S:
             self._stop_asked = f"no launcher said hello within {HELLO_S:.0f} s"
-        self._feed_stop(now)
-        self._feed(m.TimePassed(now))
+        self._feed_stop()
+        self._feed(m.TimePassed())
         if self._each_turn is not None:
             self._each_turn(now)
         self._write_state()
@@ -204,10 +205,10 @@ class Supervisor:
             self._stamps[StartPhase.STEPPED] = now
         self._said_at = now
 
-    def _feed_stop(self, now: float) -> None:
+    def _feed_stop(self) -> None:
         if self._stop_asked:
             self._stops = self._stop_asked
-            self._feed(m.StopAsked(self._stop_asked, now))
+            self._feed(m.StopAsked(self._stop_asked))
             self._stop_asked = ""
 
     def _ask_step(self, hosts: Sequence[str]) -> None:
@@ -227,10 +228,10 @@ class Supervisor:
             return
         self._step = max(self._step, step)
         if self._machine.attempt >= self._machine.facts.first_attempt:
-            self._feed(m.Committed(self._step, time.monotonic()))
+            self._feed(m.Committed(self._step))
 
     def _feed(self, event: m.RunEvent) -> None:
-        for action in self._machine.handle(event):
+        for action in self._machine.handle(event, time.monotonic()):
             self._carry_out(action)
         while self._failed:
             self._feed(self._failed.popleft())
@@ -238,7 +239,6 @@ class Supervisor:
     # -- actions --
 
     def _carry_out(self, action: m.RunAction) -> None:
-        now = time.monotonic()
         match action:
             case m.TellUser(text):
                 self._logs.tell(text)
@@ -246,8 +246,7 @@ class Supervisor:
                 try:
                     self._engine.start(self._service(name))
                 except RoadtrainError as error:
-                    self._failed.append(m.ProcessEnded(name, 1, now, str(error)))
-                self._stamps.setdefault(StartPhase.SERVICES, time.time())
+                    self._failed.append(m.ProcessEnded(name, 1, str(error)))
             case m.StartWorkers(attempt, hosts):
                 self._start_workers(attempt, hosts)
             case m.StopProcess(name, grace_s):
@@ -263,9 +262,7 @@ class Supervisor:
         return known.get(name) or self._run.reducer(self._machine.places[name].host)
 
     def _start_workers(self, attempt: int, hosts: Sequence[str]) -> None:
-        self._write_state(
-            now=True
-        )  # with this attempt's number: it is not used again, whatever happens
+        self._write_state(now=True)  # this attempt's number is not used again, whatever happens
         if attempt > self._machine.facts.first_attempt:
             self._ask_step(hosts)
         try:
@@ -276,21 +273,18 @@ class Supervisor:
                 self._step,
                 begins_anew=self._begins_anew,
             )
-            self._stamps.setdefault(StartPhase.SERVICES, time.time())
             self._engine.start_workers(self._workers)
         except RoadtrainError as error:
             code = REFUSED if isinstance(error, ConfigError) else FAILED
-            self._failed.append(
-                m.WorkersEnded(attempt, code, "workers", time.monotonic(), str(error))
-            )
+            self._failed.append(m.WorkersEnded(attempt, code, "workers", str(error)))
         self._stamps.setdefault(StartPhase.WORKERS, time.time())
 
     def _set_reducers(self, hosts: Sequence[str]) -> None:
         """On all hosts with workers. One that cannot be reached is told as lost by the engine."""
-        file = HostFile(self._run.reducers_path, self._run.reducer_lines(hosts))
+        file = {"path": self._run.reducers_path, "content": self._run.reducer_lines(hosts)}
         for host in self._machine.worker_hosts:
             try:
-                self._engine.put(host, file)
+                self._engine.ask(host, PUT_FILE, file)
             except LaunchError as error:
                 self._logs.tell(f"workers on {host} do not know of it: {error}")
 
@@ -298,9 +292,9 @@ class Supervisor:
 
     def _answer(self, request: ControlRequest) -> None:
         try:
-            request.answer(self._reply(request))
+            request.connection.answer(self._reply(request))
         except RoadtrainError as error:
-            request.answer({"error": str(error)})
+            request.connection.answer({"error": str(error)})
 
     def _reply(self, request: ControlRequest) -> Mapping[str, Any]:
         match request.verb:
@@ -318,9 +312,7 @@ class Supervisor:
                 return {}
             case "tell":
                 return {"said": self._engine.tell(request.words)}
-        raise LaunchError(
-            f"{request.verb!r} is no verb", hint="status, stop, measure, tell, hello, goodbye"
-        )
+        raise LaunchError(f"{request.verb!r} is no verb", hint="status, stop, measure, tell, hello")
 
     def _status(self) -> Mapping[str, Any]:
         """The state, and what `roadtrain status` says of the run on worker 0's host and, of each
@@ -373,20 +365,16 @@ class Supervisor:
     def _rows(self) -> tuple[ProcessRow, ...]:
         to_wall = time.time() - time.monotonic()
 
-        def row(name: str, role: str, host: str, state: ProcessState) -> ProcessRow:
+        def row(name: str, host: str, state: ProcessState) -> ProcessRow:
             since = round(state.since + to_wall, 1)
-            return ProcessRow(name, role, host, state.phase.value, state.restarts, since)
+            return ProcessRow(name, host, state.phase.value, state.restarts, since)
 
         machine = self._machine
-        services = [
-            row(name, name.partition(" ")[0], machine.places[name].host, state)
-            for name, state in machine.services.items()
-        ]
-        workers = [
-            row(one.name, one.role.value, one.host, machine.workers)
-            for one in self._workers.processes
-        ]
-        return (*services, *workers)
+        services = machine.services.items()
+        return (
+            *(row(name, machine.places[name].host, state) for name, state in services),
+            *(row(one.name, one.host, machine.workers) for one in self._workers.processes),
+        )
 
     def _write_state(self, now: bool = False) -> bool:
         """Whether the file tells of the state as it is. A full disk must not end a run: it is older

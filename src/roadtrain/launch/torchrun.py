@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from roadtrain.errors import ConfigError
-from roadtrain.launch.processes import HostFile, Process
+from roadtrain.launch.processes import HostFile
 from roadtrain.launch.resolve import ResolvedRun
 
 TORCHRUN = ("-m", "torch.distributed.run")
@@ -48,13 +48,12 @@ class TorchrunWorkers:
         check_for_files(run)
         processes = run.workers(run.worker_hosts, 0).processes
         first, hosts = processes[0], Counter(one.host for one in processes)
-        assert all(_same(one, first) for one in processes), "workers differ in more than their rank"
         return TorchrunWorkers(
             hosts,
             first.environment["MASTER_ADDR"],
             int(first.environment["MASTER_PORT"]),
             first.words,
-            _own_environment(first),
+            {k: v for k, v in first.environment.items() if k not in SAID_BY_TORCHRUN},
             first.files,
         )
 
@@ -146,14 +145,3 @@ def notes_for_user(run: ResolvedRun) -> list[str]:
     if spares := [host.name for host in run.machines.spares]:
         notes.append(f"spare hosts are not used: {', '.join(spares)}")
     return [*notes, "a host that is lost is waited for: the run goes on when it is back"]
-
-
-def _own_environment(process: Process) -> dict[str, str]:
-    return {k: v for k, v in process.environment.items() if k not in SAID_BY_TORCHRUN}
-
-
-def _same(one: Process, other: Process) -> bool:
-    return (one.words, one.directory, one.files, _own_environment(one)) == (
-        *(other.words, other.directory, other.files),
-        _own_environment(other),
-    )

@@ -51,12 +51,12 @@ class WorkerRun:
         self._first = self._first or (left, -9, why)
         return why
 
-    def ended(self, at: float) -> WorkersEnded | None:
+    def ended(self) -> WorkersEnded | None:
         """Where all have ended."""
         if self.hosts:
             return None
         name, code, said = self._first or (self._ended[-1], 0, "")
-        return WorkersEnded(self.attempt, code, name, at, said)
+        return WorkersEnded(self.attempt, code, name, said)
 
     def check(self) -> None:
         assert not set(self.hosts) & set(self._ended)

@@ -29,7 +29,7 @@ import yaml
 from roadtrain.config.job import DataSection, Job
 from roadtrain.errors import ConfigError
 from roadtrain.launch.processes import HostFile, Process, Role
-from roadtrain.launch.resolve import ResolvedRun
+from roadtrain.launch.resolve import ResolvedRun, files_read
 from roadtrain.launch.torchrun import (
     SHUTDOWN_S,
     TorchrunWorkers,
@@ -116,8 +116,8 @@ class _RunObjects:
     def all(self) -> list[Tree]:
         services = self.run.services()
         return [
-            self._secret(),
-            self._config_map(),
+            self._object("v1", "Secret", self.name, data=self._files(secret=True)),
+            self._object("v1", "ConfigMap", self.name, data=self._files(secret=False)),
             self._service(services),
             *map(self._stateful_set, services),
             *(self._job(host, rank) for rank, host in enumerate(self.workers.hosts)),
@@ -133,31 +133,22 @@ class _RunObjects:
         metadata = {"name": name, "labels": self._labels(process)}
         return {"apiVersion": version, "kind": kind, "metadata": metadata, **content}
 
-    def _secret(self) -> Tree:
-        held = {
-            PurePosixPath(file.path).name: base64.b64encode(file.content.encode()).decode()
-            for file in files_of(self.run)
-            if file.secret
-        }
-        return self._object("v1", "Secret", self.name, data=held)
-
-    def _config_map(self) -> Tree:
-        held = {
-            PurePosixPath(file.path).name: file.content
-            for file in files_of(self.run)
-            if not file.secret
-        }
-        return self._object("v1", "ConfigMap", self.name, data=held)
+    def _files(self, *, secret: bool) -> Tree:
+        held = {}
+        for file in files_of(self.run):
+            if file.secret == secret:
+                coded = base64.b64encode(file.content.encode()).decode()
+                held[PurePosixPath(file.path).name] = coded if secret else file.content
+        return held
 
     def _service(self, services: Iterable[Process]) -> Tree:
         served = (port for one in services for port in one.ports)
         ports = dict.fromkeys((*served, self.workers.port))
-        listed = [_port("tcp", port, "port") for port in ports]
         spec = {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
             "selector": self._labels(),
-            "ports": listed,
+            "ports": [_port("tcp", port, "port") for port in ports],
         }
         return self._object("v1", "Service", self.name, spec=spec)
 
@@ -231,10 +222,11 @@ class _RunObjects:
         (handed_out,) = {str(PurePosixPath(file.path).parent) for file in files}
         mounts: list[Tree] = [{"name": name, "mountPath": path} for name, path in on_node.items()]
         mounts.append({"name": "files", "mountPath": handed_out, "readOnly": True})
-        volumes: list[Tree] = [
-            {"name": name, "hostPath": {"path": path, "type": _kind_of(path, made)}}
-            for name, path in on_node.items()
-        ]
+        volumes: list[Tree] = []
+        for name, path in on_node.items():
+            # what a run writes may be made; what it only reads is there, or the pod does not start
+            kind = "DirectoryOrCreate" if path in made else "Directory"
+            volumes.append({"name": name, "hostPath": {"path": path, "type": kind}})
         volumes.append({"name": "files", "projected": {"sources": self._sources(files)}})
         spec = {
             "nodeSelector": {"kubernetes.io/hostname": host},
@@ -265,11 +257,6 @@ class _RunObjects:
         places = [one for one in host.servers if one.port in process.ports]
         stores = places if process.role == Role.SERVER else []
         return [path for one in stores for path in (one.store, one.snapshot) if path]
-
-
-def _kind_of(path: str, made: Iterable[str]) -> str:
-    """What a run writes may be made; what it only reads is there, or the pod does not start."""
-    return "DirectoryOrCreate" if path in made else "Directory"
 
 
 def _port(protocol: str, port: int, key: str) -> Tree:
@@ -303,11 +290,9 @@ def _stores_of(job: Job) -> list[str]:
 
 def _read_by(job: Job) -> list[str]:
     """Directories that workers read on their nodes. What this Python has, an image's has too."""
-    own, tls = DataSection().paths, (job.servers.ca, job.servers.cert, job.servers.key)
-    paths = [path for path in job.data.paths if path not in own]
-    paths += [job.data.tokenizer] if job.data.tokenizer != "bytes" else []
-    paths += [path for path in (*tls, job.model.pretrained) if path]
-    return [_directory_of(path) for path in paths]
+    own = DataSection().paths
+    text = (path for path in job.data.paths if path not in own)
+    return [_directory_of(path) for path in (*text, *files_read(job).values())]
 
 
 def _directory_of(path: str) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
 
@@ -100,19 +100,16 @@ def _head(run: ResolvedRun) -> Iterable[str]:
     for number, (gpus, hosts) in enumerate(_components(run).items()):
         if number:
             yield "#SBATCH hetjob"
-        yield from _options(_of_component(gpus, hosts))
-
-
-def _of_component(gpus: int, hosts: Sequence[str]) -> dict[str, object]:
-    asked = {"gres": f"gpu:{gpus}"} if gpus else {}
-    return {
-        "nodes": len(hosts),
-        "nodelist": ",".join(hosts),
-        "ntasks-per-node": 1,
-        "exclusive": "",
-        "mem": 0,  # all that a host has
-        **asked,
-    }
+        of_component = {
+            "nodes": len(hosts),
+            "nodelist": ",".join(hosts),
+            "ntasks-per-node": 1,
+            "exclusive": "",
+            "mem": 0,  # all that a host has
+        }
+        yield from _options(of_component)
+        if gpus:
+            yield from _options({"gres": f"gpu:{gpus}"})
 
 
 def _options(options: Mapping[str, object]) -> Iterable[str]:

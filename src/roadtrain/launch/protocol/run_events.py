@@ -7,8 +7,7 @@ The state machine itself is in run_state.py.
                                              the committed step
     hosts                                    lost -> its workers' ranks go to a spare host, or the
                                              others go on without them, or all wait for it
-Whatever is done is said first (`TellUser`). Does NOT know words, files, engines or a clock: events
-carry the time.
+Whatever is done is said first (`TellUser`). Does NOT know words, files, engines or a clock.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ class ProcessEnded:
 
     name: str
     code: int
-    at: float
     said: str = ""  # its last line on standard error
 
 
@@ -35,7 +33,6 @@ class ProcessRestarted:
     """The engine has started a service again by itself."""
 
     name: str
-    at: float
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,6 @@ class WorkersEnded:
     attempt: int
     code: int
     first: str
-    at: float
     said: str = ""
 
 
@@ -55,9 +51,6 @@ class WorkersPlaced:
     """An engine that has to look for places has found that of worker 0, whose process begins. For
     people: the state machine does not look at it."""
 
-    attempt: int
-    at: float
-
 
 @dataclass(frozen=True)
 class HostLost:
@@ -65,7 +58,6 @@ class HostLost:
 
     host: str
     why: str
-    at: float
 
 
 @dataclass(frozen=True)
@@ -75,7 +67,6 @@ class HostCame:
     host: str
     address: str
     workers: int  # as many as it can run
-    at: float
 
 
 @dataclass(frozen=True)
@@ -84,7 +75,6 @@ class HostLeaves:
 
     host: str
     within_s: float
-    at: float
 
 
 @dataclass(frozen=True)
@@ -92,7 +82,6 @@ class Committed:
     """A step is committed. Faults are counted between such."""
 
     step: int
-    at: float
 
 
 @dataclass(frozen=True)
@@ -100,14 +89,11 @@ class StopAsked:
     """The user, or a launcher that is gone and was to take the run with it."""
 
     why: str
-    at: float
 
 
 @dataclass(frozen=True)
 class TimePassed:
     """Time has passed."""
-
-    at: float
 
 
 @dataclass(frozen=True)

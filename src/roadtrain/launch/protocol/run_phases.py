@@ -51,14 +51,13 @@ class ProcessState:
     starts: int = 0
     ends: int = 0  # by itself, since a step was committed
     stop_until: float | None = None  # when its end should have been told; only while STOPPING
-    stops: int = 0  # how often it was asked to end, while STOPPING
 
     def enter(self, phase: ProcessPhase, at: float) -> None:
         assert phase in NEXT_PROCESS_PHASES[self.phase], (
             f"{self.name}: {self.phase} cannot become {phase}"
         )
         self.phase, self.since = phase, at
-        self.stop_until, self.stops = None, 0
+        self.stop_until = None
         if phase is ProcessPhase.RUNNING:
             self.starts += 1
 

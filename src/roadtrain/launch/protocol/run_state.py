@@ -33,10 +33,9 @@ LOST_GRACE_S = 5.0  # workers whose peers are gone cannot finish their step
 # are in another order, so losses agree to rounding only (Rule 1). Nobody waits for one that said
 # that it leaves.
 BACK_S = 15.0
-KILL_S = 20.0  # from being killed to its end being told
+KILL_S = 60.0  # from being killed to its end being told; then it is given up
 KILLED = -9
 LEFT_OUT_S = 600.0  # a reducer that ends again and again is tried again after it
-STOPS_AT_MOST = 3  # then a process that does not end is given up
 USERS_MISTAKE = 2  # exit code of `roadtrain: ...`
 INTERRUPTED = 130
 WORKERS = "workers"  # the name of all of them in StopProcess
@@ -69,10 +68,11 @@ class RunStateMachine:
         self._waits_for = ""  # why workers are not started, as it was told last
         self._out: list[m.RunAction] = []  # of the event that is being handled
 
-    def handle(self, event: m.RunEvent) -> list[m.RunAction]:
+    def handle(self, event: m.RunEvent, now: float) -> list[m.RunAction]:
+        """now: seconds on a clock that never goes back."""
         if isinstance(event, m.Output) or self.phase is RunPhase.ENDED:
             return []
-        self.now = max(self.now, event.at)
+        self.now = now
         match event:
             case m.ProcessEnded():
                 self._service_ended(event)
@@ -213,7 +213,7 @@ class RunStateMachine:
             self._tell(f"host {host} came, with {self.spares[host]} workers: it is a spare one")
         elif self.phase is RunPhase.GOING:
             self._tell(f"host {host} came: it sums for the workers from now on")
-            name = reducer_name(host)
+            name = f"reducer {host}"
             self.places[name] = m.RunService(name, host, reducer=True)
             self.services[name] = ProcessState(name, since=self.now)
 
@@ -353,7 +353,7 @@ class RunStateMachine:
     def _stop(self, process: ProcessState, text: str, grace_s: float) -> None:
         self._tell(text)
         process.enter(ProcessPhase.STOPPING, self.now)
-        process.stop_until, process.stops = self.now + grace_s + KILL_S, 1
+        process.stop_until = self.now + grace_s + KILL_S
         self._out.append(m.StopProcess(process.name, grace_s))
 
     def _watch_stop(self, process: ProcessState) -> None:
@@ -362,11 +362,6 @@ class RunStateMachine:
         if self.now < process.stop_until:
             return
         waited = f"{process.name} did not end within {self.now - process.since:.0f} s"
-        if process.stops < STOPS_AT_MOST:
-            self._tell(f"{waited}: killed again")
-            process.stop_until, process.stops = self.now + KILL_S, process.stops + 1
-            self._out.append(m.StopProcess(process.name, 0.0))
-            return
         process.enter(ProcessPhase.ENDED, self.now)
         if self.phase is RunPhase.GOING:
             self._end(1, f"{waited}: there must never be two of them")
@@ -479,11 +474,6 @@ class RunStateMachine:
         if self.phase is RunPhase.ENDED:
             assert all(one.phase is ProcessPhase.ENDED for one in processes)
         assert not self._out
-
-
-def reducer_name(host: str) -> str:
-    """Of the reducer's process on a host that came."""
-    return f"reducer {host}"
 
 
 def how(code: int) -> str:

@@ -4,8 +4,7 @@ WorkerMailbox: between the supervisor and the workers of Ray Train, which have n
     what they say    `news` waits for it: the supervisor may be away meanwhile, and another
                      one may ask for it; the last lines are kept, and how many are not is told
     Ray              starts a ServedProcess again that was killed, and with it its process
-    the supervisor   starts a process again that ended (`begin`), as on every engine; while there
-                     is none, the actor does so itself after ALONE_S
+    the supervisor   makes another actor for a service whose process has ended
     a service        ends itself where there never will be a supervisor again: Ray does not start
                      that one's actor anew, as its node is gone for good
 
@@ -20,19 +19,17 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import ray
 from ray.exceptions import RayError
 
 from roadtrain.launch.processes import Process
-from roadtrain.launch.protocol.run_events import Output, ProcessEnded, ProcessRestarted
-from roadtrain.launch.ray.held_process import END_S, HeldProcess, Said, to_ray_log
+from roadtrain.launch.protocol.run_events import Output
+from roadtrain.launch.ray.held_process import HeldProcess, Said, to_ray_log
 
 KEPT = 5000  # lines that wait for the supervisor, and as many ends
-BATCH = 1000  # of one answer
-ALONE_S = 60.0  # longer than the supervisor waits before it starts a process again
-END_GRACE_S = 20.0  # of a service that nobody will ask for again
 ORPHAN_S = 300.0  # a service ends when it was not asked for news for so long, and nobody will
 
 
@@ -43,20 +40,18 @@ class WorkerTaken:
     name: str
 
 
-Told = Said | ProcessRestarted | WorkerTaken
+Told = Said | WorkerTaken
 
 
 @dataclass(frozen=True)
 class News:
     """What an actor has to say. life: another one for each start of the actor. then: where the
-    next question goes on. left_out: lines before or among these that are not kept any more. more:
-    there is news after these."""
+    next question goes on. left_out: lines before or among these that are not kept any more."""
 
     life: str
     then: int
     events: tuple[Told, ...]
     left_out: int = 0
-    more: bool = False
 
 
 class KeptNews:
@@ -87,94 +82,47 @@ class KeptNews:
                 after = 0
             if life == self._life:
                 self._changed.wait_for(lambda: self._count > after, patience_s)
-            kept = [one for one in heapq.merge(self._others, self._lines) if one[0] >= after]
-            batch = kept[:BATCH]
-            more = len(kept) > BATCH
-            then = batch[-1][0] + 1 if more else self._count
-            events = tuple(event for _, event in batch)
-            return News(self._life, then, events, then - after - len(events), more)
+            kept = heapq.merge(self._others, self._lines)
+            events = tuple(event for number, event in kept if number >= after)
+            return News(self._life, self._count, events, self._count - after - len(events))
 
 
 class ServedProcess:
-    """One service. Its process begins with it."""
+    """One service. Its process begins with it, and ends with it."""
 
     def __init__(self, process: Process, mark: str) -> None:
-        self._mark = mark
+        self._process, self._mark = process, mark
         self._told = KeptNews()
-        self._lock = threading.Lock()
-        self._stopped = False  # it was asked to end
-        self._ended_at: float | None = None
-        self._place = {"host": process.host}
         self._asked_at = time.monotonic()  # for news
-        self._over = threading.Event()  # nothing is looked after any more
         self._held = HeldProcess(process, mark, self._tell)
-        threading.Thread(target=self._mind, name="alone", daemon=True).start()
-
-    def begin(self, process: Process) -> None:
-        """It runs from now on, if it did not: as it is here, so a changed one begins again."""
-        with self._lock:
-            self._stopped, self._ended_at = False, None
-            if self._held.alive and self._held.process == process:
-                return
-            self._held.stop(0.0)
-            self._held.wait(END_S)
-            self._held = HeldProcess(process, self._mark, self._tell)
+        threading.Thread(target=self._mind, name="orphan", daemon=True).start()
 
     def stop(self, grace_s: float) -> None:
-        with self._lock:
-            self._stopped = True
-            self._held.stop(grace_s)
+        self._held.stop(grace_s)
 
     def news(self, life: str, after: int, patience_s: float) -> News:
         self._asked_at = time.monotonic()
         return self._told.news(life, after, patience_s)
 
-    def place(self) -> tuple[Process, str]:
-        """What it runs, on which node."""
-        return self._held.process, ray.get_runtime_context().get_node_id()
+    def place(self) -> tuple[Process, str, bool]:
+        """What it runs, on which node, and whether that has not ended."""
+        return self._process, ray.get_runtime_context().get_node_id(), self._held.alive
 
     def _tell(self, event: Said) -> None:
-        to_ray_log(event, self._place)
+        to_ray_log(event, self._process.host)
         self._told.add(event)
-        if isinstance(event, ProcessEnded):
-            self._ended_at = time.monotonic()
 
     def _mind(self) -> None:
-        while not self._over.wait(1.0):
+        while True:
+            time.sleep(1.0)
             self.look_after(time.monotonic())
 
-    def close(self) -> None:
-        """Nothing is looked after any more; its process is left as it is."""
-        self._over.set()
-
     def look_after(self, now: float) -> None:
-        """Starts it again while there is no supervisor that would; ends it where there will be
-        none."""
+        """Ends it where there never will be a supervisor that asks for it."""
         if now - self._asked_at > ORPHAN_S:
             self._asked_at = now  # and not at each look
             if not is_there(self._mark):
-                self._end()
-                return
-        with self._lock:
-            ended_at = self._ended_at
-            if self._stopped or ended_at is None or self._held.alive:
-                return
-            if now - ended_at > ALONE_S:
-                process, self._ended_at = self._held.process, None
-                self._held = HeldProcess(process, self._mark, self._tell)
-                self._told.add(ProcessRestarted(process.name, now))
-
-    def end(self) -> None:
-        """Returns when its process has ended: for good."""
-        with self._lock:
-            self._stopped = True
-            self._held.stop(END_GRACE_S)
-            self._held.wait(END_GRACE_S + END_S)
-        self.close()
-
-    def _end(self) -> None:
-        self.end()
-        kill_named(service_actor(self._mark, self._held.process.name))
+                kill_named(service_actor(self._mark, self._process.name))
 
 
 @dataclass
@@ -257,3 +205,11 @@ def kill_named(actor: str) -> None:
         ray.kill(ray.get_actor(actor), no_restart=True)
     except ValueError:
         pass  # it has ended
+
+
+def end_actors(run: str) -> None:
+    """Those of a run's services, and their processes with them."""
+    with suppress(RayError):
+        for service in service_actors(run):
+            with suppress(RayError):
+                kill_named(service)

@@ -12,8 +12,7 @@ import contextlib
 import queue
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from roadtrain.errors import RoadtrainError
@@ -54,7 +53,7 @@ class HeldProcess:
     def _run(self) -> None:
         """Whatever happens, its end is told: nobody else would."""
         name = self.process.name
-        ended = ProcessEnded(name, KILLED, time.monotonic(), "its agent was lost")
+        ended = ProcessEnded(name, KILLED, "its agent was lost")
         try:
             ended = self._held() or ended
         except (RoadtrainError, OSError) as error:
@@ -64,29 +63,24 @@ class HeldProcess:
         self._tell(ended)
 
     def _held(self) -> ProcessEnded | None:
-        agents = HostAgents([AgentHost(self.process.host, "")], self._mark)
-        try:
+        hosts = [AgentHost(self.process.host, "")]
+        with contextlib.closing(HostAgents(hosts, self._mark)) as agents:
             agents.start(self.process)
-            return self._watch(agents)
-        finally:
-            agents.close()
-
-    def _watch(self, agents: HostAgents) -> ProcessEnded | None:
-        while True:
-            while not self._orders.empty():
-                agents.stop(self.process.name, self._orders.get())
-            for event in agents.events(TURN_S):
-                match event:
-                    case Output():
-                        self._tell(event)
-                    case ProcessEnded():
-                        return event
-                    case HostLost():
-                        return None
+            while True:
+                while not self._orders.empty():
+                    agents.stop(self.process.name, self._orders.get())
+                for event in agents.events(TURN_S):
+                    match event:
+                        case Output():
+                            self._tell(event)
+                        case ProcessEnded():
+                            return event
+                        case HostLost():
+                            return None
 
 
-def to_ray_log(event: Said, place: Mapping[str, str]) -> None:
+def to_ray_log(event: Said, host: str) -> None:
     """A line for Ray's own log of this process and its dashboard, with role and host."""
     said = event.line if isinstance(event, Output) else f"ended with code {event.code}"
     with contextlib.suppress(OSError, ValueError):  # a log that is full or closed ends nothing
-        print(f"[{event.name} {place['host']}] {said}", file=sys.stdout, flush=True)
+        print(f"[{event.name} {host}] {said}", file=sys.stdout, flush=True)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from roadtrain.config.machines import PlanHost
-from roadtrain.launch.protocol.run_events import HostCame, HostLeaves, HostLost, Output, RunEvent
+from roadtrain.launch.protocol.run_events import HostCame, HostLeaves, HostLost, RunEvent
 
 LABEL = "roadtrain-host"
 NOTICE_S = 120.0  # of a node that is drained without a deadline, as spot machines have
@@ -59,14 +59,12 @@ class HostMap:
         self._hosts = {host.name: host for host in (*hosts, *spares)}
         self._replaceable = [host.name for host in hosts if host.workers]
         self._nodes: dict[str, RayNode] = {}  # host -> its node
-        self._addresses = dict(known or {})  # host -> where its node is or was
-        self._had = {*self._addresses}  # hosts that have had a node
+        self._addresses = dict(known or {})  # hosts that have had a node -> where it is or was
         self._before: dict[str, RayNode] = {}  # lost host -> the node that it had
         self._lost: set[str] = set()  # of those, the ones that HostLost was told of
         self._leaving: set[str] = set()  # nodes that HostLeaves was told of
         self._others: set[str] | None = None  # nodes that were there first and are no host of it
         self._instead: dict[str, str] = {}  # lost host -> the other that was told as one that came
-        self._too_small: set[tuple[str, str]] = set()  # host, node: it was said
 
     def address_of(self, host: str) -> str:
         """By which the others reach a host that is there: as the plan says, which may be that of
@@ -89,18 +87,18 @@ class HostMap:
 
     def remember(self, host: str, node_id: str) -> None:
         """A host is on this node already: a service of it was found there."""
-        self._had.add(host)
+        self._addresses.setdefault(host, "")
         self._nodes[host] = RayNode(node_id, "", "", "", "", 0, 0)
 
-    def tell_missing(self, at: float) -> list[RunEvent]:
+    def tell_missing(self) -> list[RunEvent]:
         """Those of the plan that the first look has not found."""
         why = "it is no node of the cluster"
         missing = [host.name for host in self.missing()]
         self._lost.update(missing)
-        return [HostLost(name, why, at) for name in missing]
+        return [HostLost(name, why) for name in missing]
 
     def look(
-        self, nodes: Sequence[RayNode], at: float, why: Callable[[str], str] = lambda node_id: ""
+        self, nodes: Sequence[RayNode], why: Callable[[str], str] = lambda node_id: ""
     ) -> list[RunEvent]:
         """What has changed. nodes: all that are alive; why: of a node id, why it is not."""
         alive = {node.node_id: node for node in nodes}
@@ -113,21 +111,19 @@ class HostMap:
             self._lost.add(host)
             self._before[host] = node
             cause = why(node.node_id) or "it has died"
-            events.append(HostLost(host, f"Ray's node {node.node_id[:8]}: {cause}", at))
+            events.append(HostLost(host, f"Ray's node {node.node_id[:8]}: {cause}"))
         first = self._others is None
-        events += self._lose_early(at)
+        events += self._lose_early()
         free = self._free(alive.values())
-        events += self._say_too_small(free)
         for host in self._assign(list(alive.values()), free):
             if host in self._lost or host not in self._hosts or not first:
                 self._lost.discard(host)
-                events.append(HostCame(host, self.address_of(host), self.workers_of(host), at))
-        self._had.update(self._nodes)
+                events.append(HostCame(host, self.address_of(host), self.workers_of(host)))
         self._addresses |= {host: node.address for host, node in self._nodes.items()}
-        events += self._leaves(at)
+        events += self._leaves()
         return events
 
-    def _lose_early(self, at: float) -> list[RunEvent]:
+    def _lose_early(self) -> list[RunEvent]:
         """Hosts whose nodes are to be hosts of the plan: they came under names of their own, as
         Ray took the nodes before them for alive. Those are free then."""
         events: list[RunEvent] = []
@@ -136,7 +132,7 @@ class HostMap:
                 if name not in self._hosts and self._was_early(host, node):
                     del self._nodes[name]
                     why = f"Ray's node {node.node_id[:8]} is {host.name} again"
-                    events.append(HostLost(name, why, at))
+                    events.append(HostLost(name, why))
                     break
         return events
 
@@ -153,18 +149,15 @@ class HostMap:
         taken = {node.node_id for node in self._nodes.values()}
         return [n for n in nodes if n.node_id not in taken and n.leaves_in_s is None]
 
-    def _leaves(self, at: float) -> list[RunEvent]:
-        leaving = {
-            host: node.leaves_in_s
-            for host, node in self._nodes.items()
-            if node.leaves_in_s is not None
-        }
-        told, self._leaving = self._leaving, {self._nodes[host].node_id for host in leaving}
-        return [
-            HostLeaves(host, within_s, at)
-            for host, within_s in leaving.items()
-            if self._nodes[host].node_id not in told
-        ]
+    def _leaves(self) -> list[RunEvent]:
+        told, self._leaving = self._leaving, set()
+        events: list[RunEvent] = []
+        for host, node in self._nodes.items():
+            if node.leaves_in_s is not None:
+                self._leaving.add(node.node_id)
+                if node.node_id not in told:
+                    events.append(HostLeaves(host, node.leaves_in_s))
+        return events
 
     def _assign(self, nodes: Sequence[RayNode], free: list[RayNode]) -> list[str]:
         """Gives hosts without a node one. Returns those hosts, and those that came. free: of the
@@ -172,7 +165,7 @@ class HostMap:
         new = self._give_own(free)
         devices = any(n.devices for n in nodes)
         for host in self.missing():
-            if host.address or host.name in self._had:
+            if host.address or host.name in self._addresses:
                 continue
             fitting = [n for n in free if not n.label and _capacity(n, devices) >= host.workers]
             if fitting:
@@ -206,24 +199,12 @@ class HostMap:
 
     def _is_large_enough(self, host: PlanHost, node: RayNode) -> bool:
         """Of a node that may be a host again. At the first start the checks say what is lacking."""
-        if host.name not in self._had:
+        if host.name not in self._addresses:
             return True
         before = self._before.get(host.name)
         with_devices = node.devices or (before is not None and before.devices)
         has = min(node.processors, node.devices) if with_devices else node.processors
         return has >= host.workers
-
-    def _say_too_small(self, free: Sequence[RayNode]) -> list[RunEvent]:
-        events: list[RunEvent] = []
-        for host in self.missing():
-            for node in free:
-                pair = (host.name, node.node_id)
-                if not _by_label(host, node) or self._is_large_enough(host, node):
-                    continue
-                if pair not in self._too_small:
-                    self._too_small.add(pair)
-                    events.append(Output("workers", host.name, _too_small(host, node)))
-        return events
 
     def _name_of(self, node: RayNode) -> str:
         """Of a node that is no host of the plan."""
@@ -294,11 +275,3 @@ def _best_for(host: PlanHost) -> Callable[[RayNode], tuple[int, bool, str, str]]
 def _capacity(node: RayNode, devices: bool) -> int:
     """Workers it can run."""
     return node.devices if devices else node.processors
-
-
-def _too_small(host: PlanHost, node: RayNode) -> str:
-    return (
-        f"[Ray's node {node.node_id[:8]} has the label of {host.name}, but {node.processors}"
-        f" processors and {node.devices} accelerators for its {host.workers} workers: it is not"
-        " taken as that host]"
-    )

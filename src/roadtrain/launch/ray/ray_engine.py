@@ -14,12 +14,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +27,10 @@ from ray.exceptions import GetTimeoutError, RayError
 from roadtrain.config.machines import PlanHost
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import LaunchError
-from roadtrain.launch.agent import put_file
 from roadtrain.launch.engines import machines_of
 from roadtrain.launch.home import LaunchRecord, RunHome, StartPhase
-from roadtrain.launch.launch_engine import HostSeen, answer_of
-from roadtrain.launch.processes import HostFile, Process, WorkerSet, with_threads
+from roadtrain.launch.launch_engine import ASK_S, HostSeen, answer_of, run_command
+from roadtrain.launch.processes import Process, WorkerSet, with_threads
 from roadtrain.launch.protocol.run_events import (
     HostCame,
     HostLeaves,
@@ -51,7 +48,7 @@ from roadtrain.launch.ray.actors import (
     WorkerMailbox,
     WorkerTaken,
     actor_name,
-    is_there,
+    end_actors,
     kill_named,
     service_actor,
     service_actors,
@@ -66,14 +63,12 @@ from roadtrain.launch.ray.workers import (
 )
 
 WORKERS = "workers"  # all of them, as `stop` calls them
-ASK_S, PUT_S = 120.0, 60.0
 BEGIN_S = 60.0  # an actor runs so long after it was created
 LOOK_S = 0.5  # between looks at the nodes
 PATIENCE_S = 2.0  # of a question for news
 AGAIN_S = 0.5  # until an actor that could not be asked is asked again
 SILENT_S = 60.0  # an actor that answers no question for so long is given up
 DRAIN_S = 30.0  # the mailbox has said all within it
-LEFTOVER_S = 40.0  # services of another launch have ended within it
 NAME_S = 15.0  # the name of a killed actor is free within it
 KILLED = -9
 
@@ -90,12 +85,6 @@ class _Heard:
     asks: Any = None
     ask_at: float = 0.0  # no sooner
     silent_since: float | None = None  # when it was asked what it has not answered
-    failing: bool = False  # Ray could not ask it the last time
-    stopping: bool = False
-
-    def runs_on(self, host: str) -> bool:
-        """Whether it is a service's on this host that was not asked to end."""
-        return self.process is not None and self.process.host == host and not self.stopping
 
 
 class RayEngine:
@@ -132,7 +121,7 @@ class RayEngine:
             end_services(mark)
         self._look()
         self._refuse_missing(hosts)
-        self._events += self._map.tell_missing(time.monotonic())
+        self._events += self._map.tell_missing()
         self._events += self._others_with_services((*hosts, *spares))
         ray_cluster.ask_for(self._map.places_of_workers())
         here = ray_cluster.on_node(ray.get_runtime_context().get_node_id())
@@ -143,16 +132,15 @@ class RayEngine:
     def _refuse_missing(self, hosts: Sequence[PlanHost]) -> None:
         missing = [host for host in self._map.missing() if host in hosts]
         if missing and not self.goes_on:
-            said = "".join(f" {one.line}" for one in self._events if isinstance(one, Output))
             was_at = self._map.was_at(missing[0].name)
-            raise LaunchError(_no_node(missing[0], was_at, ray_cluster.nodes()) + said)
+            raise LaunchError(_no_node(missing[0], was_at, ray_cluster.nodes()))
 
     def _others_with_services(self, plan: Sequence[PlanHost]) -> list[RunEvent]:
         """Hosts that came to an engine before this one, and still sum."""
-        known, at = {host.name for host in plan}, time.monotonic()
+        known = {host.name for host in plan}
         services = {one.process.host for one in self._services.values() if one.process}
         return [
-            HostCame(name, self._map.address_of(name), self._map.workers_of(name), at)
+            HostCame(name, self._map.address_of(name), self._map.workers_of(name))
             for name in self._map.hosts
             if name in services - known
         ]
@@ -166,30 +154,17 @@ class RayEngine:
 
     def ask(self, host: str, words: Sequence[str], told: Mapping[str, Any]) -> Any:
         what = f"`{' '.join(words)}` on {host}"
-        code, answer, said = self._call(
-            host, ask_here, (tuple(words), json.dumps(told)), ASK_S, what
-        )
-        return answer_of(what, code, answer, said)
-
-    def put(self, host: str, file: HostFile) -> None:
-        refused = self._call(host, put_file, (file,), PUT_S, f"writing {file.path} on {host}")
-        if refused:
-            raise LaunchError(f"{host}: {refused}")
-
-    def _call(
-        self, host: str, do: Callable[..., Any], words: tuple[Any, ...], within_s: float, what: str
-    ) -> Any:
-        task = ray.remote(num_cpus=0, max_retries=0)(do)
-        ref = task.options(
-            scheduling_strategy=ray_cluster.on_node(self._node(host).node_id)
-        ).remote(*words)
+        task = ray.remote(num_cpus=0, max_retries=0)(run_command)
+        there = task.options(scheduling_strategy=ray_cluster.on_node(self._node(host).node_id))
+        ref = there.remote(tuple(words), json.dumps(told))
         try:
-            return ray.get(ref, timeout=within_s)
+            done = ray.get(ref, timeout=ASK_S)
         except GetTimeoutError as error:
             ray.cancel(ref, force=True)
-            raise LaunchError(f"{what} was not done within {within_s:.0f} s") from error
+            raise LaunchError(f"{what} was not done within {ASK_S:.0f} s") from error
         except RayError as error:
             raise LaunchError(f"{what}: {_first_line(error)}") from error
+        return answer_of(what, *done)
 
     def _node(self, host: str) -> RayNode:
         if (node := self._map.hosts.get(host)) is None:
@@ -201,12 +176,12 @@ class RayEngine:
         match words:
             case ["leaves", host, seconds] if seconds.replace(".", "", 1).isdecimal():
                 self._node(host)
-                self._events.append(HostLeaves(host, float(seconds), time.monotonic()))
+                self._events.append(HostLeaves(host, float(seconds)))
                 return f"{host} leaves within {float(seconds):g} s"
             case ["comes", host]:
                 self._node(host)
                 address, workers = self._map.address_of(host), self._map.workers_of(host)
-                self._events.append(HostCame(host, address, workers, time.monotonic()))
+                self._events.append(HostCame(host, address, workers))
                 return f"{host} comes"
         raise LaunchError(
             f"`{' '.join(words)}` is no verb of Ray", hint="leaves HOST SECONDS, comes HOST"
@@ -214,16 +189,10 @@ class RayEngine:
 
     def start(self, process: Process) -> None:
         known = self._services.get(process.name)
-        if known is not None and known.runs_on(process.host):
-            known.process = process
-            known.actor.begin.remote(process)
-            return
-        node = self._map.hosts.get(process.host)
-        if node is None:
-            why = f"its host {process.host} is no node of the cluster now"
-            self._events.append(ProcessEnded(process.name, KILLED, time.monotonic(), why))
-            return
-        self._services[process.name] = _Heard(self._create(process, node), process)
+        if known is not None and known.process == process:
+            return  # it was found, and still runs
+        actor = self._create(process, self._node(process.host))
+        self._services[process.name] = _Heard(actor, process)
 
     def _create(self, process: Process, node: RayNode) -> Any:
         served = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=8)(ServedProcess)
@@ -251,9 +220,7 @@ class RayEngine:
             self._node(process.host)
         nodes = self._map.hosts
         users = os.environ.get(ray_cluster.USERS_THREADS, "")
-        workers, line = with_threads(workers, threads_of(workers, nodes), users)
-        if line:
-            self._events.append(Output(WORKERS, workers.processes[0].host, line))
+        workers = with_threads(workers, threads_of(workers, nodes), users)
         with suppress(RayError, RuntimeError):
             remove_old_places()
         self._remove_directory()  # of the attempt before
@@ -270,7 +237,6 @@ class RayEngine:
             if self._workers is not None:
                 self._workers.stop(grace_s)
         elif name in self._services:
-            self._services[name].stopping = True
             self._services[name].actor.stop.remote(grace_s)
 
     def events(self, timeout_s: float) -> Sequence[RunEvent]:
@@ -291,7 +257,7 @@ class RayEngine:
     def _look(self) -> None:
         """At the nodes."""
         self._looked_at = time.monotonic()
-        found = self._map.look(ray_cluster.nodes(), self._looked_at, ray_cluster.why_dead)
+        found = self._map.look(ray_cluster.nodes(), ray_cluster.why_dead)
         for event in found:
             if isinstance(event, HostLost):
                 self._forget_services(event.host)
@@ -324,12 +290,8 @@ class RayEngine:
             service.asks = None
             try:
                 self._take(service, ray.get(ref))
-            except RayError as error:
-                now = time.monotonic()
-                service.ask_at = now + AGAIN_S
-                if not service.failing:
-                    service.failing, service.silent_since = True, now
-                self._actor_failed(service, error)
+            except RayError:  # until Ray has started it again, or it is taken for silent
+                service.ask_at = time.monotonic() + AGAIN_S
         for service in asked.values():  # their answers, where there were any, are taken
             since = service.silent_since
             if since is not None and time.monotonic() - since > SILENT_S:
@@ -340,9 +302,10 @@ class RayEngine:
         service.asks = service.actor.news.remote(service.life, service.after, patience_s)
 
     def _hear_all_of_workers(self) -> None:
-        """They have ended: all that they said is in the mailbox."""
-        mailbox, deadline, more = self._mailbox, time.monotonic() + DRAIN_S, True
-        while more:
+        """They have ended: all that they said is in the mailbox. The answer to a question that was
+        asked before may lack the last of it."""
+        mailbox, deadline, asked_before = self._mailbox, time.monotonic() + DRAIN_S, True
+        while asked_before:
             asked_before = mailbox.asks is not None
             if not asked_before:
                 self._ask_news(mailbox, 0.0)
@@ -354,20 +317,6 @@ class RayEngine:
                 self._events.append(Output(WORKERS, "", f"[{why}]"))
                 return
             self._take(mailbox, news)
-            more = news.more or asked_before
-
-    def _actor_failed(self, service: _Heard, error: RayError) -> None:
-        """For good, or until Ray has started it again: then it answers the next question."""
-        if service.process is None:
-            return  # Ray starts the mailbox again; the workers find that and end
-        self._look()  # maybe with its host
-        name = service.process.name
-        if self._services.get(name) is not service or is_there(service_actor(self._mark, name)):
-            return
-        del self._services[name]
-        self._events.append(
-            ProcessEnded(name, KILLED, time.monotonic(), f"its actor is gone: {_first_line(error)}")
-        )
 
     def _actor_silent(self, service: _Heard) -> None:
         """Rule 5. Another actor takes its place; its process ends with it."""
@@ -382,14 +331,14 @@ class RayEngine:
             return
         del self._services[name]
         ray.kill(service.actor, no_restart=True)
-        self._events.append(ProcessEnded(name, KILLED, time.monotonic(), why))
+        self._events.append(ProcessEnded(name, KILLED, why))
 
     def _take(self, service: _Heard, news: News) -> None:
-        at, name = time.monotonic(), service.process.name if service.process else ""
+        name = service.process.name if service.process else ""
         if service.life and service.life != news.life:
-            self._events.append(ProcessRestarted(name, at))
+            self._events.append(ProcessRestarted(name))
         service.life, service.after = news.life, news.then
-        service.silent_since, service.failing = None, False
+        service.silent_since = None
         if news.left_out:
             host = service.process.host if service.process else ""
             text = f"[{news.left_out} lines left out: the supervisor was away, or slow]"
@@ -400,11 +349,9 @@ class RayEngine:
                     self._events.append(event)
                 case WorkerTaken():
                     if self._workers is not None and self._workers.begun(event.name):
-                        self._events.append(WorkersPlaced(self._workers.attempt, at))
-                case ProcessRestarted():
-                    self._events.append(replace(event, at=at))
+                        self._events.append(WorkersPlaced())
                 case ProcessEnded():
-                    self._take_end(service, replace(event, at=at))
+                    self._take_end(service, event)
 
     def _take_end(self, service: _Heard, ended: ProcessEnded) -> None:
         if service.process is None:
@@ -412,7 +359,7 @@ class RayEngine:
                 self._workers.take(ended)
             return
         self._events.append(ended)
-        if service.stopping and self._services.pop(service.process.name, None) is not None:
+        if self._services.pop(service.process.name, None) is not None:
             ray.kill(service.actor, no_restart=True)
 
     def close(self) -> None:
@@ -427,31 +374,19 @@ class RayEngine:
         self._remove_directory()
 
 
-def ask_here(words: Sequence[str], told: str) -> tuple[int, str, str]:
-    """On a node: the code, the answer and the last words of a short command of ours."""
-    done = subprocess.run(
-        [sys.executable, *words],
-        input=told,
-        capture_output=True,
-        text=True,
-        timeout=ASK_S,
-        check=False,
-    )
-    said = [line for line in done.stderr.splitlines() if line.strip()]
-    return done.returncode, done.stdout, said[-1] if said else ""
-
-
 def _found(mark: str) -> dict[str, tuple[Any, Process, str]]:
     """The services of this run whose actors are there: name -> actor, process, node."""
     found = {}
     for actor in service_actors(mark):
         try:
             handle = ray.get_actor(actor)
-            process, node = ray.get(handle.place.remote(), timeout=BEGIN_S)
+            process, node, alive = ray.get(handle.place.remote(), timeout=BEGIN_S)
         except (ValueError, RayError):
+            alive = False
+        if alive:
+            found[process.name] = (handle, process, node)
+        else:
             kill_named(actor)  # it is started anew
-            continue
-        found[process.name] = (handle, process, node)
     return found
 
 
@@ -460,22 +395,12 @@ def _first_line(error: Exception) -> str:
 
 
 def end_services(mark: str) -> None:
-    """Services of this name are gone then, with their stores and ports. Those that do not answer
-    are killed. Raises LaunchError where an actor does not end."""
-    left = service_actors(mark)
-    asked = []
-    for actor in left:
-        with suppress(ValueError, RayError):
-            asked.append(ray.get_actor(actor).end.remote())
-    if asked:
-        ray.wait(asked, num_returns=len(asked), timeout=LEFTOVER_S)
-    for actor in left:
-        with suppress(RayError):
-            kill_named(actor)
+    """Services of this name are killed. Raises LaunchError where an actor does not end."""
     deadline = time.monotonic() + NAME_S
     while left := service_actors(mark):
         if time.monotonic() > deadline:
             raise LaunchError(f"an actor {left[0]} of another launch has not ended")
+        end_actors(mark)
         time.sleep(0.1)
 
 

@@ -13,18 +13,16 @@ from __future__ import annotations
 import os
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import ray
-from ray.exceptions import RayError
 
 from roadtrain.errors import LaunchError
 from roadtrain.launch.home import RunHome, RunState, StartPhase
 from roadtrain.launch.processes import THREADS, Process, Role
 from roadtrain.launch.protocol.run_events import ProcessEnded
 from roadtrain.launch.ray import ray_cluster
-from roadtrain.launch.ray.actors import actor_name, is_there, kill_named, service_actors
+from roadtrain.launch.ray.actors import actor_name, end_actors, is_there, kill_named
 from roadtrain.launch.ray.held_process import HeldProcess, Said, to_ray_log
 from roadtrain.launch.waiting import wait_until
 from roadtrain.retry import retry
@@ -54,9 +52,6 @@ class SupervisedRun:
         )
         self._said = ""
         threading.Thread(target=self._run, name="supervisor", daemon=True).start()
-
-    def ready(self) -> None:
-        """Answers when the actor is there."""
 
     def _run(self) -> None:
         try:
@@ -92,7 +87,7 @@ class SupervisedRun:
         return state.phase == "ended" or launched != self._launched
 
     def _tell(self, event: Said) -> None:
-        to_ray_log(event, {"host": self._process.host})
+        to_ray_log(event, self._process.host)
         if isinstance(event, ProcessEnded):
             self._said = event.said or f"code {event.code}"
 
@@ -142,14 +137,6 @@ def _await_name(home: RunHome, name: str) -> None:
             f"the cluster has an actor {name}: a run of this name is alive there",
             hint=f"another --name, or roadtrain launch --stop {home.name} where it was launched",
         )
-
-
-def end_actors(run: str) -> None:
-    """Those of a run's services."""
-    with suppress(RayError):
-        for service in service_actors(run):
-            with suppress(RayError):
-                kill_named(service)
 
 
 def is_alive(home: RunHome) -> bool:

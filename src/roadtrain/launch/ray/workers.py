@@ -22,7 +22,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ HEALTH_S = "0.5"  # between looks of Ray Train at its workers
 START_S = 60  # Ray Train gives up workers that have no place within it
 BEGIN_S = 3.0 * START_S  # and we give up Ray Train that neither begins them nor says why
 # All have ended, or were killed: Ray Train has said so within it. Shorter than the state machine's
-# patience with workers that were asked to end (run_state.py: three times KILL_S).
+# patience with workers that were asked to end (run_state.py: KILL_S).
 LET_GO_S = 40.0
 FAILED = 1
 LEFT_OUT = {"PlacementGroupCleanerCallback"}
@@ -114,17 +113,17 @@ def _follow(
     held: HeldProcess, said: queue.SimpleQueue[Said], mailbox: Any, attempt: int
 ) -> tuple[ProcessEnded, bool]:
     """Its end, and whether it was asked to end before."""
-    place, obeyed = {"host": held.process.host}, None
+    obeyed = None
     while True:
         events = _drained(said)
         for event in events:
-            to_ray_log(event, place)
+            to_ray_log(event, held.process.host)
         grace_s = ray.get(mailbox.post.remote(attempt, events), timeout=ANSWER_S)
         for event in events:
             if isinstance(event, ProcessEnded):
                 return event, obeyed is not None
         if not held.alive and said.empty():
-            lost = ProcessEnded(held.process.name, KILLED, time.monotonic(), "nobody told its end")
+            lost = ProcessEnded(held.process.name, KILLED, "nobody told its end")
             return lost, obeyed is not None
         if grace_s is not None and grace_s != obeyed:
             obeyed = grace_s
@@ -170,13 +169,13 @@ class RayWorkers:
 
     def stop(self, grace_s: float) -> None:
         self._run.asked = True
-        self._order(grace_s, time.monotonic())
+        self._order(grace_s)
 
     def lose(self, host: str) -> None:
         """All that ran on it has ended: nobody else would say so."""
-        at, why = time.monotonic(), f"its host {host} was lost"
+        why = f"its host {host} was lost"
         for name in [name for name, where in self._run.hosts.items() if where == host]:
-            self.take(ProcessEnded(name, KILLED, at, why))
+            self.take(ProcessEnded(name, KILLED, why))
 
     def begun(self, name: str) -> bool:
         """A worker has begun. Returns whether it is that of rank 0."""
@@ -190,18 +189,19 @@ class RayWorkers:
         last = len(self._run.hosts) == 1
         kill = self._run.end(ended.name, ended.code, ended.said, time.monotonic())
         if last:
-            self._ended = self._run.ended(time.monotonic())
-            self._let_go_within(LET_GO_S, time.monotonic())
+            self._ended = self._run.ended()
+            self._let_go_within(LET_GO_S)
         elif kill:
-            self._order(0.0, time.monotonic())
+            self._order(0.0)
 
-    def _order(self, grace_s: float, at: float) -> None:
+    def _order(self, grace_s: float) -> None:
         """That they end."""
         self._mailbox.order.remote(self.attempt, grace_s)
-        self._let_go_within(grace_s + LET_GO_S, at)
+        self._let_go_within(grace_s + LET_GO_S)
 
-    def _let_go_within(self, within_s: float, at: float) -> None:
-        self._let_go_by = min(self._let_go_by or at + within_s, at + within_s)
+    def _let_go_within(self, within_s: float) -> None:
+        until = time.monotonic() + within_s
+        self._let_go_by = min(self._let_go_by or until, until)
 
     def is_over(self) -> bool:
         """Whether Ray Train has let go of their places, or is given up: all that they said is in
@@ -210,11 +210,11 @@ class RayWorkers:
         if not self._thread.is_alive():
             return True
         if self._run.end_late(at):
-            self._order(0.0, at)
+            self._order(0.0)
         if self._waited_for and self._let_go_by is None and at > self._begin_by:
             late = ", ".join(sorted(self._waited_for))
             self._why = f"Ray Train has not begun {late} within {BEGIN_S:.0f} s"
-            self._order(0.0, at)
+            self._order(0.0)
         if self._let_go_by is None or at < self._let_go_by:
             return False
         self._why = self._why or f"Ray Train has not let go of it within {LET_GO_S:.0f} s"
@@ -222,12 +222,11 @@ class RayWorkers:
 
     def ended(self) -> WorkersEnded:
         """Of workers that are over, all whose news was taken."""
-        at = time.monotonic()
         for name in list(self._run.hosts):  # lost with their nodes, or never begun
-            self._run.end(name, KILLED if self._why else FAILED, self._why, at)
-        self._ended = self._ended or self._run.ended(at)
+            self._run.end(name, KILLED if self._why else FAILED, self._why, time.monotonic())
+        self._ended = self._ended or self._run.ended()
         assert self._ended is not None
-        return replace(self._ended, at=at)
+        return self._ended
 
 
 def ray_workers(
