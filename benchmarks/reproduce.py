@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks import paper_clusters as papers
 from roadtrain.config.cluster import Cluster
 from roadtrain.config.models import ModelShape, Transformer, gpt, shape
-from roadtrain.config.plan import Plan
+from roadtrain.config.plan_file import Plan
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.options.names import did_you_mean
 from roadtrain.simulator.compute import constants

@@ -12,8 +12,7 @@ from test_simulated import lump
 from roadtrain import cli
 from roadtrain.config.cluster import load_cluster, make_cluster
 from roadtrain.config.job import Job, load_job, make_job
-from roadtrain.config.plan import Plan, load_plan, placement
-from roadtrain.config.plan_file import PlanFile, load_plan_file
+from roadtrain.config.plan_file import Plan, PlanFile, load_plan, load_plan_file, placement
 from roadtrain.errors import ConfigError
 from roadtrain.launch.launch import check_batch
 from roadtrain.launch.resolve import resolve

@@ -20,8 +20,7 @@ from roadtrain.config.machines import (
     ServerPlace,
     SwitchPlace,
 )
-from roadtrain.config.plan import Plan, placement
-from roadtrain.config.plan_file import PlanFile
+from roadtrain.config.plan_file import Plan, PlanFile, placement
 from roadtrain.errors import ConfigError
 from roadtrain.launch.dry_run import dry_run
 from roadtrain.launch.home import RunHome

@@ -19,7 +19,7 @@ from roadtrain import cli
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.job import make_job
 from roadtrain.config.models import ModelShape, gpt, shape
-from roadtrain.config.plan import PLACEMENTS, Plan, load_plan, make_plan, placement
+from roadtrain.config.plan_file import PLACEMENTS, Plan, load_plan, make_plan, placement
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.planner.candidates import MOST_MICROBATCHES, candidates
 from roadtrain.planner.job_file import job_text

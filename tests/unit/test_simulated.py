@@ -12,12 +12,13 @@ import pytest
 
 from roadtrain.config.cluster import Cluster, Device, make_cluster
 from roadtrain.config.models import BlockShape, ModelShape, Transformer, gpt, shape
-from roadtrain.config.plan import (
+from roadtrain.config.plan_file import (
     PARTS,
     PLACEMENTS,
     ElementBytes,
     Framework,
     Plan,
+    PlanFile,
     PlanMemory,
     make_plan,
     placement,
@@ -546,7 +547,7 @@ def test_plans_are_read_back() -> None:
         memory=PlanMemory(slots=4),
         framework=Framework(precision="fp8"),
     )
-    assert make_plan(tomllib.loads(plan.to_toml())) == plan
+    assert make_plan(tomllib.loads(PlanFile(plan).to_toml())) == plan
     for tree, said in (
         ({}, "`placement` is missing\nhint: known are ddp, zero1"),
         ({"placement": "zero4"}, "no placement is called 'zero4'"),

@@ -24,7 +24,7 @@ import torch
 from roadtrain.chunks import ITEMSIZE
 from roadtrain.config.job import Job, load_job
 from roadtrain.config.models import ModelShape
-from roadtrain.config.plan import ElementBytes, Framework, Plan, PlanMemory, placement
+from roadtrain.config.plan_file import ElementBytes, Framework, Plan, PlanMemory, placement
 from roadtrain.errors import PeerError, RoadtrainError
 from roadtrain.planner.model_config import shape_of_config
 from roadtrain.servers import health

@@ -16,7 +16,7 @@ from typing import Any
 
 from roadtrain.config.cluster import Cluster
 from roadtrain.config.models import ModelShape
-from roadtrain.config.plan import HEADROOM, PLACEMENTS, Placement, Plan, placement
+from roadtrain.config.plan_file import HEADROOM, PLACEMENTS, Placement, Plan, placement
 from roadtrain.errors import ConfigError
 from roadtrain.simulator.memory import stage_bytes
 from roadtrain.simulator.scene import Scene

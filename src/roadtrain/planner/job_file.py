@@ -13,7 +13,7 @@ from typing import Any
 import tomli_w
 
 from roadtrain.config.cluster import Cluster
-from roadtrain.config.plan import Plan
+from roadtrain.config.plan_file import Plan
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
 from roadtrain.planner.candidates import EVERY

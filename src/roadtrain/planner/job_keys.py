@@ -15,8 +15,7 @@ from roadtrain.config.job import Job
 from roadtrain.config.job_model import shape_of
 from roadtrain.config.machines import FILES, Machines, host_port
 from roadtrain.config.models import BlockShape
-from roadtrain.config.plan import Plan
-from roadtrain.config.plan_file import PlanFile
+from roadtrain.config.plan_file import Plan, PlanFile
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
 from roadtrain.planner.candidates import EVERY

@@ -19,8 +19,7 @@ from roadtrain.config.cluster import Cluster, Host
 from roadtrain.config.job import CompressSection, Job
 from roadtrain.config.machines import Machines
 from roadtrain.config.models import ModelShape
-from roadtrain.config.plan import Plan
-from roadtrain.config.plan_file import PlanFile
+from roadtrain.config.plan_file import Plan, PlanFile
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.optimizers import OPTIMIZERS
 from roadtrain.options.schema import flat

@@ -27,7 +27,7 @@ from roadtrain.config.machines import (
     ServerPlace,
     SwitchPlace,
 )
-from roadtrain.config.plan import Plan
+from roadtrain.config.plan_file import Plan
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
 from roadtrain.simulator.run import Result

@@ -23,8 +23,7 @@ from roadtrain.config.job import Job, load_job
 from roadtrain.config.job_model import layers_of
 from roadtrain.config.machines import PlannedModel
 from roadtrain.config.models import ModelShape
-from roadtrain.config.plan import HEADROOM
-from roadtrain.config.plan_file import PlanFile
+from roadtrain.config.plan_file import HEADROOM, PlanFile
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
 from roadtrain.planner.job_file import steps_of, write_job_file

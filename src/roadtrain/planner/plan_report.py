@@ -10,7 +10,7 @@ from typing import Any
 
 from roadtrain.config.cluster import Cluster
 from roadtrain.config.models import ModelShape
-from roadtrain.config.plan import Plan
+from roadtrain.config.plan_file import Plan
 from roadtrain.planner.candidates import EVERY
 from roadtrain.planner.search import Family, Found, SearchResult, least_change, main_reason
 from roadtrain.planner.simulate import SCHEMA, as_json, assumed, assumed_json, report

@@ -21,7 +21,7 @@ from pydantic import Field
 
 from roadtrain.config.cluster import Cluster, Host
 from roadtrain.config.models import ModelShape
-from roadtrain.config.plan import HEADROOM, Plan
+from roadtrain.config.plan_file import HEADROOM, Plan
 from roadtrain.errors import ConfigError
 from roadtrain.options.schema import Count, Flag, Number, value
 from roadtrain.planner.candidates import (

@@ -18,7 +18,7 @@ from typing import Any
 
 from roadtrain.config.cluster import Cluster, guesses, load_cluster
 from roadtrain.config.models import ModelShape, from_config, named_shape
-from roadtrain.config.plan import HEADROOM, Plan, load_plan, make_plan
+from roadtrain.config.plan_file import HEADROOM, Plan, load_plan, make_plan
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
 from roadtrain.simulator.compute import LAUNCH_S, Constants

@@ -17,7 +17,7 @@ from importlib.resources import files
 
 from roadtrain.config.cluster import Device
 from roadtrain.config.models import BlockShape
-from roadtrain.config.plan import Plan
+from roadtrain.config.plan_file import Plan
 from roadtrain.errors import ConfigError
 
 # seconds that a block takes at least where nobody measured it: two kernels of about 5 us each

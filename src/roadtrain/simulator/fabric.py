@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from roadtrain.config.cluster import Cluster, Host
-from roadtrain.config.plan import Placement, Plan
+from roadtrain.config.plan_file import Placement, Plan
 from roadtrain.config.switch_tree import switch_tree
 from roadtrain.errors import ConfigError
 from roadtrain.simulator.compute import Constants

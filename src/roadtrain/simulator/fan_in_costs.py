@@ -10,10 +10,9 @@ the wire: whole packets, with their headers. `params`: parameters that one devic
 
 from __future__ import annotations
 
-from roadtrain.config.plan import Plan
+from roadtrain.config.plan_file import Plan
 from roadtrain.simulator.engine import Cost, Resource, Uses
-from roadtrain.simulator.site import FlowGroup
-from roadtrain.simulator.switches import SwitchResources
+from roadtrain.simulator.site import FlowGroup, SwitchResources
 
 SUM_BYTES = 4  # of an element of a sum, in the server's memory
 

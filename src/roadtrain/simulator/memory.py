@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from roadtrain.config.cluster import Cluster, Host
 from roadtrain.config.models import BlockShape
-from roadtrain.config.plan import Plan
+from roadtrain.config.plan_file import Plan
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.stages.protocol.pipeline import PipelineShape
 from roadtrain.units import show_bytes

@@ -12,7 +12,7 @@ from typing import Any
 
 from roadtrain.config.cluster import Cluster
 from roadtrain.config.models import ModelShape
-from roadtrain.config.plan import Plan
+from roadtrain.config.plan_file import Plan
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Cost, Engine, Task
 from roadtrain.simulator.memory import Need, check

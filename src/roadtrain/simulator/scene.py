@@ -13,7 +13,7 @@ from typing import Any
 
 from roadtrain.config.cluster import Cluster, Device, Host, Nic, least_of
 from roadtrain.config.models import BlockShape, ModelShape
-from roadtrain.config.plan import NetworkGroup, Plan
+from roadtrain.config.plan_file import NetworkGroup, Plan
 from roadtrain.config.switch_tree import SwitchTree, switch_tree
 from roadtrain.errors import ConfigError
 from roadtrain.simulator.apart import (
@@ -26,11 +26,10 @@ from roadtrain.simulator.apart import (
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Cost, Engine, Lane, Resource
 from roadtrain.simulator.fabric import Fabric, check_placement
-from roadtrain.simulator.fan_in import SimulatedFanIn
 from roadtrain.simulator.memory import cut, needs, shared_needs
-from roadtrain.simulator.site import FlowGroup, Site
+from roadtrain.simulator.simulated_fan_in import SimulatedFanIn
+from roadtrain.simulator.site import FlowGroup, Site, SwitchResources
 from roadtrain.simulator.step import SimulatedStage, block_pieces
-from roadtrain.simulator.switches import SwitchResources
 from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, RunBlocks
 from roadtrain.switch.options import MOST_CHILDREN
 

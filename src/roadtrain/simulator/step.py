@@ -23,7 +23,7 @@ from typing import Any
 
 from roadtrain.config.cluster import Device
 from roadtrain.config.models import BlockShape
-from roadtrain.config.plan import Plan
+from roadtrain.config.plan_file import Plan
 from roadtrain.relay.protocol.relay import RelayEvent, RelayStateMachine
 from roadtrain.servers.protocol.intermediary import Give, Up
 from roadtrain.servers.protocol.messages import ApplyUpdate, Done, Pull, Pulled, Push
@@ -31,9 +31,9 @@ from roadtrain.servers.protocol.prefetch import Prefetcher, PullBlock
 from roadtrain.simulator.apart import RankOf, StagePush
 from roadtrain.simulator.engine import Cost, Engine, Lane, Resource, Then
 from roadtrain.simulator.fabric import Fabric
-from roadtrain.simulator.fan_in import SimulatedFanIn, SimulatedFanInLink
 from roadtrain.simulator.memory import device_bytes, host_bytes, saved_bytes, working_bytes
 from roadtrain.simulator.server import BlockPieces, SimulatedServer
+from roadtrain.simulator.simulated_fan_in import SimulatedFanIn, SimulatedFanInLink
 from roadtrain.stages.protocol.pipeline import (
     BACKWARD,
     FORWARD,
