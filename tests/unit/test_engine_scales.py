@@ -161,7 +161,7 @@ def test_rates_times_k_are_seconds_over_k(
     of = Constants(efficiency=0.5, network=1.0)
     seconds, beat_s, launch_s = [], site.BEAT_S, compute.LAUNCH_S
     for scale in (1.0, 2.0**power):
-        monkeypatch.setattr(switches, "BEAT_S", beat_s / scale)
+        monkeypatch.setattr(site, "BEAT_S", beat_s / scale)
         monkeypatch.setattr(compute, "LAUNCH_S", launch_s / scale)
         result = simulate(plan, cluster(scale), lump(1e9), of, checked=False)
         seconds.append(result.seconds)

@@ -83,7 +83,7 @@ class SwitchResources:
 
     Up, each link carries one sum; down, one copy of the parameters. A switch of the network has its
     packets in its way; a machine beside it (`rate`) gets each child's packets, and sends one copy
-    to each child, over its own card. Copies that the network makes (`multicasts`) do not come to it.
+    to each child, over its own card. Copies that the network makes do not come to it.
     """
 
     def __init__(
