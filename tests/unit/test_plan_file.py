@@ -141,5 +141,5 @@ def test_ports_of_one_host_differ_under_all_its_names() -> None:
 
 def test_the_address_of_a_switch_has_no_port() -> None:
     tree = {**cluster(), "switches": [{"name": "tor", "address": "10.0.2.1:7000"}]}
-    with pytest.raises(ConfigError, match=r"switch 'tor': the address '10.0.2.1:7000' has a port"):
+    with pytest.raises(ConfigError, match=r"the address '10.0.2.1:7000' has a port"):
         make_cluster(tree)
