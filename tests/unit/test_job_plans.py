@@ -107,9 +107,9 @@ def test_a_plan_is_of_the_jobs_numbers(files: tuple[Path, Path]) -> None:  # Rul
     [
         ({}, "zero3", "placement zero3 is not run"),
         ({}, "files", "is on 2 hosts"),
-        ({"compress": {"keep": 0.1}}, "zero1", "the job has compress"),
-        ({"optimizer": {"delay": 1}}, "zero1", "the job has optimizer.delay"),
-        ({"budget": {"host": "1GiB"}}, "summation", "the job has budget"),
+        ({"compress": {"keep": 0.1}}, "zero1", "compress and [parallelism]"),
+        ({"optimizer": {"delay": 1}}, "zero1", "optimizer.delay and [parallelism]"),
+        ({"budget": {"host": "1GiB"}}, "summation", "budget.host and [parallelism]"),
         ({"optimizer": {"delay": "none"}}, "server", "has no step to be simulated"),
         ({"parallelism": {"pp": 2}}, "zero1", "the job says parallelism.pp = 2"),
         ({"parallelism": {"widths": [1, 1]}}, "zero1", "the job says parallelism.widths"),

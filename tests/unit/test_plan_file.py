@@ -37,7 +37,7 @@ SPARE = PlanHost(
     switch=SwitchPlace(7003, "tor"),
 )
 MACHINES = Machines((GPU, SPARE), (replace(GPU, name="gpu1"),), 29501)
-PREDICTED = Predicted(1.25, {"stage 0": {"Forward": 0.5, "Wait": 0.75}})
+PREDICTED = Predicted(seconds=1.25, stages={"stage 0": {"Forward": 0.5, "Wait": 0.75}})
 
 
 @pytest.mark.parametrize("name", ["servers", "workstation"])

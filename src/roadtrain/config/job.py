@@ -21,6 +21,7 @@ import tomli_w
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from roadtrain.chunks import MAX_CHUNK
+from roadtrain.config.machines import Predicted
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.optimizers import OPTIMIZERS
 from roadtrain.options.names import did_you_mean
@@ -226,15 +227,6 @@ class CompressSection(Section):
     """what gradients of fp32 parameters travel to servers in; default: fp32"""
 
 
-class PredictedSection(Section):
-    """What the plan promised that `roadtrain launch` runs; it writes this."""
-
-    seconds: Number = 0.0
-    """of a step, by the plan that is run; 0: nothing is predicted"""
-    stages: dict[str, dict[str, Number]] = {}
-    """of each pipeline stage (`stage 0`) seconds of Forward, Wait, ..."""
-
-
 class LaunchedSection(Section):
     """What `roadtrain launch` knows of the run that it starts; it writes this."""
 
@@ -258,7 +250,7 @@ class Job(Section):
     parallelism: Annotated[ParallelismSection, BeforeValidator(_parallelism_table)] = (
         ParallelismSection()
     )
-    predicted: PredictedSection = PredictedSection()
+    predicted: Predicted = Predicted()
     launched: LaunchedSection = LaunchedSection()
 
     @property

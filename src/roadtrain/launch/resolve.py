@@ -18,9 +18,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roadtrain.config.job import DataSection, Job, PredictedSection, moved
+from roadtrain.config.job import DataSection, Job, moved
 from roadtrain.config.job_model import check_model, layers_of
-from roadtrain.config.machines import FILES, LAUNCHED_AS, PORT, Machines, PlanHost, host_port
+from roadtrain.config.machines import (
+    FILES,
+    LAUNCHED_AS,
+    PORT,
+    Machines,
+    PlanHost,
+    Predicted,
+    host_port,
+)
 from roadtrain.config.plan_file import Plan, PlanFile
 from roadtrain.errors import ConfigError
 from roadtrain.launch.processes import HostFile, Process, Role, WorkerSet
@@ -32,7 +40,7 @@ from roadtrain.stages.job_parallelism import DEGREES, StagePlacement
 
 COMMAND = ("-m", "roadtrain.cli")
 REDUCERS = "reducers.txt"
-UNPREDICTED = PredictedSection().model_dump()
+UNPREDICTED = Predicted().model_dump()
 
 
 @dataclass(frozen=True)

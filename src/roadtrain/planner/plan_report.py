@@ -11,6 +11,7 @@ from typing import Any
 from roadtrain.config.cluster import Cluster
 from roadtrain.config.models import ModelShape
 from roadtrain.config.plan_file import Plan
+from roadtrain.planner import switches
 from roadtrain.planner.candidates import EVERY
 from roadtrain.planner.search import Family, Found, SearchResult, least_change, main_reason
 from roadtrain.planner.simulate import SCHEMA, as_json, assumed, assumed_json, report
@@ -84,8 +85,8 @@ def words(plan: Plan, cluster: Cluster | None = None) -> str:
 
 def _stages_are_inside(plan: Plan, cluster: Cluster) -> bool:
     """Whether no stage of the plan is on more than one host."""
-    hosts = [host for kind in cluster.workers for host in [kind] * kind.count]
-    slots = [number for number, host in enumerate(hosts) for _ in range(host.devices)]
+    hosts = enumerate(switches.hosts_of(plan, cluster))
+    slots = [number for number, host in hosts for _ in range(host.devices)]
     ends = itertools.pairwise(plan.parallelism.first_ranks)
     return all(len(set(slots[begin:stop])) == 1 for begin, stop in ends)
 
@@ -106,27 +107,16 @@ def answer_text(
         report(result, cluster, model, of),
         f"why     {top} is busy {share:.0%} of a step; {scored}",
     ]
-    if answer.gains:
-        lines.append(
-            "10 % more of "
-            + ", ".join(f"{name} takes off {gain:.1%}" for name, gain in answer.gains.items())
-        )
-    else:
-        lines.append("10 % more of no single resource helps")
+    gains = ", ".join(f"{name} takes off {gain:.1%}" for name, gain in answer.gains.items())
+    lines.append(f"10 % more of {gains or 'no single resource helps'}")
     if (runner := answer.runner_up) is not None:
         top, share = max(runner.result.busy.items(), key=lambda pair: pair[1])
         lines.append(
             f"second  {words(runner.plan, cluster)}: {runner.score / pick.score - 1:+.1%} {goal}"
             f" a sample; {top} is busy {share:.0%}"
         )
-        lines.append(
-            "        it would win with "
-            + (
-                " or with ".join(answer.flips)
-                if answer.flips
-                else "none of the rates halved or doubled"
-            )
-        )
+        flips = " or with ".join(answer.flips) or "none of the rates halved or doubled"
+        lines.append(f"        it would win with {flips}")
     free = _unpriced(cluster, goal)
     return "\n".join(
         [*lines, *([f"assumed {', '.join(free)}"] if free else []), *_family_lines(answer, pick)]
@@ -157,10 +147,11 @@ def _unpriced(cluster: Cluster, goal: str) -> list[str]:
 
 
 def _family_lines(answer: SearchResult, pick: Found | None) -> Iterable[str]:
-    for family in sorted(
-        answer.families.values(), key=lambda f: f.best.score if f.best else f.least
-    ):
-        yield f"  {family.placement:17}{family.tried:5} plans: {_fate(family, pick)}"
+    def score(named: tuple[str, Family]) -> float:
+        return named[1].best.score if named[1].best else named[1].least
+
+    for name, family in sorted(answer.families.items(), key=score):
+        yield f"  {name:17}{family.tried:5} plans: {_fate(family, pick)}"
 
 
 def _fate(family: Family, pick: Found | None) -> str:
@@ -210,15 +201,10 @@ def answer_json(
     """The same as plain data, with a schema version."""
 
     def one(found: Found | None) -> dict[str, Any] | None:
-        return (
-            None
-            if found is None
-            else {
-                **as_json(found.result, cluster, model, of),
-                "score": found.score,
-                "words": words(found.plan, cluster),
-            }
-        )
+        if found is None:
+            return None
+        said = {"score": found.score, "words": words(found.plan, cluster)}
+        return as_json(found.result, cluster, model, of) | said
 
     near = least_change(answer)
     return {
@@ -231,7 +217,7 @@ def answer_json(
         "front": [one(found) for found in answer.front],
         "families": [
             {
-                "placement": f.placement,
+                "placement": name,
                 "tried": f.tried,
                 "simulated": f.simulated,
                 "pruned": f.pruned,
@@ -240,7 +226,7 @@ def answer_json(
                 "nearest": None if f.nearest is None else asdict(f.nearest[0]),
                 "best": None if f.best is None else f.best.score,
             }
-            for f in answer.families.values()
+            for name, f in answer.families.items()
         ],
         "least_change": None
         if near is None

@@ -11,10 +11,11 @@ best, and the least batch that comes close to that is planned for. Pure.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
+from itertools import product
 from typing import Any, Literal
 
 from pydantic import Field
@@ -91,7 +92,6 @@ class Family:
         pruned: How many had a bound that was worse than the pick.
     """
 
-    placement: str
     tried: int = 0
     simulated: int = 0
     pruned: int = 0
@@ -177,13 +177,9 @@ def search(
         f" {MOST_MICROBATCHES} of them, this is the least that is within {CLOSE:.0%} of the best"
         f" {goal} a sample"
     )
-    if batch < most.pick.plan.samples:
-        why += (
-            f" ({most.pick.plan.samples} samples take {max(0.0, 1 - most.pick.score / score):.1%}"
-            " less)"
-        )
-    else:
-        why += "; it is the most that was tried"
+    samples, less = most.pick.plan.samples, max(0.0, 1 - most.pick.score / score)
+    tried = f" ({samples} samples take {less:.1%} less)"
+    why += tried if batch < samples else "; it is the most that was tried"
     return replace(one.best(batch, explain), batch=batch, chosen=why)
 
 
@@ -206,10 +202,8 @@ class _Search:
     def simulated(self, plan: Plan, cluster: Cluster | None = None) -> Found:
         """`cluster`: another one than is searched for."""
         result = simulate(plan, cluster or self.cluster, self.model, self.constants, checked=False)
-        worth = {"time": result.seconds, "cost": result.price, "energy": result.joules}[
-            self.asked.goal
-        ]
-        return Found(plan, result, worth / plan.samples)
+        worth = {"time": result.seconds, "cost": result.price, "energy": result.joules}
+        return Found(plan, result, worth[self.asked.goal] / plan.samples)
 
     def score(self, seconds: float, scene: Scene) -> float:
         """Of a sample, at least."""
@@ -241,17 +235,12 @@ class _Search:
     def least_batch(self, best: Found) -> tuple[int, float]:
         """Samples of the least step, and its score, by which the best plan's way is within
         CLOSE of its score."""
-        ways = []
-        size = 1
-        while size <= most_samples(self.model):
-            ranks = best.plan.parallelism
-            turn = max(ranks.widths, default=ranks.pp if ranks.virtual_stages > 1 else 1)
-            ways += [
-                (size * num_microbatches, size, num_microbatches)
-                for num_microbatches in (turn << i for i in range(MOST_MICROBATCHES.bit_length()))
-            ]
-            size *= 2
-        for _, size, num_microbatches in sorted(ways, key=lambda way: (way[0], -way[1])):
+        ranks = best.plan.parallelism
+        turn = max(ranks.widths, default=ranks.pp if ranks.virtual_stages > 1 else 1)
+        passes = [turn << i for i in range(MOST_MICROBATCHES.bit_length())]
+        sizes = [1 << i for i in range(most_samples(self.model).bit_length())]
+        ways = sorted(product(sizes, passes), key=lambda way: (way[0] * way[1], -way[0]))
+        for size, num_microbatches in ways:
             plan = best.plan.changed(micro_batch=size, num_microbatches=num_microbatches)
             if plan.samples >= best.plan.samples:
                 break
@@ -269,17 +258,15 @@ class _Search:
 
     def _screened(self, batch: int | None) -> tuple[dict[str, Family], list[Waiting]]:
         """All candidates by placement; those that fit every memory, with a first bound."""
-        families: dict[str, Family] = {}
+        families: dict[str, Family] = defaultdict(Family)
         fits: set[Plan] = set()
         waiting: list[Waiting] = []
         passes: dict[Any, float] = {}  # what tells them apart -> seconds of a micro-batch
         for plan in self._candidates(batch, families):
-            if (
-                plan.activation_checkpointing
-                and plan.changed(activation_checkpointing=False) in fits
-            ):
+            again = plan.activation_checkpointing
+            if again and plan.changed(activation_checkpointing=False) in fits:
                 continue  # it would only compute more
-            family = families.setdefault(plan.placement.name, Family(plan.placement.name))
+            family = families[plan.placement.name]
             family.tried += 1
             scene = self._fitting(plan, family)
             if scene is None:
@@ -300,7 +287,7 @@ class _Search:
         seen: set[Plan] = set()
 
         def left_out(name: str, why: str, many: int) -> None:
-            families.setdefault(name, Family(name)).left_out[why] = many
+            families[name].left_out[why] = many
 
         for plan in candidates(
             self.cluster,
@@ -313,7 +300,7 @@ class _Search:
         ):
             made = plan if self.fitted is None else self.fitted(plan)
             if isinstance(made, str):
-                family = families.setdefault(plan.placement.name, Family(plan.placement.name))
+                family = families[plan.placement.name]
                 family.tried += 1
                 family.refuse(made)
             elif self.fitted is None or made not in seen:
@@ -348,9 +335,9 @@ class _Search:
         ranks = scene.plan.parallelism
         key = scene.plan.placement, ranks.replicas_of, ranks.tp
         if key not in self.reached:
+            self.reached[key] = None
             try:
                 scene.check_networks()
-                self.reached[key] = None
             except ConfigError as error:
                 self.reached[key] = error
         if (why := self.reached[key]) is not None:
@@ -438,11 +425,8 @@ class _Search:
         out = []
         for factor, words in ((SMALLER, "half as fast"), (1 / SMALLER, "twice as fast")):
             for name, other in scaled(self.cluster, factor).items():
-                worse, better = (
-                    (1 + _busy(pick, name), 1.0)
-                    if factor < 1
-                    else (1.0, 1 - _busy(runner, name) / 2)
-                )
+                worse = 1 + _busy(pick, name) if factor < 1 else 1.0
+                better = 1.0 if factor < 1 else 1 - _busy(runner, name) / 2
                 if runner.score * better >= pick.score * worse:  # whatever waits for it
                     continue
                 mine, its = (self._score_with(one, name, other) for one in (pick, runner))
@@ -531,9 +515,8 @@ def _busy(one: Found, name: str) -> float:
     tensor = name == "device links" and one.plan.parallelism.devices > one.plan.parallelism.dp
     if name not in ENDS or tensor:
         return 1.0
-    return min(
-        1.0, sum(share for what, share in one.result.busy.items() if what.endswith(ENDS[name]))
-    )
+    shares = (share for what, share in one.result.busy.items() if what.endswith(ENDS[name]))
+    return min(1.0, sum(shares))
 
 
 def least_change(answer: SearchResult) -> tuple[Need, Plan] | None:

@@ -76,21 +76,21 @@ def load_model(name: str, seq_len: int | None = None) -> ModelShape:
             f"{path} is not a model's config: {str(config)[:40]!r}",
             hint="a Hugging Face config.json",
         )
-    return replace(_of_config(config, seq_len), name=path.resolve().parent.name or str(path))
+    # by the model's modules; without transformers by formula, where it is exact
+    known = importlib.util.find_spec("transformers") is not None
+    found = (counted_modules if known else from_config)(config, seq_len=seq_len)
+    return replace(found, name=path.resolve().parent.name or str(path))
 
 
-def _of_config(config: dict[str, Any], seq_len: int | None) -> ModelShape:
-    """By the model's modules; without transformers by formula, where it is exact."""
-    if importlib.util.find_spec("transformers") is None:
-        return from_config(config, seq_len=seq_len)
-    counted: ModelShape = importlib.import_module("roadtrain.planner.model_config").shape_of_config(
-        config, seq_len=seq_len
-    )
+def counted_modules(config: Mapping[str, Any], **more: Any) -> ModelShape:
+    """The shape of a Hugging Face config by its modules (model_config.py, which imports torch)."""
+    counting = importlib.import_module("roadtrain.planner.model_config")
+    counted: ModelShape = counting.shape_of_config(config, **more)
     return counted
 
 
 def _of_module(module: str, function: str) -> ModelShape:
-    """Torch comes in by this and by `_of_config` alone."""
+    """Torch comes in by this and by `counted_modules` alone."""
     try:
         model, *args = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError, TypeError, ValueError) as cause:
