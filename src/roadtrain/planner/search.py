@@ -249,7 +249,7 @@ class _Search:
                 continue
             scene.build(Engine())
             most = best.score * (1 + CLOSE)
-            if self.score(scene.bound()[0], scene) > most:
+            if self.score(scene.bound(), scene) > most:
                 continue
             found = self.simulated(plan)
             if found.score <= most:
@@ -369,7 +369,7 @@ class _Search:
             except ConfigError as error:
                 families[scene.plan.placement.name].refuse(error)
                 continue
-            bound = max(least, self.score(scene.bound()[0], scene))
+            bound = max(least, self.score(scene.bound(), scene))
             heappush(waiting, (bound, number, scene, True))
 
     def _simulated_in_order(

@@ -10,6 +10,8 @@ the wire: whole packets, with their headers. `params`: parameters that one devic
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from roadtrain.config.plan_file import Plan
 from roadtrain.simulator.engine import Cost, Resource, Uses
 from roadtrain.simulator.site import FlowGroup, SwitchResources
@@ -95,10 +97,10 @@ class FanInCosts:
         """All that a sum takes of each resource, as one: exponents, their maxima, the gradient."""
         parts = [self.exponents(params), self.maxima(params), self.gradients(params)]
         whole = parts[-1].work
-        uses: dict[Resource, float] = {}
+        uses = defaultdict[Resource, float](float)
         for part in parts if whole else ():
             for resource, weight in part.uses if part.work else ():
-                uses[resource] = uses.get(resource, 0.0) + weight * part.work / whole
+                uses[resource] += weight * part.work / whole
         return Cost(whole, list(uses.items()), max_rate=parts[-1].max_rate)
 
     def exchanged(self, params: float) -> Cost:

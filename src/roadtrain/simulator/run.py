@@ -87,7 +87,7 @@ def simulate(
     for stage in scene.stages:
         stage.num_microbatches = scene.num_microbatches
     # work that piles up has to be done in the end
-    seconds = max(counts["seconds"], scene.bound()[0])
+    seconds = max(counts["seconds"], scene.bound())
     busy = {
         r.name: counts[r] / counts["seconds"] / r.capacity
         for r in engine.resources

@@ -82,7 +82,11 @@ class Scene:
         ]
 
     def _check_placements(self) -> None:
-        self._check_each()
+        mine = [(self.plan.placement, self.used_hosts)]
+        if self.plan.stage_placements:
+            mine = [(self.plan.placement_of(n), group) for n, group in enumerate(self.groups_of)]
+        for place, hosts in mine:
+            check_placement(place, self.cluster, hosts)
         for number, place in enumerate(map(self.plan.placement_of, range(len(self.groups_of)))):
             if place.sum == "switch":
                 self._check_packets(place.name, self._tree(number))
@@ -110,13 +114,6 @@ class Scene:
                 " their elements",
                 hint="leave keep out, or choose placement server",
             )
-
-    def _check_each(self) -> None:
-        if not self.plan.stage_placements:
-            check_placement(self.plan.placement, self.cluster, self.used_hosts)
-            return
-        for number, group in enumerate(self.groups_of):
-            check_placement(self.plan.placement_of(number), self.cluster, group)
 
     def check_networks(self) -> None:
         """Raise ConfigError where hosts that exchange data have no network in common, or where
@@ -404,36 +401,33 @@ class Scene:
     def _nics(self, hosts: Sequence[Host], group: NetworkGroup, stage: int = 0) -> list[Nic]:
         """The card of each host that the group's data takes."""
         wanted, place = self.plan.networks.get(group), self.plan.placement_of(stage)
+
+        def fits(nic: Nic) -> bool:
+            return wanted in (None, nic.kind) and (nic.relay or not relayed)
+
         if group == "dp" and (tree := self._tree(stage)) is not None:
             return list(tree.cards)
         if self.apart and place.served and group == "dp":
             node = self.cluster.spares[0].together
             return [self.cluster.common([host, node])[0] for host in hosts]
-        if place.sum == "relay" and group == "dp":
+        relayed = place.sum == "relay" and group == "dp"
+        if relayed or wanted is not None:
             hosts = [
-                h.model_copy(update={"nics": tuple(n for n in h.nics if n.relay)}) for h in hosts
+                h.model_copy(update={"nics": tuple(n for n in h.nics if fits(n))}) for h in hosts
             ]
-        if wanted is not None:
-            hosts = [
-                h.model_copy(update={"nics": tuple(n for n in h.nics if n.kind == wanted)})
-                for h in hosts
-            ]
-        if len({h.name for h in hosts}) == 1 and len(hosts) == 1:
+        if len(hosts) == 1:
             return [max(hosts[0].nics, key=lambda n: n.total)] if hosts[0].nics else []
         return list(self.cluster.common(hosts))
 
-    def bound(self) -> tuple[float, str]:
-        """Seconds that a step takes at least, and what takes them."""
+    def bound(self) -> float:
+        """Seconds that a step takes at least."""
         bounds, before = [stage.bound() for stage in self.stages], 0.0
         # its first micro-batch comes through all stages before it, its last goes back
         for number in range(self.plan.parallelism.pp):
             own = [stage for stage in self.stages if stage.number == number]
-            bounds += [
-                (before + stage.passes * stage.pass_s, f"{stage.name} device") for stage in own
-            ]
+            bounds += [before + stage.passes * stage.pass_s for stage in own]
             before += min(stage.first_s for stage in own)
-        seconds, what = max(bounds)
-        return seconds + self.constants.fixed, what
+        return max(bounds) + self.constants.fixed
 
     def watts(self, busy: dict[str, float]) -> float:
         """Idle, and what the busy share adds, of all hosts and devices that the plan uses."""

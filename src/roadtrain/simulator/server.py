@@ -92,9 +92,8 @@ class SimulatedServer:
     def machine(self) -> ServerStateMachine:
         """Made for the first step: plans that are only bounded need none."""
         plan, durable, chunks = self.fabric.plan, self.fabric.on_files, self.blocks.chunks
-        resident = round(
-            plan.memory.resident * chunks
-        )  # the first, which the next forward wants first
+        # the first, which the next forward wants first
+        resident = round(plan.memory.resident * chunks)
         weights = round(self.fabric.weights_share(sum(self.blocks.params)) * chunks)
 
         def part(chunk: int) -> Resident:

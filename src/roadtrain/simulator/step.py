@@ -14,7 +14,7 @@ devices in each of them. Does NOT know numbers: gradients are None.
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -190,9 +190,9 @@ class SimulatedStage:
         root = Prefetcher(max(2, len(stay)), stay)
         self.prefetch = [self.streams if i in layers else root for i in range(n)]
 
-    def bound(self) -> tuple[float, str]:
-        """Seconds that a step takes at least, and what takes them: each resource's bytes over
-        its capacity, the device's time. Nothing is waited for."""
+    def bound(self) -> float:
+        """Seconds that a step takes at least: each resource's bytes over its capacity, the
+        device's time. Nothing is waited for."""
         plan, fabric, n = self.plan, self.fabric, len(self.blocks)
         total = sum(self.pieces.params)
         streamed = plan.placement.streamed
@@ -209,14 +209,14 @@ class SimulatedStage:
         ]
         if fabric.on_files:
             costs += [(fabric.read(total), 1.0 - plan.memory.resident), (fabric.write(total), 1.0)]
-        used: dict[Resource, float] = {}
+        used = defaultdict[Resource, float](float)
         for cost, times in costs:
             for resource, weight in cost.uses:
-                used[resource] = used.get(resource, 0.0) + cost.work * weight * times
+                used[resource] += cost.work * weight * times
+        device = self.passes * self.pass_s
         if fabric.site.cores is not None:
-            used[fabric.site.cores] = used.get(fabric.site.cores, 0.0) + self.passes * self.pass_s
-        device = (self.passes * self.pass_s, f"{self.name} device")
-        return max([device, *((u / r.capacity, r.name) for r, u in used.items())])
+            used[fabric.site.cores] += device
+        return max([device, *(taken / r.capacity for r, taken in used.items())])
 
     def _refetched(self, stay: int) -> float:
         """Parameters that a pass through each part fetches at least where it is not the part's
