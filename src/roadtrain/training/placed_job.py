@@ -192,11 +192,8 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Pla
     """Text, model, optimizer, and the one line that places them. `mark`: of the run directory,
     where the state that it knows of is meant. Raises RoadtrainError."""
     job, tokens, device = prepared(job, report)
-    if (
-        device.type == "cpu"
-        and job.model.dtype != "fp32"
-        and not torch.cpu._is_avx512_bf16_supported()
-    ):
+    narrow = device.type == "cpu" and job.model.dtype != "fp32"
+    if narrow and not torch.cpu._is_avx512_bf16_supported():
         report(
             f"this CPU has no {job.model.dtype} arithmetic, torch emulates it slowly: --model.dtype"
             " fp32 is faster"
@@ -216,9 +213,9 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Pla
         mark=mark,
         report=report,
     )
-    stages = NetStages(optimizer.session.stages)
-    words = WorkerWords(optimizer) if optimizer.group.workers > 1 else None
-    placed = (job, model, optimizer, scaler, tokens, device, optimizer.group, words, stages)
+    group, stages = optimizer.group, NetStages(optimizer.session.stages)
+    words = WorkerWords(optimizer) if group.workers > 1 else None
+    placed = (job, model, optimizer, scaler, tokens, device, group, words, stages)
     return PlacedJob(*placed, mark, report)
 
 
@@ -227,12 +224,7 @@ def step(
 ) -> tuple[float, float]:
     """Step `number` (from 0): its mean loss and its learning rate. `before`: called with the loss
     before the optimizer's step."""
-    job, model, optimizer, scaler = (
-        training.job,
-        training.model,
-        training.optimizer,
-        training.scaler,
-    )
+    job, optimizer, scaler = training.job, training.optimizer, training.scaler
     lr = set_learning_rate(optimizer.param_groups, job, number)
     group = training.group
     torch.manual_seed((job.run.seed * 1_000_003 + number) * group.workers + group.rank)  # dropout
@@ -242,7 +234,7 @@ def step(
         turn = micro * group.workers + group.rank
         x_BT, y_BT = training.tokens.batch(number, turn, job.data.batch_size, job.data.seq_len)
         with training.stages.timed("Forward"):
-            loss = loss_of(model, x_BT, y_BT, training.device) / job.optimizer.accumulate
+            loss = loss_of(training.model, x_BT, y_BT, training.device) / job.optimizer.accumulate
             total += loss.item()
         with training.stages.timed("Backward"):
             scaler.scale(loss).backward()  # gradients leave as each block finishes
