@@ -250,7 +250,7 @@ class Job(Section):
     parallelism: Annotated[ParallelismSection, BeforeValidator(_parallelism_table)] = (
         ParallelismSection()
     )
-    predicted: Predicted = Predicted()
+    predicted: Predicted = Predicted(seconds=0.0)
     launched: LaunchedSection = LaunchedSection()
 
     @property
@@ -388,12 +388,8 @@ def all_keys() -> Iterator[tuple[str, str, str]]:
     """(dotted key, default as text, description) of every key of a job."""
     for section, field in Job.model_fields.items():
         for name, sub in keys_of(field.annotation).items():
-            default = sub.get_default(call_default_factory=True, validated_data={})
-            yield (
-                f"{section}.{name}",
-                "" if default is None else str(default),
-                meaning_of(sub),
-            )
+            default = getattr(field.default, name, sub.default)
+            yield f"{section}.{name}", "" if default is None else str(default), meaning_of(sub)
 
 
 _NUMBERS = re.compile(r"\d+(,\d+)*")  # as `--parallelism.widths 2,1`

@@ -161,7 +161,7 @@ def _once(given: Iterable[str | int], what: str) -> None:
 class Predicted(Section):
     """What the simulator says of a step; `roadtrain launch` writes it into the job that it runs."""
 
-    seconds: Number = 0.0
+    seconds: Number
     """of a step, by the plan that is run; 0: nothing is predicted"""
     stages: dict[str, dict[str, Number]] = {}
     """of each pipeline stage (`stage 0`) seconds of Forward, Wait, ..."""

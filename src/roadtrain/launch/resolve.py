@@ -40,7 +40,7 @@ from roadtrain.stages.job_parallelism import DEGREES, StagePlacement
 
 COMMAND = ("-m", "roadtrain.cli")
 REDUCERS = "reducers.txt"
-UNPREDICTED = Predicted().model_dump()
+UNPREDICTED = Predicted(seconds=0.0).model_dump()
 
 
 @dataclass(frozen=True)

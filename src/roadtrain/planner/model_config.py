@@ -365,11 +365,9 @@ def _blocks(
     def grown(of: str, key: str) -> tuple[float, float]:
         """What of a sample grows with its tokens, and what with their square: of a t + b t t."""
         found = getattr(whole, of).get(key, 0.0)
-        square = (
-            0.0
-            if half is None
-            else min(found, max(0.0, 2 * (found - 2 * getattr(half, of).get(key, 0.0))))
-        )
+        square = 0.0
+        if half is not None:
+            square = min(found, max(0.0, 2 * (found - 2 * getattr(half, of).get(key, 0.0))))
         return (found - square) * times, square * times * times
 
     def block(title: str, key: str, params: int) -> BlockShape:

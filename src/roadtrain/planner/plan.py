@@ -144,14 +144,12 @@ def batch_to_plan(job: Job, given: int | None) -> int | None:
 
 
 def _front(answer: SearchResult, cluster: Cluster) -> list[Point]:
-    return [
-        Point(
-            found.result.seconds / found.plan.samples,
-            (found.result.price or found.result.joules) / found.plan.samples,
-            words(found.plan, cluster),
-        )
-        for found in answer.front
-    ]
+    points = []
+    for found in answer.front:
+        result, samples = found.result, found.plan.samples
+        cost = (result.price or result.joules) / samples
+        points.append(Point(result.seconds / samples, cost, words(found.plan, cluster)))
+    return points
 
 
 def launchable(

@@ -57,12 +57,8 @@ def words(plan: Plan, cluster: Cluster | None = None) -> str:
     parts.append(
         f"updates {'beside the SSDs' if place.update == 'ssd' else 'on the ' + place.update}"
     )
-    groups = (
-        (widths or parallelism.dp, "data"),
-        (parallelism.cp, "context"),
-        (parallelism.tp, "tensor"),
-        (parallelism.pp, "pipeline"),
-    )
+    degrees = (widths or parallelism.dp, parallelism.cp, parallelism.tp, parallelism.pp)
+    groups = zip(degrees, ("data", "context", "tensor", "pipeline"))
     ranks = [f"{n} {what}" for n, what in groups if n != 1]
     parts.append(" x ".join(ranks) + "-parallel" if ranks else "one device")
     if parallelism.ep > 1:
@@ -131,11 +127,8 @@ def _batch_line(answer: SearchResult, model: ModelShape) -> str:
 def _unpriced(cluster: Cluster, goal: str) -> list[str]:
     """Of what the goal counts, what the cluster file has no figure of: it counts as nothing."""
     if goal == "cost":
-        return [
-            f"hosts.{host.name}.price_per_hour 0"
-            for host in cluster.hosts
-            if not host.price_per_hour
-        ]
+        free = (host.name for host in cluster.hosts if not host.price_per_hour)
+        return [f"hosts.{name}.price_per_hour 0" for name in free]
     if goal == "energy":
         return [
             f"hosts.{host.name}.{what}peak_watts {of.idle_watts:g}"
@@ -183,14 +176,12 @@ def no_plan_text(answer: SearchResult, cluster: Cluster, model: ModelShape, of: 
         lines += [f"why     {reason[0]}", *([f"hint    {reason[1]}"] if reason[1] else [])]
     if (near := least_change(answer)) is not None:
         need, plan = near
-        lines += [
-            (
-                f"least change: {show_bytes(need.lacking)} more for {need.where}"
-                f" ({show_bytes(need.nbytes)} instead of {show_bytes(need.room)}) makes this fit:"
-                f" {words(plan, cluster)}"
-            ),
-            f"memory  {kept_free(plan)}",
-        ]
+        lines.append(
+            f"least change: {show_bytes(need.lacking)} more for {need.where}"
+            f" ({show_bytes(need.nbytes)} instead of {show_bytes(need.room)}) makes this fit:"
+            f" {words(plan, cluster)}"
+        )
+        lines.append(f"memory  {kept_free(plan)}")
     lines += assumed(cluster, model, of, None if near is None else near[1])
     return "\n".join([*lines, *_family_lines(answer, None)])
 
@@ -207,6 +198,7 @@ def answer_json(
         return as_json(found.result, cluster, model, of) | said
 
     near = least_change(answer)
+    counted = ("tried", "simulated", "pruned", "refused", "left_out")
     return {
         "schema": SCHEMA,
         "goal": goal,
@@ -218,11 +210,7 @@ def answer_json(
         "families": [
             {
                 "placement": name,
-                "tried": f.tried,
-                "simulated": f.simulated,
-                "pruned": f.pruned,
-                "refused": f.refused,
-                "left_out": f.left_out,
+                **{key: getattr(f, key) for key in counted},
                 "nearest": None if f.nearest is None else asdict(f.nearest[0]),
                 "best": None if f.best is None else f.best.score,
             }
