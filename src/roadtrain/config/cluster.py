@@ -337,18 +337,14 @@ class Cluster(Section):
         """From one switch to another by the fewest links, as one link; None where none lead
         there."""
         ways = {here: LinkRate.model_construct(between=(here, here), rate=float("inf"))}
-        front = [here]
+        front, links = [here], sorted(self.links, key=lambda link: link.rate)
         for at in front:  # grows meanwhile
-            for link in sorted(self.links, key=lambda link: link.rate):
-                if at not in link.between:
-                    continue
+            for link in links:
                 end = link.between[link.between[0] == at]
-                if end not in ways:
-                    rate = min(ways[at].rate, link.rate)
-                    latency = ways[at].latency + link.latency
-                    ways[end] = LinkRate.model_construct(
-                        between=(here, end), rate=rate, latency=latency
-                    )
+                if at in link.between and end not in ways:
+                    rate, latency = min(ways[at].rate, link.rate), ways[at].latency + link.latency
+                    ends = (here, end)
+                    ways[end] = LinkRate.model_construct(between=ends, rate=rate, latency=latency)
                     front.append(end)
         return ways.get(there)
 

@@ -194,11 +194,8 @@ class ServersSection(Section):
     @model_validator(mode="after")
     def _fan_in_is_a_tree(self) -> Self:
         refusing(lambda _: self.fan_in)(None)
-        if not self.switches and (self.wire, self.window, self.multicast) != (
-            "int32",
-            WINDOW,
-            "auto",
-        ):
+        asked = (self.wire, self.window, self.multicast)
+        if not self.switches and asked != ("int32", WINDOW, "auto"):
             raise ValueError("wire, window or multicast, and no switches are given")
         return self
 
@@ -349,12 +346,9 @@ def make_job(tree: Mapping[str, Any], where: str = "job") -> Job:
     here = [] if job.servers.addresses else job.store.files
     files = [d.replace("{run}", job.run.dir) for d in here]
     left = [d.replace("{run}", job.run.dir) for d in job.store.moved_from]
-    return job.model_copy(
-        update={
-            "store": job.store.model_copy(update={"files": files, "moved_from": left}),
-            "parallelism": job.parallelism.of_run(job.run.dir),
-        }
-    )
+    store = job.store.model_copy(update={"files": files, "moved_from": left})
+    parallelism = job.parallelism.of_run(job.run.dir)
+    return job.model_copy(update={"store": store, "parallelism": parallelism})
 
 
 def parse_overrides(args: Iterable[str]) -> dict[str, Any]:

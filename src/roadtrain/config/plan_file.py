@@ -265,12 +265,8 @@ class Plan:
         if not (self.stage_placements or self.parallelism.widths):
             return self
         parallelism = replace(self.parallelism, dp=self.widths[stage], widths=())
-        return replace(
-            self,
-            placement=self.placement_of(stage),
-            stage_placements=(),
-            parallelism=parallelism,
-        )
+        place = self.placement_of(stage)
+        return replace(self, placement=place, stage_placements=(), parallelism=parallelism)
 
     @property
     def placements(self) -> tuple[Placement, ...]:

@@ -86,12 +86,13 @@ def counted(
         for hook in hooks:
             hook.remove()
     logits = result if isinstance(result, torch.Tensor) else getattr(result, "logits", None)
-    floats = isinstance(logits, torch.Tensor) and logits.is_floating_point()
+    elements = 0.0
+    if isinstance(logits, torch.Tensor) and logits.is_floating_point():
+        elements = logits.numel() / samples
     flops, saved, inputs = (
         {key: n / samples for key, n in one.items()}
         for one in (noted.flops, noted.saved, noted.inputs)
     )
-    elements = logits.numel() / samples if floats else 0.0
     return Counts(flops, saved, inputs, elements, *noted.hidden)
 
 
@@ -166,8 +167,8 @@ def shape_of(
         ) from cause
 
     def block(title: str, key: str, params: int) -> BlockShape:
-        of_key = (found.flops, found.saved, found.inputs)
-        return BlockShape(title, params, *(counts.get(key, 0.0) for counts in of_key))
+        flops, saved = found.flops.get(key, 0.0), found.saved.get(key, 0.0)
+        return BlockShape(title, params, flops, saved, found.inputs.get(key, 0.0))
 
-    blocks, title = found.blocks(parts, block), name or type(model).__name__
-    return ModelShape(title, blocks, found.tokens, found.hidden, source="measured")
+    shapes, title = found.blocks(parts, block), name or type(model).__name__
+    return ModelShape(title, shapes, found.tokens, found.hidden, source="measured")

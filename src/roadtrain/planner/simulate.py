@@ -371,7 +371,7 @@ def command(
         chosen = load_plan(plan)
         chosen = chosen if headroom is None else chosen.changed(headroom=headroom)
     else:
-        given = {
+        given: dict[str, Any] = {
             "placement": placement,
             "micro_batch": micro_batch,
             "num_microbatches": num_microbatches,

@@ -13,8 +13,10 @@ algorithm.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from roadtrain.config.cluster import Cluster, Host
+from roadtrain.config.cluster import Cluster, Device, Host
+from roadtrain.config.models import BlockShape
 from roadtrain.config.plan_file import Placement, Plan
 from roadtrain.config.switch_tree import switch_tree
 from roadtrain.errors import ConfigError
@@ -103,12 +105,11 @@ class Fabric:
         self.fan_in = None if group.switches is None else FanInCosts(plan, group, group.switches)
         self.sums: SimulatedSums | None = None
         if plan.placement.sum in ("spares", "separate") and group.hosts > 1:
-            extra = [
-                cluster.common([self.site.host, host])[1].total * constants.network
-                for host in cluster.spares
-                if host.nics
-                for _ in range(host.count)
-            ]
+            extra: list[float] = []
+            for host in cluster.spares:
+                if host.nics:
+                    rate = cluster.common([self.site.host, host])[1].total * constants.network
+                    extra += [rate] * host.count
             separate = plan.placement.sum == "separate"
             self.sums = SimulatedSums(group.rates, extra, separate=separate)
 
@@ -298,19 +299,16 @@ class Fabric:
 
     @property
     def on_files(self) -> bool:
-        place = self.plan.placement
-        return place.state == "ssd" or (
-            place.state == "server" and bool(self._state_site().host.ssds)
-        )
+        state = self.plan.placement.state
+        return state == "ssd" or (state == "server" and bool(self._state_site().host.ssds))
 
     def read(self, params: float) -> Cost:
         """State, and a gradient that rests on SSDs, to where the update runs."""
         place, nbytes = self.plan.placement, self.plan.sizes.state_bytes
         if place.gradients == "ssd":
             nbytes += self.plan.sizes.held_bytes * self.plan.travels
-        return Cost(
-            params * self._own * nbytes, self._state_site().reads(beside=place.update == "ssd")
-        )
+        uses = self._state_site().reads(beside=place.update == "ssd")
+        return Cost(params * self._own * nbytes, uses)
 
     def update(self, params: float) -> Cost:
         place, site = self.plan.placement, self._state_site()
@@ -337,16 +335,13 @@ class Fabric:
     def write(self, params: float) -> Cost:
         place = self.plan.placement
         copy = self.plan.sizes.parameter_bytes if place.parameters in ("ssd", "server") else 0.0
-        return Cost(
-            params * self._own * (self.plan.sizes.state_bytes + copy),
-            self._state_site().writes(beside=place.update == "ssd"),
-        )
+        nbytes = params * self._own * (self.plan.sizes.state_bytes + copy)
+        return Cost(nbytes, self._state_site().writes(beside=place.update == "ssd"))
 
     def public(self, params: float) -> Cost:
         """Parameters that rest on the server's files, to its memory."""
-        return Cost(
-            params * self._own * self.plan.sizes.parameter_bytes, self._state_site().reads()
-        )
+        nbytes = params * self._own * self.plan.sizes.parameter_bytes
+        return Cost(nbytes, self._state_site().reads())
 
     @property
     def depth(self) -> int:
@@ -358,10 +353,8 @@ class Fabric:
         half of it, or none."""
         if self.plan.placement.parameters != "server" or not self.on_files:
             return self.plan.memory.public
-        return (
-            params * self.group.tp * self.plan.sizes.parameter_bytes
-            <= self._state_site().host.memory / 2
-        )
+        nbytes = params * self.group.tp * self.plan.sizes.parameter_bytes
+        return nbytes <= self._state_site().host.memory / 2
 
     def tax(self, cost: Cost) -> float:
         """Seconds that the devices do not compute because they communicate."""
@@ -371,3 +364,28 @@ class Fabric:
             return 0.0
         network = [r.capacity / w for r, w in cost.uses if r in (self.site.out, self.site.fabric)]
         return self.constants.tax * cost.work / min(network) if network else 0.0
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """Seconds of each block's pass on a device."""
+
+    forward: Sequence[float]  # its own arithmetic
+    tensor: Sequence[float]  # tensor-parallel ranks add activations up
+    routed: Sequence[float]  # tokens go to their experts and come back
+    ring: Sequence[float]  # keys and values go round: what attention does not hide
+
+
+def block_times(fabric: Fabric, blocks: Sequence[BlockShape], device: Device) -> BlockTimes:
+    plan, constants, parallelism = fabric.plan, fabric.constants, fabric.plan.parallelism
+    size, tp = plan.micro_batch / parallelism.cp, parallelism.tp
+    split = tp * parallelism.cp
+    forward = [constants.forward_of(block, plan, device) for block in blocks]
+    scores = [constants.scores(block, plan.micro_batch, split, device) for block in blocks]
+    rings = [fabric.context(block.kv * size / tp) for block in blocks]
+    return BlockTimes(
+        forward,
+        [fabric.tensor(block.input * size) if "." in block.name else 0.0 for block in blocks],
+        [fabric.experts(block.routed * size / tp) for block in blocks],
+        [max(0.0, ring - hidden) for ring, hidden in zip(rings, scores)],
+    )

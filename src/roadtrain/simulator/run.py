@@ -88,11 +88,8 @@ def simulate(
         stage.num_microbatches = scene.num_microbatches
     # work that piles up has to be done in the end
     seconds = max(counts["seconds"], scene.bound())
-    busy = {
-        r.name: counts[r] / counts["seconds"] / r.capacity
-        for r in engine.resources
-        if counts[r] > 0
-    }
+    taken = [r for r in engine.resources if counts[r] > 0]
+    busy = {r.name: counts[r] / counts["seconds"] / r.capacity for r in taken}
     busy |= {lane.name: counts[lane] / counts["seconds"] for lane in engine.lanes}
     stages = {key: (counts[key, 0], counts[key, 1]) for key in engine.stages}
     engine.check()
@@ -173,11 +170,10 @@ class _Steps:
         None where that is not always the same."""
         base, one, two = self.steady(few), self.one(few + turn), self.one(few + 2 * turn)
         more = _less(two, one)
-        before, took = _less(one, base), {(key, 0) for key in self.scene.engine.stages}
-        if not self._same(before, more, self.marks[-1]) or any(
-            abs(before.get(key, 0.0) - n) > SAME * two["seconds"]
-            for key, n in more.items()
-            if key in took
+        before, took = _less(one, base), [(key, 0) for key in self.scene.engine.stages]
+        changes = [abs(before.get(key, 0.0) - more[key]) for key in took if key in more]
+        if not self._same(before, more, self.marks[-1]) or (
+            max(changes, default=0.0) > SAME * two["seconds"]
         ):
             return None
         times = (self.scene.num_microbatches - few) / turn - 2

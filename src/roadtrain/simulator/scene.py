@@ -27,9 +27,10 @@ from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Cost, Engine, Lane, Resource
 from roadtrain.simulator.fabric import Fabric, check_placement
 from roadtrain.simulator.memory import cut, needs, shared_needs
+from roadtrain.simulator.server import block_pieces
 from roadtrain.simulator.simulated_fan_in import SimulatedFanIn
 from roadtrain.simulator.site import FlowGroup, Site, SwitchResources
-from roadtrain.simulator.step import SimulatedStage, block_pieces
+from roadtrain.simulator.step import SimulatedStage
 from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, RunBlocks
 from roadtrain.switch.options import MOST_CHILDREN
 
@@ -189,8 +190,7 @@ class Scene:
         return switch_tree(self.cluster, self.groups_of[stage], node)
 
     def _switches(self, stage: int) -> SwitchResources | None:
-        tree = self._tree(stage)
-        if tree is None:
+        if (tree := self._tree(stage)) is None:
             return None
         return SwitchResources(self._switch, tree, self.plan.packets, self.constants)
 
@@ -216,20 +216,15 @@ class Scene:
         nics = self._nics(mine, "dp", number)
         slowest = min(nics, key=lambda n: n.total) if nics else None
         # they meet over a link; links of a tree are resources of their own
-        if (
-            self._tree(number) is None
-            and slowest is not None
-            and (most := cluster.between(nics)) < slowest.total
-        ):
+        most = cluster.between(nics) if self._tree(number) is None else float("inf")
+        if slowest is not None and most < slowest.total:
             slowest = slowest.model_copy(update={"rate": most, "count": 1})
         devices = Counter(self.slots_of[number]).values()  # of each host
         ranks = min(parallelism.replicas, max(devices) // parallelism.tp or 1)
         many = len(devices) if parallelism.tp <= first.devices else parallelism.replicas // ranks
         # a table of its own belongs to the slowest too
-        own = max(
-            (constants.of_host(host.name) for host in mine),
-            key=lambda of: sum(of.table.values()),
-        )
+        every = [constants.of_host(host.name) for host in mine]
+        own = max(every, key=lambda of: sum(of.table.values()))
         group = FlowGroup(
             Site(self.engine, first, slowest, constants, f"stage {number}"),
             self.server,
@@ -290,12 +285,8 @@ class Scene:
         log: list[Any] | None = None
         if self.logs is not None:
             self.logs.append(log := [])
-        parts = self.cuts[number]
-        self.stages.append(
-            SimulatedStage(
-                self.engine, fabric, parts, number, self._send, end=end, log=log, rank=rank
-            )
-        )
+        made = (self.engine, fabric, self.cuts[number], number, self._send)
+        self.stages.append(SimulatedStage(*made, end=end, log=log, rank=rank))
 
     def _check_tensor_groups(self, number: int) -> None:
         tp, fewest = self.plan.parallelism.tp, min(h.devices for h in self.groups_of[number])

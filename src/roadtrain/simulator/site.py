@@ -58,14 +58,11 @@ class Site:
             self.read = resource("ssd read", sum(s.count * s.read for s in host.ssds))
             self.write = resource("ssd write", sum(s.count * s.write for s in host.ssds))
             self.mixed = resource("ssd mixed", min(s.mixed for s in host.ssds))
-            self.up, self.down = (
-                resource("uplink in", host.uplink),
-                resource("uplink out", host.uplink),
-            )
+            self.up = resource("uplink in", host.uplink)
+            self.down = resource("uplink out", host.uplink)
             if all(s.updates for s in host.ssds):
-                self.inside = resource(
-                    "ssd internal", sum(s.count * (s.internal or s.read) for s in host.ssds)
-                )
+                internal = sum(s.count * (s.internal or s.read) for s in host.ssds)
+                self.inside = resource("ssd internal", internal)
                 self.beside = resource("ssd updates", sum(s.count * s.updates for s in host.ssds))
 
     def reads(self, *, beside: bool = False) -> Uses:
@@ -100,7 +97,7 @@ class SwitchResources:
             rate = tree.links[name].rate * constants.network
             self.up.append((resource(f"{name} to {parent} link", rate), 1.0))
             self.down.append((resource(f"{parent} to {name} link", rate), 1.0))
-        nbytes = packets.payload + packets.overhead
+        self.packet_nbytes = packets.payload + packets.overhead
         for name, switch in tree.switches.items():
             children = tree.children(name)
             copies = 0 if tree.multicasts else children
@@ -111,13 +108,12 @@ class SwitchResources:
                 self.down += [(into, float(copies > 0)), (out, float(copies))]
             if switch.packet_rate:
                 handled = resource(f"{name} packets", switch.packet_rate)
-                self.up.append((handled, (children + 1) / nbytes))
-                self.down.append((handled, (copies + 1) / nbytes if copies else 0.0))
+                self.up.append((handled, (children + 1) / self.packet_nbytes))
+                self.down.append((handled, (copies + 1) / self.packet_nbytes if copies else 0.0))
 
     def on_wire(self, nbytes: float) -> float:
         """Bytes that links carry for so many of data: whole packets."""
-        nbytes_of_one = self.packets.payload + self.packets.overhead
-        return float(self.packets_of(nbytes) * nbytes_of_one)
+        return float(self.packets_of(nbytes) * self.packet_nbytes)
 
     def packets_of(self, nbytes: float) -> int:
         """Packets of so many bytes of data."""
@@ -126,14 +122,13 @@ class SwitchResources:
     def latency(self, rate: float) -> float:
         """Seconds of one way, at links of `rate` bytes a second: machines pass on whole batches."""
         machines = sum(bool(switch.rate) for switch in self.tree.switches.values())
-        batch = BATCH * (self.packets.payload + self.packets.overhead) / rate
+        batch = BATCH * self.packet_nbytes / rate
         return self.tree.latency + min(machines, self.tree.levels) * batch
 
     def beat_s(self, rate: float) -> float:
         """Seconds until what came is told: after a quarter of a window, at most a moment, but never
         before a packet has come."""
-        nbytes = self.packets.payload + self.packets.overhead
-        return max(min(self._window_nbytes / 4 / rate, BEAT_S), nbytes / rate)
+        return max(min(self._window_nbytes / 4 / rate, BEAT_S), self.packet_nbytes / rate)
 
     def most(self, rate: float) -> float:
         """Bytes a second on the wire that a window of packets allows: it opens again when a
@@ -144,7 +139,7 @@ class SwitchResources:
 
     @property
     def _window_nbytes(self) -> float:
-        return float(self.packets.window * (self.packets.payload + self.packets.overhead))
+        return float(self.packets.window * self.packet_nbytes)
 
 
 @dataclass(frozen=True)
