@@ -198,12 +198,11 @@ class Host(Section):
     def together(self) -> Self:
         """One machine that has what all `count` have."""
         names = ("memory", "memory_rate", "updates", "sums", "uplink")
-        more = {name: getattr(self, name) * self.count for name in names}
-        ssds, nics = (
-            tuple(one.model_copy(update={"count": one.count * self.count}) for one in every)
-            for every in (self.ssds, self.nics)
-        )
-        return self.model_copy(update={**more, "count": 1, "ssds": ssds, "nics": nics})
+        more: dict[str, Any] = {name: getattr(self, name) * self.count for name in names}
+        for name in ("ssds", "nics"):
+            every = [(part, {"count": part.count * self.count}) for part in getattr(self, name)]
+            more[name] = tuple(part.model_copy(update=count) for part, count in every)
+        return self.model_copy(update={**more, "count": 1})
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -372,9 +371,8 @@ def _filled(cluster: Cluster) -> Cluster:
         changes, names = _guessed(host)
         assumed += [f"hosts.{host.name}.{name}" for name in names]
         hosts.append(host.model_copy(update=changes))
-    return cluster.model_copy(
-        update={"hosts": tuple(hosts), "assumed": tuple(dict.fromkeys(assumed))}
-    )
+    names = tuple(dict.fromkeys(assumed))
+    return cluster.model_copy(update={"hosts": tuple(hosts), "assumed": names})
 
 
 def _guessed(host: Host) -> tuple[dict[str, Any], list[str]]:
@@ -394,11 +392,9 @@ def _guessed(host: Host) -> tuple[dict[str, Any], list[str]]:
             changes["fabric"] = changes["device"].copy_rate
             names.append("fabric")
     if any(not nic.latency for nic in host.nics):
-        usual = {"ethernet": 30e-6}
-        changes["nics"] = tuple(
-            nic.model_copy(update={"latency": nic.latency or usual.get(nic.kind, 5e-6)})
-            for nic in host.nics
-        )
+        common = {"ethernet": 30e-6}
+        late = [{"latency": n.latency or common.get(n.kind, 5e-6)} for n in host.nics]
+        changes["nics"] = tuple(n.model_copy(update=own) for n, own in zip(host.nics, late))
         names.append("nics.latency")
     for name in ("mixed", "depth"):
         if any(name not in ssd.model_fields_set for ssd in host.ssds):
@@ -493,9 +489,8 @@ def template(kind: str, name: str) -> dict[str, Any]:
             f"no {kind} is called {name!r}",
             hint=did_you_mean(name, known) or f"known are {', '.join(known)}; or give its figures",
         )
-    return {key: value for key, value in known[name].items() if key != "source"} | (
-        {"kind": name} if kind == "device" else {}
-    )
+    named = {"kind": name} if kind == "device" else {}
+    return {key: value for key, value in known[name].items() if key != "source"} | named
 
 
 @cache

@@ -310,15 +310,13 @@ def check_own(path: str, job: Job) -> None:
     """ConfigError where `path` is the job.toml of a run directory that was copied or moved, and
     `job`, made of it, would train in the directories of the run that it was written for."""
     home = Path(path).parent
-    if Path(path).name != "job.toml" or not any(
-        (home / name).exists() for name in ("mark.json", "metrics.jsonl")
-    ):
+    trained = any((home / name).exists() for name in ("mark.json", "metrics.jsonl"))
+    if Path(path).name != "job.toml" or not trained:
         return
     named = load_job(path).run_dir
     there = [job.run.dir, *job.store.files]
-    if named.resolve() == home.resolve() or not any(
-        Path(d).resolve().is_relative_to(named.resolve()) for d in there
-    ):
+    inside = (Path(d).resolve().is_relative_to(named.resolve()) for d in there)
+    if named.resolve() == home.resolve() or not any(inside):
         return
     raise ConfigError(
         f"{path} is of the run in {named}, and lies in {home}: {', '.join(there)} are of that run",

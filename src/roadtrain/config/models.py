@@ -169,9 +169,8 @@ class Transformer:
         layers = [replace(layers[i >= self.dense], name=f"layer.{i}") for i in range(self.layers)]
         embedding = BlockShape("embedding", v * h + self.positions * h, 0.0, 2.0 * s * h, 8.0 * s)
         final = self.norms // 2 * h + (0 if self.tied else v * h)
-        output = BlockShape(
-            "output", final, 2.0 * s * h * v, 2.0 * s * h, 2.0 * s * h, logits=1.0 * s * v
-        )
+        hidden = 2.0 * s * h
+        output = BlockShape("output", final, hidden * v, hidden, hidden, logits=1.0 * s * v)
         return ModelShape(name, (embedding, *layers, output), s, h, self.heads, source)
 
 
@@ -231,19 +230,11 @@ def _dlrm() -> ModelShape:
     """Each sample looks one row up in every table; rows go to where the sample is (all-to-all).
     Then each two of these and the bottom MLP's result are multiplied (the interaction)."""
     rows, width = _FILE["criteo_kaggle"], 16
-    tables = BlockShape(
-        "tables",
-        sum(rows) * width,
-        0.0,
-        2.0 * len(rows) * width,
-        8.0 * len(rows),
-        sum(rows) * width,
-        2.0 * len(rows) * width,
-    )
+    params, touched = sum(rows) * width, 2.0 * len(rows) * width
+    tables = BlockShape("tables", params, 0.0, touched, 8.0 * len(rows), params, touched)
     pairs, vectors = (len(rows) + 1) * len(rows) // 2, (len(rows) + 1) * width
-    interaction = BlockShape(
-        "interaction", 0, 2.0 * pairs * width, 2.0 * (vectors + pairs + width), 2.0 * vectors
-    )
+    saved = 2.0 * (vectors + pairs + width)
+    interaction = BlockShape("interaction", 0, 2.0 * pairs * width, saved, 2.0 * vectors)
 
     def mlp(kind: str, widths: Sequence[int]) -> list[BlockShape]:
         return [
@@ -332,9 +323,7 @@ def chosen_length(seq_len: int | None, longest: int | None) -> tuple[int, list[s
     Raises ConfigError where a sample is longer, or has no tokens."""
     if seq_len is None:
         tokens = min(TOKENS, longest or TOKENS)
-        most = (
-            f"the model's longest is {longest}" if longest else "the model's longest is not known"
-        )
+        most = f"the model's longest is {longest or 'not known'}"
         return tokens, [f"samples of {tokens} tokens ({most}; --seq-len says otherwise)"]
     if seq_len < 1 or seq_len > (longest or seq_len):
         raise ConfigError(

@@ -93,8 +93,8 @@ class JobPlans:
         if degree == 1:
             return ""
         model = with_vocabulary(self.job).model.model_dump_json(exclude_none=True)
-        check_job = importlib.import_module("roadtrain.training.check_job")  # torch
-        why: str = check_job.why_not_split(model, degree)
+        options = importlib.import_module("roadtrain.training.job_options")  # torch
+        why: str = options.why_not_split(model, degree)
         return why
 
     def _untrained(self, plan: Plan) -> str:
@@ -120,8 +120,8 @@ class JobPlans:
             )
         if plan.placement.fans_in and (asked.ca or asked.cert or asked.key):
             raise ConfigError("switches do not go together with TLS (servers.ca, cert, key)")
-        check_job = importlib.import_module("roadtrain.training.check_job")  # torch
-        check_job.check_job(self.job.changed(keys), [h.workers for h in machines.worker_hosts])
+        options = importlib.import_module("roadtrain.training.job_options")  # torch
+        options.check_job(self.job.changed(keys), [h.workers for h in machines.worker_hosts])
 
     def _stated(self, plan: Plan) -> Plan:
         """With the widths and stages that the job states, where it has as many stages."""

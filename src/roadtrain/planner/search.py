@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from roadtrain.config.cluster import Cluster, Host
+from roadtrain.config.cluster import Cluster
 from roadtrain.config.models import ModelShape
 from roadtrain.config.plan_file import HEADROOM, Plan
 from roadtrain.errors import ConfigError
@@ -32,6 +32,7 @@ from roadtrain.planner.candidates import (
     nearest_batches,
     stages_that_fit,
 )
+from roadtrain.planner.resources import busy_share, scaled
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Engine
 from roadtrain.simulator.memory import Need
@@ -45,30 +46,6 @@ CLOSE = 0.05  # what a larger batch would have to take off a sample's score to b
 SMALLER, MORE = 0.5, 1.1  # a resource's rate, to see what it would change
 NO_MEMORY = "memory of "  # begins the reason of a plan that does not fit
 LITTLE = 1e-3  # share of a step in which a resource is taken, that no rate of it changes anything
-ENDS = {
-    "network": (" out", " in", " forth", " back", " link"),
-    "PCIe": ("to device", "from device"),
-    "SSDs": ("read", "write", "mixed"),
-    "device links": ("fabric",),
-    "host updates": ("updates", "processors"),
-    "switches": (" packets",),
-    "host sums": ("sums",),
-    "host memory": (" memory",),
-    "SSD uplink": ("uplink in", "uplink out"),
-}  # of the names of what is scaled
-# what is scaled -> part of a cluster or a host -> its rates
-RATES: Mapping[str, Mapping[str, Sequence[str]]] = {
-    "computing": {"device": ["flops"]},
-    "network": {"nics": ["rate"], "links": ["rate"], "switches": ["rate"]},
-    "PCIe": {"device": ["copy_rate"]},
-    "device links": {"host": ["fabric"]},
-    "host updates": {"host": ["updates"]},
-    "host sums": {"host": ["sums"]},
-    "host memory": {"host": ["memory_rate"]},
-    "switches": {"switches": ["packet_rate"]},
-    "SSDs": {"ssds": ["read", "write", "internal", "updates"]},
-    "SSD uplink": {"host": ["uplink"]},
-}
 
 
 @dataclass(frozen=True)
@@ -407,7 +384,7 @@ class _Search:
     def _gains(self, pick: Found) -> dict[str, float]:
         gains = {}
         for name, other in scaled(self.cluster, MORE).items():
-            if _busy(pick, name) < LITTLE:
+            if busy_share(pick.result, name) < LITTLE:
                 continue
             gain = 1 - self._score_with(pick, name, other) / pick.score
             if gain > 1e-4:
@@ -417,7 +394,7 @@ class _Search:
     def _score_with(self, one: Found, name: str, other: Cluster) -> float:
         """Its score where what is called `name` is as fast as in `other`: its own if it hardly
         uses that."""
-        if _busy(one, name) < LITTLE:
+        if busy_share(one.result, name) < LITTLE:
             return one.score
         return self.simulated(one.plan, other).score
 
@@ -425,8 +402,8 @@ class _Search:
         out = []
         for factor, words in ((SMALLER, "half as fast"), (1 / SMALLER, "twice as fast")):
             for name, other in scaled(self.cluster, factor).items():
-                worse = 1 + _busy(pick, name) if factor < 1 else 1.0
-                better = 1.0 if factor < 1 else 1 - _busy(runner, name) / 2
+                worse = 1 + busy_share(pick.result, name) if factor < 1 else 1.0
+                better = 1.0 if factor < 1 else 1 - busy_share(runner.result, name) / 2
                 if runner.score * better >= pick.score * worse:  # whatever waits for it
                     continue
                 mine, its = (self._score_with(one, name, other) for one in (pick, runner))
@@ -476,47 +453,6 @@ def _front(found: Sequence[Found]) -> list[Found]:
         if not out or second(one) < second(out[-1]):
             out.append(one)
     return out
-
-
-def scaled(cluster: Cluster, factor: float) -> dict[str, Cluster]:
-    """The cluster with one kind of resource `factor` as fast."""
-    absent = set() if any(switch.packet_rate for switch in cluster.switches) else {"switches"}
-    if not any(host.ssds for host in cluster.hosts):
-        absent |= {"SSDs", "SSD uplink"}
-    return {
-        name: _scaled(cluster, parts, factor) for name, parts in RATES.items() if name not in absent
-    }
-
-
-def _scaled(cluster: Cluster, parts: Mapping[str, Sequence[str]], factor: float) -> Cluster:
-    def faster(part: Any, names: Sequence[str]) -> Any:
-        return part.model_copy(update={name: getattr(part, name) * factor for name in names})
-
-    def every(whole: Host | Cluster, kinds: Sequence[str]) -> dict[str, Any]:
-        return {
-            kind: tuple(faster(part, parts[kind]) for part in getattr(whole, kind))
-            for kind in kinds
-            if kind in parts
-        }
-
-    hosts = []
-    for host in cluster.hosts:
-        changes = every(host, ("nics", "ssds"))
-        if host.device is not None:
-            changes["device"] = faster(host.device, parts.get("device", ()))
-        hosts.append(faster(host.model_copy(update=changes), parts.get("host", ())))
-    changes = every(cluster, ("links", "switches"))
-    return cluster.model_copy(update={"hosts": tuple(hosts), **changes})
-
-
-def _busy(one: Found, name: str) -> float:
-    """The share of a step in which what is called `name` is taken, at most."""
-    # some is counted as the device's
-    tensor = name == "device links" and one.plan.parallelism.devices > one.plan.parallelism.dp
-    if name not in ENDS or tensor:
-        return 1.0
-    shares = (share for what, share in one.result.busy.items() if what.endswith(ENDS[name]))
-    return min(1.0, sum(shares))
 
 
 def least_change(answer: SearchResult) -> tuple[Need, Plan] | None:

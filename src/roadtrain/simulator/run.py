@@ -172,9 +172,8 @@ class _Steps:
         more = _less(two, one)
         before, took = _less(one, base), [(key, 0) for key in self.scene.engine.stages]
         changes = [abs(before.get(key, 0.0) - more[key]) for key in took if key in more]
-        if not self._same(before, more, self.marks[-1]) or (
-            max(changes, default=0.0) > SAME * two["seconds"]
-        ):
+        steady = max(changes, default=0.0) <= SAME * two["seconds"]
+        if not steady or not self._same(before, more, self.marks[-1]):
             return None
         times = (self.scene.num_microbatches - few) / turn - 2
         return {key: n + more[key] * times for key, n in two.items()}

@@ -403,9 +403,8 @@ class Scene:
             return [self.cluster.common([host, node])[0] for host in hosts]
         relayed = place.sum == "relay" and group == "dp"
         if relayed or wanted is not None:
-            hosts = [
-                h.model_copy(update={"nics": tuple(n for n in h.nics if fits(n))}) for h in hosts
-            ]
+            cards = [{"nics": tuple(filter(fits, host.nics))} for host in hosts]
+            hosts = [host.model_copy(update=own) for host, own in zip(hosts, cards)]
         if len(hosts) == 1:
             return [max(hosts[0].nics, key=lambda n: n.total)] if hosts[0].nics else []
         return list(self.cluster.common(hosts))

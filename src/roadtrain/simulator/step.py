@@ -94,9 +94,8 @@ class SimulatedStage:
         self.link: SimulatedFanInLink | None = None
         if end is not None:
             assert fabric.fan_in is not None
-            self.link = SimulatedFanInLink(
-                end, fabric.fan_in, self.server, self._pulled, self._settled
-            )
+            told = (self._pulled, self._settled)
+            self.link = SimulatedFanInLink(end, fabric.fan_in, self.server, *told)
 
         self.machine: StageStateMachine | None = None  # of the step at work
         self.run: RunBlocks | None = None  # what the device runs
@@ -214,9 +213,8 @@ class SimulatedStage:
             self.todo = deque(order if run.what == FORWARD else reversed(order))
             if run.what == FORWARD:
                 self.engine.hold(self.pool, self.saved[run.part])
-            whole = not self.plan.placement.streamed and (
-                run.micro != self.replica if run.what == FORWARD else not run.last
-            )
+            inner = run.micro != self.replica if run.what == FORWARD else not run.last
+            whole = inner and not self.plan.placement.streamed
             if whole and not any(self._rows_travel(block) for block in order):
                 # all parameters are here and nothing is pushed
                 self.todo.clear()

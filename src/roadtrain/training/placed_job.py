@@ -151,8 +151,17 @@ class PlacedJob:
                 " on from there"
             )
 
-    def held_out_loss(self) -> float | None:
-        return held_out_loss(self)
+    @torch.no_grad()
+    def held_out_loss(self, batches: int = HELD_OUT_BATCHES) -> float | None:
+        """Mean over at most `batches` held-out batches; None where none are held out."""
+        job, model = self.job, self.model
+        if not job.data.held_out:
+            return None
+        held_out = self.tokens.held_out_batches(batches, job.data.batch_size, job.data.seq_len)
+        model.eval()
+        losses = [loss_of(model, x_BT, y_BT, self.device).item() for x_BT, y_BT in held_out]
+        model.train()
+        return sum(losses) / len(losses)
 
     @property
     def _plain_nbytes(self) -> int:
@@ -251,19 +260,6 @@ def loss_of(
     model: torch.nn.Module, x_BT: torch.Tensor, y_BT: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
     return token_loss(model(input_ids=x_BT.to(device), use_cache=False), y_BT.to(device))
-
-
-@torch.no_grad()
-def held_out_loss(training: PlacedJob, batches: int = HELD_OUT_BATCHES) -> float | None:
-    """Mean over at most `batches` held-out batches; None where none are held out."""
-    job, model = training.job, training.model
-    if not job.data.held_out:
-        return None
-    held_out = training.tokens.held_out_batches(batches, job.data.batch_size, job.data.seq_len)
-    model.eval()
-    losses = [loss_of(model, x_BT, y_BT, training.device).item() for x_BT, y_BT in held_out]
-    model.train()
-    return sum(losses) / len(losses) if losses else None
 
 
 def tokens_of(job: Job) -> int:
