@@ -333,14 +333,14 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     training = place_job(job)
     with training.optimizer as optimizer:
         write_job(training.job)
-        before = training.held_out_loss()
+        before = training.held_out_loss(HELD_OUT_BATCHES)
         (read, written), began = disk_bytes(), time.perf_counter()
         losses = [step(training, number)[0] for number in range(args.steps)]
         optimizer.flush()
         step_s = (time.perf_counter() - began) / args.steps
         read_after, written_after = disk_bytes()
         worker = optimizer.session.worker
-        after = training.held_out_loss()
+        after = training.held_out_loss(HELD_OUT_BATCHES)
         memory = optimizer.memory()
         sent = worker.compressor.sent_bytes / args.steps if worker.compressor else PARAMETERS * 4
     if args.out:

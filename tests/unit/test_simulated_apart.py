@@ -189,7 +189,8 @@ def test_what_was_measured_is_of_one_device_and_of_so_many_samples() -> None:
     device = cluster(1).hosts[0].device
     assert device is not None
     for samples, ranks, seconds in ((4, 1, 0.8), (4, 2, 0.4), (2, 1, 0.4), (6, 2, 0.6)):
-        assert of.forward(block, samples, ranks, device) == pytest.approx(seconds)
+        plan = Plan(placement("ddp"), Parallelism(tp=ranks), micro_batch=samples)
+        assert of.forward_of(block, plan, device) == pytest.approx(seconds)
 
 
 def two_networks(between: str, *, devices: int = 1, kind: str = "device") -> Cluster:

@@ -198,11 +198,12 @@ class Host(Section):
     def together(self) -> Self:
         """One machine that has what all `count` have."""
         names = ("memory", "memory_rate", "updates", "sums", "uplink")
-        more: dict[str, Any] = {name: getattr(self, name) * self.count for name in names}
-        for name in ("ssds", "nics"):
-            every = [(part, {"count": part.count * self.count}) for part in getattr(self, name)]
-            more[name] = tuple(part.model_copy(update=count) for part, count in every)
-        return self.model_copy(update={**more, "count": 1})
+        more = {name: getattr(self, name) * self.count for name in names}
+        ssds, nics = (
+            tuple(one.model_copy(update={"count": one.count * self.count}) for one in every)
+            for every in (self.ssds, self.nics)
+        )
+        return self.model_copy(update={**more, "count": 1, "ssds": ssds, "nics": nics})
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -371,8 +372,8 @@ def _filled(cluster: Cluster) -> Cluster:
         changes, names = _guessed(host)
         assumed += [f"hosts.{host.name}.{name}" for name in names]
         hosts.append(host.model_copy(update=changes))
-    names = tuple(dict.fromkeys(assumed))
-    return cluster.model_copy(update={"hosts": tuple(hosts), "assumed": names})
+    listed = tuple(dict.fromkeys(assumed))
+    return cluster.model_copy(update={"hosts": tuple(hosts), "assumed": listed})
 
 
 def _guessed(host: Host) -> tuple[dict[str, Any], list[str]]:
@@ -392,9 +393,10 @@ def _guessed(host: Host) -> tuple[dict[str, Any], list[str]]:
             changes["fabric"] = changes["device"].copy_rate
             names.append("fabric")
     if any(not nic.latency for nic in host.nics):
-        common = {"ethernet": 30e-6}
-        late = [{"latency": n.latency or common.get(n.kind, 5e-6)} for n in host.nics]
-        changes["nics"] = tuple(n.model_copy(update=own) for n, own in zip(host.nics, late))
+        common = {"ethernet": 30e-6, "roce": 5e-6, "infiniband": 5e-6}
+        changes["nics"] = tuple(
+            nic.model_copy(update={"latency": nic.latency or common[nic.kind]}) for nic in host.nics
+        )
         names.append("nics.latency")
     for name in ("mixed", "depth"):
         if any(name not in ssd.model_fields_set for ssd in host.ssds):

@@ -70,7 +70,6 @@ class ModelShape:
     tokens: int
     hidden: int = 0
     heads: int = 0
-    source: str = ""
     notes: tuple[str, ...] = ()
 
     @property
@@ -162,7 +161,7 @@ class Transformer:
             matrices=self.experts,
         )
 
-    def shape(self, name: str, source: str = "") -> ModelShape:
+    def shape(self, name: str) -> ModelShape:
         h, s, v = self.hidden, self.seq_len, self.vocab
         plain = replace(self, experts=1, active=1, shared=0, ff=self.dense_ff or self.ff)
         layers = [(plain if i < self.dense else self).layer() for i in (0, self.dense)]
@@ -171,20 +170,20 @@ class Transformer:
         final = self.norms // 2 * h + (0 if self.tied else v * h)
         hidden = 2.0 * s * h
         output = BlockShape("output", final, hidden * v, hidden, hidden, logits=1.0 * s * v)
-        return ModelShape(name, (embedding, *layers, output), s, h, self.heads, source)
+        return ModelShape(name, (embedding, *layers, output), s, h, self.heads)
 
 
 _FILE = tomllib.loads(files("roadtrain.config").joinpath("models.toml").read_text())
 
 
-def _published() -> Iterator[tuple[str, tuple[Transformer, str]]]:
+def _published() -> Iterator[tuple[str, Transformer]]:
     for family in _FILE["families"]:
         shared = {key: held for key, held in family.items() if key not in ("source", "models")}
         for name, own in family["models"].items():
-            yield name, (Transformer(**shared | own), family["source"])
+            yield name, Transformer(**shared | own)
 
 
-_TRANSFORMERS = dict(_published())  # name -> what it is, and where it was published
+_TRANSFORMERS = dict(_published())
 
 
 def _layer(name: str, weights: int, outputs: int, spatial: int, inputs: float) -> BlockShape:
@@ -194,6 +193,7 @@ def _layer(name: str, weights: int, outputs: int, spatial: int, inputs: float) -
 
 
 def _vgg16() -> ModelShape:
+    """Simonyan and Zisserman (2014)."""
     blocks, side, channels = [], 224, 3
     for i, (count, width) in enumerate(((2, 64), (2, 128), (3, 256), (3, 512), (3, 512))):
         for j in range(count):
@@ -203,10 +203,11 @@ def _vgg16() -> ModelShape:
         side //= 2
     for i, (inside, outside) in enumerate(((512 * 49, 4096), (4096, 4096), (4096, 1000))):
         blocks.append(_layer(f"linear.{i}", inside * outside, outside, 1, inside))
-    return ModelShape("VGG-16", tuple(blocks), 1, source="Simonyan and Zisserman (2014)")
+    return ModelShape("VGG-16", tuple(blocks), 1)
 
 
 def _resnet50() -> ModelShape:
+    """He et al. (2015)."""
     blocks = [_layer("stem", 49 * 3 * 64, 64 * 112 * 112, 112 * 112, 3 * 224 * 224)]
     side, channels = 56, 64
     for i, (count, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512))):
@@ -223,12 +224,13 @@ def _resnet50() -> ModelShape:
             channels = 4 * width
         side //= 2
     blocks.append(_layer("linear", 2048 * 1000, 1000, 1, 2048))
-    return ModelShape("ResNet-50", tuple(blocks), 1, source="He et al. (2015)")
+    return ModelShape("ResNet-50", tuple(blocks), 1)
 
 
 def _dlrm() -> ModelShape:
     """Each sample looks one row up in every table; rows go to where the sample is (all-to-all).
-    Then each two of these and the bottom MLP's result are multiplied (the interaction)."""
+    Then each two of these and the bottom MLP's result are multiplied (the interaction). Naumov et
+    al. (2019); rows of the Criteo Kaggle data."""
     rows, width = _FILE["criteo_kaggle"], 16
     params, touched = sum(rows) * width, 2.0 * len(rows) * width
     tables = BlockShape("tables", params, 0.0, touched, 8.0 * len(rows), params, touched)
@@ -245,8 +247,7 @@ def _dlrm() -> ModelShape:
     bottom = mlp("bottom", (13, 512, 256, 64, width))
     below = [replace(block, passing=tables.touched) for block in bottom]
     blocks = [tables, *below, interaction, *mlp("top", (pairs + width, 512, 256, 1))]
-    source = "Naumov et al. (2019); rows of the Criteo Kaggle data"
-    return ModelShape("DLRM-Kaggle", tuple(blocks), 1, source=source)
+    return ModelShape("DLRM-Kaggle", tuple(blocks), 1)
 
 
 _OTHERS = {"VGG-16": _vgg16, "ResNet-50": _resnet50, "DLRM-Kaggle": _dlrm}
@@ -265,7 +266,7 @@ def named_shape(name: str, seq_len: int | None = None) -> ModelShape:
         raise ConfigError(
             f"samples of {own.name} have no tokens, given are {seq_len}", hint="leave --seq-len out"
         )
-    chosen_length(seq_len, _TRANSFORMERS[own.name][0].positions or None)
+    chosen_length(seq_len, _TRANSFORMERS[own.name].positions or None)
     return shape(name, seq_len=seq_len)
 
 
@@ -278,9 +279,8 @@ def shape(name: str, **changes: Any) -> ModelShape:
     if found in _OTHERS:
         return _OTHERS[found]()
     if found is not None:
-        transformer, source = _TRANSFORMERS[found]
         given = {what: value for what, value in changes.items() if value is not None}
-        return replace(transformer, **given).shape(found, source)
+        return replace(_TRANSFORMERS[found], **given).shape(found)
     near = [known for known in NAMES if wanted.split("-")[0] == known.lower().split("-")[0]]
     known = f"known are {', '.join(near or NAMES)}"
     raise ConfigError(
@@ -397,7 +397,7 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
         experts=experts or 1,
         active=active or 1,
     )
-    return replace(transformer.shape(kind, "Hugging Face config, by formula"), notes=tuple(notes))
+    return replace(transformer.shape(kind), notes=tuple(notes))
 
 
 def _sizes(config: Mapping[str, Any], kind: str) -> dict[str, int]:

@@ -171,4 +171,4 @@ def shape_of(
         return BlockShape(title, params, flops, saved, found.inputs.get(key, 0.0))
 
     shapes, title = found.blocks(parts, block), name or type(model).__name__
-    return ModelShape(title, shapes, found.tokens, found.hidden, source="measured")
+    return ModelShape(title, shapes, found.tokens, found.hidden)

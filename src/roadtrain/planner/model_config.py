@@ -126,7 +126,6 @@ def shape_of_config(
         tokens,
         whole.hidden,
         heads if isinstance(heads, int) else 0,
-        f"modules of {type(model).__name__}",
         tuple(notes),
     )
 

@@ -285,8 +285,11 @@ class Scene:
         log: list[Any] | None = None
         if self.logs is not None:
             self.logs.append(log := [])
-        made = (self.engine, fabric, self.cuts[number], number, self._send)
-        self.stages.append(SimulatedStage(*made, end=end, log=log, rank=rank))
+        parts, send = self.cuts[number], self._send
+        stage = SimulatedStage(
+            self.engine, fabric, parts, number, send, end=end, log=log, rank=rank
+        )
+        self.stages.append(stage)
 
     def _check_tensor_groups(self, number: int) -> None:
         tp, fewest = self.plan.parallelism.tp, min(h.devices for h in self.groups_of[number])
@@ -403,8 +406,7 @@ class Scene:
             return [self.cluster.common([host, node])[0] for host in hosts]
         relayed = place.sum == "relay" and group == "dp"
         if relayed or wanted is not None:
-            cards = [{"nics": tuple(filter(fits, host.nics))} for host in hosts]
-            hosts = [host.model_copy(update=own) for host, own in zip(hosts, cards)]
+            hosts = [h.model_copy(update={"nics": tuple(filter(fits, h.nics))}) for h in hosts]
         if len(hosts) == 1:
             return [max(hosts[0].nics, key=lambda n: n.total)] if hosts[0].nics else []
         return list(self.cluster.common(hosts))

@@ -94,8 +94,9 @@ class SimulatedStage:
         self.link: SimulatedFanInLink | None = None
         if end is not None:
             assert fabric.fan_in is not None
-            told = (self._pulled, self._settled)
-            self.link = SimulatedFanInLink(end, fabric.fan_in, self.server, *told)
+            self.link = SimulatedFanInLink(
+                end, fabric.fan_in, self.server, self._pulled, self._settled
+            )
 
         self.machine: StageStateMachine | None = None  # of the step at work
         self.run: RunBlocks | None = None  # what the device runs
