@@ -329,10 +329,8 @@ def _llama(billions: int) -> ModelShape:
     one = Transformer(
         layers, hidden, heads, 32000, 2048, tied=False, fused=True, biases=False, norms=2
     )
-    return one.shape(
-        f"LLaMA-style {billions}B",
-        "size of Guo et al. (2025); its layers are not printed: chosen here",
-    )
+    # size of Guo et al. (2025); its layers are not printed: chosen here
+    return one.shape(f"LLaMA-style {billions}B")
 
 
 @cache
