@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from roadtrain.chunks import PAGE
 from roadtrain.config.models import BlockShape
-from roadtrain.config.plan import Plan
+from roadtrain.config.plan_file import Plan
 from roadtrain.options.budgets import HUGE
 from roadtrain.units import round_up
 

@@ -15,7 +15,7 @@ from benchmarks.crosscluster_model import RunSpec
 from benchmarks.crosscluster_runs import Run
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.models import ModelShape, from_config
-from roadtrain.config.plan import ElementBytes, NetworkGroup, Plan, placement
+from roadtrain.config.plan_file import ElementBytes, NetworkGroup, Plan, placement
 from roadtrain.errors import ConfigError
 from roadtrain.lab import CARRIED
 from roadtrain.simulator.compute import Constants, HostTimes

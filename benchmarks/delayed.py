@@ -50,7 +50,7 @@ from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab import LoopDevice, Throttle, lab_available
 from roadtrain.servers.serve import SessionHost
 from roadtrain.training.build import build_model, build_optimizer
-from roadtrain.training.placed_job import PlacedJob, held_out_loss, place_job, step
+from roadtrain.training.placed_job import PlacedJob, place_job, step
 from roadtrain.transport.tcp import TcpOptions
 from roadtrain.units import MIB, parse_bytes, show_rate
 
@@ -206,7 +206,7 @@ def train(way: str, steps: int, small: bool) -> dict[str, Any]:
                         f"{fmean(seconds) * (steps - number - 1):.0f} s to go",
                         flush=True,
                     )
-            held_out = held_out_loss(training)
+            held_out = training.held_out_loss()
     tokens = job.data.batch_size * job.data.seq_len * job.optimizer.accumulate
     return {"losses": losses, "seconds": seconds, "held_out": held_out, "tokens": tokens}
 

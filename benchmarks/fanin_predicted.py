@@ -24,7 +24,7 @@ from benchmarks.fanin_worker import CHUNK, DTYPES, WorkerSpec, losses_of
 from benchmarks.report import Row, cores
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.models import BlockShape, ModelShape
-from roadtrain.config.plan import ElementBytes, Plan, PlanMemory, SwitchPackets, placement
+from roadtrain.config.plan_file import ElementBytes, Plan, PlanMemory, SwitchPackets, placement
 from roadtrain.planner.probe import processors
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.fabric import UPDATE_BYTES

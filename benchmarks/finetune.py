@@ -39,7 +39,7 @@ from roadtrain.errors import ConfigError
 from roadtrain.storage.safetensors_io import Item, export_dir
 from roadtrain.training.data import Tokens, need
 from roadtrain.training.export import export_run
-from roadtrain.training.placed_job import held_out_loss, loss_of, place_job, step
+from roadtrain.training.placed_job import loss_of, place_job, step
 from roadtrain.training.run_files import write_job
 from roadtrain.units import parse_bytes
 
@@ -333,14 +333,14 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     training = place_job(job)
     with training.optimizer as optimizer:
         write_job(training.job)
-        before = held_out_loss(training, HELD_OUT_BATCHES)
+        before = training.held_out_loss(HELD_OUT_BATCHES)
         (read, written), began = disk_bytes(), time.perf_counter()
         losses = [step(training, number)[0] for number in range(args.steps)]
         optimizer.flush()
         step_s = (time.perf_counter() - began) / args.steps
         read_after, written_after = disk_bytes()
         worker = optimizer.session.worker
-        after = held_out_loss(training, HELD_OUT_BATCHES)
+        after = training.held_out_loss(HELD_OUT_BATCHES)
         memory = optimizer.memory()
         sent = worker.compressor.sent_bytes / args.steps if worker.compressor else PARAMETERS * 4
     if args.out:

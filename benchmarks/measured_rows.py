@@ -20,7 +20,7 @@ from typing import Any, Literal
 from benchmarks.paper_clusters import fitted
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.models import NAMES, ModelShape, Transformer, gpt, shape
-from roadtrain.config.plan import ElementBytes, Framework, Plan, PlanMemory, placement
+from roadtrain.config.plan_file import ElementBytes, Framework, Plan, PlanMemory, placement
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.simulator.memory import cut, needs
 from roadtrain.stages.parallelism import Parallelism, even

@@ -11,7 +11,7 @@ from typing import Any
 
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.models import BlockShape, ModelShape
-from roadtrain.config.plan import (
+from roadtrain.config.plan_file import (
     ElementBytes,
     Framework,
     Plan,

@@ -21,7 +21,7 @@ from benchmarks.reality import STEPS, calibrated, job_of, rate
 from benchmarks.report import Report, Row
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.models import from_config
-from roadtrain.config.plan import Plan
+from roadtrain.config.plan_file import Plan
 from roadtrain.errors import ConfigError
 from roadtrain.lab import (
     CARRIED,

@@ -31,7 +31,7 @@ from benchmarks.buffers import buffer_bytes
 from benchmarks.report import Report, Row
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.job import Job, make_job
-from roadtrain.config.plan import ElementBytes, Plan, placement
+from roadtrain.config.plan_file import ElementBytes, Plan, placement
 from roadtrain.errors import ConfigError
 from roadtrain.lab import (
     CARRIED,

@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks import paper_clusters as papers
 from roadtrain.config.cluster import Cluster
 from roadtrain.config.models import ModelShape, Transformer, gpt, shape
-from roadtrain.config.plan import Plan
+from roadtrain.config.plan_file import Plan
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.options.names import did_you_mean
 from roadtrain.simulator.compute import constants
@@ -329,10 +329,8 @@ def _llama(billions: int) -> ModelShape:
     one = Transformer(
         layers, hidden, heads, 32000, 2048, tied=False, fused=True, biases=False, norms=2
     )
-    return one.shape(
-        f"LLaMA-style {billions}B",
-        "size of Guo et al. (2025); its layers are not printed: chosen here",
-    )
+    # size of Guo et al. (2025); its layers are not printed: chosen here
+    return one.shape(f"LLaMA-style {billions}B")
 
 
 @cache

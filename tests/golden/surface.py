@@ -31,8 +31,8 @@ from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.config import job
 from roadtrain.config.cluster import make_cluster
 from roadtrain.config.models import BlockShape, ModelShape
-from roadtrain.config.plan import Plan, PlanMemory
-from roadtrain.config.plan import placement as named_placement
+from roadtrain.config.plan_file import Plan, PlanMemory
+from roadtrain.config.plan_file import placement as named_placement
 from roadtrain.errors import RoadtrainError
 from roadtrain.kernels import codecs
 from roadtrain.servers import frames as m

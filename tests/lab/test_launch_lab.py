@@ -14,8 +14,7 @@ import pytest
 
 from roadtrain.config.cluster import make_cluster
 from roadtrain.config.machines import Machines, PlanHost
-from roadtrain.config.plan import make_plan
-from roadtrain.config.plan_file import PlanFile
+from roadtrain.config.plan_file import PlanFile, make_plan
 from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.lab import PREFIX, lab_available, network_available, sweep
 from roadtrain.launch.lab_engine import LabEngine

@@ -14,7 +14,7 @@ from roadtrain import cli
 from roadtrain.config.cluster import Cluster, load_cluster
 from roadtrain.config.job import load_job
 from roadtrain.config.models import from_config
-from roadtrain.config.plan import ElementBytes, Framework, Plan, PlanMemory, placement
+from roadtrain.config.plan_file import ElementBytes, Framework, Plan, PlanMemory, placement
 from roadtrain.planner.calibrate import EXACT, learnt, stages_of
 from roadtrain.planner.calibrate_steps import Measured, plan_of
 from roadtrain.simulator.run import simulate

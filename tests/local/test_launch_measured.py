@@ -14,8 +14,7 @@ from test_launch_supervisor import job_tree, launched
 from roadtrain.config.cluster import make_cluster
 from roadtrain.config.job import make_job
 from roadtrain.config.machines import Machines, PlanHost
-from roadtrain.config.plan import Plan, placement
-from roadtrain.config.plan_file import PlanFile, load_plan_file
+from roadtrain.config.plan_file import Plan, PlanFile, load_plan_file, placement
 from roadtrain.launch.here import agents_here
 from roadtrain.launch.measured_run import measure_run, slower
 from roadtrain.launch.resolve import resolve

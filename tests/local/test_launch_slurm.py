@@ -17,8 +17,7 @@ import pytest
 from benchmarks.local_slurm import MISSING, LocalSlurm, free_ports, wait_for
 from roadtrain.config.job import make_job
 from roadtrain.config.machines import Machines, PlanHost, ServerPlace
-from roadtrain.config.plan import Plan, placement
-from roadtrain.config.plan_file import PlanFile
+from roadtrain.config.plan_file import Plan, PlanFile, placement
 from roadtrain.launch.resolve import resolve
 from roadtrain.launch.write_slurm import write_slurm
 from roadtrain.stages.parallelism import Parallelism

@@ -15,7 +15,7 @@ import roadtrain
 from roadtrain import Delay
 from roadtrain.config.cluster import make_cluster
 from roadtrain.config.models import BlockShape, ModelShape
-from roadtrain.config.plan import Plan, PlanMemory, placement
+from roadtrain.config.plan_file import Plan, PlanMemory, placement
 from roadtrain.placement import session_plan
 from roadtrain.servers.protocol import messages
 from roadtrain.servers.protocol.server import ServerStateMachine

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.models import BlockShape, ModelShape
-from roadtrain.config.plan import PLACEMENTS, Plan, PlanMemory, placement
-from roadtrain.simulator import compute, switches
+from roadtrain.config.plan_file import PLACEMENTS, Plan, PlanMemory, placement
+from roadtrain.simulator import compute, site
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Cost, Engine, Resource, Task, fair_rates
 from roadtrain.simulator.run import simulate
@@ -159,9 +159,9 @@ def test_rates_times_k_are_seconds_over_k(
     """Heartbeats of the fan-in and launches of blocks go by the clock, so the clock is scaled too."""
     plan = Plan(placement(name), Parallelism(dp=2), 1, 2, memory=PlanMemory(buffers=8))
     of = Constants(efficiency=0.5, network=1.0)
-    seconds, beat_s, launch_s = [], switches.BEAT_S, compute.LAUNCH_S
+    seconds, beat_s, launch_s = [], site.BEAT_S, compute.LAUNCH_S
     for scale in (1.0, 2.0**power):
-        monkeypatch.setattr(switches, "BEAT_S", beat_s / scale)
+        monkeypatch.setattr(site, "BEAT_S", beat_s / scale)
         monkeypatch.setattr(compute, "LAUNCH_S", launch_s / scale)
         result = simulate(plan, cluster(scale), lump(1e9), of, checked=False)
         seconds.append(result.seconds)

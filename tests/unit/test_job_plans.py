@@ -12,8 +12,7 @@ from test_simulated import lump
 from roadtrain import cli
 from roadtrain.config.cluster import load_cluster, make_cluster
 from roadtrain.config.job import Job, load_job, make_job
-from roadtrain.config.plan import Plan, load_plan, placement
-from roadtrain.config.plan_file import PlanFile, load_plan_file
+from roadtrain.config.plan_file import Plan, PlanFile, load_plan, load_plan_file, placement
 from roadtrain.errors import ConfigError
 from roadtrain.launch.launch import check_batch
 from roadtrain.launch.resolve import resolve
@@ -108,9 +107,9 @@ def test_a_plan_is_of_the_jobs_numbers(files: tuple[Path, Path]) -> None:  # Rul
     [
         ({}, "zero3", "placement zero3 is not run"),
         ({}, "files", "is on 2 hosts"),
-        ({"compress": {"keep": 0.1}}, "zero1", "the job has compress"),
-        ({"optimizer": {"delay": 1}}, "zero1", "the job has optimizer.delay"),
-        ({"budget": {"host": "1GiB"}}, "summation", "the job has budget"),
+        ({"compress": {"keep": 0.1}}, "zero1", "compress and [parallelism]"),
+        ({"optimizer": {"delay": 1}}, "zero1", "optimizer.delay and [parallelism]"),
+        ({"budget": {"host": "1GiB"}}, "summation", "budget.host and [parallelism]"),
         ({"optimizer": {"delay": "none"}}, "server", "has no step to be simulated"),
         ({"parallelism": {"pp": 2}}, "zero1", "the job says parallelism.pp = 2"),
         ({"parallelism": {"widths": [1, 1]}}, "zero1", "the job says parallelism.widths"),

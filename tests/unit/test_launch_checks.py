@@ -22,8 +22,7 @@ from roadtrain.config.cluster import make_cluster
 from roadtrain.config.job import make_job
 from roadtrain.config.job_model import shape_of
 from roadtrain.config.machines import Machines, PlanHost, PlannedModel, ServerPlace
-from roadtrain.config.plan import Plan, placement
-from roadtrain.config.plan_file import PlanFile
+from roadtrain.config.plan_file import Plan, PlanFile, placement
 from roadtrain.device.buffers import Buffer
 from roadtrain.errors import LaunchError
 from roadtrain.launch import checks

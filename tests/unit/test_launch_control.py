@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from roadtrain import cli
-from roadtrain.config.plan import Plan, placement
-from roadtrain.config.plan_file import PlanFile
+from roadtrain.config.plan_file import Plan, PlanFile, placement
 from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.launch import lab_engine as lab
 from roadtrain.launch.control_socket import ControlClient, ControlSocket, short_path

@@ -20,8 +20,7 @@ import yaml
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.job import Job, load_job, make_job
 from roadtrain.config.machines import Machines, PlanHost, ServerPlace, SwitchPlace
-from roadtrain.config.plan import Plan, placement
-from roadtrain.config.plan_file import PlanFile
+from roadtrain.config.plan_file import Plan, PlanFile, placement
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.launch.resolve import ResolvedRun, resolve
 from roadtrain.launch.torchrun import TorchrunWorkers, gpus_of, notes_for_user, with_device

@@ -19,8 +19,7 @@ import tomli_w
 from roadtrain.config.cluster import Cluster, Host, make_cluster
 from roadtrain.config.machines import Machines, PlanHost, ServerPlace
 from roadtrain.config.models import from_config
-from roadtrain.config.plan import Plan, placement
-from roadtrain.config.plan_file import PlanFile, load_plan_file
+from roadtrain.config.plan_file import Plan, PlanFile, load_plan_file, placement
 from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.launch import paused_run, run_verbs, supervisor_process
 from roadtrain.launch.control_socket import ControlSocket

@@ -20,8 +20,7 @@ from roadtrain.config.machines import (
     ServerPlace,
     SwitchPlace,
 )
-from roadtrain.config.plan import Plan, placement
-from roadtrain.config.plan_file import PlanFile
+from roadtrain.config.plan_file import Plan, PlanFile, placement
 from roadtrain.errors import ConfigError
 from roadtrain.launch.dry_run import dry_run
 from roadtrain.launch.home import RunHome
@@ -188,7 +187,7 @@ def test_what_the_plan_predicts_is_of_its_own_width_alone(
     """A spare host in the place of one of the plan's is taken to be like it."""
     stages = {"stage 0": {"Forward": 0.5}}
     batches = replace(FOUR.plan, num_microbatches=3)  # 12 a step, which 6 workers take too
-    run = of(replace(FOUR, plan=batches, predicted=Predicted(2.0, stages)))
+    run = of(replace(FOUR, plan=batches, predicted=Predicted(seconds=2.0, stages=stages)))
     found = job_of(run, *hosts).predicted
     assert (found.seconds, found.stages) == (promised, stages if promised else {})
 

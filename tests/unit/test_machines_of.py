@@ -12,8 +12,7 @@ from test_simulated_fan_in import racks
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.job import make_job
 from roadtrain.config.machines import Machines, PlanHost, ServerPlace
-from roadtrain.config.plan import PLACEMENTS, Plan, placement
-from roadtrain.config.plan_file import PlanFile
+from roadtrain.config.plan_file import PLACEMENTS, Plan, PlanFile, placement
 from roadtrain.errors import ConfigError
 from roadtrain.planner.job_keys import job_keys
 from roadtrain.planner.machines_of import machines_of, predicted_of, why_not_run

@@ -17,8 +17,14 @@ from roadtrain.config.machines import (
     ServerPlace,
     SwitchPlace,
 )
-from roadtrain.config.plan import Plan, load_plan, placement
-from roadtrain.config.plan_file import PlanFile, load_plan_file, make_plan_file
+from roadtrain.config.plan_file import (
+    Plan,
+    PlanFile,
+    load_plan,
+    load_plan_file,
+    make_plan_file,
+    placement,
+)
 from roadtrain.errors import ConfigError
 
 GPU = PlanHost("gpu0", "gpu", "10.0.0.2", workers=1)
@@ -31,7 +37,7 @@ SPARE = PlanHost(
     switch=SwitchPlace(7003, "tor"),
 )
 MACHINES = Machines((GPU, SPARE), (replace(GPU, name="gpu1"),), 29501)
-PREDICTED = Predicted(1.25, {"stage 0": {"Forward": 0.5, "Wait": 0.75}})
+PREDICTED = Predicted(seconds=1.25, stages={"stage 0": {"Forward": 0.5, "Wait": 0.75}})
 
 
 @pytest.mark.parametrize("name", ["servers", "workstation"])
@@ -45,8 +51,7 @@ def test_a_plan_file_is_read_as_it_was_written(name, tmp_path):
     assert read == whole and read.cluster.assumed == cluster.assumed
     assert read.to_toml() == whole.to_toml()
     assert load_plan(file) == plan  # simulate wants the plan alone
-    assert PlanFile(plan).to_toml() == plan.to_toml()  # and a plan alone stays what it was
-    file.write_text(plan.to_toml())
+    file.write_text(PlanFile(plan).to_toml())
     assert load_plan_file(file) == PlanFile(plan)
 
 
@@ -136,5 +141,5 @@ def test_ports_of_one_host_differ_under_all_its_names() -> None:
 
 def test_the_address_of_a_switch_has_no_port() -> None:
     tree = {**cluster(), "switches": [{"name": "tor", "address": "10.0.2.1:7000"}]}
-    with pytest.raises(ConfigError, match=r"switch 'tor': the address '10.0.2.1:7000' has a port"):
+    with pytest.raises(ConfigError, match=r"the address '10.0.2.1:7000' has a port"):
         make_cluster(tree)

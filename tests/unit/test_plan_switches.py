@@ -11,7 +11,7 @@ from test_simulated_fan_in import racks
 
 from roadtrain.config.cluster import make_cluster
 from roadtrain.config.job import ServersSection
-from roadtrain.config.plan import Plan, placement
+from roadtrain.config.plan_file import Plan, placement
 from roadtrain.planner import plan as planner
 from roadtrain.planner import simulate as simulator
 from roadtrain.planner import switches

@@ -12,7 +12,7 @@ import pytest
 
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.job import Job, make_job
-from roadtrain.config.plan import Plan, make_plan
+from roadtrain.config.plan_file import Plan, make_plan
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab.lab_command import LabFile
 from roadtrain.options.schema import checked, keys_of, section_in

@@ -12,12 +12,13 @@ import pytest
 
 from roadtrain.config.cluster import Cluster, Device, make_cluster
 from roadtrain.config.models import BlockShape, ModelShape, Transformer, gpt, shape
-from roadtrain.config.plan import (
+from roadtrain.config.plan_file import (
     PARTS,
     PLACEMENTS,
     ElementBytes,
     Framework,
     Plan,
+    PlanFile,
     PlanMemory,
     make_plan,
     placement,
@@ -340,11 +341,11 @@ def test_stages_of_a_model_without_one_width_exchange_the_next_blocks_input() ->
 
 def test_a_block_takes_what_its_bytes_take_to_cross_the_memory() -> None:
     device = Device(flops="100TFLOP/s", memory="1GB", memory_rate="1GB/s")
-    wide = BlockShape("layer.0", 10**6, 2e6, 3e6, 1e6)
-    assert WHOLE.forward(wide, 1, 1, device) == pytest.approx((2e6 + 3e6 + 1e6) / 1e9)
+    wide, one = BlockShape("layer.0", 10**6, 2e6, 3e6, 1e6), Plan(placement("ddp"))
+    assert WHOLE.forward_of(wide, one, device) == pytest.approx((2e6 + 3e6 + 1e6) / 1e9)
     rows = BlockShape("tables", 10**9, 0.0, 0.0, 0.0, 10**9, 5e6)
-    assert WHOLE.forward(rows, 2, 1, device) == pytest.approx(1e7 / 1e9)
-    assert WHOLE.forward(BlockShape("layer.0", 1, 1.0, 0.0, 0.0), 1, 1, device) == LAUNCH_S
+    assert WHOLE.forward_of(rows, one.changed(micro_batch=2), device) == pytest.approx(1e7 / 1e9)
+    assert WHOLE.forward_of(BlockShape("layer.0", 1, 1.0, 0.0, 0.0), one, device) == LAUNCH_S
 
 
 def test_processors_and_their_host_share_one_memory() -> None:  # Rule 4
@@ -546,7 +547,7 @@ def test_plans_are_read_back() -> None:
         memory=PlanMemory(slots=4),
         framework=Framework(precision="fp8"),
     )
-    assert make_plan(tomllib.loads(plan.to_toml())) == plan
+    assert make_plan(tomllib.loads(PlanFile(plan).to_toml())) == plan
     for tree, said in (
         ({}, "`placement` is missing\nhint: known are ddp, zero1"),
         ({"placement": "zero4"}, "no placement is called 'zero4'"),
@@ -718,7 +719,14 @@ def test_precision_is_of_the_layers_products() -> None:
     assert busy[1] < busy[0]
     layers = [block for block in model.blocks if "." in block.name]
     forward = [
-        sum(WHOLE.forward(b, 1, 1, Device.model_validate(device), p) for b in layers)
+        sum(
+            WHOLE.forward_of(
+                b,
+                Plan(placement("ddp"), framework=Framework(precision=p)),
+                Device.model_validate(device),
+            )
+            for b in layers
+        )
         for p in ("", "fp8")
     ]
     half = sum(b.flops - b.attention for b in layers) / 2 / 50e12

@@ -15,7 +15,7 @@ from test_simulated import RATE, WHOLE, cluster, lump, run
 from benchmarks.link_bytes import BoundaryBytes, StageBytes, link_bytes
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.models import BlockShape, ModelShape, Transformer, gpt
-from roadtrain.config.plan import PLACEMENTS, Plan, PlanMemory, make_plan, placement
+from roadtrain.config.plan_file import PLACEMENTS, Plan, PlanFile, PlanMemory, make_plan, placement
 from roadtrain.errors import ConfigError
 from roadtrain.planner.simulate import as_json, report
 from roadtrain.simulator.compute import Constants, HostTimes
@@ -189,7 +189,8 @@ def test_what_was_measured_is_of_one_device_and_of_so_many_samples() -> None:
     device = cluster(1).hosts[0].device
     assert device is not None
     for samples, ranks, seconds in ((4, 1, 0.8), (4, 2, 0.4), (2, 1, 0.4), (6, 2, 0.6)):
-        assert of.forward(block, samples, ranks, device) == pytest.approx(seconds)
+        plan = Plan(placement("ddp"), Parallelism(tp=ranks), micro_batch=samples)
+        assert of.forward_of(block, plan, device) == pytest.approx(seconds)
 
 
 def two_networks(between: str, *, devices: int = 1, kind: str = "device") -> Cluster:
@@ -439,6 +440,6 @@ def test_people_read_what_each_replica_did_and_each_card_carried() -> None:
     assert "stage 0 replica 2: the device waits" in text and "stage 1 replica 0: the" in text
     assert "carried gpu 3 roce out: 11.4 MiB a step" in text  # gradients of 6 x 2 MB activations
     told = as_json(result, where, model, WHOLE)
-    assert make_plan(tomllib.loads(plan.to_toml())) == plan
+    assert make_plan(tomllib.loads(PlanFile(plan).to_toml())) == plan
     assert told["plan"]["stage_placements"] == ("zero1", "files")
     assert json.loads(json.dumps(told))["bytes"]["gpu 3 roce out"] == pytest.approx(12e6)

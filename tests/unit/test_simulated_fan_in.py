@@ -13,10 +13,10 @@ from test_simulated import WHOLE, lump, traffic
 from benchmarks.fanin_predicted import ModelSizes, predict
 from benchmarks.fanin_processors import PacketSeconds
 from roadtrain.config.cluster import Cluster, make_cluster
-from roadtrain.config.plan import Plan, SwitchPackets, placement
+from roadtrain.config.plan_file import Plan, SwitchPackets, placement
 from roadtrain.config.switch_tree import switch_tree
 from roadtrain.errors import ConfigError, LoopError
-from roadtrain.simulator import switches
+from roadtrain.simulator import site
 from roadtrain.simulator.compute import Constants, HostTimes
 from roadtrain.simulator.engine import Engine
 from roadtrain.simulator.run import Result, simulate
@@ -202,8 +202,8 @@ def test_packets_are_those_of_the_runtime() -> None:
     plan = SwitchPackets()
     assert plan.payload == packets.PAYLOAD_NBYTES and plan.block == packets.BLOCK
     assert plan.overhead == packets.HEADER_NBYTES + 8 + 20 + 14
-    assert MOST_NBYTES[socket.AF_INET] // packets.PACKET_NBYTES == switches.BATCH
-    assert switches.BEAT_S == streams.BUSY_S
+    assert MOST_NBYTES[socket.AF_INET] // packets.PACKET_NBYTES == site.BATCH
+    assert site.BEAT_S == streams.BUSY_S
 
 
 @pytest.mark.parametrize("elements", [1, 351, 352, 353, 1408 * 352, 1408 * 352 + 1, 1 << 20])

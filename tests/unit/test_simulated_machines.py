@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_simulated import WHOLE, cluster, lump, run
 
-from roadtrain.config.plan import Plan, placement
+from roadtrain.config.plan_file import Plan, placement
 from roadtrain.errors import LoopError
 from roadtrain.relay.protocol.relay import RelayStateMachine
 from roadtrain.servers.protocol.commit import CommitStateMachine

@@ -27,13 +27,13 @@ from __future__ import annotations
 
 import itertools
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from roadtrain.errors import ConfigError
 from roadtrain.options.names import did_you_mean
@@ -130,6 +130,15 @@ class Nic(Section):
         return self.rate * self.count
 
 
+def _without_port(address: str) -> str:
+    if address.count(":") == 1:
+        raise ConfigError(f"the address {address!r} has a port, give it none")
+    return address
+
+
+Address = Annotated[str, AfterValidator(refusing(_without_port))]
+
+
 class Switch(Section):
     """Of the network, or a machine beside it that runs `roadtrain serve --switch` (`rate`)."""
 
@@ -145,16 +154,8 @@ class Switch(Section):
     rate: Rate = 0.0
     """of its own card, each way, where it is a machine beside the network; 0: it is in the way of
     all that crosses it"""
-    address: str = ""
+    address: Address = ""
     """by which hosts reach the machine that it is, without a port"""
-
-    @model_validator(mode="after")
-    def _no_port(self) -> Self:
-        if self.address.count(":") == 1:
-            raise ValueError(
-                f"switch {self.name!r}: the address {self.address!r} has a port, give it none"
-            )
-        return self
 
 
 def _device(given: object) -> object:
@@ -184,7 +185,7 @@ class Host(Section):
     price_per_hour: Number = 0
     idle_watts: Number = 0
     peak_watts: Number = 0
-    addresses: tuple[str, ...] = ()
+    addresses: tuple[Address, ...] = ()
     """by which the others reach each of them, without a port"""
 
     @model_validator(mode="before")
@@ -213,8 +214,6 @@ class Host(Section):
                 f"host {self.name!r} is there {self.count} times and has {len(self.addresses)}"
                 " addresses, give one each or none"
             )
-        if port := next((one for one in self.addresses if one.count(":") == 1), None):
-            raise ValueError(f"host {self.name!r}: the address {port!r} has a port, give it none")
         for what in (self, *([self.device] if self.device else ())):
             if 0 < what.peak_watts < what.idle_watts:
                 raise ValueError(
@@ -338,18 +337,14 @@ class Cluster(Section):
         """From one switch to another by the fewest links, as one link; None where none lead
         there."""
         ways = {here: LinkRate.model_construct(between=(here, here), rate=float("inf"))}
-        front = [here]
+        front, links = [here], sorted(self.links, key=lambda link: link.rate)
         for at in front:  # grows meanwhile
-            for link in sorted(self.links, key=lambda link: link.rate):
-                if at not in link.between:
-                    continue
+            for link in links:
                 end = link.between[link.between[0] == at]
-                if end not in ways:
-                    rate = min(ways[at].rate, link.rate)
-                    latency = ways[at].latency + link.latency
-                    ways[end] = LinkRate.model_construct(
-                        between=(here, end), rate=rate, latency=latency
-                    )
+                if at in link.between and end not in ways:
+                    rate, latency = min(ways[at].rate, link.rate), ways[at].latency + link.latency
+                    ends = (here, end)
+                    ways[end] = LinkRate.model_construct(between=ends, rate=rate, latency=latency)
                     front.append(end)
         return ways.get(there)
 
@@ -374,51 +369,41 @@ def _filled(cluster: Cluster) -> Cluster:
     """What was left out, by what is common; all of it listed."""
     assumed, hosts = list(cluster.assumed), []
     for host in cluster.hosts:
-        guesses: dict[str, Any] = {}
-        for name, value in (
-            ("memory_rate", 20e9),
-            ("updates", 0.6 * (host.memory_rate or 20e9)),
-            ("sums", 0.6 * (host.memory_rate or 20e9)),
-            ("uplink", 12e9),
-        ):
-            if not getattr(host, name) and (name != "uplink" or host.ssds):
-                guesses[name] = value
-        names = [*guesses]
-        if (device := host.device) is not None:
-            own = {
-                "copy_rate": device.copy_rate or 12e9,
-                "memory_rate": device.memory_rate or device.flops / 200,
-            }
-            names += [
-                f"device.{name}"
-                for name, key in (("copy", "copy_rate"), ("memory_rate", "memory_rate"))
-                if not getattr(device, key)
-            ]
-            guesses["device"] = device.model_copy(update=own)
-            if host.devices > 1 and not host.fabric:
-                # they reach each other as they reach their host
-                guesses["fabric"] = own["copy_rate"]
-                names.append("fabric")
-        if any(not nic.latency for nic in host.nics):
-            guesses["nics"] = tuple(
-                nic.model_copy(
-                    update={"latency": nic.latency or (30e-6 if nic.kind == "ethernet" else 5e-6)}
-                )
-                for nic in host.nics
-            )
-            names.append("nics.latency")
-        names += [
-            f"ssds.{name}"
-            for name in ("mixed", "depth")
-            if any(name not in ssd.model_fields_set for ssd in host.ssds)
-        ]
-        if any(ssd.updates and not ssd.internal for ssd in host.ssds):
-            names.append("ssds.internal")  # as fast as its reads
+        changes, names = _guessed(host)
         assumed += [f"hosts.{host.name}.{name}" for name in names]
-        hosts.append(host.model_copy(update=guesses))
-    return cluster.model_copy(
-        update={"hosts": tuple(hosts), "assumed": tuple(dict.fromkeys(assumed))}
-    )
+        hosts.append(host.model_copy(update=changes))
+    listed = tuple(dict.fromkeys(assumed))
+    return cluster.model_copy(update={"hosts": tuple(hosts), "assumed": listed})
+
+
+def _guessed(host: Host) -> tuple[dict[str, Any], list[str]]:
+    """Values of what the host's tables leave out, and what `assumed` calls them."""
+    processed = 0.6 * (host.memory_rate or 20e9)
+    usual = {"memory_rate": 20e9, "updates": processed, "sums": processed}
+    usual |= {"uplink": 12e9} if host.ssds else {}
+    changes: dict[str, Any] = {k: rate for k, rate in usual.items() if not getattr(host, k)}
+    names = [*changes]
+    if (device := host.device) is not None:
+        own = {"copy_rate": 12e9, "memory_rate": device.flops / 200}
+        own = {key: rate for key, rate in own.items() if not getattr(device, key)}
+        names += [f"device.{'copy' if key == 'copy_rate' else key}" for key in own]
+        changes["device"] = device.model_copy(update=own)
+        if host.devices > 1 and not host.fabric:
+            # they reach each other as they reach their host
+            changes["fabric"] = changes["device"].copy_rate
+            names.append("fabric")
+    if any(not nic.latency for nic in host.nics):
+        common = {"ethernet": 30e-6, "roce": 5e-6, "infiniband": 5e-6}
+        changes["nics"] = tuple(
+            nic.model_copy(update={"latency": nic.latency or common[nic.kind]}) for nic in host.nics
+        )
+        names.append("nics.latency")
+    for name in ("mixed", "depth"):
+        if any(name not in ssd.model_fields_set for ssd in host.ssds):
+            names.append(f"ssds.{name}")
+    if any(ssd.updates and not ssd.internal for ssd in host.ssds):
+        names.append("ssds.internal")  # as fast as its reads
+    return changes, names
 
 
 def guesses(cluster: Cluster) -> dict[str, tuple[float, str]]:
@@ -436,26 +421,21 @@ def guesses(cluster: Cluster) -> dict[str, tuple[float, str]]:
 def _values(host: Host, what: str) -> list[tuple[str, float, str]]:
     """What is called so of a host, with its value; `nics` and `device` are all that could be
     left out of them."""
-    device = host.device
-    if what in ("nics", "nics.latency"):
-        return [("nics.latency", nic.latency, show_seconds(nic.latency)) for nic in host.nics][:1]
+    device, ssds = host.device, host.ssds
     if what == "device":
         return [*_values(host, "device.copy"), *_values(host, "device.memory_rate")]
+    if what in ("nics", "nics.latency"):
+        return [("nics.latency", nic.latency, show_seconds(nic.latency)) for nic in host.nics][:1]
     if what == "ssds.mixed":
-        words = (
-            "reads and writes share one rate"
-            if host.ssds and host.ssds[0].mixed == 1
-            else "of at most 2"
-        )
-        return [(what, ssd.mixed, f"{ssd.mixed:g} ({words})") for ssd in host.ssds][:1]
+        words = "reads and writes share one rate" if ssds and ssds[0].mixed == 1 else "of at most 2"
+        return [(what, ssd.mixed, f"{ssd.mixed:g} ({words})") for ssd in ssds][:1]
     if what == "ssds.depth":
-        return [
-            (what, float(ssd.depth), f"{ssd.depth} reads at once, and writes") for ssd in host.ssds
-        ][:1]
+        said = "{} reads at once, and writes"
+        return [(what, float(ssd.depth), said.format(ssd.depth)) for ssd in ssds][:1]
     values = {
         "device.copy": device.copy_rate if device else 0.0,
         "device.memory_rate": device.memory_rate if device else 0.0,
-        "ssds.internal": max((ssd.internal or ssd.read for ssd in host.ssds), default=0.0),
+        "ssds.internal": max((ssd.internal or ssd.read for ssd in ssds), default=0.0),
     }
     value = values[what] if what in values else float(getattr(host, what, 0.0) or 0.0)
     return [(what, value, show_rate(value))]
@@ -467,48 +447,40 @@ def least_of(hosts: Sequence[Host]) -> Host:
     first = hosts[0]
     if all(host is first or host == first for host in hosts):
         return first
-    rates = ("memory", "memory_rate", "updates", "sums", "uplink", "fabric")
-    changes: dict[str, Any] = {name: min(getattr(host, name) for host in hosts) for name in rates}
+    changes = _least(hosts, "memory", "memory_rate", "updates", "sums", "uplink", "fabric")
     changes |= {"name": " and ".join(dict.fromkeys(host.name for host in hosts)), "ssds": ()}
     devices = [host.device for host in hosts if host.device is not None]
     if devices:
         slowest = min(devices, key=lambda device: device.flops)
-        own = {
-            name: min(getattr(device, name) for device in devices)
-            for name in ("memory", "memory_rate", "copy_rate")
-        }
-        peaks = {
+        own: dict[str, Any] = _least(devices, "memory", "memory_rate", "copy_rate")
+        own["peaks"] = {
             name: min(device.peaks[name] for device in devices)
             for name in slowest.peaks
             if all(name in device.peaks for device in devices)
         }
-        changes |= {
-            "device": slowest.model_copy(update={**own, "peaks": peaks}),
-            # of which each takes of its host's memory
-            "devices": max(host.devices for host in hosts),
-        }
+        # of which each takes of its host's memory
+        changes |= {"device": slowest.model_copy(update=own)}
+        changes |= {"devices": max(host.devices for host in hosts)}
     if all(host.ssds for host in hosts):
-
-        def least(of: Callable[[Ssd], float]) -> float:
-            return min(sum(ssd.count * of(ssd) for ssd in host.ssds) for host in hosts)
-
         every = [ssd for host in hosts for ssd in host.ssds]
-        beside = all(ssd.updates for ssd in every)
-        changes["ssds"] = (
-            every[0].model_copy(
-                update={
-                    "count": 1,
-                    "read": least(lambda ssd: ssd.read),
-                    "write": least(lambda ssd: ssd.write),
-                    "capacity": least(lambda ssd: ssd.capacity),
-                    "mixed": min(ssd.mixed for ssd in every),
-                    "depth": min(ssd.depth for ssd in every),
-                    "internal": least(lambda ssd: ssd.internal or ssd.read),
-                    "updates": least(lambda ssd: ssd.updates) if beside else 0.0,
-                }
-            ),
-        )
+        own = _least(every, "mixed", "depth") | {"count": 1}
+        for name in ("read", "write", "capacity", "internal", "updates"):
+            # of a host all together; an internal link without a rate is as fast as reads
+            own[name] = min(
+                sum(
+                    s.count * (getattr(s, name) or s.read * (name == "internal")) for s in host.ssds
+                )
+                for host in hosts
+            )
+        if not all(ssd.updates for ssd in every):
+            own["updates"] = 0.0
+        changes["ssds"] = (every[0].model_copy(update=own),)
     return first.model_copy(update=changes)
+
+
+def _least(parts: Sequence[Any], *names: str) -> dict[str, Any]:
+    """The least of what parts have of each name."""
+    return {name: min(getattr(part, name) for part in parts) for name in names}
 
 
 def template(kind: str, name: str) -> dict[str, Any]:
@@ -519,9 +491,8 @@ def template(kind: str, name: str) -> dict[str, Any]:
             f"no {kind} is called {name!r}",
             hint=did_you_mean(name, known) or f"known are {', '.join(known)}; or give its figures",
         )
-    return {key: value for key, value in known[name].items() if key != "source"} | (
-        {"kind": name} if kind == "device" else {}
-    )
+    named = {"kind": name} if kind == "device" else {}
+    return {key: value for key, value in known[name].items() if key != "source"} | named
 
 
 @cache

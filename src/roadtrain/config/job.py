@@ -21,6 +21,7 @@ import tomli_w
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from roadtrain.chunks import MAX_CHUNK
+from roadtrain.config.machines import Predicted
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.optimizers import OPTIMIZERS
 from roadtrain.options.names import did_you_mean
@@ -193,11 +194,8 @@ class ServersSection(Section):
     @model_validator(mode="after")
     def _fan_in_is_a_tree(self) -> Self:
         refusing(lambda _: self.fan_in)(None)
-        if not self.switches and (self.wire, self.window, self.multicast) != (
-            "int32",
-            WINDOW,
-            "auto",
-        ):
+        asked = (self.wire, self.window, self.multicast)
+        if not self.switches and asked != ("int32", WINDOW, "auto"):
             raise ValueError("wire, window or multicast, and no switches are given")
         return self
 
@@ -226,15 +224,6 @@ class CompressSection(Section):
     """what gradients of fp32 parameters travel to servers in; default: fp32"""
 
 
-class PredictedSection(Section):
-    """What the plan promised that `roadtrain launch` runs; it writes this."""
-
-    seconds: Number = 0.0
-    """of a step, by the plan that is run; 0: nothing is predicted"""
-    stages: dict[str, dict[str, Number]] = {}
-    """of each pipeline stage (`stage 0`) seconds of Forward, Wait, ..."""
-
-
 class LaunchedSection(Section):
     """What `roadtrain launch` knows of the run that it starts; it writes this."""
 
@@ -258,7 +247,7 @@ class Job(Section):
     parallelism: Annotated[ParallelismSection, BeforeValidator(_parallelism_table)] = (
         ParallelismSection()
     )
-    predicted: PredictedSection = PredictedSection()
+    predicted: Predicted = Predicted(seconds=0.0)
     launched: LaunchedSection = LaunchedSection()
 
     @property
@@ -321,15 +310,13 @@ def check_own(path: str, job: Job) -> None:
     """ConfigError where `path` is the job.toml of a run directory that was copied or moved, and
     `job`, made of it, would train in the directories of the run that it was written for."""
     home = Path(path).parent
-    if Path(path).name != "job.toml" or not any(
-        (home / name).exists() for name in ("mark.json", "metrics.jsonl")
-    ):
+    trained = any((home / name).exists() for name in ("mark.json", "metrics.jsonl"))
+    if Path(path).name != "job.toml" or not trained:
         return
     named = load_job(path).run_dir
     there = [job.run.dir, *job.store.files]
-    if named.resolve() == home.resolve() or not any(
-        Path(d).resolve().is_relative_to(named.resolve()) for d in there
-    ):
+    inside = (Path(d).resolve().is_relative_to(named.resolve()) for d in there)
+    if named.resolve() == home.resolve() or not any(inside):
         return
     raise ConfigError(
         f"{path} is of the run in {named}, and lies in {home}: {', '.join(there)} are of that run",
@@ -357,12 +344,9 @@ def make_job(tree: Mapping[str, Any], where: str = "job") -> Job:
     here = [] if job.servers.addresses else job.store.files
     files = [d.replace("{run}", job.run.dir) for d in here]
     left = [d.replace("{run}", job.run.dir) for d in job.store.moved_from]
-    return job.model_copy(
-        update={
-            "store": job.store.model_copy(update={"files": files, "moved_from": left}),
-            "parallelism": job.parallelism.of_run(job.run.dir),
-        }
-    )
+    store = job.store.model_copy(update={"files": files, "moved_from": left})
+    parallelism = job.parallelism.of_run(job.run.dir)
+    return job.model_copy(update={"store": store, "parallelism": parallelism})
 
 
 def parse_overrides(args: Iterable[str]) -> dict[str, Any]:
@@ -396,12 +380,8 @@ def all_keys() -> Iterator[tuple[str, str, str]]:
     """(dotted key, default as text, description) of every key of a job."""
     for section, field in Job.model_fields.items():
         for name, sub in keys_of(field.annotation).items():
-            default = sub.get_default(call_default_factory=True, validated_data={})
-            yield (
-                f"{section}.{name}",
-                "" if default is None else str(default),
-                meaning_of(sub),
-            )
+            default = getattr(field.default, name, sub.default)
+            yield f"{section}.{name}", "" if default is None else str(default), meaning_of(sub)
 
 
 _NUMBERS = re.compile(r"\d+(,\d+)*")  # as `--parallelism.widths 2,1`

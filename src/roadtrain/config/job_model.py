@@ -13,16 +13,21 @@ from roadtrain.config.machines import PlannedModel
 from roadtrain.config.models import KEYS, ModelShape, from_config
 from roadtrain.errors import ConfigError
 
-BYTES_OF_BYTES = 256  # tokens where text is read as bytes
+BYTES_VOCABULARY = 256  # of data.tokenizer = "bytes"
+
+
+def with_vocabulary(job: Job) -> Job:
+    """The job with the vocabulary of bytes, where its config gives none."""
+    if job.model.pretrained or "vocab_size" in job.model.config:
+        return job
+    return job.changed({"model.config.vocab_size": BYTES_VOCABULARY})
 
 
 def shape_of(job: Job) -> ModelShape | None:
     """Where a formula has it; torch is not imported for the others."""
-    config = dict(_config_of(job))
-    if not job.model.pretrained and "vocab_size" not in config and job.data.tokenizer == "bytes":
-        config["vocab_size"] = BYTES_OF_BYTES
+    job = with_vocabulary(job) if job.data.tokenizer == "bytes" else job
     try:
-        return from_config(config, seq_len=job.data.seq_len)
+        return from_config(_config_of(job), seq_len=job.data.seq_len)
     except ConfigError:
         return None
 

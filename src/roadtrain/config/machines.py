@@ -21,15 +21,14 @@ Does NOT know a job, nor how processes are started.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import field
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
 from roadtrain.errors import ConfigError
-from roadtrain.options.schema import Integer, Number, Whole, refusing, value
+from roadtrain.options.schema import Integer, Number, Section, Whole, refusing, value
 
 PORT = 7000  # the first port of a host's processes that listen
 RENDEZVOUS_PORT = 29500
@@ -159,13 +158,13 @@ def _once(given: Iterable[str | int], what: str) -> None:
         raise ConfigError(f"{found.count(twice)} {what} {twice!r}", hint="give each its own")
 
 
-@value
-class Predicted:
-    """What the simulator says of a step."""
+class Predicted(Section):
+    """What the simulator says of a step; `roadtrain launch` writes it into the job that it runs."""
 
     seconds: Number
-    # where ("stage 0") -> stage of the step ("Forward") -> seconds of a step
-    stages: Mapping[str, Mapping[str, Number]] = field(default_factory=dict, hash=False)
+    """of a step, by the plan that is run; 0: nothing is predicted"""
+    stages: dict[str, dict[str, Number]] = {}
+    """of each pipeline stage (`stage 0`) seconds of Forward, Wait, ..."""
 
 
 @value

@@ -70,7 +70,6 @@ class ModelShape:
     tokens: int
     hidden: int = 0
     heads: int = 0
-    source: str = ""
     notes: tuple[str, ...] = ()
 
     @property
@@ -162,30 +161,29 @@ class Transformer:
             matrices=self.experts,
         )
 
-    def shape(self, name: str, source: str = "") -> ModelShape:
+    def shape(self, name: str) -> ModelShape:
         h, s, v = self.hidden, self.seq_len, self.vocab
         plain = replace(self, experts=1, active=1, shared=0, ff=self.dense_ff or self.ff)
         layers = [(plain if i < self.dense else self).layer() for i in (0, self.dense)]
         layers = [replace(layers[i >= self.dense], name=f"layer.{i}") for i in range(self.layers)]
         embedding = BlockShape("embedding", v * h + self.positions * h, 0.0, 2.0 * s * h, 8.0 * s)
         final = self.norms // 2 * h + (0 if self.tied else v * h)
-        output = BlockShape(
-            "output", final, 2.0 * s * h * v, 2.0 * s * h, 2.0 * s * h, logits=1.0 * s * v
-        )
-        return ModelShape(name, (embedding, *layers, output), s, h, self.heads, source)
+        hidden = 2.0 * s * h
+        output = BlockShape("output", final, hidden * v, hidden, hidden, logits=1.0 * s * v)
+        return ModelShape(name, (embedding, *layers, output), s, h, self.heads)
 
 
 _FILE = tomllib.loads(files("roadtrain.config").joinpath("models.toml").read_text())
 
 
-def _published() -> Iterator[tuple[str, tuple[Transformer, str]]]:
+def _published() -> Iterator[tuple[str, Transformer]]:
     for family in _FILE["families"]:
         shared = {key: held for key, held in family.items() if key not in ("source", "models")}
         for name, own in family["models"].items():
-            yield name, (Transformer(**shared | own), family["source"])
+            yield name, Transformer(**shared | own)
 
 
-_TRANSFORMERS = dict(_published())  # name -> what it is, and where it was published
+_TRANSFORMERS = dict(_published())
 
 
 def _layer(name: str, weights: int, outputs: int, spatial: int, inputs: float) -> BlockShape:
@@ -195,32 +193,23 @@ def _layer(name: str, weights: int, outputs: int, spatial: int, inputs: float) -
 
 
 def _vgg16() -> ModelShape:
+    """Simonyan and Zisserman (2014)."""
     blocks, side, channels = [], 224, 3
     for i, (count, width) in enumerate(((2, 64), (2, 128), (3, 256), (3, 512), (3, 512))):
         for j in range(count):
-            weights = 9 * channels * width
-            blocks.append(
-                _layer(
-                    f"conv.{i}.{j}",
-                    weights,
-                    width * side * side,
-                    side * side,
-                    channels * side * side,
-                )
-            )
+            area, weights = side * side, 9 * channels * width
+            blocks.append(_layer(f"conv.{i}.{j}", weights, width * area, area, channels * area))
             channels = width
         side //= 2
     for i, (inside, outside) in enumerate(((512 * 49, 4096), (4096, 4096), (4096, 1000))):
         blocks.append(_layer(f"linear.{i}", inside * outside, outside, 1, inside))
-    return ModelShape("VGG-16", tuple(blocks), 1, source="Simonyan and Zisserman (2014)")
+    return ModelShape("VGG-16", tuple(blocks), 1)
 
 
 def _resnet50() -> ModelShape:
-    blocks, side, channels = (
-        [_layer("stem", 49 * 3 * 64, 64 * 112 * 112, 112 * 112, 3 * 224 * 224)],
-        56,
-        64,
-    )
+    """He et al. (2015)."""
+    blocks = [_layer("stem", 49 * 3 * 64, 64 * 112 * 112, 112 * 112, 3 * 224 * 224)]
+    side, channels = 56, 64
     for i, (count, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512))):
         for j in range(count):
             # the first of a stage halves the side
@@ -230,39 +219,24 @@ def _resnet50() -> ModelShape:
             match = before * 4 * width if not j else 0
             flops = 2.0 * (reduce * area + (middle + expand + match) * after)
             saved = 4.0 * (width * area + width * after + 4 * width * after * (2 if match else 1))
-            blocks.append(
-                BlockShape(
-                    f"block.{i}.{j}",
-                    reduce + middle + expand + match,
-                    flops,
-                    saved,
-                    2.0 * before * area,
-                )
-            )
+            params, inputs = reduce + middle + expand + match, 2.0 * before * area
+            blocks.append(BlockShape(f"block.{i}.{j}", params, flops, saved, inputs))
             channels = 4 * width
         side //= 2
     blocks.append(_layer("linear", 2048 * 1000, 1000, 1, 2048))
-    return ModelShape("ResNet-50", tuple(blocks), 1, source="He et al. (2015)")
+    return ModelShape("ResNet-50", tuple(blocks), 1)
 
 
-def _dlrm(
-    name: str, rows: Sequence[int], width: int, bottom: Sequence[int], top: Sequence[int]
-) -> ModelShape:
+def _dlrm() -> ModelShape:
     """Each sample looks one row up in every table; rows go to where the sample is (all-to-all).
-    Then each two of these and the bottom MLP's result are multiplied (the interaction)."""
-    tables = BlockShape(
-        "tables",
-        sum(rows) * width,
-        0.0,
-        2.0 * len(rows) * width,
-        8.0 * len(rows),
-        sum(rows) * width,
-        2.0 * len(rows) * width,
-    )
+    Then each two of these and the bottom MLP's result are multiplied (the interaction). Naumov et
+    al. (2019); rows of the Criteo Kaggle data."""
+    rows, width = _FILE["criteo_kaggle"], 16
+    params, touched = sum(rows) * width, 2.0 * len(rows) * width
+    tables = BlockShape("tables", params, 0.0, touched, 8.0 * len(rows), params, touched)
     pairs, vectors = (len(rows) + 1) * len(rows) // 2, (len(rows) + 1) * width
-    interaction = BlockShape(
-        "interaction", 0, 2.0 * pairs * width, 2.0 * (vectors + pairs + width), 2.0 * vectors
-    )
+    saved = 2.0 * (vectors + pairs + width)
+    interaction = BlockShape("interaction", 0, 2.0 * pairs * width, saved, 2.0 * vectors)
 
     def mlp(kind: str, widths: Sequence[int]) -> list[BlockShape]:
         return [
@@ -270,14 +244,14 @@ def _dlrm(
             for i, (inside, outside) in enumerate(pairwise(widths))
         ]
 
-    below = [replace(block, passing=tables.touched) for block in mlp("bottom", bottom)]
-    blocks = [tables, *below, interaction, *mlp("top", (pairs + width, *top))]
-    return ModelShape(
-        name, tuple(blocks), 1, source="Naumov et al. (2019); rows of the Criteo Kaggle data"
-    )
+    bottom = mlp("bottom", (13, 512, 256, 64, width))
+    below = [replace(block, passing=tables.touched) for block in bottom]
+    blocks = [tables, *below, interaction, *mlp("top", (pairs + width, 512, 256, 1))]
+    return ModelShape("DLRM-Kaggle", tuple(blocks), 1)
 
 
-NAMES = (*_TRANSFORMERS, "VGG-16", "ResNet-50", "DLRM-Kaggle")
+_OTHERS = {"VGG-16": _vgg16, "ResNet-50": _resnet50, "DLRM-Kaggle": _dlrm}
+NAMES = (*_TRANSFORMERS, *_OTHERS)
 
 
 def named_shape(name: str, seq_len: int | None = None) -> ModelShape:
@@ -285,23 +259,14 @@ def named_shape(name: str, seq_len: int | None = None) -> ModelShape:
     Raises ConfigError for a name that is not known, and for a length that its samples cannot
     have."""
     own = shape(name)
-    positions = next(
-        (t.positions for known, (t, _) in _TRANSFORMERS.items() if known == own.name), None
-    )
     if seq_len is None:
-        return replace(
-            own,
-            notes=(
-                (f"samples of {own.tokens} tokens (as published; --seq-len says otherwise)",)
-                if own.tokens > 1
-                else ()
-            ),
-        )
-    if positions is None:
+        said = f"samples of {own.tokens} tokens (as published; --seq-len says otherwise)"
+        return replace(own, notes=(said,) if own.tokens > 1 else ())
+    if own.name not in _TRANSFORMERS:
         raise ConfigError(
             f"samples of {own.name} have no tokens, given are {seq_len}", hint="leave --seq-len out"
         )
-    chosen_length(seq_len, positions or None)
+    chosen_length(seq_len, _TRANSFORMERS[own.name].positions or None)
     return shape(name, seq_len=seq_len)
 
 
@@ -310,23 +275,17 @@ def shape(name: str, **changes: Any) -> ModelShape:
     instead of what is published (None: as published), as `seq_len`, `layers`, `fused`: whether
     attention keeps no s x s matrix. Raises ConfigError for a name that is not known."""
     wanted = name.lower().replace("_", "-")
-    for known, (transformer, source) in _TRANSFORMERS.items():
-        if known.lower() == wanted:
-            given = {what: value for what, value in changes.items() if value is not None}
-            return replace(transformer, **given).shape(known, source)
-    made = {"vgg-16": _vgg16, "resnet-50": _resnet50}
-    if wanted in made:
-        return made[wanted]()
-    if wanted == "dlrm-kaggle":
-        return _dlrm(
-            "DLRM-Kaggle", _FILE["criteo_kaggle"], 16, (13, 512, 256, 64, 16), (512, 256, 1)
-        )
+    found = next((known for known in NAMES if known.lower() == wanted), None)
+    if found in _OTHERS:
+        return _OTHERS[found]()
+    if found is not None:
+        given = {what: value for what, value in changes.items() if value is not None}
+        return replace(_TRANSFORMERS[found], **given).shape(found)
     near = [known for known in NAMES if wanted.split("-")[0] == known.lower().split("-")[0]]
+    known = f"known are {', '.join(near or NAMES)}"
     raise ConfigError(
         f"no model is called {name!r}",
-        hint=(
-            f"known are {', '.join(near or NAMES)}; or give the path of a Hugging Face config.json"
-        ),
+        hint=f"{known}; or give the path of a Hugging Face config.json",
     )
 
 
@@ -356,6 +315,7 @@ TOKENS = 4096  # of a sample, where nobody says
 _EXACT = {"llama": False, "mistral": False, "mixtral": False, "gpt2": True}
 # keys that the formula does not count
 _NEVER = ("attention_bias", "mlp_bias", "add_cross_attention")
+_COUNT_MODULES = "pip install 'roadtrain[hf]' counts the parameters of its modules"
 
 
 def chosen_length(seq_len: int | None, longest: int | None) -> tuple[int, list[str]]:
@@ -363,9 +323,7 @@ def chosen_length(seq_len: int | None, longest: int | None) -> tuple[int, list[s
     Raises ConfigError where a sample is longer, or has no tokens."""
     if seq_len is None:
         tokens = min(TOKENS, longest or TOKENS)
-        most = (
-            f"the model's longest is {longest}" if longest else "the model's longest is not known"
-        )
+        most = f"the model's longest is {longest or 'not known'}"
         return tokens, [f"samples of {tokens} tokens ({most}; --seq-len says otherwise)"]
     if seq_len < 1 or seq_len > (longest or seq_len):
         raise ConfigError(
@@ -402,9 +360,48 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
         )
     if uncounted := next((key for key in _NEVER if config.get(key)), None):
         raise ConfigError(
-            f"the formula of a `{kind}` does not count `{uncounted}`",
-            hint="pip install 'roadtrain[hf]' counts the parameters of its modules",
+            f"the formula of a `{kind}` does not count `{uncounted}`", hint=_COUNT_MODULES
         )
+    found, gated = _sizes(config, kind), kind != "gpt2"
+    hidden, heads = found["hidden_size"], found["num_attention_heads"]
+    if hidden % heads:
+        raise ConfigError(f"a width of {hidden} does not divide into {heads} heads")
+    if (head := _whole(config, "head_dim", hidden // heads)) * heads != hidden:
+        raise ConfigError(
+            f"the formula of a `{kind}` has heads of {hidden // heads}, the config says {head}",
+            hint=_COUNT_MODULES,
+        )
+    experts = _whole(config, "num_local_experts")
+    active = _whole(config, "num_experts_per_tok")
+    if kind == "mixtral" and not 0 < active <= experts:
+        raise ConfigError(
+            f"a `mixtral` of {experts} experts, of which a token takes {active}",
+            hint="give num_local_experts and num_experts_per_tok",
+        )
+    longest = found["max_position_embeddings"]
+    tokens, notes = chosen_length(seq_len, longest or None)
+    transformer = Transformer(
+        found["num_hidden_layers"],
+        hidden,
+        heads,
+        found["vocab_size"],
+        tokens,
+        found["intermediate_size"],
+        _whole(config, "num_key_value_heads", heads) * head,
+        gated,
+        bool(config.get("tie_word_embeddings", _EXACT[kind])),
+        0 if gated else longest,
+        fused=gated,
+        biases=not gated,
+        norms=2 if gated else 4,
+        experts=experts or 1,
+        active=active or 1,
+    )
+    return replace(transformer.shape(kind), notes=tuple(notes))
+
+
+def _sizes(config: Mapping[str, Any], kind: str) -> dict[str, int]:
+    """The numbers of KEYS. Raises ConfigError where one is missing."""
     found = {
         name: next((_whole(config, key) for key in keys if config.get(key)), 0)
         for name, keys in KEYS.items()
@@ -418,44 +415,4 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
                 f"the config of a `{kind}` has none of {', '.join(KEYS[name])}",
                 hint="a Hugging Face config.json of a transformer has them",
             )
-    hidden, heads = found["hidden_size"], found["num_attention_heads"]
-    if hidden % heads:
-        raise ConfigError(f"a width of {hidden} does not divide into {heads} heads")
-    if (head := _whole(config, "head_dim", hidden // heads)) * heads != hidden:
-        raise ConfigError(
-            f"the formula of a `{kind}` has heads of {hidden // heads}, the config says {head}",
-            hint="pip install 'roadtrain[hf]' counts the parameters of its modules",
-        )
-    experts, active = (
-        _whole(config, "num_local_experts"),
-        _whole(config, "num_experts_per_tok"),
-    )
-    if kind == "mixtral" and not 0 < active <= experts:
-        raise ConfigError(
-            f"a `mixtral` of {experts} experts, of which a token takes {active}",
-            hint="give num_local_experts and num_experts_per_tok",
-        )
-    longest, gated = found["max_position_embeddings"] or None, kind != "gpt2"
-    tokens, notes = chosen_length(seq_len, longest)
-    tied, positions = (
-        bool(config.get("tie_word_embeddings", _EXACT[kind])),
-        0 if gated else longest or 0,
-    )
-    transformer = Transformer(
-        found["num_hidden_layers"],
-        hidden,
-        heads,
-        found["vocab_size"],
-        tokens,
-        found["intermediate_size"],
-        _whole(config, "num_key_value_heads", heads) * head,
-        gated,
-        tied,
-        positions,
-        fused=gated,
-        biases=not gated,
-        norms=2 if gated else 4,
-        experts=experts or 1,
-        active=active or 1,
-    )
-    return replace(transformer.shape(kind, "Hugging Face config, by formula"), notes=tuple(notes))
+    return found

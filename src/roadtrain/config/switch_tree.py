@@ -69,15 +69,10 @@ class SwitchTree:
         return all(switch.multicasts for switch in self.switches.values())
 
 
-def summing(cluster: Cluster) -> dict[str, Switch]:
-    """The switches that sum, by name."""
-    return {switch.name: switch for switch in cluster.switches if switch.sums}
-
-
 def switch_tree(cluster: Cluster, hosts: Sequence[Host], node: Host | None = None) -> SwitchTree:
     """`hosts`: that compute; `node`: the server's. Raises ConfigError where no tree of switches
     that sum leads from all of them to one, with what is lacking."""
-    known = summing(cluster)
+    known = {switch.name: switch for switch in cluster.switches if switch.sums}
     if not known:
         raise ConfigError(
             f"no switch of {cluster.name} sums",
@@ -89,11 +84,8 @@ def switch_tree(cluster: Cluster, hosts: Sequence[Host], node: Host | None = Non
     above = None if node is None else _card(cluster, node, known)
     wanted = list(dict.fromkeys(at))
     roots = [cluster.switch_of(above)] if above is not None else list(known)
-    ways = [
-        (root, parents)
-        for root in roots
-        if (parents := _from(cluster, known, root, wanted)) is not None
-    ]
+    found = [(root, _from(cluster, known, root, wanted)) for root in roots]
+    ways = [(root, parents) for root, parents in found if parents is not None]
     if not ways:
         raise ConfigError(
             f"switches {listed(wanted)} of {cluster.name} do not reach"
@@ -134,10 +126,9 @@ def _from(
     front = [root]
     for here in front:  # grows meanwhile
         for link in cluster.links:
-            if here not in link.between:
-                continue
-            [there] = [end for end in link.between if end != here] or [here]
-            if there in known and there != root and there not in parents:
+            there = link.between[link.between[0] == here]
+            new = there in known and there != root and there not in parents
+            if new and here in link.between:
                 parents[there] = here
                 front.append(there)
     if any(one != root and one not in parents for one in wanted):
@@ -151,8 +142,5 @@ def _from(
 
 
 def _link(cluster: Cluster, one: str, other: str) -> LinkRate:
-    ends = frozenset((one, other))
-    return min(
-        (link for link in cluster.links if frozenset(link.between) == ends),
-        key=lambda link: link.rate,
-    )
+    found = [link for link in cluster.links if {*link.between} == {one, other}]
+    return min(found, key=lambda link: link.rate)

@@ -31,8 +31,7 @@ from roadtrain.config.cluster import Cluster
 from roadtrain.config.job import Job, load_job
 from roadtrain.config.machines import Machines
 from roadtrain.config.models import ModelShape
-from roadtrain.config.plan import Plan
-from roadtrain.config.plan_file import PlanFile, load_plan_file
+from roadtrain.config.plan_file import Plan, PlanFile, load_plan_file
 from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.launch.engines import is_alive
 from roadtrain.launch.home import RunHome

@@ -18,11 +18,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roadtrain.config.job import DataSection, Job, PredictedSection, moved
+from roadtrain.config.job import DataSection, Job, moved
 from roadtrain.config.job_model import check_model, layers_of
-from roadtrain.config.machines import FILES, LAUNCHED_AS, PORT, Machines, PlanHost, host_port
-from roadtrain.config.plan import Plan
-from roadtrain.config.plan_file import PlanFile
+from roadtrain.config.machines import (
+    FILES,
+    LAUNCHED_AS,
+    PORT,
+    Machines,
+    PlanHost,
+    Predicted,
+    host_port,
+)
+from roadtrain.config.plan_file import Plan, PlanFile
 from roadtrain.errors import ConfigError
 from roadtrain.launch.engines import machines_of
 from roadtrain.launch.processes import HostFile, Process, Role, WorkerSet
@@ -34,7 +41,7 @@ from roadtrain.stages.job_parallelism import DEGREES, StagePlacement
 
 COMMAND = ("-m", "roadtrain.cli")
 REDUCERS = "reducers.txt"
-UNPREDICTED = PredictedSection().model_dump()
+UNPREDICTED = Predicted(seconds=0.0).model_dump()
 
 
 @dataclass(frozen=True)

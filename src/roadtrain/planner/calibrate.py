@@ -43,18 +43,11 @@ def apart(job: Job, steps: int, stack: ExitStack) -> Job:
         home = home if home.is_mount() else home.parent
         while not home.is_dir():
             home = home.parent
-        return stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="roadtrain-calibrate-", dir=home)
-        )
+        made = tempfile.TemporaryDirectory(prefix="roadtrain-calibrate-", dir=home)
+        return stack.enter_context(made)
 
-    return job.changed(
-        {
-            "run.dir": beside(job.run.dir),
-            "run.steps": WARM + steps,
-            "run.minutes": None,
-            "store.files": [beside(one) for one in job.store.files],
-        }
-    )
+    run = {"run.dir": beside(job.run.dir), "run.steps": WARM + steps, "run.minutes": None}
+    return job.changed(run | {"store.files": [beside(one) for one in job.store.files]})
 
 
 def learnt(cluster: Cluster, found: Measured, of: Constants = EXACT) -> Cluster:
@@ -64,27 +57,21 @@ def learnt(cluster: Cluster, found: Measured, of: Constants = EXACT) -> Cluster:
     worker, plan, seconds = cluster.workers[0], found.plan, found.stages.get("Update", 0.0)
     assert worker.device is not None
     updater = cluster.spares[0] if plan.placement.served else worker
-    flops = (
-        found.shape.step_flops(True) * plan.micro_batch * plan.num_microbatches / found.compute_s
-    )
-    updates = (
-        UPDATE_BYTES * found.shape.params / seconds / updater.count if seconds else updater.updates
-    )
+    flops = found.shape.step_flops(True) * plan.micro_batch * plan.num_microbatches
+    flops /= found.compute_s
+    updates = updater.updates
+    if seconds:
+        updates = UPDATE_BYTES * found.shape.params / seconds / updater.count
     most = max(updates, updater.memory_rate)
     for _ in range(ROUNDS):
         rates: dict[str, dict[str, Any]] = {host.name: {} for host in cluster.hosts}
         rates[worker.name]["device"] = worker.device.model_copy(update={"flops": flops})
         rates[updater.name] |= {"updates": updates} if seconds else {}
-        better = cluster.model_copy(
-            update={
-                "hosts": tuple(host.model_copy(update=rates[host.name]) for host in cluster.hosts)
-            }
-        )
+        hosts = tuple(host.model_copy(update=rates[host.name]) for host in cluster.hosts)
+        better = cluster.model_copy(update={"hosts": hosts})
         sims = stages_of(simulate(plan, better, found.shape, of, checked=False))
-        computing, updating = (
-            (sims["Forward"] + sims["Backward"]) / found.compute_s,
-            sims["Update"] / (seconds or 1.0),
-        )
+        computing = (sims["Forward"] + sims["Backward"]) / found.compute_s
+        updating = sims["Update"] / (seconds or 1.0)
         if max(abs(computing - 1), abs(updating - 1)) < CLOSE:
             break
         flops, updates = flops * computing, min(updates * updating, most)

@@ -26,6 +26,7 @@ import psutil
 
 from roadtrain.config.cluster import Cluster, Host
 from roadtrain.config.job import Job
+from roadtrain.config.job_model import with_vocabulary
 from roadtrain.errors import BudgetError, ConfigError, DeadlineError, RoadtrainError
 from roadtrain.lab import (
     CARD_MOST,
@@ -60,8 +61,7 @@ def steps_in_lab(cluster: Cluster, job: Job, steps: int) -> tuple[Cluster, Measu
     """
     worker, server = hosts_of(cluster, job)
     home, many = Path(job.run.dir), worker.count
-    whole = job.model.pretrained or "vocab_size" in job.model.config
-    config = build_config(job if whole else job.changed({"model.config.vocab_size": 256})).to_dict()
+    config = build_config(with_vocabulary(job)).to_dict()
     params = shape_of_config(config, seq_len=job.data.seq_len).params
     need = params * (STATE + WORKER * many) + PROCESS * (many + (server.count if server else 0))
     if need > (free := psutil.virtual_memory().available):
@@ -79,39 +79,30 @@ def steps_in_lab(cluster: Cluster, job: Job, steps: int) -> tuple[Cluster, Measu
         throttle = None
         if server is not None:
             cards = zip("ws", (worker, server), cluster.common([worker, server]))
-            network = stack.enter_context(
-                Network(
-                    {
-                        f"{kind}{i}": [LabNic(card.total)]
-                        for kind, host, card in cards
-                        for i in range(host.count)
-                    }
-                )
-            )
+            nics = {
+                f"{kind}{i}": [LabNic(card.total)]
+                for kind, host, card in cards
+                for i in range(host.count)
+            }
+            network = stack.enter_context(Network(nics))
             where = stack.enter_context(servers(network, server.count, home))
             job = job.changed(
                 {"servers.addresses": where, "servers.token_file": str(home / "token")}
             )
             begins = [network.hosts[f"w{i}"].run for i in range(many)]
         elif job.store.files:
-            size = 2 * STATE * params // worker.ssds[0].count + 128 * MIB
-            devices = [
-                stack.enter_context(LoopDevice(home / f"ssd{i}", size))
-                for i in range(worker.ssds[0].count)
-            ]
-            throttle = stack.enter_context(
-                Throttle(devices, worker.ssds[0].read, worker.ssds[0].write)
-            )
+            [ssd] = worker.ssds
+            size = 2 * STATE * params // ssd.count + 128 * MIB
+            made = (LoopDevice(home / f"ssd{i}", size) for i in range(ssd.count))
+            devices = [stack.enter_context(device) for device in made]
+            throttle = stack.enter_context(Throttle(devices, ssd.read, ssd.write))
             job = job.changed({"store.files": [str(device.mount / "store") for device in devices]})
         threads = max(1, len(os.sched_getaffinity(0)) // many)
         found = workers([(begin, job) for begin in begins], home, threads, steps, throttle)
     assert worker.device is not None
-    lab = worker.model_copy(
-        update={
-            "device": worker.device.model_copy(update={"kind": "cpu"}),
-            "ssds": tuple(ssd.model_copy(update={"mixed": 2.0, "depth": 1}) for ssd in worker.ssds),
-        }
-    )
+    device = worker.device.model_copy(update={"kind": "cpu"})
+    ssds = tuple(ssd.model_copy(update={"mixed": 2.0, "depth": 1}) for ssd in worker.ssds)
+    lab = worker.model_copy(update={"device": device, "ssds": ssds})
     hosts = tuple(lab if host is worker else host for host in cluster.hosts)
     return (
         cluster.model_copy(update={"name": f"{cluster.name} in the lab", "hosts": hosts}),
@@ -124,10 +115,8 @@ def hosts_of(cluster: Cluster, job: Job) -> tuple[Host, Host | None]:
     lab cannot be."""
     store, addresses, worker = job.store, job.servers.addresses, cluster.workers[0]
     server = cluster.spares[0] if addresses and cluster.spares else None
-    many, kinds = (
-        worker.count * worker.devices,
-        [len(host.ssds) for host in (worker, server) if host is not None],
-    )
+    many = worker.count * worker.devices
+    kinds = [len(host.ssds) for host in (worker, server) if host is not None]
     if why := network_available() or (lab_available() if store.files else None):
         raise ConfigError(f"no lab can be made here: {why}", hint="root on Linux, or without --lab")
     if (
@@ -152,10 +141,8 @@ def hosts_of(cluster: Cluster, job: Job) -> tuple[Host, Host | None]:
                 "in the lab a worker has those of one kind, and servers keep their state in memory"
             ),
         )
-    rates = [
-        (card.total, CARD_MOST)
-        for card in (cluster.common([worker, server]) if server is not None else ())
-    ]
+    cards = () if server is None else cluster.common([worker, server])
+    rates = [(card.total, CARD_MOST) for card in cards]
     if store.files:
         (ssd,), real = worker.ssds, storage_rates(job.run.dir)
         rates += [(ssd.count * ssd.read, real.read), (ssd.count * ssd.write, real.write)]
@@ -179,21 +166,9 @@ def servers(network: Network, many: int, home: Path, *words: str) -> Iterator[li
                 tempfile.TemporaryDirectory(prefix="roadtrain-calibrate-", dir="/dev/shm")
             )
             where.append(f"{host.address}:{PORT}")
-            process = host.run(
-                [
-                    sys.executable,
-                    "-m",
-                    "roadtrain.cli",
-                    "serve",
-                    where[-1],
-                    "--store",
-                    f"{store}/store",
-                    "--token-file",
-                    str(home / "token"),
-                    *words,
-                ],
-                stdout=subprocess.DEVNULL,
-            )
+            serve = [sys.executable, "-m", "roadtrain.cli", "serve", where[-1]]
+            serve += ["--store", f"{store}/store", "--token-file", str(home / "token"), *words]
+            process = host.run(serve, stdout=subprocess.DEVNULL)
             stack.callback(process.wait)
             stack.callback(process.kill)
         yield where
@@ -214,31 +189,17 @@ def workers(
         for rank, (begin, job) in enumerate(jobs):
             path, out, log = (home / f"worker{rank}.{end}" for end in ("toml", "json", "log"))
             path.write_text(job.to_toml())
-            env = {
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(len(jobs)),
-                "MASTER_PORT": "1",
-            }
-            words = [
-                sys.executable,
-                "-m",
-                "roadtrain.planner.calibrate_steps",
-                str(path),
-                str(threads),
-                str(steps),
-                str(out),
-            ]
+            ranks = {"RANK": str(rank), "WORLD_SIZE": str(len(jobs)), "MASTER_PORT": "1"}
+            words = [sys.executable, "-m", "roadtrain.planner.calibrate_steps"]
+            words += [str(path), str(threads), str(steps), str(out)]
             with log.open("w") as lines:
-                running.append(
-                    (begin(words, env=env, stdout=lines, stderr=subprocess.STDOUT), out, log)
-                )
+                own = begin(words, env=os.environ | ranks, stdout=lines, stderr=subprocess.STDOUT)
+            running.append((own, out, log))
             if throttle is not None:
-                throttle.enter_process(running[-1][0].pid)
+                throttle.enter_process(own.pid)
         while (codes := [process.poll() for process, _, _ in running]).count(0) < len(codes):
-            if (
-                failed := next((rank for rank, code in enumerate(codes) if code), None)
-            ) is not None:
+            failed = next((rank for rank, code in enumerate(codes) if code), None)
+            if failed is not None:
                 said = running[failed][2].read_text()[-2000:].strip()
                 raise RoadtrainError(
                     f"worker {failed} ended with {codes[failed]}: {said or 'it said nothing'}"

@@ -24,7 +24,7 @@ import torch
 from roadtrain.chunks import ITEMSIZE
 from roadtrain.config.job import Job, load_job
 from roadtrain.config.models import ModelShape
-from roadtrain.config.plan import ElementBytes, Framework, Plan, PlanMemory, placement
+from roadtrain.config.plan_file import ElementBytes, Framework, Plan, PlanMemory, placement
 from roadtrain.errors import PeerError, RoadtrainError
 from roadtrain.planner.model_config import shape_of_config
 from roadtrain.servers import health
@@ -67,10 +67,9 @@ def plan_of(training: PlacedJob) -> Plan:
     public = sum(chunk.numel for chunk, state in chunks if state.in_memory) / max(1, total)
     # moments, and masters apart
     own = 8 + (4 if job.model.dtype != "fp32" or job.optimizer.delay else 0)
+    name = "server" if job.servers.addresses else "files" if job.store.files else "zero-offload"
     return Plan(
-        placement(
-            "server" if job.servers.addresses else "files" if job.store.files else "zero-offload"
-        ),
+        placement(name),
         Parallelism(dp=training.group.workers),
         micro_batch=job.data.batch_size,
         num_microbatches=job.optimizer.accumulate,
@@ -107,11 +106,8 @@ def measure(job: Job, steps: int) -> Measured:
             then = time.perf_counter()
             step(training, number)
             lines.append((time.perf_counter() - then, training.stages.take() | waits.take()))
-        after, plan, memory = (
-            served(job),
-            plan_of(training),
-            training.optimizer.memory()["resident"],
-        )
+        after, plan = served(job), plan_of(training)
+        memory = training.optimizer.memory()["resident"]
     lines = lines[WARM:]
     names = {name for _, stages in lines for name in stages}
     stages = {

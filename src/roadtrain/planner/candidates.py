@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -16,7 +16,7 @@ from typing import Any
 
 from roadtrain.config.cluster import Cluster
 from roadtrain.config.models import ModelShape
-from roadtrain.config.plan import HEADROOM, PLACEMENTS, Placement, Plan, placement
+from roadtrain.config.plan_file import HEADROOM, PLACEMENTS, Placement, Plan, placement
 from roadtrain.errors import ConfigError
 from roadtrain.simulator.memory import stage_bytes
 from roadtrain.simulator.scene import Scene
@@ -35,25 +35,18 @@ EVERY = 1000  # slots: each block keeps its own from forward to backward
 LeftOut = Callable[[str, str, int], None]  # called with a placement, why, and how many it loses
 
 
-class Undivided:
-    """Arrangements that a plan does not try because one number does not divide by another.
+# Arrangements that are not tried, most often because one number does not divide by another: why,
+# with a `{}` for the numbers, so that many arrangements make one reason -> the numbers
+Undivided = defaultdict[str, Counter[int]]
 
-    `why` has a `{}` for the numbers, so that many arrangements make one reason.
-    """
 
-    def __init__(self) -> None:
-        self.numbers: dict[str, Counter[int]] = {}
-
-    def add(self, why: str, number: int) -> None:
-        self.numbers.setdefault(why, Counter())[number] += 1
-
-    def reasons(self, batch: int | None) -> Iterator[tuple[str, int]]:
-        """Each reason, with the nearest batches that would do, and how many it leaves out."""
-        for why, numbers in self.numbers.items():
-            said = why.format(", ".join(map(str, sorted(numbers))))
-            if batch is not None and why.startswith("batch"):
-                said += f"; {nearest_batches(batch, math.lcm(*numbers))} would"
-            yield said, numbers.total()
+def _reasons(undivided: Undivided, batch: int | None) -> Iterator[tuple[str, int]]:
+    """Each reason, with the nearest batches that would do, and how many it leaves out."""
+    for why, numbers in undivided.items():
+        said = why.format(", ".join(map(str, sorted(numbers))))
+        if batch is not None and why.startswith("batch"):
+            said += f"; {nearest_batches(batch, math.lcm(*numbers))} would"
+        yield said, numbers.total()
 
 
 def nearest_batches(batch: int, unit: int) -> str:
@@ -87,7 +80,7 @@ def candidates(
     total, inside = cluster.device_count, min(host.devices for host in cluster.workers)
     most = most_samples(model)
     for name in placements or PLACEMENTS:
-        one, undivided = placement(name), Undivided()
+        one, undivided = placement(name), Undivided(Counter)
         for parallelism in parallelisms(cluster, model, total, inside, one, undivided):
             ways = list(batches(parallelism, batch, most))
             if not ways and batch is not None:
@@ -96,7 +89,7 @@ def candidates(
                 plan = Plan(one, parallelism, micro_batch, num_microbatches, headroom=headroom)
                 plan = plan.changed(window=window_for(cluster))
                 yield from _choices(plan, late)
-        for why, many in undivided.reasons(batch):
+        for why, many in _reasons(undivided, batch):
             left_out(name, why, many)
 
 
@@ -106,12 +99,13 @@ def _no_way(parallelism: Parallelism, batch: int, undivided: Undivided) -> None:
         widest = max(parallelism.widths)
         few = "a batch of fewer samples than the {} replicas of the widest stage"
         many = "a batch of more micro-batches than are tried with {} replicas in the widest stage"
-        undivided.add(few if batch < widest else many, widest)
+        undivided[few if batch < widest else many][widest] += 1
     elif parallelism.virtual_stages > 1 and batch % parallelism.dp == 0:
         why = f"batch {batch} does not divide by {{}} data-parallel ranks x interleaved stages"
-        undivided.add(why, parallelism.dp * parallelism.pp)
+        undivided[why][parallelism.dp * parallelism.pp] += 1
     else:
-        undivided.add(f"batch {batch} does not divide by {{}} data-parallel ranks", parallelism.dp)
+        why = f"batch {batch} does not divide by {{}} data-parallel ranks"
+        undivided[why][parallelism.dp] += 1
 
 
 def window_for(cluster: Cluster) -> int:
@@ -151,7 +145,7 @@ def parallelisms(
             if not spread and cp * ep > 1:
                 continue
             if ranks % cp or ranks % ep:
-                undivided.add("replicas do not divide by {} context or expert ranks", max(cp, ep))
+                undivided["replicas do not divide by {} context or expert ranks"][max(cp, ep)] += 1
                 continue
             yield Parallelism(ranks // cp, tp, pp, stages, cp, ep)
             for virtual_stages in MOST_PARTS if pp > 1 else ():
@@ -159,7 +153,7 @@ def parallelisms(
                     yield Parallelism(ranks // cp, tp, pp, (), cp, ep, virtual_stages)
                 else:
                     why = f"{model.layers} layers do not divide by {{}} interleaved stages"
-                    undivided.add(why, pp * virtual_stages)
+                    undivided[why][pp * virtual_stages] += 1
     tensor = dict.fromkeys(tp for tp, _ in splits)
     for parallelism in () if one.streamed else _unequal(cluster, model, tensor, undivided):
         yield replace(parallelism, stages=_balanced(cluster, model, parallelism))
@@ -179,7 +173,7 @@ def _unequal(
         return
     if cluster.device_count > MOST_APART:
         why = f"stages of unequal width are tried on at most {MOST_APART} devices, there are {{}}"
-        undivided.add(why, cluster.device_count)
+        undivided[why][cluster.device_count] += 1
         return
     for tp in tensor:
         try:
@@ -188,7 +182,7 @@ def _unequal(
                     yield found
         except ConfigError as error:
             first = str(error).partition("\n")[0].replace("{", "{{").replace("}", "}}")
-            undivided.add(f"stages of unequal width, tp {{}}: {first}", tp)
+            undivided[f"stages of unequal width, tp {{}}: {first}"][tp] += 1
 
 
 def _splits(
@@ -199,7 +193,7 @@ def _splits(
         if tp > 1 and (one.streamed or not model.heads):
             continue
         if tp > 1 and model.heads % tp:
-            undivided.add(f"{model.heads} heads do not divide by {{}} tensor-parallel ranks", tp)
+            undivided[f"{model.heads} heads do not divide by {{}} tensor-parallel ranks"][tp] += 1
             continue
         divisors = [pp for pp in range(1, total // tp + 1) if total // tp % pp == 0]
         for pp in divisors[:1] if one.streamed else divisors:
@@ -208,7 +202,7 @@ def _splits(
             else:
                 why = f"{{}} pipeline stages are more than the model's {model.layers} layers"
                 above = f"at most {MOST_PP} pipeline stages are tried, not {{}}"
-                undivided.add(above if pp > MOST_PP else why, pp)
+                undivided[above if pp > MOST_PP else why][pp] += 1
 
 
 def _powers(most: int) -> Iterator[int]:
@@ -220,10 +214,8 @@ def _ends(model: ModelShape) -> tuple[list[int], tuple[float, float]]:
     """Which blocks are layers, and the FLOPs of what comes before them and after."""
     layers = [i for i, block in enumerate(model.blocks) if "." in block.name]
     first, last = (layers[0], layers[-1]) if layers else (0, -1)
-    return layers, (
-        sum(block.flops for block in model.blocks[:first]),
-        sum(b.flops for b in model.blocks[last + 1 :]),
-    )
+    before = sum(block.flops for block in model.blocks[:first])
+    return layers, (before, sum(block.flops for block in model.blocks[last + 1 :]))
 
 
 def _balanced(cluster: Cluster, model: ModelShape, parallelism: Parallelism) -> tuple[int, ...]:
@@ -237,10 +229,10 @@ def _balanced(cluster: Cluster, model: ModelShape, parallelism: Parallelism) -> 
     ]
     slowest = [min(flops[begin:stop]) for begin, stop in itertools.pairwise(first)]
     speeds = _of_widths(parallelism, slowest)
+    if pp == 1:
+        return ()
     layers, ends = _ends(model)
-    stages = (
-        balanced([model.blocks[i].flops for i in layers], speeds, ends=ends) if pp > 1 else None
-    )
+    stages = balanced([model.blocks[i].flops for i in layers], speeds, ends=ends)
     return () if stages is None or stages == even(len(layers), pp) else stages
 
 
@@ -255,11 +247,8 @@ def stages_that_fit(scene: Scene) -> tuple[int, ...] | None:
     plan, blocks = scene.plan, scene.model.blocks
     layers, ends = _ends(scene.model)
     device = [need for need in scene.needs if need.where.endswith("device")]
-    if (
-        plan.parallelism.virtual_stages * plan.parallelism.pp == 1
-        or plan.parallelism.virtual_stages > 1
-        or sum(n.nbytes - n.room for n in device) > 0
-    ):
+    plain = plan.parallelism.virtual_stages == 1 < plan.parallelism.pp
+    if not plain or sum(n.nbytes - n.room for n in device) > 0:
         return None
 
     params = [0, *itertools.accumulate(blocks[i].params for i in layers)]
@@ -283,9 +272,9 @@ def batches(
 ) -> Iterator[tuple[int, int]]:
     """(micro-batch, passes) whose product is the batch; without one, the most passes that are
     tried: a sample takes least where what a step takes besides is shared by many."""
-    size, widest = 1, max(parallelism.widths, default=1)  # unequal ones share all micro-batches
-    while size <= most_samples:
-        most = MOST_MICROBATCHES if parallelism.pp == 1 else MOST_TURNS * parallelism.pp * widest
+    widest = max(parallelism.widths, default=1)  # unequal ones share all micro-batches
+    most = MOST_MICROBATCHES if parallelism.pp == 1 else MOST_TURNS * parallelism.pp * widest
+    for size in _powers(most_samples):
         num_microbatches = most if batch is None else batch // (parallelism.dp * size)
         if (
             (batch is None or batch % (parallelism.dp * size) == 0)
@@ -294,7 +283,6 @@ def batches(
             and (num_microbatches <= most or not parallelism.widths)
         ):
             yield size, num_microbatches
-        size *= 2
 
 
 def options(plan: Plan) -> Iterator[Plan]:

@@ -13,7 +13,7 @@ from typing import Any
 import tomli_w
 
 from roadtrain.config.cluster import Cluster
-from roadtrain.config.plan import Plan
+from roadtrain.config.plan_file import Plan
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
 from roadtrain.planner.candidates import EVERY
@@ -32,29 +32,25 @@ def job_text(plan: Plan, cluster: Cluster | None = None) -> str | None:
     }
     if plan.update_at == "step":
         own["optimizer"]["clip_norm"] = 1.0
-    kept = "all" if plan.memory.slots >= EVERY else "auto"
-    relayed = "all" if plan.memory.kept else "auto"
-    where: dict[str, dict[str, Any]] = {
-        "files": {"store": {"files": ["{run}/store"]}},
-        "zero-offload": {"store": {"files": []}},
-        "server": {"servers": {"addresses": ["HOST:PORT"], "buffering": kept}},
-        "smartnic": {
-            "servers": {"addresses": ["HOST:PORT"], "relay": "4GiB", "buffering": relayed}
-        },
-    }
-    ranks = plan.parallelism
-    staged = plan.placement.name == "zero1" and ranks.cp == ranks.ep == 1
-    if staged and not plan.activation_checkpointing:
+    name, ranks = plan.placement.name, plan.parallelism
+    if name == "zero1" and ranks.cp == ranks.ep == 1 and not plan.activation_checkpointing:
         del own["optimizer"]["accumulate"]
         return tomli_w.dumps({**own, "parallelism": degrees(plan)})
-    if plan.placement.fans_in and cluster is not None:
-        keys = switches.job_keys(plan, cluster)
-        where[plan.placement.name] = {
-            "servers": {"addresses": ["HOST:PORT"], "buffering": kept, **keys}
-        }
-    if plan.placement.name not in where or ranks.tp > 1 or ranks.pp > 1:
+    if ranks.tp > 1 or ranks.pp > 1:
         return None
-    return tomli_w.dumps({**own, **where[plan.placement.name]})
+    servers: dict[str, Any] = {"addresses": ["HOST:PORT"]}
+    if name == "smartnic":
+        servers |= {"relay": switches.RELAY, "buffering": "all" if plan.memory.kept else "auto"}
+    else:
+        servers["buffering"] = "all" if plan.memory.slots >= EVERY else "auto"
+    if plan.placement.fans_in and cluster is not None:
+        servers |= switches.job_keys(plan, cluster)
+    elif name in ("files", "zero-offload"):
+        files = ["{run}/store"] if name == "files" else []
+        return tomli_w.dumps({**own, "store": {"files": files}})
+    elif name not in ("server", "smartnic"):
+        return None
+    return tomli_w.dumps({**own, "servers": servers})
 
 
 def write_job_file(path: str, plan: Plan, cluster: Cluster) -> None:

@@ -15,8 +15,7 @@ from roadtrain.config.job import Job
 from roadtrain.config.job_model import shape_of
 from roadtrain.config.machines import FILES, Machines, host_port
 from roadtrain.config.models import BlockShape
-from roadtrain.config.plan import Plan
-from roadtrain.config.plan_file import PlanFile
+from roadtrain.config.plan_file import Plan, PlanFile
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
 from roadtrain.planner.candidates import EVERY
@@ -95,9 +94,8 @@ def job_keys(plan_file: PlanFile, job: Job, addresses: Mapping[str, str]) -> dic
     if why := why_not_run(plan, cluster):
         raise ConfigError(why)
     out: dict[str, Any] = {"data": {"batch_size": plan.micro_batch}}
-    if (promised := plan_file.predicted) is not None:
-        stages = {where: {**own} for where, own in promised.stages.items()}
-        out["predicted"] = {"seconds": promised.seconds, "stages": stages}
+    if plan_file.predicted is not None:
+        out["predicted"] = plan_file.predicted.model_dump()
     if plan.placement.name in IN_STAGES:
         return out | {"parallelism": {"auto": False, **_parallelism(plan)}}
     out |= step_keys(plan)
@@ -120,14 +118,16 @@ def step_keys(plan: Plan) -> dict[str, dict[str, Any]]:
 
 def _parallelism(plan: Plan) -> dict[str, Any]:
     ranks = plan.parallelism
-    if plan.placement.name in REDUCED:
-        alone = {"reducers_alone": True} if plan.placement.sum == "separate" else {}
-        files = {
-            "reducers": f"{{run}}/{FILES}/reducers.txt",
-            "reducers_token_file": f"{{run}}/{FILES}/token",
-        }
-        return {"dp": ranks.dp, "num_microbatches": plan.step_microbatches, **files, **alone}
-    return degrees(plan)
+    if plan.placement.name not in REDUCED:
+        return degrees(plan)
+    alone = {"reducers_alone": True} if plan.placement.sum == "separate" else {}
+    return {
+        "dp": ranks.dp,
+        "num_microbatches": plan.step_microbatches,
+        "reducers": f"{{run}}/{FILES}/reducers.txt",
+        "reducers_token_file": f"{{run}}/{FILES}/token",
+        **alone,
+    }
 
 
 def degrees(plan: Plan) -> dict[str, Any]:

@@ -16,22 +16,20 @@ from typing import Any
 
 from roadtrain.chunks import ITEMSIZE
 from roadtrain.config.cluster import Cluster, Host
-from roadtrain.config.job import CompressSection, Job
+from roadtrain.config.job import Job
+from roadtrain.config.job_model import with_vocabulary
 from roadtrain.config.machines import Machines
 from roadtrain.config.models import ModelShape
-from roadtrain.config.plan import Plan
-from roadtrain.config.plan_file import PlanFile
+from roadtrain.config.plan_file import Plan, PlanFile
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.optimizers import OPTIMIZERS
 from roadtrain.options.schema import flat
 from roadtrain.planner import switches
 from roadtrain.planner.job_keys import contradicted, job_keys, stated_degrees
 from roadtrain.planner.machines_of import IN_STAGES, machines_of, why_not_run
-from roadtrain.planner.simulate import load_model
+from roadtrain.planner.simulate import counted_modules, load_model
 from roadtrain.stages.host_ranks import check_ranks
 from roadtrain.stages.networks import ETHERNET, KINDS
-
-BYTES_VOCABULARY = 256  # of data.tokenizer = "bytes"
 
 
 def shape_of_job(job: Job) -> ModelShape:
@@ -41,17 +39,10 @@ def shape_of_job(job: Job) -> ModelShape:
     if job.model.pretrained:
         build.build_config(job)
         return load_model(job.model.pretrained, length)
-    if "vocab_size" not in config:
-        if job.data.tokenizer != "bytes":
-            raise ConfigError(
-                "the job's model has no vocab_size", hint="give model.config.vocab_size"
-            )
-        job = job.changed({"model.config.vocab_size": BYTES_VOCABULARY})
-    built = build.build_config(job)
-    counted: ModelShape = importlib.import_module("roadtrain.planner.model_config").shape_of_config(
-        built.to_dict(), seq_len=length, name=str(config["model_type"])
-    )
-    return counted
+    if "vocab_size" not in config and job.data.tokenizer != "bytes":
+        raise ConfigError("the job's model has no vocab_size", hint="give model.config.vocab_size")
+    built = build.build_config(with_vocabulary(job)).to_dict()
+    return counted_modules(built, seq_len=length, name=str(config["model_type"]))
 
 
 @dataclass(frozen=True)
@@ -80,7 +71,7 @@ class JobPlans:
             try:
                 self.machines[key] = machines_of(plan, self.cluster)
             except ConfigError as error:
-                self.machines[key] = _sentence(error)
+                self.machines[key] = str(error).partition("\n")[0]
         found = self.machines[key]
         return found if isinstance(found, str) else ""
 
@@ -94,22 +85,16 @@ class JobPlans:
             many = min(host.devices, left)
             places.append((f"{host.name} {number}", _fabric(host), many))
             left -= many
-        try:
-            check_ranks(plan.parallelism, places)
-        except ConfigError as error:
-            return _sentence(error)
-        return ""
+        return refusal(check_ranks, plan.parallelism, places)
 
     def _unsplit(self, plan: Plan) -> str:
         """Why a tensor group cannot have the model's layers."""
         degree = plan.parallelism.tp
         if degree == 1:
             return ""
-        job = self.job
-        if not job.model.pretrained and "vocab_size" not in job.model.config:
-            job = job.changed({"model.config.vocab_size": BYTES_VOCABULARY})
-        check_job = importlib.import_module("roadtrain.training.check_job")  # torch
-        why: str = check_job.why_not_split(job.model.model_dump_json(exclude_none=True), degree)
+        model = with_vocabulary(self.job).model.model_dump_json(exclude_none=True)
+        options = importlib.import_module("roadtrain.training.job_options")  # torch
+        why: str = options.why_not_split(model, degree)
         return why
 
     def _untrained(self, plan: Plan) -> str:
@@ -118,11 +103,7 @@ class JobPlans:
         options = (plan.num_microbatches > 1, passes, plan.staleness, plan.keep, plan.memory)
         key = plan.placement.name, plan.parallelism, options
         if key not in self.trained:
-            try:
-                self._train(plan)
-                self.trained[key] = ""
-            except ConfigError as error:
-                self.trained[key] = _sentence(error)
+            self.trained[key] = refusal(self._train, plan)
         return self.trained[key]
 
     def _train(self, plan: Plan) -> None:
@@ -139,8 +120,8 @@ class JobPlans:
             )
         if plan.placement.fans_in and (asked.ca or asked.cert or asked.key):
             raise ConfigError("switches do not go together with TLS (servers.ca, cert, key)")
-        check_job = importlib.import_module("roadtrain.training.check_job")  # torch
-        check_job.check_job(self.job.changed(keys), [h.workers for h in machines.worker_hosts])
+        options = importlib.import_module("roadtrain.training.job_options")  # torch
+        options.check_job(self.job.changed(keys), [h.workers for h in machines.worker_hosts])
 
     def _stated(self, plan: Plan) -> Plan:
         """With the widths and stages that the job states, where it has as many stages."""
@@ -170,17 +151,7 @@ class JobPlans:
             return "the job says parallelism.reducers, which a plan says"
         if job.optimizer.delay == "none":
             return 'optimizer.delay = "none" has no step to be simulated'
-        if name not in IN_STAGES:
-            return "the job has [parallelism]" if asked.used else ""
-        for key, given in (
-            ("compress", job.compress != CompressSection()),
-            ("optimizer.delay", job.optimizer.delay),
-            ("budget", job.budget.host or job.budget.device),
-            ("model.dtype = fp16", job.model.dtype == "fp16"),
-        ):
-            if given:
-                return f"the job has {key}, which does not go with [parallelism]"
-        return ""
+        return "the job has [parallelism]" if asked.used and name not in IN_STAGES else ""
 
     def as_it_runs(self, plan: Plan) -> Plan:
         """With the job's dtype, optimizer, clipping, delay and compression."""
@@ -232,8 +203,13 @@ def other_numbers(plan: Plan, job: Job, cluster: Cluster) -> str:
     return f"{said}{', '.join(found)}" if found else ""
 
 
-def _sentence(error: ConfigError) -> str:
-    return str(error).partition("\n")[0]
+def refusal(check: Callable[..., object], *given: Any) -> str:
+    """What `check` refuses, in one sentence; "" where it does not."""
+    try:
+        check(*given)
+    except ConfigError as error:
+        return str(error).partition("\n")[0]
+    return ""
 
 
 def _fabric(host: Host) -> str:

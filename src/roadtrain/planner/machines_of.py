@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from roadtrain.config.cluster import Cluster, Host
@@ -27,7 +27,7 @@ from roadtrain.config.machines import (
     ServerPlace,
     SwitchPlace,
 )
-from roadtrain.config.plan import Plan
+from roadtrain.config.plan_file import Plan
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
 from roadtrain.simulator.run import Result
@@ -68,13 +68,8 @@ def why_not_run(plan: Plan, cluster: Cluster | None) -> str:
         return f"placement {name} runs data-parallel workers alone, {ranks} is more"
     if name in REDUCED and ranks.dp == 1:
         return f"placement {name} sums what several workers send, there is 1"
-    return _why_not_on([] if cluster is None else switches.hosts_of(plan, cluster), plan)
-
-
-def _why_not_on(hosts: Sequence[Host], plan: Plan) -> str:
-    """hosts: that compute; none where nobody knows them."""
-    name, ranks = plan.placement.name, plan.parallelism
-    if name in ON_ONE_HOST and (many := len(hosts)) > 1:
+    many = 0 if cluster is None else len(switches.hosts_of(plan, cluster))
+    if name in ON_ONE_HOST and many > 1:
         return f"placement {name} is of one host's workers, {ranks} is on {many} hosts"
     if name in ON_ONE_HOST and ranks.devices > 1:
         return f"placement {name} is of one worker, {ranks} is {ranks.devices}"
@@ -145,7 +140,7 @@ def predicted_of(result: Result) -> Predicted:
     for own in stages.values():
         computing = own.get("Forward", 0.0) + own.get("Backward", 0.0)
         own["Wait"] = max(0.0, result.seconds - computing)
-    return Predicted(result.seconds, stages)
+    return Predicted(seconds=result.seconds, stages=stages)
 
 
 def directories_of(host: Host, machine: str) -> list[str]:
@@ -218,9 +213,8 @@ def _servers(one: PlanHost, kind: Host, ports: Counter[str], run: str) -> tuple[
 
 def _snapshot(one: PlanHost, kind: Host, run: str) -> str:
     """Where a store in memory is copied to; "": nowhere, the host has no directory."""
-    known = [name for ssd in kind.ssds for name in ssd.directories]
-    directory = known[0].replace("{host}", one.name) if known else ""
-    return f"{store_in(directory, one.name, run)}.snapshot" if directory else ""
+    known = [name.replace("{host}", one.name) for ssd in kind.ssds for name in ssd.directories]
+    return f"{store_in(known[0], one.name, run)}.snapshot" if known else ""
 
 
 def _port(ports: Counter[str], one: PlanHost) -> int:

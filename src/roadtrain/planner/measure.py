@@ -9,8 +9,10 @@ where the model has 4.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,15 +54,10 @@ class Counts:
     @staticmethod
     def _root(parts: Split) -> tuple[int, int]:
         """Parameters of the root block, and of these the embeddings'."""
-        own = {id(p) for _, p in parts.root.params}
-        tables = {
-            id(m.weight): m.weight.numel()
-            for m in parts.root.module.modules()
-            if isinstance(m, nn.Embedding)
-        }
-        return sum(p.numel() for _, p in parts.root.params), sum(
-            n for key, n in tables.items() if key in own
-        )
+        own = {id(p): p.numel() for _, p in parts.root.params}
+        modules = parts.root.module.modules()
+        tables = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
+        return sum(own.values()), sum(own.get(key, 0) for key in tables)
 
 
 def counted(
@@ -74,78 +71,79 @@ def counted(
 ) -> Counts:
     """One forward of `samples` samples, with what it does counted. `sized`: each element has its
     dtype's bytes, else fp32 counts as 2. Raises what the model's forward raises."""
-    own = {id(p) for p in model.parameters()} | {id(b) for b in model.buffers()}
-    storages = {p.untyped_storage()._cdata for p in model.parameters()}
-    flops, saved, inputs = dict[str, float](), dict[str, float](), dict[str, float]()
-    running, seen = ["before"], set[int]()
-    before = {"flops": 0.0}
-    hidden = [0, 1]
-    counter = FlopCounterMode(display=False)
-
-    def note() -> None:
-        total = float(counter.get_total_flops())
-        flops[running[-1]] = flops.get(running[-1], 0.0) + total - before["flops"]
-        before["flops"] = total
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()._cdata  # views of one memory keep it once
-        if id(tensor) not in own and storage not in storages and storage not in seen:
-            seen.add(storage)
-            kept.append(tensor)  # so that no other gets its memory
-            size = 2 if tensor.dtype == torch.float32 and not sized else tensor.element_size()
-            elements = min(
-                tensor.numel(), tensor.untyped_storage().nbytes() // tensor.element_size()
-            )
-            saved[running[-1]] = saved.get(running[-1], 0.0) + size * elements
-        return tensor
-
-    def enter(block: str) -> Any:
-        def hook(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            note()
-            running.append(block)
-            tensors = [t for t in (*given, *named.values()) if isinstance(t, torch.Tensor)]
-            inputs.setdefault(
-                block, float(sum(2 * t.numel() for t in tensors if t.is_floating_point()))
-            )
-            if tensors and tensors[0].dim() > 1 and tensors[0].is_floating_point():
-                whole, last = tensors[0].numel() // samples, tensors[0].shape[-1]
-                # a picture has no tokens
-                hidden[:] = (last, whole // last) if tensors[0].dim() == 3 else (whole, 1)
-
-        return hook
-
-    def leave(module: nn.Module, given: tuple[Any, ...], result: Any) -> None:
-        note()
-        running.pop()
-        running[0] = "after"
-
-    kept: list[torch.Tensor] = []
-    hooks = [
-        part.module.register_forward_pre_hook(enter(part.name), with_kwargs=True)
-        for part in parts.blocks
-    ]
-    hooks += [part.module.register_forward_hook(leave) for part in parts.blocks]
+    noted = _Noted(model, samples, sized)
+    hooks: list[Any] = []
+    for part in parts.blocks:
+        enter = partial(noted.enter, part.name)
+        hooks.append(part.module.register_forward_pre_hook(enter, with_kwargs=True))
+        hooks.append(part.module.register_forward_hook(noted.leave))
+    keeping = torch.autograd.graph.saved_tensors_hooks(noted.pack, lambda t: t)
     try:
-        with (
-            counter,
-            torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
-        ):
+        with noted.counter, torch.enable_grad(), keeping:
             result = model(*args, **kwargs)
-            note()
+            noted.note()
     finally:
         for hook in hooks:
             hook.remove()
     logits = result if isinstance(result, torch.Tensor) else getattr(result, "logits", None)
-    elements = (
-        logits.numel() / samples
-        if isinstance(logits, torch.Tensor) and logits.is_floating_point()
-        else 0.0
-    )
+    elements = 0.0
+    if isinstance(logits, torch.Tensor) and logits.is_floating_point():
+        elements = logits.numel() / samples
     flops, saved, inputs = (
-        {key: n / samples for key, n in one.items()} for one in (flops, saved, inputs)
+        {key: n / samples for key, n in one.items()}
+        for one in (noted.flops, noted.saved, noted.inputs)
     )
-    return Counts(flops, saved, inputs, elements, hidden[0], max(1, hidden[1]))
+    return Counts(flops, saved, inputs, elements, *noted.hidden)
+
+
+class _Noted:
+    """What hooks see of a forward, by the block that runs. `hidden`: width and tokens of what
+    passes between blocks."""
+
+    def __init__(self, model: nn.Module, samples: int, sized: bool) -> None:
+        self.samples, self.sized = samples, sized
+        self.own = {id(p) for p in model.parameters()} | {id(b) for b in model.buffers()}
+        self.seen = {p.untyped_storage()._cdata for p in model.parameters()}
+        self.flops, self.saved = defaultdict[str, float](float), defaultdict[str, float](float)
+        self.inputs: dict[str, float] = {}
+        self.running, self.hidden = ["before"], (0, 1)
+        self.counter, self.counted = FlopCounterMode(display=False), 0.0
+        self.kept: list[torch.Tensor] = []  # so that no other gets their memory
+
+    def note(self) -> None:
+        total = float(self.counter.get_total_flops())
+        self.flops[self.running[-1]] += total - self.counted
+        self.counted = total
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        # views of one memory keep it once
+        if id(tensor) not in self.own and storage._cdata not in self.seen:
+            self.seen.add(storage._cdata)
+            self.kept.append(tensor)
+            width = tensor.element_size()
+            elements = min(tensor.numel(), storage.nbytes() // width)
+            halved = tensor.dtype == torch.float32 and not self.sized
+            self.saved[self.running[-1]] += (2 if halved else width) * elements
+        return tensor
+
+    def enter(
+        self, block: str, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        self.note()
+        self.running.append(block)
+        tensors = [t for t in (*given, *named.values()) if isinstance(t, torch.Tensor)]
+        nbytes = sum(2 * t.numel() for t in tensors if t.is_floating_point())
+        self.inputs.setdefault(block, float(nbytes))
+        if tensors and tensors[0].dim() > 1 and tensors[0].is_floating_point():
+            whole, last = tensors[0].numel() // self.samples, tensors[0].shape[-1]
+            # a picture has no tokens
+            self.hidden = (last, max(1, whole // last)) if tensors[0].dim() == 3 else (whole, 1)
+
+    def leave(self, module: nn.Module, given: tuple[Any, ...], result: Any) -> None:
+        self.note()
+        self.running.pop()
+        self.running[0] = "after"
 
 
 def shape_of(
@@ -169,18 +167,8 @@ def shape_of(
         ) from cause
 
     def block(title: str, key: str, params: int) -> BlockShape:
-        return BlockShape(
-            title,
-            params,
-            found.flops.get(key, 0.0),
-            found.saved.get(key, 0.0),
-            found.inputs.get(key, 0.0),
-        )
+        flops, saved = found.flops.get(key, 0.0), found.saved.get(key, 0.0)
+        return BlockShape(title, params, flops, saved, found.inputs.get(key, 0.0))
 
-    return ModelShape(
-        name or type(model).__name__,
-        found.blocks(parts, block),
-        found.tokens,
-        found.hidden,
-        source="measured",
-    )
+    shapes, title = found.blocks(parts, block), name or type(model).__name__
+    return ModelShape(title, shapes, found.tokens, found.hidden)

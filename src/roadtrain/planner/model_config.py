@@ -80,10 +80,8 @@ def shape_of_config(
     kind = str(config.get("model_type") or "")
     made, guessed = _config(kind, config)
     text = made.get_text_config(decoder=True)
-    notes = [
-        f"{key} {value} (not in the config: transformers' default)"
-        for key, value in guessed.items()
-    ]
+    default = "(not in the config: transformers' default)"
+    notes = [f"{key} {value} {default}" for key, value in guessed.items()]
     if ahead := config.get("num_nextn_predict_layers"):
         notes.append(
             f"{ahead} layer(s) that predict further tokens are not built by transformers and not"
@@ -128,7 +126,6 @@ def shape_of_config(
         tokens,
         whole.hidden,
         heads if isinstance(heads, int) else 0,
-        f"modules of {type(model).__name__}",
         tuple(notes),
     )
 
@@ -161,54 +158,38 @@ def _config(kind: str, config: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
             f"transformers cannot read the config of a `{kind}`: {_line(cause)}",
             hint="the config.json as it was published",
         ) from cause
-    trees = [config, *(value for value in config.values() if isinstance(value, Mapping))]
-    renamed = [
-        made.attribute_map,
-        *(
-            getattr(made, key).attribute_map
-            for key in made.sub_configs
-            if hasattr(getattr(made, key, None), "attribute_map")
-        ),
-    ]
-    names = {
-        what: {what, *KEYS.get(what, ()), *(own[what] for own in renamed if what in own)}
-        for what in (*SIZES, *GUESSED)
-    }
-    given = {
-        what: any(tree.get(key) is not None for tree in trees for key in keys)
-        for what, keys in names.items()
-    }
-    text = made.get_text_config(decoder=True)
-    for what in SIZES:
-        if (
-            not given[what]
-            and hasattr(text, what)
-            and (what != "vocab_size" or not hasattr(made, "patch_size"))
-        ):
-            if what == "vocab_size" and any(
-                isinstance(value, Mapping) for value in config.values()
-            ):
-                continue  # of a part of the model, which its own class fills in
+    return made, _guessed(kind, config, made)
+
+
+def _guessed(kind: str, config: Mapping[str, Any], made: Any) -> dict[str, Any]:
+    """Sizes that transformers' config has and the keys that are given do not say. Raises
+    ConfigError for one without which they say nothing of the model's size."""
+    text, parts = made.get_text_config(decoder=True), [made.attribute_map]
+    inner = [value for value in config.values() if isinstance(value, Mapping)]
+    for key in made.sub_configs:
+        parts.append(getattr(getattr(made, key, None), "attribute_map", {}))
+    guessed: dict[str, Any] = {}
+    for what in (*SIZES, *GUESSED):
+        names = {what, *KEYS.get(what, ()), *(own[what] for own in parts if what in own)}
+        if any(tree.get(key) is not None for tree in (config, *inner) for key in names):
+            continue
+        # one of a part of the model its own class fills in; what sees pictures has none
+        optional = what == "vocab_size" and (inner or hasattr(made, "patch_size"))
+        if what in SIZES and hasattr(text, what) and not optional:
             raise ConfigError(
-                f"the config of a `{kind}` has none of {', '.join(sorted(names[what]))}",
+                f"the config of a `{kind}` has none of {', '.join(sorted(names))}",
                 hint="a Hugging Face config.json of the model has them",
             )
-    guessed = {
-        what: getattr(text, what)
-        for what in (*SIZES, *GUESSED)
-        if not given[what] and isinstance(getattr(text, what, None), int)
-    }
-    if "num_key_value_heads" in guessed and guessed["num_key_value_heads"] == getattr(
-        text, "num_attention_heads", 0
-    ):
-        guessed.pop("num_key_value_heads")  # as many as there are heads: what leaving it out means
-    whole = guessed.get("head_dim", 0) * getattr(text, "num_attention_heads", 0) == getattr(
-        text, "hidden_size", 0
-    )
+        if isinstance(getattr(text, what, None), int):
+            guessed[what] = getattr(text, what)
+    heads = getattr(text, "num_attention_heads", 0)
+    if guessed.get("num_key_value_heads") == heads:
+        guessed.pop("num_key_value_heads", None)  # as many as heads: what leaving it out means
+    whole = guessed.get("head_dim", 0) * heads == getattr(text, "hidden_size", 0)
     # what leaving it out means, or no width of any matrix
     if whole or hasattr(text, "qk_rope_head_dim"):
         guessed.pop("head_dim", None)
-    return made, guessed
+    return guessed
 
 
 def _built(kind: str, config: Mapping[str, Any], made: Any, notes: list[str]) -> Any:
@@ -216,9 +197,8 @@ def _built(kind: str, config: Mapping[str, Any], made: Any, notes: list[str]) ->
     with most parameters that takes it."""
     transformers: Any = importlib.import_module("transformers")
     named = [str(one) for one in config.get("architectures") or ()]
-    own = next(
-        (own for one in named if (own := getattr(transformers, one, None)) is not None), None
-    )
+    classes = (getattr(transformers, name, None) for name in named)
+    own = next((found for found in classes if found is not None), None)
     if own is not None and getattr(own, "config_class", None) is type(made):
         builds = [own._from_config]
     else:
@@ -238,11 +218,9 @@ def _built(kind: str, config: Mapping[str, Any], made: Any, notes: list[str]) ->
     if found:
         # what has all parts
         model = max(found, key=lambda one: sum(p.numel() for p in one.parameters()))
-        if type(model).__name__ not in named:
-            notes.append(
-                f"counted as {type(model).__name__} (the config names"
-                f" {', '.join(named) or 'no class'})"
-            )
+        if (title := type(model).__name__) not in named:
+            said = ", ".join(named) or "no class"
+            notes.append(f"counted as {title} (the config names {said})")
         return model.train()
     why = "there is no model of it" if failure is None else _line(failure)
     raise ConfigError(
@@ -284,9 +262,8 @@ def _holders(block: nn.Module) -> Iterator[tuple[nn.Module, int]]:
         title = type(module).__name__.lower()
         if id(module) in inside or "expert" not in title or "shared" in title:
             continue
-        rows = [
-            p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3 and p.shape[0] > 1
-        ]
+        own = [p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3]
+        rows = [count for count in own if count > 1]
         count = max(rows) if rows else len(module) if isinstance(module, nn.ModuleList) else 0
         if rows or title.endswith("experts"):
             inside.update(id(own) for own in module.modules())
@@ -387,11 +364,9 @@ def _blocks(
     def grown(of: str, key: str) -> tuple[float, float]:
         """What of a sample grows with its tokens, and what with their square: of a t + b t t."""
         found = getattr(whole, of).get(key, 0.0)
-        square = (
-            0.0
-            if half is None
-            else min(found, max(0.0, 2 * (found - 2 * getattr(half, of).get(key, 0.0))))
-        )
+        square = 0.0
+        if half is not None:
+            square = min(found, max(0.0, 2 * (found - 2 * getattr(half, of).get(key, 0.0))))
         return (found - square) * times, square * times * times
 
     def block(title: str, key: str, params: int) -> BlockShape:

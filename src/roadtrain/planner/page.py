@@ -64,19 +64,13 @@ def page(title: str, told: str, traced: Result | None, front: Sequence[Point]) -
         keep_trailing_newline=True,
     )
     templates.filters["seconds"] = show_seconds
-    memory, busy = [], []
-    if traced is not None:
-        memory = [
-            Bar(
-                need.nbytes / max(need.room, 1.0),
-                f"{show_bytes(need.nbytes)} of {show_bytes(need.room)}",
-                need.where,
-            )
-            for need in traced.needs
-        ]
-        busy = [
-            Bar(share, f"{share:.0%}", name) for name, share in traced.busy.items() if share >= 0.01
-        ]
+    memory, busy = list[Bar](), list[Bar]()
+    for need in () if traced is None else traced.needs:
+        words = f"{show_bytes(need.nbytes)} of {show_bytes(need.room)}"
+        memory.append(Bar(need.nbytes / max(need.room, 1.0), words, need.where))
+    for name, share in () if traced is None else traced.busy.items():
+        if share >= 0.01:
+            busy.append(Bar(share, f"{share:.0%}", name))
     return templates.get_template("page.html.j2").render(
         title=title,
         told=told,
@@ -98,11 +92,7 @@ def timeline(trace: Sequence[Task], seconds: float) -> list[TimelineRow]:
     }
     for task in sorted(tasks, key=lambda task: task.begin - task.end)[:MOST_BARS]:
         shown_from = max(task.begin, begin)
-        rows[task.where, task.stage].bars.append(
-            Bar(
-                (task.end - shown_from) / seconds,
-                f"{task.stage} {show_seconds(task.end - task.begin)}",
-                begin=(shown_from - begin) / seconds,
-            )
-        )
+        words = f"{task.stage} {show_seconds(task.end - task.begin)}"
+        share, at = (task.end - shown_from) / seconds, (shown_from - begin) / seconds
+        rows[task.where, task.stage].bars.append(Bar(share, words, begin=at))
     return list(rows.values())

@@ -23,8 +23,7 @@ from roadtrain.config.job import Job, load_job
 from roadtrain.config.job_model import layers_of
 from roadtrain.config.machines import PlannedModel
 from roadtrain.config.models import ModelShape
-from roadtrain.config.plan import HEADROOM
-from roadtrain.config.plan_file import PlanFile
+from roadtrain.config.plan_file import HEADROOM, PlanFile
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
 from roadtrain.planner.job_file import steps_of, write_job_file
@@ -145,14 +144,12 @@ def batch_to_plan(job: Job, given: int | None) -> int | None:
 
 
 def _front(answer: SearchResult, cluster: Cluster) -> list[Point]:
-    return [
-        Point(
-            found.result.seconds / found.plan.samples,
-            (found.result.price or found.result.joules) / found.plan.samples,
-            words(found.plan, cluster),
-        )
-        for found in answer.front
-    ]
+    points = []
+    for found in answer.front:
+        result, samples = found.result, found.plan.samples
+        cost = (result.price or result.joules) / samples
+        points.append(Point(result.seconds / samples, cost, words(found.plan, cluster)))
+    return points
 
 
 def launchable(

@@ -10,7 +10,8 @@ from typing import Any
 
 from roadtrain.config.cluster import Cluster
 from roadtrain.config.models import ModelShape
-from roadtrain.config.plan import Plan
+from roadtrain.config.plan_file import Plan
+from roadtrain.planner import switches
 from roadtrain.planner.candidates import EVERY
 from roadtrain.planner.search import Family, Found, SearchResult, least_change, main_reason
 from roadtrain.planner.simulate import SCHEMA, as_json, assumed, assumed_json, report
@@ -56,12 +57,8 @@ def words(plan: Plan, cluster: Cluster | None = None) -> str:
     parts.append(
         f"updates {'beside the SSDs' if place.update == 'ssd' else 'on the ' + place.update}"
     )
-    groups = (
-        (widths or parallelism.dp, "data"),
-        (parallelism.cp, "context"),
-        (parallelism.tp, "tensor"),
-        (parallelism.pp, "pipeline"),
-    )
+    degrees = (widths or parallelism.dp, parallelism.cp, parallelism.tp, parallelism.pp)
+    groups = zip(degrees, ("data", "context", "tensor", "pipeline"))
     ranks = [f"{n} {what}" for n, what in groups if n != 1]
     parts.append(" x ".join(ranks) + "-parallel" if ranks else "one device")
     if parallelism.ep > 1:
@@ -84,8 +81,8 @@ def words(plan: Plan, cluster: Cluster | None = None) -> str:
 
 def _stages_are_inside(plan: Plan, cluster: Cluster) -> bool:
     """Whether no stage of the plan is on more than one host."""
-    hosts = [host for kind in cluster.workers for host in [kind] * kind.count]
-    slots = [number for number, host in enumerate(hosts) for _ in range(host.devices)]
+    hosts = enumerate(switches.hosts_of(plan, cluster))
+    slots = [number for number, host in hosts for _ in range(host.devices)]
     ends = itertools.pairwise(plan.parallelism.first_ranks)
     return all(len(set(slots[begin:stop])) == 1 for begin, stop in ends)
 
@@ -106,27 +103,16 @@ def answer_text(
         report(result, cluster, model, of),
         f"why     {top} is busy {share:.0%} of a step; {scored}",
     ]
-    if answer.gains:
-        lines.append(
-            "10 % more of "
-            + ", ".join(f"{name} takes off {gain:.1%}" for name, gain in answer.gains.items())
-        )
-    else:
-        lines.append("10 % more of no single resource helps")
+    gains = ", ".join(f"{name} takes off {gain:.1%}" for name, gain in answer.gains.items())
+    lines.append(f"10 % more of {gains or 'no single resource helps'}")
     if (runner := answer.runner_up) is not None:
         top, share = max(runner.result.busy.items(), key=lambda pair: pair[1])
         lines.append(
             f"second  {words(runner.plan, cluster)}: {runner.score / pick.score - 1:+.1%} {goal}"
             f" a sample; {top} is busy {share:.0%}"
         )
-        lines.append(
-            "        it would win with "
-            + (
-                " or with ".join(answer.flips)
-                if answer.flips
-                else "none of the rates halved or doubled"
-            )
-        )
+        flips = " or with ".join(answer.flips) or "none of the rates halved or doubled"
+        lines.append(f"        it would win with {flips}")
     free = _unpriced(cluster, goal)
     return "\n".join(
         [*lines, *([f"assumed {', '.join(free)}"] if free else []), *_family_lines(answer, pick)]
@@ -141,11 +127,8 @@ def _batch_line(answer: SearchResult, model: ModelShape) -> str:
 def _unpriced(cluster: Cluster, goal: str) -> list[str]:
     """Of what the goal counts, what the cluster file has no figure of: it counts as nothing."""
     if goal == "cost":
-        return [
-            f"hosts.{host.name}.price_per_hour 0"
-            for host in cluster.hosts
-            if not host.price_per_hour
-        ]
+        free = (host.name for host in cluster.hosts if not host.price_per_hour)
+        return [f"hosts.{name}.price_per_hour 0" for name in free]
     if goal == "energy":
         return [
             f"hosts.{host.name}.{what}peak_watts {of.idle_watts:g}"
@@ -157,10 +140,11 @@ def _unpriced(cluster: Cluster, goal: str) -> list[str]:
 
 
 def _family_lines(answer: SearchResult, pick: Found | None) -> Iterable[str]:
-    for family in sorted(
-        answer.families.values(), key=lambda f: f.best.score if f.best else f.least
-    ):
-        yield f"  {family.placement:17}{family.tried:5} plans: {_fate(family, pick)}"
+    def score(named: tuple[str, Family]) -> float:
+        return named[1].best.score if named[1].best else named[1].least
+
+    for name, family in sorted(answer.families.items(), key=score):
+        yield f"  {name:17}{family.tried:5} plans: {_fate(family, pick)}"
 
 
 def _fate(family: Family, pick: Found | None) -> str:
@@ -192,14 +176,12 @@ def no_plan_text(answer: SearchResult, cluster: Cluster, model: ModelShape, of: 
         lines += [f"why     {reason[0]}", *([f"hint    {reason[1]}"] if reason[1] else [])]
     if (near := least_change(answer)) is not None:
         need, plan = near
-        lines += [
-            (
-                f"least change: {show_bytes(need.lacking)} more for {need.where}"
-                f" ({show_bytes(need.nbytes)} instead of {show_bytes(need.room)}) makes this fit:"
-                f" {words(plan, cluster)}"
-            ),
-            f"memory  {kept_free(plan)}",
-        ]
+        lines.append(
+            f"least change: {show_bytes(need.lacking)} more for {need.where}"
+            f" ({show_bytes(need.nbytes)} instead of {show_bytes(need.room)}) makes this fit:"
+            f" {words(plan, cluster)}"
+        )
+        lines.append(f"memory  {kept_free(plan)}")
     lines += assumed(cluster, model, of, None if near is None else near[1])
     return "\n".join([*lines, *_family_lines(answer, None)])
 
@@ -210,17 +192,13 @@ def answer_json(
     """The same as plain data, with a schema version."""
 
     def one(found: Found | None) -> dict[str, Any] | None:
-        return (
-            None
-            if found is None
-            else {
-                **as_json(found.result, cluster, model, of),
-                "score": found.score,
-                "words": words(found.plan, cluster),
-            }
-        )
+        if found is None:
+            return None
+        said = {"score": found.score, "words": words(found.plan, cluster)}
+        return as_json(found.result, cluster, model, of) | said
 
     near = least_change(answer)
+    counted = ("tried", "simulated", "pruned", "refused", "left_out")
     return {
         "schema": SCHEMA,
         "goal": goal,
@@ -231,16 +209,12 @@ def answer_json(
         "front": [one(found) for found in answer.front],
         "families": [
             {
-                "placement": f.placement,
-                "tried": f.tried,
-                "simulated": f.simulated,
-                "pruned": f.pruned,
-                "refused": f.refused,
-                "left_out": f.left_out,
+                "placement": name,
+                **{key: getattr(f, key) for key in counted},
                 "nearest": None if f.nearest is None else asdict(f.nearest[0]),
                 "best": None if f.best is None else f.best.score,
             }
-            for f in answer.families.values()
+            for name, f in answer.families.items()
         ],
         "least_change": None
         if near is None

@@ -70,16 +70,8 @@ def processors(threads: int) -> dict[str, float]:
     grad = np.zeros(ELEMENTS, np.uint16)
     cast(source, "fp32", grad, "bf16")
     (rule,) = rules_for(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-3))
-    hyper = rule.hyper(
-        {
-            "lr": 1e-3,
-            "betas": (0.9, 0.999),
-            "eps": 1e-8,
-            "weight_decay": 0.01,
-            "maximize": False,
-            "amsgrad": False,
-        }
-    )
+    group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    hyper = rule.hyper(group | {"maximize": False, "amsgrad": False})
     first, second, copy = _fp32(ELEMENTS), _fp32(ELEMENTS), np.zeros(ELEMENTS, np.uint16)
     rows = np.zeros((-(-ELEMENTS // MAX_CHUNK), len(rule.scalars)))
     arriving = [grad, *(grad.copy() for _ in range(BUFFERS - 1))]
@@ -88,18 +80,9 @@ def processors(threads: int) -> dict[str, float]:
         np.copyto(target[at : at + PART], source[at : at + PART])
 
     def update(at: int) -> None:
-        part = slice(at, at + MAX_CHUNK)
-        rule.apply(
-            target[part],
-            grad[part],
-            "bf16",
-            [first[part], second[part]],
-            rows[at // MAX_CHUNK],
-            hyper,
-            1.0,
-            copy[part],
-            "bf16",
-        )
+        part, row = slice(at, at + MAX_CHUNK), rows[at // MAX_CHUNK]
+        state, out = [first[part], second[part]], copy[part]
+        rule.apply(target[part], grad[part], "bf16", state, row, hyper, 1.0, out, "bf16")
 
     def add(at: int) -> None:
         sum_k(target[at : at + PART], [a[at : at + PART] for a in arriving], "bf16")
@@ -169,6 +152,66 @@ def fabric(devices: Sequence[torch.device], nbytes: int = COPIED) -> float:
 def describe(dirs: Sequence[str], threads: int) -> links.Said:
     """Of this host alone."""
     name, missing = socket.gethostname().split(".")[0] or "host", list[str]()
+    ssds, uplink = _ssds(dirs, missing)
+    rates, whole = processors(threads), psutil.virtual_memory().total
+    host: dict[str, Any] = {"name": name, "memory": f"{whole}B"}
+    host |= {what: f"{rate:.0f}B/s" for what, rate in rates.items()}
+    measured = [f"hosts.{name}.{what}" for what in rates]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count:
+        device, dtype = torch.device("cuda", 0), torch.bfloat16
+        copy, memory_rate = copies(device)
+        kind = torch.cuda.get_device_name(0)
+        memory = torch.cuda.get_device_properties(0).total_memory
+    else:
+        device, dtype, count, kind = torch.device("cpu"), torch.float32, 1, "cpu"
+        copy, memory_rate, memory = rates["memory_rate"], rates["memory_rate"], whole
+        missing.append("accelerators: there are none, so the processors compute (fp32)")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        by_size = products(device, dtype)
+    finally:
+        torch.set_num_threads(before)
+    host |= {
+        "devices": count,
+        "device": {
+            "kind": kind,
+            "flops": f"{max(by_size.values()) / 1e12:.6f}TFLOP/s",
+            "memory": f"{memory}B",
+            "memory_rate": f"{memory_rate:.0f}B/s",
+            "copy": f"{copy:.0f}B/s",
+        },
+    }
+    measured.append(f"hosts.{name}.device")
+    if count > 1:
+        every = [torch.device("cuda", number) for number in range(count)]
+        host["fabric"] = f"{fabric(every):.0f}B/s"
+        measured.append(f"hosts.{name}.fabric")
+        missing += [
+            f"device {number}, a {other}: taken to be as device 0, a {kind}"
+            for number in range(1, count)
+            if (other := torch.cuda.get_device_name(number)) != kind
+        ]
+    if ssds:
+        host |= {"ssds": ssds, "uplink": f"{uplink:.0f}B/s"}
+        measured += [f"hosts.{name}.ssds", f"hosts.{name}.uplink"]
+    found, unknown = cards()
+    if found:
+        host["nics"] = found
+    print(
+        f"memory {show_rate(rates['memory_rate'])}, updates {show_rate(rates['updates'])}, sums "
+        f"{show_rate(rates['sums'])}; {count} x {kind}: "
+        + ", ".join(f"{size} {show_flops(flops)}" for size, flops in by_size.items()),
+        flush=True,
+    )
+    places, gaps = topology(dirs)
+    tree = {"name": name, "hosts": [host], "measured": measured}
+    return links.Said(tree, [*missing, *unknown, *gaps], places)
+
+
+def _ssds(dirs: Sequence[str], missing: list[str]) -> tuple[list[dict[str, Any]], float]:
+    """A cluster.toml's `ssds` of these directories, and bytes a second of all together."""
     ssds, uplink = [], 0.0
     for directory in dirs:
         storage = storage_rates(directory)
@@ -190,72 +233,7 @@ def describe(dirs: Sequence[str], threads: int) -> links.Said:
             f"{show_rate(storage.mixed)}",
             flush=True,
         )
-    rates = processors(threads)
-    host: dict[str, Any] = {
-        "name": name,
-        "memory": f"{psutil.virtual_memory().total}B",
-        **{what: f"{rate:.0f}B/s" for what, rate in rates.items()},
-    }
-    measured = [f"hosts.{name}.{what}" for what in rates]
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count:
-        device, dtype = torch.device("cuda", 0), torch.bfloat16
-        copy, memory_rate = copies(device)
-        kind, memory = (
-            torch.cuda.get_device_name(0),
-            torch.cuda.get_device_properties(0).total_memory,
-        )
-    else:
-        device, dtype, count, kind = torch.device("cpu"), torch.float32, 1, "cpu"
-        copy, memory_rate, memory = (
-            rates["memory_rate"],
-            rates["memory_rate"],
-            psutil.virtual_memory().total,
-        )
-        missing.append("accelerators: there are none, so the processors compute (fp32)")
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        by_size = products(device, dtype)
-    finally:
-        torch.set_num_threads(before)
-    host |= {
-        "devices": count,
-        "device": {
-            "kind": kind,
-            "flops": f"{max(by_size.values()) / 1e12:.6f}TFLOP/s",
-            "memory": f"{memory}B",
-            "memory_rate": f"{memory_rate:.0f}B/s",
-            "copy": f"{copy:.0f}B/s",
-        },
-    }
-    measured.append(f"hosts.{name}.device")
-    if count > 1:
-        host["fabric"] = (
-            f"{fabric([torch.device('cuda', number) for number in range(count)]):.0f}B/s"
-        )
-        measured.append(f"hosts.{name}.fabric")
-        missing += [
-            f"device {number}, a {other}: taken to be as device 0, a {kind}"
-            for number in range(1, count)
-            if (other := torch.cuda.get_device_name(number)) != kind
-        ]
-    if ssds:
-        host |= {"ssds": ssds, "uplink": f"{uplink:.0f}B/s"}
-        measured += [f"hosts.{name}.ssds", f"hosts.{name}.uplink"]
-    found, unknown = cards()
-    if found:
-        host["nics"] = found
-    print(
-        f"memory {show_rate(rates['memory_rate'])}, updates {show_rate(rates['updates'])}, sums "
-        f"{show_rate(rates['sums'])}; {count} x {kind}: "
-        + ", ".join(f"{size} {show_flops(flops)}" for size, flops in by_size.items()),
-        flush=True,
-    )
-    places, gaps = topology(dirs)
-    return links.Said(
-        {"name": name, "hosts": [host], "measured": measured}, [*missing, *unknown, *gaps], places
-    )
+    return ssds, uplink
 
 
 def with_others(own: links.Said, hosts: Sequence[str], options: TcpOptions) -> bool:
@@ -288,13 +266,9 @@ def with_others(own: links.Said, hosts: Sequence[str], options: TcpOptions) -> b
     print(links.shown(found))
     for place, tree in trees.items():
         if mine := [both for pair, both in found.items() if place in pair]:
-            tree["nics"] = [
-                {
-                    "kind": "ethernet",
-                    "rate": f"{max(rate for rate, _ in mine):.0f}B/s",
-                    "latency": f"{1e9 * min(latency for _, latency in mine):.0f}ns",
-                }
-            ]
+            rate, latency = max(rate for rate, _ in mine), min(latency for _, latency in mine)
+            card = {"rate": f"{rate:.0f}B/s", "latency": f"{1e9 * latency:.0f}ns"}
+            tree["nics"] = [{"kind": "ethernet", **card}]
             own.tree["measured"].append(f"hosts.{tree['name']}.nics")
     own.missing += lost + broken
     return not lost + broken
@@ -329,10 +303,8 @@ def command(
         key: TLS: PEM file of its key
         ca: TLS: PEM file that the other hosts' certificates must be signed by
     """
-    begin, options = (
-        time.perf_counter(),
-        TcpOptions(token=token_of(token_file), tls=tls_of(cert, key, ca)),
-    )
+    begin = time.perf_counter()
+    options = TcpOptions(token=token_of(token_file), tls=tls_of(cert, key, ca))
     directories, others = (
         [*dict.fromkeys(filter(None, words.split(",")))] for words in (dirs, hosts)
     )
@@ -350,13 +322,10 @@ def command(
     found = own()
     whole = not others or with_others(found, others, options)
     cluster = make_cluster(found.tree)
-    told = [
-        comment(words)
-        for words in (*found.topology, *(f"not measured: {what}" for what in found.missing))
-    ]
-    head = "".join(
-        f"# {line}\n" for line in (f"roadtrain probe, {date.today().isoformat()}", *told)
-    )
+    lacking = (f"not measured: {what}" for what in found.missing)
+    told = [comment(words) for words in (*found.topology, *lacking)]
+    lines = (f"roadtrain probe, {date.today().isoformat()}", *told)
+    head = "".join(f"# {line}\n" for line in lines)
     replace_file(Path(out), (head + cluster.to_toml()).encode(), "writing")
     print(*told, sep="\n")
     guessed = ", ".join(f"{name} {said}" for name, (_, said) in guesses(cluster).items())

@@ -90,9 +90,8 @@ class LinkEnd:
             if kind == DESCRIBE:
                 found = self.describe()
             else:
-                found = Said(
-                    link=self.measured() if kind == BACK else measure(header.decode(), self.options)
-                )
+                to = header.decode()
+                found = Said(link=self.measured() if kind == BACK else measure(to, self.options))
         except Exception as error:  # whoever asked hears why
             found = Said(error=f"{type(error).__name__}: {error}")
         with suppress(PeerError):  # who has gone hears nothing
@@ -204,11 +203,11 @@ def matrix(
         if gone & {one, other}:
             continue
         try:
-            found[one, other] = (
-                measure(other, options)
-                if one == "here"
-                else ask(one, BACK if other == "here" else MEASURE, other, options).link
-            )
+            if one == "here":
+                found[one, other] = measure(other, options)
+            else:
+                kind = BACK if other == "here" else MEASURE
+                found[one, other] = ask(one, kind, other, options).link
         except PeerError as error:
             missing.append(f"the link from {one} to {other}: {error}")
             for host in {one, other} - {"here"}:
@@ -226,11 +225,6 @@ def shown(found: dict[Pair, tuple[float, float]]) -> str:
     lines = [" " * width + "".join(f"{name:>24}" for name in names)]
     for one in names:
         cells = (found.get((one, other)) for other in names)
-        lines.append(
-            f"{one:{width}}"
-            + "".join(
-                f"{f'{show_rate(cell[0])}, {show_seconds(cell[1])}' if cell else '':>24}"
-                for cell in cells
-            )
-        )
+        told = (f"{show_rate(cell[0])}, {show_seconds(cell[1])}" if cell else "" for cell in cells)
+        lines.append(f"{one:{width}}" + "".join(f"{words:>24}" for words in told))
     return "\n".join(lines)

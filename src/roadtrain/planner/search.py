@@ -11,17 +11,18 @@ best, and the least batch that comes close to that is planned for. Pure.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
+from itertools import product
 from typing import Any, Literal
 
 from pydantic import Field
 
-from roadtrain.config.cluster import Cluster, Host
+from roadtrain.config.cluster import Cluster
 from roadtrain.config.models import ModelShape
-from roadtrain.config.plan import HEADROOM, Plan
+from roadtrain.config.plan_file import HEADROOM, Plan
 from roadtrain.errors import ConfigError
 from roadtrain.options.schema import Count, Flag, Number, value
 from roadtrain.planner.candidates import (
@@ -31,6 +32,7 @@ from roadtrain.planner.candidates import (
     nearest_batches,
     stages_that_fit,
 )
+from roadtrain.planner.resources import busy_share, scaled
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Engine
 from roadtrain.simulator.memory import Need
@@ -44,30 +46,6 @@ CLOSE = 0.05  # what a larger batch would have to take off a sample's score to b
 SMALLER, MORE = 0.5, 1.1  # a resource's rate, to see what it would change
 NO_MEMORY = "memory of "  # begins the reason of a plan that does not fit
 LITTLE = 1e-3  # share of a step in which a resource is taken, that no rate of it changes anything
-ENDS = {
-    "network": (" out", " in", " forth", " back", " link"),
-    "PCIe": ("to device", "from device"),
-    "SSDs": ("read", "write", "mixed"),
-    "device links": ("fabric",),
-    "host updates": ("updates", "processors"),
-    "switches": (" packets",),
-    "host sums": ("sums",),
-    "host memory": (" memory",),
-    "SSD uplink": ("uplink in", "uplink out"),
-}  # of the names of what is scaled
-# what is scaled -> part of a cluster or a host -> its rates
-RATES: Mapping[str, Mapping[str, Sequence[str]]] = {
-    "computing": {"device": ["flops"]},
-    "network": {"nics": ["rate"], "links": ["rate"], "switches": ["rate"]},
-    "PCIe": {"device": ["copy_rate"]},
-    "device links": {"host": ["fabric"]},
-    "host updates": {"host": ["updates"]},
-    "host sums": {"host": ["sums"]},
-    "host memory": {"host": ["memory_rate"]},
-    "switches": {"switches": ["packet_rate"]},
-    "SSDs": {"ssds": ["read", "write", "internal", "updates"]},
-    "SSD uplink": {"host": ["uplink"]},
-}
 
 
 @dataclass(frozen=True)
@@ -91,7 +69,6 @@ class Family:
         pruned: How many had a bound that was worse than the pick.
     """
 
-    placement: str
     tried: int = 0
     simulated: int = 0
     pruned: int = 0
@@ -177,13 +154,9 @@ def search(
         f" {MOST_MICROBATCHES} of them, this is the least that is within {CLOSE:.0%} of the best"
         f" {goal} a sample"
     )
-    if batch < most.pick.plan.samples:
-        why += (
-            f" ({most.pick.plan.samples} samples take {max(0.0, 1 - most.pick.score / score):.1%}"
-            " less)"
-        )
-    else:
-        why += "; it is the most that was tried"
+    samples, less = most.pick.plan.samples, max(0.0, 1 - most.pick.score / score)
+    tried = f" ({samples} samples take {less:.1%} less)"
+    why += tried if batch < samples else "; it is the most that was tried"
     return replace(one.best(batch, explain), batch=batch, chosen=why)
 
 
@@ -206,10 +179,8 @@ class _Search:
     def simulated(self, plan: Plan, cluster: Cluster | None = None) -> Found:
         """`cluster`: another one than is searched for."""
         result = simulate(plan, cluster or self.cluster, self.model, self.constants, checked=False)
-        worth = {"time": result.seconds, "cost": result.price, "energy": result.joules}[
-            self.asked.goal
-        ]
-        return Found(plan, result, worth / plan.samples)
+        worth = {"time": result.seconds, "cost": result.price, "energy": result.joules}
+        return Found(plan, result, worth[self.asked.goal] / plan.samples)
 
     def score(self, seconds: float, scene: Scene) -> float:
         """Of a sample, at least."""
@@ -241,17 +212,12 @@ class _Search:
     def least_batch(self, best: Found) -> tuple[int, float]:
         """Samples of the least step, and its score, by which the best plan's way is within
         CLOSE of its score."""
-        ways = []
-        size = 1
-        while size <= most_samples(self.model):
-            ranks = best.plan.parallelism
-            turn = max(ranks.widths, default=ranks.pp if ranks.virtual_stages > 1 else 1)
-            ways += [
-                (size * num_microbatches, size, num_microbatches)
-                for num_microbatches in (turn << i for i in range(MOST_MICROBATCHES.bit_length()))
-            ]
-            size *= 2
-        for _, size, num_microbatches in sorted(ways, key=lambda way: (way[0], -way[1])):
+        ranks = best.plan.parallelism
+        turn = max(ranks.widths, default=ranks.pp if ranks.virtual_stages > 1 else 1)
+        passes = [turn << i for i in range(MOST_MICROBATCHES.bit_length())]
+        sizes = [1 << i for i in range(most_samples(self.model).bit_length())]
+        ways = sorted(product(sizes, passes), key=lambda way: (way[0] * way[1], -way[0]))
+        for size, num_microbatches in ways:
             plan = best.plan.changed(micro_batch=size, num_microbatches=num_microbatches)
             if plan.samples >= best.plan.samples:
                 break
@@ -260,7 +226,7 @@ class _Search:
                 continue
             scene.build(Engine())
             most = best.score * (1 + CLOSE)
-            if self.score(scene.bound()[0], scene) > most:
+            if self.score(scene.bound(), scene) > most:
                 continue
             found = self.simulated(plan)
             if found.score <= most:
@@ -269,17 +235,15 @@ class _Search:
 
     def _screened(self, batch: int | None) -> tuple[dict[str, Family], list[Waiting]]:
         """All candidates by placement; those that fit every memory, with a first bound."""
-        families: dict[str, Family] = {}
+        families: dict[str, Family] = defaultdict(Family)
         fits: set[Plan] = set()
         waiting: list[Waiting] = []
         passes: dict[Any, float] = {}  # what tells them apart -> seconds of a micro-batch
         for plan in self._candidates(batch, families):
-            if (
-                plan.activation_checkpointing
-                and plan.changed(activation_checkpointing=False) in fits
-            ):
+            again = plan.activation_checkpointing
+            if again and plan.changed(activation_checkpointing=False) in fits:
                 continue  # it would only compute more
-            family = families.setdefault(plan.placement.name, Family(plan.placement.name))
+            family = families[plan.placement.name]
             family.tried += 1
             scene = self._fitting(plan, family)
             if scene is None:
@@ -300,7 +264,7 @@ class _Search:
         seen: set[Plan] = set()
 
         def left_out(name: str, why: str, many: int) -> None:
-            families.setdefault(name, Family(name)).left_out[why] = many
+            families[name].left_out[why] = many
 
         for plan in candidates(
             self.cluster,
@@ -313,7 +277,7 @@ class _Search:
         ):
             made = plan if self.fitted is None else self.fitted(plan)
             if isinstance(made, str):
-                family = families.setdefault(plan.placement.name, Family(plan.placement.name))
+                family = families[plan.placement.name]
                 family.tried += 1
                 family.refuse(made)
             elif self.fitted is None or made not in seen:
@@ -348,9 +312,9 @@ class _Search:
         ranks = scene.plan.parallelism
         key = scene.plan.placement, ranks.replicas_of, ranks.tp
         if key not in self.reached:
+            self.reached[key] = None
             try:
                 scene.check_networks()
-                self.reached[key] = None
             except ConfigError as error:
                 self.reached[key] = error
         if (why := self.reached[key]) is not None:
@@ -382,7 +346,7 @@ class _Search:
             except ConfigError as error:
                 families[scene.plan.placement.name].refuse(error)
                 continue
-            bound = max(least, self.score(scene.bound()[0], scene))
+            bound = max(least, self.score(scene.bound(), scene))
             heappush(waiting, (bound, number, scene, True))
 
     def _simulated_in_order(
@@ -420,7 +384,7 @@ class _Search:
     def _gains(self, pick: Found) -> dict[str, float]:
         gains = {}
         for name, other in scaled(self.cluster, MORE).items():
-            if _busy(pick, name) < LITTLE:
+            if busy_share(pick.result, name) < LITTLE:
                 continue
             gain = 1 - self._score_with(pick, name, other) / pick.score
             if gain > 1e-4:
@@ -430,7 +394,7 @@ class _Search:
     def _score_with(self, one: Found, name: str, other: Cluster) -> float:
         """Its score where what is called `name` is as fast as in `other`: its own if it hardly
         uses that."""
-        if _busy(one, name) < LITTLE:
+        if busy_share(one.result, name) < LITTLE:
             return one.score
         return self.simulated(one.plan, other).score
 
@@ -438,11 +402,8 @@ class _Search:
         out = []
         for factor, words in ((SMALLER, "half as fast"), (1 / SMALLER, "twice as fast")):
             for name, other in scaled(self.cluster, factor).items():
-                worse, better = (
-                    (1 + _busy(pick, name), 1.0)
-                    if factor < 1
-                    else (1.0, 1 - _busy(runner, name) / 2)
-                )
+                worse = 1 + busy_share(pick.result, name) if factor < 1 else 1.0
+                better = 1.0 if factor < 1 else 1 - busy_share(runner.result, name) / 2
                 if runner.score * better >= pick.score * worse:  # whatever waits for it
                     continue
                 mine, its = (self._score_with(one, name, other) for one in (pick, runner))
@@ -492,48 +453,6 @@ def _front(found: Sequence[Found]) -> list[Found]:
         if not out or second(one) < second(out[-1]):
             out.append(one)
     return out
-
-
-def scaled(cluster: Cluster, factor: float) -> dict[str, Cluster]:
-    """The cluster with one kind of resource `factor` as fast."""
-    absent = set() if any(switch.packet_rate for switch in cluster.switches) else {"switches"}
-    if not any(host.ssds for host in cluster.hosts):
-        absent |= {"SSDs", "SSD uplink"}
-    return {
-        name: _scaled(cluster, parts, factor) for name, parts in RATES.items() if name not in absent
-    }
-
-
-def _scaled(cluster: Cluster, parts: Mapping[str, Sequence[str]], factor: float) -> Cluster:
-    def faster(part: Any, names: Sequence[str]) -> Any:
-        return part.model_copy(update={name: getattr(part, name) * factor for name in names})
-
-    def every(whole: Host | Cluster, kinds: Sequence[str]) -> dict[str, Any]:
-        return {
-            kind: tuple(faster(part, parts[kind]) for part in getattr(whole, kind))
-            for kind in kinds
-            if kind in parts
-        }
-
-    hosts = []
-    for host in cluster.hosts:
-        changes = every(host, ("nics", "ssds"))
-        if host.device is not None:
-            changes["device"] = faster(host.device, parts.get("device", ()))
-        hosts.append(faster(host.model_copy(update=changes), parts.get("host", ())))
-    changes = every(cluster, ("links", "switches"))
-    return cluster.model_copy(update={"hosts": tuple(hosts), **changes})
-
-
-def _busy(one: Found, name: str) -> float:
-    """The share of a step in which what is called `name` is taken, at most."""
-    # some is counted as the device's
-    tensor = name == "device links" and one.plan.parallelism.devices > one.plan.parallelism.dp
-    if name not in ENDS or tensor:
-        return 1.0
-    return min(
-        1.0, sum(share for what, share in one.result.busy.items() if what.endswith(ENDS[name]))
-    )
 
 
 def least_change(answer: SearchResult) -> tuple[Need, Plan] | None:

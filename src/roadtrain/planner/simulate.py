@@ -18,7 +18,7 @@ from typing import Any
 
 from roadtrain.config.cluster import Cluster, guesses, load_cluster
 from roadtrain.config.models import ModelShape, from_config, named_shape
-from roadtrain.config.plan import HEADROOM, Plan, load_plan, make_plan
+from roadtrain.config.plan_file import Plan, load_plan, make_plan
 from roadtrain.errors import ConfigError
 from roadtrain.planner import switches
 from roadtrain.simulator.compute import LAUNCH_S, Constants
@@ -76,21 +76,21 @@ def load_model(name: str, seq_len: int | None = None) -> ModelShape:
             f"{path} is not a model's config: {str(config)[:40]!r}",
             hint="a Hugging Face config.json",
         )
-    return replace(_of_config(config, seq_len), name=path.resolve().parent.name or str(path))
+    # by the model's modules; without transformers by formula, where it is exact
+    known = importlib.util.find_spec("transformers") is not None
+    found = (counted_modules if known else from_config)(config, seq_len=seq_len)
+    return replace(found, name=path.resolve().parent.name or str(path))
 
 
-def _of_config(config: dict[str, Any], seq_len: int | None) -> ModelShape:
-    """By the model's modules; without transformers by formula, where it is exact."""
-    if importlib.util.find_spec("transformers") is None:
-        return from_config(config, seq_len=seq_len)
-    counted: ModelShape = importlib.import_module("roadtrain.planner.model_config").shape_of_config(
-        config, seq_len=seq_len
-    )
+def counted_modules(config: Mapping[str, Any], **more: Any) -> ModelShape:
+    """The shape of a Hugging Face config by its modules (model_config.py, which imports torch)."""
+    counting = importlib.import_module("roadtrain.planner.model_config")
+    counted: ModelShape = counting.shape_of_config(config, **more)
     return counted
 
 
 def _of_module(module: str, function: str) -> ModelShape:
-    """Torch comes in by this and by `_of_config` alone."""
+    """Torch comes in by this and by `counted_modules` alone."""
     try:
         model, *args = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError, TypeError, ValueError) as cause:
@@ -134,16 +134,14 @@ def assumptions(
         if not of.table:
             out["efficiency"] = of.efficiency, f"{of.efficiency:g} of a device's peak"
         out["network"] = of.network, f"{of.network:g} of a card's rate"
-    if plan is not None and least_forward(cluster, model, of, plan) <= LAUNCH_S:
-        out["a block's forward at least"] = LAUNCH_S, show_seconds(LAUNCH_S)
     if plan is not None:
+        if least_forward(cluster, model, of, plan) <= LAUNCH_S:
+            out["a block's forward at least"] = LAUNCH_S, show_seconds(LAUNCH_S)
         besides = plan.framework.context_bytes
         out["device memory besides"] = besides, show_bytes(besides)
-        if plan.placement.update in ("host", "server", "ssd") or plan.placement.state != "device":
-            out["optimizer state a parameter"] = (
-                plan.sizes.state_bytes,
-                f"{plan.sizes.state_bytes:g} B",
-            )
+        if plan.placement.update != "device" or plan.placement.state != "device":
+            state = plan.sizes.state_bytes
+            out["optimizer state a parameter"] = state, f"{state:g} B"
     return out
 
 
@@ -160,14 +158,10 @@ def least_forward(cluster: Cluster, model: ModelShape, of: Constants, plan: Plan
 
 def assumed(cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | None) -> list[str]:
     """Lines for people."""
-    own = guesses(cluster)
-    of_cluster = ", ".join(f"{name} {said}" for name, (_, said) in own.items())
-    rest = [
-        f"{name} {said}"
-        for name, (_, said) in assumptions(cluster, model, of, plan).items()
-        if name not in own
-    ]
-    lines = [of_cluster or "nothing of the cluster", ", ".join(rest), *model.notes]
+    own, every = guesses(cluster), assumptions(cluster, model, of, plan)
+    said = [f"{name} {words}" for name, (_, words) in every.items()]  # the cluster's come first
+    of_cluster = ", ".join(said[: len(own)]) or "nothing of the cluster"
+    lines = [of_cluster, ", ".join(said[len(own) :]), *model.notes]
     return [f"assumed {line}" for line in lines]
 
 
@@ -184,12 +178,8 @@ def not_counted(plan: Plan, model: ModelShape) -> list[str]:
 def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -> str:
     """For people."""
     plan, parallelism = result.plan, result.plan.parallelism
-    flops_per_s = (
-        model.step_flops(plan.activation_checkpointing)
-        * plan.samples
-        / result.seconds
-        / parallelism.devices
-    )
+    flops = model.step_flops(plan.activation_checkpointing) * plan.samples
+    flops_per_s = flops / result.seconds / parallelism.devices
     lines = [
         (
             f"{model.name} ({show_params(model.params)} parameters) on {cluster.name}: placement"
@@ -207,33 +197,22 @@ def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -
     lines += switches.lines(plan, cluster)
     if plan.staleness or plan.keep is not None:
         lines.append(f"lossy or late: staleness {plan.staleness}, keep {plan.keep}")
-    lines.append(
-        "busy    "
-        + ", ".join(
-            f"{name} {share:.0%}"
-            for name, share in sorted(result.busy.items(), key=lambda pair: -pair[1])
-            if share >= 0.05
-        )
-    )
+    shares = sorted(result.busy.items(), key=lambda pair: -pair[1])
+    busiest = ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.05)
+    lines.append(f"busy    {busiest}")
     for stage in sorted({where for where, _ in result.stages if where}):
         parts = {what: both for (where, what), both in result.stages.items() if where == stage}
         busy = result.busy.get(f"{stage} device")
         if busy is None and not any(seconds for seconds, _ in parts.values()):
             continue  # where the replicas of a stage meet: one alone meets nobody
-        lines.append(
-            f"{stage}: "
-            + ("" if busy is None else f"the device waits {1 - busy:.0%}; ")
-            + ", ".join(
-                f"{what} {show_seconds(seconds)}"
-                + (
-                    f" ({show_bytes(work)})"
-                    if what not in ("Forward", "Backward", "Wait") and work
-                    else ""
-                )
-                for what, (seconds, work) in parts.items()
-                if seconds > 0 and what != "Message"
-            )
-        )
+        waits = "" if busy is None else f"the device waits {1 - busy:.0%}; "
+        told = []
+        for what, (seconds, work) in parts.items():
+            carried = work and what not in ("Forward", "Backward", "Wait")
+            if seconds > 0 and what != "Message":
+                nbytes = f" ({show_bytes(work)})" if carried else ""
+                told.append(f"{what} {show_seconds(seconds)}{nbytes}")
+        lines.append(f"{stage}: {waits}{', '.join(told)}")
     lines += [
         f"carried {name}: {show_bytes(nbytes)} a step"
         for name, nbytes in result.bytes.items()
@@ -294,13 +273,8 @@ def assumed_json(
     """`assumed`: what of the cluster file; `assumed_values`: all that was, by name; `notes`: of
     the model."""
     values = {name: value for name, (value, _) in assumptions(cluster, model, of, plan).items()}
-    return {
-        "assumed": cluster.assumed,
-        "assumed_values": values,
-        "notes": model.notes,
-        "measured": cluster.measured,
-        "constants": of.source,
-    }
+    given = {"notes": model.notes, "measured": cluster.measured, "constants": of.source}
+    return {"assumed": cluster.assumed, "assumed_values": values, **given}
 
 
 def write_json(path: str, tree: Mapping[str, Any], indent: int | None = 1) -> None:
@@ -318,17 +292,9 @@ def perfetto(result: Result) -> dict[str, Any]:
             continue
         pid = pids.setdefault(task.where, len(pids) + 1)
         tid = tids.setdefault((task.where, task.stage), len(tids) + 1)
-        events.append(
-            {
-                "ph": "X",
-                "name": task.stage,
-                "pid": pid,
-                "tid": tid,
-                "ts": task.begin * 1e6,
-                "dur": (task.end - task.begin) * 1e6,
-                "args": {"work": task.work},
-            }
-        )
+        at = {"ts": task.begin * 1e6, "dur": (task.end - task.begin) * 1e6}
+        named = {"ph": "X", "name": task.stage, "pid": pid, "tid": tid}
+        events.append({**named, **at, "args": {"work": task.work}})
     events += [
         {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": where or "all"}}
         for where, pid in pids.items()
@@ -405,25 +371,21 @@ def command(
         chosen = load_plan(plan)
         chosen = chosen if headroom is None else chosen.changed(headroom=headroom)
     else:
-        given = {
+        given: dict[str, Any] = {
             "placement": placement,
             "micro_batch": micro_batch,
             "num_microbatches": num_microbatches,
             "activation_checkpointing": activation_checkpointing or None,
             "staleness": staleness,
             "keep": keep,
+            "headroom": headroom,
             "framework": {"precision": precision} if precision else None,
             "packets": {"wire": wire} if wire else None,
         }
         ranks = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep}
         ranks["virtual_stages"] = virtual_stages
-        parallelism = {name: n for name, n in ranks.items() if n is not None}
-        kept = {"headroom": HEADROOM if headroom is None else headroom}
-        chosen = default_plan(
-            cluster,
-            {**{k: v for k, v in given.items() if v not in UNSET}, **kept}
-            | {"parallelism": parallelism},
-        )
+        given["parallelism"] = {name: n for name, n in ranks.items() if n is not None}
+        chosen = default_plan(cluster, {k: v for k, v in given.items() if v not in UNSET})
     of = named(constants) if constants else Constants()
     result = simulate(chosen, cluster, one, of, traced=bool(trace), apart=apart)
     print(report(result, cluster, one, of))

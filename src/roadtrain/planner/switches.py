@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from roadtrain.config.cluster import Cluster, Host
-from roadtrain.config.plan import Plan
+from roadtrain.config.plan_file import Plan
 from roadtrain.config.switch_tree import SwitchTree, switch_tree
 from roadtrain.switch.options import WINDOW
 

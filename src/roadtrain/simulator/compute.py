@@ -17,7 +17,7 @@ from importlib.resources import files
 
 from roadtrain.config.cluster import Device
 from roadtrain.config.models import BlockShape
-from roadtrain.config.plan import Plan
+from roadtrain.config.plan_file import Plan
 from roadtrain.errors import ConfigError
 
 # seconds that a block takes at least where nobody measured it: two kernels of about 5 us each
@@ -66,35 +66,21 @@ class Constants:
             return self
         return replace(self, table={**self.table, **own.table}, touch=own.touch or self.touch)
 
-    def forward(
-        self,
-        block: BlockShape,
-        samples: float,
-        ranks: int,
-        device: Device,
-        precision: str = "",
-        spread: int = 1,
-        passes: float = 1.0,
-    ) -> float:
-        """Seconds of a block's forward on one of `ranks` tensor- and context-parallel devices, with
-        its experts over
-        `spread`. `precision`: of a layer's products; attention, and what is no layer, is computed
-        in 16 bits.
-        `passes`: as in Plan."""
+    def forward_of(self, block: BlockShape, plan: Plan, device: Device) -> float:
+        """Seconds of a block's forward on one of a plan's devices. A layer's products have the
+        plan's precision; attention, and what is no layer, is computed in 16 bits."""
+        samples, framework = plan.micro_batch, plan.framework
+        ranks = plan.parallelism.tp * plan.parallelism.cp
         if (known := self._measured(block.name.partition(".")[0], samples)) is not None:
             return known / ranks
-        slower = device.flops / device.peak(precision) if "." in block.name else 1.0
-        flops = (
-            ((block.flops - block.attention) * slower + block.attention / self.attention)
-            * samples
-            / ranks
-        )
-        moved = (
-            passes * self.traffic * block.saved * samples / ranks / device.memory_rate
-            if self.traffic
-            else 0.0
-        )
-        small = self.half * (flops > 0) * max(1.0, block.matrices / spread)
+        slower = device.flops / device.peak(framework.precision) if "." in block.name else 1.0
+        products = (block.flops - block.attention) * slower
+        flops = (products + block.attention / self.attention) * samples / ranks
+        moved = 0.0
+        if self.traffic:
+            moved = framework.passes * self.traffic * block.saved * samples / ranks
+            moved /= device.memory_rate
+        small = self.half * (flops > 0) * max(1.0, block.matrices / plan.parallelism.ep)
         computing = (flops + small) / (device.flops * self.efficiency) + moved
         if not (block.flops or block.tables):  # an embedding that every device has: next to nothing
             return max(computing, self.launch)
@@ -102,13 +88,6 @@ class Constants:
         own = float("inf") if device.is_host else device.memory_rate
         crossing = forward_bytes(block, samples, ranks) / own
         return max(computing, crossing, self.launch, LAUNCH_S)
-
-    def forward_of(self, block: BlockShape, plan: Plan, device: Device) -> float:
-        """Seconds of a block's forward on one of a plan's devices."""
-        ranks, framework = plan.parallelism, plan.framework
-        split = ranks.tp * ranks.cp
-        precision, passes = framework.precision, framework.passes
-        return self.forward(block, plan.micro_batch, split, device, precision, ranks.ep, passes)
 
     def _measured(self, kind: str, samples: float) -> float | None:
         """Seconds of a block of that kind on one device; of another number of samples than were

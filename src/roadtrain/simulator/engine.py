@@ -210,10 +210,8 @@ class Engine:
         elif task.uses and task.work > 0:
             self._run(task)
         else:
-            heapq.heappush(
-                self._events,
-                (self.now + task.latency + task.work / task.max_rate, task.number, 0, task),
-            )
+            end = self.now + task.latency + task.work / task.max_rate
+            heapq.heappush(self._events, (end, task.number, 0, task))
 
     def _run(self, task: Task) -> None:
         task.rate, task.since = 0.0, self.now
@@ -290,9 +288,8 @@ class Engine:
             task.left = max(0.0, task.left - task.rate * (self.now - task.since))
             task.rate, task.since, task.stamp = rate, self.now, task.stamp + 1
             if rate > 0:
-                heapq.heappush(
-                    self._events, (self.now + task.left / rate, task.number, task.stamp, task)
-                )
+                end = self.now + task.left / rate
+                heapq.heappush(self._events, (end, task.number, task.stamp, task))
 
     def _touched(self) -> tuple[dict[Task, None], dict[Resource, None]]:
         """What shares something with what has changed since the last call."""
@@ -320,11 +317,8 @@ class Engine:
     def check(self) -> None:
         for resource in self.resources:
             taken = sum(task.rate * weight for task, weight in resource.running.items())
-            assert taken <= resource.capacity * (1 + 1e-9), (
-                resource.name,
-                taken,
-                resource.capacity,
-            )
+            most = resource.capacity * (1 + 1e-9)
+            assert taken <= most, (resource.name, taken, resource.capacity)
         for lane in self.lanes:
             assert lane.running is None or (lane.running.begin >= 0 and not lane.running.ended)
 

@@ -13,9 +13,11 @@ algorithm.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from roadtrain.config.cluster import Cluster, Host
-from roadtrain.config.plan import Placement, Plan
+from roadtrain.config.cluster import Cluster, Device, Host
+from roadtrain.config.models import BlockShape
+from roadtrain.config.plan_file import Placement, Plan
 from roadtrain.config.switch_tree import switch_tree
 from roadtrain.errors import ConfigError
 from roadtrain.simulator.compute import Constants
@@ -37,8 +39,8 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
             f"placement {place.name} needs a host without devices, the cluster has none",
             hint="add one to the cluster, or choose a placement on the workers' hosts",
         )
-    reached = any(host.nics for host in cluster.spares)
-    if place.sum == "separate" and not reached:
+    rests = "ssd" in (place.parameters, place.state)
+    if place.sum == "separate" and not any(host.nics for host in cluster.spares):
         raise ConfigError(
             f"placement {place.name} sums on hosts without devices, the cluster has none"
             " with a card",
@@ -53,7 +55,7 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
                 " card with a processor",
                 hint="give a card `relay = true`, or choose placement zero-offload",
             )
-        if "ssd" in (place.parameters, place.state) and not host.ssds:
+        if rests and not host.ssds:
             raise ConfigError(
                 f"placement {place.name} rests on SSDs, host {host.name} has none",
                 hint="give it `ssds`, or choose a placement in memory",
@@ -64,14 +66,8 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
                 " processor",
                 hint="give them `updates`, or choose placement files",
             )
-    resting = (
-        [*hosts]
-        if "ssd" in (place.parameters, place.state)
-        else [*cluster.spares[:1]]
-        if place.served
-        else []
-    )
-    for host in resting:
+    resting = [*cluster.spares[:1]] if place.served else []
+    for host in [*hosts] if rests else resting:
         if not all(ssd.capacity for ssd in host.ssds):
             raise ConfigError(
                 f"placement {place.name} rests on SSDs, those of host {host.name} have no"
@@ -109,12 +105,11 @@ class Fabric:
         self.fan_in = None if group.switches is None else FanInCosts(plan, group, group.switches)
         self.sums: SimulatedSums | None = None
         if plan.placement.sum in ("spares", "separate") and group.hosts > 1:
-            extra = [
-                cluster.common([self.site.host, host])[1].total * constants.network
-                for host in cluster.spares
-                if host.nics
-                for _ in range(host.count)
-            ]
+            extra: list[float] = []
+            for host in cluster.spares:
+                if host.nics:
+                    rate = cluster.common([self.site.host, host])[1].total * constants.network
+                    extra += [rate] * host.count
             separate = plan.placement.sum == "separate"
             self.sums = SimulatedSums(group.rates, extra, separate=separate)
 
@@ -198,51 +193,41 @@ class Fabric:
 
     def answer(self, params: float, kept: bool = False) -> Cost:
         """Parameters to every device. `kept`: they are in this host's memory already."""
-        place, n, nbytes = (
-            self.plan.placement,
-            self.group.replicas,
-            params * self.plan.sizes.parameter_bytes,
-        )
+        place, group = self.plan.placement, self.group
+        nbytes = params * self.plan.sizes.parameter_bytes
         if place.parameters == "device":
             return Cost(nbytes, *self._ring(1)) if self.gathers else Cost(0, [])
         if kept:
-            return Cost(nbytes, list(self.group.to_device))
+            return Cost(nbytes, list(group.to_device))
         if place.parameters == "server":
             if self.fan_in is not None:
                 return self.fan_in.parameters(params)
             assert self.server is not None
-            many = self.group.at_server(once=False)
-            inside = self.group.inside(1.0)
             uses = [
-                (self.server.out, many * self.group.tp),
-                (self.server.memory, self.group.server_share * self.group.tp),
-                (self.site.into, self.group.card),
-                *self.group.to_device,
-                *inside,
+                (self.server.out, group.at_server(once=False) * group.tp),
+                (self.server.memory, group.server_share * group.tp),
+                (self.site.into, group.card),
+                *group.to_device,
+                *group.inside(1.0),
             ]
             return Cost(nbytes, uses, self.site.latency)
         uses, latency = self._ring(1)
         if place.parameters == "split":
             return Cost(nbytes, uses, latency)
-        own = 1.0 / n  # of a block, that each device's host memory has for it
+        own = 1.0 / group.replicas  # of a block, that each device's host memory has for it
         # the card takes it from memory; it gives the whole to the device (`kept`)
         if place.sum == "relay":
-            return Cost(
-                nbytes, [*uses, (self.site.memory, own * self.group.ranks * self.group.tp)], latency
-            )
+            memory = (self.site.memory, own * group.ranks * group.tp)
+            return Cost(nbytes, [*uses, memory], latency)
         if place.parameters == "ssd":
-            uses = uses + [
-                (r, w * own * self.group.ranks * self.group.tp) for r, w in self.site.reads()
-            ]
-        # without a card that computes, the device fetches its part and gives it to the network:
-        # PCIe carries it again
-        relayed = (
-            [(self.site.from_device, own), (self.site.to_device, 1.0)]
-            if self.group.hosts > 1
-            else []
-        )
-        plain = [(resource, weight * own) for resource, weight in self.group.to_device]
-        return Cost(nbytes, [*uses, *(relayed or plain)], latency)
+            uses = uses + [(r, w * own * group.ranks * group.tp) for r, w in self.site.reads()]
+        if group.hosts > 1:
+            # without a card that computes, the device fetches its part and gives it to the
+            # network: PCIe carries it again
+            copies = [(self.site.from_device, own), (self.site.to_device, 1.0)]
+        else:
+            copies = [(resource, weight * own) for resource, weight in group.to_device]
+        return Cost(nbytes, [*uses, *copies], latency)
 
     def push(self, params: float) -> Cost:
         """A block's gradient from every device to where it is summed and, where it rests in
@@ -252,68 +237,50 @@ class Fabric:
         if plan.keep is not None:
             nbytes = params * plan.sizes.held_bytes * plan.travels
         if place.sum == "ring":
-            back = (
-                plan.sizes.parameter_bytes / plan.sizes.gradient_bytes
-                if place.parameters == "device" and not self.gathers
-                else 0.0
-            )
+            back = 0.0
+            if place.parameters == "device" and not self.gathers:
+                back = plan.sizes.parameter_bytes / plan.sizes.gradient_bytes
             whole = place.state == "device"  # an all-reduce; else each gets its part of the sum
             uses, latency = self._ring(2) if whole else self._ring(1 + back, 1)
             if place.update in ("host", "ssd"):
-                uses = uses + [
-                    (resource, weight / n) for resource, weight in self.group.from_device
-                ]
+                uses = uses + [(r, weight / n) for r, weight in group.from_device]
             return Cost(nbytes, uses, latency)
         if place.sum == "relay":
             uses, latency = self._ring(1)
-            return Cost(nbytes, [*uses, *self.group.from_device], latency)
+            return Cost(nbytes, [*uses, *group.from_device], latency)
         if place.sum in ("spares", "separate"):
             if self.sums is None:
                 return Cost(nbytes, self._ring(2)[0])
             weight, here = self.sums.exchange * group.card, group.beside
-            sums = [(site.sums, self.group.card)] if place.sum == "spares" else []
+            sums = [(site.sums, group.card)] if place.sum == "spares" else []
             copies = [(site.from_device, 1.0 / here), (site.to_device, 1.0 / here)]
-            inside = group.inside(2 * (here - 1) / here)
-            return Cost(
-                nbytes,
-                [(site.out, weight), (site.into, weight), *copies, *inside, *sums],
-                2 * site.latency,
-            )
+            uses = [(site.out, weight), (site.into, weight), *copies]
+            uses += [*group.inside(2 * (here - 1) / here), *sums]
+            return Cost(nbytes, uses, 2 * site.latency)
         if self.fan_in is not None:
-            if self.server is None:
-                return self.fan_in.exchanged(params)
-            return self.fan_in.sums(params)
+            served = self.server is not None
+            return self.fan_in.sums(params) if served else self.fan_in.exchanged(params)
         assert self.server is not None
-        inside = group.inside(1.0)
-        many = self.group.at_server(once=False)
-        sums = [(self.server.sums, many * group.tp)] if group.hosts > 1 else []
-        uses = [
-            (site.out, self.group.card),
-            *inside,
-            *self.group.from_device,
-            (self.server.into, many * group.tp),
-            (self.server.memory, many * group.tp),
-            *sums,
-        ]
+        there = group.at_server(once=False) * group.tp
+        uses = [(site.out, group.card), *group.inside(1.0), *group.from_device]
+        uses += [(self.server.into, there), (self.server.memory, there)]
+        uses += [(self.server.sums, there)] if group.hosts > 1 else []
         return Cost(nbytes, uses, site.latency)
 
     def all_to_all(self, nbytes: float) -> Cost:
         """All-to-all of rows of tables that are spread over all devices; of one device's share
         of the batch."""
         n = self.group.replicas
-        return Cost(
-            nbytes,
-            self._network(0.0, (n - 1) / n) if n > 1 else [],
-            (self.group.hosts - 1) * self.site.latency,
-        )
+        uses = self._network(0.0, (n - 1) / n) if n > 1 else []
+        return Cost(nbytes, uses, (self.group.hosts - 1) * self.site.latency)
 
     @property
     def _own(self) -> float:
         """Of a device's block, the part that one host's site holds the state of, all its
         devices together."""
-        place, group = self.plan.placement, self.group
-        if place.state == "server":
-            return self.group.server_share * group.tp
+        group = self.group
+        if self.plan.placement.state == "server":
+            return group.server_share * group.tp
         return group.tp * group.ranks / group.replicas
 
     def hold(self, params: float) -> Cost:
@@ -332,19 +299,16 @@ class Fabric:
 
     @property
     def on_files(self) -> bool:
-        place = self.plan.placement
-        return place.state == "ssd" or (
-            place.state == "server" and bool(self._state_site().host.ssds)
-        )
+        state = self.plan.placement.state
+        return state == "ssd" or (state == "server" and bool(self._state_site().host.ssds))
 
     def read(self, params: float) -> Cost:
         """State, and a gradient that rests on SSDs, to where the update runs."""
         place, nbytes = self.plan.placement, self.plan.sizes.state_bytes
         if place.gradients == "ssd":
             nbytes += self.plan.sizes.held_bytes * self.plan.travels
-        return Cost(
-            params * self._own * nbytes, self._state_site().reads(beside=place.update == "ssd")
-        )
+        uses = self._state_site().reads(beside=place.update == "ssd")
+        return Cost(params * self._own * nbytes, uses)
 
     def update(self, params: float) -> Cost:
         place, site = self.plan.placement, self._state_site()
@@ -354,12 +318,11 @@ class Fabric:
             if site.cores is None:
                 return Cost(params * share * UPDATE_BYTES, [(site.device_memory, 1.0)])
             share *= self.group.ranks * self.group.tp  # the host's processors do that of all
-        nbytes = params * share * UPDATE_BYTES
         if place.update == "ssd":
-            return Cost(
-                params * self._own * (self.plan.sizes.state_bytes + self.plan.sizes.held_bytes),
-                [(site.beside, 1.0)],
-            )
+            sizes = self.plan.sizes
+            nbytes = params * self._own * (sizes.state_bytes + sizes.held_bytes)
+            return Cost(nbytes, [(site.beside, 1.0)])
+        nbytes = params * share * UPDATE_BYTES
         busy = [] if site.cores is None else [(site.cores, 1.0 / site.updates.capacity)]
         return Cost(nbytes, [(site.updates, 1.0), (site.memory, 1.0), *busy])
 
@@ -372,16 +335,13 @@ class Fabric:
     def write(self, params: float) -> Cost:
         place = self.plan.placement
         copy = self.plan.sizes.parameter_bytes if place.parameters in ("ssd", "server") else 0.0
-        return Cost(
-            params * self._own * (self.plan.sizes.state_bytes + copy),
-            self._state_site().writes(beside=place.update == "ssd"),
-        )
+        nbytes = params * self._own * (self.plan.sizes.state_bytes + copy)
+        return Cost(nbytes, self._state_site().writes(beside=place.update == "ssd"))
 
     def public(self, params: float) -> Cost:
         """Parameters that rest on the server's files, to its memory."""
-        return Cost(
-            params * self._own * self.plan.sizes.parameter_bytes, self._state_site().reads()
-        )
+        nbytes = params * self._own * self.plan.sizes.parameter_bytes
+        return Cost(nbytes, self._state_site().reads())
 
     @property
     def depth(self) -> int:
@@ -393,20 +353,39 @@ class Fabric:
         half of it, or none."""
         if self.plan.placement.parameters != "server" or not self.on_files:
             return self.plan.memory.public
-        return (
-            params * self.group.tp * self.plan.sizes.parameter_bytes
-            <= self._state_site().host.memory / 2
-        )
+        nbytes = params * self.group.tp * self.plan.sizes.parameter_bytes
+        return nbytes <= self._state_site().host.memory / 2
 
     def tax(self, cost: Cost) -> float:
         """Seconds that the devices do not compute because they communicate."""
         place = self.plan.placement
-        if (
-            not self.constants.tax
-            or place.sum in ("relay", "server")
-            or place.served
-            or self.group.replicas == 1
-        ):
+        alone = self.group.replicas == 1 or place.served
+        if alone or not self.constants.tax or place.sum in ("relay", "server"):
             return 0.0
         network = [r.capacity / w for r, w in cost.uses if r in (self.site.out, self.site.fabric)]
         return self.constants.tax * cost.work / min(network) if network else 0.0
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """Seconds of each block's pass on a device."""
+
+    forward: Sequence[float]  # its own arithmetic
+    tensor: Sequence[float]  # tensor-parallel ranks add activations up
+    routed: Sequence[float]  # tokens go to their experts and come back
+    ring: Sequence[float]  # keys and values go round: what attention does not hide
+
+
+def block_times(fabric: Fabric, blocks: Sequence[BlockShape], device: Device) -> BlockTimes:
+    plan, constants, parallelism = fabric.plan, fabric.constants, fabric.plan.parallelism
+    size, tp = plan.micro_batch / parallelism.cp, parallelism.tp
+    split = tp * parallelism.cp
+    forward = [constants.forward_of(block, plan, device) for block in blocks]
+    scores = [constants.scores(block, plan.micro_batch, split, device) for block in blocks]
+    rings = [fabric.context(block.kv * size / tp) for block in blocks]
+    return BlockTimes(
+        forward,
+        [fabric.tensor(block.input * size) if "." in block.name else 0.0 for block in blocks],
+        [fabric.experts(block.routed * size / tp) for block in blocks],
+        [max(0.0, ring - hidden) for ring, hidden in zip(rings, scores)],
+    )

@@ -10,10 +10,11 @@ the wire: whole packets, with their headers. `params`: parameters that one devic
 
 from __future__ import annotations
 
-from roadtrain.config.plan import Plan
+from collections import defaultdict
+
+from roadtrain.config.plan_file import Plan
 from roadtrain.simulator.engine import Cost, Resource, Uses
-from roadtrain.simulator.site import FlowGroup
-from roadtrain.simulator.switches import SwitchResources
+from roadtrain.simulator.site import FlowGroup, SwitchResources
 
 SUM_BYTES = 4  # of an element of a sum, in the server's memory
 
@@ -47,9 +48,8 @@ class FanInCosts:
     @property
     def _rate(self) -> float:
         """Bytes a second of the slower of a worker's card and the server's."""
-        server = self.group.server
-        ends = [self.group.site.out.capacity]
-        return min([*ends, server.out.capacity] if server is not None else ends)
+        group = self.group
+        return min(end.out.capacity for end in (group.site, group.server) if end is not None)
 
     def handed(self, params: float) -> Cost:
         """Parameters from the server to the fan-in end, which is in the same process: a copy."""
@@ -89,17 +89,18 @@ class FanInCosts:
         group, wire = self.group, self.switches.on_wire(params * self.packets.width)
         data = params * self.sizes.gradient_bytes / wire if wire else 0.0
         made = 1.0 + params * SUM_BYTES / wire if wire else 0.0
-        uses = [*self._way(up=True), *self._server_memory(made), *self._server_sums()]
+        uses = [*self._way(up=True), *self._server_memory(made)]
+        uses += [] if group.server is None else [(group.server.sums, self._once())]
         return self._cost(wire, [*uses, *group.inside(data), *_times(group.from_device, data)])
 
     def sums(self, params: float) -> Cost:
         """All that a sum takes of each resource, as one: exponents, their maxima, the gradient."""
         parts = [self.exponents(params), self.maxima(params), self.gradients(params)]
         whole = parts[-1].work
-        uses: dict[Resource, float] = {}
+        uses = defaultdict[Resource, float](float)
         for part in parts if whole else ():
             for resource, weight in part.uses if part.work else ():
-                uses[resource] = uses.get(resource, 0.0) + weight * part.work / whole
+                uses[resource] += weight * part.work / whole
         return Cost(whole, list(uses.items()), max_rate=parts[-1].max_rate)
 
     def exchanged(self, params: float) -> Cost:
@@ -145,10 +146,6 @@ class FanInCosts:
     def _server_memory(self, crossings: float) -> Uses:
         server = self.group.server
         return [] if server is None else [(server.memory, crossings * self._once())]
-
-    def _server_sums(self) -> Uses:
-        server = self.group.server
-        return [] if server is None else [(server.sums, self._once())]
 
 
 def _times(uses: Uses, factor: float) -> Uses:

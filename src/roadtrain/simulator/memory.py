@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from roadtrain.config.cluster import Cluster, Host
 from roadtrain.config.models import BlockShape
-from roadtrain.config.plan import Plan
+from roadtrain.config.plan_file import Plan
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.stages.protocol.pipeline import PipelineShape
 from roadtrain.units import show_bytes
@@ -56,15 +56,11 @@ def device_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
         for block, less in zip(blocks, spread)
     ]
     total, biggest = sum(params), max(params, default=0.0)
-    split = (
-        sum(block.params - less for block, less in zip(blocks, spread))
-        / parallelism.tp
-        / parallelism.replicas
-    )
+    split = sum(block.params - less for block, less in zip(blocks, spread))
+    split = split / parallelism.tp / parallelism.replicas
     if place.streamed:
-        layers = [
-            n for n, block in zip(params, blocks) if "." in block.name or not plan.memory.root
-        ] or params
+        every = not plan.memory.root
+        layers = [n for n, block in zip(params, blocks) if "." in block.name or every] or params
         biggest = max(layers)
         parameters = min(max(2, plan.memory.slots), len(layers)) * biggest + total - sum(layers)
         gradients = biggest if place.parameters == "split" else LARGEST * biggest
@@ -89,16 +85,13 @@ def saved_bytes(plan: Plan, blocks: Sequence[BlockShape], parts: int = 1) -> flo
 
 def _kept(plan: Plan, block: BlockShape) -> float:
     """Of a sample of a block, on one tensor-parallel rank."""
-    inputs, saved = (
-        _on_rank(plan, block.input, block.input),
-        _on_rank(plan, block.saved, block.whole),
-    )
-    if plan.activation_checkpointing or not block.attention:
-        return inputs if plan.activation_checkpointing else saved
-    products = _on_rank(plan, block.products, block.input) if block.products else saved
-    return {"": saved, "products": products, "layers": (inputs + saved) / 2}[
-        plan.framework.selective
-    ]
+    inputs = _on_rank(plan, block.input, block.input)
+    saved, selective = _on_rank(plan, block.saved, block.whole), plan.framework.selective
+    if plan.activation_checkpointing:
+        return inputs
+    if block.attention and block.products and selective == "products":
+        return _on_rank(plan, block.products, block.input)
+    return (inputs + saved) / 2 if block.attention and selective == "layers" else saved
 
 
 def _on_rank(plan: Plan, nbytes: float, whole: float) -> float:
@@ -110,23 +103,13 @@ def _on_rank(plan: Plan, nbytes: float, whole: float) -> float:
 def working_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
     """Of one block while it runs, besides what is saved: all of it where it is computed again,
     the loss, and a whole input where tensor-parallel ranks split it."""
-    again = plan.activation_checkpointing or plan.framework.selective
-    inputs = max(
-        (block.input - _on_rank(plan, block.input, block.input) for block in blocks), default=0.0
-    )
-    own = (
-        max((_on_rank(plan, block.saved, block.whole) for block in blocks), default=0.0)
-        if again
-        else 0.0
-    )
-    logits = (
-        sum(block.logits for block in blocks) / plan.parallelism.tp * plan.framework.logit_bytes
-    )
-    output = (
-        sum(block.params for block in blocks if block.logits)
-        / plan.parallelism.tp
-        * plan.framework.output_bytes
-    )
+    tp, framework = plan.parallelism.tp, plan.framework
+    split = (block.input - _on_rank(plan, block.input, block.input) for block in blocks)
+    inputs, own = max(split, default=0.0), 0.0
+    if plan.activation_checkpointing or framework.selective:
+        own = max((_on_rank(plan, block.saved, block.whole) for block in blocks), default=0.0)
+    logits = sum(block.logits for block in blocks) / tp * framework.logit_bytes
+    output = sum(block.params for block in blocks if block.logits) / tp * framework.output_bytes
     return (max(own, logits) + inputs) * plan.micro_batch / plan.parallelism.cp + output
 
 
@@ -141,19 +124,13 @@ def host_bytes(plan: Plan, blocks: Sequence[BlockShape], ranks: int) -> float:
     if place.gradients == "memory" and place.state == "ssd" and plan.update_at == "step":
         nbytes += own * total * plan.sizes.gradient_bytes  # they wait for the last one
     if place.state == "ssd":
-        nbytes += (
-            plan.memory.resident
-            * own
-            * total
-            * (plan.sizes.state_bytes + plan.sizes.parameter_bytes)
-        )
+        both = plan.sizes.state_bytes + plan.sizes.parameter_bytes
+        nbytes += plan.memory.resident * own * total * both
     if place.state == "host":
         nbytes += own * total * (plan.sizes.state_bytes + plan.sizes.held_bytes)
     if plan.memory.kept:
-        nbytes += (
-            sum(sorted(block.params for block in blocks)[-plan.memory.kept :])
-            * plan.sizes.parameter_bytes
-        )
+        largest = sorted(block.params for block in blocks)[-plan.memory.kept :]
+        nbytes += sum(largest) * plan.sizes.parameter_bytes
     if plan.memory.offload:
         nbytes += sum(block.input for block in blocks) * plan.micro_batch * ranks
     return nbytes
@@ -177,11 +154,8 @@ def stage_bytes(plan: Plan, blocks: Sequence[BlockShape], number: int) -> float:
     virtual = parallelism.virtual_stages
     held = PipelineShape(number, 0, widths, virtual, plan.num_microbatches).ahead / virtual
     plan = plan.of_stage(number)
-    nbytes = (
-        device_bytes(plan, blocks)
-        + held * saved_bytes(plan, blocks, plan.parallelism.virtual_stages)
-        + working_bytes(plan, blocks)
-    )
+    saved = held * saved_bytes(plan, blocks, virtual)
+    nbytes = device_bytes(plan, blocks) + saved + working_bytes(plan, blocks)
     return nbytes * plan.framework.fragmentation + plan.framework.context_bytes
 
 
@@ -208,15 +182,10 @@ def needs(
         served += params if place.served else 0
         ranks = max(1, min(host.devices // parallelism.tp, parallelism.replicas))
         if not host.device.is_host:
-            need(
-                f"stage {number} memory",
-                host_bytes(own, blocks, ranks),
-                host.memory,
-                USABLE * free / many,
-            )
+            nbytes, share = host_bytes(own, blocks, ranks), USABLE * free / many
+            need(f"stage {number} memory", nbytes, host.memory, share)
         if place.state == "ssd":
-            share = ranks / parallelism.replicas
-            nbytes = file_bytes(own, params) * share
+            nbytes = file_bytes(own, params) * (ranks / parallelism.replicas)
             need(f"stage {number} SSDs", nbytes, _room(host), 1 / many)
     if served and cluster.spares:
         server = cluster.spares[0].together
@@ -224,9 +193,8 @@ def needs(
             serving = next(p for p in map(plan.of_stage, range(len(cuts))) if p.placement.served)
             out.append(Need("server SSDs", file_bytes(serving, served), _room(server)))
         else:
-            nbytes = served * (
-                plan.sizes.state_bytes + plan.sizes.parameter_bytes + plan.sizes.held_bytes
-            )
+            sizes = plan.sizes
+            nbytes = served * (sizes.state_bytes + sizes.parameter_bytes + sizes.held_bytes)
             need("server memory", nbytes, server.memory, USABLE * free)
     return out
 
@@ -271,15 +239,9 @@ def check(found: Sequence[Need], plan: Plan) -> None:
     if worst.fits:
         return
     if worst.where.endswith("device") or worst.where.startswith("host"):
-        hint = (
-            "smaller micro_batch"
-            if plan.micro_batch > 1
-            else (
-                "activation_checkpointing"
-                if not plan.activation_checkpointing
-                else "more tensor or pipeline ranks, or a placement that streams parameters"
-            )
-        )
+        hint = "more tensor or pipeline ranks, or a placement that streams parameters"
+        hint = hint if plan.activation_checkpointing else "activation_checkpointing"
+        hint = "smaller micro_batch" if plan.micro_batch > 1 else hint
     else:
         hint = "a placement that rests its state elsewhere, or more hosts"
     if not worst.where.endswith("device"):

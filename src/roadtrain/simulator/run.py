@@ -12,7 +12,7 @@ from typing import Any
 
 from roadtrain.config.cluster import Cluster
 from roadtrain.config.models import ModelShape
-from roadtrain.config.plan import Plan
+from roadtrain.config.plan_file import Plan
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Cost, Engine, Task
 from roadtrain.simulator.memory import Need, check
@@ -87,12 +87,9 @@ def simulate(
     for stage in scene.stages:
         stage.num_microbatches = scene.num_microbatches
     # work that piles up has to be done in the end
-    seconds = max(counts["seconds"], scene.bound()[0])
-    busy = {
-        r.name: counts[r] / counts["seconds"] / r.capacity
-        for r in engine.resources
-        if counts[r] > 0
-    }
+    seconds = max(counts["seconds"], scene.bound())
+    taken = [r for r in engine.resources if counts[r] > 0]
+    busy = {r.name: counts[r] / counts["seconds"] / r.capacity for r in taken}
     busy |= {lane.name: counts[lane] / counts["seconds"] for lane in engine.lanes}
     stages = {key: (counts[key, 0], counts[key, 1]) for key in engine.stages}
     engine.check()
@@ -173,12 +170,10 @@ class _Steps:
         None where that is not always the same."""
         base, one, two = self.steady(few), self.one(few + turn), self.one(few + 2 * turn)
         more = _less(two, one)
-        before, took = _less(one, base), {(key, 0) for key in self.scene.engine.stages}
-        if not self._same(before, more, self.marks[-1]) or any(
-            abs(before.get(key, 0.0) - n) > SAME * two["seconds"]
-            for key, n in more.items()
-            if key in took
-        ):
+        before, took = _less(one, base), [(key, 0) for key in self.scene.engine.stages]
+        changes = [abs(before.get(key, 0.0) - more[key]) for key in took if key in more]
+        steady = max(changes, default=0.0) <= SAME * two["seconds"]
+        if not steady or not self._same(before, more, self.marks[-1]):
             return None
         times = (self.scene.num_microbatches - few) / turn - 2
         return {key: n + more[key] * times for key, n in two.items()}

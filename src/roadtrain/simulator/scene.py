@@ -13,7 +13,7 @@ from typing import Any
 
 from roadtrain.config.cluster import Cluster, Device, Host, Nic, least_of
 from roadtrain.config.models import BlockShape, ModelShape
-from roadtrain.config.plan import NetworkGroup, Plan
+from roadtrain.config.plan_file import NetworkGroup, Plan
 from roadtrain.config.switch_tree import SwitchTree, switch_tree
 from roadtrain.errors import ConfigError
 from roadtrain.simulator.apart import (
@@ -26,11 +26,11 @@ from roadtrain.simulator.apart import (
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Cost, Engine, Lane, Resource
 from roadtrain.simulator.fabric import Fabric, check_placement
-from roadtrain.simulator.fan_in import SimulatedFanIn
 from roadtrain.simulator.memory import cut, needs, shared_needs
-from roadtrain.simulator.site import FlowGroup, Site
-from roadtrain.simulator.step import SimulatedStage, block_pieces
-from roadtrain.simulator.switches import SwitchResources
+from roadtrain.simulator.server import block_pieces
+from roadtrain.simulator.simulated_fan_in import SimulatedFanIn
+from roadtrain.simulator.site import FlowGroup, Site, SwitchResources
+from roadtrain.simulator.step import SimulatedStage
 from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, RunBlocks
 from roadtrain.switch.options import MOST_CHILDREN
 
@@ -83,7 +83,11 @@ class Scene:
         ]
 
     def _check_placements(self) -> None:
-        self._check_each()
+        mine = [(self.plan.placement, self.used_hosts)]
+        if self.plan.stage_placements:
+            mine = [(self.plan.placement_of(n), group) for n, group in enumerate(self.groups_of)]
+        for place, hosts in mine:
+            check_placement(place, self.cluster, hosts)
         for number, place in enumerate(map(self.plan.placement_of, range(len(self.groups_of)))):
             if place.sum == "switch":
                 self._check_packets(place.name, self._tree(number))
@@ -111,13 +115,6 @@ class Scene:
                 " their elements",
                 hint="leave keep out, or choose placement server",
             )
-
-    def _check_each(self) -> None:
-        if not self.plan.stage_placements:
-            check_placement(self.plan.placement, self.cluster, self.used_hosts)
-            return
-        for number, group in enumerate(self.groups_of):
-            check_placement(self.plan.placement_of(number), self.cluster, group)
 
     def check_networks(self) -> None:
         """Raise ConfigError where hosts that exchange data have no network in common, or where
@@ -193,8 +190,7 @@ class Scene:
         return switch_tree(self.cluster, self.groups_of[stage], node)
 
     def _switches(self, stage: int) -> SwitchResources | None:
-        tree = self._tree(stage)
-        if tree is None:
+        if (tree := self._tree(stage)) is None:
             return None
         return SwitchResources(self._switch, tree, self.plan.packets, self.constants)
 
@@ -220,20 +216,15 @@ class Scene:
         nics = self._nics(mine, "dp", number)
         slowest = min(nics, key=lambda n: n.total) if nics else None
         # they meet over a link; links of a tree are resources of their own
-        if (
-            self._tree(number) is None
-            and slowest is not None
-            and (most := cluster.between(nics)) < slowest.total
-        ):
+        most = cluster.between(nics) if self._tree(number) is None else float("inf")
+        if slowest is not None and most < slowest.total:
             slowest = slowest.model_copy(update={"rate": most, "count": 1})
         devices = Counter(self.slots_of[number]).values()  # of each host
         ranks = min(parallelism.replicas, max(devices) // parallelism.tp or 1)
         many = len(devices) if parallelism.tp <= first.devices else parallelism.replicas // ranks
         # a table of its own belongs to the slowest too
-        own = max(
-            (constants.of_host(host.name) for host in mine),
-            key=lambda of: sum(of.table.values()),
-        )
+        every = [constants.of_host(host.name) for host in mine]
+        own = max(every, key=lambda of: sum(of.table.values()))
         group = FlowGroup(
             Site(self.engine, first, slowest, constants, f"stage {number}"),
             self.server,
@@ -294,12 +285,11 @@ class Scene:
         log: list[Any] | None = None
         if self.logs is not None:
             self.logs.append(log := [])
-        parts = self.cuts[number]
-        self.stages.append(
-            SimulatedStage(
-                self.engine, fabric, parts, number, self._send, end=end, log=log, rank=rank
-            )
+        parts, send = self.cuts[number], self._send
+        stage = SimulatedStage(
+            self.engine, fabric, parts, number, send, end=end, log=log, rank=rank
         )
+        self.stages.append(stage)
 
     def _check_tensor_groups(self, number: int) -> None:
         tp, fewest = self.plan.parallelism.tp, min(h.devices for h in self.groups_of[number])
@@ -405,36 +395,31 @@ class Scene:
     def _nics(self, hosts: Sequence[Host], group: NetworkGroup, stage: int = 0) -> list[Nic]:
         """The card of each host that the group's data takes."""
         wanted, place = self.plan.networks.get(group), self.plan.placement_of(stage)
+
+        def fits(nic: Nic) -> bool:
+            return wanted in (None, nic.kind) and (nic.relay or not relayed)
+
         if group == "dp" and (tree := self._tree(stage)) is not None:
             return list(tree.cards)
         if self.apart and place.served and group == "dp":
             node = self.cluster.spares[0].together
             return [self.cluster.common([host, node])[0] for host in hosts]
-        if place.sum == "relay" and group == "dp":
-            hosts = [
-                h.model_copy(update={"nics": tuple(n for n in h.nics if n.relay)}) for h in hosts
-            ]
-        if wanted is not None:
-            hosts = [
-                h.model_copy(update={"nics": tuple(n for n in h.nics if n.kind == wanted)})
-                for h in hosts
-            ]
-        if len({h.name for h in hosts}) == 1 and len(hosts) == 1:
+        relayed = place.sum == "relay" and group == "dp"
+        if relayed or wanted is not None:
+            hosts = [h.model_copy(update={"nics": tuple(filter(fits, h.nics))}) for h in hosts]
+        if len(hosts) == 1:
             return [max(hosts[0].nics, key=lambda n: n.total)] if hosts[0].nics else []
         return list(self.cluster.common(hosts))
 
-    def bound(self) -> tuple[float, str]:
-        """Seconds that a step takes at least, and what takes them."""
+    def bound(self) -> float:
+        """Seconds that a step takes at least."""
         bounds, before = [stage.bound() for stage in self.stages], 0.0
         # its first micro-batch comes through all stages before it, its last goes back
         for number in range(self.plan.parallelism.pp):
             own = [stage for stage in self.stages if stage.number == number]
-            bounds += [
-                (before + stage.passes * stage.pass_s, f"{stage.name} device") for stage in own
-            ]
+            bounds += [before + stage.passes * stage.pass_s for stage in own]
             before += min(stage.first_s for stage in own)
-        seconds, what = max(bounds)
-        return seconds + self.constants.fixed, what
+        return max(bounds) + self.constants.fixed
 
     def watts(self, busy: dict[str, float]) -> float:
         """Idle, and what the busy share adds, of all hosts and devices that the plan uses."""

@@ -13,7 +13,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from math import ceil
 
+from roadtrain.config.models import BlockShape
+from roadtrain.config.plan_file import Plan
 from roadtrain.servers.protocol.chunk_state import Resident
 from roadtrain.servers.protocol.commit import Addressed, CommitStateMachine
 from roadtrain.servers.protocol.messages import (
@@ -36,6 +39,9 @@ from roadtrain.servers.protocol.server import ServerStateMachine
 from roadtrain.servers.protocol.server_steps import ServerSpec
 from roadtrain.simulator.engine import Cost, Engine, Lane, Task, Then
 from roadtrain.simulator.fabric import Fabric
+
+SMALLEST = 8 << 20  # parameters of a piece, where there are several
+ROW_BYTES = 2  # of an element of a row that is looked up (config/models.py)
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,32 @@ class BlockPieces:
         return (self.params[block] + self.rows[block]) / self.pieces
 
 
+def block_pieces(plan: Plan, blocks: Sequence[BlockShape]) -> BlockPieces:
+    parallelism = plan.parallelism
+    # ranks that sum an expert, and all else
+    e, n = parallelism.replicas // parallelism.ep, parallelism.replicas
+    summed = (1 - 1 / e) / (1 - 1 / n) / parallelism.ep if n > 1 else 1.0
+    here = 1.0 if plan.placement.state == "split" else 1 / parallelism.ep
+
+    def own(block: BlockShape, share: float) -> float:
+        return (block.params - block.tables - block.experts * (1 - share)) / parallelism.tp
+
+    params = [own(block, summed) for block in blocks]
+    updated = [own(block, here) for block in blocks]
+    most = max(params, default=0.0)
+    pieces = ceil(most / plan.memory.chunk) if plan.memory.chunk else min(4, int(most // SMALLEST))
+    return BlockPieces(max(1, pieces), params, updated, [_rows(plan, block) for block in blocks])
+
+
+def _rows(plan: Plan, block: BlockShape) -> float:
+    """Elements of a block's tables that a step's samples touch, as `updated` counts parameters:
+    each device has its own part of the tables, wherever its other state is."""
+    elements = block.touched / ROW_BYTES * plan.micro_batch * plan.num_microbatches
+    touched = min(float(block.tables), elements * plan.parallelism.dp)
+    alone = plan.placement.update == "device" and plan.placement.state == "device"
+    return touched / (plan.parallelism.replicas if alone else plan.parallelism.tp)
+
+
 class SimulatedServer:
     def __init__(
         self, engine: Engine, fabric: Fabric, blocks: BlockPieces, name: str, fetches: Lane | None
@@ -92,9 +124,8 @@ class SimulatedServer:
     def machine(self) -> ServerStateMachine:
         """Made for the first step: plans that are only bounded need none."""
         plan, durable, chunks = self.fabric.plan, self.fabric.on_files, self.blocks.chunks
-        resident = round(
-            plan.memory.resident * chunks
-        )  # the first, which the next forward wants first
+        # the first, which the next forward wants first
+        resident = round(plan.memory.resident * chunks)
         weights = round(self.fabric.weights_share(sum(self.blocks.params)) * chunks)
 
         def part(chunk: int) -> Resident:

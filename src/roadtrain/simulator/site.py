@@ -1,4 +1,4 @@
-"""One host's resources, and the ranks of a pipeline stage on such hosts.
+"""Resources of a host and of switches that sum, and the ranks of a pipeline stage on such hosts.
 
 Hosts that do the same are one *site* with a multiplicity: what each of `hosts` sites sends to one
 server weighs `hosts` times there.
@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from roadtrain.config.cluster import Host, Nic
+from roadtrain.config.plan_file import SwitchPackets
+from roadtrain.config.switch_tree import SwitchTree
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Engine, Resource, Uses
-from roadtrain.simulator.switches import SwitchResources
+
+BATCH = 44  # packets of one run (64 KiB): a machine that sums has them all before it sends them on
+BEAT_S = 0.01  # between two heartbeats while packets come, at most
 
 
 class Site:
@@ -54,14 +58,11 @@ class Site:
             self.read = resource("ssd read", sum(s.count * s.read for s in host.ssds))
             self.write = resource("ssd write", sum(s.count * s.write for s in host.ssds))
             self.mixed = resource("ssd mixed", min(s.mixed for s in host.ssds))
-            self.up, self.down = (
-                resource("uplink in", host.uplink),
-                resource("uplink out", host.uplink),
-            )
+            self.up = resource("uplink in", host.uplink)
+            self.down = resource("uplink out", host.uplink)
             if all(s.updates for s in host.ssds):
-                self.inside = resource(
-                    "ssd internal", sum(s.count * (s.internal or s.read) for s in host.ssds)
-                )
+                internal = sum(s.count * (s.internal or s.read) for s in host.ssds)
+                self.inside = resource("ssd internal", internal)
                 self.beside = resource("ssd updates", sum(s.count * s.updates for s in host.ssds))
 
     def reads(self, *, beside: bool = False) -> Uses:
@@ -72,6 +73,73 @@ class Site:
     def writes(self, *, beside: bool = False) -> Uses:
         media = [(self.write, 1.0), (self.mixed, 1.0 / self.write.capacity)]
         return media + ([(self.inside, 1.0)] if beside else [(self.down, 1.0), (self.memory, 1.0)])
+
+
+class SwitchResources:
+    """Resources of the switches of one tree, each made once. `packets`: as the plan has them.
+
+    Up, each link carries one sum; down, one copy of the parameters. A switch of the network has its
+    packets in its way; a machine beside it (`rate`) gets each child's packets, and sends one copy
+    to each child, over its own card. Copies that the network makes do not come to it.
+    """
+
+    def __init__(
+        self,
+        resource: Callable[[str, float], Resource],
+        tree: SwitchTree,
+        packets: SwitchPackets,
+        constants: Constants,
+    ) -> None:
+        """`resource`: gives what has this name and capacity, made once."""
+        self.tree, self.packets = tree, packets
+        self.up, self.down = Uses(), Uses()  # of a byte on the wire that every worker sends or gets
+        for name, parent in tree.parents.items():
+            rate = tree.links[name].rate * constants.network
+            self.up.append((resource(f"{name} to {parent} link", rate), 1.0))
+            self.down.append((resource(f"{parent} to {name} link", rate), 1.0))
+        self.packet_nbytes = packets.payload + packets.overhead
+        for name, switch in tree.switches.items():
+            children = tree.children(name)
+            copies = 0 if tree.multicasts else children
+            if switch.rate:
+                card = switch.rate * constants.network
+                into, out = (resource(f"{name} {way}", card) for way in ("in", "out"))
+                self.up += [(into, float(children)), (out, 1.0)]
+                self.down += [(into, float(copies > 0)), (out, float(copies))]
+            if switch.packet_rate:
+                handled = resource(f"{name} packets", switch.packet_rate)
+                self.up.append((handled, (children + 1) / self.packet_nbytes))
+                self.down.append((handled, (copies + 1) / self.packet_nbytes if copies else 0.0))
+
+    def on_wire(self, nbytes: float) -> float:
+        """Bytes that links carry for so many of data: whole packets."""
+        return float(self.packets_of(nbytes) * self.packet_nbytes)
+
+    def packets_of(self, nbytes: float) -> int:
+        """Packets of so many bytes of data."""
+        return int(-(-nbytes // self.packets.payload))
+
+    def latency(self, rate: float) -> float:
+        """Seconds of one way, at links of `rate` bytes a second: machines pass on whole batches."""
+        machines = sum(bool(switch.rate) for switch in self.tree.switches.values())
+        batch = BATCH * self.packet_nbytes / rate
+        return self.tree.latency + min(machines, self.tree.levels) * batch
+
+    def beat_s(self, rate: float) -> float:
+        """Seconds until what came is told: after a quarter of a window, at most a moment, but never
+        before a packet has come."""
+        return max(min(self._window_nbytes / 4 / rate, BEAT_S), self.packet_nbytes / rate)
+
+    def most(self, rate: float) -> float:
+        """Bytes a second on the wire that a window of packets allows: it opens again when a
+        heartbeat has told that they came."""
+        trip = 2 * self.latency(rate)
+        by_time = self._window_nbytes / (trip + BEAT_S)
+        return max(by_time, 0.75 * self._window_nbytes / trip if trip else float("inf"))
+
+    @property
+    def _window_nbytes(self) -> float:
+        return float(self.packets.window * self.packet_nbytes)
 
 
 @dataclass(frozen=True)

@@ -14,26 +14,23 @@ devices in each of them. Does NOT know numbers: gradients are None.
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from math import ceil
 from typing import Any
 
-from roadtrain.config.cluster import Device
 from roadtrain.config.models import BlockShape
-from roadtrain.config.plan import Plan
 from roadtrain.relay.protocol.relay import RelayEvent, RelayStateMachine
 from roadtrain.servers.protocol.intermediary import Give, Up
 from roadtrain.servers.protocol.messages import ApplyUpdate, Done, Pull, Pulled, Push
 from roadtrain.servers.protocol.prefetch import Prefetcher, PullBlock
 from roadtrain.simulator.apart import RankOf, StagePush
 from roadtrain.simulator.engine import Cost, Engine, Lane, Resource, Then
-from roadtrain.simulator.fabric import Fabric
-from roadtrain.simulator.fan_in import SimulatedFanIn, SimulatedFanInLink
+from roadtrain.simulator.fabric import Fabric, block_times
 from roadtrain.simulator.memory import device_bytes, host_bytes, saved_bytes, working_bytes
-from roadtrain.simulator.server import BlockPieces, SimulatedServer
+from roadtrain.simulator.server import SimulatedServer, block_pieces
+from roadtrain.simulator.simulated_fan_in import SimulatedFanIn, SimulatedFanInLink
 from roadtrain.stages.protocol.pipeline import (
     BACKWARD,
     FORWARD,
@@ -41,63 +38,6 @@ from roadtrain.stages.protocol.pipeline import (
     RunBlocks,
     StageStateMachine,
 )
-
-SMALLEST = 8 << 20  # parameters of a piece, where there are several
-ROW_BYTES = 2  # of an element of a row that is looked up (config/models.py)
-
-
-@dataclass(frozen=True)
-class BlockTimes:
-    """Seconds of each block's pass on a device."""
-
-    forward: Sequence[float]  # its own arithmetic
-    tensor: Sequence[float]  # tensor-parallel ranks add activations up
-    routed: Sequence[float]  # tokens go to their experts and come back
-    ring: Sequence[float]  # keys and values go round: what attention does not hide
-
-
-def block_times(fabric: Fabric, blocks: Sequence[BlockShape], device: Device) -> BlockTimes:
-    plan, constants, parallelism = fabric.plan, fabric.constants, fabric.plan.parallelism
-    size, tp = plan.micro_batch / parallelism.cp, parallelism.tp
-    split = tp * parallelism.cp
-    forward = [constants.forward_of(block, plan, device) for block in blocks]
-    scores = [constants.scores(block, plan.micro_batch, split, device) for block in blocks]
-    return BlockTimes(
-        forward,
-        [fabric.tensor(block.input * size) if "." in block.name else 0.0 for block in blocks],
-        [fabric.experts(block.routed * size / tp) for block in blocks],
-        [
-            max(0.0, fabric.context(block.kv * size / tp) - hidden)
-            for block, hidden in zip(blocks, scores)
-        ],
-    )
-
-
-def block_pieces(plan: Plan, blocks: Sequence[BlockShape]) -> BlockPieces:
-    parallelism = plan.parallelism
-    # ranks that sum an expert, and all else
-    e, n = parallelism.replicas // parallelism.ep, parallelism.replicas
-    summed = (1 - 1 / e) / (1 - 1 / n) / parallelism.ep if n > 1 else 1.0
-    here = 1.0 if plan.placement.state == "split" else 1 / parallelism.ep
-    params, updated = (
-        [
-            (block.params - block.tables - block.experts * (1 - share)) / parallelism.tp
-            for block in blocks
-        ]
-        for share in (summed, here)
-    )
-    most = max(params, default=0.0)
-    pieces = ceil(most / plan.memory.chunk) if plan.memory.chunk else min(4, int(most // SMALLEST))
-    return BlockPieces(max(1, pieces), params, updated, [_rows(plan, block) for block in blocks])
-
-
-def _rows(plan: Plan, block: BlockShape) -> float:
-    """Elements of a block's tables that a step's samples touch, as `updated` counts parameters:
-    each device has its own part of the tables, wherever its other state is."""
-    elements = block.touched / ROW_BYTES * plan.micro_batch * plan.num_microbatches
-    touched = min(float(block.tables), elements * plan.parallelism.dp)
-    alone = plan.placement.update == "device" and plan.placement.state == "device"
-    return touched / (plan.parallelism.replicas if alone else plan.parallelism.tp)
 
 
 class SimulatedStage:
@@ -181,18 +121,18 @@ class SimulatedStage:
         """Which slots of the device each block comes to: those of the layers; what comes before
         the layers and after has its own, and comes once a step."""
         plan, n = self.plan, len(self.blocks)
-        layers = [
-            i for i, block in enumerate(self.blocks) if "." in block.name or not plan.memory.root
-        ] or list(range(n))
+        every = not plan.memory.root
+        layers = [i for i, block in enumerate(self.blocks) if "." in block.name or every]
+        layers = layers or [*range(n)]
         self.slots = max(2, min(plan.memory.slots, len(layers)) if plan.placement.streamed else n)
         stay = sorted({*range(n)} - {*layers})
         self.streams = Prefetcher(self.slots, layers)
         root = Prefetcher(max(2, len(stay)), stay)
         self.prefetch = [self.streams if i in layers else root for i in range(n)]
 
-    def bound(self) -> tuple[float, str]:
-        """Seconds that a step takes at least, and what takes them: each resource's bytes over
-        its capacity, the device's time. Nothing is waited for."""
+    def bound(self) -> float:
+        """Seconds that a step takes at least: each resource's bytes over its capacity, the
+        device's time. Nothing is waited for."""
         plan, fabric, n = self.plan, self.fabric, len(self.blocks)
         total = sum(self.pieces.params)
         streamed = plan.placement.streamed
@@ -209,14 +149,14 @@ class SimulatedStage:
         ]
         if fabric.on_files:
             costs += [(fabric.read(total), 1.0 - plan.memory.resident), (fabric.write(total), 1.0)]
-        used: dict[Resource, float] = {}
+        used = defaultdict[Resource, float](float)
         for cost, times in costs:
             for resource, weight in cost.uses:
-                used[resource] = used.get(resource, 0.0) + cost.work * weight * times
+                used[resource] += cost.work * weight * times
+        device = self.passes * self.pass_s
         if fabric.site.cores is not None:
-            used[fabric.site.cores] = used.get(fabric.site.cores, 0.0) + self.passes * self.pass_s
-        device = (self.passes * self.pass_s, f"{self.name} device")
-        return max([device, *((u / r.capacity, r.name) for r, u in used.items())])
+            used[fabric.site.cores] += device
+        return max([device, *(taken / r.capacity for r, taken in used.items())])
 
     def _refetched(self, stay: int) -> float:
         """Parameters that a pass through each part fetches at least where it is not the part's
@@ -240,9 +180,8 @@ class SimulatedStage:
     @property
     def pass_s(self) -> float:
         """Seconds that a micro-batch computes here, both ways."""
-        return sum(
-            self._of(i, what) for i in range(len(self.blocks)) for what in (FORWARD, BACKWARD)
-        )
+        blocks = range(len(self.blocks))
+        return sum(self._of(i, what) for i in blocks for what in (FORWARD, BACKWARD))
 
     @property
     def first_s(self) -> float:
@@ -251,13 +190,9 @@ class SimulatedStage:
 
     def _hold_fixed(self) -> None:
         """What stays; activations come and go."""
-        plan, group = self.plan, self.fabric.group
-        self.engine.hold(
-            self.pool,
-            plan.framework.context_bytes
-            + plan.framework.fragmentation
-            * (device_bytes(plan, self.blocks) + working_bytes(plan, self.blocks)),
-        )
+        plan, group, framework = self.plan, self.fabric.group, self.plan.framework
+        held = device_bytes(plan, self.blocks) + working_bytes(plan, self.blocks)
+        self.engine.hold(self.pool, framework.context_bytes + framework.fragmentation * held)
         self.engine.hold(f"{self.name} memory", host_bytes(plan, self.blocks, group.ranks))
 
     # the worker
@@ -279,9 +214,8 @@ class SimulatedStage:
             self.todo = deque(order if run.what == FORWARD else reversed(order))
             if run.what == FORWARD:
                 self.engine.hold(self.pool, self.saved[run.part])
-            whole = not self.plan.placement.streamed and (
-                run.micro != self.replica if run.what == FORWARD else not run.last
-            )
+            inner = run.micro != self.replica if run.what == FORWARD else not run.last
+            whole = inner and not self.plan.placement.streamed
             if whole and not any(self._rows_travel(block) for block in order):
                 # all parameters are here and nothing is pushed
                 self.todo.clear()
@@ -310,12 +244,11 @@ class SimulatedStage:
 
     def _compute(self, seconds: float, then: Then) -> None:
         assert self.run is not None
-        cores, rate = self.fabric.site.cores, 1.0
+        cores, cost = self.fabric.site.cores, Cost(seconds, max_rate=1.0)
         if cores is not None:
             # in an update's unit, so that both get the same share
             rate = self.fabric.site.updates.capacity
-        uses = [] if cores is None else [(cores, 1.0 / rate)]
-        cost = Cost(seconds * rate, uses, max_rate=rate)
+            cost = Cost(seconds * rate, [(cores, 1.0 / rate)], max_rate=rate)
         self.engine.task(self.run.what, cost, lane=self.lane, then=then, where=self.name)
 
     def _next_block(self) -> None:

@@ -105,17 +105,10 @@ def build_optimizer(job: Job, params: Iterable[torch.nn.Parameter]) -> torch.opt
     there."""
     o = job.optimizer
     cls = named(OPTIMIZERS[o.name].path if o.name in OPTIMIZERS else o.name, "optimizer.name")
-    given = {
-        "weight_decay": o.weight_decay,
-        "betas": o.betas,
-        "eps": o.eps,
-        "momentum": o.momentum,
-        **o.options,
-    }
+    own = {name: getattr(o, name) for name in ("weight_decay", "betas", "eps", "momentum")}
+    given = {name: value for name, value in (own | o.options).items() if value is not None}
     try:
-        optimizer: torch.optim.Optimizer = cls(
-            params, lr=o.lr, **{k: v for k, v in given.items() if v is not None}
-        )
+        optimizer: torch.optim.Optimizer = cls(params, lr=o.lr, **given)
     except (TypeError, ValueError) as cause:
         raise ConfigError(f"optimizer {o.name}: {cause}") from cause
     return optimizer

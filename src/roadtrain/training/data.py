@@ -80,11 +80,8 @@ class Tokens:
                 f"{len(self.train)} tokens of text, a row needs {seq_len + 1}",
                 hint="lower data.seq_len or add text",
             )
-        return _rows(
-            self.train,
-            [_draw(self.seed, step, micro, row) % room for row in range(batch_size)],
-            seq_len,
-        )
+        starts = [_draw(self.seed, step, micro, row) % room for row in range(batch_size)]
+        return _rows(self.train, starts, seq_len)
 
     def held_out_batches(
         self, n: int, batch_size: int, seq_len: int
@@ -117,9 +114,8 @@ def find_files(paths: Sequence[str]) -> list[Path]:
             # where the wildcards begin
             below = min((pattern.index(c) for c in "*?[" if c in pattern), default=0)
             matches = [m for m in glob.glob(pattern, recursive=True) if os.path.isfile(m)]
-            matches = [
-                m for m in matches if not _NOT_TEXT & set(m[below:].split(os.sep)) and _is_text(m)
-            ]
+            matches = [m for m in matches if not _NOT_TEXT & set(m[below:].split(os.sep))]
+            matches = [m for m in matches if _is_text(m)]
         if not matches:
             raise ConfigError(
                 f"data.paths: {path!r} gives no text file",
@@ -167,15 +163,13 @@ def _encode(files: Sequence[Path], tokenizer: str) -> tuple[np.ndarray, int]:
 
 def _draw(*key: int) -> int:
     """A uniform 64-bit number that depends on `key` alone, on every machine and version."""
-    return int.from_bytes(
-        hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8).digest(), "little"
-    )
+    hashed = hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8)
+    return int.from_bytes(hashed.digest(), "little")
 
 
 def _rows(
     stream: np.ndarray, starts: Sequence[int], seq_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = torch.from_numpy(
-        np.stack([stream[s : s + seq_len + 1] for s in starts]).astype(np.int64)
-    )
+    found = np.stack([stream[s : s + seq_len + 1] for s in starts])
+    rows = torch.from_numpy(found.astype(np.int64))
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

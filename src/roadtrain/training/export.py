@@ -47,13 +47,13 @@ def export_run(
     job = job_of_run(run)
     check_directory(Path(directory))
     if job.parallelism.used:
-        found = export_of(job, masters)
-        step, files = found.step, export_dir(found.items, directory)
+        step, items = export_of(job, masters)
+        files = export_dir(items, directory)
     else:
         step, files = _export_store(run, job, directory, masters, report)
     _write_config(job, Path(directory), "fp32" if masters else job.model.dtype)
-    if Path(run, "tokenizer.json").is_file():
-        shutil.copyfile(Path(run, "tokenizer.json"), Path(directory, "tokenizer.json"))
+    if (tokenizer := Path(run, "tokenizer.json")).is_file():
+        shutil.copyfile(tokenizer, Path(directory, "tokenizer.json"))
     report(f"exported step {step}: {len(files)} files in {directory}")
     return 0
 
@@ -98,13 +98,9 @@ def import_weights(
     has begun, StoreError."""
     if "run.dir" not in overrides:
         raise ConfigError("where to?", hint="give --run.dir RUN")
-    tree: dict[str, Any] = {
-        "model": {"pretrained": directory},
-        "run": {"dir": overrides["run.dir"]},
-    }
-    tokenizer = Path(directory) / "tokenizer.json"
-    if tokenizer.is_file():
-        tree["data"] = {"tokenizer": str(tokenizer)}
+    run, tokenizer = {"dir": overrides["run.dir"]}, Path(directory) / "tokenizer.json"
+    data = {"tokenizer": str(tokenizer)} if tokenizer.is_file() else {}
+    tree = {"model": {"pretrained": directory}, "run": run, "data": data}
     job = make_job(tree).changed({**overrides, "model.pretrained": directory})
     places = getattr(build_config(job), "max_position_embeddings", None) or job.data.seq_len
     if places < job.data.seq_len and "data.seq_len" not in overrides:
@@ -140,9 +136,8 @@ def _items(
         items.append((param.name, dtype, param.shape, partial(read, param.name, what)))
     for name, buffer in buffers.items():
         if buffer.dtype in NAMES:
-            items.append(
-                (name, NAMES[buffer.dtype], tuple(buffer.shape), partial(as_numpy, buffer))
-            )
+            shape = tuple(buffer.shape)
+            items.append((name, NAMES[buffer.dtype], shape, partial(as_numpy, buffer)))
     return items
 
 

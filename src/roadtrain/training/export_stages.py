@@ -6,7 +6,6 @@ share). Does NOT start processes or build the model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,17 +25,10 @@ from roadtrain.storage.safetensors_io import Item
 from roadtrain.streaming.split import DTYPES, NAMES, as_numpy
 
 
-@dataclass(frozen=True)
-class StagesExport:
-    """`items`: of every parameter and buffer. `step`: that they are of."""
-
-    step: int
-    items: list[Item]
-
-
-def export_of(job: Job, masters: bool) -> StagesExport:
-    """masters: parameters in fp32, not in the dtype that the model computes in. Raises ConfigError
-    where nothing is committed, GoneError where parts lie elsewhere."""
+def export_of(job: Job, masters: bool) -> tuple[int, list[Item]]:
+    """The last committed step, and every parameter and buffer of it. masters: parameters in fp32,
+    not in the dtype that the model computes in. Raises ConfigError where nothing is committed,
+    GoneError where parts lie elsewhere."""
     folder = job.run_dir / FOLDER
     reader, told = newest(folder)
     wanted = [Extent(one.name, 0, one.numel) for one in told.params]
@@ -47,12 +39,15 @@ def export_of(job: Job, masters: bool) -> StagesExport:
             f" {absent[0].name!r} is not whole",
             hint="bring the snapshots of all hosts into one directory",
         )
-    items = [item_of(reader, one, masters) for one in told.params]
+    items: list[Item] = []
+    for entry in told.params:
+        dtype = "fp32" if masters and entry.rule else entry.dtype
+        items.append((entry.name, dtype, entry.shape, partial(value_of, reader, entry, dtype)))
     for name, buffer in buffers_in(reader.blobs()).items():
         if buffer.dtype in NAMES:
             shape = tuple(buffer.shape)
             items.append((name, NAMES[buffer.dtype], shape, partial(as_numpy, buffer)))
-    return StagesExport(told.step, items)
+    return told.step, items
 
 
 def newest(folder: Path) -> tuple[PartReader, Description]:
@@ -64,11 +59,6 @@ def newest(folder: Path) -> tuple[PartReader, Description]:
     raise ConfigError(
         f"{folder} has no committed snapshot", hint="train a step, or name the run's directory"
     )
-
-
-def item_of(reader: PartReader, entry: ParamEntry, masters: bool) -> Item:
-    dtype = "fp32" if masters and entry.rule else entry.dtype
-    return entry.name, dtype, entry.shape, partial(value_of, reader, entry, dtype)
 
 
 def value_of(reader: PartReader, entry: ParamEntry, dtype: str) -> Any:

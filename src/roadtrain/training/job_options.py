@@ -1,5 +1,5 @@
-"""A job's sections as options of place() and parallelize(), and the table of keys that do not go
-together.
+"""A job's sections as options of place() and parallelize(), the table of keys that do not go
+together, and what `roadtrain train` would refuse of a job, told to who plans it.
 
 What a section and the value made of it call alike is passed on by name, so an option is declared in
 these two and nowhere between. Opens nothing.
@@ -7,22 +7,30 @@ these two and nowhere between. Opens nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from roadtrain.config.job import CompressSection, Job
-from roadtrain.errors import ConfigError
+from roadtrain.config.job import CompressSection, Job, make_job
+from roadtrain.environment import WorkerGroup
+from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.options.lossy import Delay, Downcast, TopK
 from roadtrain.options.schema import Section
+from roadtrain.placement.session_plan import Request
 from roadtrain.placement.stores import Files, Memory, Servers, Store
 from roadtrain.stages.job_parallelism import StagePlacement
 from roadtrain.stages.parallel_options import ParallelOptions
+from roadtrain.stages.tensor_families import family_plan
 from roadtrain.streaming.split import DTYPES
+from roadtrain.training.build import build_model
+from roadtrain.training.progress import silent
 from roadtrain.transport.address import tls_of, token_of
 
 # Whether keys are given that do not go together, which these are, and the way out
 Conflict = tuple[object, str, str]
+SECRETS = ("token_file", "ca", "cert", "key")  # files that are only where the job is run
 RETRY_S = 120.0  # servers are tried again for so long, since they may be starting too
 
 
@@ -169,3 +177,32 @@ def _same_named(section: Section, kind: type) -> dict[str, Any]:
     """What a section says of the options that `kind` has by the same names."""
     names = {field.name for field in fields(kind)}
     return {name: given for name, given in section if name in names}
+
+
+def check_job(job: Job, workers: Sequence[int]) -> None:
+    """Make the values that `train` makes of a job, which check themselves. Reads no text, tokens or
+    certificates; assumes that the job names its servers, or needs none. `workers`: of each host, in
+    the order of ranks. Raises ConfigError."""
+    if job.parallelism.used:
+        stage_options(job, sum(workers))
+        return
+    job = job.changed({f"servers.{key}": None for key in SECRETS})
+    local = workers[0] if len(set(workers)) == 1 else 1
+    Request(
+        **placed_options(job, moves=True),
+        deadline_s=1.0,
+        group=WorkerGroup(0, sum(workers), "", local),
+        report=silent,
+    )
+
+
+@functools.cache
+def why_not_split(model: str, degree: int) -> str:
+    """Why a tensor group of `degree` ranks cannot split a model, in one sentence; "" where it can.
+    `model`: the job's [model] as JSON, with a vocabulary."""
+    job = make_job({"model": json.loads(model)})
+    try:
+        family_plan(build_model(job, "meta"), degree)
+    except RoadtrainError as error:
+        return str(error).partition("\n")[0]
+    return ""

@@ -52,9 +52,7 @@ def limited(nbytes: int | None, way_out: str = "lower budget.host") -> Iterator[
 
 def was_refused(error: BaseException) -> bool:
     """Whether `error`, or what caused it, says that the system gave no memory."""
-    if isinstance(error, MemoryError) or (
-        isinstance(error, OSError) and error.errno == errno.ENOMEM
-    ):
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _REFUSED):
         return True

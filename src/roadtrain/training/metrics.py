@@ -41,9 +41,8 @@ class Metrics:
         self.dropped = len(lines) - len(kept)
         self.aside = _rename_aside(path) if begins else None
         steps = [line["step"] for line, _ in kept]
-        if steps != list(range(done - len(steps) + 1, done + 1)) or (
-            not steps and _counts(path, done)
-        ):
+        follow = steps == list(range(done - len(steps) + 1, done + 1))
+        if not follow or (not steps and _counts(path, done)):
             raise DamagedError(
                 f"{path}: {done} steps are committed, and not all of the last ones have a line that"
                 f" can be read; the last whole one is of step {steps[-1] if steps else 0}",
@@ -100,10 +99,8 @@ class Metrics:
             return
         aside = self.uncommitted
         whole = rest[: rest.rfind(b"\n") + 1]
-        note = {
-            "note": f"not committed: training went on from step {self.done}",
-            "dropped": self.dropped,
-        }
+        said = f"not committed: training went on from step {self.done}"
+        note = {"note": said, "dropped": self.dropped}
         if torn := rest[len(whole) :]:
             note["torn"] = torn.decode(errors="replace")
         body = json.dumps(note).encode() + b"\n" + whole
@@ -193,7 +190,5 @@ def _raw(path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
         line = None
         with contextlib.suppress(ValueError):
             line = json.loads(raw)
-        yield (
-            line if isinstance(line, dict) and isinstance(line.get("step"), int) else None,
-            len(raw) + 1,
-        )
+        ours = isinstance(line, dict) and isinstance(line.get("step"), int)
+        yield line if ours else None, len(raw) + 1

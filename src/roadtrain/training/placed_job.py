@@ -151,8 +151,17 @@ class PlacedJob:
                 " on from there"
             )
 
-    def held_out_loss(self) -> float | None:
-        return held_out_loss(self)
+    @torch.no_grad()
+    def held_out_loss(self, batches: int = HELD_OUT_BATCHES) -> float | None:
+        """Mean over at most `batches` held-out batches; None where none are held out."""
+        job, model = self.job, self.model
+        if not job.data.held_out:
+            return None
+        held_out = self.tokens.held_out_batches(batches, job.data.batch_size, job.data.seq_len)
+        model.eval()
+        losses = [loss_of(model, x_BT, y_BT, self.device).item() for x_BT, y_BT in held_out]
+        model.train()
+        return sum(losses) / len(losses)
 
     @property
     def _plain_nbytes(self) -> int:
@@ -192,11 +201,8 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Pla
     """Text, model, optimizer, and the one line that places them. `mark`: of the run directory,
     where the state that it knows of is meant. Raises RoadtrainError."""
     job, tokens, device = prepared(job, report)
-    if (
-        device.type == "cpu"
-        and job.model.dtype != "fp32"
-        and not torch.cpu._is_avx512_bf16_supported()
-    ):
+    narrow = device.type == "cpu" and job.model.dtype != "fp32"
+    if narrow and not torch.cpu._is_avx512_bf16_supported():
         report(
             f"this CPU has no {job.model.dtype} arithmetic, torch emulates it slowly: --model.dtype"
             " fp32 is faster"
@@ -216,9 +222,9 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Pla
         mark=mark,
         report=report,
     )
-    stages = NetStages(optimizer.session.stages)
-    words = WorkerWords(optimizer) if optimizer.group.workers > 1 else None
-    placed = (job, model, optimizer, scaler, tokens, device, optimizer.group, words, stages)
+    group, stages = optimizer.group, NetStages(optimizer.session.stages)
+    words = WorkerWords(optimizer) if group.workers > 1 else None
+    placed = (job, model, optimizer, scaler, tokens, device, group, words, stages)
     return PlacedJob(*placed, mark, report)
 
 
@@ -227,12 +233,7 @@ def step(
 ) -> tuple[float, float]:
     """Step `number` (from 0): its mean loss and its learning rate. `before`: called with the loss
     before the optimizer's step."""
-    job, model, optimizer, scaler = (
-        training.job,
-        training.model,
-        training.optimizer,
-        training.scaler,
-    )
+    job, optimizer, scaler = training.job, training.optimizer, training.scaler
     lr = set_learning_rate(optimizer.param_groups, job, number)
     group = training.group
     torch.manual_seed((job.run.seed * 1_000_003 + number) * group.workers + group.rank)  # dropout
@@ -242,7 +243,7 @@ def step(
         turn = micro * group.workers + group.rank
         x_BT, y_BT = training.tokens.batch(number, turn, job.data.batch_size, job.data.seq_len)
         with training.stages.timed("Forward"):
-            loss = loss_of(model, x_BT, y_BT, training.device) / job.optimizer.accumulate
+            loss = loss_of(training.model, x_BT, y_BT, training.device) / job.optimizer.accumulate
             total += loss.item()
         with training.stages.timed("Backward"):
             scaler.scale(loss).backward()  # gradients leave as each block finishes
@@ -259,19 +260,6 @@ def loss_of(
     model: torch.nn.Module, x_BT: torch.Tensor, y_BT: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
     return token_loss(model(input_ids=x_BT.to(device), use_cache=False), y_BT.to(device))
-
-
-@torch.no_grad()
-def held_out_loss(training: PlacedJob, batches: int = HELD_OUT_BATCHES) -> float | None:
-    """Mean over at most `batches` held-out batches; None where none are held out."""
-    job, model = training.job, training.model
-    if not job.data.held_out:
-        return None
-    held_out = training.tokens.held_out_batches(batches, job.data.batch_size, job.data.seq_len)
-    model.eval()
-    losses = [loss_of(model, x_BT, y_BT, training.device).item() for x_BT, y_BT in held_out]
-    model.train()
-    return sum(losses) / len(losses) if losses else None
 
 
 def tokens_of(job: Job) -> int:

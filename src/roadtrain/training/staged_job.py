@@ -140,16 +140,13 @@ class StagedJob:
 
         result = training.step(batch, job.optimizer.clip_norm, stop=bool(stop.why()))
         self.stopped, times, at = result.stop, result.times, training.joined.position
+        seconds = {"Forward": times.forward, "Backward": times.backward, "Wait": times.waiting}
         return StepRecord(
             result.loss,
             result.grad_norm,
             lr,
             job.data.batch_size * job.data.seq_len * self.num_microbatches,
-            {
-                "Forward": (times.forward, 0),
-                "Backward": (times.backward, 0),
-                "Wait": (times.waiting, 0),
-            },
+            {name: (own, 0) for name, own in seconds.items()},
             (at.stage, at.replica),
             {"snapshot_every": job.parallelism.snapshot_every},
         )
@@ -174,9 +171,8 @@ class StagedJob:
         job, together = self.job, self.num_microbatches
         if not job.data.held_out:
             return None
-        found = self.tokens.held_out_batches(
-            HELD_OUT_BATCHES, job.data.batch_size, job.data.seq_len
-        )
+        rows, length = job.data.batch_size, job.data.seq_len
+        found = self.tokens.held_out_batches(HELD_OUT_BATCHES, rows, length)
         batches = [micro_batch(x_BT, y_BT, self.device) for x_BT, y_BT in found]
         # so often that each batch has had as many turns as any other
         rounds = math.lcm(len(batches), together) // together

@@ -47,20 +47,18 @@ def report_run(
     those of `roadtrain status`. Returns 1 where something does not answer. Raises ConfigError where
     `run` is neither."""
     found: list[Any] = []
+    table: list[tuple[str, str]] = []
     reducers: list[tuple[str, str]] = []
+    servers, switches = run.split(","), 0
     if not names_servers(run):
         job = job_of_run(run)
         if job.parallelism.reducers:
             reducers, found = ask_reducers(job, token_file)
-        switches = len(job.servers.switches)
-        table, servers = (
-            rows(job, read_metrics(Path(run) / "metrics.jsonl"), endurance_tbw),
-            [*job.servers.addresses, *(one.address for one in job.servers.switches)],
-        )
-        token_file, ca = token_file or job.servers.token_file, ca or job.servers.ca
-        cert, key = cert or job.servers.cert, key or job.servers.key
-    else:
-        table, servers, switches = [], run.split(","), 0
+        own, switches = job.servers, len(job.servers.switches)
+        table = rows(job, read_metrics(Path(run) / "metrics.jsonl"), endurance_tbw)
+        servers = [*own.addresses, *(switch.address for switch in own.switches)]
+        token_file, ca = token_file or own.token_file, ca or own.ca
+        cert, key = cert or own.cert, key or own.key
     if servers:
         options = link_options(link)(token=token_of(token_file), tls=tls_of(cert, key, ca))
         answers = health.ask_all([address_of(server) for server in servers], options)
@@ -102,17 +100,9 @@ def rows(
     last, recent = lines[-1], lines[-RECENT:]
     seconds = median(line["seconds"] for line in recent)
     losses = [line["loss"] for line in recent if line["loss"] is not None]
-    written = sum(
-        stage["bytes"] for line in lines for name, stage in line["stages"].items() if name in WRITES
-    )
+    left = _span((job.run.steps - last["step"]) * seconds)
     out = [
-        (
-            "step",
-            (
-                f"{last['step']} of {job.run.steps}, about"
-                f" {_span((job.run.steps - last['step']) * seconds)} to go"
-            ),
-        ),
+        ("step", f"{last['step']} of {job.run.steps}, about {left} to go"),
         ("last step", describe(job, last)),
         (f"loss, mean of {len(losses)} steps", f"{fmean(losses):.4f}" if losses else "nan"),
         ("tokens so far", f"{sum(line['tokens'] for line in lines):,}"),
@@ -125,6 +115,8 @@ def rows(
     if not job.store.files:
         return [*out, ("written", "nothing: the state is in RAM, it is lost when the process ends")]
     devices = len(job.store.files)
+    stages = [named for line in lines for named in line["stages"].items()]
+    written = sum(stage["bytes"] for name, stage in stages if name in WRITES)
     rate = written / sum(line["seconds"] for line in lines) if written else 0.0
     if endurance_tbw is not None and not endurance_tbw > 0:
         raise ConfigError(
@@ -132,23 +124,13 @@ def rows(
         )
     tbw = ASSUMED_TBW if endurance_tbw is None else endurance_tbw
     said = "assumed, --endurance-tbw sets it" if endurance_tbw is None else "as given"
-    out.append(
-        (
-            "written so far",
-            f"{show_bytes(written)} to {devices} directories, {show_rate(rate)} while training",
-        )
-    )
+    directories = f"{show_bytes(written)} to {devices} directories"
+    out.append(("written so far", f"{directories}, {show_rate(rate)} while training"))
     if rate:
-        share = written / devices / (tbw * 1e12)
-        out.append(
-            (
-                "endurance used",
-                f"{share:.4%} of {tbw:g} TBW a device ({said}), if each is its own device",
-            )
-        )
-        out.append(
-            ("endurance lasts", f"{_span(tbw * 1e12 * devices / rate)} of training like this")
-        )
+        used = f"{written / devices / (tbw * 1e12):.4%} of {tbw:g} TBW a device ({said})"
+        lasts = f"{_span(tbw * 1e12 * devices / rate)} of training like this"
+        out.append(("endurance used", f"{used}, if each is its own device"))
+        out.append(("endurance lasts", lasts))
     return out
 
 

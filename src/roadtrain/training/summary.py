@@ -76,13 +76,11 @@ def rows(
     held = show_bytes(totals.resident)
     if totals.resident < plain:
         held += f", {totals.resident / plain:.0%} of that"
+    peak = show_bytes(memory_limit.peak())
     out = [
         ("plain training needs (parameters, gradients, optimizer)", show_bytes(plain)),
         ("roadtrain held at most", held),
-        (
-            "peak memory of the process, torch and text included",
-            show_bytes(memory_limit.peak()),
-        ),
+        ("peak memory of the process, torch and text included", peak),
     ]
     if (limit := job.limit_nbytes) is not None:
         enforced = f"{show_bytes(limit)}, enforced by {memory_limit.ENFORCED_BY}"

@@ -174,23 +174,16 @@ class PlainOptimizer(torch.optim.Optimizer):
         groups = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         self.table = table(parts, groups, DTYPES[job.model.dtype], job.store.chunk_elements)
         self.root_params = len(parts.root.params)
-        at = {
-            span.param: span.start
-            for block in self.table.blocks
-            for run in block.runs
-            for span in run.spans
-        }
+        runs = [run for block in self.table.blocks for run in block.runs]
+        at = {span.param: span.start for run in runs for span in run.spans}
         self.all: list[_Whole] = []  # in the order of table.params
-        for i, (_, p) in enumerate(
-            pair for part in (parts.root, *parts.blocks) for pair in part.params
-        ):
-            spec = self.table.params[i]
+        params = [p for part in (parts.root, *parts.blocks) for _, p in part.params]
+        for i, (p, spec) in enumerate(zip(params, self.table.params, strict=True)):
             rule, master = rules[spec.group], start[spec.name].reshape(-1).astype(np.float32)
             arrays, row = [np.zeros_like(master) for _ in rule.arrays], np.zeros(len(rule.scalars))
             rule.start(master, arrays, row, rule.hyper(self.param_groups[spec.group]))
-            p.data = (
-                torch.from_numpy(master).view(p.shape).to(p.device, DTYPES[spec.dtype], copy=True)
-            )
+            values = torch.from_numpy(master).view(p.shape)
+            p.data = values.to(p.device, DTYPES[spec.dtype], copy=True)
             shadow = torch.nn.Parameter(torch.from_numpy(master.copy()).view(p.shape))
             grid = range(SEGMENT - at.get(i, 0) % SEGMENT, master.size, SEGMENT)
             self.all.append(_Whole(spec, p, rule, master, arrays, row, shadow, grid))
@@ -221,9 +214,8 @@ class PlainOptimizer(torch.optim.Optimizer):
                 continue
             scale = (grad.scale if isinstance(grad, PlacedGrad) else 1.0) * unscale
             flat = as_numpy(grad).reshape(-1) if one.held is None else one.held
-            one.shadow.grad = (
-                torch.from_numpy(flat).view(grad.dtype).float().mul(scale).view_as(one.p)
-            )
+            values = torch.from_numpy(flat).view(grad.dtype).float()
+            one.shadow.grad = values.mul(scale).view_as(one.p)
             hyper = one.rule.hyper(self.param_groups[one.spec.group])
             one.rule.apply(
                 one.master, flat, one.spec.dtype, one.arrays, one.row, hyper, scale, None, None
@@ -250,13 +242,10 @@ class PlainOptimizer(torch.optim.Optimizer):
 
     def deviation(self) -> tuple[str, float]:
         """Where torch's own optimizer ended up farthest from the rules, and how far."""
-        far = [
-            (
-                one.spec.name,
-                float(np.abs(one.shadow.detach().numpy().reshape(-1) - one.master).max()),
-            )
-            for one in self.all
-        ]
+        far = []
+        for one in self.all:
+            apart = np.abs(one.shadow.detach().numpy().reshape(-1) - one.master)
+            far.append((one.spec.name, float(apart.max())))
         return max(far, key=lambda pair: pair[1])
 
 
@@ -277,9 +266,8 @@ class _Way:
 
 
 def _run(name: str, training: PlacedJob, steps: int) -> _Way:
-    return _Way(
-        name, [step(training, number)[0] for number in range(steps)], training.optimizer.read
-    )
+    losses = [step(training, number)[0] for number in range(steps)]
+    return _Way(name, losses, training.optimizer.read)
 
 
 def _same(left: _Way, right: _Way, things: list[tuple[str, str]], report: Report) -> bool:
@@ -309,12 +297,9 @@ def _difference(a: np.ndarray, b: np.ndarray) -> str:
     a, b = (np.ascontiguousarray(array).reshape(-1) for array in (a, b))
     if a.dtype == b.dtype and a.tobytes() == b.tobytes():
         return ""
-    bits = f"u{a.itemsize}"
-    at = (
-        int(np.argmax(a.view(bits) != b.view(bits)))
-        if a.dtype == b.dtype and a.size == b.size
-        else 0
-    )
+    bits, at = f"u{a.itemsize}", 0
+    if a.dtype == b.dtype and a.size == b.size:
+        at = int(np.argmax(a.view(bits) != b.view(bits)))
     return f"element {at} of {a.size} is {float(a[at])!r} and {float(b[at])!r}"
 
 

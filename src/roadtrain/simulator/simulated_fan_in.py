@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from roadtrain.servers.protocol.intermediary import Give, Up
@@ -46,34 +46,31 @@ COPIES, SUMS = 6, 6
 TICK_S = 0.25  # how often the end looks for who is late, while anybody waits for others
 
 
-@dataclass(eq=False)
-class PacketRun:
-    """Packets whose numbers follow each other. `send` is None until they can be made."""
-
-    send: Then | None = None
+# Packets whose numbers follow each other: what sends them, once they can be made
+PacketRun = list[Then]
 
 
-@dataclass
 class NumberedStream:
     """Packets that go in the order of their numbers, whatever is ready first."""
 
-    lane: Lane
-    # Runs that have not begun, in the order of their numbers; the first is not ready.
-    runs: deque[PacketRun] = field(default_factory=deque)
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        # Runs that have not begun, in the order of their numbers; the first is not ready.
+        self.runs: deque[PacketRun] = deque()
 
     def next(self) -> PacketRun:
         """The numbers after all that were given out."""
-        self.runs.append(PacketRun())
+        self.runs.append([])
         return self.runs[-1]
 
     def ready(self, run: PacketRun, send: Then) -> None:
-        run.send = send
-        while self.runs and (first := self.runs[0].send) is not None:
-            self.runs.popleft()
+        run.append(send)
+        while self.runs and self.runs[0]:
+            [first] = self.runs.popleft()
             first()
 
     def check(self) -> None:
-        assert not self.runs or self.runs[0].send is None
+        assert not self.runs or not self.runs[0]
 
 
 class SimulatedFanIn:
