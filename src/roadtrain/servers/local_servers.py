@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from roadtrain.chunks import Chunk
-from roadtrain.device.buffers import Buffer
 from roadtrain.environment import WorkerGroup
 from roadtrain.errors import ConfigError
 from roadtrain.options.budgets import RecordBudgets
@@ -98,7 +98,7 @@ class LocalServers:
 
     def record_of(self, chunk: Chunk, what: str) -> RecordView:
         if self.store is not None:
-            return read_record(self.store, chunk, Buffer(self.meta.records[chunk.id].nbytes), what)
+            return read_record(self.store, chunk, what)
         return RecordView(self.meta, chunk, self.running[0].memory[chunk.id])
 
     def rewrite(self, change: Callable[[RecordView], None], step: int, blob: bytes) -> None:
@@ -163,10 +163,4 @@ def open_or_none(
 
 def pieces_of(store: OpenedStore, name: str, what: str) -> Iterator[tuple[int, np.ndarray]]:
     """(first element, values) of a parameter, a chunk at a time."""
-    sizes = store.meta.records
-    return param_pieces(
-        store.meta,
-        name,
-        what,
-        lambda chunk: read_record(store, chunk, Buffer(sizes[chunk.id].nbytes), what),
-    )
+    return param_pieces(store.meta, name, what, partial(read_record, store, what=what))

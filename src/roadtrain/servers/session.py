@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from roadtrain.chunks import Block, Chunk
-from roadtrain.device.buffers import Buffer, array_in
+from roadtrain.device.buffers import array_in
 from roadtrain.environment import WorkerGroup
 from roadtrain.errors import DeadlineError, LostError
 from roadtrain.kernels.codecs import Compressor
@@ -235,10 +235,10 @@ class JobSession:
         self.worker.links.update(servers.connect(self.worker.deliver, self.stages))
         if servers.new:
             for chunk in self.store_plan.table.chunks:
-                view = RecordView(self.meta, chunk, Buffer(self.meta.records[chunk.id].nbytes).view)
+                view = RecordView.empty(self.meta, chunk)
                 change(view)
                 for number in self.worker.owners[chunk.id]:
-                    servers.fill(number, chunk.id, view.view[: view.record.nbytes])
+                    servers.fill(number, chunk.id, view.view)
         servers.start(blob)
         self.worker.begin_again(step)
 

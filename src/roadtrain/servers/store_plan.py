@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from roadtrain.chunks import Chunk, ChunkTable
-from roadtrain.device.buffers import Buffer
 from roadtrain.errors import ForeignError
 from roadtrain.kernels.rule import Rule
 from roadtrain.servers.protocol.assignment import assign
@@ -94,7 +93,7 @@ def fill_record(
     hyperparameters: Sequence[Sequence[float]],
 ) -> memoryview:
     """The first record of `chunk`: what `source` gives, then what its rule starts with."""
-    view = RecordView(meta, chunk, Buffer(meta.records[chunk.id].nbytes).view)
+    view = RecordView.empty(meta, chunk)
     view.fill(store_plan.table.params, source)
     if chunk.trainable:
         for i in range(len(chunk.spans)):

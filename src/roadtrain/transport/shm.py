@@ -35,15 +35,7 @@ from pathlib import Path
 
 from roadtrain.errors import AuthError, ConfigError, LostError, PeerError, WireError
 from roadtrain.retry import retry
-from roadtrain.transport.handshake import (
-    NO_LANGUAGE,
-    Common,
-    as_peer_error,
-    client_greet,
-    client_verdict,
-    greeting,
-    stream_between,
-)
+from roadtrain.transport import handshake
 from roadtrain.transport.link import Link, Receiver, copy
 from roadtrain.transport.listener import Accept, Listener, Report
 from roadtrain.transport.stream import Channel
@@ -60,7 +52,7 @@ _EXPEDITED, _REGISTER_EXPEDITED = 8, 16
 
 
 @dataclass(frozen=True)
-class ShmOptions(Common):
+class ShmOptions(handshake.Common):
     """`ring_bytes`: of each direction, a power of two; in the cache both copies are fast. The
     listener's counts."""
 
@@ -81,7 +73,7 @@ def connect(
     *,
     hello: bytes = b"",
     name: str = "",
-    language: bytes = NO_LANGUAGE,
+    language: bytes = handshake.NO_LANGUAGE,
 ) -> Link:
     """As tcp.connect."""
     peer = f"{name} ({path})" if name else str(path)
@@ -95,14 +87,14 @@ def connect(
         )
         _same_user(sock)
         deadline = time.monotonic() + options.handshake_s
-        ours = greeting(options, None, os.urandom(16), language=language, hello=hello)
-        answer = client_greet(sock, ours, None, hello, deadline)
-        client_verdict(sock, answer, deadline)
-        link = stream_between(peer, options, [answer])
+        ours = handshake.greeting(options, None, os.urandom(16), language=language, hello=hello)
+        answer = handshake.client_greet(sock, ours, None, hello, deadline)
+        handshake.client_verdict(sock, answer, deadline)
+        link = handshake.stream_between(peer, options, [answer])
         channel = _receive_channel(sock)
     except (OSError, PeerError) as error:
         sock.close()
-        raise as_peer_error(error, peer) from error
+        raise handshake.as_peer_error(error, peer) from error
     link.start(receiver, [channel])
     return link
 
@@ -113,7 +105,7 @@ def listen(
     options: ShmOptions = ShmOptions(),
     report: Report = print,
     *,
-    language: bytes = NO_LANGUAGE,
+    language: bytes = handshake.NO_LANGUAGE,
 ) -> Listener:
     """Raises ConfigError where the path cannot be had. A socket that nobody listens on any more
     is replaced."""

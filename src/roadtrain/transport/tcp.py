@@ -39,16 +39,7 @@ from pydantic import Field
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.options.check import check_options
 from roadtrain.retry import retry, undone_on_error
-from roadtrain.transport.handshake import (
-    MAX_CONNECTIONS,
-    NO_LANGUAGE,
-    Common,
-    as_peer_error,
-    client_greet,
-    client_verdict,
-    greeting,
-    stream_between,
-)
+from roadtrain.transport import handshake
 from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.listener import Accept, Listener, Report
 from roadtrain.transport.stream import Channel
@@ -110,12 +101,12 @@ class Tls:
 
 
 @dataclass(frozen=True)
-class TcpOptions(Common):
+class TcpOptions(handshake.Common):
     """Of a link over TCP."""
 
     token: bytes | None = None  # the job's secret
     tls: Tls | None = None
-    connections: int = 1  # of a link
+    connections: Annotated[int, Field(ge=1, le=handshake.MAX_CONNECTIONS)] = 1  # of a link
     connect_s: float = 10.0
     silence_s: float = 10.0  # how long packets may stay unanswered
 
@@ -126,10 +117,6 @@ class TcpOptions(Common):
                 f"a token of {len(self.token)} bytes, {MIN_TOKEN} are the least: it could be"
                 " guessed",
                 hint="(umask 077; head -c 32 /dev/urandom | base64 > token) makes one",
-            )
-        if not 1 <= self.connections <= MAX_CONNECTIONS:
-            raise ConfigError(
-                f"{self.connections} connections per link, 1 to {MAX_CONNECTIONS} are possible"
             )
 
     @property
@@ -170,7 +157,7 @@ def connect(
     *,
     hello: bytes = b"",
     name: str = "",
-    language: bytes = NO_LANGUAGE,
+    language: bytes = handshake.NO_LANGUAGE,
     report: Report = lambda _: None,
 ) -> Link:
     """A link whose other end is what `accept` of the listener there returned for `hello`.
@@ -204,11 +191,15 @@ def connect(
                 sock = socks[-1] = context.wrap_socket(sock, server_hostname=address[0])
             said = b"" if i else hello
             token, count = options.token, options.connections
-            ours = greeting(options, token, link_id, i, count, language=language, hello=said)
-            answers.append(client_greet(sock, ours, token, said, deadline, _binding(sock)))
+            ours = handshake.greeting(
+                options, token, link_id, i, count, language=language, hello=said
+            )
+            answers.append(
+                handshake.client_greet(sock, ours, token, said, deadline, _binding(sock))
+            )
         for sock, answer in zip(socks, answers):
-            client_verdict(sock, answer, deadline)
-        link = stream_between(peer, options, answers)
+            handshake.client_verdict(sock, answer, deadline)
+        link = handshake.stream_between(peer, options, answers)
         for sock in socks:
             channels.append(options.channel(sock))
     except (OSError, RoadtrainError) as error:
@@ -216,7 +207,7 @@ def connect(
             each.close()
         for sock in socks:
             sock.close()
-        raise as_peer_error(error, peer) from error
+        raise handshake.as_peer_error(error, peer) from error
     link.start(receiver, channels)
     return link
 
@@ -227,7 +218,7 @@ def listen(
     options: TcpOptions = TcpOptions(),
     report: Report = print,
     *,
-    language: bytes = NO_LANGUAGE,
+    language: bytes = handshake.NO_LANGUAGE,
 ) -> Listener:
     """Raises ConfigError where the address cannot be had, or strangers could reach it and there
     is no token (Rule 8)."""
