@@ -38,6 +38,7 @@ from roadtrain.servers.routes import DirectRoute, Route, RouteEnds
 from roadtrain.servers.store_plan import StorePlan
 from roadtrain.servers.trace import Stages
 from roadtrain.storage.convert import RecordView
+from roadtrain.storage.generation import OpenedStore
 from roadtrain.storage.history import Doubt, HistoryLink, Resume, Witness
 from roadtrain.storage.mark import Mark
 from roadtrain.storage.meta import StoreMeta
@@ -65,7 +66,8 @@ class RemoteServers:
     """JobServers elsewhere. `servers`: those that take part. Raises ForeignError where they hold
     another job, LostError, DeadlineError."""
 
-    local, store = False, None
+    local = False
+    store: OpenedStore | None = None
 
     def __init__(
         self,
@@ -367,17 +369,11 @@ class RemoteServers:
         self.servers[number].say(m.READ, (chunk,))
         return self.servers[number].wait(m.RECORD, what, self._deadline_s)[1]
 
-    def rewrite(self, change: Callable[[RecordView], None], step: int, blob: bytes) -> None:
-        raise AssertionError("what servers elsewhere hold is not rewritten")
-
     def nbytes(self) -> int:
         return 0
 
     def stop(self) -> list[str]:
-        self._over.set()
-        self._beats.join()
-        for server in self.servers.values():
-            server.close()
+        self._hang_up()
         self._bear_witness()
         return []
 
@@ -386,11 +382,14 @@ class RemoteServers:
 
     def abort(self) -> None:
         """Where no session comes of it."""
+        self._hang_up()
+        self._route.abort()
+
+    def _hang_up(self) -> None:
         self._over.set()
         self._beats.join()
         for server in self.servers.values():
             server.close()
-        self._route.abort()
 
     def _bear_witness(self) -> None:
         """Worker 0 of two servers, without a run directory: one of them at most is told that it may

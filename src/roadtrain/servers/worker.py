@@ -168,7 +168,7 @@ class Worker:
         told.__cause__ = error
         return told
 
-    def _wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+    def _wait(self, ready: Callable[[], bool], what: str) -> None:
         """Waits under the lock. Raises a server's error if one failed, DeadlineError when the
         deadline passes."""
         if self._lock.interrupted and self._error is None:
@@ -185,13 +185,13 @@ class Worker:
         if not in_time:
             waits = {link.peer: link.waits_for() for link in self.links.values()}
             self._error = DeadlineError(  # kept, so that whoever closes does not wait once more
-                f"the worker waited {self.deadline_s:.0f} s for {what()} in step"
+                f"the worker waited {self.deadline_s:.0f} s for {what} in step"
                 f" {self.machine.open_step}; commit: {self.machine.commit.missing()}; peers:"
                 f" {', '.join(peer + words for peer, words in waits.items())}",
                 hint=NO_ANSWER if any(waits.values()) else SLOW,
             )
         elif self._error is not None:
-            self._error = self._in_step(self._error, f"waiting for {what()}")
+            self._error = self._in_step(self._error, f"waiting for {what}")
         if self._error is not None:
             raise self._error
 
@@ -202,7 +202,7 @@ class Worker:
             self._carry_out(self.machine.fetch_block(block))
             self._wait(
                 lambda: self.machine.slot_of(block) is not None,
-                lambda: f"the parameters of block '{self.table.blocks[block].name}'",
+                f"the parameters of block '{self.table.blocks[block].name}'",
             )
             slot = self.machine.use_block(block)
             version = self.machine.slot_version[slot]
@@ -239,7 +239,7 @@ class Worker:
 
     def wait_pulled(self, host: HostBuffer, what: str) -> None:
         with self._lock:
-            self._wait(lambda: not self.machine.is_coming(host), lambda: what)
+            self._wait(lambda: not self.machine.is_coming(host), what)
 
     def pull_into(self, block: Block, host: HostBuffer) -> None:
         """Fetches `block` into a permanent buffer and waits."""
@@ -284,13 +284,11 @@ class Worker:
         with self._lock:
             if block == 0:
                 root = self.buffers.root_gradient
-                self._wait(
-                    lambda: not self.machine.is_read(root), lambda: "the root's gradient buffer"
-                )
+                self._wait(lambda: not self.machine.is_read(root), "the root's gradient buffer")
                 return root.tensor
             self._wait(
                 lambda: bool(self.machine.free),
-                lambda: f"a gradient buffer for '{self.table.blocks[block].name}'",
+                f"a gradient buffer for '{self.table.blocks[block].name}'",
             )
             return self.buffers.gradient(self.machine.take_buffer()).tensor
 
@@ -348,12 +346,12 @@ class Worker:
     def _until_said(self) -> None:
         """Waits, with the lock, for gradients that are still being copied from the device: what
         is said of them comes after them."""
-        self._wait(self.machine.may_say, lambda: "gradients to be copied from the device")
+        self._wait(self.machine.may_say, "gradients to be copied from the device")
 
     def _until_summed(self, block: int) -> None:
         self._wait(
             lambda: self.machine.sums_here(block),
-            lambda: f"the sums of block '{self.table.blocks[block].name}'",
+            f"the sums of block '{self.table.blocks[block].name}'",
         )
 
     def _push_host(
@@ -387,7 +385,7 @@ class Worker:
             with self._lock:
                 self._wait(
                     lambda: not (self.machine.is_read(host) or self.machine.is_coming(host)),
-                    lambda: f"the buffer of '{block.name}'",
+                    f"the buffer of '{block.name}'",
                 )
             if residual_block not in self.machine.current:
                 self.pull_into(block, host)
@@ -444,9 +442,7 @@ class Worker:
                 self._until_said()
                 self._carry_out(self.machine.close_grad(block))
             of = state.ended[-1] if last_step else state.sums
-            self._wait(
-                lambda: not of.due, lambda: f"the sums of block '{self.table.blocks[block].name}'"
-            )
+            self._wait(lambda: not of.due, f"the sums of block '{self.table.blocks[block].name}'")
         out: dict[int, float] = {}
         for chunk in self.table.blocks[block].chunks:
             for (param, _, _), value in zip(chunk.segments, of.values.get(chunk.id, ())):
@@ -503,10 +499,8 @@ class Worker:
         machine = self.machine
         with self._lock:
             last, behind = machine.committed_before_end(step), machine.sums_behind
-            self._wait(lambda: self.committed >= last, lambda: f"the commit of step {last}")
-            self._wait(
-                lambda: machine.may_end(step), lambda: f"the sums of step {step - 1 - behind}"
-            )
+            self._wait(lambda: self.committed >= last, f"the commit of step {last}")
+            self._wait(lambda: machine.may_end(step), f"the sums of step {step - 1 - behind}")
             word, self.word = self.word, b""
             self._carry_out(machine.end_step(step, word))
 
@@ -515,7 +509,7 @@ class Worker:
         all said something; those of earlier steps are dropped."""
         known = self.machine.words
         with self._lock:
-            self._wait(lambda: step in known, lambda: f"the other workers' end of step {step}")
+            self._wait(lambda: step in known, f"the other workers' end of step {step}")
             for earlier in [number for number in known if number < step]:
                 del known[earlier]
             return known.pop(step)
@@ -526,16 +520,14 @@ class Worker:
 
     def wait_committed(self, step: int) -> None:
         with self._lock:
-            self._wait(lambda: self.committed >= step, lambda: f"the commit of step {step}")
+            self._wait(lambda: self.committed >= step, f"the commit of step {step}")
 
     def rest(self) -> None:
         """Waits until nothing is on its way from a server; drops what is held of gradients."""
         for block in range(len(self.blocks)):
             self.forget(block)
         with self._lock:
-            self._wait(
-                lambda: not self.machine.is_coming(), lambda: "the parameters that are on their way"
-            )
+            self._wait(lambda: not self.machine.is_coming(), "the parameters that are on their way")
 
     def begin_again(self, step: int) -> None:
         """The servers hold other contents, as those of `step`."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,13 @@ class RecordView:
         offsets = {MASTER: self.record.master, **dict(zip(self.rule.arrays, self.record.arrays))}
         if what in offsets:
             return array_in(self.view, "fp32", offsets[what], numel)
-        width = len(self.rule.scalars)
-        rows = array_in(self.view, "fp64", self.record.scalars, width * len(chunk.spans)).reshape(
-            -1, width
-        )
-        return rows[:, self.rule.scalars.index(what)]
+        return self.rows[:, self.rule.scalars.index(what)]
+
+    @property
+    def rows(self) -> Array:
+        """The scalars, a row a span: float64 [spans, scalars]."""
+        shape = len(self.chunk.spans), len(self.rule.scalars)
+        return array_in(self.view, "fp64", self.record.scalars, prod(shape)).reshape(shape)
 
     def piece(self, what: str, span: int) -> Array:
         """The part of `what` that belongs to the chunk's span number `span`; one element for a
