@@ -163,7 +163,7 @@ class RemoteServers:
         say_at = begin + SAY_SOON_S
         while True:
             self._try_to_join(missing)
-            if self._enough(missing):
+            if self._enough_for_first(missing) if self.group.rank == 0 else self._enough():
                 return missing
             # for worker 0 to begin
             waiting = not missing or (self.group.rank > 0 and len(self.servers) > 0)
@@ -236,9 +236,6 @@ class RemoteServers:
             meta = StoreMeta.from_json(description, server.peer) if description else None
             self._stores.add(number, FoundStore(newest, snapshots, every, meta))
 
-    def _enough(self, missing: Mapping[int, PeerError | None]) -> bool:
-        return self._enough_for_first(missing) if self.group.rank == 0 else self._enough_for_other()
-
     def _enough_for_first(self, missing: Mapping[int, PeerError | None]) -> bool:
         """Whether all are here, or for GRACE_S those that hold every chunk, nobody being busy."""
         busy = any(isinstance(error, WireError) for error in missing.values())
@@ -249,7 +246,7 @@ class RemoteServers:
             self._covered_since is not None and now - self._covered_since >= GRACE_S
         )
 
-    def _enough_for_other(self) -> bool:
+    def _enough(self) -> bool:
         """Whether all of whom worker 0 took are here and ready; the rest is left."""
         for number, server in self.servers.items():
             if number not in self._said and server.has_spoken():

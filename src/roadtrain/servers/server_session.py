@@ -76,13 +76,8 @@ class ServerSession(ParameterSession):
     def __init__(self, hello: m.Hello, host: StoreHost, beside: MemoryBeside | None = None) -> None:
         """`beside`: who else takes of this process's memory, asked once the layout is known."""
         super().__init__(hello.workers, hello.local)
-        self._beside = beside
-        self.name, self.number, self.host, self.store = (
-            hello.session,
-            hello.server,
-            host,
-            host.store,
-        )
+        self.name, self.number, self._beside = hello.session, hello.server, beside
+        self.host, self.store = host, host.store
         self.stages, self.began = Stages(), time.monotonic()
         self.server: Server | None = None
         self.meta: StoreMeta | None = None

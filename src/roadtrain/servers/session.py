@@ -109,7 +109,7 @@ class JobSession:
                 for c in table.chunks
             ]
             if residuals is not None:
-                table, own = residuals.table, residuals.number
+                table, own = residuals.store_plan.table, residuals.number
                 holders += [(own,)] * (len(table.chunks) - residuals.base)
             setup = WorkerSetup(
                 table,

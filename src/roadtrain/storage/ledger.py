@@ -45,9 +45,8 @@ BLOBS = b"roadtrain blobs\0"
 # magic, format, generation, job, directory, rows, step, blob bytes
 HEADER = struct.Struct("<8sII16sIIQQ")
 WITH_SESSION = 2  # format of a record whose header is followed by its session
-SESSION = struct.Struct(
-    "<16sqq"
-)  # id, the step it went on from, when it began (seconds since 1970)
+# id, the step it went on from, when it began (seconds since 1970)
+SESSION = struct.Struct("<16sqq")
 ROW = np.dtype(
     [
         ("chunk", "<u4"),

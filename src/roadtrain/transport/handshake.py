@@ -58,6 +58,7 @@ PROOF = struct.Struct("<32s")
 VERDICT = struct.Struct("<BHQ32s")  # code, bytes of the text, their xxh3, proof
 MAX_HELLO, MAX_TEXT, MAX_CONNECTIONS = 64 * KIB, 2 * KIB, 64
 TAKEN, REFUSED, NOT_PROVEN, BUSY = 0, 1, 2, 3
+CODES = {AuthError: NOT_PROVEN, BusyError: BUSY}
 
 
 @dataclass(frozen=True)
@@ -224,13 +225,7 @@ def refuse(
 ) -> None:
     """Tells the client why: an AuthError or BusyError there too if it is one here, else a
     WireError."""
-    code = (
-        NOT_PROVEN
-        if isinstance(error, AuthError)
-        else BUSY
-        if isinstance(error, BusyError)
-        else REFUSED
-    )
+    code = next((code for kind, code in CODES.items() if isinstance(error, kind)), REFUSED)
     _send_verdict(sock, code, str(error).encode()[:MAX_TEXT], deadline, caller)
 
 
