@@ -53,11 +53,9 @@ class LocalServers:
         self._budgets, self._deadline_s, self._report = budgets, deadline_s, report
         self.store, self.new = opened, opened is None
         if opened is None and store_plan.directories:
+            meta, owners = store_plan.meta(), store_plan.owners
             self.store = create_store(
-                store_plan.directories,
-                store_plan.meta(),
-                store_plan.owners,
-                direct=store_plan.direct,
+                store_plan.directories, meta, owners, direct=store_plan.direct
             )
         # what a run directory keeps of it (storage/mark.py)
         self.history = str(self.store.begin_session()) if self.store else ""

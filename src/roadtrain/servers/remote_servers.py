@@ -99,16 +99,9 @@ class RemoteServers:
         # which are filled up again -> what was committed with the last step
         self._behind: dict[int, bytes] = {}
         self.history = ""  # what this run is a witness of, from when its session has begun
-        self._route = reach.route.open(
-            RouteEnds(
-                reach.addresses,
-                reach.options,
-                reach.group,
-                self.meta,
-                deadline_s,
-                holds_gradients=holds_gradients,
-            )
-        )
+        addresses, options, group = reach.addresses, reach.options, reach.group
+        ends = RouteEnds(addresses, options, group, self.meta, deadline_s, holds_gradients)
+        self._route = reach.route.open(ends)
         self._over = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="beats", daemon=True)
         self._beats.start()
@@ -222,10 +215,8 @@ class RemoteServers:
 
     def _join(self, number: int, options: TcpOptions) -> None:
         server = RemoteServer(number, self.names[number] + self._route.via, self.servers)
-        group = self.group
-        hello = m.Hello(
-            group.session, group.rank, group.workers, group.local, number, self.meta.signature
-        )
+        g = self.group
+        hello = m.Hello(g.session, g.rank, g.workers, g.local, number, self.meta.signature)
         server.link = self._route.connect(number, server, options, hello, self._report)
         with undone_on_error(server.close):
             fields, description = server.wait(m.WELCOME, "a welcome", self._deadline_s)
@@ -292,9 +283,8 @@ class RemoteServers:
             )
         for number in self._behind:
             if not back or number not in opening.having:  # else it restores that itself
-                self._report(
-                    f"replicas: {self.names[number]} is filled up again at step {self.step}"
-                )
+                name = self.names[number]
+                self._report(f"replicas: {name} is filled up again at step {self.step}")
                 self._fill_up(number, opening.members)
 
     def _say_open(self, number: int, opening: Opening) -> None:
@@ -304,18 +294,10 @@ class RemoteServers:
         # what was kept elsewhere may be another's
         ours = number in opening.having and (opening.begin is Begin.SNAPSHOT or not new)
         given_up = new and number in self._stores.given_up
-        self.servers[number].say(
-            m.OPEN,
-            (
-                new,
-                self.step,
-                len(self.names),
-                self._holds_gradients,
-                opening.kept if ours else -1,
-                given_up,
-            ),
-            msgspec.json.encode({"meta": meta, "rules": rules}),
-        )
+        kept, holds = opening.kept if ours else -1, self._holds_gradients
+        fields = m.OpenHeader(new, self.step, len(self.names), holds, kept, given_up)
+        described_store = msgspec.json.encode({"meta": meta, "rules": rules})
+        self.servers[number].say(m.OPEN, fields, described_store)
 
     def _fill_up(self, number: int, members: Sequence[int]) -> None:
         """All that server `number` is to hold, from `members`, whose contents count."""
@@ -348,9 +330,8 @@ class RemoteServers:
                 own = blob if self.new and (number == first or self.meta.replicas > 1) else b""
                 self.servers[number].say(m.SETTLE, (), self._behind.get(number, own))
                 self.servers[number].wait(m.SETTLED, "a new part to be whole", self._deadline_s)
-        if (
-            self.reach.mark is not None and not self.new
-        ):  # before anybody else can know of this session
+        # before anybody else can know of this session
+        if self.reach.mark is not None and not self.new:
             self.reach.mark.adopt(self.meta.job, self.step, self.history)
         for number in order:  # all have what the link says that they have
             self.servers[number].say(m.BEGIN, ())

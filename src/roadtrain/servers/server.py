@@ -273,11 +273,8 @@ class Server:
         if callable(event):
             event()
             return
-        if (
-            isinstance(event, messages.CommitDone)
-            and self.tier
-            and event.step > self.machine.committed
-        ):
+        done = isinstance(event, messages.CommitDone) and event.step > self.machine.committed
+        if done and self.tier is not None:
             self.tier.committed(event.step)
         for action in self.machine.handle(event):
             self._carry_out(action)
@@ -403,25 +400,20 @@ class Server:
         return self._buffers[buffer].view
 
     def _answer(self, answer: messages.Answer) -> None:
-        pull, newest = answer.pull, answer.newest
         if answer.memory:
             self._kernel(0, "Fetch", answer, lambda: self._give_from_memory(answer))
             return
-
-        def read(into: memoryview) -> None:
-            self._read_weights(pull.chunk, into, newest)
-
+        read = partial(self._read_weights, answer.pull.chunk, newest=answer.newest)
         job = partial(self._give, answer, read)
-        self._io_push(READ_PARAMETERS, pull.ticket, "Fetch", answer, job)
+        self._io_push(READ_PARAMETERS, answer.pull.ticket, "Fetch", answer, job)
 
     def _give_from_memory(self, answer: messages.Answer) -> Outcome:
         chunk = answer.pull.chunk
         if answer.newest:
             record = self._record_view(chunk)
             return self._give(answer, lambda into: self._cast_weights(chunk, record, into))
-        view = self.memory.get(chunk)  # that may be the weights part alone
-        if view is None:
-            view = self._record_view(chunk)
+        # what is kept in memory may be the weights part alone
+        view = self.memory[chunk] if chunk in self.memory else self._record_view(chunk)
         return self._give(answer, lambda into: copy(into, view[: len(into)]), view)
 
     def _give(
@@ -483,20 +475,17 @@ class Server:
         """Of what an update made, whether or not all of it is written: the state, and what a
         pull returns. The padding behind a 16-bit copy is nobody's."""
         sums = self._sums[chunk.id]
-        copied = (
-            digest(public[: chunk.weights_nbytes])
-            if self.records[chunk.id].master
-            else sums.get("weights", 0)
-        )
+        copied = sums.get("weights", 0)
+        if self.records[chunk.id].master:
+            copied = digest(public[: chunk.weights_nbytes])
         return digest(struct.pack("<QQ", copied, sums.get("state", 0)))
 
     def _write(self, number: int) -> Outcome:
         chunk, record, tier = self.chunks[number], self.records[number], self.tier
         assert tier is not None
         part, first = self._written_part(chunk)
-        tier.write(
-            number, part, self._record_view(number)[first : record.nbytes], self._sums.pop(number)
-        )
+        view = self._record_view(number)[first : record.nbytes]
+        tier.write(number, part, view, self._sums.pop(number))
         return record.nbytes - first, ()
 
     def _written_part(self, chunk: Chunk) -> tuple[str, int]:

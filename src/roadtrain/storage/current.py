@@ -87,10 +87,10 @@ def counting(directory: Path) -> Generation | None:
         later = [g for g in whole if g.of(here) and g.step > here.step]
         if not later:
             return here
-        best = max(later, key=lambda g: (g.step, g.number))
-        counts = f"{best.home.name} is at step {best.step} and counts"
+        newest = max(later, key=lambda g: (g.step, g.number))
+        counts = f"{newest.home.name} is at step {newest.step} and counts"
         note = f"{directory}: {counts}, {NAME} names {here.home.name}, at step {here.step}"
-        return replace(best, note=note)
+        return replace(newest, note=note)
     why = damage or (
         "says that nothing counts" if named == 0 else f"names gen-{named}, which is not there"
     )
