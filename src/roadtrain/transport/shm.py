@@ -80,11 +80,8 @@ def connect(
     _start_fences()
     sock = socket.socket(socket.AF_UNIX)
     try:
-        retry(
-            lambda: sock.connect(str(path)),
-            (ConnectionRefusedError, FileNotFoundError),
-            options.retry_s,
-        )
+        absent = ConnectionRefusedError, FileNotFoundError
+        retry(lambda: sock.connect(str(path)), absent, options.retry_s)
         _same_user(sock)
         deadline = time.monotonic() + options.handshake_s
         ours = handshake.greeting(options, None, os.urandom(16), language=language, hello=hello)
@@ -124,9 +121,8 @@ def listen(
     except OSError as error:
         sock.close()
         raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
-    return _UnixListener(
-        sock, str(path), accept, options, None, _ShmCarrier(options), report, language
-    )
+    carrier = _ShmCarrier(options)
+    return _UnixListener(sock, str(path), accept, options, None, carrier, report, language)
 
 
 class _UnixListener(Listener):
@@ -156,11 +152,8 @@ class _ShmCarrier:
         with _closing(fds := [memory]):
             # now, so that no later write finds the memory full
             os.posix_fallocate(memory, 0, _CONTROL + 2 * size)
-            fcntl.fcntl(
-                memory,
-                fcntl.F_ADD_SEALS,
-                fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL,
-            )
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)
             fds += [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(_EVENTS)]
             socket.send_fds(sock, [struct.pack("<Q", size)], fds)
             return _ShmChannel(sock, memory, fds[1:], size, 1)

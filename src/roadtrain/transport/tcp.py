@@ -95,9 +95,8 @@ class Tls:
         tls-server-end-point)."""
         text = Path(self.cert or "").read_text()
         end = text.index(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)
-        return hashlib.sha256(
-            ssl.PEM_cert_to_DER_cert(text[text.index(ssl.PEM_HEADER) : end])
-        ).digest()
+        own = ssl.PEM_cert_to_DER_cert(text[text.index(ssl.PEM_HEADER) : end])
+        return hashlib.sha256(own).digest()
 
 
 @dataclass(frozen=True)
@@ -132,11 +131,8 @@ class TcpOptions(handshake.Common):
         tcp = socket.IPPROTO_TCP
         sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (
-            (socket.TCP_KEEPIDLE, 1),
-            (socket.TCP_KEEPINTVL, 1),
-            (socket.TCP_KEEPCNT, 3),
-        ):
+        probes = {socket.TCP_KEEPIDLE: 1, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 3}
+        for option, value in probes.items():
             sock.setsockopt(tcp, option, value)
         # without it, long back-pressure makes probes rare and a vanished host late
         with contextlib.suppress(OSError):
@@ -237,9 +233,8 @@ def listen(
             sock.bind(where)
             sock.listen(128)
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {address[0]}:{address[1]}: {error.strerror or error}"
-        ) from error
+        what = f"cannot listen on {address[0]}:{address[1]}"
+        raise ConfigError(f"{what}: {error.strerror or error}") from error
     real: Address = sock.getsockname()[:2]
     return Listener(sock, real, accept, options, options.token, carrier, report, language)
 
@@ -334,11 +329,9 @@ class _TcpChannel:
         """TimeoutError if packets or window probes have gone unanswered. One probe may just be
         on its way, two cannot."""
         info = _INFO.unpack(self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
-        if (
-            max(info[_RETRANSMITS], info[_PROBES]) >= 2
-            and info[_LAST_ACK] >= self._silence_s * 1000
-        ):
-            raise TimeoutError(f"no answer for {info[_LAST_ACK] / 1000:.0f} s")
+        unanswered, silent_s = max(info[_RETRANSMITS], info[_PROBES]), info[_LAST_ACK] / 1000
+        if unanswered >= 2 and silent_s >= self._silence_s:
+            raise TimeoutError(f"no answer for {silent_s:.0f} s")
 
 
 class _TlsChannel(_TcpChannel):
