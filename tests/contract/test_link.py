@@ -1424,7 +1424,7 @@ def test_what_cannot_be_asked_for(folder):
     for token in (b"", b"fifteen bytes.."):
         with pytest.raises(ConfigError, match=f"a token of {len(token)} bytes, 16 are the least"):
             tcp.TcpOptions(token=token)
-    with pytest.raises(ConfigError, match="0 connections"):
+    with pytest.raises(ConfigError, match="`connections` cannot be 0"):
         tcp.TcpOptions(connections=0)
     with pytest.raises(ConfigError, match="power of two"):
         shm.ShmOptions(ring_bytes=3_000_000)

@@ -99,10 +99,10 @@ def flip_update(number, byte):
     is written."""
     apply_rule, count = server.apply_rule, iter(range(1 << 30))
 
-    def broken(rule, chunk, record, view, *args):
-        apply_rule(rule, chunk, record, view, *args)
+    def broken(rule, record, *args):
+        apply_rule(rule, record, *args)
         if next(count) == number:
-            view[byte] ^= 16
+            record.view[byte] ^= 16
 
     server.apply_rule = broken
 

@@ -14,10 +14,10 @@ def reference_accumulate(acc: np.ndarray, grad: np.ndarray, grad_dtype: str) -> 
     acc[:] = acc + reference_widen(grad, grad_dtype)
 
 
-def reference_sum_squares(grad: np.ndarray, grad_dtype: str, scale: float = 1.0) -> float:
+def reference_sum_squares(grad: np.ndarray, grad_dtype: str) -> float:
     lanes = np.zeros(sums.LANES)
     with np.errstate(all="ignore"):
-        wide = (reference_widen(grad, grad_dtype) * np.float32(scale)).astype(np.float64)
+        wide = reference_widen(grad, grad_dtype).astype(np.float64)
         for at in range(0, wide.size, sums.LANES):
             part = wide[at : at + sums.LANES]
             lanes[: part.size] += part * part

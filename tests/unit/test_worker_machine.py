@@ -9,7 +9,7 @@ import pytest
 from roadtrain.chunks import SEGMENT, ChunkTable, ParamSpec
 from roadtrain.errors import LoopError
 from roadtrain.servers.protocol import messages
-from roadtrain.servers.protocol import worker_events as w
+from roadtrain.servers.protocol import worker as w
 from roadtrain.servers.protocol.block_state import BlockState, GradPhase
 from roadtrain.servers.protocol.worker import WorkerSetup, WorkerStateMachine
 
@@ -130,11 +130,7 @@ class World:
         self.sums_due = Counter()  # chunk -> sums that a push or a close will bring
         self.prepared, self.blobs = defaultdict(set), set()
 
-    def feed(self, event):
-        self.carry_out(self.machine.handle(event))
-        self.machine.check()
-
-    def carry_out(self, actions):
+    def feed(self, actions):
         for action in actions:
             match action:
                 case w.Say(message, servers):
@@ -152,6 +148,7 @@ class World:
                 case w.CopyIn(target, _):
                     assert not self.coming[target], "all of it is there"
                     self.copied.append(target)
+        self.machine.check()
 
     def say(self, number, message):
         several = self.machine.setup.workers > 1
@@ -198,7 +195,7 @@ class World:
                 self.read_by.pop(ticket, None)
             case messages.Prepared(number, step):
                 self.prepared[step].add(number)
-        self.feed(message)
+        self.feed(self.machine.handle(message))
 
     def until(self, ready):
         for _ in range(20000):
@@ -225,29 +222,27 @@ class World:
 
     def compute(self, block, step):
         machine = self.machine
-        self.feed(w.FetchBlock(block))
+        self.feed(self.machine.fetch_block(block))
         self.until(lambda: machine.slot_of(block) is not None)
-        self.feed(w.UseBlock(block))
-        self.check_versions(machine.slot_in_use(block), block, step)
-        return lambda: self.feed(w.ReleaseBlock(block))
+        self.check_versions(machine.use_block(block), block, step)
+        return lambda: self.feed(self.machine.release_block(block))
 
     def fetch_root(self, step):
         if self.machine.root_is_old:
-            self.feed(w.FetchInto(0, ROOT))
+            self.feed(self.machine.fetch_into(0, ROOT))
             self.until(lambda: not self.machine.is_coming(ROOT))
         self.check_versions(ROOT, 0, step)
 
     def push(self, block, *, keep_always=False):
         machine, buffer = self.machine, ROOT_GRAD
         if block:
-            self.until(lambda: machine.next_buffer() is not None)
-            buffer = machine.next_buffer()
-            self.feed(w.TakeBuffer())
+            self.until(lambda: machine.free)
+            buffer = machine.take_buffer()
         else:
             self.until(lambda: not machine.is_read(buffer))
         read = {b for b, _ in self.read_by.values()}
         assert buffer not in read, "a server reads there"
-        self.feed(w.GradReady(block, self.params(block)))
+        machine.grad_ready(block, self.params(block))
         return lambda then: self.send(block, buffer, then, keep_always)
 
     def params(self, block):
@@ -256,31 +251,31 @@ class World:
     def send(self, block, buffer, then, keep_always):
         chunks = [c for c in self.machine.table.blocks[block].chunks if c.trainable]
         pieces = [(c, buffer, "") for c in chunks]
-        self.feed(w.SendDense(buffer, pieces, True, then, keep_always))
+        self.feed(self.machine.send_dense(buffer, pieces, True, then, keep_always))
         kept = {b for b, keep in self.read_by.values() if keep and b != ROOT_GRAD}
         assert keep_always or len(kept) <= len(self.machine.pool) - 2
 
     def drop(self, block):
         self.until(lambda: self.machine.sums_here(block))
-        self.feed(w.DropGrad(block))
+        self.feed(self.machine.drop_grad(block))
 
     def update(self, block, step, skip=False):
         scale = (lambda param: None) if skip else (lambda param: 1.0)
-        self.feed(w.BeginUpdate(block, step, {0: (0.1,)}, scale))
+        self.feed(self.machine.begin_update(block, step, {0: (0.1,)}, scale))
         self.end_update(block)
 
     def end_update(self, block):
         if self.machine.left_over(block):
             self.until(lambda: self.machine.sums_here(block))
-        self.feed(w.EndUpdate(block))
+        self.feed(self.machine.end_update(block))
 
     def end(self, step):
         self.until(lambda: self.machine.may_end(step))
-        self.feed(w.EndOpenStep(step))
+        self.feed(self.machine.end_step(step))
         behind = step - self.machine.commit.committed
         assert behind <= max(2, self.machine.setup.staleness)  # Rule 4
         self.blobs.add(step)
-        self.feed(w.JobState(step, b""))
+        self.feed(self.machine.job_state(step, b""))
 
     def drain(self):
         sealed = self.machine.commit.ended
@@ -316,9 +311,7 @@ def test_steps_whatever_the_order(case, seed):  # Rules 1, 3, 4
             if rng.random() < 0.85:
                 send, then = world.push(block, keep_always=eager), {}
                 if eager:
-                    updates = machine.handle(
-                        w.BeginUpdate(block, step, {0: (0.1,)}, lambda param: 1.0)
-                    )
+                    updates = machine.begin_update(block, step, {0: (0.1,)}, lambda param: 1.0)
                     then = {say.message.chunk: say for say in updates}
                 send(then)
                 if eager:
@@ -334,7 +327,7 @@ def test_steps_whatever_the_order(case, seed):  # Rules 1, 3, 4
                     machine.check_takes_grad(block)
                 continue
             if rng.random() < 0.4 and machine.is_open(block):  # as clipping does
-                world.feed(w.CloseGrad(block))
+                world.feed(machine.close_grad(block))
                 world.until(lambda b=block: machine.sums_here(b))
             if rng.random() < 0.15 and state.held and not several:
                 world.drop(block)
@@ -357,7 +350,7 @@ def test_no_more_steps_than_may_be_are_uncommitted(staleness, most):  # Rule 4
     machine = a_machine(staleness=staleness, committed=10)
     for step in range(11, 11 + most):
         assert machine.may_end(step)
-        machine.handle(w.EndOpenStep(step))
+        machine.end_step(step)
     assert not machine.may_end(11 + most)
     assert machine.committed_before_end(11 + most) == 11
 
@@ -368,10 +361,10 @@ def test_sums_are_no_more_steps_behind_than_updates(staleness):
     machine = a_machine(staleness=staleness)
     for step in range(1, staleness + 2):
         assert machine.may_end(step)
-        machine.handle(w.GradReady(1, [1]))
-        machine.handle(w.BeginUpdate(1, step, {0: ()}, lambda param: 1.0))
-        machine.handle(w.EndUpdate(1))
-        machine.handle(w.EndOpenStep(step))
+        machine.grad_ready(1, [1])
+        machine.begin_update(1, step, {0: ()}, lambda param: 1.0)
+        machine.end_update(1)
+        machine.end_step(step)
         machine.commit.committed = step
     assert not machine.may_end(staleness + 2)
 
@@ -379,9 +372,9 @@ def test_sums_are_no_more_steps_behind_than_updates(staleness):
 def test_replicas_have_said_all_sums_before_a_step_ends():
     """Two servers report, each in its own time: the sums of one step only are on their way."""
     machine = a_machine(staleness=2, replicas=2)
-    machine.handle(w.GradReady(1, [1]))
-    machine.handle(w.BeginUpdate(1, 1, {0: ()}, lambda param: 1.0))
-    machine.handle(w.EndUpdate(1))
+    machine.grad_ready(1, [1])
+    machine.begin_update(1, 1, {0: ()}, lambda param: 1.0)
+    machine.end_update(1)
     chunk = machine.table.blocks[1].chunks[0].id
     for _ in range(2):
         assert not machine.may_end(1)
@@ -394,24 +387,22 @@ def test_two_gradient_buffers_are_never_kept():
     machine, kept = a_machine(buffers=4), []
     chunk = machine.table.blocks[1].chunks[0]
     for _ in range(4):
-        buffer = machine.next_buffer()
-        machine.handle(w.TakeBuffer())
-        [say] = machine.handle(w.SendDense(buffer, [(chunk, None, "")], True, {}, False))
+        buffer = machine.take_buffer()
+        [say] = machine.send_dense(buffer, [(chunk, None, "")], True, {}, False)
         kept.append(say.message.keep)
-    assert kept == [True, True, False, False] and machine.next_buffer() is None
+    assert kept == [True, True, False, False] and not machine.free
 
 
 def test_a_buffer_is_free_once_every_server_has_read_all_of_it():
     machine = a_machine(replicas=2, buffers=3)
-    block, buffer = machine.table.blocks[2], machine.next_buffer()
-    machine.handle(w.TakeBuffer())
+    block, buffer = machine.table.blocks[2], machine.take_buffer()
     pieces = [(chunk, None, "") for chunk in block.chunks]
-    says = machine.handle(w.SendDense(buffer, pieces, True, {}, True))
+    says = machine.send_dense(buffer, pieces, True, {}, True)
     assert len(says) == 4  # two chunks, two servers each
     for say in says:
         assert machine.is_read(buffer) and buffer not in machine.free
         machine.handle(messages.BufferFree(say.message.ticket))
-    assert not machine.is_read(buffer) and machine.next_buffer() == buffer
+    assert not machine.is_read(buffer) and machine.free[-1] == buffer
 
 
 @pytest.mark.parametrize(
@@ -427,40 +418,40 @@ def test_which_version_a_step_asks_for(staleness, asked):  # Rule 1
     """Updates in the first two steps, none in the third."""
     machine, found = a_machine(staleness=staleness), []
     for step in range(1, 5):
-        [pulls] = machine.handle(w.FetchInto(1, "here"))
+        [pulls] = machine.fetch_into(1, "here")
         found += [pull.version for pull in pulls.pulls]
         for pull in pulls.pulls:
             machine.handle(messages.Pulled(pull.ticket, pull.chunk.id))
         machine.commit.committed = step - 1
         if step < 3:
-            machine.handle(w.GradReady(1, [1]))
+            machine.grad_ready(1, [1])
             chunk = machine.table.blocks[1].chunks[0].id
             machine.handle(messages.GradAccumulated(chunk, (1.0,)))
-            machine.handle(w.BeginUpdate(1, step, {0: ()}, lambda param: 1.0))
-            machine.handle(w.EndUpdate(1))
-        machine.handle(w.EndOpenStep(step))
+            machine.begin_update(1, step, {0: ()}, lambda param: 1.0)
+            machine.end_update(1)
+        machine.end_step(step)
     assert found == asked
 
 
 def test_what_a_gradient_may_become():
     """A gradient is said to be whole once, and is not taken once its update has begun."""
     machine = a_machine(workers=2)
-    machine.handle(w.GradReady(1, [1]))
+    machine.grad_ready(1, [1])
     assert machine.is_open(1) and machine.blocks[1].held
-    [close] = machine.handle(w.CloseGrad(1))
+    [close] = machine.close_grad(1)
     assert isinstance(close.message, messages.Close) and not machine.is_open(1)
     assert not machine.sums_here(1)
-    [update] = machine.handle(w.BeginUpdate(1, 1, {0: ()}, lambda param: 1.0))
+    [update] = machine.begin_update(1, 1, {0: ()}, lambda param: 1.0)
     assert list(update.message.scales) == [0.5], "the mean of two workers"
     assert not machine.is_open(1) and machine.blocks[1].updated
-    [update, *_] = machine.handle(w.BeginUpdate(2, 1, {0: ()}, lambda param: 1.0))
+    [update, *_] = machine.begin_update(2, 1, {0: ()}, lambda param: 1.0)
     assert list(update.message.scales) == [None], "this worker has no gradient of it"
     with pytest.raises(LoopError, match="after its update had begun"):
-        machine.handle(w.GradReady(1, [1]))
+        machine.grad_ready(1, [1])
     with pytest.raises(AssertionError):
-        machine.handle(w.BeginUpdate(1, 1, {0: ()}, lambda param: 1.0))
+        machine.begin_update(1, 1, {0: ()}, lambda param: 1.0)
     with pytest.raises(AssertionError):
-        machine.handle(w.DropGrad(1))
+        machine.drop_grad(1)
 
 
 def test_nothing_is_said_of_gradients_on_their_way():
@@ -474,17 +465,17 @@ def test_nothing_is_said_of_gradients_on_their_way():
 def test_residuals_are_of_one_worker():
     """Their sums are not the mean's, and come of the push itself."""
     machine = a_machine(workers=4, residual_block={1: 2})
-    machine.handle(w.GradReady(2, [2]))
+    machine.grad_ready(2, [2])
     assert not machine.is_open(2) and machine.is_open(1)
     assert machine.workers_of(2) == 1 and not machine.sums_here(2)
-    updates = machine.handle(w.BeginUpdate(2, 1, {0: ()}, lambda param: 1.0))
+    updates = machine.begin_update(2, 1, {0: ()}, lambda param: 1.0)
     assert [list(say.message.scales) for say in updates] == [[1.0], [1.0]]
 
 
 def test_what_never_changes_is_asked_for_as_it_is():  # Rule 1
     """A session goes on with staleness 1: of the last step's updates, the frozen chunk had none."""
     machine = a_machine(staleness=1, committed=5)
-    [pulls] = machine.handle(w.FetchInto(3, "here"))
+    [pulls] = machine.fetch_into(3, "here")
     asked = {pull.chunk.trainable: pull.version for pull in pulls.pulls}
     assert asked == {True: -1, False: 0}
 
@@ -495,15 +486,14 @@ def test_a_gradient_with_memory_of_its_own_takes_none_of_the_pool():
     chunk = machine.table.blocks[1].chunks[0]
 
     def pushed(buffer, fresh):
-        [say] = machine.handle(w.SendDense(buffer, [(chunk, None, "")], fresh, {}, False))
+        [say] = machine.send_dense(buffer, [(chunk, None, "")], fresh, {}, False)
         return say.message.keep
 
     assert pushed(ROOT_GRAD, True) and not machine.kept
     for fresh, kept in ((False, 0), (True, 1)):
-        buffer = machine.next_buffer()
-        machine.handle(w.TakeBuffer())
+        buffer = machine.take_buffer()
         assert pushed(buffer, fresh) and len(machine.kept) == kept
-    machine.handle(w.TakeBuffer())
+    machine.take_buffer()
     assert not pushed(0, True) and pushed(ROOT_GRAD, True)
     machine.check()
 
@@ -511,13 +501,13 @@ def test_a_gradient_with_memory_of_its_own_takes_none_of_the_pool():
 def test_a_dropped_gradient_leaves_nothing():
     """Neither its sums nor its parameters count for the next one."""
     machine = a_machine()
-    machine.handle(w.GradReady(1, [1]))
+    machine.grad_ready(1, [1])
     [chunk] = [chunk.id for chunk in machine.table.blocks[1].chunks]
     machine.handle(messages.GradAccumulated(chunk, (3.0,)))
     machine.current.add(1)
     state = machine.blocks[1]
     assert state.sums.values == {chunk: (3.0,)}
-    machine.handle(w.DropGrad(1))
+    machine.drop_grad(1)
     assert not (state.sums.values or state.present or machine.current or state.held)
 
 
@@ -527,12 +517,12 @@ def test_a_block_is_fetched_again_when_its_values_change(staleness, versions):
     machine, found = a_machine(staleness=staleness), []
     for step in (1, 2, 3):
         if step == 1:
-            machine.handle(w.GradReady(1, [1]))
+            machine.grad_ready(1, [1])
             chunk = machine.table.blocks[1].chunks[0].id
             machine.handle(messages.GradAccumulated(chunk, (1.0,)))
-            machine.handle(w.BeginUpdate(1, step, {0: ()}, lambda param: 1.0))
-            machine.handle(w.EndUpdate(1))
-        machine.handle(w.EndOpenStep(step))
+            machine.begin_update(1, step, {0: ()}, lambda param: 1.0)
+            machine.end_update(1)
+        machine.end_step(step)
         machine.commit.committed = step
         found.append(machine.blocks[1].version)
     assert found == versions
@@ -540,8 +530,8 @@ def test_a_block_is_fetched_again_when_its_values_change(staleness, versions):
 
 def test_a_slot_says_which_version_is_in_it():
     machine = a_machine()
-    machine.handle(w.BeginAgain(3))
-    machine.handle(w.FetchBlock(1))
+    machine.begin_again(3)
+    machine.fetch_block(1)
     slot = machine.prefetch.where[1]
     assert machine.slot_version[slot] == machine.blocks[1].version == 1
 
@@ -559,22 +549,22 @@ def test_to_begin_again_is_to_begin_there(staleness):
     """After two steps all are sent back: what is asked for is what a new session asks for."""
     machine = a_machine(staleness=staleness)
     for step in (1, 2):
-        machine.handle(w.GradReady(1, [1]))
+        machine.grad_ready(1, [1])
         chunk = machine.table.blocks[1].chunks[0].id
         machine.handle(messages.GradAccumulated(chunk, (1.0,)))
-        machine.handle(w.BeginUpdate(1, step, {0: ()}, lambda param: 1.0))
-        machine.handle(w.EndUpdate(1))
-        arrive(machine, machine.handle(w.EndOpenStep(step)))
+        machine.begin_update(1, step, {0: ()}, lambda param: 1.0)
+        machine.end_update(1)
+        arrive(machine, machine.end_step(step))
         machine.commit.committed = step
     machine.current.add(0)
-    machine.handle(w.BeginAgain(7))
+    machine.begin_again(7)
     machine.check()
     fresh = a_machine(staleness=staleness, committed=7)
 
     def asks(it):
         versions = []
         for block in (1, 2, 3):
-            [pulls] = it.handle(w.FetchInto(block, f"block {block}"))
+            [pulls] = it.fetch_into(block, f"block {block}")
             versions.append([pull.version for pull in pulls.pulls])
         state = [(s.updated_in, s.changed_in, s.phase) for s in it.blocks]
         return versions, it.chunk_version, state, it.current, it.open_step
@@ -602,13 +592,13 @@ def test_the_end_of_a_step_opens_every_gradient_again():
 
 def test_other_contents_are_fetched_anew():
     machine = a_machine()
-    for pulls in machine.handle(w.FetchBlock(1)):
+    for pulls in machine.fetch_block(1):
         for pull in pulls.pulls:
             machine.handle(messages.Pulled(pull.ticket, pull.chunk.id))
-    [pulls] = machine.handle(w.FetchInto(0, ROOT))
+    [pulls] = machine.fetch_into(0, ROOT)
     for pull in pulls.pulls:
         machine.handle(messages.Pulled(pull.ticket, pull.chunk.id))
     assert machine.slot_of(1) is not None and not machine.root_is_old
-    machine.handle(w.BeginAgain(7))
+    machine.begin_again(7)
     assert machine.slot_of(1) is None and machine.root_is_old
     assert machine.commit.committed == 7 and machine.open_step == 8

@@ -56,9 +56,8 @@ def _store_uncached(typing: Any, out: Any, i: Any, x: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])
         store = builder.store(args[2], builder.gep(array.data, [args[1]]), align=32)
-        store.set_metadata(
-            "nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
-        )
+        one = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        store.set_metadata("nontemporal", one)
         return context.get_dummy_value()
 
     return types.void(out, types.intp, out.dtype), generate
@@ -108,11 +107,8 @@ def _from_fp16(h: Any) -> Any:
     special = np.uint32(body + np.uint32(224 << 23))  # infinity and NaN
     # subnormal, exact
     small = _bits(_f32(np.uint32(body + np.uint32(113 << 23))) - _f32(np.uint32(113 << 23)))
-    magnitude = (
-        special
-        if exponent == np.uint32(0x0F800000)
-        else (small if exponent == np.uint32(0) else normal)
-    )
+    finite = small if exponent == np.uint32(0) else normal
+    magnitude = special if exponent == np.uint32(0x0F800000) else finite
     return _f32(np.uint32(magnitude | sign))
 
 
@@ -197,11 +193,8 @@ def reference_widen(array: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "bf16":
         return (array.astype(np.uint32) << 16).view(np.float32)
     wide = array.view(np.float16).astype(np.float32)
-    quiet = (
-        (array.astype(np.uint32) & 0x8000) << 16
-        | 0x7F800000
-        | (array.astype(np.uint32) & 0x3FF) << 13
-    )
+    bits = array.astype(np.uint32)
+    quiet = (bits & 0x8000) << 16 | 0x7F800000 | (bits & 0x3FF) << 13
     return np.where(np.isnan(wide), quiet.view(np.float32), wide)
 
 

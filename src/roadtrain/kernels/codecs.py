@@ -206,9 +206,8 @@ def decode(text: str, raw: memoryview, out: np.ndarray) -> None:
 
 def encode(text: str, values: np.ndarray, residual: np.ndarray | None, out: Any, seed: int) -> None:
     """values: float32 [n]. out: nbytes(n) bytes. `residual`: as of `encode_with_feedback`."""
-    encode_with_feedback(
-        format_of(text), values, "fp32", residual, np.frombuffer(out, np.uint8), seed
-    )
+    raw = np.frombuffer(out, np.uint8)
+    encode_with_feedback(format_of(text), values, "fp32", residual, raw, seed)
 
 
 def encode_with_feedback(
@@ -250,11 +249,9 @@ class Compressor:
     def _select(
         self, chunks: Sequence[Chunk], view: memoryview, residual: np.ndarray | None
     ) -> Iterator[tuple[Chunk, Any, Any]]:
-        dtype = chunks[0].dtype
+        dtype, one = chunks[0].dtype, "one dtype among a block's trainable parameters"
         if any(c.dtype != dtype for c in chunks):
-            raise ConfigError(
-                "top-k per block needs one dtype among a block's trainable parameters"
-            )
+            raise ConfigError(f"top-k per block needs {one}")
         starts = [c.push_offset // ITEMSIZE[dtype] for c in chunks]
         n = starts[-1] + chunks[-1].numel - starts[0]
         grad = np.frombuffer(view, NUMPY_OF[dtype], n, chunks[0].push_offset)

@@ -210,21 +210,16 @@ class TorchRule(Rule):
         return tuple(self._field(key, value, key in absent) for key, value in seen.items())
 
     def _field(self, key: str, value: Any, nullable: bool) -> Field:
-        if (
-            isinstance(value, torch.Tensor)
-            and tuple(value.shape) == (12,)
-            and value.dtype == torch.float32
-        ):
-            return Field(key, "array", value.dtype, (12,), nullable)
-        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-            return Field(key, "tensor", value.dtype, tuple(value.shape), nullable)
+        what = type(value).__name__
+        if isinstance(value, torch.Tensor):
+            shape, dtype = tuple(value.shape), value.dtype
+            what = f"{dtype} {shape}"
+            if shape == (12,) and dtype == torch.float32:
+                return Field(key, "array", dtype, shape, nullable)
+            if value.numel() == 1 and not value.is_complex():
+                return Field(key, "tensor", dtype, shape, nullable)
         if isinstance(value, (bool, int, float)):
             return Field(key, "number", type(value), (), nullable)
-        what = (
-            f"{value.dtype} {tuple(value.shape)}"
-            if isinstance(value, torch.Tensor)
-            else type(value).__name__
-        )
         raise RuleError(
             f"{self.cls.__name__} keeps {key!r} as {what}; fp32 arrays and numbers can be kept",
             hint=HINT,
@@ -267,9 +262,9 @@ def _filled(value: Any, numbers: Any) -> Any:
 
 
 def _number(f: Field, value: float) -> Any:
-    return (
-        torch.full(f.shape, float(value), dtype=f.dtype) if f.kind == "tensor" else f.dtype(value)
-    )
+    if f.kind == "tensor":
+        return torch.full(f.shape, float(value), dtype=f.dtype)
+    return f.dtype(value)
 
 
 def _print_of(optimizer: torch.optim.Optimizer, attributes: Mapping[str, Any]) -> bytes:
@@ -301,9 +296,8 @@ def check_elementwise(rule: TorchRule) -> None:
             for p, grad, mine in zip(whole, grads, sides):
                 cuts = sorted({0, min(77, grad.size), grad.size // 2, grad.size})
                 mine.step(rule.apply, grad, "fp32", 1.0, None, cuts)
-                if not np.array_equal(
-                    p.detach().numpy().reshape(-1).view(np.uint32), mine.p.view(np.uint32)
-                ):
+                flat = p.detach().numpy().reshape(-1)
+                if not np.array_equal(flat.view(np.uint32), mine.p.view(np.uint32)):
                     raise RuleError(
                         f"{rule.cls.__name__} is not elementwise: flat pieces differ from the whole"
                         f" at step {step + 1}",
@@ -406,6 +400,5 @@ class _Side:
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, _Side)
         mine, theirs = ([s.p, *s.arrays, s.row, s.copy] for s in (self, other))
-        return all(
-            np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in zip(mine, theirs)
-        )
+        pairs = zip(mine, theirs)
+        return all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in pairs)

@@ -27,13 +27,10 @@ class Lion(torch.optim.Optimizer):
         maximize: bool = False,
     ) -> None:
         if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(
-                f"lr {lr}, betas {betas}, weight_decay {weight_decay}: lr, decay >= 0, betas in"
-                " [0, 1)"
-            )
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        )
+            given = f"lr {lr}, betas {betas}, weight_decay {weight_decay}"
+            raise ValueError(f"{given}: lr, decay >= 0, betas in [0, 1)")
+        options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -102,9 +102,8 @@ class SgdRule(_Native):
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         if group["momentum"] and not self.momentum:
-            raise RuleError(
-                "momentum was 0 when training began", hint="start with a momentum above 0"
-            )
+            hint = "start with a momentum above 0"
+            raise RuleError("momentum was 0 when training began", hint=hint)
         return _floats(group, "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 
     def scaled(self, arrays: Arrays, row: Array, hyper: Hyper) -> Scaled:
@@ -145,9 +144,8 @@ class AdamRule(_Native):
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         if bool(group["amsgrad"]) != self.amsgrad:
-            raise RuleError(
-                "amsgrad changed after training began", hint="keep amsgrad as it was at the start"
-            )
+            hint = "keep amsgrad as it was at the start"
+            raise RuleError("amsgrad changed after training began", hint=hint)
         floats = _floats(group, "lr", "weight_decay", "eps", "maximize")
         return (*floats, *map(float, group["betas"]))
 
@@ -182,11 +180,8 @@ class AdagradRule(_Native):
     def scaled(self, arrays: Arrays, row: Array, hyper: Hyper) -> Scaled:
         lr, lr_decay, weight_decay, eps, _, maximize = hyper
         row[0] += 1
-        return (
-            list(arrays),
-            _sign(maximize),
-            [weight_decay or None, -(lr / (1 + (row[0] - 1) * lr_decay)), eps],
-        )
+        step_size = -(lr / (1 + (row[0] - 1) * lr_decay))
+        return list(arrays), _sign(maximize), [weight_decay or None, step_size, eps]
 
 
 @dataclass(frozen=True)
@@ -204,18 +199,13 @@ class RmspropRule(_Native):
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        return (
-            "square_avg",
-            *(("grad_avg",) * self.centered),
-            *(("momentum_buffer",) * self.momentum),
-        )
+        means = ("square_avg", "grad_avg") if self.centered else ("square_avg",)
+        return (*means, "momentum_buffer") if self.momentum else means
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         if bool(group["centered"]) != self.centered or (group["momentum"] and not self.momentum):
-            raise RuleError(
-                "centered or momentum changed after training began",
-                hint="keep both as at the start",
-            )
+            hint = "keep both as at the start"
+            raise RuleError("centered or momentum changed after training began", hint=hint)
         return _floats(group, "lr", "alpha", "eps", "weight_decay", "momentum", "maximize")
 
     def scaled(self, arrays: Arrays, row: Array, hyper: Hyper) -> Scaled:

@@ -36,15 +36,15 @@ def accumulate(acc: np.ndarray, grad: np.ndarray, grad_dtype: str) -> None:
 
 
 @kernel
-def _sum_squares(grad: Any, scale: Any, lanes: Any) -> Any:
+def _sum_squares(grad: Any, lanes: Any) -> Any:
     whole = grad.size - grad.size % LANES
     for at in range(0, whole, LANES):
         part = grad[at : at + LANES]
         for lane in range(LANES):
-            x = np.float64(widen(part[lane]) * scale)
+            x = np.float64(widen(part[lane]))
             lanes[lane] += x * x
     for i in range(whole, grad.size):
-        x = np.float64(widen(grad[i]) * scale)
+        x = np.float64(widen(grad[i]))
         lanes[i - whole] += x * x
 
 
@@ -54,10 +54,10 @@ def combined(lanes: np.ndarray) -> float:
     return float(lanes[0])
 
 
-def sum_squares(grad: np.ndarray, grad_dtype: str, scale: float = 1.0) -> float:
-    """Sum of (float32(grad) * scale)^2 in float64; inf or NaN when an element is."""
+def sum_squares(grad: np.ndarray, grad_dtype: str) -> float:
+    """Sum of float32(grad)^2 in float64; inf or NaN when an element is."""
     lanes = np.zeros(LANES)
-    _sum_squares(typed(grad, grad_dtype), np.float32(scale), lanes)
+    _sum_squares(typed(grad, grad_dtype), lanes)
     return combined(lanes)
 
 

@@ -180,18 +180,16 @@ def derive(
     accelerator, for its side of the root's buffers, of slots and of gradient buffers (None: not
     bounded). Raises BudgetError with the least number of bytes that would do."""
     on_files, serves, buffering = terms.on_files, terms.serves, terms.buffering
-    root_residual = terms.root_residual
-    blocks = [b for b in table.blocks[1:] if b.index != root_residual]
-    size = _Sizes.of(table, records, blocks, root_residual)
+    blocks = [b for b in table.blocks[1:] if b.index != terms.root_residual]
+    size = _Sizes.of(table, records, blocks, terms.root_residual)
     servers = max(owners, default=0) + 1
-    compute = len(blocks) - len(terms.residual_blocks - {root_residual})
+    compute = len(blocks) - len(terms.residual_blocks - {terms.root_residual})
     slots, pushes = 2, 3
     per_server = 2 if on_files and (serves or records) else 0
     activations = 8 * HUGE
-    if not on_files and terms.holds_gradients:
-        pushes += len(blocks)
     in_ram = 0
     if not on_files:
+        pushes += len(blocks) if terms.holds_gradients else 0
         in_ram = sum(round_up(r.nbytes, 4096) for r in records.values()) + servers * size.scratch
     least = (
         size.root + terms.compressed_bytes + activations + slots * size.slot + pushes * size.push

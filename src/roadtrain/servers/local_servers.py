@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from roadtrain.chunks import Chunk
-from roadtrain.device.buffers import Buffer
 from roadtrain.environment import WorkerGroup
 from roadtrain.errors import ConfigError
 from roadtrain.options.budgets import RecordBudgets
@@ -53,11 +53,9 @@ class LocalServers:
         self._budgets, self._deadline_s, self._report = budgets, deadline_s, report
         self.store, self.new = opened, opened is None
         if opened is None and store_plan.directories:
+            meta, owners = store_plan.meta(), store_plan.owners
             self.store = create_store(
-                store_plan.directories,
-                store_plan.meta(),
-                store_plan.owners,
-                direct=store_plan.direct,
+                store_plan.directories, meta, owners, direct=store_plan.direct
             )
         # what a run directory keeps of it (storage/mark.py)
         self.history = str(self.store.begin_session()) if self.store else ""
@@ -102,7 +100,7 @@ class LocalServers:
 
     def record_of(self, chunk: Chunk, what: str) -> RecordView:
         if self.store is not None:
-            return read_record(self.store, chunk, Buffer(self.meta.records[chunk.id].nbytes), what)
+            return read_record(self.store, chunk, what)
         return RecordView(self.meta, chunk, self.running[0].memory[chunk.id])
 
     def rewrite(self, change: Callable[[RecordView], None], step: int, blob: bytes) -> None:
@@ -167,10 +165,4 @@ def open_or_none(
 
 def pieces_of(store: OpenedStore, name: str, what: str) -> Iterator[tuple[int, np.ndarray]]:
     """(first element, values) of a parameter, a chunk at a time."""
-    sizes = store.meta.records
-    return param_pieces(
-        store.meta,
-        name,
-        what,
-        lambda chunk: read_record(store, chunk, Buffer(sizes[chunk.id].nbytes), what),
-    )
+    return param_pieces(store.meta, name, what, partial(read_record, store, what=what))

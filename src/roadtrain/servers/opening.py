@@ -111,13 +111,14 @@ class FoundStores:
         decided = self.decide()
         kept, having = self._snapshot()
         if isinstance(decided, Resume):
-            return self._of_held(
-                Begin.RESUMED, decided.step, decided.members, decided.history, kept, having
-            )
+            step, members = decided.step, decided.members
+            meta = self._held_by(members, step, Begin.RESUMED)
+            return Opening(Begin.RESUMED, step, members, decided.history, meta, kept, having)
         if kept >= 0 and decided.lost:
             self._say_back(kept, every[0], report)
             history = back_to(self._histories(self.given_up).history, kept)
-            return self._of_held(Begin.SNAPSHOT, kept, having, history, kept, having)
+            meta = self._held_by(having, kept, Begin.SNAPSHOT)
+            return Opening(Begin.SNAPSHOT, kept, having, history, meta, kept, having)
         if not missing and self._unborn():
             if self._mark is not None:
                 self._mark.check("", -1, self.names_of(self.found))
@@ -135,16 +136,8 @@ class FoundStores:
     def names_of(self, numbers: Iterable[int]) -> str:
         return ", ".join(self.names[number] for number in numbers)
 
-    def _of_held(
-        self,
-        begin: Begin,
-        step: int,
-        members: tuple[int, ...],
-        history: tuple[HistoryLink, ...],
-        kept: int,
-        having: tuple[int, ...],
-    ) -> Opening:
-        """Of what `members` hold, where that is the store asked for."""
+    def _held_by(self, members: tuple[int, ...], step: int, begin: Begin) -> StoreMeta:
+        """What `members` hold, where that is the store asked for."""
         held = self.found[members[0]].meta
         assert held is not None
         check_same(self.names[members[0]], held, self._store_plan)
@@ -158,7 +151,7 @@ class FoundStores:
         if self._mark is not None:
             back = begin is Begin.SNAPSHOT or bool(self.given_up)
             self._mark.check(held.job, step, self.names_of(members), back=back)
-        return Opening(begin, step, members, history, held, kept, having)
+        return held
 
     def _say_back(self, kept: int, every: int, report: Callable[[str], None]) -> None:
         newest = [found.newest for _, found in sorted(self.found.items())]

@@ -9,6 +9,7 @@ import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,13 +52,10 @@ class RemoteServer:
     def send(self, message: Any) -> None:
         if isinstance(message, messages.Pull):
             self._into[message.ticket] = (message.chunk, message.into)
-        kind, header, parts = m.frame(message)
-        sent = (
-            (lambda: self.deliver(messages.BufferFree(message.ticket)))
-            if isinstance(message, messages.Push)
-            else None
-        )
-        self._post(kind, header, parts, sent)
+        sent: Callable[[], None] | None = None
+        if isinstance(message, messages.Push):
+            sent = partial(self.deliver, messages.BufferFree(message.ticket))
+        self._post(*m.frame(message), sent)
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes | memoryview = b"") -> None:
         self._post(kind, m.encode(fields), [memoryview(payload)])
@@ -94,9 +92,8 @@ class RemoteServer:
                         hint=NO_ANSWER if self.silent else SLOW,
                     ) from None
         if got == m.FAILED:
-            raise LostError(
-                f"waiting for {what}: {self._error or f'{self.peer} ended'}"
-            ) from self._error
+            why = self._error or f"{self.peer} ended"
+            raise LostError(f"waiting for {what}: {why}") from self._error
         if got != kind:
             raise WireError(f"{self.peer} sent a frame of kind {got} instead of {what}")
         return fields, payload
@@ -123,10 +120,9 @@ class RemoteServer:
         if self.link is None:
             return
         if self._error is not None:
+            why = type(self._error).__name__, str(self._error)
             with suppress(PeerError):
-                self.link.send(
-                    m.FAILED, m.encode((type(self._error).__name__, str(self._error))), urgent=True
-                )
+                self.link.send(m.FAILED, m.encode(why), urgent=True)
         self.link.close()
 
     # the Receiver of its link

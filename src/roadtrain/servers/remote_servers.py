@@ -38,6 +38,7 @@ from roadtrain.servers.routes import DirectRoute, Route, RouteEnds
 from roadtrain.servers.store_plan import StorePlan
 from roadtrain.servers.trace import Stages
 from roadtrain.storage.convert import RecordView
+from roadtrain.storage.generation import OpenedStore
 from roadtrain.storage.history import Doubt, HistoryLink, Resume, Witness
 from roadtrain.storage.mark import Mark
 from roadtrain.storage.meta import StoreMeta
@@ -65,7 +66,8 @@ class RemoteServers:
     """JobServers elsewhere. `servers`: those that take part. Raises ForeignError where they hold
     another job, LostError, DeadlineError."""
 
-    local, store = False, None
+    local = False
+    store: OpenedStore | None = None
 
     def __init__(
         self,
@@ -97,16 +99,9 @@ class RemoteServers:
         # which are filled up again -> what was committed with the last step
         self._behind: dict[int, bytes] = {}
         self.history = ""  # what this run is a witness of, from when its session has begun
-        self._route = reach.route.open(
-            RouteEnds(
-                reach.addresses,
-                reach.options,
-                reach.group,
-                self.meta,
-                deadline_s,
-                holds_gradients=holds_gradients,
-            )
-        )
+        addresses, options, group = reach.addresses, reach.options, reach.group
+        ends = RouteEnds(addresses, options, group, self.meta, deadline_s, holds_gradients)
+        self._route = reach.route.open(ends)
         self._over = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="beats", daemon=True)
         self._beats.start()
@@ -161,7 +156,7 @@ class RemoteServers:
         say_at = begin + SAY_SOON_S
         while True:
             self._try_to_join(missing)
-            if self._enough(missing):
+            if self._enough_for_first(missing) if self.group.rank == 0 else self._enough():
                 return missing
             # for worker 0 to begin
             waiting = not missing or (self.group.rank > 0 and len(self.servers) > 0)
@@ -220,10 +215,8 @@ class RemoteServers:
 
     def _join(self, number: int, options: TcpOptions) -> None:
         server = RemoteServer(number, self.names[number] + self._route.via, self.servers)
-        group = self.group
-        hello = m.Hello(
-            group.session, group.rank, group.workers, group.local, number, self.meta.signature
-        )
+        g = self.group
+        hello = m.Hello(g.session, g.rank, g.workers, g.local, number, self.meta.signature)
         server.link = self._route.connect(number, server, options, hello, self._report)
         with undone_on_error(server.close):
             fields, description = server.wait(m.WELCOME, "a welcome", self._deadline_s)
@@ -233,9 +226,6 @@ class RemoteServers:
         if self.group.rank == 0:
             meta = StoreMeta.from_json(description, server.peer) if description else None
             self._stores.add(number, FoundStore(newest, snapshots, every, meta))
-
-    def _enough(self, missing: Mapping[int, PeerError | None]) -> bool:
-        return self._enough_for_first(missing) if self.group.rank == 0 else self._enough_for_other()
 
     def _enough_for_first(self, missing: Mapping[int, PeerError | None]) -> bool:
         """Whether all are here, or for GRACE_S those that hold every chunk, nobody being busy."""
@@ -247,7 +237,7 @@ class RemoteServers:
             self._covered_since is not None and now - self._covered_since >= GRACE_S
         )
 
-    def _enough_for_other(self) -> bool:
+    def _enough(self) -> bool:
         """Whether all of whom worker 0 took are here and ready; the rest is left."""
         for number, server in self.servers.items():
             if number not in self._said and server.has_spoken():
@@ -293,9 +283,8 @@ class RemoteServers:
             )
         for number in self._behind:
             if not back or number not in opening.having:  # else it restores that itself
-                self._report(
-                    f"replicas: {self.names[number]} is filled up again at step {self.step}"
-                )
+                name = self.names[number]
+                self._report(f"replicas: {name} is filled up again at step {self.step}")
                 self._fill_up(number, opening.members)
 
     def _say_open(self, number: int, opening: Opening) -> None:
@@ -305,18 +294,10 @@ class RemoteServers:
         # what was kept elsewhere may be another's
         ours = number in opening.having and (opening.begin is Begin.SNAPSHOT or not new)
         given_up = new and number in self._stores.given_up
-        self.servers[number].say(
-            m.OPEN,
-            (
-                new,
-                self.step,
-                len(self.names),
-                self._holds_gradients,
-                opening.kept if ours else -1,
-                given_up,
-            ),
-            msgspec.json.encode({"meta": meta, "rules": rules}),
-        )
+        kept, holds = opening.kept if ours else -1, self._holds_gradients
+        fields = m.OpenHeader(new, self.step, len(self.names), holds, kept, given_up)
+        described_store = msgspec.json.encode({"meta": meta, "rules": rules})
+        self.servers[number].say(m.OPEN, fields, described_store)
 
     def _fill_up(self, number: int, members: Sequence[int]) -> None:
         """All that server `number` is to hold, from `members`, whose contents count."""
@@ -349,9 +330,8 @@ class RemoteServers:
                 own = blob if self.new and (number == first or self.meta.replicas > 1) else b""
                 self.servers[number].say(m.SETTLE, (), self._behind.get(number, own))
                 self.servers[number].wait(m.SETTLED, "a new part to be whole", self._deadline_s)
-        if (
-            self.reach.mark is not None and not self.new
-        ):  # before anybody else can know of this session
+        # before anybody else can know of this session
+        if self.reach.mark is not None and not self.new:
             self.reach.mark.adopt(self.meta.job, self.step, self.history)
         for number in order:  # all have what the link says that they have
             self.servers[number].say(m.BEGIN, ())
@@ -367,17 +347,11 @@ class RemoteServers:
         self.servers[number].say(m.READ, (chunk,))
         return self.servers[number].wait(m.RECORD, what, self._deadline_s)[1]
 
-    def rewrite(self, change: Callable[[RecordView], None], step: int, blob: bytes) -> None:
-        raise AssertionError("what servers elsewhere hold is not rewritten")
-
     def nbytes(self) -> int:
         return 0
 
     def stop(self) -> list[str]:
-        self._over.set()
-        self._beats.join()
-        for server in self.servers.values():
-            server.close()
+        self._hang_up()
         self._bear_witness()
         return []
 
@@ -386,11 +360,14 @@ class RemoteServers:
 
     def abort(self) -> None:
         """Where no session comes of it."""
+        self._hang_up()
+        self._route.abort()
+
+    def _hang_up(self) -> None:
         self._over.set()
         self._beats.join()
         for server in self.servers.values():
             server.close()
-        self._route.abort()
 
     def _bear_witness(self) -> None:
         """Worker 0 of two servers, without a run directory: one of them at most is told that it may

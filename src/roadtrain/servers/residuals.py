@@ -81,10 +81,6 @@ class Residuals:
     number: int  # of its server, one more than the last of the job's
 
     @property
-    def table(self) -> ChunkTable:
-        return self.store_plan.table
-
-    @property
     def directory(self) -> Path:
         return self.store_plan.directories[0]
 
@@ -93,7 +89,9 @@ class Residuals:
         return self.meta().owned(self.number)
 
     def meta(self, job: str = "") -> StoreMeta:
-        owners = tuple(self.number if chunk.id >= self.base else -1 for chunk in self.table.chunks)
+        owners = tuple(
+            self.number if chunk.id >= self.base else -1 for chunk in self.store_plan.table.chunks
+        )
         return replace(
             self.store_plan.meta(job),
             owners=owners,

@@ -63,11 +63,6 @@ class OpenRoute(Protocol):
         """End it at once."""
 
 
-class RouteGreeting(Protocol):
-    @property
-    def hello(self) -> m.Hello: ...
-
-
 class RouteEnd(Protocol):
     """The server's end of a route, made by the first participant that comes: it stands in front of
     `server`, the session. Called with its `greeting`, the server, and the options of its links."""
@@ -76,8 +71,9 @@ class RouteEnd(Protocol):
     server: Any
 
     @staticmethod
-    def greeting(rest: bytes) -> RouteGreeting:
-        """What follows `greeting_of(name)`. Raises WireError."""
+    def greeting(rest: bytes) -> Any:
+        """What follows `greeting_of(name)`: a value that has a worker's Hello as `hello`. Raises
+        WireError."""
 
     def is_of(self, hello: m.Hello) -> bool:
         """Whether that participant belongs to this start of the job."""

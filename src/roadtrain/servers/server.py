@@ -18,13 +18,14 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from roadtrain.chunks import Chunk, Record
+from roadtrain.chunks import Chunk
 from roadtrain.device.buffers import Buffer, array_in
 from roadtrain.errors import DeadlineError, LostError, RoadtrainError
 from roadtrain.kernels.cast import cast
@@ -43,12 +44,14 @@ from roadtrain.servers.protocol.queues import (
 from roadtrain.servers.protocol.server import ServerStateMachine
 from roadtrain.servers.protocol.server_steps import ServerSpec
 from roadtrain.servers.trace import Stages
+from roadtrain.storage.convert import MASTER, RecordView
 from roadtrain.storage.file import FileTier
 from roadtrain.storage.ledger import digest, pack
 from roadtrain.storage.meta import StoreMeta
 from roadtrain.transport.link import copy
 from roadtrain.units import show_rate
 
+T = TypeVar("T")
 Outcome = tuple[int, tuple[Any, ...] | None]
 Job = Callable[[], Outcome]
 
@@ -185,12 +188,9 @@ class Server:
 
     def waits(self) -> tuple[list[messages.Pull], list[tuple[int, str]]]:
         """As the state machine says. DeadlineError where it does not."""
-        said: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.receive(lambda: said.put(self.machine.waits()))
-        try:
-            return said.get(timeout=LOOK_S)
-        except queue.Empty:
-            raise DeadlineError(f"{self.setup.name} is too busy to say what it does") from None
+        return self._in_loop(
+            self.machine.waits, LOOK_S, f"{self.setup.name} is too busy to say what it does"
+        )
 
     def begin_again(
         self, meta: StoreMeta, tier: FileTier | None, step: int, deadline_s: float
@@ -198,29 +198,34 @@ class Server:
         """Between steps, nothing being under way: its records are now those of `tier` (None:
         what was written into its memory) at `step`. Raises StoreError when the files are
         damaged, DeadlineError."""
-        said: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         def change() -> None:
             self.setup = replace(self.setup, meta=meta, tier=tier)
             self.tier = self._grads.tier = tier
             self._sums.clear()
             self.machine = self._decide(step)
-            try:
-                self._load()
-            except BaseException as error:
-                said.put(error)
-                raise
-            said.put(None)
+            self._load()
 
-        self.receive(change)
-        try:
-            error = said.get(timeout=deadline_s)
-        except queue.Empty:
-            raise DeadlineError(
-                f"waited {deadline_s:.0f} s for {self.setup.name} to read its records anew"
-            ) from None
-        if error is not None:
-            raise error
+        late = f"waited {deadline_s:.0f} s for {self.setup.name} to read its records anew"
+        self._in_loop(change, deadline_s, late)
+
+    def _in_loop(self, call: Callable[[], T], wait_s: float, late: str) -> T:
+        """The result of `call` in the loop thread, between two events. What it raises is raised
+        here and ends the server; DeadlineError(`late`)."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(call())
+            except BaseException as error:
+                done.set_exception(error)
+                raise
+
+        self.receive(run)
+        wait([done], wait_s)
+        if not done.done():
+            raise DeadlineError(late)
+        return done.result()
 
     def stop(self, deadline_s: float) -> list[str]:
         """Ends all threads; does not wait for unfinished steps (the caller flushes first if it
@@ -268,11 +273,8 @@ class Server:
         if callable(event):
             event()
             return
-        if (
-            isinstance(event, messages.CommitDone)
-            and self.tier
-            and event.step > self.machine.committed
-        ):
+        done = isinstance(event, messages.CommitDone) and event.step > self.machine.committed
+        if done and self.tier is not None:
             self.tier.committed(event.step)
         for action in self.machine.handle(event):
             self._carry_out(action)
@@ -398,25 +400,20 @@ class Server:
         return self._buffers[buffer].view
 
     def _answer(self, answer: messages.Answer) -> None:
-        pull, newest = answer.pull, answer.newest
         if answer.memory:
             self._kernel(0, "Fetch", answer, lambda: self._give_from_memory(answer))
             return
-
-        def read(into: memoryview) -> None:
-            self._read_weights(pull.chunk, into, newest)
-
+        read = partial(self._read_weights, answer.pull.chunk, newest=answer.newest)
         job = partial(self._give, answer, read)
-        self._io_push(READ_PARAMETERS, pull.ticket, "Fetch", answer, job)
+        self._io_push(READ_PARAMETERS, answer.pull.ticket, "Fetch", answer, job)
 
     def _give_from_memory(self, answer: messages.Answer) -> Outcome:
         chunk = answer.pull.chunk
         if answer.newest:
             record = self._record_view(chunk)
             return self._give(answer, lambda into: self._cast_weights(chunk, record, into))
-        view = self.memory.get(chunk)  # that may be the weights part alone
-        if view is None:
-            view = self._record_view(chunk)
+        # what is kept in memory may be the weights part alone
+        view = self.memory[chunk] if chunk in self.memory else self._record_view(chunk)
         return self._give(answer, lambda into: copy(into, view[: len(into)]), view)
 
     def _give(
@@ -463,7 +460,8 @@ class Server:
         if late:
             self._cast_weights(number, view, view)
         narrow = None if late or chunk.dtype == "fp32" else public
-        apply_rule(rule, chunk, record, view, narrow, grad, dtype, apply_update)
+        whole = RecordView(self.setup.meta, chunk, view)
+        apply_rule(rule, whole, narrow, grad, dtype, apply_update)
         if narrow is None and public is not view:
             copy(public[: chunk.weights_nbytes], view[: chunk.weights_nbytes])
         self._grads.done(scratch)
@@ -477,20 +475,17 @@ class Server:
         """Of what an update made, whether or not all of it is written: the state, and what a
         pull returns. The padding behind a 16-bit copy is nobody's."""
         sums = self._sums[chunk.id]
-        copied = (
-            digest(public[: chunk.weights_nbytes])
-            if self.records[chunk.id].master
-            else sums.get("weights", 0)
-        )
+        copied = sums.get("weights", 0)
+        if self.records[chunk.id].master:
+            copied = digest(public[: chunk.weights_nbytes])
         return digest(struct.pack("<QQ", copied, sums.get("state", 0)))
 
     def _write(self, number: int) -> Outcome:
         chunk, record, tier = self.chunks[number], self.records[number], self.tier
         assert tier is not None
         part, first = self._written_part(chunk)
-        tier.write(
-            number, part, self._record_view(number)[first : record.nbytes], self._sums.pop(number)
-        )
+        view = self._record_view(number)[first : record.nbytes]
+        tier.write(number, part, view, self._sums.pop(number))
         return record.nbytes - first, ()
 
     def _written_part(self, chunk: Chunk) -> tuple[str, int]:
@@ -532,26 +527,19 @@ class Server:
 
 def apply_rule(
     rule: Rule,
-    chunk: Chunk,
-    record: Record,
-    view: memoryview,
+    record: RecordView,
     public: memoryview | None,
     grad: np.ndarray,
     dtype: str,
     apply_update: messages.ApplyUpdate,
 ) -> None:
-    """Runs `rule` on every span of the record in `view` that has a gradient; neighbours with equal
-    scalars and scale run as one range, padding included. The 16-bit copy, where one is wanted, goes
-    to the start of `public`.
+    """Runs `rule` on every span of `record` that has a gradient; neighbours with equal scalars and
+    scale run as one range, padding included. The 16-bit copy, where one is wanted, goes to the
+    start of `public`.
     """
-    n = chunk.numel
-    p = np.frombuffer(view, np.float32, n, record.master)
-    arrays = [np.frombuffer(view, np.float32, n, at) for at in record.arrays]
-    copy = None if public is None else np.frombuffer(public, np.uint16, n)
-    width = len(rule.scalars)
-    rows = np.frombuffer(view, np.float64, width * len(chunk.spans), record.scalars).reshape(
-        len(chunk.spans), width
-    )
+    chunk, rows, n = record.chunk, record.rows, record.chunk.numel
+    p, arrays = record.array(MASTER), [record.array(what) for what in rule.arrays]
+    copy = None if public is None else array_in(public, chunk.dtype, 0, n)
     first = 0
     while first < len(chunk.spans):
         last = first + 1

@@ -76,13 +76,8 @@ class ServerSession(ParameterSession):
     def __init__(self, hello: m.Hello, host: StoreHost, beside: MemoryBeside | None = None) -> None:
         """`beside`: who else takes of this process's memory, asked once the layout is known."""
         super().__init__(hello.workers, hello.local)
-        self._beside = beside
-        self.name, self.number, self.host, self.store = (
-            hello.session,
-            hello.server,
-            host,
-            host.store,
-        )
+        self.name, self.number, self._beside = hello.session, hello.server, beside
+        self.host, self.store = host, host.store
         self.stages, self.began = Stages(), time.monotonic()
         self.server: Server | None = None
         self.meta: StoreMeta | None = None
@@ -172,11 +167,8 @@ class ServerSession(ParameterSession):
 
     def chunk(self, number: int) -> Chunk:
         meta = self.meta
-        if (
-            meta is None
-            or not 0 <= number < len(meta.owners)
-            or self.number not in meta.holders(number)
-        ):
+        known = meta is not None and 0 <= number < len(meta.owners)
+        if meta is None or not known or self.number not in meta.holders(number):
             raise WireError(f"chunk {number} is not of server {self.number}")
         return meta.table.chunks[number]
 
@@ -231,14 +223,10 @@ class ServerSession(ParameterSession):
         tier = self.tier
         if tier is not None and (tier.meta.job, tier.meta.index) == (meta.job, self.number):
             return tier
-        there = (
-            "nothing"
-            if tier is None
-            else f"the part of server {tier.meta.index} of job {tier.meta.job}"
-        )
+        there = f"server {tier.meta.index} of job {tier.meta.job}" if tier else "no server"
         raise ForeignError(
-            f"{self.store.directory}: holds {there}, asked for is server {self.number} of job"
-            f" {meta.job}",
+            f"{self.store.directory}: holds the part of {there}, asked for is server {self.number}"
+            f" of job {meta.job}",
             hint="name the servers in the order in which they were named first",
         )
 
@@ -343,11 +331,8 @@ class ServerSession(ParameterSession):
             self.tier.read(chunk.id, "record", record)
         # with staleness 1 the weights part is that before step s, as the master is where s updated
         # nothing of the chunk
-        unchanged = (
-            self.meta.staleness
-            and chunk.trainable
-            and self.tier.written_in(chunk.id) < self.tier.step
-        )
+        delayed = self.meta.staleness and chunk.trainable
+        unchanged = delayed and self.tier.written_in(chunk.id) < self.tier.step
         if unchanged or not self.tier.has_weights(chunk.id):
             RecordView(self.meta, chunk, record).cast_weights()
         worker.say(m.RECORD, (chunk.id,), record)
@@ -411,13 +396,12 @@ class ServerSession(ParameterSession):
                 worker.say(m.PROGRESS, (self._doing, done, self._all))
         for worker in workers:
             if for_s := worker.silent_for(silent_s):
-                self.end(
-                    DeadlineError(
-                        f"worker {worker.rank} has been silent for {for_s:.0f} s: its process is"
-                        " stopped, or its host hangs",
-                        hint="end it; the next start goes on at the last committed step",
-                    )
+                error = DeadlineError(
+                    f"worker {worker.rank} has been silent for {for_s:.0f} s: its process is"
+                    " stopped, or its host hangs",
+                    hint="end it; the next start goes on at the last committed step",
                 )
+                self.end(error)
 
     def status(self) -> m.Status:
         """What this server does, and what its workers (or their relays) wait for."""
@@ -432,10 +416,8 @@ class ServerSession(ParameterSession):
         pulls, owed = self.server.waits() if self.server else ([], [(0, "the opened store")])
         text = f"step {self.step}, {self.workers} worker(s)"
         if owed:
-            seconds, rank, what = max(
-                (now - (here[rank].heard if rank in here else self.began), rank, what)
-                for rank, what in owed
-            )
+            heard = {rank: here[rank].heard if rank in here else self.began for rank, _ in owed}
+            seconds, rank, what = max((now - heard[rank], rank, what) for rank, what in owed)
             text += f"; waits since {seconds:.1f} s for {what} of {names[rank]}"
         waits = {names[rank]: (0.0, "") for rank in here}
         for pull in pulls:

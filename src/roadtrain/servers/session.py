@@ -13,13 +13,14 @@ import numpy as np
 import torch
 
 from roadtrain.chunks import Block, Chunk
-from roadtrain.device.buffers import Buffer, array_in
+from roadtrain.device.buffers import array_in
 from roadtrain.environment import WorkerGroup
 from roadtrain.errors import DeadlineError, LostError
 from roadtrain.kernels.codecs import Compressor
 from roadtrain.options.budgets import Budgets
 from roadtrain.retry import undone_on_error
 from roadtrain.servers.connection import MessageLink
+from roadtrain.servers.local_servers import LocalServers
 from roadtrain.servers.protocol.worker import WorkerSetup
 from roadtrain.servers.remote_servers import RemoteServers
 from roadtrain.servers.residuals import Residuals, residual_block_of
@@ -35,45 +36,24 @@ from roadtrain.storage.tier import WEIGHTS
 class JobServers(Protocol):
     """The servers of a job, opened: what differs by where they run."""
 
-    @property
-    def local(self) -> bool:
-        """Whether they run in this process: then values can be written into their store anew."""
-
-    @property
-    def store_plan(self) -> StorePlan: ...
-    @property
-    def group(self) -> WorkerGroup: ...
-    @property
-    def meta(self) -> StoreMeta:
-        """Of what they hold."""
+    # whether they run in this process: then values can be written into their store anew
+    local: bool
+    store_plan: StorePlan
+    group: WorkerGroup
+    meta: StoreMeta  # of what they hold
+    new: bool  # the store is to be filled, by this worker
+    step: int  # the last committed one when they were opened
+    blob: bytes  # what this worker committed with it
+    history: str  # what this run is a witness of (storage/mark.py)
+    store: OpenedStore | None  # the files of this process
 
     @property
     def numbers(self) -> Sequence[int]:
         """Of those that take part."""
 
     @property
-    def new(self) -> bool:
-        """Whether the store is to be filled, by this worker."""
-
-    @property
-    def step(self) -> int:
-        """The last committed one when they were opened."""
-
-    @property
-    def blob(self) -> bytes:
-        """What this worker committed with it."""
-
-    @property
-    def history(self) -> str:
-        """What this run is a witness of (storage/mark.py)."""
-
-    @property
     def rests(self) -> str:
         """For people: where their state rests."""
-
-    @property
-    def store(self) -> OpenedStore | None:
-        """The files of this process."""
 
     def connect(self, deliver: Callable[[Any], None], stages: Stages) -> Mapping[int, MessageLink]:
         """The links of the worker whose messages go to `deliver`, by number of the server."""
@@ -86,9 +66,6 @@ class JobServers(Protocol):
 
     def record_of(self, chunk: Chunk, what: str) -> RecordView:
         """At least the part of the committed record in which `what` lies."""
-
-    def rewrite(self, change: Callable[[RecordView], None], step: int, blob: bytes) -> None:
-        """As JobSession.rewrite, once nothing is on its way. Only where `local`."""
 
     def nbytes(self) -> int:
         """Memory of this process."""
@@ -133,7 +110,7 @@ class JobSession:
                 for c in table.chunks
             ]
             if residuals is not None:
-                table, own = residuals.table, residuals.number
+                table, own = residuals.store_plan.table, residuals.number
                 holders += [(own,)] * (len(table.chunks) - residuals.base)
             setup = WorkerSetup(
                 table,
@@ -212,6 +189,7 @@ class JobSession:
         whole counts as `step`. On files all of it or, where this raises, nothing; it is
         committed on return. Only where the servers are local."""
         self.worker.rest()
+        assert isinstance(self.servers, LocalServers)
         self.servers.rewrite(change, step, blob)
         self.worker.begin_again(step)
 
@@ -232,10 +210,10 @@ class JobSession:
         self.worker.links.update(servers.connect(self.worker.deliver, self.stages))
         if servers.new:
             for chunk in self.store_plan.table.chunks:
-                view = RecordView(self.meta, chunk, Buffer(self.meta.records[chunk.id].nbytes).view)
+                view = RecordView.empty(self.meta, chunk)
                 change(view)
                 for number in self.worker.owners[chunk.id]:
-                    servers.fill(number, chunk.id, view.view[: view.record.nbytes])
+                    servers.fill(number, chunk.id, view.view)
         servers.start(blob)
         self.worker.begin_again(step)
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from roadtrain.chunks import Chunk, ChunkTable, Record
-from roadtrain.device.buffers import Buffer
 from roadtrain.errors import ForeignError
 from roadtrain.kernels.rule import Rule
 from roadtrain.servers.protocol.assignment import assign
@@ -102,7 +101,7 @@ def fill_record(
 ) -> memoryview:
     """The first record of `chunk`: what `source` gives, then what its rule starts with. `groups`:
     the optimizer's; those of residuals lie behind them and have no hyperparameters."""
-    view = RecordView(meta, chunk, Buffer(meta.records[chunk.id].nbytes).view)
+    view = RecordView.empty(meta, chunk)
     view.fill(store_plan.table.params, source)
     if chunk.trainable:
         rule = store_plan.rules[chunk.group]

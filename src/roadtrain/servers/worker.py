@@ -30,7 +30,7 @@ from roadtrain.kernels.codecs import Compressor, downcast_in_place
 from roadtrain.options.budgets import WorkerBudgets
 from roadtrain.servers.connection import NO_ANSWER, SLOW, MessageLink
 from roadtrain.servers.protocol import messages
-from roadtrain.servers.protocol import worker_events as w
+from roadtrain.servers.protocol import worker as w
 from roadtrain.servers.protocol.commit import Diverged
 from roadtrain.servers.protocol.worker import WorkerSetup, WorkerStateMachine
 from roadtrain.servers.trace import Stages
@@ -125,7 +125,7 @@ class Worker:
                     self._error = self._error or error
                 case _:
                     try:
-                        self._handle(message)
+                        self._carry_out(self.machine.handle(message))
                     except Exception as error:
                         # It would end the link by which `message` came. Where another server's
                         # link is lost, as the answer found, only the next wait raises it.
@@ -135,11 +135,8 @@ class Worker:
                 self._error = self._diverged(found)
             self._lock.notify_all()
 
-    def _handle(self, event: Any) -> None:
-        """With the lock."""
-        self._carry_out(self.machine.handle(event))
-
     def _carry_out(self, actions: Sequence[w.Action]) -> None:
+        """With the lock."""
         for action in actions:
             match action:
                 case w.Say(message, servers):
@@ -171,7 +168,7 @@ class Worker:
         told.__cause__ = error
         return told
 
-    def _wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+    def _wait(self, ready: Callable[[], bool], what: str) -> None:
         """Waits under the lock. Raises a server's error if one failed, DeadlineError when the
         deadline passes."""
         if self._lock.interrupted and self._error is None:
@@ -188,13 +185,13 @@ class Worker:
         if not in_time:
             waits = {link.peer: link.waits_for() for link in self.links.values()}
             self._error = DeadlineError(  # kept, so that whoever closes does not wait once more
-                f"the worker waited {self.deadline_s:.0f} s for {what()} in step"
+                f"the worker waited {self.deadline_s:.0f} s for {what} in step"
                 f" {self.machine.open_step}; commit: {self.machine.commit.missing()}; peers:"
                 f" {', '.join(peer + words for peer, words in waits.items())}",
                 hint=NO_ANSWER if any(waits.values()) else SLOW,
             )
         elif self._error is not None:
-            self._error = self._in_step(self._error, f"waiting for {what()}")
+            self._error = self._in_step(self._error, f"waiting for {what}")
         if self._error is not None:
             raise self._error
 
@@ -202,20 +199,19 @@ class Worker:
 
     def fetch(self, block: int) -> tuple[torch.Tensor, int]:
         with self._lock:
-            self._handle(w.FetchBlock(block))
+            self._carry_out(self.machine.fetch_block(block))
             self._wait(
                 lambda: self.machine.slot_of(block) is not None,
-                lambda: f"the parameters of block '{self.table.blocks[block].name}'",
+                f"the parameters of block '{self.table.blocks[block].name}'",
             )
-            self._handle(w.UseBlock(block))
-            slot = self.machine.slot_in_use(block)
+            slot = self.machine.use_block(block)
             version = self.machine.slot_version[slot]
         return self.buffers.slots[slot].on_device(), version
 
     def release(self, block: int) -> None:
         with self._lock:
             self.buffers.slots[self.machine.slot_in_use(block)].record_use()
-            self._handle(w.ReleaseBlock(block))
+            self._carry_out(self.machine.release_block(block))
         self.heap.trim()
 
     def _start_pulls(self, host: HostBuffer, pulls: Sequence[w.ChunkPull]) -> None:
@@ -239,11 +235,11 @@ class Worker:
     def start_pull(self, block: Block, host: HostBuffer) -> None:
         """Fetches `block` into a buffer of its own."""
         with self._lock:
-            self._handle(w.FetchInto(block.index, host))
+            self._carry_out(self.machine.fetch_into(block.index, host))
 
     def wait_pulled(self, host: HostBuffer, what: str) -> None:
         with self._lock:
-            self._wait(lambda: not self.machine.is_coming(host), lambda: what)
+            self._wait(lambda: not self.machine.is_coming(host), what)
 
     def pull_into(self, block: Block, host: HostBuffer) -> None:
         """Fetches `block` into a permanent buffer and waits."""
@@ -257,7 +253,7 @@ class Worker:
         """Its weights part after every update released so far, whether committed or not. Waits."""
         host = HostBuffer(round_up(chunk.weights_nbytes, PAGE), torch.device("cpu"))
         with self._lock:
-            self._handle(w.FetchNewest(chunk.id, host))
+            self._carry_out(self.machine.fetch_newest(chunk.id, host))
         self.wait_pulled(host, f"chunk {chunk.id}")
         return host.view
 
@@ -288,17 +284,13 @@ class Worker:
         with self._lock:
             if block == 0:
                 root = self.buffers.root_gradient
-                self._wait(
-                    lambda: not self.machine.is_read(root), lambda: "the root's gradient buffer"
-                )
+                self._wait(lambda: not self.machine.is_read(root), "the root's gradient buffer")
                 return root.tensor
             self._wait(
-                lambda: self.machine.next_buffer() is not None,
-                lambda: f"a gradient buffer for '{self.table.blocks[block].name}'",
+                lambda: bool(self.machine.free),
+                f"a gradient buffer for '{self.table.blocks[block].name}'",
             )
-            host = self.buffers.gradient(self.machine.next_buffer())
-            self._handle(w.TakeBuffer())
-            return host.tensor
+            return self.buffers.gradient(self.machine.take_buffer()).tensor
 
     def push_block(
         self,
@@ -324,14 +316,12 @@ class Worker:
             copied = host.from_device(table.push_nbytes)
             then: dict[int, w.Say] = {}
             with self._lock:
-                self._handle(w.GradReady(block, present))
+                self.machine.grad_ready(block, present)
                 if at_once:
-                    begin = w.BeginUpdate(block, step, hyperparameters, lambda param: 1.0)
-                    then = {
-                        say.message.chunk: say
-                        for say in self.machine.handle(begin)
-                        if isinstance(say, w.Say)
-                    }
+                    begun = self.machine.begin_update(
+                        block, step, hyperparameters, lambda param: 1.0
+                    )
+                    then = {say.message.chunk: say for say in begun if isinstance(say, w.Say)}
                 self.machine.copying += copied is not None
             if copied is None:
                 self._push_host(table, host, fresh, then)
@@ -356,12 +346,12 @@ class Worker:
     def _until_said(self) -> None:
         """Waits, with the lock, for gradients that are still being copied from the device: what
         is said of them comes after them."""
-        self._wait(self.machine.may_say, lambda: "gradients to be copied from the device")
+        self._wait(self.machine.may_say, "gradients to be copied from the device")
 
     def _until_summed(self, block: int) -> None:
         self._wait(
             lambda: self.machine.sums_here(block),
-            lambda: f"the sums of block '{self.table.blocks[block].name}'",
+            f"the sums of block '{self.table.blocks[block].name}'",
         )
 
     def _push_host(
@@ -380,11 +370,11 @@ class Worker:
             residual = np.frombuffer(target.view, np.float32)
         for chunk, grad, sums in by.compress(table.trainable, host.view, residual):
             with self._lock:
-                self._handle(w.SendPacked(chunk.id, grad, sums, fresh))
+                self._carry_out(self.machine.send_packed(chunk.id, grad, sums, fresh))
         if residual_block is not None and target is not None:
             self._send_residual(residual_block, target)
         with self._lock:
-            self._handle(w.ReturnBuffer(self.buffers.key(host)))
+            self.machine.return_buffer(self.buffers.key(host))
             self._lock.notify_all()
 
     def _residual(self, residual_block: int, *, permanent: bool) -> HostBuffer:
@@ -395,7 +385,7 @@ class Worker:
             with self._lock:
                 self._wait(
                     lambda: not (self.machine.is_read(host) or self.machine.is_coming(host)),
-                    lambda: f"the buffer of '{block.name}'",
+                    f"the buffer of '{block.name}'",
                 )
             if residual_block not in self.machine.current:
                 self.pull_into(block, host)
@@ -413,7 +403,7 @@ class Worker:
         table = self.table.blocks[residual_block]
         with self._lock:
             present = [s.param for run in table.runs for s in run.spans]
-            self._handle(w.GradReady(residual_block, present))
+            self.machine.grad_ready(residual_block, present)
         self.send_dense(table.chunks, host, True)
 
     def send_dense(
@@ -431,7 +421,8 @@ class Worker:
             for c, dtype in zip(chunks, dtypes)
         ]
         with self._lock:
-            self._handle(w.SendDense(self.buffers.key(host), pieces, fresh, then, self.keep_always))
+            key = self.buffers.key(host)
+            self._carry_out(self.machine.send_dense(key, pieces, fresh, then, self.keep_always))
 
     # one step
 
@@ -449,11 +440,9 @@ class Worker:
         with self._lock:
             if not last_step and self.machine.is_open(block):
                 self._until_said()
-                self._handle(w.CloseGrad(block))
+                self._carry_out(self.machine.close_grad(block))
             of = state.ended[-1] if last_step else state.sums
-            self._wait(
-                lambda: not of.due, lambda: f"the sums of block '{self.table.blocks[block].name}'"
-            )
+            self._wait(lambda: not of.due, f"the sums of block '{self.table.blocks[block].name}'")
         out: dict[int, float] = {}
         for chunk in self.table.blocks[block].chunks:
             for (param, _, _), value in zip(chunk.segments, of.values.get(chunk.id, ())):
@@ -467,7 +456,7 @@ class Worker:
         with self._lock:
             self._until_summed(block)  # what is still being held cannot be dropped
             self._until_said()
-            self._handle(w.DropGrad(block))
+            self._carry_out(self.machine.drop_grad(block))
         if block in self.residual_block:
             self.forget(self.residual_block[block])
 
@@ -482,7 +471,7 @@ class Worker:
         not None. With several workers each releases every block, and the server takes what any
         of them has."""
         with self._lock:
-            updates = self.machine.handle(w.BeginUpdate(block, step, hyperparameters, scales))
+            updates = self.machine.begin_update(block, step, hyperparameters, scales)
             self._until_said()
             self._carry_out(updates)
         self._end_update(block)
@@ -502,7 +491,7 @@ class Worker:
             if self.machine.left_over(block):
                 self._until_summed(block)
                 self._until_said()
-            self._handle(w.EndUpdate(block))
+            self._carry_out(self.machine.end_update(block))
 
     def end_step(self, step: int) -> None:
         """All of `step` is released; `word` goes to the other workers. Waits while more steps are
@@ -510,44 +499,40 @@ class Worker:
         machine = self.machine
         with self._lock:
             last, behind = machine.committed_before_end(step), machine.sums_behind
-            self._wait(lambda: self.committed >= last, lambda: f"the commit of step {last}")
-            self._wait(
-                lambda: machine.may_end(step), lambda: f"the sums of step {step - 1 - behind}"
-            )
+            self._wait(lambda: self.committed >= last, f"the commit of step {last}")
+            self._wait(lambda: machine.may_end(step), f"the sums of step {step - 1 - behind}")
             word, self.word = self.word, b""
-            self._handle(w.EndOpenStep(step, word))
+            self._carry_out(machine.end_step(step, word))
 
     def words(self, step: int) -> Sequence[bytes]:
         """Wait until all workers have ended `step`, and return what each said with it. Only where
         all said something; those of earlier steps are dropped."""
         known = self.machine.words
         with self._lock:
-            self._wait(lambda: step in known, lambda: f"the other workers' end of step {step}")
+            self._wait(lambda: step in known, f"the other workers' end of step {step}")
             for earlier in [number for number in known if number < step]:
                 del known[earlier]
             return known.pop(step)
 
     def blob(self, step: int, blob: bytes) -> None:
         with self._lock:
-            self._handle(w.JobState(step, blob))
+            self._carry_out(self.machine.job_state(step, blob))
 
     def wait_committed(self, step: int) -> None:
         with self._lock:
-            self._wait(lambda: self.committed >= step, lambda: f"the commit of step {step}")
+            self._wait(lambda: self.committed >= step, f"the commit of step {step}")
 
     def rest(self) -> None:
         """Waits until nothing is on its way from a server; drops what is held of gradients."""
         for block in range(len(self.blocks)):
             self.forget(block)
         with self._lock:
-            self._wait(
-                lambda: not self.machine.is_coming(), lambda: "the parameters that are on their way"
-            )
+            self._wait(lambda: not self.machine.is_coming(), "the parameters that are on their way")
 
     def begin_again(self, step: int) -> None:
         """The servers hold other contents, as those of `step`."""
         with self._lock:
-            self._handle(w.BeginAgain(step))
+            self.machine.begin_again(step)
 
     def close(self) -> None:
         for after in self._after.values():

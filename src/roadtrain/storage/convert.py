@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,11 @@ class RecordView:
         self.chunk, self.view, self.record = chunk, view, meta.records[chunk.id]
         self.rule = meta.groups[chunk.group] if chunk.trainable else GroupRule("")
 
+    @staticmethod
+    def empty(meta: StoreMeta, chunk: Chunk) -> RecordView:
+        """A record of zeros."""
+        return RecordView(meta, chunk, Buffer(meta.records[chunk.id].nbytes).view)
+
     @property
     def whats(self) -> tuple[str, ...]:
         return (MASTER, *self.rule.arrays, *self.rule.scalars)
@@ -55,11 +61,13 @@ class RecordView:
         offsets = {MASTER: self.record.master, **dict(zip(self.rule.arrays, self.record.arrays))}
         if what in offsets:
             return array_in(self.view, "fp32", offsets[what], numel)
-        width = len(self.rule.scalars)
-        rows = array_in(self.view, "fp64", self.record.scalars, width * len(chunk.spans)).reshape(
-            -1, width
-        )
-        return rows[:, self.rule.scalars.index(what)]
+        return self.rows[:, self.rule.scalars.index(what)]
+
+    @property
+    def rows(self) -> Array:
+        """The scalars, a row a span: float64 [spans, scalars]."""
+        shape = len(self.chunk.spans), len(self.rule.scalars)
+        return array_in(self.view, "fp64", self.record.scalars, prod(shape)).reshape(shape)
 
     def piece(self, what: str, span: int) -> Array:
         """The part of `what` that belongs to the chunk's span number `span`; one element for a
@@ -85,17 +93,17 @@ class RecordView:
             cast(self.array(MASTER), "fp32", self.array(WEIGHTS), self.chunk.dtype)
 
 
-def read_record(store: OpenedStore, chunk: Chunk, buffer: Buffer, what: str = "") -> RecordView:
+def read_record(store: OpenedStore, chunk: Chunk, what: str = "") -> RecordView:
     """The newest record of `chunk`, or the part of it in which `what` lies. A weights part that is
     absent is cast from the master."""
-    view, tier = RecordView(store.meta, chunk, buffer.view), store.tier_of(chunk.id)
+    view, tier = RecordView.empty(store.meta, chunk), store.tier_of(chunk.id)
     parts = (
         (WEIGHTS, MASTER) if not view.record.master else () if store.meta.staleness else (WEIGHTS,)
     )
     if tier.has_weights(chunk.id) and what in parts:
-        tier.read(chunk.id, WEIGHTS, buffer.view[: view.record.weights_nbytes])
+        tier.read(chunk.id, WEIGHTS, view.view[: view.record.weights_nbytes])
         return view
-    tier.read(chunk.id, RECORD, buffer.view[: view.record.nbytes])
+    tier.read(chunk.id, RECORD, view.view)
     if not tier.has_weights(chunk.id):
         view.cast_weights()
     return view
@@ -104,11 +112,7 @@ def read_record(store: OpenedStore, chunk: Chunk, buffer: Buffer, what: str = ""
 def read_param(store: OpenedStore, name: str, what: str = MASTER) -> Array:
     """One parameter's master, "weights" copy or state array, in its shape; of a scalar a float64
     array of one."""
-
-    def record_of(chunk: Chunk) -> RecordView:
-        return read_record(store, chunk, Buffer(store.meta.records[chunk.id].nbytes), what)
-
-    return gather_param(store.meta, name, what, record_of)
+    return gather_param(store.meta, name, what, partial(read_record, store, what=what))
 
 
 def gather_param(
@@ -168,21 +172,11 @@ def _gather(
 
 
 def write_params(store: OpenedStore, source: Source) -> None:
-    """Every chunk is written with what `source` gives: a new store's first contents, or an
-    import into a store that holds some (frozen chunks stay as they are there). The caller
-    commits."""
-    fresh = store.step < 0
+    """Every chunk of a new store is written with what `source` gives. The caller commits."""
     for chunk in store.table.chunks:
-        if not fresh and not chunk.trainable:
-            continue
-        buffer = Buffer(store.meta.records[chunk.id].nbytes)
-        view = (
-            RecordView(store.meta, chunk, buffer.view)
-            if fresh
-            else read_record(store, chunk, buffer)
-        )
+        view = RecordView.empty(store.meta, chunk)
         view.fill(store.table.params, source)
-        store.tier_of(chunk.id).write(chunk.id, RECORD, buffer.view[: view.record.nbytes])
+        store.tier_of(chunk.id).write(chunk.id, RECORD, view.view)
 
 
 def rewritten(
@@ -200,10 +194,9 @@ def rewritten(
     new = create_store(old.directories, old.meta, old.meta.owners, direct=direct, former=old)
     with _replacing(new, step, blob):
         for chunk in old.table.chunks:
-            buffer = Buffer(old.meta.records[chunk.id].nbytes)
-            view = read_record(old, chunk, buffer)
+            view = read_record(old, chunk)
             change(view)
-            new.tier_of(chunk.id).write(chunk.id, RECORD, buffer.view[: view.record.nbytes])
+            new.tier_of(chunk.id).write(chunk.id, RECORD, view.view)
     return new
 
 
@@ -237,9 +230,9 @@ def convert(
 ) -> OpenedStore:
     """`old` with the blocks, chunks and rules of `meta` in `directories`, at the same step,
     exactly. `old` is closed and removed once the new one counts; until then, also after a kill, it
-    is what `open_store` opens. ForeignError for another model or other state, ConfigError where a
-    frozen parameter would lose bits."""
-    _check_same_model(old.meta, meta)
+    is what `open_store` opens. Assumes the same model. ForeignError for other state, ConfigError
+    where a frozen parameter would lose bits."""
+    _check_convertible(old.meta, meta)
     new = create_store(
         directories, replace(meta, job=old.meta.job), owners, direct=direct, former=old
     )
@@ -248,29 +241,18 @@ def convert(
     return new
 
 
-def _check_same_model(old: StoreMeta, new: StoreMeta) -> None:
-    if old.table.fingerprint() != new.table.fingerprint():
-        raise ForeignError(
-            f"the store holds model {old.table.fingerprint()}, the job's model is"
-            f" {new.table.fingerprint()}",
-            hint="names, shapes or frozen parameters differ; start a new store",
-        )
+def _check_convertible(old: StoreMeta, new: StoreMeta) -> None:
     before = {p.name: p for p in old.table.params}
     for param in new.table.params:
-        was = before.get(param.name, param)
-        if param.trainable and set(
-            old.groups[was.group].arrays + old.groups[was.group].scalars
-        ) != set(new.groups[param.group].arrays + new.groups[param.group].scalars):
-            raise ForeignError(
-                f"parameter {param.name!r} has state {old.groups[was.group]}, the job's is"
-                f" {new.groups[param.group]}",
-                hint="the optimizer changed; export the parameters and start a new store",
-            )
-        if (
-            not param.trainable
-            and was.dtype != param.dtype
-            and (was.dtype, param.dtype) not in _WIDENS
-        ):
+        was = before[param.name]
+        if param.trainable:
+            held, wanted = old.groups[was.group], new.groups[param.group]
+            if {*held.arrays, *held.scalars} != {*wanted.arrays, *wanted.scalars}:
+                raise ForeignError(
+                    f"parameter {param.name!r} has state {held}, the job's is {wanted}",
+                    hint="the optimizer changed; export the parameters and start a new store",
+                )
+        elif was.dtype != param.dtype and (was.dtype, param.dtype) not in _WIDENS:
             raise ConfigError(
                 f"frozen parameter {param.name!r} rests in {was.dtype}; in {param.dtype} it would"
                 " lose bits",
@@ -284,7 +266,7 @@ def _from_store(old: OpenedStore) -> Source:
 
     @lru_cache(_KEPT)
     def read(chunk: int) -> RecordView:
-        return read_record(old, old.table.chunks[chunk], Buffer(old.meta.records[chunk].nbytes))
+        return read_record(old, old.table.chunks[chunk])
 
     def source(param: ParamSpec, what: str, start: int, stop: int) -> Array | None:
         was = before[param.name]

@@ -85,14 +85,12 @@ def counting(directory: Path) -> Generation | None:
     here = next((g for g in found if g.number == named), None)
     if here is not None:
         later = [g for g in whole if g.of(here) and g.step > here.step]
-        best = max(later, key=lambda g: (g.step, g.number), default=None)
-        if best is None:
+        if not later:
             return here
-        return replace(
-            best,
-            note=f"{directory}: {best.home.name} is at step {best.step} and counts, {NAME} names "
-            f"{here.home.name}, at step {here.step}",
-        )
+        newest = max(later, key=lambda g: (g.step, g.number))
+        counts = f"{newest.home.name} is at step {newest.step} and counts"
+        note = f"{directory}: {counts}, {NAME} names {here.home.name}, at step {here.step}"
+        return replace(newest, note=note)
     why = damage or (
         "says that nothing counts" if named == 0 else f"names gen-{named}, which is not there"
     )
@@ -101,15 +99,13 @@ def counting(directory: Path) -> Generation | None:
         note = f"{directory / NAME} {why}: {best.home.name}, at step {best.step}, counts"
         return replace(best, note=note)
     if not damage and not whole:
-        if named:
-            raise GoneError(
-                f"{directory / NAME} {why}",
-                hint=(
-                    f"nothing was changed: put gen-{named} back, or mount its disk; if it is lost"
-                    f" for good, remove {directory / NAME} to begin a new store here at step 0"
-                ),
-            )
-        return None
+        if named == 0:
+            return None
+        raise GoneError(
+            f"{directory / NAME} {why}",
+            hint=f"nothing was changed: put gen-{named} back, or mount its disk; if it is lost for"
+            f" good, remove {directory / NAME} to begin a new store here at step 0",
+        )
     raise DamagedError(
         f"{directory / NAME} {why}; what lies beside it:"
         f" {[g.home.name for g in found] or 'nothing'}",
@@ -139,9 +135,8 @@ def clear(directory: Path, counts: Generation, copy_of: int) -> list[str]:
         if other.home == counts.home:
             continue
         related = other.job is not None and other.job == counts.job
-        pair = other.number == copy_of or (
-            other.brief is not None and other.brief.copy_of == counts.number
-        )
+        copied_from = other.brief.copy_of if other.brief else None
+        pair = other.number == copy_of or copied_from == counts.number
         older = other.step == 0 or (related and 0 < other.step <= counts.step)
         if not other.recorded or (pair and (older or in_ram(directory))):
             remove(other.home)

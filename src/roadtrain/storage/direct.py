@@ -130,9 +130,8 @@ def free_nbytes(directory: Path) -> int:
 def in_ram(path: Path) -> bool:
     """Whether it lies on a RAM disk (where Linux says so)."""
     table = Path("/proc/self/mounts")
-    mounts = (
-        [line.split()[1:3] for line in table.read_text().splitlines()] if table.exists() else []
-    )
+    lines = table.read_text().splitlines() if table.exists() else []
+    mounts = [line.split()[1:3] for line in lines]
     kinds = [(len(at), kind) for at, kind in mounts if path.absolute().is_relative_to(at)]
     return max(kinds, default=(0, ""))[1] in ("tmpfs", "ramfs")
 
@@ -209,17 +208,14 @@ class DirectFile:
                     os.posix_fallocate(self.fd, start, min(PIECE, create - start))
                 os.fsync(self.fd)  # its size: a part of the store may not be written for many steps
             if self._direct:
-                fcntl.fcntl(
-                    self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) | os.O_DIRECT
-                )
+                self._set_direct(True)
         except OSError as error:
             if error.errno == errno.EINVAL and self.fd >= 0:
                 self._go_buffered()
                 return
             self.close()
-            raise _typed(
-                error, path, "allocating" if create is not None else "opening", create or 0
-            ) from error
+            doing = "opening" if create is None else "allocating"
+            raise _typed(error, path, doing, create or 0) from error
         if not self._direct:
             self.note = f"{path.parent}: buffered I/O, direct I/O was not asked for"
 
@@ -291,8 +287,12 @@ class DirectFile:
 
     def _go_buffered(self) -> None:
         with self._lock:
-            fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-            self._direct = False
+            self._set_direct(False)
             self.note = (
                 f"{self.path.parent}: the file system refuses direct I/O, buffered I/O is used"
             )
+
+    def _set_direct(self, direct: bool) -> None:
+        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | (os.O_DIRECT if direct else 0))
+        self._direct = direct

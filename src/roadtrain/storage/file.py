@@ -90,14 +90,10 @@ class FileTier:
             if create:
                 _check_room(directory, sizes[0] + sizes[1])
             for name, nbytes in zip(SLOTS, sizes[:2]):
-                self._slots.append(
-                    DirectFile(directory / name, direct=direct, create=nbytes if create else None)
-                )
-                if self._slots[-1].nbytes < nbytes:
-                    raise DamagedError(
-                        f"{directory / name}: truncated: {self._slots[-1].nbytes} bytes, {nbytes}"
-                        " are needed"
-                    )
+                path, size = directory / name, nbytes if create else None
+                self._slots.append(DirectFile(path, direct=direct, create=size))
+                if (held := self._slots[-1].nbytes) < nbytes:
+                    raise DamagedError(f"{path}: truncated: {held} bytes, {nbytes} are needed")
             if create:
                 sync_directory(directory)
             else:
@@ -199,12 +195,12 @@ class FileTier:
     def sums(self, chunk: int, part: str, data: memoryview) -> dict[str, int]:
         """The checksums that `write` will want: cheapest where `data` was just made and lies in
         the cache."""
-        place = self._places[chunk]
+        place, out = self._places[chunk], {}
         start, _ = part_range(place.record, part)
-        ranges = {p: part_range(place.record, p) for p in _parts(place, part)}
-        return {
-            p: digest(data[first - start : last - start]) for p, (first, last) in ranges.items()
-        }
+        for p in _parts(place, part):
+            first, last = part_range(place.record, p)
+            out[p] = digest(data[first - start : last - start])
+        return out
 
     def write(
         self, chunk: int, part: str, data: memoryview, sums: dict[str, int] | None = None
@@ -242,10 +238,9 @@ class FileTier:
         elsewhere."""
         self.on_prepare(step)
         assert step > self.step and self.ledger.pending is None, (step, self.step)
-        lacking = (
-            [c for c, p in self._places.items() if not self._whole(p)] if self.step < 0 else []
+        assert self.step >= 0 or all(map(self._whole, self._places.values())), (
+            "a chunk was never written"
         )
-        assert not lacking, f"chunks {lacking[:3]} were never written"
         for file in self._slots:
             file.check_linked(f"at step {step}")
         for slot in sorted(self._dirty):
@@ -277,12 +272,8 @@ class FileTier:
         assert len(into) >= nbytes, (chunk, len(into), nbytes)
         file.read(into, offset, what)
         if digest(into[:nbytes]) != sum_:
-            raise DamagedError(
-                f"{file.path}: {what} does not match its checksum",
-                hint=(
-                    "the same command goes on from the last committed step; the disk may be failing"
-                ),
-            )
+            hint = "the same command goes on from the last committed step; the disk may be failing"
+            raise DamagedError(f"{file.path}: {what} does not match its checksum", hint=hint)
 
     def _spilled(self, chunk: int, view: memoryview, spill_slot: int) -> tuple[int, str]:
         """Where it lies in the spill file, and what it is."""
@@ -335,10 +326,10 @@ class FileTier:
 def _lay_out(meta: StoreMeta) -> tuple[dict[int, ChunkPlace], tuple[int, int, int]]:
     """Places by chunk, trainable ones first, and the bytes of slot 0, slot 1 and the spill file."""
     records = meta.owned(meta.index)
-    chunks = [meta.table.chunks[c] for c in records]
+    chunks = sorted((meta.table.chunks[c] for c in records), key=lambda c: not c.trainable)
     places: dict[int, ChunkPlace] = {}
     at = both = spill = 0
-    for chunk in [c for c in chunks if c.trainable] + [c for c in chunks if not c.trainable]:
+    for chunk in chunks:
         r, scratch = records[chunk.id], round_up(chunk.numel * 4, PAGE) if chunk.trainable else 0
         places[chunk.id] = ChunkPlace(len(places), at, r, not chunk.trainable, spill, scratch)
         at, spill = at + r.nbytes, spill + scratch

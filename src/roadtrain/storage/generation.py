@@ -150,9 +150,7 @@ def create_store(
     where a store is there already, StoreError where another process is at work in one of the
     directories."""
     paths = tuple(Path(d).absolute() for d in directories)
-    assert len(owners) == len(meta.table.chunks) and all(0 <= o < len(paths) for o in owners), (
-        "owners do not fit"
-    )
+    assert len(owners) == len(meta.table.chunks) and set(owners) <= {*range(len(paths))}
     for path in paths:
         make_directory(path)
     locks = Locks() if former else Locks(paths)
@@ -223,10 +221,10 @@ def open_store(
     locks = Locks(given)
     with undone_on_error(locks.close):
         store = _open(given, direct, accept)
-    if store is None:
-        locks.close()
-    else:
-        store.locks = locks
+        if store is None:
+            locks.close()
+        else:
+            store.locks = locks
     return store
 
 
@@ -268,9 +266,8 @@ def _open(given: Sequence[Path], direct: bool, accept: Accept) -> OpenedStore | 
     with undone_on_error(store.close):
         for path in paths:
             home, step = path / f"gen-{meta.generation}", store.step if store.tiers else None
-            store.tiers.append(
-                FileTier(home, StoreMeta.load(home), step, direct=direct, settle=False)
-            )
+            own = StoreMeta.load(home)
+            store.tiers.append(FileTier(home, own, step, direct=direct, settle=False))
         _check_sessions(store)
         _check_accepted(store, accept)
         _check_fallback(store.tiers)
@@ -327,8 +324,9 @@ def open_part(
     with undone_on_error(locks.close):
         now = _counting_part(path)
         if now is None:
-            for unfinished in () if look else [g for g in generations(path) if not g.recorded]:
-                remove(unfinished.home)
+            for generation in () if look else generations(path):
+                if not generation.recorded:
+                    remove(generation.home)
             locks.close()
             return None
         tier = FileTier(now.home, StoreMeta.load(now.home), step, direct=direct, settle=False)
@@ -441,13 +439,8 @@ def _unnamed(counts: Generation) -> Generation:
 def _roots(given: Iterable[Path]) -> list[Generation]:
     """Where no CURRENT says what counts (a kill before it was written, or it was lost): first
     directories that have a record. All others have theirs by then."""
-    return [
-        _unnamed(g)
-        for d in given
-        if not (d / NAME).exists()
-        for g in generations(d)
-        if g.step >= 0 and g.brief is not None and g.brief.index == 0
-    ]
+    found = _all(d for d in given if not (d / NAME).exists())
+    return [_unnamed(g) for g in found if g.step >= 0 and g.brief and g.brief.index == 0]
 
 
 def _member(index: int, meta: StoreMeta, given: Sequence[Path]) -> Path:
@@ -480,10 +473,9 @@ def _looks(path: Path) -> str:
 
 def _check_jobs(given: Iterable[Path], meta: StoreMeta) -> None:
     """ForeignError for what another job has recorded in a given directory."""
-    for generation in [
-        g for d in given for g in generations(d) if g.recorded or g.number == meta.generation
-    ]:
-        if generation.job is not None and generation.job != meta.job:
+    for generation in _all(given):
+        counts = generation.recorded or generation.number == meta.generation
+        if counts and generation.job not in (None, meta.job):
             raise ForeignError(
                 f"{generation.home.parent}: holds job {generation.job}, the store is job"
                 f" {meta.job}",
@@ -491,16 +483,17 @@ def _check_jobs(given: Iterable[Path], meta: StoreMeta) -> None:
             )
 
 
+def _all(given: Iterable[Path]) -> list[Generation]:
+    return [g for d in given for g in generations(d)]
+
+
 def _clean(given: Iterable[Path], store: OpenedStore) -> list[str]:
     """Nothing but `store` is left in the given directories. Lines about what was renamed."""
-    said = []
+    said, meta = [], store.meta
     for path in given:
-        brief, home = store.meta, path / f"gen-{store.meta.generation}"
-        if path not in store.directories:
-            home = store.directories[0] / home.name
-        said += clear(
-            path, next(g for g in generations(home.parent) if g.home == home), brief.copy_of
-        )
+        home = path if path in store.directories else store.directories[0]
+        counts = next(g for g in generations(home) if g.number == meta.generation)
+        said += clear(path, counts, meta.copy_of)
         if path != store.directories[0] and (path / NAME).exists():
             (path / NAME).unlink()  # of a generation that another one has replaced
             sync_directory(path)
@@ -509,12 +502,11 @@ def _clean(given: Iterable[Path], store: OpenedStore) -> list[str]:
 
 def _check_unborn(given: Iterable[Path]) -> None:
     """GoneError for a generation whose first directory is not here: it may have trained."""
-    found = [g for d in given for g in generations(d)]
+    found = _all(given)
     begun = {(g.job, g.number) for g in found if g.brief is not None and g.brief.index == 0}
     for generation in found:
-        if generation.step > 0 or (
-            generation.step == 0 and (generation.job, generation.number) not in begun
-        ):
+        alone = (generation.job, generation.number) not in begun
+        if generation.step > 0 or (generation.step == 0 and alone):
             raise GoneError(
                 f"{generation.home.parent}: holds step {generation.step} of a store whose first"
                 " directory is not among those given",
@@ -526,8 +518,7 @@ def _remove_unborn(given: Iterable[Path]) -> None:
     """Nothing counts: generations that were never finished are removed, first directories last:
     one that holds step 0 of a store without them is taken for one that may have trained
     (`_check_unborn`)."""
-    found = [g for d in given for g in generations(d)]
-    for generation in sorted(found, key=lambda g: g.brief is None or g.brief.index == 0):
+    for generation in sorted(_all(given), key=lambda g: g.brief is None or g.brief.index == 0):
         if generation.recorded and generation.step < 0:
             set_aside(generation)
         else:

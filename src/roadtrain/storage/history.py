@@ -55,9 +55,8 @@ class ServerHoldings:
     newest: int = -1  # its newest step, -1: there is none
     history: tuple[HistoryLink, ...] = ()
     kept: int = -1  # the newest step of its snapshots
-    without: tuple[
-        int, ...
-    ] = ()  # servers of the last link that it may go on without, as a witness told it
+    # servers of the last link that it may go on without, as a witness told it
+    without: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,21 +110,15 @@ class Histories:
         names: Sequence[str],
         holders: Collection[tuple[int, ...]],
     ) -> None:
-        self.found = {
-            number: held for number, held in found.items() if held.newest >= 0 or held.history
-        }
-        self.names = names
-        self.holders = holders
+        self.found = {n: held for n, held in found.items() if held.newest >= 0 or held.history}
+        self.names, self.holders = names, holders
         self.silent = set(range(len(names))) - found.keys()
         self.counting = {number: self._counting(number) for number in self.found}
         self._refuse_forks()
         self.history = max(self.counting.values(), key=len, default=())
-        self.at_end = {
-            n
-            for n in self.found
-            if self.found[n].newest >= 0 and _same(self.counting[n], self.history)
-        }
-        self.committed = max((self._committed(number) for number in self.found), default=-1)
+        ends = {n for n in self.found if _same(self.counting[n], self.history)}
+        self.at_end = {n for n in ends if self.found[n].newest >= 0}
+        self.committed = max(map(self._committed, self.found), default=-1)
 
     def resume(
         self, witness: Witness | None = None, given_up: Collection[int] = ()
@@ -137,11 +130,8 @@ class Histories:
         members = tuple(n for n in sorted(self.at_end) if self.found[n].newest >= self.committed)
         if lost := lost_chunks(self.holders, members):
             return self._not_held(members, lost)
-        if (
-            witness is not None
-            and not given_up
-            and (unknown := self._unknown(witness, members)) is not None
-        ):
+        unknown = self._unknown(witness, members) if witness and not given_up else None
+        if unknown is not None:
             return unknown
         if not (self._complete(given_up) or self._witnessed(witness)):
             return self._alone(members, "nobody who is here knows whether it went on alone")
@@ -160,14 +150,9 @@ class Histories:
 
     def _is_empty(self, link: HistoryLink, number: int) -> bool:
         """Of the last link of a server. See Note "empty links"."""
-        proving = [
-            n for n in {number, *link.members} if n in self.found and self._lacks_steps_of(link, n)
-        ]
-        most = (
-            link.step
-            if link.step >= 0
-            else max((self.found[n].newest for n in proving), default=-1)
-        )
+        here = {number, *link.members} & self.found.keys()
+        proving = [self.found[n].newest for n in here if self._lacks_steps_of(link, n)]
+        most = link.step if link.step >= 0 else max(proving, default=-1)
         return bool(proving) and self._committed(number) <= most
 
     def _lacks_steps_of(self, link: HistoryLink, number: int) -> bool:
@@ -248,23 +233,18 @@ class Histories:
         """Where the history of a server leaves that of another."""
         mine, its = self.counting[number], {link.id for link in self.counting[other]}
         link = next((one for one in mine if one.id not in its), mine[-1] if mine else None)
-        since = (
-            ""
-            if link is None or link.step < 0
-            else f" on a history of its own since step {link.step}"
-        )
-        when = "" if link is None or not link.at else f", begun at {_utc(link.at)}"
-        return (
-            f"{self.names[number]} is at step"
-            f" {max(self.found[number].newest, self.found[number].kept)}{since}{when}"
-        )
+        since = when = ""
+        if link is not None:
+            since = f" on a history of its own since step {link.step}" if link.step >= 0 else ""
+            when = f", begun at {_utc(link.at)}" if link.at else ""
+        newest = max(self.found[number].newest, self.found[number].kept)
+        return f"{self.names[number]} is at step {newest}{since}{when}"
 
     def _complete(self, given_up: Collection[int]) -> bool:
         """See Note "who may hold more"."""
         here = {n for n in self.found if _same(self.counting[n], self.history)} | set(given_up)
-        if len(here) == len(self.names) or (
-            len(self.names) > 2 and 2 * len(self.found) > len(self.names)
-        ):
+        n_servers = len(self.names)
+        if len(here) == n_servers or (n_servers > 2 and 2 * len(self.found) > n_servers):
             return True
         return bool(self.at_end) and all(
             bool(links := self.found[n].history)

@@ -45,9 +45,8 @@ BLOBS = b"roadtrain blobs\0"
 # magic, format, generation, job, directory, rows, step, blob bytes
 HEADER = struct.Struct("<8sII16sIIQQ")
 WITH_SESSION = 2  # format of a record whose header is followed by its session
-SESSION = struct.Struct(
-    "<16sqq"
-)  # id, the step it went on from, when it began (seconds since 1970)
+# id, the step it went on from, when it began (seconds since 1970)
+SESSION = struct.Struct("<16sqq")
 ROW = np.dtype(
     [
         ("chunk", "<u4"),
@@ -74,9 +73,8 @@ def pack(blobs: Sequence[bytes]) -> bytes:
     """What several workers commit with a step, as one blob; that of one worker is itself."""
     if len(blobs) <= 1:
         return b"".join(blobs)
-    return b"".join(
-        [BLOBS, struct.pack(f"<{len(blobs) + 1}Q", len(blobs), *map(len, blobs)), *blobs]
-    )
+    lengths = struct.pack(f"<{len(blobs) + 1}Q", len(blobs), *map(len, blobs))
+    return b"".join([BLOBS, lengths, *blobs])
 
 
 def unpack(blob: bytes) -> list[bytes]:
@@ -252,12 +250,9 @@ def record_in(path: Path) -> bytes | None:
         return b""
     magic, fmt, _, _, _, count, _, blob = HEADER.unpack_from(data.ljust(HEADER.size, b"\0"))
     end = _header_nbytes(fmt) + count * ROW.itemsize + blob
-    whole = magic == MAGIC and len(data) >= end + 8
-    return (
-        data[: end + 8]
-        if whole and digest(data[:end]) == int.from_bytes(data[end : end + 8], "little")
-        else None
-    )
+    record, found = data[: end + 8], int.from_bytes(data[end : end + 8], "little")
+    whole = magic == MAGIC and len(record) == end + 8 and digest(data[:end]) == found
+    return record if whole else None
 
 
 def steps_in(directory: Path) -> list[int | None]:
@@ -267,6 +262,5 @@ def steps_in(directory: Path) -> list[int | None]:
     for name in ("ledger.0", "ledger.1"):
         with contextlib.suppress(GoneError):
             records.append(record_in(directory / name))
-    return [
-        None if data is None else HEADER.unpack_from(data)[6] for data in records if data != b""
-    ]
+    written = [data for data in records if data != b""]
+    return [None if data is None else HEADER.unpack_from(data)[6] for data in written]

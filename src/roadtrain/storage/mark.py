@@ -44,9 +44,8 @@ _KEPT = "nothing was changed: "
 class Known(msgspec.Struct, frozen=True):
     """What a mark says."""
 
-    job: str = (
-        ""  # uuid of the store; "": not known, or the state rested in the memory of the process
-    )
+    # uuid of the store; "": not known, or the state rested in the memory of the process
+    job: str = ""
     step: int = -1  # committed at least; -1: nothing is known
     history: str = ""  # a Witness (storage/history.py): its last sessions; "": not known
     settled: bool = True  # see Note "settled"

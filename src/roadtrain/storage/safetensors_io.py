@@ -73,11 +73,8 @@ def export_dir(
         shards[-1].append(item)
         filled, total = filled + nbytes, total + nbytes
     count = len(shards)
-    names = (
-        [_SINGLE]
-        if count == 1
-        else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-    )
+    names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    names = [_SINGLE] if count == 1 else names
     made: list[Path] = []
     try:
         for name, shard in zip(names, shards):
@@ -113,9 +110,8 @@ def open_dir(path: str | Path) -> Mapping[str, Tensor]:
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ForeignError(f"{home / _INDEX}: not a safetensors index ({error})") from error
     else:
-        files = (
-            [home / _SINGLE] if (home / _SINGLE).is_file() else sorted(home.glob("*.safetensors"))
-        )
+        single = home / _SINGLE
+        files = [single] if single.is_file() else sorted(home.glob("*.safetensors"))
     if not files:
         raise ConfigError(
             f"{home}: no safetensors file there",

@@ -42,13 +42,10 @@ def where_it_rests(directory: Path, snapshot: Path, every: int) -> str:
     ram = in_ram(directory)
     words = "in RAM" if ram else "on files: every committed step is durable"
     if every:
-        return (
-            f"{words}, a snapshot {'to RAM as well' if in_ram(snapshot) else 'to files'} every"
-            f" {every} steps"
-        )
-    return words + (
-        " alone: lost with this host's memory (--snapshot DIR copies it to files)" if ram else ""
-    )
+        where = "to RAM as well" if in_ram(snapshot) else "to files"
+        return f"{words}, a snapshot {where} every {every} steps"
+    alone = " alone: lost with this host's memory (--snapshot DIR copies it to files)"
+    return words + alone if ram else words
 
 
 def held_in(directory: Path) -> tuple[tuple[int, ...], StoreMeta | None]:
@@ -168,11 +165,8 @@ class Snapshots:
             for line in publish_part(target.directory.parent) if last < 0 else ():
                 self._report(line)
         except BaseException as error:
-            self._report(
-                f"no snapshot of step {step}, the last is of step {last}: {error}".replace(
-                    "\n", "; "
-                )
-            )
+            line = f"no snapshot of step {step}, the last is of step {last}: {error}"
+            self._report(line.replace("\n", "; "))
             raise
         self._report(
             f"snapshot of step {step} in {target.directory.parent}: {show_bytes(moved)} in "

@@ -257,19 +257,16 @@ class Activations:
     def _make_room(self, nbytes: int) -> None:
         """Wait until `nbytes` fit the budget; one tensor alone may exceed it where it can leave
         at once."""
-        while self.bytes_held + nbytes > self.budget_bytes:
+        while (over := self.bytes_held + nbytes - self.budget_bytes) > 0:
             self._check_failure()
             if self.scratch_dir is None:
                 raise BudgetError(
                     f"block inputs need {show_bytes(self.bytes_held + nbytes)} on the host, "
                     f"the budget is {show_bytes(self.budget_bytes)}",
-                    hint=(
-                        "raise the activation budget by"
-                        f" {show_bytes(self.bytes_held + nbytes - self.budget_bytes)}, give a"
-                        " scratch directory, or use a smaller batch"
-                    ),
+                    hint=f"raise the activation budget by {show_bytes(over)}, give a scratch"
+                    " directory, or use a smaller batch",
                 )
-            self._send_away(self.bytes_held + nbytes - self.budget_bytes)
+            self._send_away(over)
             if not any(t.state in (LEAVING, COMING) for t in self._live.values()):
                 return
             self._wait("writing block inputs")
@@ -293,9 +290,8 @@ class Activations:
         """Have `ticket` written (LEAVING) or read (COMING)."""
         if self._thread is None:
             self._open()
-            self._thread = threading.Thread(
-                target=self._work, name="roadtrain-activations", daemon=True
-            )
+            name = "roadtrain-activations"
+            self._thread = threading.Thread(target=self._work, name=name, daemon=True)
             self._thread.start()
         ticket.state = state
         if state == COMING:
@@ -311,9 +307,8 @@ class Activations:
             self.scratch_dir.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=self.scratch_dir, buffering=0)  # noqa: SIM115
         except OSError as error:
-            raise GoneError(
-                f"no scratch file for block inputs in {self.scratch_dir}: {error}"
-            ) from error
+            where = f"block inputs in {self.scratch_dir}"
+            raise GoneError(f"no scratch file for {where}: {error}") from error
 
     def _wait(self, what: str) -> None:
         if not self._changed.wait(timeout=300):
@@ -332,9 +327,8 @@ class Activations:
                 hint="free space there, or give more host_budget, which keeps more of them in RAM",
             ) from self._failure
         if self._failure is not None:
-            raise StoreError(
-                f"block inputs in {self.scratch_dir}: {self._failure}"
-            ) from self._failure
+            where = f"block inputs in {self.scratch_dir}"
+            raise StoreError(f"{where}: {self._failure}") from self._failure
 
     # -- the thread
 
@@ -376,13 +370,10 @@ class Activations:
             self._moved(ticket, AWAY)
 
     def _read(self, ticket: KeptTensor) -> None:
-        data = torch.empty(
-            ticket.shape, dtype=ticket.dtype, pin_memory=ticket.device.type == "cuda"
-        )
-        if (
-            self._move(lambda file, left, at: os.preadv(file, [left], at), data, ticket.at)
-            != ticket.sum
-        ):
+        pinned = ticket.device.type == "cuda"
+        data = torch.empty(ticket.shape, dtype=ticket.dtype, pin_memory=pinned)
+        found = self._move(lambda file, left, at: os.preadv(file, [left], at), data, ticket.at)
+        if found != ticket.sum:
             raise DamagedError(
                 f"{ticket.nbytes} bytes at {ticket.at} of the scratch file do not match their"
                 " checksum"

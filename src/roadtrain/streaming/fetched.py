@@ -56,9 +56,8 @@ class FetchedParameters:
                     _Place(span.param, params[span.param], run, span.start, span.stop, empty)
                 )
         self.trainable = [(p.index, p.param) for p in self.places if p.run.trainable]
-        self.frozen = [
-            p.param for p in self.places if not p.run.trainable and not p.param.requires_grad
-        ]
+        others = [p.param for p in self.places if not p.run.trainable]
+        self.frozen = [p for p in others if not p.requires_grad]
         placed = {p.index for p in self.places}
         # those without elements: there is nothing to fetch
         self.empty = [p for i, p in params.items() if i not in placed]
@@ -78,10 +77,8 @@ class FetchedParameters:
         flat = {run.index: _flat(buffer, run.offset, run) for run in self.block.runs}
         for place in self.places:
             set_fetched(place.param)
-            settle(
-                place.param,
-                flat[place.run.index][place.start : place.stop].view(place.released_value.shape),
-            )
+            values = flat[place.run.index][place.start : place.stop]
+            settle(place.param, values.view(place.released_value.shape))
 
     @torch.inference_mode(False)
     def drop(self) -> None:

@@ -116,11 +116,8 @@ def _norm_of(grad: PlacedGrad) -> torch.Tensor:
 def _norm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     order = kwargs.get("ord", args[1] if len(args) > 1 else 2)
     whole = not any(args[2:4]) and not kwargs.get("dim") and not kwargs.get("keepdim")
-    if (
-        not isinstance(args[0], PlacedGrad)
-        or (order is not None and float(order) != 2.0)
-        or not whole
-    ):
+    euclidean = order is None or float(order) == 2.0
+    if not isinstance(args[0], PlacedGrad) or not euclidean or not whole:
         raise _left(func, args, f" (order {order}; its server knows the whole norm of order 2)")
     value = _norm_of(args[0])
     return value if kwargs.get("dtype") is None else value.to(kwargs["dtype"])
@@ -160,9 +157,8 @@ def _times(combine: Callable[[float, float], float]) -> Callable[[Any, Any, Any]
 def _foreach_times(method: str) -> Callable[[Any, Any, Any], None]:
     def scale(func: Any, args: Any, kwargs: Any) -> None:
         grads, by = args
-        for grad, factor in zip(
-            grads, by if isinstance(by, list | tuple) else [by] * len(grads), strict=True
-        ):
+        factors = by if isinstance(by, list | tuple) else [by] * len(grads)
+        for grad, factor in zip(grads, factors, strict=True):
             getattr(grad, method)(factor)
 
     return scale

@@ -48,15 +48,11 @@ def pristine(leaf: Any, name: str) -> Any:
 
 def check_opaque(leaf: Any, name: str) -> None:
     """Raises ModelError where block `name` returns an object that hides tensors with gradients."""
-    fields = (
-        getattr(leaf, "__dict__", {}).values() if not isinstance(leaf, type | nn.Module) else ()
-    )
-    if any(isinstance(x, torch.Tensor) and x.requires_grad for x in fields):
-        way = (
-            "torch.utils._pytree.register_dataclass"
-            if dataclasses.is_dataclass(leaf)
-            else "register_pytree_node"
-        )
+    own = {} if isinstance(leaf, type | nn.Module) else getattr(leaf, "__dict__", {})
+    if any(isinstance(x, torch.Tensor) and x.requires_grad for x in own.values()):
+        way = "register_pytree_node"
+        if dataclasses.is_dataclass(leaf):
+            way = "torch.utils._pytree.register_dataclass"
         raise ModelError(
             f"block {name!r} returns a {type(leaf).__name__}, whose tensors autograd cannot see",
             hint=f"return a tuple or dict, or register the type ({way})",

@@ -57,6 +57,8 @@ MAPPINGS: dict[str, type[Any]] = {"dict": dict, "ordered": OrderedDict, "counter
 TAGS: dict[type[Any], str] = {kind: tag for tag, kind in (SEQUENCES | MAPPINGS).items()}
 METADATA = "_metadata"  # the one attribute that an OrderedDict may have
 ARRAYS = "biufc"  # kinds of numpy arrays that are nothing but numbers
+# what a value of another form raises where it is put together
+_OTHER_FORMS = (msgspec.DecodeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError)
 HINT = (
     "numbers, text, bytes, None, tensors and arrays of numbers; dicts, lists, tuples and sets of"
     " them"
@@ -90,14 +92,7 @@ def decode(raw: bytes | memoryview) -> Any:
     rest = _Rest(view[at + length :])
     try:
         value = _made(msgspec.msgpack.decode(view[at : at + length]), rest)
-    except (
-        msgspec.DecodeError,
-        KeyError,
-        TypeError,
-        ValueError,
-        OverflowError,
-        RuntimeError,
-    ) as error:
+    except _OTHER_FORMS as error:
         raise DamagedError(f"the state of a job is of another form: {error}") from error
     if rest.nbytes:
         raise DamagedError(f"{rest.nbytes} bytes stand behind the state of a job")
@@ -128,19 +123,13 @@ def _told(value: Any, pieces: list[memoryview], where: str, depth: int) -> Any:
                     hint=HINT,
                 )
             bare = _told(OrderedDict(value), pieces, where, depth)
-            return [
-                METADATA,
-                bare,
-                _told(vars(value)[METADATA], pieces, f"{where}.{METADATA}", depth + 1),
-            ]
-        told = (
-            (
-                _told(key, pieces, where, depth + 1),
-                _told(one, pieces, f"{where}[{key!r}]", depth + 1),
-            )
-            for key, one in value.items()
-        )
-        return [TAGS[kind], *(part for pair in told for part in pair)]
+            metadata = vars(value)[METADATA]
+            return [METADATA, bare, _told(metadata, pieces, f"{where}.{METADATA}", depth + 1)]
+        told = [TAGS[kind]]
+        for key, one in value.items():
+            told.append(_told(key, pieces, where, depth + 1))
+            told.append(_told(one, pieces, f"{where}[{key!r}]", depth + 1))
+        return told
     return _told_leaf(value, pieces, where)
 
 
@@ -224,11 +213,9 @@ def _made(told: Any, rest: _Rest) -> Any:
 
 
 def _tensor(rest: _Rest, dtype: str, shape: list[int]) -> torch.Tensor:
-    raw = rest.take(shape, DTYPES[dtype].itemsize)
+    raw, kind = rest.take(shape, DTYPES[dtype].itemsize), DTYPES[dtype]
     return (
-        torch.frombuffer(raw, dtype=DTYPES[dtype]).reshape(shape)
-        if raw
-        else torch.empty(shape, dtype=DTYPES[dtype])
+        torch.frombuffer(raw, dtype=kind).reshape(shape) if raw else torch.empty(shape, dtype=kind)
     )
 
 

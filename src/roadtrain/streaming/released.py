@@ -92,9 +92,8 @@ class _Refusing:
             raise _refusal(args)
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
-        return (
-            result.as_subclass(ReleasedTensor) if name in _HELD and result is not None else result
-        )
+        held = name in _HELD and result is not None
+        return result.as_subclass(ReleasedTensor) if held else result
 
     def __repr__(self, **_: Any) -> str:
         tensor: Any = self
@@ -116,10 +115,8 @@ class _Behind:
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        name = _name_of(function)
-        found = next(
-            (a for a in _flat((args, *(kwargs or {}).values())) if isinstance(a, _Behind)), None
-        )
+        name, given = _name_of(function), _flat((args, *(kwargs or {}).values()))
+        found = next((a for a in given if isinstance(a, _Behind)), None)
         if found is not None and (name is None or name in _HELD):
             found._fetch()
         with torch._C.DisableTorchFunctionSubclass():

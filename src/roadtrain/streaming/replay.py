@@ -35,9 +35,8 @@ class Circumstances:
         self.cpu_rng = torch.get_rng_state()
         self.cuda_rng = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         kinds = dict.fromkeys(("cpu", device.type))
-        self.autocast = [
-            (k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds
-        ]
+        enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+        self.autocast = [(kind, enabled(kind), dtype(kind)) for kind in kinds]
         self.attention = _cur_sdpa_kernel_backends() if device.type == "cuda" else []
         self.before: dict[tuple[int, str], torch.Tensor | None] = {}
         for i, module in enumerate(modules):
@@ -56,9 +55,8 @@ class Circumstances:
         """Everything but autocast as it was before the forward; afterwards everything as it is
         now."""
         with ExitStack() as stack:
-            stack.enter_context(
-                torch.random.fork_rng([] if self.cuda_rng is None else [self.device])
-            )
+            devices = [] if self.cuda_rng is None else [self.device]
+            stack.enter_context(torch.random.fork_rng(devices))
             torch.set_rng_state(self.cpu_rng)
             if self.cuda_rng is not None:
                 torch.cuda.set_rng_state(self.cuda_rng, self.device)

@@ -97,11 +97,8 @@ def split(model: nn.Module, blocks: Sequence[str] | None = None) -> Split:
         own = owners[id(p)]
         home = next(iter(own)) if len(own) == 1 else ROOT
         (root if home == ROOT else params[home]).append((name, p))
-    parts = tuple(
-        ModulePart(name, items[name], tuple(params[name]))
-        for name in chosen.values()
-        if params[name]
-    )
+    owning = [name for name in chosen.values() if params[name]]
+    parts = tuple(ModulePart(name, items[name], tuple(params[name])) for name in owning)
     return Split(ModulePart(ROOT, model, tuple(root)), parts)
 
 
@@ -123,9 +120,8 @@ def table(
                 f"parameter {name!r} has dtype {held}, known are {', '.join(map(str, NAMES))}"
             )
         trainable = p.requires_grad and p in groups
-        return ParamSpec(
-            name, tuple(p.shape), NAMES[held], trainable, groups[p] if trainable else -1
-        )
+        group = groups[p] if trainable else -1
+        return ParamSpec(name, tuple(p.shape), NAMES[held], trainable, group)
 
     parts = (split.root, *split.blocks)
     return ChunkTable.build(
@@ -137,11 +133,8 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A view of the tensor's memory, or a copy where it is not contiguous on the CPU. 16-bit
     floats come as uint16."""
     tensor = tensor.detach().cpu().contiguous()
-    return (
-        tensor.view(torch.uint16).numpy()
-        if tensor.dtype in (torch.bfloat16, torch.float16)
-        else tensor.numpy()
-    )
+    half = tensor.dtype in (torch.bfloat16, torch.float16)
+    return (tensor.view(torch.uint16) if half else tensor).numpy()
 
 
 def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -163,11 +156,8 @@ def _list_items(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]
     """The items of the outermost lists below `module`. Lists inside an item are not searched."""
     for child_name, child in module.named_children():
         full = _join(name, child_name)
-        if (
-            isinstance(child, nn.ModuleList)
-            and len(child) >= 2
-            and all(_has_params(item) and _callable(item) for item in child)
-        ):
+        several = isinstance(child, nn.ModuleList) and len(child) >= 2
+        if several and all(_has_params(item) and _callable(item) for item in child.children()):
             yield from ((_join(full, n), item) for n, item in child.named_children())
         else:
             yield from _list_items(child, full)

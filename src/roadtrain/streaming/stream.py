@@ -138,9 +138,8 @@ class BlockStream:
         forward = torch.compiler.disable(self._forward)
         for block in self._blocks.values():
             block.fetched.settle()
-            block.module.forward = functools.wraps(block.original)(
-                functools.partial(forward, block)
-            )
+            run = functools.partial(forward, block)
+            block.module.forward = functools.wraps(block.original)(run)
         self._watch_root()
         self.root.point(root)
         self._watch_root()
@@ -213,11 +212,8 @@ class BlockStream:
             out = block.original(*args, **kwargs)
             leaves, spec = flatten(out)
             owned = [_own(x, buffer=buffer) if isinstance(x, torch.Tensor) else x for x in leaves]
-            return (
-                out
-                if all(a is b for a, b in zip(owned, leaves))
-                else pytree.tree_unflatten(owned, spec)
-            )
+            same = all(a is b for a, b in zip(owned, leaves))
+            return out if same else pytree.tree_unflatten(owned, spec)
 
 
 def _pass_runs(stream: BlockStream | None) -> None:
@@ -296,20 +292,14 @@ class _Call:
             self.when = Circumstances(block.modules, self.stream.device, block.buffers)
             leaves, tensors = self._leaves(inputs)
             refuse = functools.partial(_refuse, block.name)
-            # SAME GRAPH
-            with (
-                torch.enable_grad(),
-                torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse),
-            ):
+            hooks = torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse)
+            with torch.enable_grad(), hooks:  # SAME GRAPH
                 out = block.run(leaves, self.spec)
             self.when.forward_ended()
             if [version_of(t) for t in inputs] != versions:
+                hint = "make the change out of place inside the block (x = x + y instead of x += y)"
                 raise ModelError(
-                    f"block {block.name!r} changes one of its inputs in place",
-                    hint=(
-                        "make the change out of place inside the block (x = x + y instead of x"
-                        " += y)"
-                    ),
+                    f"block {block.name!r} changes one of its inputs in place", hint=hint
                 )
             of_out, spec = flatten(out)
             outputs, form = distinct(of_out)
@@ -331,9 +321,8 @@ class _Call:
     def _leaves(self, inputs: Sequence[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
         """The leaves with `inputs` cut off from the graph before them."""
         tensors = [t.detach().requires_grad_(needs) for t, needs in zip(inputs, self.needs)]
-        return [
-            tensors[i] if i >= 0 else pristine(leaf, self.block.name) for i, leaf in self.slots
-        ], tensors
+        name = self.block.name
+        return [tensors[i] if i >= 0 else pristine(leaf, name) for i, leaf in self.slots], tensors
 
     def returned(self, outputs: tuple[torch.Tensor, ...]) -> Any:
         assert self.out is not None

@@ -58,6 +58,7 @@ PROOF = struct.Struct("<32s")
 VERDICT = struct.Struct("<BHQ32s")  # code, bytes of the text, their xxh3, proof
 MAX_HELLO, MAX_TEXT, MAX_CONNECTIONS = 64 * KIB, 2 * KIB, 64
 TAKEN, REFUSED, NOT_PROVEN, BUSY = 0, 1, 2, 3
+CODES = {AuthError: NOT_PROVEN, BusyError: BUSY}
 
 
 @dataclass(frozen=True)
@@ -151,9 +152,8 @@ def client_greet(
     without TLS."""
     mine = sealed(GREETING.pack(*ours))
     send(sock, mine, deadline)
-    raw = _rest_of_greeting(
-        sock, ours, receive(sock, BEGINNING.size, deadline, "the server's greeting"), deadline
-    )
+    beginning = receive(sock, BEGINNING.size, deadline, "the server's greeting")
+    raw = _rest_of_greeting(sock, ours, beginning, deadline)
     theirs = _fits(ours, raw)
     transcript = mine + raw + binding
     proof = _prove(token, b"client", transcript)
@@ -201,10 +201,8 @@ def server_greet(
     if theirs.hello_nbytes > MAX_HELLO:
         raise WireError(f"a hello of {theirs.hello_nbytes} bytes, {MAX_HELLO} are allowed")
     transcript = raw + mine + binding
-    proof = opened(
-        receive(sock, PROOF.size + SUM.size, deadline, "a proof of the token"),
-        "the proof of the token",
-    )
+    sealed_proof = receive(sock, PROOF.size + SUM.size, deadline, "a proof of the token")
+    proof = opened(sealed_proof, "the proof of the token")
     if not hmac.compare_digest(proof, _prove(token, b"client", transcript)):
         refusal = AuthError("the token does not match", hint="give both sides the same token")
         refuse(sock, refusal, deadline)
@@ -224,13 +222,7 @@ def refuse(
 ) -> None:
     """Tells the client why: an AuthError or BusyError there too if it is one here, else a
     WireError."""
-    code = (
-        NOT_PROVEN
-        if isinstance(error, AuthError)
-        else BUSY
-        if isinstance(error, BusyError)
-        else REFUSED
-    )
+    code = next((code for kind, code in CODES.items() if isinstance(error, kind)), REFUSED)
     _send_verdict(sock, code, str(error).encode()[:MAX_TEXT], deadline, caller)
 
 
@@ -296,9 +288,8 @@ def send(sock: socket.socket, data: bytes, deadline: float) -> None:
     try:
         sock.sendall(data)
     except ConnectionError as error:
-        raise LostError(
-            f"{error.strerror} while it waited for our part of the handshake"
-        ) from error
+        when = "while it waited for our part of the handshake"
+        raise LostError(f"{error.strerror} {when}") from error
 
 
 def receive(sock: socket.socket, nbytes: int, deadline: float, what: str) -> bytes:
@@ -344,6 +335,5 @@ def as_peer_error(error: Exception, peer: str) -> PeerError:
         return DeadlineError(f"{peer}: no answer before the handshake's deadline")
     if isinstance(error, RoadtrainError):
         return WireError(f"{peer}: {error}")
-    return LostError(
-        f"{peer}: {(error.strerror or error) if isinstance(error, OSError) else repr(error)}"
-    )
+    why = (error.strerror or error) if isinstance(error, OSError) else repr(error)
+    return LostError(f"{peer}: {why}")

@@ -24,17 +24,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from roadtrain.errors import LostError, PeerError, RoadtrainError, WireError
-from roadtrain.transport.handshake import (
-    NO_LANGUAGE,
-    Common,
-    OpenHandshake,
-    as_peer_error,
-    greeting,
-    refuse,
-    server_greet,
-    stream_between,
-    take,
-)
+from roadtrain.transport import handshake
 from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.stream import Channel
 
@@ -101,7 +91,7 @@ class _Joining:
     """The connections of one link that have come so far, by number."""
 
     def __init__(self) -> None:
-        self.there: dict[int, tuple[socket.socket, OpenHandshake]] = {}
+        self.there: dict[int, tuple[socket.socket, handshake.OpenHandshake]] = {}
         self.taken = threading.Event()
 
 
@@ -115,11 +105,11 @@ class Listener:
         sock: socket.socket,
         address: tuple[str, int] | str,
         accept: Accept,
-        common: Common,
+        common: handshake.Common,
         token: bytes | None,
         carrier: Carrier,
         report: Report,
-        language: bytes = NO_LANGUAGE,
+        language: bytes = handshake.NO_LANGUAGE,
     ) -> None:
         self.address = address
         self._sock, self._accept, self._common, self._token = sock, accept, common, token
@@ -206,20 +196,24 @@ class Listener:
                 me = threading.current_thread()
                 if me in self._pending:  # the wrapped one is the one to cut
                     self._pending[me] = sock, self._pending[me][1]
-            ours = greeting(self._common, self._token, bytes(16), language=self._language)
-            caller = server_greet(sock, ours, self._token, deadline, self._carrier.binding(sock))
+            ours = handshake.greeting(self._common, self._token, bytes(16), language=self._language)
+            caller = handshake.server_greet(
+                sock, ours, self._token, deadline, self._carrier.binding(sock)
+            )
             given = self._join(sock, caller, peer, deadline)
         except Exception as error:
             # we cut it off ourselves
             if not (self._closed and isinstance(error, (OSError, LostError))):
-                self._report(f"refused: {as_peer_error(error, peer)}".replace("\n", "; "))
+                self._report(f"refused: {handshake.as_peer_error(error, peer)}".replace("\n", "; "))
         finally:
             with self._lock:
                 self._pending.pop(threading.current_thread(), None)
             if not given:
                 sock.close()
 
-    def _join(self, sock: socket.socket, caller: OpenHandshake, peer: str, deadline: float) -> bool:
+    def _join(
+        self, sock: socket.socket, caller: handshake.OpenHandshake, peer: str, deadline: float
+    ) -> bool:
         """Adds a connection to its link. The thread of the last one makes the link, that of the
         first gives up on the others at the deadline. True: the socket now belongs to the link or
         to that thread."""
@@ -255,7 +249,7 @@ class Listener:
 
     def _make(self, joining: _Joining, peer: str, deadline: float) -> None:
         callers = [joining.there[i] for i in sorted(joining.there)]
-        link = stream_between(peer, self._common, [caller for _, caller in callers])
+        link = handshake.stream_between(peer, self._common, [caller for _, caller in callers])
         try:
             receiver = self._accept(link, callers[0][1].hello)
         except Exception as error:
@@ -263,19 +257,19 @@ class Listener:
             link.stop(LostError(f"{peer}: refused"))
             for sock, caller in callers:
                 with contextlib.suppress(OSError, PeerError):
-                    refuse(sock, typed, deadline, caller)
+                    handshake.refuse(sock, typed, deadline, caller)
                 sock.close()
             raise
         channels: list[Channel] = []
         try:
             for sock, caller in callers:
-                take(sock, caller, deadline)
+                handshake.take(sock, caller, deadline)
             for sock, _ in callers:
                 channels.append(self._carrier.channel(sock))
             link.start(receiver, channels)
         except Exception as error:
             link.start(receiver, [])
-            link.fail(as_peer_error(error, link.peer))
+            link.fail(handshake.as_peer_error(error, link.peer))
             for channel in channels:
                 channel.close()
             for sock, _ in callers:

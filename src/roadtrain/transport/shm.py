@@ -35,15 +35,7 @@ from pathlib import Path
 
 from roadtrain.errors import AuthError, ConfigError, LostError, PeerError, WireError
 from roadtrain.retry import retry
-from roadtrain.transport.handshake import (
-    NO_LANGUAGE,
-    Common,
-    as_peer_error,
-    client_greet,
-    client_verdict,
-    greeting,
-    stream_between,
-)
+from roadtrain.transport import handshake
 from roadtrain.transport.link import Link, Receiver, copy
 from roadtrain.transport.listener import Accept, Listener, Report
 from roadtrain.transport.stream import Channel
@@ -60,7 +52,7 @@ _EXPEDITED, _REGISTER_EXPEDITED = 8, 16
 
 
 @dataclass(frozen=True)
-class ShmOptions(Common):
+class ShmOptions(handshake.Common):
     """`ring_bytes`: of each direction, a power of two; in the cache both copies are fast. The
     listener's counts."""
 
@@ -81,28 +73,25 @@ def connect(
     *,
     hello: bytes = b"",
     name: str = "",
-    language: bytes = NO_LANGUAGE,
+    language: bytes = handshake.NO_LANGUAGE,
 ) -> Link:
     """As tcp.connect."""
     peer = f"{name} ({path})" if name else str(path)
     _start_fences()
     sock = socket.socket(socket.AF_UNIX)
     try:
-        retry(
-            lambda: sock.connect(str(path)),
-            (ConnectionRefusedError, FileNotFoundError),
-            options.retry_s,
-        )
+        absent = ConnectionRefusedError, FileNotFoundError
+        retry(lambda: sock.connect(str(path)), absent, options.retry_s)
         _same_user(sock)
         deadline = time.monotonic() + options.handshake_s
-        ours = greeting(options, None, os.urandom(16), language=language, hello=hello)
-        answer = client_greet(sock, ours, None, hello, deadline)
-        client_verdict(sock, answer, deadline)
-        link = stream_between(peer, options, [answer])
+        ours = handshake.greeting(options, None, os.urandom(16), language=language, hello=hello)
+        answer = handshake.client_greet(sock, ours, None, hello, deadline)
+        handshake.client_verdict(sock, answer, deadline)
+        link = handshake.stream_between(peer, options, [answer])
         channel = _receive_channel(sock)
     except (OSError, PeerError) as error:
         sock.close()
-        raise as_peer_error(error, peer) from error
+        raise handshake.as_peer_error(error, peer) from error
     link.start(receiver, [channel])
     return link
 
@@ -113,7 +102,7 @@ def listen(
     options: ShmOptions = ShmOptions(),
     report: Report = print,
     *,
-    language: bytes = NO_LANGUAGE,
+    language: bytes = handshake.NO_LANGUAGE,
 ) -> Listener:
     """Raises ConfigError where the path cannot be had. A socket that nobody listens on any more
     is replaced."""
@@ -132,9 +121,8 @@ def listen(
     except OSError as error:
         sock.close()
         raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
-    return _UnixListener(
-        sock, str(path), accept, options, None, _ShmCarrier(options), report, language
-    )
+    carrier = _ShmCarrier(options)
+    return _UnixListener(sock, str(path), accept, options, None, carrier, report, language)
 
 
 class _UnixListener(Listener):
@@ -164,11 +152,8 @@ class _ShmCarrier:
         with _closing(fds := [memory]):
             # now, so that no later write finds the memory full
             os.posix_fallocate(memory, 0, _CONTROL + 2 * size)
-            fcntl.fcntl(
-                memory,
-                fcntl.F_ADD_SEALS,
-                fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL,
-            )
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)
             fds += [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(_EVENTS)]
             socket.send_fds(sock, [struct.pack("<Q", size)], fds)
             return _ShmChannel(sock, memory, fds[1:], size, 1)

@@ -195,9 +195,8 @@ class FrameStream:
                 raise LostError(f"cannot send: {self._error}") from self._error
             if self._closing:
                 raise LostError(f"{self.peer}: this link is closed")
-            (self._urgent if urgent else self._queue).append(
-                _Frame(kind, header, views, nbytes, sent)
-            )
+            queue = self._urgent if urgent else self._queue
+            queue.append(_Frame(kind, header, views, nbytes, sent))
             if self._idle:
                 self._to_send.notify()
 

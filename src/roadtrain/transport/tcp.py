@@ -39,16 +39,7 @@ from pydantic import Field
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.options.check import check_options
 from roadtrain.retry import retry, undone_on_error
-from roadtrain.transport.handshake import (
-    MAX_CONNECTIONS,
-    NO_LANGUAGE,
-    Common,
-    as_peer_error,
-    client_greet,
-    client_verdict,
-    greeting,
-    stream_between,
-)
+from roadtrain.transport import handshake
 from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.listener import Accept, Listener, Report
 from roadtrain.transport.stream import Channel
@@ -104,18 +95,17 @@ class Tls:
         tls-server-end-point)."""
         text = Path(self.cert or "").read_text()
         end = text.index(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)
-        return hashlib.sha256(
-            ssl.PEM_cert_to_DER_cert(text[text.index(ssl.PEM_HEADER) : end])
-        ).digest()
+        own = ssl.PEM_cert_to_DER_cert(text[text.index(ssl.PEM_HEADER) : end])
+        return hashlib.sha256(own).digest()
 
 
 @dataclass(frozen=True)
-class TcpOptions(Common):
+class TcpOptions(handshake.Common):
     """Of a link over TCP."""
 
     token: bytes | None = None  # the job's secret
     tls: Tls | None = None
-    connections: int = 1  # of a link
+    connections: Annotated[int, Field(ge=1, le=handshake.MAX_CONNECTIONS)] = 1  # of a link
     connect_s: float = 10.0
     silence_s: float = 10.0  # how long packets may stay unanswered
 
@@ -126,10 +116,6 @@ class TcpOptions(Common):
                 f"a token of {len(self.token)} bytes, {MIN_TOKEN} are the least: it could be"
                 " guessed",
                 hint="(umask 077; head -c 32 /dev/urandom | base64 > token) makes one",
-            )
-        if not 1 <= self.connections <= MAX_CONNECTIONS:
-            raise ConfigError(
-                f"{self.connections} connections per link, 1 to {MAX_CONNECTIONS} are possible"
             )
 
     @property
@@ -145,11 +131,8 @@ class TcpOptions(Common):
         tcp = socket.IPPROTO_TCP
         sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (
-            (socket.TCP_KEEPIDLE, 1),
-            (socket.TCP_KEEPINTVL, 1),
-            (socket.TCP_KEEPCNT, 3),
-        ):
+        probes = {socket.TCP_KEEPIDLE: 1, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 3}
+        for option, value in probes.items():
             sock.setsockopt(tcp, option, value)
         # without it, long back-pressure makes probes rare and a vanished host late
         with contextlib.suppress(OSError):
@@ -170,7 +153,7 @@ def connect(
     *,
     hello: bytes = b"",
     name: str = "",
-    language: bytes = NO_LANGUAGE,
+    language: bytes = handshake.NO_LANGUAGE,
     report: Report = lambda _: None,
 ) -> Link:
     """A link whose other end is what `accept` of the listener there returned for `hello`.
@@ -204,11 +187,15 @@ def connect(
                 sock = socks[-1] = context.wrap_socket(sock, server_hostname=address[0])
             said = b"" if i else hello
             token, count = options.token, options.connections
-            ours = greeting(options, token, link_id, i, count, language=language, hello=said)
-            answers.append(client_greet(sock, ours, token, said, deadline, _binding(sock)))
+            ours = handshake.greeting(
+                options, token, link_id, i, count, language=language, hello=said
+            )
+            answers.append(
+                handshake.client_greet(sock, ours, token, said, deadline, _binding(sock))
+            )
         for sock, answer in zip(socks, answers):
-            client_verdict(sock, answer, deadline)
-        link = stream_between(peer, options, answers)
+            handshake.client_verdict(sock, answer, deadline)
+        link = handshake.stream_between(peer, options, answers)
         for sock in socks:
             channels.append(options.channel(sock))
     except (OSError, RoadtrainError) as error:
@@ -216,7 +203,7 @@ def connect(
             each.close()
         for sock in socks:
             sock.close()
-        raise as_peer_error(error, peer) from error
+        raise handshake.as_peer_error(error, peer) from error
     link.start(receiver, channels)
     return link
 
@@ -227,7 +214,7 @@ def listen(
     options: TcpOptions = TcpOptions(),
     report: Report = print,
     *,
-    language: bytes = NO_LANGUAGE,
+    language: bytes = handshake.NO_LANGUAGE,
 ) -> Listener:
     """Raises ConfigError where the address cannot be had, or strangers could reach it and there
     is no token (Rule 8)."""
@@ -246,9 +233,8 @@ def listen(
             sock.bind(where)
             sock.listen(128)
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {address[0]}:{address[1]}: {error.strerror or error}"
-        ) from error
+        what = f"cannot listen on {address[0]}:{address[1]}"
+        raise ConfigError(f"{what}: {error.strerror or error}") from error
     real: Address = sock.getsockname()[:2]
     return Listener(sock, real, accept, options, options.token, carrier, report, language)
 
@@ -343,11 +329,9 @@ class _TcpChannel:
         """TimeoutError if packets or window probes have gone unanswered. One probe may just be
         on its way, two cannot."""
         info = _INFO.unpack(self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
-        if (
-            max(info[_RETRANSMITS], info[_PROBES]) >= 2
-            and info[_LAST_ACK] >= self._silence_s * 1000
-        ):
-            raise TimeoutError(f"no answer for {info[_LAST_ACK] / 1000:.0f} s")
+        unanswered, silent_s = max(info[_RETRANSMITS], info[_PROBES]), info[_LAST_ACK] / 1000
+        if unanswered >= 2 and silent_s >= self._silence_s:
+            raise TimeoutError(f"no answer for {silent_s:.0f} s")
 
 
 class _TlsChannel(_TcpChannel):

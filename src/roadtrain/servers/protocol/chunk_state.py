@@ -9,14 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
-from roadtrain.servers.protocol.messages import (
-    ApplyUpdate,
-    DiscardGrad,
-    GradientMessage,
-    Pull,
-    Push,
-    Spill,
-)
+from roadtrain.servers.protocol import messages as m
 
 
 class Resident(Enum):
@@ -53,7 +46,7 @@ NEXT_PHASES: Mapping[ChunkPhase, frozenset[ChunkPhase]] = {
 }
 BEFORE_UPDATE = frozenset({ChunkPhase.READING, ChunkPhase.READ, ChunkPhase.UPDATING})
 AFTER_UPDATE = frozenset({ChunkPhase.UPDATED, ChunkPhase.WRITING, ChunkPhase.WRITTEN})
-Early: TypeAlias = GradientMessage | Spill
+Early: TypeAlias = m.GradientMessage | m.Spill
 
 
 @dataclass(slots=True)
@@ -66,23 +59,23 @@ class ChunkState:
     buffer: int | None = None  # the record buffer that it holds
     # The update that is queued, and the one that is being carried out: the next step's may be asked
     # for while this step's record is still being written.
-    queued: ApplyUpdate | None = None
-    active: ApplyUpdate | None = None
+    queued: m.ApplyUpdate | None = None
+    active: m.ApplyUpdate | None = None
     # The weights part is one update behind the master: a pull of this version or a newer one gets
     # the master's values. None: the weights part is never behind.
     master_from: int | None = None
     answering: int = 0  # pulls that are being answered, from the file or from memory
     # Each waits for a newer version, or for the update to end.
-    pulls: list[Pull] = field(default_factory=list)
+    pulls: list[m.Pull] = field(default_factory=list)
     # Gradients to be held in the order of arrival, and discards between them. The first is a Push
     # that is being held now.
-    holds: deque[Push | DiscardGrad] = field(default_factory=deque)
+    holds: deque[m.Push | m.DiscardGrad] = field(default_factory=deque)
     # (worker, ticket) of pushes whose memory is in use until the update. No pair is there twice.
     kept: list[tuple[int, int]] = field(default_factory=list)
     # Of several workers, for steps that are not applied: step -> whose gradient of it is whole.
     closed: dict[int, set[int]] = field(default_factory=dict)
     # The same: step -> worker -> the update that it asked for.
-    asked: dict[int, dict[int, ApplyUpdate]] = field(default_factory=dict)
+    asked: dict[int, dict[int, m.ApplyUpdate]] = field(default_factory=dict)
     summed_in: int | None = None  # the step of the sum that was taken last and not dropped
     # What a worker said of its next step while this one's update is due, in order.
     early: list[Early] = field(default_factory=list)
@@ -145,15 +138,17 @@ class ChunkState:
         assert (self.buffer is not None) == holds_buffer
         assert all(pull.version > self.version or self.changing for pull in self.pulls)
         assert self.answering >= 0
-        assert not self.holds or isinstance(self.holds[0], Push)
+        assert not self.holds or isinstance(self.holds[0], m.Push)
         assert len(set(self.kept)) == len(self.kept)
         for step, said in (*self.closed.items(), *self.asked.items()):
             assert step >= next_step and said and all(0 <= worker < workers for worker in said)
         assert self.summed_in is None or self.summed_in <= next_step
-        spilling = bool(self.early) and isinstance(self.early[0], Spill)
+        spilling = bool(self.early) and isinstance(self.early[0], m.Spill)
         assert not self.early or self.update_due or self.asked or spilling
         slots = [
-            one.spill_slot for one in (*self.early, *self.holds) if isinstance(one, Push | Spill)
+            one.spill_slot
+            for one in (*self.early, *self.holds)
+            if isinstance(one, m.Push | m.Spill)
         ]
         used = [slot for slot in slots if slot is not None]
         assert len(used) == len(self.spill_slots) and set(used) == self.spill_slots
@@ -161,5 +156,5 @@ class ChunkState:
     def asks_in(self) -> set[int]:
         """Steps in which a worker asked for an update that is not written yet."""
         updates = [one for one in (self.queued, self.active) if one is not None]
-        updates += [one for one in self.early if isinstance(one, ApplyUpdate)]
+        updates += [one for one in self.early if isinstance(one, m.ApplyUpdate)]
         return {one.step for one in updates} | set(self.asked)

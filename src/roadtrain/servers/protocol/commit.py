@@ -26,17 +26,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from roadtrain.errors import DivergedError
-from roadtrain.servers.protocol.messages import (
-    Commit,
-    CommitDone,
-    EndStep,
-    Prepared,
-    WorkerMessage,
-    Written,
-)
+from roadtrain.servers.protocol import messages as m
 
 _MASK = (1 << 64) - 1
-Addressed: TypeAlias = tuple[int, WorkerMessage]  # to which server
+Addressed: TypeAlias = tuple[int, m.WorkerMessage]  # to which server
 
 
 @dataclass(frozen=True)
@@ -90,7 +83,7 @@ class CommitStateMachine:
         self.committed = committed
         # Of every step after `committed` up to `ended`:
         self.prepared: dict[int, set[int]] = {}  # step -> servers other than the first
-        self.written: dict[int, dict[int, Written]] = {}  # step -> server -> what it said
+        self.written: dict[int, dict[int, m.Written]] = {}  # step -> server -> what it said
         # Of some of these steps:
         self.blobs: dict[int, Any] = {}  # those that are known and not yet sent to the first
         self.told: set[int] = set()  # steps whose blob the others have, with replicas
@@ -104,8 +97,8 @@ class CommitStateMachine:
         self.prepared[step] = set()
         self.written[step] = {}
         return [
-            (self.first, EndStep(step, word=word)),
-            *((server, EndStep(step)) for server in self.others),
+            (self.first, m.EndStep(step, word=word)),
+            *((server, m.EndStep(step)) for server in self.others),
         ]
 
     def blob(self, step: int, blob: Any) -> list[Addressed]:
@@ -116,11 +109,11 @@ class CommitStateMachine:
         self.blobs[step] = blob
         return self._move(step)
 
-    def on_prepared(self, event: Prepared) -> list[Addressed]:
+    def on_prepared(self, event: m.Prepared) -> list[Addressed]:
         self.prepared[event.step].add(event.server)
         return self._move(event.step)
 
-    def on_written(self, event: Written) -> list[Addressed]:
+    def on_written(self, event: m.Written) -> list[Addressed]:
         mine = {owner: both for owner, *both in event.sums}
         for other in self.written[event.step].values():
             for owner, *its in other.sums:
@@ -131,7 +124,7 @@ class CommitStateMachine:
         self.written[event.step][event.server] = event
         return self._move(event.step)
 
-    def on_committed(self, event: CommitDone) -> list[Addressed]:
+    def on_committed(self, event: m.CommitDone) -> list[Addressed]:
         assert event.step == self.committed + 1
         self.committed = event.step
         del self.prepared[event.step], self.written[event.step]
@@ -155,12 +148,12 @@ class CommitStateMachine:
         if self.everywhere and step not in self.told and self.own in (None, *self.prepared[step]):
             self.told.add(step)
             out += [
-                (other, Commit(step, self.blobs[step]))
+                (other, m.Commit(step, self.blobs[step]))
                 for other in self.others
                 if other != self.own
             ]
         if len(self.prepared[step]) == len(self.others):
-            out.append((self.first, Commit(step, self.blobs.pop(step))))
+            out.append((self.first, m.Commit(step, self.blobs.pop(step))))
         return out
 
     def missing(self) -> str:

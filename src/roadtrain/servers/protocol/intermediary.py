@@ -18,24 +18,17 @@ from enum import Enum
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from roadtrain.errors import LostError
-from roadtrain.servers.protocol.messages import (
-    Commit,
-    CommitDone,
-    EndStep,
-    PeerLost,
-    Pull,
-    WorkerMessage,
-)
+from roadtrain.servers.protocol import messages as m
 
 Key: TypeAlias = tuple[int, int]  # chunk, version
-StepEvent: TypeAlias = EndStep | Commit | CommitDone | PeerLost
+StepEvent: TypeAlias = m.EndStep | m.Commit | m.CommitDone | m.PeerLost
 
 
 @dataclass(frozen=True, slots=True)
 class Up:
     """A message to the server. A pull's `into` is the number of its buffer."""
 
-    message: WorkerMessage
+    message: m.WorkerMessage
 
 
 D = TypeVar("D")  # the action that gives a copy to workers
@@ -45,7 +38,7 @@ D = TypeVar("D")  # the action that gives a copy to workers
 class CopyRequest(Generic[D]):
     """Somebody wants the version of a chunk that `pull` names."""
 
-    pull: Pull
+    pull: m.Pull
     given: Callable[[int], D]  # the action, of the number of the buffer that holds it
 
     @property
@@ -57,7 +50,7 @@ class CopyRequest(Generic[D]):
 class Give:
     """Send what is in a buffer to the worker that asked."""
 
-    pull: Pull
+    pull: m.Pull
     buffer: int
 
 
@@ -148,7 +141,7 @@ class Intermediary(Generic[D]):
         copy.readers += len(requests)
         return [one.given(copy.buffer) for one in requests]
 
-    def _given(self, pull: Pull) -> list[Up | D]:
+    def _given(self, pull: m.Pull) -> list[Up | D]:
         """A copy was given to those that asked as `pull` did."""
         self.copies[pull.chunk, pull.version].readers -= 1
         out: list[Up | D] = []
@@ -163,17 +156,17 @@ class Intermediary(Generic[D]):
 
     def _step(self, event: StepEvent) -> list[Up]:
         match event:
-            case EndStep():
+            case m.EndStep():
                 return self._end_step(event)
-            case Commit():
+            case m.Commit():
                 return self._commit(event)
-            case CommitDone(step):
+            case m.CommitDone(step):
                 return self._committed(step)
-            case PeerLost():
+            case m.PeerLost():
                 self._peer_lost(event)
                 return []
 
-    def _end_step(self, event: EndStep) -> list[Up]:
+    def _end_step(self, event: m.EndStep) -> list[Up]:
         self._nobody_lost()
         ending = self.ending.setdefault(event.step, {})
         ending[event.worker] = event.word
@@ -181,21 +174,21 @@ class Intermediary(Generic[D]):
             return []
         del self.ending[event.step]
         words = [ending[worker] for worker in sorted(ending)]
-        return [Up(EndStep(event.step, word=words if any(words) else b""))]
+        return [Up(m.EndStep(event.step, word=words if any(words) else b""))]
 
-    def _commit(self, event: Commit) -> list[Up]:
+    def _commit(self, event: m.Commit) -> list[Up]:
         blobs = self.commits.setdefault(event.step, {})
         blobs[event.worker] = event.blob
         if len(blobs) < self.workers:
             return []
         del self.commits[event.step]
-        return [Up(Commit(event.step, [blobs[worker] for worker in range(self.workers)]))]
+        return [Up(m.Commit(event.step, [blobs[worker] for worker in range(self.workers)]))]
 
     def _committed(self, step: int) -> list[Up]:
         if self.committed is not None and step <= self.committed:
             return []  # another worker said so before
         self.committed = step
-        return [Up(CommitDone(step))]
+        return [Up(m.CommitDone(step))]
 
     # workers that go
 
@@ -203,7 +196,7 @@ class Intermediary(Generic[D]):
         """Whether a chunk is in the middle of a step."""
         raise NotImplementedError
 
-    def _peer_lost(self, event: PeerLost) -> None:
+    def _peer_lost(self, event: m.PeerLost) -> None:
         """Nothing is lost where no step is open and none of the others begins one: they may be
         leaving too."""
         self.lost = f"worker {event.worker}{self.OF_WORKERS} has gone: {event.why}"

@@ -30,35 +30,8 @@ from dataclasses import replace
 from typing import Any
 
 from roadtrain.errors import LoopError, LostError
+from roadtrain.servers.protocol import messages as m
 from roadtrain.servers.protocol.chunk_state import AFTER_UPDATE, ChunkPhase, ChunkState, Early
-from roadtrain.servers.protocol.messages import (
-    Action,
-    Answer,
-    ApplyUpdate,
-    BufferFree,
-    Close,
-    Commit,
-    CommitDone,
-    Discard,
-    DiscardGrad,
-    Done,
-    EndStep,
-    Event,
-    GradAccumulated,
-    GradientMessage,
-    Hold,
-    PeerLost,
-    Prepare,
-    Pull,
-    Pulled,
-    Push,
-    Read,
-    Send,
-    Spill,
-    Total,
-    Update,
-    Write,
-)
 from roadtrain.servers.protocol.queues import Turns
 from roadtrain.servers.protocol.server_steps import ServerSpec, ServerSteps
 
@@ -82,56 +55,56 @@ class ServerStateMachine:
         self.updating = 0  # resident chunks that are UPDATING: at most AT_ONCE
         # The chunks that are UPDATED, where records rest on files: their writes wait.
         self.gated: deque[int] = deque()
-        self.turns: Turns[Pull] = Turns(spec.answers)
+        self.turns: Turns[m.Pull] = Turns(spec.answers)
         self.lost: str | None = None  # which worker has gone, and why
 
     @property
     def committed(self) -> int:
         return self.steps.committed
 
-    def handle(self, event: Event) -> list[Action]:
+    def handle(self, event: m.Event) -> list[m.Action]:
         """Next actions. Asserts on what a correct doer cannot report. Raises LostError where a
         step needs a worker that has gone, LoopError where workers do different things."""
         match event:
-            case Pull():
+            case m.Pull():
                 return self._pull(event)
-            case Push() | Close() | ApplyUpdate() | DiscardGrad():
+            case m.Push() | m.Close() | m.ApplyUpdate() | m.DiscardGrad():
                 return self._gradient(event)
-            case EndStep():
+            case m.EndStep():
                 self._nobody_lost()
                 return self.steps.end(event)
-            case Commit():
+            case m.Commit():
                 return self.steps.commit(event)
-            case CommitDone(step):
+            case m.CommitDone(step):
                 return self._committed(step)
-            case PeerLost():
+            case m.PeerLost():
                 return self._peer_lost(event)
-            case Done(action, result):
+            case m.Done(action, result):
                 return self._done(action, result)
 
-    def _done(self, action: Action, result: tuple[Any, ...]) -> list[Action]:
+    def _done(self, action: m.Action, result: tuple[Any, ...]) -> list[m.Action]:
         match action:
-            case Answer(pull):
+            case m.Answer(pull):
                 return self._answered(pull)
-            case Hold(push):
+            case m.Hold(push):
                 return self._held(push, *result)
-            case Spill():
+            case m.Spill():
                 return self._spilled(action)
-            case Total(chunk):
-                return [Send(GradAccumulated(chunk, *result))]
-            case Read(chunk):
+            case m.Total(chunk):
+                return [m.Send(m.GradAccumulated(chunk, *result))]
+            case m.Read(chunk):
                 return self._read(chunk)
-            case Update(chunk):
+            case m.Update(chunk):
                 return self._updated(chunk, *result)
-            case Write(chunk):
+            case m.Write(chunk):
                 return self._written(chunk)
-            case Prepare(step):
+            case m.Prepare(step):
                 return self._prepared(step)
         raise AssertionError(f"nobody reports that {action} is done")
 
     # workers that come and go
 
-    def _peer_lost(self, event: PeerLost) -> list[Action]:
+    def _peer_lost(self, event: m.PeerLost) -> list[m.Action]:
         """Nothing is lost where no step is open and none of the others begins one: they may be
         leaving too."""
         step = self.committed + 1
@@ -146,7 +119,7 @@ class ServerStateMachine:
 
     # pulls
 
-    def _pull(self, pull: Pull) -> list[Action]:
+    def _pull(self, pull: m.Pull) -> list[m.Action]:
         chunk = self.chunks[pull.chunk]
         if chunk.version < pull.version or chunk.changing:
             chunk.pulls.append(pull)
@@ -154,9 +127,9 @@ class ServerStateMachine:
         self.turns.ask(pull.worker, pull)
         return self._answers()
 
-    def _answers(self) -> list[Action]:
+    def _answers(self) -> list[m.Action]:
         """Begin those whose turn it is."""
-        out: list[Action] = []
+        out: list[m.Action] = []
         while (pull := self.turns.next()) is not None:
             chunk = self.chunks[pull.chunk]
             if chunk.changing:  # the update began before this pull's turn came
@@ -166,23 +139,26 @@ class ServerStateMachine:
                 out.append(self._answer(chunk, pull))
         return out
 
-    def _answer(self, chunk: ChunkState, pull: Pull) -> Answer:
+    def _answer(self, chunk: ChunkState, pull: m.Pull) -> m.Answer:
         chunk.answering += 1
         newest = chunk.master_from is not None and pull.version >= chunk.master_from
         kept = chunk.resident if newest else chunk.in_memory
-        return Answer(pull, kept or chunk.phase in AFTER_UPDATE, newest)
+        return m.Answer(pull, kept or chunk.phase in AFTER_UPDATE, newest)
 
-    def _answered(self, pull: Pull) -> list[Action]:
+    def _answered(self, pull: m.Pull) -> list[m.Action]:
         chunk = self.chunks[pull.chunk]
         chunk.answering -= 1
         self.turns.answered(pull.worker)
-        out: list[Action] = [Send(Pulled(pull.ticket, pull.chunk), pull.worker), *self._answers()]
+        out: list[m.Action] = [
+            m.Send(m.Pulled(pull.ticket, pull.chunk), pull.worker),
+            *self._answers(),
+        ]
         if chunk.answering == 0 and chunk.phase is ChunkPhase.READ:
             out.append(self._update(pull.chunk, chunk))
         self._finish_write(chunk)
         return out + self._advance()
 
-    def _answer_waiting(self, chunk: ChunkState) -> list[Action]:
+    def _answer_waiting(self, chunk: ChunkState) -> list[m.Action]:
         ready = [pull for pull in chunk.pulls if pull.version <= chunk.version]
         chunk.pulls = [pull for pull in chunk.pulls if pull.version > chunk.version]
         for pull in ready:
@@ -191,92 +167,92 @@ class ServerStateMachine:
 
     # gradients
 
-    def _gradient(self, event: GradientMessage) -> list[Action]:
-        if not isinstance(event, DiscardGrad):
+    def _gradient(self, event: m.GradientMessage) -> list[m.Action]:
+        if not isinstance(event, m.DiscardGrad):
             self._nobody_lost()
-        if isinstance(event, ApplyUpdate):
+        if isinstance(event, m.ApplyUpdate):
             self.steps.update_asked(event.step, event.chunk)
         chunk = self.chunks[event.chunk]
         if chunk.update_due or chunk.heard_early(event.worker):
             return self._set_aside(chunk, event)
         match event:
-            case Push():
+            case m.Push():
                 chunk.holds.append(event)
-                return [Hold(event)] if len(chunk.holds) == 1 else []
-            case Close():
+                return [m.Hold(event)] if len(chunk.holds) == 1 else []
+            case m.Close():
                 chunk.closed.setdefault(event.step, set()).add(event.worker)
                 return self._meet(event.chunk)
-            case ApplyUpdate():
+            case m.ApplyUpdate():
                 return self._update_asked(chunk, event)
-            case DiscardGrad():
+            case m.DiscardGrad():
                 if not chunk.holds:
                     return self._discard(chunk, event)
                 chunk.holds.append(event)  # what was pushed before it is still being held
                 return []
 
-    def _set_aside(self, chunk: ChunkState, event: GradientMessage) -> list[Action]:
+    def _set_aside(self, chunk: ChunkState, event: m.GradientMessage) -> list[m.Action]:
         """The chunk's step before comes first: its gradient is still needed."""
-        if not isinstance(event, Push) or not self._in_the_way(event):
+        if not isinstance(event, m.Push) or not self._in_the_way(event):
             chunk.early.append(event)
             return []
-        spill = Spill(event, chunk.next_spill_slot(self.spec.workers))
+        spill = m.Spill(event, chunk.next_spill_slot(self.spec.workers))
         chunk.early.append(spill)
         return [spill]
 
-    def _in_the_way(self, push: Push) -> bool:
+    def _in_the_way(self, push: m.Push) -> bool:
         """Whether the worker waits for its memory: not kept, and neither compressed nor spilled."""
         if push.keep or not self.spec.durable:
             return False
         return push.sums is None and push.spill_slot is None
 
-    def _spilled(self, spill: Spill) -> list[Action]:
+    def _spilled(self, spill: m.Spill) -> list[m.Action]:
         push, chunk = spill.push, self.chunks[spill.chunk]
         at = next(i for i, one in enumerate(chunk.early) if one is spill)
         chunk.early[at] = replace(push, grad=None, spill_slot=spill.spill_slot)
-        return [Send(BufferFree(push.ticket), push.worker), *self._in_turn(chunk)]
+        return [m.Send(m.BufferFree(push.ticket), push.worker), *self._in_turn(chunk)]
 
-    def _in_turn(self, chunk: ChunkState) -> list[Action]:
+    def _in_turn(self, chunk: ChunkState) -> list[m.Action]:
         """What was early is said again; up to what is still being written away."""
-        out: list[Action] = []
+        out: list[m.Action] = []
         said: deque[Early] = deque(chunk.early)
         chunk.early = []
-        while said and not isinstance(said[0], Spill):
+        while said and not isinstance(said[0], m.Spill):
             event = said.popleft()
-            assert not isinstance(event, Spill)
+            assert not isinstance(event, m.Spill)
             out += self.handle(event)
         chunk.early += said
         return out
 
-    def _held(self, push: Push, sums: Any, kept: bool) -> list[Action]:
+    def _held(self, push: m.Push, sums: Any, kept: bool) -> list[m.Action]:
         chunk = self.chunks[push.chunk]
         chunk.holds.popleft()
-        out: list[Action] = []
+        out: list[m.Action] = []
         if self.spec.alone:
-            out.append(Send(GradAccumulated(push.chunk, sums)))
+            out.append(m.Send(m.GradAccumulated(push.chunk, sums)))
         if push.spill_slot is not None:
             chunk.spill_slots.remove(push.spill_slot)
         elif kept:
             chunk.kept.append((push.worker, push.ticket))
         else:
-            out.append(Send(BufferFree(push.ticket), push.worker))
-        while chunk.holds and isinstance(discard := chunk.holds[0], DiscardGrad):
+            out.append(m.Send(m.BufferFree(push.ticket), push.worker))
+        while chunk.holds and isinstance(discard := chunk.holds[0], m.DiscardGrad):
             chunk.holds.popleft()
             out += self._discard(chunk, discard)
-        if chunk.holds and isinstance(following := chunk.holds[0], Push):
-            out.append(Hold(following))
+        if chunk.holds and isinstance(following := chunk.holds[0], m.Push):
+            out.append(m.Hold(following))
         return out + self._meet(push.chunk) + self._advance()
 
-    def _discard(self, chunk: ChunkState, event: DiscardGrad) -> list[Action]:
+    def _discard(self, chunk: ChunkState, event: m.DiscardGrad) -> list[m.Action]:
         assert chunk.queued is None
         chunk.summed_in = None  # what is pushed instead is summed anew
-        return [Discard(event.chunk, event.worker), *self._free_kept(chunk, event.worker)]
+        return [m.Discard(event.chunk, event.worker), *self._free_kept(chunk, event.worker)]
 
-    def _free_kept(self, chunk: ChunkState, worker: int | None = None) -> list[Action]:
-        return [Send(BufferFree(ticket), to) for to, ticket in chunk.free_kept(worker)]
+    def _free_kept(self, chunk: ChunkState, worker: int | None = None) -> list[m.Action]:
+        return [m.Send(m.BufferFree(ticket), to) for to, ticket in chunk.free_kept(worker)]
 
     # updates
 
-    def _update_asked(self, chunk: ChunkState, update: ApplyUpdate) -> list[Action]:
+    def _update_asked(self, chunk: ChunkState, update: m.ApplyUpdate) -> list[m.Action]:
         if self.spec.alone:
             self._enqueue(chunk, update)
             return self._advance()
@@ -287,7 +263,7 @@ class ServerStateMachine:
             chunk.closed.setdefault(update.step, set()).add(update.worker)
         return self._meet(update.chunk) + self._advance()
 
-    def _enqueue(self, chunk: ChunkState, update: ApplyUpdate) -> None:
+    def _enqueue(self, chunk: ChunkState, update: m.ApplyUpdate) -> None:
         assert chunk.queued is None, f"chunk {update.chunk} is asked to update twice"
         chunk.queued = update
         queue = self.resident_queue if chunk.resident else self.queue
@@ -297,7 +273,7 @@ class ServerStateMachine:
         """The step that makes the chunk's next version."""
         return self.spec.committed + chunk.version + 1
 
-    def _meet(self, number: int) -> list[Action]:
+    def _meet(self, number: int) -> list[m.Action]:
         """With several workers: the chunk's next step goes on once all have said the same. What
         they say of a later one waits until this one's update is done, so that no gradient is taken
         for another step's."""
@@ -305,11 +281,11 @@ class ServerStateMachine:
         if chunk.holds or self.spec.alone:
             return []
         step, workers = self._next_step(chunk), self.spec.workers
-        out: list[Action] = []
+        out: list[m.Action] = []
         if len(chunk.closed.get(step, ())) == workers:
             del chunk.closed[step]
             chunk.summed_in = step
-            out.append(Total(number))
+            out.append(m.Total(number))
         if len(chunk.asked.get(step, ())) < workers:
             return out
         asked = chunk.asked.pop(step)
@@ -319,23 +295,23 @@ class ServerStateMachine:
             return out
         chunk.version += 1  # nobody has a gradient: the step passes
         self.steps.update_over(step, number)
-        out += [Discard(number, None), *self._free_kept(chunk), *self._answer_waiting(chunk)]
+        out += [m.Discard(number, None), *self._free_kept(chunk), *self._answer_waiting(chunk)]
         return out + self._meet(number) + self._in_turn(chunk) + self.steps.prepare()
 
-    def _read(self, number: int) -> list[Action]:
+    def _read(self, number: int) -> list[m.Action]:
         chunk = self.chunks[number]
         if chunk.answering and chunk.in_memory:
             chunk.enter(ChunkPhase.READ)  # what is being copied out must not change under the copy
             return []
         return [self._update(number, chunk)]
 
-    def _update(self, number: int, chunk: ChunkState) -> Update:
+    def _update(self, number: int, chunk: ChunkState) -> m.Update:
         assert chunk.active is not None
         chunk.enter(ChunkPhase.UPDATING)
         self.updating += chunk.resident
-        return Update(number, chunk.active)
+        return m.Update(number, chunk.active)
 
-    def _updated(self, number: int, checksum: int = 0) -> list[Action]:
+    def _updated(self, number: int, checksum: int = 0) -> list[m.Action]:
         chunk = self.chunks[number]
         chunk.enter(ChunkPhase.UPDATED)
         assert chunk.active is not None
@@ -355,7 +331,7 @@ class ServerStateMachine:
         self.gated.append(number)
         return out + self._advance()
 
-    def _written(self, number: int) -> list[Action]:
+    def _written(self, number: int) -> list[m.Action]:
         chunk = self.chunks[number]
         assert chunk.active is not None
         chunk.enter(ChunkPhase.WRITTEN)
@@ -373,18 +349,18 @@ class ServerStateMachine:
             self.free.append(chunk.buffer)
             chunk.buffer = None
 
-    def _prepared(self, step: int) -> list[Action]:
+    def _prepared(self, step: int) -> list[m.Action]:
         said = self.steps.prepared(step)
         started = self._advance() if self.spec.commits else []
         return [said, *started, *self.steps.prepare()]
 
-    def _committed(self, step: int) -> list[Action]:
+    def _committed(self, step: int) -> list[m.Action]:
         if step <= self.committed:
             return []  # another worker said so before
         self.steps.committed = step
         return self._advance() + self.steps.prepare()
 
-    def _advance(self) -> list[Action]:
+    def _advance(self) -> list[m.Action]:
         """Start what can start: writes past the gate, then updates and reads of the most wanted
         chunks."""
         return [
@@ -393,15 +369,15 @@ class ServerStateMachine:
             *self._start_updates(self.queue, lambda: bool(self.free)),
         ]
 
-    def _start_writes(self) -> list[Action]:
-        out: list[Action] = []
+    def _start_writes(self) -> list[m.Action]:
+        out: list[m.Action] = []
         waiting: deque[int] = deque()
         for number in self.gated:
             chunk = self.chunks[number]
             assert chunk.active is not None
             if self.committed >= chunk.active.step - 1 and not chunk.answering:
                 chunk.enter(ChunkPhase.WRITING)
-                out.append(Write(number))
+                out.append(m.Write(number))
             else:
                 waiting.append(number)
         self.gated = waiting
@@ -409,8 +385,8 @@ class ServerStateMachine:
 
     def _start_updates(
         self, queue: list[tuple[int, int, int]], room: Callable[[], bool]
-    ) -> list[Action]:
-        out: list[Action] = []
+    ) -> list[m.Action]:
+        out: list[m.Action] = []
         later: list[tuple[int, int, int]] = []
         while queue and room():
             entry = heapq.heappop(queue)
@@ -427,14 +403,14 @@ class ServerStateMachine:
             else:
                 chunk.enter(ChunkPhase.READING)
                 chunk.buffer = self.free.pop()
-                out.append(Read(number, chunk.buffer))
+                out.append(m.Read(number, chunk.buffer))
         for entry in later:
             heapq.heappush(queue, entry)
         return out
 
     # for people, and for tests
 
-    def waits(self) -> tuple[list[Pull], list[tuple[int, str]]]:
+    def waits(self) -> tuple[list[m.Pull], list[tuple[int, str]]]:
         """The pulls that wait for a version or their turn; which worker owes what."""
         ending = self.steps.ending.items()
         owed = [(step, ended, f"the end of step {step}") for step, ended in ending]
@@ -472,7 +448,7 @@ class ServerStateMachine:
         self.turns.check()
 
 
-def agreed(updates: Sequence[ApplyUpdate]) -> ApplyUpdate:
+def agreed(updates: Sequence[m.ApplyUpdate]) -> m.ApplyUpdate:
     """What all workers asked for, in their order. A parameter without a gradient on some of them
     is scaled as the others say. Raises LoopError where they say different things: their models
     or loops differ."""

@@ -14,19 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from roadtrain.servers.protocol import messages as m
 from roadtrain.servers.protocol.chunk_state import Resident
 from roadtrain.servers.protocol.commit import added
-from roadtrain.servers.protocol.messages import (
-    Action,
-    Commit,
-    CommitDone,
-    EndStep,
-    Prepare,
-    Prepared,
-    Send,
-    StepWords,
-    Written,
-)
 
 
 @dataclass(frozen=True)
@@ -102,7 +92,7 @@ class ServerSteps:
             sums = self.sums.setdefault(step, {})
             sums[owner] = added(sums.get(owner, (0, 0)), chunk, checksum)
 
-    def end(self, event: EndStep) -> list[Action]:
+    def end(self, event: m.EndStep) -> list[m.Action]:
         ending = self.ending.setdefault(event.step, set())
         ending.add(event.worker)
         words = self.words.setdefault(event.step, {})
@@ -113,41 +103,41 @@ class ServerSteps:
         self.ended.append(event.step)
         self.open_updates.setdefault(event.step, set())
         said = [words[worker] for worker in sorted(words)]
-        out: list[Action] = [Send(StepWords(event.step, said))] if any(said) else []
+        out: list[m.Action] = [m.Send(m.StepWords(event.step, said))] if any(said) else []
         return out + self.prepare()
 
-    def commit(self, event: Commit) -> list[Action]:
+    def commit(self, event: m.Commit) -> list[m.Action]:
         self.blobs.setdefault(event.step, {})[event.worker] = event.blob
         return self.prepare()
 
-    def prepare(self) -> list[Action]:
+    def prepare(self) -> list[m.Action]:
         """Prepare the oldest ended step, if it is its turn."""
         if not self.ended or self.preparing is not None or self.open_updates[self.ended[0]]:
             return []
         step = self.ended[0]
         if self.committed < step - 1:
             return []
-        out: list[Action] = []
+        out: list[m.Action] = []
         if self.spec.everywhere and self.said_written < step:
             self.said_written = step
             sums = [(owner, *both) for owner, both in sorted(self.sums.pop(step, {}).items())]
-            out.append(Send(Written(self.spec.number, step, tuple(sums))))
+            out.append(m.Send(m.Written(self.spec.number, step, tuple(sums))))
         if self.spec.keeps_blobs and len(self.blobs.get(step, ())) < self.spec.workers:
             return out
         self.ended.popleft()
         del self.open_updates[step]
         self.preparing = step
         blobs = self.blobs.pop(step, {})
-        return [*out, Prepare(step, [blobs[worker] for worker in sorted(blobs)])]
+        return [*out, m.Prepare(step, [blobs[worker] for worker in sorted(blobs)])]
 
-    def prepared(self, step: int) -> Send:
+    def prepared(self, step: int) -> m.Send:
         """Returns what is said of it."""
         assert self.preparing == step
         self.preparing = None
         if not self.spec.commits:
-            return Send(Prepared(self.spec.number, step))
+            return m.Send(m.Prepared(self.spec.number, step))
         self.committed = step
-        return Send(CommitDone(step))
+        return m.Send(m.CommitDone(step))
 
     def check(self) -> None:
         """Assert every invariant."""

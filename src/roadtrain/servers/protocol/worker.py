@@ -1,15 +1,15 @@
 """What a worker does next: which version of which chunk it asks for and where to, which gradient
-buffer is free, what is said of a gradient and to whom, when a step may end and be committed. Events
-in, actions out; no I/O, no threads, no clock. servers/worker.py carries the actions out, and waits
-until what an event needs is so (the questions: `slot_of`, `is_coming`, `next_buffer`, `may_say`,
-`sums_here`, `may_end`).
+buffer is free, what is said of a gradient and to whom, when a step may end and be committed. Calls
+and messages in, actions out; no I/O, no threads, no clock. servers/worker.py carries the actions
+out, and waits until what a call needs is so (the questions: `slot_of`, `is_coming`, `free`,
+`may_say`, `sums_here`, `may_end`).
 
 A block's gradient through one step (block_state.NEXT_PHASES says what may follow what):
-    GradReady -> HELD      it rests at the block's servers, once SendDense or SendPacked has sent it
-    CloseGrad -> *_CLOSED  (several workers) all were told that this worker's part is whole
-    DropGrad  -> EMPTY     the servers drop it
-    BeginUpdate, EndUpdate -> UPDATED   the update has begun: pulls ask for the next version
-    EndOpenStep -> EMPTY
+    grad_ready -> HELD      it rests at the block's servers, once send_dense or send_packed sent it
+    close_grad -> *_CLOSED  (several workers) all were told that this worker's part is whole
+    drop_grad  -> EMPTY     the servers drop it
+    begin_update, end_update -> UPDATED   the update has begun: pulls ask for the next version
+    end_step -> EMPTY
 
 With several workers the sums of squares of a gradient come once, when all have closed it; with one
 they come of each push.
@@ -27,13 +27,49 @@ from typing import Any
 from roadtrain.chunks import Chunk, ChunkTable
 from roadtrain.errors import LoopError
 from roadtrain.servers.protocol import messages
-from roadtrain.servers.protocol import worker_events as w
 from roadtrain.servers.protocol.block_state import BlockState, GradPhase, SquareSums
 from roadtrain.servers.protocol.commit import CommitStateMachine
 from roadtrain.servers.protocol.prefetch import Prefetcher, PullBlock
 
 UNCOMMITTED = 2  # steps that may have ended and not be committed, where the staleness is not more
 NEVER_KEPT = 2  # gradient buffers that servers may not keep until the update
+
+# param -> what its gradient is multiplied by, None: it has no gradient
+Scales = Callable[[int], float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    message: Any
+    servers: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPull:
+    chunk: Chunk
+    version: int
+    ticket: int
+    server: int
+    at: int  # in the target
+
+
+@dataclass(frozen=True, slots=True)
+class StartPulls:
+    """As soon as the device no longer reads `target`; an int is a slot."""
+
+    target: Hashable
+    pulls: Sequence[ChunkPull]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyIn:
+    """All that was pulled into `target` is there: to the device with it."""
+
+    target: Hashable
+    block: int
+
+
+Action = Say | StartPulls | CopyIn
 
 
 @dataclass(frozen=True)
@@ -97,42 +133,26 @@ class WorkerStateMachine:
             setup.servers, committed, everywhere=setup.replicas > 1, own=setup.own
         )
 
-    def handle(self, event: Any) -> list[w.Action]:
-        match event:
-            case w.FetchBlock() | w.UseBlock() | w.ReleaseBlock() | w.FetchInto() | w.FetchNewest():
-                return self._on_fetch(event)
-            case w.TakeBuffer() | w.ReturnBuffer() | w.SendDense() | w.SendPacked():
-                return self._on_buffer(event)
-            case w.GradReady() | w.CloseGrad() | w.DropGrad() | w.BeginUpdate() | w.EndUpdate():
-                return self._on_grad(event)
-            case w.EndOpenStep(step, word):
-                return self._end_step(step, word)
-            case w.JobState(step, blob):
-                return _says(self.commit.blob(step, blob))
-            case w.BeginAgain(step):
-                return self._begin_again(step)
-            case _:
-                return self._on_message(event)
-
-    def _on_message(self, event: Any) -> list[w.Action]:
-        match event:
+    def handle(self, message: Any) -> list[Action]:
+        """A message from a server."""
+        match message:
             case messages.Pulled(ticket, _):
                 return self._pulled(ticket)
             case messages.GradAccumulated(chunk, sums):
                 self.blocks[self.table.chunks[chunk].block].came(chunk, sums)
-                return []
             case messages.BufferFree(ticket):
-                return self._read(ticket)
+                self._read(ticket)
             case messages.Written():
-                return _says(self.commit.on_written(event))
+                return _says(self.commit.on_written(message))
             case messages.Prepared():
-                return _says(self.commit.on_prepared(event))
+                return _says(self.commit.on_prepared(message))
             case messages.CommitDone():
-                return _says(self.commit.on_committed(event))
+                return _says(self.commit.on_committed(message))
             case messages.StepWords(step, words):
                 self.words[step] = words
-                return []
-        raise TypeError(f"no worker knows {event!r}")
+            case _:
+                raise TypeError(f"no worker knows {message!r}")
+        return []
 
     # questions
 
@@ -156,10 +176,6 @@ class WorkerStateMachine:
     def root_is_old(self) -> bool:
         """Whether the updates begun gave the root block another version than was asked for."""
         return self._root_version != self.blocks[0].version
-
-    def next_buffer(self) -> Hashable | None:
-        """None while none is free."""
-        return self.free[-1] if self.free else None
 
     def is_read(self, buffer: Hashable) -> bool:
         """Whether servers have yet to read what was sent out of it."""
@@ -217,54 +233,62 @@ class WorkerStateMachine:
 
     # pulls
 
-    def _on_fetch(self, event: Any) -> list[w.Action]:
-        match event:
-            case w.FetchBlock(block):
-                return self._plan(self.prefetch.asked(block))
-            case w.UseBlock(block):
-                self._uses.setdefault(block, []).append(self.prefetch.use(block))
-            case w.ReleaseBlock(block):
-                return self._plan(self.prefetch.returned(self._uses[block].pop()))
-            case w.FetchInto(block, target):
-                if block == 0:
-                    self._root_version = self.blocks[0].version
-                return [self._pull(block, target)]
-            case w.FetchNewest(chunk, target):
-                of = self.table.chunks[chunk]
-                pull = self._ticket(of.block, of, self.chunk_version[chunk], target, 0)
-                return [w.StartPulls(target, [pull])]
-        return []
+    def fetch_block(self, block: int) -> list[Action]:
+        """A forward or backward needs `block` now, in any slot."""
+        return self._plan(self.prefetch.asked(block))
 
-    def _plan(self, pulls: Sequence[PullBlock]) -> list[w.Action]:
-        out: list[w.Action] = []
+    def use_block(self, block: int) -> int:
+        """It runs from now on, on the slot returned."""
+        slot = self.prefetch.use(block)
+        self._uses.setdefault(block, []).append(slot)
+        return slot
+
+    def release_block(self, block: int) -> list[Action]:
+        """It no longer does."""
+        return self._plan(self.prefetch.returned(self._uses[block].pop()))
+
+    def fetch_into(self, block: int, target: Hashable) -> list[Action]:
+        """`block` is wanted in a buffer of its own; `target` is opaque, but no slot's number."""
+        if block == 0:
+            self._root_version = self.blocks[0].version
+        return [self._pull(block, target)]
+
+    def fetch_newest(self, number: int, target: Hashable) -> list[Action]:
+        """A chunk is wanted after every update that has begun."""
+        chunk = self.table.chunks[number]
+        pull = self._ticket(chunk.block, chunk, self.chunk_version[number], target, 0)
+        return [StartPulls(target, [pull])]
+
+    def _plan(self, pulls: Sequence[PullBlock]) -> list[Action]:
+        out: list[Action] = []
         for pull in pulls:
             self.slot_version[pull.slot] = self.blocks[pull.block].version
             out.append(self._pull(pull.block, pull.slot))
         return out
 
-    def _pull(self, block: int, target: Hashable) -> w.Action:
+    def _pull(self, block: int, target: Hashable) -> Action:
         assert target not in self._coming
         chunks = self.table.blocks[block].chunks
-        return w.StartPulls(
+        return StartPulls(
             target, [self._ticket(block, c, self._wanted(c), target, c.offset) for c in chunks]
         )
 
     def _ticket(
         self, block: int, chunk: Chunk, version: int, target: Hashable, at: int
-    ) -> w.ChunkPull:
+    ) -> ChunkPull:
         ticket = next(self._tickets)
         self._pulls[ticket] = block, target
         self._coming[target] = self._coming.get(target, 0) + 1
-        return w.ChunkPull(chunk, version, ticket, self.owners[chunk.id][0], at)
+        return ChunkPull(chunk, version, ticket, self.owners[chunk.id][0], at)
 
-    def _pulled(self, ticket: int) -> list[w.Action]:
+    def _pulled(self, ticket: int) -> list[Action]:
         block, target = self._pulls.pop(ticket)
         self._coming[target] -= 1
         if self._coming[target]:
             return []
         del self._coming[target]
         more = self._plan(self.prefetch.arrived(target)) if isinstance(target, int) else []
-        return [w.CopyIn(target, block), *more]
+        return [CopyIn(target, block), *more]
 
     def _wanted(self, chunk: Chunk) -> int:
         """The version that the step at work needs, or the next one where this one's update of
@@ -278,75 +302,74 @@ class WorkerStateMachine:
 
     # pushes
 
-    def _on_buffer(self, event: Any) -> list[w.Action]:
-        match event:
-            case w.TakeBuffer():
-                self.free.pop()
-            case w.ReturnBuffer(buffer):
-                self._give_back(buffer)
-            case w.SendDense():
-                return self._send_dense(event)
-            case w.SendPacked(chunk, grad, sums, fresh):
-                push = messages.Push(chunk, grad, fresh, True, next(self._tickets), sums)
-                return [w.Say(push, self.owners[chunk])]
-        return []
+    def take_buffer(self) -> Hashable:
+        """A gradient is computed into the buffer returned. Only while one is `free`."""
+        return self.free.pop()
 
-    def _send_dense(self, event: w.SendDense) -> list[w.Action]:
-        """The buffer is free again once every server has read every piece."""
-        pooled = event.buffer in self.pool
-        keep = event.keep_always or not pooled or len(self.kept) < len(self.pool) - NEVER_KEPT
-        if keep and event.fresh and pooled:
-            self.kept.add(event.buffer)
-        out: list[w.Action] = []
-        for chunk, grad, dtype in event.pieces:
+    def return_buffer(self, buffer: Hashable) -> None:
+        """Nobody reads what was computed into `buffer` any more."""
+        if buffer in self.pool:
+            self.free.append(buffer)
+
+    def send_packed(self, chunk: int, grad: Any, sums: Any, fresh: bool) -> list[Action]:
+        """As `send_dense`, of one chunk compressed into arrays of its own."""
+        push = messages.Push(chunk, grad, fresh, True, next(self._tickets), sums)
+        return [Say(push, self.owners[chunk])]
+
+    def send_dense(
+        self,
+        buffer: Hashable,
+        pieces: Sequence[tuple[Chunk, Any, str]],
+        fresh: bool,
+        then: Mapping[int, Say],
+        keep_always: bool,
+    ) -> list[Action]:
+        """The host copy of what was computed into `buffer` is complete; the buffer is free again
+        once every server has read every piece. `pieces`: (chunk, its gradient, what it was
+        downcast to). `fresh`: it begins a new sum. `then`: what is said right behind a chunk.
+        `keep_always`: no gradient waits for step(), so none is moved elsewhere."""
+        pooled = buffer in self.pool
+        keep = keep_always or not pooled or len(self.kept) < len(self.pool) - NEVER_KEPT
+        if keep and fresh and pooled:
+            self.kept.add(buffer)
+        out: list[Action] = []
+        for chunk, grad, dtype in pieces:
             for server in self.owners[chunk.id]:
                 ticket = next(self._tickets)
-                self._pushes[ticket] = event.buffer
-                self._read_by[event.buffer] = self._read_by.get(event.buffer, 0) + 1
-                push = messages.Push(chunk.id, grad, event.fresh, keep, ticket, dtype=dtype)
-                out.append(w.Say(push, (server,)))
-            if chunk.id in event.then:
-                out.append(event.then[chunk.id])
+                self._pushes[ticket] = buffer
+                self._read_by[buffer] = self._read_by.get(buffer, 0) + 1
+                push = messages.Push(chunk.id, grad, fresh, keep, ticket, dtype=dtype)
+                out.append(Say(push, (server,)))
+            if chunk.id in then:
+                out.append(then[chunk.id])
         return out
 
-    def _read(self, ticket: int) -> list[w.Action]:
+    def _read(self, ticket: int) -> None:
         buffer = self._pushes.pop(ticket, None)
         if buffer is None:
-            return []  # a compressed push: its arrays are their own
+            return  # a compressed push: its arrays are their own
         self._read_by[buffer] -= 1
         if not self._read_by[buffer]:
             del self._read_by[buffer]
             self.kept.discard(buffer)
-            self._give_back(buffer)
-        return []
-
-    def _give_back(self, buffer: Hashable) -> None:
-        if buffer in self.pool:
-            self.free.append(buffer)
+            self.return_buffer(buffer)
 
     # a block's gradient
 
-    def _on_grad(self, event: Any) -> list[w.Action]:
-        match event:
-            case w.GradReady(block, present):
-                self.check_takes_grad(block)
-                state = self.blocks[block]
-                state.enter(GradPhase.HELD_CLOSED if state.closed else GradPhase.HELD)
-                state.present.update(present)
-                if self.workers_of(block) == 1:
-                    self._expect_sums(block)
-            case w.CloseGrad(block):
-                self._close(block)
-                step = self.open_step
-                return self._of_chunks(block, lambda chunk: messages.Close(chunk, step))
-            case w.DropGrad(block):
-                return self._drop(block)
-            case w.BeginUpdate():
-                return self._begin_update(event)
-            case w.EndUpdate(block):
-                self.blocks[block].present.clear()
-                return self._discard(self.left_over(block))
-        return []
+    def grad_ready(self, block: int, present: Sequence[int]) -> None:
+        """There is a gradient of `block`, of its parameters `present`."""
+        self.check_takes_grad(block)
+        state = self.blocks[block]
+        state.enter(GradPhase.HELD_CLOSED if state.closed else GradPhase.HELD)
+        state.present.update(present)
+        if self.workers_of(block) == 1:
+            self._expect_sums(block)
+
+    def close_grad(self, block: int) -> list[Action]:
+        """This worker's gradient of `block` is whole. Only where `may_say` and `is_open(block)`."""
+        self._close(block)
+        chunks = self.table.blocks[block].trainable
+        return [Say(messages.Close(c.id, self.open_step), self.owners[c.id]) for c in chunks]
 
     def _expect_sums(self, block: int) -> None:
         """GradAccumulated messages for a gradient of `block`: one of each server, so that the
@@ -355,12 +378,8 @@ class WorkerStateMachine:
         for chunk in self.table.blocks[block].trainable:
             due[chunk.id] = due.get(chunk.id, 0) + len(self.owners[chunk.id])
 
-    def _of_chunks(self, block: int, message: Callable[[int], Any]) -> list[w.Action]:
-        chunks = self.table.blocks[block].trainable
-        return [w.Say(message(c.id), self.owners[c.id]) for c in chunks]
-
-    def _discard(self, chunks: Sequence[Chunk]) -> list[w.Action]:
-        return [w.Say(messages.DiscardGrad(c.id), self.owners[c.id]) for c in chunks]
+    def _discard(self, chunks: Sequence[Chunk]) -> list[Action]:
+        return [Say(messages.DiscardGrad(c.id), self.owners[c.id]) for c in chunks]
 
     def _close(self, block: int) -> None:
         if self.is_open(block):
@@ -368,7 +387,8 @@ class WorkerStateMachine:
             state.enter(GradPhase.HELD_CLOSED if state.held else GradPhase.EMPTY_CLOSED)
             self._expect_sums(block)
 
-    def _drop(self, block: int) -> list[w.Action]:
+    def drop_grad(self, block: int) -> list[Action]:
+        """The gradient of `block` is not wanted. Only where `may_say`, and its sums are here."""
         state = self.blocks[block]
         assert state.held and not state.sums.due
         self.current.discard(block)
@@ -377,32 +397,43 @@ class WorkerStateMachine:
         state.sums = SquareSums()
         return self._discard(self.table.blocks[block].trainable)
 
-    def _begin_update(self, event: w.BeginUpdate) -> list[w.Action]:
-        """From now on the block has its next version. One worker leaves out what has no
-        gradient; several release every chunk, and the server takes what any of them has."""
-        state, workers = self.blocks[event.block], self.workers_of(event.block)
-        assert event.step == self.open_step
-        self._close(event.block)
-        out: list[w.Action] = []
-        for chunk in self.table.blocks[event.block].trainable:
-            scales = [
-                event.scales(s.param) if s.param in state.present else None for s in chunk.spans
-            ]
+    def begin_update(
+        self,
+        block: int,
+        step: int,
+        hyperparameters: Mapping[int, tuple[float, ...]],
+        scales: Scales,
+    ) -> list[Action]:
+        """The update of `block` as part of `step`: of every span whose `scales(param)` is not None.
+        From now on the block has its next version. One worker leaves out what has no gradient;
+        several release every chunk, and the server takes what any of them has."""
+        state, workers = self.blocks[block], self.workers_of(block)
+        assert step == self.open_step
+        self._close(block)
+        out: list[Action] = []
+        for chunk in self.table.blocks[block].trainable:
+            scaled = [scales(s.param) if s.param in state.present else None for s in chunk.spans]
             if workers > 1:
-                scales = [None if s is None else s / workers for s in scales]
-            elif all(s is None for s in scales):
+                scaled = [None if s is None else s / workers for s in scaled]
+            elif all(s is None for s in scaled):
                 continue
             self.chunk_version[chunk.id] += 1
-            self._updated_in[chunk.id] = event.step
-            hyper, order = event.hyperparameters[chunk.group], self.order.get(event.block, 0)
-            update = messages.ApplyUpdate(chunk.id, event.step, hyper, scales, order)
-            out.append(w.Say(update, self.owners[chunk.id]))
+            self._updated_in[chunk.id] = step
+            hyper, order = hyperparameters[chunk.group], self.order.get(block, 0)
+            update = messages.ApplyUpdate(chunk.id, step, hyper, scaled, order)
+            out.append(Say(update, self.owners[chunk.id]))
         if out:
-            self._new_version(event.block)
-            state.changed_in = event.step
-        state.updated_in = event.step
+            self._new_version(block)
+            state.changed_in = step
+        state.updated_in = step
         state.enter(GradPhase.UPDATED)
         return out
+
+    def end_update(self, block: int) -> list[Action]:
+        """All of it was said. Where chunks are `left_over`: only where `may_say`, and the sums of
+        `block` are here."""
+        self.blocks[block].present.clear()
+        return self._discard(self.left_over(block))
 
     def _new_version(self, block: int) -> None:
         self.blocks[block].version += 1
@@ -410,7 +441,8 @@ class WorkerStateMachine:
 
     # steps
 
-    def _end_step(self, step: int, word: bytes) -> list[w.Action]:
+    def end_step(self, step: int, word: bytes = b"") -> list[Action]:
+        """All updates of `step` have begun. Only where `may_end`. `word`: for the other workers."""
         assert self.may_end(step)
         out = _says(self.commit.end_step(step, word))
         for block, state in enumerate(self.blocks):
@@ -420,7 +452,12 @@ class WorkerStateMachine:
             state.end_step()
         return [*out, *self._plan(self.prefetch.stepped())]
 
-    def _begin_again(self, step: int) -> list[w.Action]:
+    def job_state(self, step: int, blob: Any) -> list[Action]:
+        """The job's own state after `step`."""
+        return _says(self.commit.blob(step, blob))
+
+    def begin_again(self, step: int) -> None:
+        """The servers hold other contents, as those of `step`; nothing is on its way."""
         assert not self._coming and not any(state.held for state in self.blocks)
         self.commit = self._commit_from(step)
         self.chunk_version = [0] * len(self.chunk_version)
@@ -430,7 +467,6 @@ class WorkerStateMachine:
             state.updated_in = state.changed_in = step
         self.current.clear()
         self.prefetch.updated(range(len(self.blocks)))
-        return []
 
     def check(self) -> None:
         self.prefetch.check()
@@ -448,5 +484,5 @@ class WorkerStateMachine:
             assert not state.present or state.phase is not GradPhase.EMPTY
 
 
-def _says(said: Sequence[tuple[int, Any]]) -> list[w.Action]:
-    return [w.Say(message, (server,)) for server, message in said]
+def _says(said: Sequence[tuple[int, Any]]) -> list[Action]:
+    return [Say(message, (server,)) for server, message in said]
