@@ -34,9 +34,9 @@ from roadtrain.stages.sharded_optimizer import ShardedOptimizer, ShardedOptions
 from roadtrain.stages.shared_copies import SharedCopies
 from roadtrain.stages.stage_model import StageModel
 from roadtrain.stages.stage_optimizer import StageOptimizer
+from roadtrain.stages.stage_part import LossFunction, StagePart
 from roadtrain.stages.tensor import TensorParallel, tensor_parallel
 from roadtrain.stages.tensor_pieces import TensorPieces
-from roadtrain.stages.torch_stage import LossFunction, SegmentModule, TorchStage
 
 Report = Callable[[str], None]
 WHAT = {GroupKind.ACTIVATIONS: FORWARD, GroupKind.GRADIENTS: BACKWARD}
@@ -270,15 +270,8 @@ def make_pipeline(joined: Joined, stage_model: StageModel, loss: LossFunction) -
         options.num_microbatches,
     )
     parts = [
-        TorchStage(
-            SegmentModule(stage_model, layout.segments[number], loss, options.activations),
-            number,
-            len(layout.segments),
-            shape.slots,
-            joined.device,
-            joined.processes.alone,
-        )
-        for number in layout.numbers(at.stage)
+        StagePart(stage_model, segment, loss, options.activations, shape.slots)
+        for segment in layout.segments_of(at.stage)
     ]
     return Pipeline(shape, parts, stage_links(joined), options.seed)
 

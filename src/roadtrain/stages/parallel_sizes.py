@@ -40,6 +40,7 @@ from roadtrain.stages.protocol.step_model import StepWork
 from roadtrain.stages.sharded_optimizer import ShardedOptimizer
 from roadtrain.stages.stage_buffers import adopt_buffers, gather_buffers, told_buffers
 from roadtrain.stages.stage_model import MicroBatch, StageModel
+from roadtrain.stages.stage_part import LossFunction
 from roadtrain.stages.stage_speeds import (
     MeasuredRank,
     compare_measured,
@@ -50,7 +51,6 @@ from roadtrain.stages.stage_speeds import (
     own_pass_s,
 )
 from roadtrain.stages.stage_values import drop
-from roadtrain.stages.torch_stage import LossFunction, SegmentModule
 
 Report = Callable[[str], None]
 OFFERED = 0.1  # the share of a step that other sizes must save to be told of
@@ -145,13 +145,8 @@ class StageSizes:
 
     def _message_bytes(self) -> int:
         """Of what crosses a cut, the largest."""
-        found = [0]
-        for part in self._training.pipeline.parts:
-            segment = part.submod
-            assert isinstance(segment, SegmentModule)
-            for shapes in (segment.arrives, segment.leaves):
-                found.append(sum(x.nbytes for x in segment.on_wire(shapes)))
-        return max(int(one) for one in self._training.joined.control.agree(max(found), "sizes"))
+        own = max(part.message_nbytes for part in self._training.pipeline.parts)
+        return max(self._training.joined.control.agree(own, "sizes"))
 
     def _memory(self, told: Sequence[MeasuredRank], work: StepWork) -> StageMemory:
         cuts, joined = self._training.stage_model.cuts, self._training.joined

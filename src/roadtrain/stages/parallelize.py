@@ -41,8 +41,8 @@ from roadtrain.stages.parallel_training import ParallelTraining
 from roadtrain.stages.rank_groups import Groups
 from roadtrain.stages.rank_meeting import meet
 from roadtrain.stages.stage_model import MicroBatch, StageModel
+from roadtrain.stages.stage_part import LossFunction
 from roadtrain.stages.stage_values import fill
-from roadtrain.stages.torch_stage import LossFunction
 from roadtrain.streaming.split import split
 
 Report = Callable[[str], None]

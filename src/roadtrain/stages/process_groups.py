@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from roadtrain.errors import ConfigError, LostError
-from roadtrain.stages.networks import CONTROL, ETHERNET, INSIDE, LOOPBACK, GroupNetwork, NamedRanks
+from roadtrain.stages.networks import CONTROL, ETHERNET, INSIDE, GroupNetwork, NamedRanks
 
 GLOO = "roadtrain_gloo"  # gloo whose groups have an address each
 
@@ -37,7 +37,6 @@ class ProcessGroups:
 
     control: ProcessGroup  # of all ranks, gloo: moves host tensors
     replies: ProcessGroup  # another one like it, for what comes back
-    alone: ProcessGroup  # of this rank only, gloo
     of: Mapping[str, ProcessGroup]  # those that this rank is in
     networks: Mapping[str, GroupNetwork]  # of all groups
 
@@ -100,7 +99,6 @@ def make_process_groups(
             raise ConfigError(f"no network was chosen for {group.name}")
     rank, made = dist.get_rank(), dict[str, ProcessGroup]()
     control, replies = (_gloo_group(networks[CONTROL], deadline_s) for _ in range(2))
-    alone = _alone(rank, deadline_s)
     for group in groups:
         network = networks[group.name]
         if device_type == "cpu":
@@ -112,7 +110,7 @@ def make_process_groups(
             process_group = _nccl_group(network, choice, deadline_s)
         if rank in network.ranks:
             made[group.name] = process_group
-    return ProcessGroups(control, replies, alone, made, dict(networks))
+    return ProcessGroups(control, replies, made, dict(networks))
 
 
 def nccl_network(network: GroupNetwork, rank: int, environment: Mapping[str, str]) -> NcclNetwork:
@@ -142,17 +140,6 @@ def _gloo_group(network: GroupNetwork, deadline_s: float) -> Any:
     rank = dist.get_rank()
     address = network.card_of(rank).address if rank in network.ranks else ""
     return _new_group(network, GLOO, address, deadline_s)
-
-
-def _alone(rank: int, deadline_s: float) -> Any:
-    return dist.new_group(
-        [rank],
-        timeout=timedelta(seconds=deadline_s),
-        backend=GLOO,
-        pg_options=LOOPBACK,
-        use_local_synchronization=True,
-        group_desc=f"rank {rank} alone",
-    )
 
 
 def _nccl_group(network: GroupNetwork, choice: NcclNetwork, deadline_s: float) -> Any:
