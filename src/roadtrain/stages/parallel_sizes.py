@@ -13,16 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import msgspec
 import psutil
 import torch
 
 from roadtrain.errors import ConfigError, UserError
-from roadtrain.stages.block_times import (
-    block_memories,
-    block_parameters,
-    block_weights,
-    measure_blocks,
-)
+from roadtrain.stages.block_times import block_parameters, block_weights, measure_blocks
 from roadtrain.stages.layout import StageLayout
 from roadtrain.stages.parallel_parts import (
     Joined,
@@ -34,8 +30,9 @@ from roadtrain.stages.parallel_parts import (
 from roadtrain.stages.parallel_training import ParallelTraining
 from roadtrain.stages.piece_exchange import exchange
 from roadtrain.stages.pipeline import StepTimes
-from roadtrain.stages.protocol.drift import DriftRule, DriftWatch
+from roadtrain.stages.protocol.drift import OFFERED, DriftWatch
 from roadtrain.stages.protocol.stage_memory import StageMemory
+from roadtrain.stages.protocol.stage_sizes import compare_sizes
 from roadtrain.stages.protocol.step_model import StepWork
 from roadtrain.stages.sharded_optimizer import ShardedOptimizer
 from roadtrain.stages.stage_buffers import adopt_buffers, gather_buffers, told_buffers
@@ -43,17 +40,13 @@ from roadtrain.stages.stage_model import MicroBatch, StageModel
 from roadtrain.stages.stage_part import LossFunction
 from roadtrain.stages.stage_speeds import (
     MeasuredRank,
-    compare_measured,
-    gather_measured,
     measure_messages,
     measured_memory,
     measured_work,
-    own_pass_s,
 )
 from roadtrain.stages.stage_values import drop
 
 Report = Callable[[str], None]
-OFFERED = 0.1  # the share of a step that other sizes must save to be told of
 
 
 class StageSizes:
@@ -80,32 +73,39 @@ class StageSizes:
         times = measure_blocks(training.stage_model, example, self._loss, self._weights)
         links, shape = training.pipeline.links, training.pipeline.shape
         messages = measure_messages(links, shape, self._message_bytes(), joined.device)
-        told = gather_measured(joined.control, MeasuredRank(times, messages, self._room()))
+        own = msgspec.msgpack.encode(MeasuredRank(times, messages, self._room()))
+        encoded = joined.control.gather(own, "speeds of all ranks")
+        told = [msgspec.msgpack.decode(one, type=MeasuredRank) for one in encoded]
         work = measured_work(joined.groups, told, joined.options.num_microbatches, self._weights)
         self._ends = work.ends
         memory = self._memory(told, work)
-        table = compare_measured(joined.groups, work, memory)
+        ranks = [joined.groups.stage_ranks(stage)[0] for stage in range(len(work.stages))]
+        clusters = [joined.groups.cluster(rank) for rank in ranks]
+        table = compare_sizes(work, clusters, fits=memory.fits)
+        if table is None:
+            raise memory.refusal()
         self._report(f"blocks of each stage, and what a step should take:\n{table}")
         sizes = table.best.sizes
         if joined.options.stages == "paper":
             sizes = table.sizes_of("paper") or sizes
         elif joined.options.stages == "even":
             sizes = self._sizes()
-        asked = joined.options.resize_stages
-        rule = DriftRule(gain=OFFERED if asked is None else asked)
         if sizes != self._sizes() and not self._move_or_say(sizes):
             sizes = self._sizes()
-        self._watch = DriftWatch(work, sizes, memory.fits, rule)
+        gain = joined.options.resize_stages or OFFERED
+        self._watch = DriftWatch(work, sizes, memory.fits, gain)
 
     def own_pass_s(self, times: StepTimes) -> float:
-        """What the watch is told of this rank's step."""
+        """Seconds in which this rank ran a block of weight 1 forward and backward for one
+        micro-batch, in the step of `times`."""
         joined = self._training.joined
         own = joined.layout.segments_of(joined.position.stage)
         last = len(self._training.stage_model.cuts.blocks)
         weight = sum(self._weights[block] for s in own for block in range(s.begin, s.stop))
         weight += self._ends[0] * any(s.begin == 0 for s in own)
         weight += self._ends[1] * any(s.stop == last for s in own)
-        return own_pass_s(times, self._training.pipeline.shape, weight)
+        passes = len(self._training.pipeline.shape.own)
+        return (times.forward + times.backward) / (passes * weight)
 
     def step(self, passes_s: Sequence[float]) -> None:
         """After each step. passes_s: what every rank's `own_pass_s` was. Moves blocks, or says
@@ -150,7 +150,6 @@ class StageSizes:
 
     def _memory(self, told: Sequence[MeasuredRank], work: StepWork) -> StageMemory:
         cuts, joined = self._training.stage_model.cuts, self._training.joined
-        blocks, ends = block_memories(cuts, self._numels, [one.times for one in told])
         optimizer = self._training.optimizer
         assert isinstance(optimizer, ShardedOptimizer)  # measured stages are neither placed nor cut
         whole = self._training.stage_model.whole.values()
@@ -159,7 +158,7 @@ class StageSizes:
         # fp32 arrays of the rule, and masters of parameters in 16 bits
         kept = 4.0 * (max(len(rule.arrays) for rule in optimizer.rules) + (each < 4))
         of = {"parameter_bytes": each, "state_bytes": kept}
-        return measured_memory(joined.groups, told, work, blocks, ends, **of)
+        return measured_memory(joined.groups, told, work, cuts, self._numels, **of)
 
     def _room(self) -> float:
         """Bytes that this rank's stage may take: what is free, and what it has taken."""

@@ -117,7 +117,7 @@ class StagePart:
         else:
             pairs = [(loss, torch.ones_like(loss))]
         if pairs := [(x, gradient) for x, gradient in pairs if x.requires_grad]:
-            torch.autograd.backward(*zip(*pairs))
+            torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
         found = []
         for x in slot.arriving:
             if x.requires_grad:

@@ -12,7 +12,6 @@ backward of one micro-batch, no step is shorter than any of:
     passes of the stage's busiest replica
     that way, and one round from the stage to the last one and back for each time that its
     activations' slots are used anew
-    all passes of a stage, and what follows its last backward
 
 For stages that are not decided, the least that any sizes of theirs give, over all remaining blocks,
 found from the last stage backwards. Pure arithmetic.
@@ -213,14 +212,7 @@ class _SizeSearch:
             if self.work.virtual_stages == 1:
                 round_s = after + self.rests[done][begun.stop] - begun.ways[stage]
                 bound = max(bound, begun.ways[stage] + self.rounds[stage] * round_s)
-        last = (done - 1) % self.stages
-        own_end_s = self.runs[last] * begun.passes[last] + self._update_s(begun, last)
-        return max(bound + self._update_s(begun, 0), own_end_s)
-
-    def _update_s(self, begun: _Begun, stage: int) -> float:
-        """Of what is known of the stage."""
-        speed = self.work.stages[stage]
-        return begun.passes[stage] / speed.pass_s * speed.update_s
+        return bound
 
     def _find_rests(self) -> None:
         """For the parts from each one on and the blocks from each one on, over all sizes that fit
