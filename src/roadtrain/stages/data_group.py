@@ -19,7 +19,6 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from roadtrain.errors import ConfigError
 from roadtrain.kernels.sum import sum_in_order
 from roadtrain.stages.courier import Pending
 
@@ -29,32 +28,44 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class DataGroup:
-    """`group`: None where the stage has one rank and needs no process group. Raises ConfigError
-    for a backend that cannot reach `device`."""
+class RanksTogether:
+    """What all ranks of a group do with small tensors on `device`, in place. `group`: None for one
+    rank alone. `deadline_s`: that the group gives one operation."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.group, self.device = group, device
         self.rank = 0 if group is None else dist.get_rank(group)
         self.width = 1 if group is None else dist.get_world_size(group)
         self.deadline_s = DEFAULT_DEADLINE_S if group is None else deadline_of(group, device)
-        backend = "none" if group is None else dist.get_backend(group)
-        self.exact = device.type == "cpu" or self.width == 1
-        if self.width > 1 and backend == "gloo" and device.type != "cpu":
-            raise ConfigError(
-                f"a gloo group cannot sum gradients on {device}",
-                hint="data-parallel groups of accelerators need NCCL, or their own backend",
-            )
+
+    def __str__(self) -> str:
+        return "a group of one" if self.group is None else ranks_of(self.group)
+
+    def any_of(self, flags: torch.Tensor) -> Pending | None:
+        """Begin: the largest of each element over the ranks."""
+        if self.width == 1:
+            return None
+        return dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def from_first(self, values: torch.Tensor) -> Pending | None:
+        """Begin: those of the group's first rank."""
+        if self.width == 1:
+            return None
+        return dist.broadcast(values, group=self.group, group_src=0, async_op=True)
+
+
+class DataGroup(RanksTogether):
+    """The data-parallel ranks of a stage."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether sums are in the order of the ranks."""
+        return self.device.type == "cpu" or self.width == 1
 
     @property
     def exchanges(self) -> bool:
         """Whether a reduce-scatter needs memory for what arrives."""
         return self.exact and self.width > 1
-
-    def __str__(self) -> str:
-        if self.group is None:
-            return "a group of one"
-        return ranks_of(self.group)
 
     def reduce_scatter(self, grads: torch.Tensor, arriving: torch.Tensor) -> Pending | None:
         """Begin. grads: fp32 [width * share]; arriving: fp32 of the same length, memory to use."""
@@ -87,18 +98,6 @@ class DataGroup:
     def _exchange(self, sent: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor]) -> Messages:
         assert self.group is not None
         return exchange_messages(sent, arriving, self.group)
-
-    def any_of(self, flags: torch.Tensor) -> Pending | None:
-        """Begin, in place: the largest of each element over the ranks."""
-        if self.width == 1:
-            return None
-        return dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group, async_op=True)
-
-    def from_first(self, values: torch.Tensor) -> Pending | None:
-        """Begin, in place: those of the group's first rank."""
-        if self.width == 1:
-            return None
-        return dist.broadcast(values, group=self.group, group_src=0, async_op=True)
 
 
 class Messages:

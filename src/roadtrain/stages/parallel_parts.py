@@ -36,7 +36,6 @@ from roadtrain.stages.stage_model import StageModel
 from roadtrain.stages.stage_optimizer import StageOptimizer
 from roadtrain.stages.stage_part import LossFunction, StagePart
 from roadtrain.stages.tensor import TensorParallel, tensor_parallel
-from roadtrain.stages.tensor_pieces import TensorPieces
 
 Report = Callable[[str], None]
 WHAT = {GroupKind.ACTIVATIONS: FORWARD, GroupKind.GRADIENTS: BACKWARD}
@@ -168,7 +167,7 @@ def make_stage_optimizer(
         address = joined.processes.networks[group.name].card_of(joined.rank).address
         sums = connect_gradient_sum(joined.options, joined.control, address, report)
     masters = bring(stage_model.model, joined.device, joined.options.dtype)
-    cut_over_ranks = ShardedOptimizer(
+    return ShardedOptimizer(
         stage_model.model,
         optimizer,
         joined.data_group,
@@ -179,11 +178,10 @@ def make_stage_optimizer(
             sums=sums,
             overlap=joined.options.overlap,
             label=f"stage {stage}",
-            counts=None if split is None else split.counts,
+            split=split,
         ),
         report=report,
     )
-    return cut_over_ranks if split is None else TensorPieces(cut_over_ranks, split)
 
 
 def placed_stage(
@@ -237,7 +235,7 @@ def shared_copies(joined: Joined) -> dict[str, SharedCopies]:
             )
         if at.stage in stages:
             group = joined.processes[joined.layout.shared_group(stages, at.tensor)]
-            copies = SharedCopies(group, tuple(widths[stage] for stage in stages))
+            copies = SharedCopies(group, tuple(widths[s] for s in stages), joined.device)
             out |= dict.fromkeys(names, copies)
     return out
 

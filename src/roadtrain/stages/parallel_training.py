@@ -21,7 +21,6 @@ from roadtrain.stages.snapshots import JobSnapshots, SnapshotOptions
 from roadtrain.stages.stage_buffers import buffers_blob, restore_buffers
 from roadtrain.stages.stage_model import MicroBatch, StageModel
 from roadtrain.stages.stage_optimizer import StageOptimizer
-from roadtrain.stages.tensor_pieces import TensorPieces
 from roadtrain.storage.mark import Mark
 from roadtrain.streaming.split import NAMES
 
@@ -199,10 +198,9 @@ class ParallelTraining:
         rules: dict[nn.Parameter, str] = {}
         for group in self.optimizer.param_groups:
             rules |= dict.fromkeys(group["params"], self.joined.rule)
-        tensor = self.optimizer
-        shapes = tensor.split.shapes if isinstance(tensor, TensorPieces) else {}
+        shapes = self.stage_model.shapes  # before layers were split
         return [
-            ParamEntry(name, shapes.get(name, tuple(p.shape)), NAMES[p.dtype], rules.get(p, ""))
+            ParamEntry(name, shapes[name], NAMES[p.dtype], rules.get(p, ""))
             for name, p in self.model.named_parameters()
         ]
 

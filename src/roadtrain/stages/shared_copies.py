@@ -11,42 +11,29 @@ stages are added in the order of the stages on all of them, so the copies stay e
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 
-from roadtrain.errors import ConfigError, ModelError
 from roadtrain.kernels.sum import sum_in_order
 from roadtrain.stages.courier import Pending
-from roadtrain.stages.data_group import DataGroup, exchange_messages, ranks_of
+from roadtrain.stages.data_group import RanksTogether, exchange_messages
 from roadtrain.stages.flat_layout import Bucket, overlaps
 
 
-@dataclass(frozen=True)
-class SharedCopies:
+class SharedCopies(RanksTogether):
     """`group`: all ranks of the stages that have a copy, stage by stage, replica by replica.
-    `widths`: ranks of each of these stages. Raises ConfigError where they do not add up."""
+    `widths`: ranks of each of these stages."""
 
-    group: dist.ProcessGroup
-    widths: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        size = dist.get_world_size(self.group)
-        if sum(self.widths) != size or len(self.widths) < 2 or min(self.widths) < 1:
-            raise ConfigError(
-                f"copies in stages of {', '.join(map(str, self.widths))} ranks, in a group of"
-                f" {size}",
-                hint="the group has every rank of each stage that has a copy",
-            )
+    def __init__(
+        self, group: dist.ProcessGroup, widths: tuple[int, ...], device: torch.device
+    ) -> None:
+        super().__init__(group, device)
+        self.widths = widths
 
     def __str__(self) -> str:
-        return f"the copies in {ranks_of(self.group)}"
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank(self.group)
+        return f"the copies in {super().__str__()}"
 
     @property
     def stage(self) -> int:
@@ -65,6 +52,7 @@ class SharedCopies:
 
     def exchange(self, bucket: Bucket, own: torch.Tensor, arriving: torch.Tensor) -> Pending:
         """Begin. own: fp32 [share], summed over the stage; arriving: fp32 [stages - 1, share]."""
+        assert self.group is not None
         others = len(self.widths) - 1
         place = bucket.of_rank(self.replica)
         splits = overlaps(bucket.numel, place.start, place.stop, self.widths)
@@ -72,9 +60,8 @@ class SharedCopies:
         splits[first : first + self.widths[self.stage]] = [0] * self.widths[self.stage]
         sent = own if others == 1 else own.repeat(others)
         if own.device.type == "cpu":
-            return exchange_messages(
-                sent.split(splits), arriving.view(-1).split(splits), self.group
-            )
+            parts = sent.split(splits), arriving.view(-1).split(splits)
+            return exchange_messages(*parts, self.group)
         work = dist.all_to_all_single(
             arriving.view(-1), sent, splits, splits, group=self.group, async_op=True
         )
@@ -86,29 +73,13 @@ class SharedCopies:
         terms = [*arriving[: self.stage], own.clone(), *arriving[self.stage :]]
         add_in_order(own, terms)
 
-    def any_of(self, flags: torch.Tensor) -> Pending | None:
-        """Begin, in place: the largest of each element over all stages' ranks."""
-        return dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group, async_op=True)
-
-    def from_first(self, values: torch.Tensor) -> Pending | None:
-        """Begin, in place: those of the first stage's first rank."""
-        return dist.broadcast(values, group=self.group, group_src=0, async_op=True)
-
 
 def links_of(
-    shared: Mapping[str, SharedCopies], trainable: Collection[str], group: DataGroup
+    shared: Mapping[str, SharedCopies], trainable: Collection[str]
 ) -> list[tuple[list[str], SharedCopies]]:
-    """The names that each group of stages shares, in an order that is the same everywhere. Raises
-    ModelError for a group in which the ranks of the stage `group` have another order."""
+    """The names that each group of stages shares, in an order that is the same everywhere."""
     by_group: dict[int, tuple[list[str], SharedCopies]] = {}
     for name, copies in sorted(shared.items()):
-        if (copies.widths[copies.stage], copies.replica) != (group.width, group.rank):
-            raise ModelError(
-                f"{name!r} is shared by stages of {copies.widths} ranks, where this one is rank"
-                f" {copies.replica} of stage {copies.stage}; in its own group it is rank"
-                f" {group.rank} of {group.width}",
-                hint="the group of copies has the stages' ranks in the order of their own groups",
-            )
         if name in trainable:
             by_group.setdefault(id(copies.group), ([], copies))[0].append(name)
     return list(by_group.values())
