@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from roadtrain.errors import ConfigError, LostError
+from roadtrain.errors import LostError
 from roadtrain.stages.networks import CONTROL, ETHERNET, INSIDE, GroupNetwork, NamedRanks
 
 GLOO = "roadtrain_gloo"  # gloo whose groups have an address each
@@ -41,12 +41,6 @@ class ProcessGroups:
     networks: Mapping[str, GroupNetwork]  # of all groups
 
     def __getitem__(self, group: NamedRanks) -> ProcessGroup:
-        """Raises ConfigError where this rank is not in the group."""
-        if group.name not in self.of:
-            raise ConfigError(
-                f"rank {dist.get_rank()} has no process group {group.name!r}, it has"
-                f" {', '.join(self.of)}"
-            )
         return self.of[group.name]
 
     def __contains__(self, group: NamedRanks) -> bool:
@@ -91,12 +85,9 @@ def make_process_groups(
 
     networks: by group name, and one called CONTROL that all ranks are in; every rank gives the
     same. device_type: "cpu" (gloo) or "cuda" (NCCL; the control group is gloo). say: gets a line
-    for each group whose network is not wholly as chosen. Raises ConfigError for a group without a
-    network, LostError where its ranks do not connect within the deadline.
+    for each group whose network is not wholly as chosen. Raises LostError where the ranks of a group
+    do not connect within the deadline.
     """
-    for group in groups:
-        if group.name not in networks:
-            raise ConfigError(f"no network was chosen for {group.name}")
     rank, made = dist.get_rank(), dict[str, ProcessGroup]()
     control, replies = (_gloo_group(networks[CONTROL], deadline_s) for _ in range(2))
     for group in groups:
