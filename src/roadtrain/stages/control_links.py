@@ -42,8 +42,8 @@ class RankPlace:
 
 class ControlLinks:
     """`places`: of every rank of `group`, the same on all of them. `replies`: another group of the
-    same ranks; None: one is made, by all of them. `broken`: a message of all did not come through here; what the others have heard
-    is not known."""
+    same ranks; None: one is made, by all of them. `broken`: a message of all did not come through
+    here; what the others have heard is not known."""
 
     broken = False
 

@@ -193,14 +193,23 @@ class StageSizes:
         source.settle()
         had = told_buffers(training.stage_model)
         buffers = gather_buffers(training.stage_model, old.control)
-        stage_model = recut(training.stage_model, joined)
+        was = training.stage_model
+        was.restore()
+        segments = layout.segments_of(joined.position.stage)
+        stage_model = StageModel(was.model, was.cuts, segments, joined.device)
+        for name in stage_model.names - was.names:  # zeros until they are loaded
+            p = stage_model.whole[name]
+            dtype = was.cuts.dtype_of(p)
+            p.data = torch.zeros(p.shape, dtype=dtype, device=joined.device)
         optimizer = make_stage_optimizer(
             joined, stage_model, self._users.keep(stage_model.model), silent
         )
         optimizer.load(exchange(source, optimizer.wanted(), joined.control), steps_done)
         adopt_buffers(buffers, had, stage_model)
         source.close()
-        drop_others(stage_model)
+        for name, p in stage_model.whole.items():  # others may have asked for them until now
+            if name not in stage_model.names:
+                drop(p)
         pipeline = make_pipeline(joined, stage_model, self._loss)
         training.adopt(joined, stage_model, optimizer, pipeline)
         self._report(f"stages of {layout} from step {steps_done + 1} on")
@@ -214,22 +223,3 @@ def check_shared(joined: Joined, layout: StageLayout) -> None:
                 f"with {layout} there would be {group.name}, for which there is no process group",
                 hint="state the sizes with stages=[...] at the next start",
             )
-
-
-def recut(old: StageModel, joined: Joined) -> StageModel:
-    """The model with this rank's new segments; what is new here has zeros until it is loaded, what
-    was here has its values until `drop_others`: others may ask for them."""
-    old.restore()
-    segments = joined.layout.segments_of(joined.position.stage)
-    new = StageModel(old.model, old.cuts, segments, joined.device)
-    for name, p in new.whole.items():
-        if name in new.names - old.names:
-            p.data = torch.zeros(p.shape, dtype=new.cuts.dtype_of(p), device=joined.device)
-    return new
-
-
-def drop_others(stage_model: StageModel) -> None:
-    """The values of what is with other stages."""
-    for name, p in stage_model.whole.items():
-        if name not in stage_model.names:
-            drop(p)

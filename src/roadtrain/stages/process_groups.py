@@ -85,8 +85,8 @@ def make_process_groups(
 
     networks: by group name, and one called CONTROL that all ranks are in; every rank gives the
     same. device_type: "cpu" (gloo) or "cuda" (NCCL; the control group is gloo). say: gets a line
-    for each group whose network is not wholly as chosen. Raises LostError where the ranks of a group
-    do not connect within the deadline.
+    for each group whose network is not wholly as chosen. Raises LostError where a group's ranks do
+    not connect within the deadline.
     """
     rank, made = dist.get_rank(), dict[str, ProcessGroup]()
     control, replies = (_gloo_group(networks[CONTROL], deadline_s) for _ in range(2))

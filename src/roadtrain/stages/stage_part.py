@@ -171,3 +171,16 @@ class StagePart:
                 f"{what} has no gradient: {self.segment} would not be trained",
                 hint="checkpoints with use_reentrant=False; no detach() or no_grad()",
             )
+
+
+def own_loss(result: Any, batch: MicroBatch) -> torch.Tensor:
+    """The loss that the model itself returns, as models of transformers do."""
+    loss = getattr(result, "loss", None)
+    if loss is None and isinstance(result, torch.Tensor) and result.dim() == 0:
+        loss = result
+    if not isinstance(loss, torch.Tensor):
+        raise ModelError(
+            f"the model returned a {type(result).__name__} without a loss",
+            hint="give parallelize(loss=...), a function of its result and the micro-batch",
+        )
+    return loss
