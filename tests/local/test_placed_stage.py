@@ -25,11 +25,11 @@ from roadtrain.environment import WorkerGroup
 from roadtrain.errors import LoopError, PeerError, RoadtrainError
 from roadtrain.stages.control_links import ControlLinks
 from roadtrain.stages.cuts import Cuts, Segment
+from roadtrain.stages.data_group import SharedCopies
 from roadtrain.stages.parallelism import Parallelism
 from roadtrain.stages.piece_exchange import exchange
 from roadtrain.stages.pieces import VALUE, Extent, Piece
 from roadtrain.stages.placed_stage import PlacedStage, times
-from roadtrain.stages.shared_copies import SharedCopies
 from roadtrain.stages.stage_model import MicroBatch, StageModel
 
 MICROS = 4

@@ -17,9 +17,9 @@ from torch import nn
 from world import run
 
 from roadtrain.errors import DeadlineError, LoopError, LostError, ModelError, RoadtrainError
+from roadtrain.stages.data_group import SharedCopies
 from roadtrain.stages.pieces import VALUE
 from roadtrain.stages.sharded_optimizer import ShardedOptimizer, ShardedOptions
-from roadtrain.stages.shared_copies import SharedCopies
 
 pytestmark = pytest.mark.slow
 

@@ -18,6 +18,7 @@ from roadtrain.errors import ConfigError
 from roadtrain.placement.place import check_fresh, groups_of, place
 from roadtrain.stages.control_links import ControlLinks, RankPlace
 from roadtrain.stages.cuts import Cuts
+from roadtrain.stages.data_group import SharedCopies
 from roadtrain.stages.gradient_sum import connect_gradient_sum
 from roadtrain.stages.layout import StageLayout
 from roadtrain.stages.links import Channel, StageLinks
@@ -32,7 +33,6 @@ from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, PipelineShape
 from roadtrain.stages.rank_groups import GroupKind, Groups
 from roadtrain.stages.rank_meeting import RankMeeting
 from roadtrain.stages.sharded_optimizer import ShardedOptimizer, ShardedOptions
-from roadtrain.stages.shared_copies import SharedCopies
 from roadtrain.stages.stage_model import StageModel
 from roadtrain.stages.stage_optimizer import StageOptimizer
 from roadtrain.stages.stage_part import LossFunction, StagePart

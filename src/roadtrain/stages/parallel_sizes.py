@@ -87,7 +87,8 @@ class StageSizes:
         self._report(f"blocks of each stage, and what a step should take:\n{table}")
         sizes = table.best.sizes
         if joined.options.stages == "paper":
-            sizes = table.sizes_of("paper") or sizes
+            paper = table.others.get("paper")
+            sizes = paper[0] if paper else sizes
         elif joined.options.stages == "even":
             sizes = self._sizes()
         if sizes != self._sizes() and not self._move_or_say(sizes):

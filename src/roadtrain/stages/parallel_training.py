@@ -123,7 +123,8 @@ class ParallelTraining:
         loss = self.pipeline.step(self.steps_done, batch)
         # every tensor rank of the last stage has the same loss
         squares = self.optimizer.sum_squares()
-        told = self._told([loss if at.tensor == 0 else 0.0, squares, float(stop), self._pass_s()])
+        pass_s = 0.0 if self.sizes is None else self.sizes.own_pass_s(self.pipeline.times)
+        told = self._told([loss if at.tensor == 0 else 0.0, squares, float(stop), pass_s])
         sums = [math.fsum(one) for one in zip(*told, strict=True)]
         norm = math.sqrt(sums[1]) if sums[1] >= 0 else math.nan
         scale = 1.0
@@ -250,10 +251,6 @@ class ParallelTraining:
     def _told(self, values: list[float]) -> list[list[float]]:
         """Of all ranks, in their order."""
         return self.joined.control.agree(values, f"sums of step {self.steps_done}")
-
-    def _pass_s(self) -> float:
-        """Of this rank, for the sizes of stages."""
-        return 0.0 if self.sizes is None else self.sizes.own_pass_s(self.pipeline.times)
 
     def adopt(
         self,

@@ -31,8 +31,8 @@ from roadtrain.kernels.cast import cast
 from roadtrain.kernels.rule import Rule
 from roadtrain.placement.optimizer import PlacedOptimizer
 from roadtrain.stages.courier import typed
+from roadtrain.stages.data_group import SharedCopies
 from roadtrain.stages.pieces import VALUE, Extent, Piece, even_shares
-from roadtrain.stages.shared_copies import SharedCopies
 from roadtrain.stages.transfers import check_covered
 from roadtrain.storage.convert import MASTER, RecordView
 from roadtrain.storage.scratch import Scratch

@@ -98,7 +98,10 @@ def make_process_groups(
             choice = nccl_network(network, rank, os.environ)
             if choice.unbound and rank in network.ranks:
                 say(choice.unbound)
-            process_group = _nccl_group(network, choice, deadline_s)
+            options: Any = dist.ProcessGroupNCCL.Options()
+            if choice.net_name is not None:
+                options.config.net_name = choice.net_name
+            process_group = _new_group(network, "nccl", options, deadline_s)
         if rank in network.ranks:
             made[group.name] = process_group
     return ProcessGroups(control, replies, made, dict(networks))
@@ -131,13 +134,6 @@ def _gloo_group(network: GroupNetwork, deadline_s: float) -> Any:
     rank = dist.get_rank()
     address = network.card_of(rank).address if rank in network.ranks else ""
     return _new_group(network, GLOO, address, deadline_s)
-
-
-def _nccl_group(network: GroupNetwork, choice: NcclNetwork, deadline_s: float) -> Any:
-    options: Any = dist.ProcessGroupNCCL.Options()
-    if choice.net_name is not None:
-        options.config.net_name = choice.net_name
-    return _new_group(network, "nccl", options, deadline_s)
 
 
 def _new_group(network: GroupNetwork, backend: str, options: Any, deadline_s: float) -> Any:

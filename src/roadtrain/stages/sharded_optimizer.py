@@ -38,14 +38,13 @@ from roadtrain.errors import LoopError, StoreError
 from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.stages.bucket_state import BucketState, ShardedPieces
 from roadtrain.stages.courier import UNDER_WAY, Courier, CourierJob, Pending, SideStream
-from roadtrain.stages.data_group import DataGroup, RanksTogether
+from roadtrain.stages.data_group import DataGroup, RanksTogether, SharedCopies, links_of
 from roadtrain.stages.flat_layout import StageParameters, lay_out, views_of_all
 from roadtrain.stages.forward_waits import ForwardWaits
 from roadtrain.stages.gradient_hooks import GradientHooks
 from roadtrain.stages.gradient_sum import GradientSum, SumUnderWay
 from roadtrain.stages.pieces import Extent, Piece
 from roadtrain.stages.same_start import begin_alike, differ, digest, pair
-from roadtrain.stages.shared_copies import SharedCopies, links_of
 from roadtrain.stages.tensor import TensorParallel
 from roadtrain.stages.tensor_pieces import TensorPieces
 from roadtrain.units import MIB
@@ -166,12 +165,12 @@ class ShardedOptimizer:
         shapes = repr([(n, p.shape, p.dtype) for n, p in (*frozen.items(), *wide.items())])
         everything = [*values, *frozen.values(), *wide.values()]
         who = f"{self.options.label}, {self.group}"
-        begin_alike(self.group, who, layout.whole + shapes, everything, report)
+        begin_alike(self.group, who, layout.describe() + shapes, everything, report)
         for i, (names, copies) in enumerate(self.links):
             common = [values[run] for run in layout.shared_runs(i)]
             common += [wide[name] for name in names if name in wide]
             who = f"{self.options.label}, copies of {names[0]!r}"
-            begin_alike(copies, who, layout.common(i), common, report)
+            begin_alike(copies, who, layout.describe(i), common, report)
 
     def _say_what_differs(self, report: Callable[[str], None]) -> None:
         """What is not as it may be expected (Rules 1 and 6)."""
