@@ -80,11 +80,6 @@ class Pipeline:
         return machine.ended(run)
 
 
-def sends(machine: StageStateMachine) -> list[Transfer]:
-    """What goes to other ranks, in order."""
-    return [found for run in machine.order if (found := machine.transfer(run)) is not None]
-
-
 def random_run(pipeline: Pipeline, random: Random) -> None:
     """Runs and deliveries of random durations: messages overtake each other."""
 
@@ -139,7 +134,7 @@ def posted(pipeline: Pipeline, rank: Rank, ahead_of: bool) -> dict[Channel, list
     """Of a rank's `receives` (or `sends`), those of each channel, in order."""
     machine = pipeline.machines[rank]
     out: dict[Channel, list[Transfer]] = defaultdict(list)
-    for one in machine.receives() if ahead_of else sends(machine):
+    for one in machine.receives() if ahead_of else machine.sends():
         ends = (one.sender.stage, one.sender.replica), (one.receiver.stage, one.receiver.replica)
         assert ends[ahead_of] == rank and ends[0] != ends[1]
         out[one.boundary, one.what, *ends].append(one)
@@ -264,7 +259,7 @@ def test_a_stage_is_finished_once_its_last_run_has_ended() -> None:
 
 def test_what_passes_inside_a_rank_is_no_transfer() -> None:
     machine = StageStateMachine(PipelineShape(0, 0, (1,), 3, 4))
-    assert sends(machine) == machine.receives() == []
+    assert machine.sends() == machine.receives() == []
     assert machine.goes(RunBlocks(FORWARD, 1, part=0)) == Peer(0, 1, 0)
 
 

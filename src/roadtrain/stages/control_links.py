@@ -103,24 +103,21 @@ class ControlLinks:
         mine = self.together(call if self.rank == 0 else lambda: None, what)
         return self.agree(mine, what)[0]
 
-    def all_well(self, error: BaseException | None, what: str) -> None:
-        """Raises `error` where it came up, and a LostError with its sentence on all other ranks,
-        so that all end what they do together."""
-        told = self.agree("" if error is None else str(error) or type(error).__name__, what)
-        if error is not None:
-            raise error
-        for rank, sentence in enumerate(told):
-            if sentence:
-                raise LostError(f"{what}: {self.name(rank)}: {sentence}")
-
     def together(self, call: Callable[[], T], what: str) -> T:
-        """What `call` returns here; where it raises on any rank, all raise, as `all_well`."""
+        """What `call` returns here. Where it raises on any rank all raise, so that all end what
+        they do together: here its error, on the others a LostError with its sentence."""
         failed: RoadtrainError | None = None
         try:
             out = call()
         except RoadtrainError as error:
             failed = error
-        self.all_well(failed, what)
+        mine = "" if failed is None else str(failed) or type(failed).__name__
+        told = self.agree(mine, what)
+        if failed is not None:
+            raise failed
+        for rank, sentence in enumerate(told):
+            if sentence:
+                raise LostError(f"{what}: {self.name(rank)}: {sentence}")
         return out
 
     # one to another; `reply`: over the second group

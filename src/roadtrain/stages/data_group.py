@@ -113,6 +113,8 @@ class SharedCopies(RanksTogether):
     """`group`: all ranks of the stages that have a copy, stage by stage, replica by replica.
     `widths`: ranks of each of these stages."""
 
+    group: dist.ProcessGroup
+
     def __init__(
         self, group: dist.ProcessGroup, widths: tuple[int, ...], device: torch.device
     ) -> None:
@@ -139,7 +141,6 @@ class SharedCopies(RanksTogether):
 
     def exchange(self, bucket: Bucket, own: torch.Tensor, arriving: torch.Tensor) -> Pending:
         """Begin. own: fp32 [share], summed over the stage; arriving: fp32 [stages - 1, share]."""
-        assert self.group is not None
         others = len(self.widths) - 1
         place = bucket.of_rank(self.replica)
         splits = overlaps(bucket.numel, place.start, place.stop, self.widths)

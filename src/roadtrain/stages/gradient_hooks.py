@@ -75,7 +75,12 @@ class GradientHooks:
             view.add_(grad)
         self.counts[i] += 1
         if self._each is not None and self.counts[i] == self.backwards * self._each[i]:
-            self._is_whole(own)
+            for bucket in own:
+                self._lacking[bucket] -= 1
+            for bucket in self.order[len(self._handed_on) :]:
+                if self._lacking[bucket]:
+                    break
+                self._hand_on(bucket)
 
     def _check_open(self, i: int) -> None:
         if self._handed_on.isdisjoint(self.layout.buckets_of[i]):
@@ -86,12 +91,6 @@ class GradientHooks:
             hint="say how many backwards a step has; where that is right, one adds to the parameter"
             " more often than in the first step: overlap=False",
         )
-
-    def _is_whole(self, buckets: Collection[int]) -> None:
-        for bucket in buckets:
-            self._lacking[bucket] -= 1
-        while (at := len(self._handed_on)) < len(self.order) and not self._lacking[self.order[at]]:
-            self._hand_on(self.order[at])
 
     def _hand_on(self, bucket: int) -> None:
         self._handed_on.add(bucket)

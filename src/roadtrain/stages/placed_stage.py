@@ -31,7 +31,7 @@ from roadtrain.kernels.cast import cast
 from roadtrain.kernels.rule import Rule
 from roadtrain.placement.optimizer import PlacedOptimizer
 from roadtrain.stages.courier import typed
-from roadtrain.stages.data_group import SharedCopies
+from roadtrain.stages.data_group import SharedCopies, ranks_of
 from roadtrain.stages.pieces import VALUE, Extent, Piece, even_shares
 from roadtrain.stages.transfers import check_covered
 from roadtrain.storage.convert import MASTER, RecordView
@@ -141,7 +141,8 @@ class PlacedStage:
             try:
                 dist.all_gather(terms, part.clone(), group=copies.group)
             except RuntimeError as error:
-                what = f"step {self.steps_done + 1}: the sum of {name!r} over {copies}"
+                who = f"{name!r} over {ranks_of(copies.group)}"
+                what = f"step {self.steps_done + 1}: the sum of the copies of {who}"
                 raise typed(error, what, copies.deadline_s) from error
             total = terms[0].float()
             for term in terms[1:]:

@@ -178,10 +178,14 @@ class StageStateMachine:
             return None
         return Peer(stage, part, run.micro % self.shape.widths[stage])
 
+    def sends(self) -> list[Transfer]:
+        """What goes from here to other ranks in this step, in order."""
+        return [found for run in self.order if (found := self.transfer(run)) is not None]
+
     def receives(self) -> list[Transfer]:
         """What comes here from other ranks in this step, in the order in which it is needed, so
         that receives can be posted ahead. On one boundary and direction the transfers between two
-        ranks are in the order of the sender's runs."""
+        ranks are in the order of the sender's `sends`."""
         return [found for run in self.order if (found := self.arrival(run)) is not None]
 
     def transfer(self, run: RunBlocks) -> Transfer | None:
