@@ -40,7 +40,7 @@ def drawn(chance: random.Random) -> tuple[StepWork, list[str]]:
     clusters = [f"c{min(stage, chance.randint(1, 3))}" for stage in range(stages)]
     clusters.sort()
     work = StepWork(
-        tuple(StageSpeed(0.01 * s, 0.02 * s, 0.01 * s) for s in speeds),
+        tuple(StageSpeed(0.01 * s, 0.02 * s) for s in speeds),
         (1.0,) * chance.randint(8, 40),
         chance.choice((4, 8, 16)),
         boundaries=(BoundarySpeed(*[chance.uniform(0.0, 0.05)] * 2),) * (stages - 1),

@@ -17,10 +17,9 @@ from roadtrain.stages.pipeline import Pipeline
 from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, PipelineShape
 from roadtrain.stages.rank_groups import Groups
 from roadtrain.stages.stage_model import MicroBatch, StageModel
-from roadtrain.stages.torch_stage import SegmentModule, TorchStage
+from roadtrain.stages.stage_part import StagePart
 
 STEPS = 3
-CPU = torch.device("cpu")
 SHAPES = {
     "llama": {
         "num_hidden_layers": 6,
@@ -98,7 +97,6 @@ def staged(kind, widths, parts, layers, num_microbatches, wire, rank):
     replica = rank - first[stage]
     channels = channels_of(rank, first, widths, parts)
     data = [distributed.new_group(list(range(first[s], first[s + 1]))) for s in range(stages)]
-    own = distributed.new_group([rank], use_local_synchronization=True)
     model = model_of(kind)
     x = tokens(0, 0)
     cuts = Cuts(model, (), {"input_ids": x, "labels": x})
@@ -108,20 +106,13 @@ def staged(kind, widths, parts, layers, num_microbatches, wire, rank):
     stage_model = StageModel(model, cuts, segments)
     stage_model.attach()
     shape = PipelineShape(stage, replica, tuple(widths), parts, num_microbatches)
-    torch_stages = [
-        TorchStage(
-            SegmentModule(stage_model, segment, lambda out, _: out.loss, wire),
-            number,
-            stages * parts,
-            shape.slots,
-            CPU,
-            own,
-        )
-        for number, segment in zip(numbers, segments, strict=True)
+    own = [
+        StagePart(stage_model, segment, lambda out, _: out.loss, wire, shape.slots)
+        for segment in segments
     ]
     parallelism = Parallelism(pp=stages, widths=widths, virtual_stages=parts)
     groups = Groups.of(parallelism, [("host", "", sum(widths))])
-    pipeline = Pipeline(shape, torch_stages, StageLinks(channels, groups, rank, 60.0))
+    pipeline = Pipeline(shape, own, StageLinks(channels, groups, rank, 60.0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for step in range(STEPS):

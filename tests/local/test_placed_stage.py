@@ -25,11 +25,11 @@ from roadtrain.environment import WorkerGroup
 from roadtrain.errors import LoopError, PeerError, RoadtrainError
 from roadtrain.stages.control_links import ControlLinks
 from roadtrain.stages.cuts import Cuts, Segment
+from roadtrain.stages.data_group import SharedCopies
 from roadtrain.stages.parallelism import Parallelism
 from roadtrain.stages.piece_exchange import exchange
 from roadtrain.stages.pieces import VALUE, Extent, Piece
 from roadtrain.stages.placed_stage import PlacedStage, times
-from roadtrain.stages.shared_copies import SharedCopies
 from roadtrain.stages.stage_model import MicroBatch, StageModel
 
 MICROS = 4
@@ -319,7 +319,7 @@ def tied_over_stages(rank):
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     model, placed = staged(Memory(), tied=True)
     with placed:
-        shared = {"embed.weight": SharedCopies(dist.group.WORLD, (1, 1))}
+        shared = {"embed.weight": SharedCopies(dist.group.WORLD, (1, 1), torch.device("cpu"))}
         stage = PlacedStage(placed, shared)
         stage.begin_step(1)
         loss_of(model, 0, rank).backward()
@@ -368,7 +368,7 @@ def copies_of_a_rank(rank):
     copies, store = dist.new_group(timeout=timedelta(seconds=3)), _get_default_store()
     p = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     p.grad = torch.tensor([256.0 if rank == 0 else 1.0, float(rank)], dtype=torch.bfloat16)
-    stage = PlacedStage(NoStore(p), {"w": SharedCopies(copies, (1, 1, 1))})
+    stage = PlacedStage(NoStore(p), {"w": SharedCopies(copies, (1, 1, 1), torch.device("cpu"))})
     stage.sum_squares()
     found = p.grad.tolist()
     stage.step()

@@ -17,9 +17,9 @@ from torch import nn
 from world import run
 
 from roadtrain.errors import DeadlineError, LoopError, LostError, ModelError, RoadtrainError
+from roadtrain.stages.data_group import SharedCopies
 from roadtrain.stages.pieces import VALUE
 from roadtrain.stages.sharded_optimizer import ShardedOptimizer, ShardedOptions
-from roadtrain.stages.shared_copies import SharedCopies
 
 pytestmark = pytest.mark.slow
 
@@ -255,7 +255,7 @@ def copies_child(widths, first_values, rank):
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-2),
         groups[stage],
-        shared={"embed.weight": SharedCopies(dist.group.WORLD, tuple(widths))},
+        shared={"embed.weight": SharedCopies(dist.group.WORLD, tuple(widths), torch.device("cpu"))},
         options=ShardedOptions(bucket_bytes=1024),
         report=said.append,
     )
@@ -333,7 +333,7 @@ def three_stages_child(widths, rank):
         model,
         torch.optim.SGD(model.parameters(), lr=1.0),
         groups[stage],
-        shared={"w": SharedCopies(dist.group.WORLD, widths)},
+        shared={"w": SharedCopies(dist.group.WORLD, widths, torch.device("cpu"))},
         options=ShardedOptions(bucket_bytes=1024),
         report=lambda line: None,
     )
@@ -599,7 +599,7 @@ def copies_gone_child(rank):
         model,
         torch.optim.SGD(model.parameters(), lr=1.0),
         groups[rank],
-        shared={"w": SharedCopies(dist.group.WORLD, (1, 1))},
+        shared={"w": SharedCopies(dist.group.WORLD, (1, 1), torch.device("cpu"))},
         report=lambda line: None,
     )
     optimizer.begin_step(1)

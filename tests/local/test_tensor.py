@@ -578,10 +578,8 @@ def sharded(rank, degree, told, steps):
     user = optimizer_of(model)
     split = tensor_parallel(model, mesh)
     data = data_group(degree)
-    inner = ShardedOptimizer(
-        model, user, data, options=ShardedOptions(bucket_bytes=8 << 10, counts=split.counts)
-    )
-    optimizer = TensorPieces(inner, split)
+    options = ShardedOptions(bucket_bytes=8 << 10, split=split)
+    optimizer = ShardedOptimizer(model, user, data, options=options)
     if told:
         optimizer.load(wanted_of(told, optimizer.wanted()), 2)
     norms = []
@@ -595,7 +593,7 @@ def sharded(rank, degree, told, steps):
         torch.distributed.all_reduce(squares)
         norms.append(squares.sqrt().item())
         optimizer.step(min(1.0, CLIP / norms[-1]))
-    inner.wait_parameters()
+    optimizer.wait_parameters()
     pieces = [optimizer.piece(extent) for extent in optimizer.extents()]
     whole = {name: split.whole_value(name, p) for name, p in model.named_parameters()}
     optimizer.close()

@@ -14,8 +14,9 @@ from roadtrain.errors import ConfigError, LoopError, ModelError
 from roadtrain.stages.cuts import Cuts, Returned, Segment
 from roadtrain.stages.layout import StageLayout
 from roadtrain.stages.parallelism import Parallelism
+from roadtrain.stages.protocol.pipeline import BACKWARD
 from roadtrain.stages.stage_model import MicroBatch, StageModel
-from roadtrain.stages.torch_stage import SegmentModule
+from roadtrain.stages.stage_part import StagePart
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 50}
 ATTENTION = {"intermediate_size": 48, "num_attention_heads": 4}
@@ -193,16 +194,17 @@ def test_activation_checkpoints(reentrant: bool) -> None:
     own.zero_grad()
     stage_model = StageModel(own, cuts, [Segment(0, 2)])
     stage_model.attach()
-    module = SegmentModule(stage_model, Segment(0, 2), None)
+    part = StagePart(stage_model, Segment(0, 2), None)
     if reentrant:  # Rule 6: it would not have been trained
         with pytest.raises(ModelError, match=r"'blocks\.1' returned has no gradient"):
-            module(batch=MicroBatch((x,)))
+            part.run_forward(0, MicroBatch((x,)))
         return
-    (out,) = module(batch=MicroBatch((x,)))
-    received = out.detach().requires_grad_()
+    (out,) = part.run_forward(0, MicroBatch((x,)))
+    received = out.clone().requires_grad_()
     rest = copy.deepcopy(model)
     rest.head(rest.blocks[3](rest.blocks[2](received))).sum().backward()
-    out.backward(received.grad)
+    part.buffers(BACKWARD, 0)[0].copy_(received.grad)
+    part.run_backward(0, None)
     for name, p in own.named_parameters():
         assert torch.equal(p.grad, model.get_parameter(name).grad), name
 
@@ -213,15 +215,15 @@ def test_micro_batches_of_other_shapes_are_refused() -> None:  # Rule 6
         model := Chain(), Cuts(model, (torch.zeros(3, 4),), {}), [Segment(0, 2)]
     )
     stage_model.attach()
-    module = SegmentModule(stage_model, Segment(0, 2), None)
-    module(batch=MicroBatch((torch.zeros(3, 4),)))
+    part = StagePart(stage_model, Segment(0, 2), None)
+    part.run_forward(0, MicroBatch((torch.zeros(3, 4),)))
     with pytest.raises(ModelError, match=r"returned \(2, 4\) torch.float32, and \(3, 4\) torch"):
-        module(batch=MicroBatch((torch.zeros(2, 4),)))
+        part.run_forward(0, MicroBatch((torch.zeros(2, 4),)))
     with (
         torch.autocast("cpu", torch.bfloat16),
         pytest.raises(ModelError, match=r"returned \(3, 4\) torch.bfloat16, and \(3, 4\) torch"),
     ):
-        module(batch=MicroBatch((torch.zeros(3, 4),)))
+        part.run_forward(0, MicroBatch((torch.zeros(3, 4),)))
 
 
 def test_parts_without_blocks_are_refused() -> None:

@@ -57,8 +57,8 @@ def test_stages_of_other_widths_cut_what_they_share_alike():
         lay_out(specs, width, 1024, {"tok": 0}, [(2, 3)])
         for specs, width in ((first, 2), (last, 3))
     )
-    assert mine.common(0) == theirs.common(0)
-    assert mine.whole != theirs.whole
+    assert mine.describe(0) == theirs.describe(0)
+    assert mine.describe() != theirs.describe()
 
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=3), st.data())

@@ -4,7 +4,6 @@ paper's formulas and against what a group is; which parallelisms are refused or 
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 from hypothesis import given
@@ -24,14 +23,11 @@ def printed_rank(gpus: int, nodes: tuple[int, ...], i: int, k: int, j: int) -> i
 
 
 def printed_groups(n: int, d: int, t: int, p: int) -> dict[GroupKind, set[tuple[int, ...]]]:
-    """Yang et al. (Holmes), equations 1 to 3, from 1."""
+    """Yang et al. (Holmes), equations 1 and 3, from 1."""
     assert n == d * t * p
     return {
         GroupKind.TENSOR: {
             tuple((i - 1) * t + j for j in range(1, t + 1)) for i in range(1, p * d + 1)
-        },
-        GroupKind.PIPELINE: {
-            tuple(i + (j - 1) * t * d for j in range(1, p + 1)) for i in range(1, t * d + 1)
         },
         GroupKind.DATA: {
             tuple((i - 1) % t + ((i - 1) // t * d + j - 1) * t + 1 for j in range(1, d + 1))
@@ -57,8 +53,7 @@ EQUAL = [
 def test_equal_stages_are_the_papers_groups(n: int, d: int, t: int, p: int) -> None:
     groups = Groups.of(Parallelism(dp=d, tp=t, pp=p), one_host_each(n, 4))
     for kind, printed in printed_groups(n, d, t, p).items():
-        every = (*groups.to_create, *groups.pipelines)
-        found = [one for one in every if one.kind is kind]
+        found = [one for one in groups.to_create if one.kind is kind]
         assert {tuple(rank + 1 for rank in one.ranks) for one in found} == printed
         assert sorted(itertools.chain(*printed)) == list(range(1, n + 1))
 
@@ -95,15 +90,13 @@ def test_groups_are_what_they_say(parallelism: Parallelism) -> None:
 
     assert {g.ranks for g in groups.data} == alike(lambda one: (one.stage, one.tensor))
     assert {g.ranks for g in groups.tensor} == alike(lambda one: (one.stage, one.replica))
-    assert all(len({at[rank].stage for rank in g.ranks}) == len(g.ranks) for g in groups.pipelines)
     names = [one.name for one in groups.to_create]
     assert len(set(names)) == len(names)
 
 
 @given(parallelisms(), st.integers(4, 30))
 def test_micro_batches_go_along_the_pipelines(parallelism: Parallelism, total: int) -> None:
-    """Each stage runs each micro-batch once; the ranks that run one are a pipeline, and each
-    pipeline runs one where there are enough. Neighbours are in one boundary group."""
+    """Each stage runs each micro-batch once, and neighbours are in one boundary group."""
     parallelism.check_micro_batches(total)
     groups = Groups.of(parallelism, [("h", "c", parallelism.devices)])
     runs: dict[int, list[tuple[int, int]]] = {}
@@ -112,31 +105,23 @@ def test_micro_batches_go_along_the_pipelines(parallelism: Parallelism, total: i
             for micro in parallelism.micro_batches(stage, replica, total):
                 runs.setdefault(micro, []).append((stage, replica))
     assert set(runs) == set(range(total))
-    passed = set()
     for found in runs.values():
         assert [stage for stage, _ in found] == list(range(parallelism.pp))
         for context, tensor in itertools.product(range(parallelism.cp), range(parallelism.tp)):
             ranks = [parallelism.rank(RankPosition(s, r + context, tensor)) for s, r in found]
-            passed.add(tuple(ranks))
             for a, b in itertools.pairwise(ranks):
                 assert sum({a, b} <= set(one.ranks) for one in groups.boundaries) == 2
-    ways = math.lcm(*(n // parallelism.cp for n in parallelism.replicas_of))
-    assert passed <= {one.ranks for one in groups.pipelines}
-    assert total < ways or passed == {one.ranks for one in groups.pipelines}
 
 
 def test_clusters_of_unequal_size() -> None:
     groups = Groups.of(Parallelism(pp=2, widths=(4, 2)), TWO_AND_ONE)
     assert [one.ranks for one in groups.data] == [(0, 1, 2, 3), (4, 5)]
-    assert [one.ranks for one in groups.pipelines] == [(0, 4), (1, 5), (2, 4), (3, 5)]
     assert [(one.name, one.ranks) for one in groups.boundaries] == [
         ("activations stage 0 to 1", (0, 1, 2, 3, 4, 5)),
         ("gradients stage 1 to 0", (0, 1, 2, 3, 4, 5)),
     ]
     assert list(groups.stage_ranks(1)) == [4, 5]
     assert groups.group_of(GroupKind.DATA, 5).name == "dp stage 1 tensor index 0"
-    with pytest.raises(ConfigError, match="rank 4 is in 0 groups of kind pp"):
-        groups.group_of(GroupKind.PIPELINE, 4)
 
 
 def test_interleaved_stages_meet_in_a_ring() -> None:

@@ -49,11 +49,11 @@ EXCEPTED = {
     # torch's own words for what its distributed data parallel sums at once and what ZeRO cuts state
     # into; here they mean just that
     "stages/bucket_state.py": {"bucket", "shard"},
+    "stages/data_group.py": {"bucket"},
     "stages/flat_layout.py": {"bucket"},
     "stages/forward_waits.py": {"bucket"},
     "stages/gradient_hooks.py": {"bucket"},
     "stages/sharded_optimizer.py": {"bucket", "shard"},
-    "stages/shared_copies.py": {"bucket"},
 }
 # The module and its names, wherever they are used.
 EXCEPTED_NAMES = {"sharded_optimizer", "ShardedOptimizer", "ShardedOptions", "bucket_bytes"}

@@ -25,10 +25,10 @@ class PassesOn:
     def __init__(self) -> None:
         self.buffer = torch.zeros(2)
 
-    def buffers(self, what: str, slot: int) -> list[torch.Tensor]:
+    def buffers(self, what: str, micro: int) -> list[torch.Tensor]:
         return [self.buffer]
 
-    def run_forward(self, slot: int, batch: MicroBatch) -> list[torch.Tensor]:
+    def run_forward(self, micro: int, batch: MicroBatch) -> list[torch.Tensor]:
         return [self.buffer]
 
     def drop(self) -> None: ...

@@ -25,12 +25,6 @@ from torch import nn
 
 from roadtrain.environment import local_rank_of
 from roadtrain.errors import ConfigError
-from roadtrain.integrations.broadcast import (
-    broadcast_optimizer,
-    broadcast_tensor,
-    broadcast_tensors,
-    broadcast_value,
-)
 from roadtrain.integrations.ddp import Summation
 from roadtrain.integrations.distributed import (
     Asynchronous,
@@ -38,7 +32,8 @@ from roadtrain.integrations.distributed import (
     distribute,
     distribute_asynchronously,
 )
-from roadtrain.integrations.named_sums import AT_ONCE, Exchange, Handle
+from roadtrain.integrations.named_sums import AT_ONCE, Exchange, Handle, on_link
+from roadtrain.streaming import plain
 from roadtrain.sums.tensor_sums import described
 
 __all__ = [
@@ -76,6 +71,7 @@ __all__ = [
 Average, Sum = "average", "sum"
 # of DistributedOptimizer: they change no result
 IGNORED = {"num_groups", "groups", "sparse_as_dense"}
+PIECE = 64 << 20  # bytes of a broadcast that are on the link, and where need be on the device
 
 
 class Compression:
@@ -275,16 +271,35 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> 
 
 def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
     _agree(name or "an unnamed broadcast", f"{described(tensor)} from worker {root_rank}")
-    return broadcast_tensor(tensor, root_rank)
+    return _broadcast(tensor, root_rank)
 
 
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int, prefix: str = ""
 ) -> None:
-    """A state_dict's tensors, or named ones, in place. ConfigError on all workers where they do
-    not match."""
+    """A state_dict's tensors, in the order of their names, or named ones, in place. ConfigError on
+    all workers where they do not match."""
     _agree("broadcast_parameters", f"from worker {root_rank}")
-    broadcast_tensors(params, root_rank)
+    pairs = sorted(params.items()) if isinstance(params, Mapping) else list(params)
+    tensors = [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]
+    mine = [[name, str(t.dtype), list(t.shape)] for name, t in tensors]
+    roots = _broadcast_value(mine, root_rank)
+    all_same = on_link(torch.tensor([int(mine == roots)]))
+    dist.all_reduce(all_same, op=dist.ReduceOp.MIN)
+    if not all_same.item():
+        differs = next(
+            (pair for pair in zip(mine, roots) if pair[0] != pair[1]), (len(mine), len(roots))
+        )
+        raise ConfigError(
+            (
+                f"another worker has other tensors than worker {root_rank}"
+                if mine == roots
+                else f"worker {dist.get_rank()} has {differs[0]}, worker {root_rank} {differs[1]}"
+            ),
+            hint="they build the same model",
+        )
+    for _, tensor in tensors:
+        _broadcast(tensor, root_rank)
 
 
 def broadcast_optimizer_state(
@@ -292,14 +307,48 @@ def broadcast_optimizer_state(
 ) -> None:
     """State and groups' settings, also where only root has any."""
     _agree("broadcast_optimizer_state", f"from worker {root_rank}")
-    broadcast_optimizer(optimizer, root_rank)
+    mine = optimizer.state_dict() if dist.get_rank() == root_rank else None
+    optimizer.load_state_dict(_broadcast_value(mine, root_rank))
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
     """Numbers, text, bytes, None, tensors; lists, tuples and dicts of them. ConfigError on all
     workers for others."""
     _agree(name or "broadcast_object", f"from worker {root_rank}")
-    return broadcast_value(obj, root_rank)
+    return _broadcast_value(obj, root_rank)
+
+
+@torch.no_grad()
+def _broadcast(tensor: torch.Tensor, root: int) -> torch.Tensor:
+    """In place, the same bytes."""
+    flat = tensor.detach().contiguous().reshape(-1)  # another memory where `tensor` has gaps
+    for piece in flat.view(torch.uint8).split(PIECE) if flat.numel() else ():
+        carried = on_link(piece)
+        dist.broadcast(carried, root)
+        piece.copy_(carried)
+    tensor.detach().copy_(flat.view(tensor.shape))
+    return tensor
+
+
+def _broadcast_value(value: Any, root: int) -> Any:
+    """Root's `value` in its plain form (streaming/plain.py), on every worker a new one; nothing is
+    pickled (Rule 8). Tensors come back on the host. Raises ConfigError on all workers where it has
+    no plain form."""
+    packed, wrong = b"", None
+    if dist.get_rank() == root:
+        try:
+            packed = plain.encode(value, "the value")
+        except ConfigError as error:
+            wrong = error
+    length = int(_broadcast(torch.tensor([-1 if wrong is not None else len(packed)]), root))
+    if length < 0:
+        raise ConfigError(
+            f"worker {root} has a value that cannot be broadcast" + (f": {wrong}" if wrong else ""),
+            hint=plain.HINT,
+        )
+    data = bytearray(packed or length)
+    _broadcast(torch.frombuffer(data, dtype=torch.uint8), root)
+    return plain.decode(memoryview(data))
 
 
 def barrier() -> None:

@@ -26,7 +26,7 @@ import torch
 from roadtrain.stages.cuts import Cuts, Segment
 from roadtrain.stages.protocol.stage_memory import BlockMemory
 from roadtrain.stages.stage_model import MicroBatch, StageModel
-from roadtrain.stages.torch_stage import LossFunction
+from roadtrain.stages.stage_part import LossFunction
 
 # Note: a mean over a second. A host may compute in bursts (a limit of CPU time is one of every
 # 100 ms), of which short timings or a median would see the fast part alone.

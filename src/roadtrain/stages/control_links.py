@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from roadtrain.errors import ConfigError, DeadlineError, LostError, PeerError, RoadtrainError
+from roadtrain.errors import DeadlineError, LostError, PeerError, RoadtrainError
 
 T = TypeVar("T")
 TELL_S = 2.0  # for a sentence to reach who listens
@@ -42,9 +42,8 @@ class RankPlace:
 
 class ControlLinks:
     """`places`: of every rank of `group`, the same on all of them. `replies`: another group of the
-    same ranks; None: one is made, by all of them. Raises ConfigError for a group that cannot move
-    host tensors. `broken`: a message of all did not come through here; what the others have heard
-    is not known."""
+    same ranks; None: one is made, by all of them. `broken`: a message of all did not come through
+    here; what the others have heard is not known."""
 
     broken = False
 
@@ -59,14 +58,6 @@ class ControlLinks:
         self.group, self.deadline_s = group, deadline_s
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.places = tuple(places) or (RankPlace(),) * self.size
-        if len(self.places) != self.size:
-            raise ConfigError(f"{len(self.places)} places for {self.size} ranks")
-        backend = dist.get_backend(group)
-        if "gloo" not in backend and "cpu" not in backend:
-            raise ConfigError(
-                f"the control group is of {backend}, which moves no host tensors",
-                hint="dist.new_group(backend='gloo')",
-            )
         self._replies = replies or dist.new_group(
             dist.get_process_group_ranks(group or dist.GroupMember.WORLD),
             backend="gloo",
@@ -112,45 +103,78 @@ class ControlLinks:
         mine = self.together(call if self.rank == 0 else lambda: None, what)
         return self.agree(mine, what)[0]
 
-    def all_well(self, error: BaseException | None, what: str) -> None:
-        """Raises `error` where it came up, and a LostError with its sentence on all other ranks,
-        so that all end what they do together."""
-        told = self.agree("" if error is None else str(error) or type(error).__name__, what)
-        if error is not None:
-            raise error
-        for rank, sentence in enumerate(told):
-            if sentence:
-                raise LostError(f"{what}: {self.name(rank)}: {sentence}")
-
     def together(self, call: Callable[[], T], what: str) -> T:
-        """What `call` returns here; where it raises on any rank, all raise, as `all_well`."""
+        """What `call` returns here. Where it raises on any rank all raise, so that all end what
+        they do together: here its error, on the others a LostError with its sentence."""
         failed: RoadtrainError | None = None
         try:
             out = call()
         except RoadtrainError as error:
             failed = error
-        self.all_well(failed, what)
+        mine = "" if failed is None else str(failed) or type(failed).__name__
+        told = self.agree(mine, what)
+        if failed is not None:
+            raise failed
+        for rank, sentence in enumerate(told):
+            if sentence:
+                raise LostError(f"{what}: {self.name(rank)}: {sentence}")
         return out
 
-    # one to another
+    # one to another; `reply`: over the second group
 
-    def send(self, tensor: torch.Tensor, peer: int, what: str) -> None:
+    def send(self, tensor: torch.Tensor, peer: int, what: str, *, reply: bool = False) -> None:
         """`tensor`: contiguous, on the host. Returns when it may change again."""
-        self._conversation(peer, what).send(tensor, self.deadline_s)
-
-    def receive(self, tensor: torch.Tensor, peer: int, what: str) -> None:
-        """Into `tensor`: contiguous, on the host, as long as the one that is sent."""
-        self._conversation(peer, what).receive(tensor, self.deadline_s)
-
-    def send_bytes(self, message: bytes, peer: int, what: str) -> None:
-        self._conversation(peer, what).send_bytes(message, self.deadline_s)
-
-    def receive_bytes(self, peer: int, what: str) -> bytes:
-        return self._conversation(peer, what).receive_bytes(self.deadline_s)
-
-    def _conversation(self, peer: int, what: str, *, reply: bool = False) -> _Conversation:
         group = self._replies if reply else self.group
-        return _Conversation(group, peer, self.name(self.rank), self.name(peer), what)
+        begin = partial(dist.isend, tensor, group=group, group_dst=peer)
+        self._wait(begin, peer, what, self.deadline_s)
+
+    def receive(
+        self,
+        tensor: torch.Tensor,
+        peer: int,
+        what: str,
+        *,
+        patience_s: float | None = None,
+        reply: bool = False,
+    ) -> None:
+        """Into `tensor`: contiguous, on the host, as long as the one that is sent."""
+        group = self._replies if reply else self.group
+        begin = partial(dist.irecv, tensor, group=group, group_src=peer)
+        self._wait(begin, peer, what, self.deadline_s if patience_s is None else patience_s)
+
+    def send_bytes(self, message: bytes, peer: int, what: str, *, reply: bool = False) -> None:
+        self.send(torch.tensor([len(message)], dtype=torch.int64), peer, what, reply=reply)
+        if message:
+            body = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+            self.send(body, peer, what, reply=reply)
+
+    def receive_bytes(
+        self, peer: int, what: str, *, patience_s: float | None = None, reply: bool = False
+    ) -> bytes:
+        length = torch.empty(1, dtype=torch.int64)
+        self.receive(length, peer, what, patience_s=patience_s, reply=reply)
+        message = torch.empty(int(length), dtype=torch.uint8)
+        if len(message):
+            self.receive(message, peer, what, patience_s=patience_s, reply=reply)
+        return message.numpy().tobytes()
+
+    def _wait(self, begin: Callable[[], Any], peer: int, what: str, patience_s: float) -> None:
+        """Raises DeadlineError, LostError."""
+        me, other = self.name(self.rank), self.name(peer)
+        start, patience_s = time.monotonic(), max(patience_s, 0.001)
+        try:
+            begin().wait(timedelta(seconds=patience_s))
+        except RuntimeError as error:
+            waited = time.monotonic() - start
+            if waited >= 0.9 * patience_s or "imed out" in str(error):
+                raise DeadlineError(
+                    f"{me} waited {waited:.0f} s for {other}: {what}",
+                    hint="is that host up, and its network? Its own output says what it does",
+                ) from error
+            raise LostError(
+                f"{other} is gone, {me} talked with it: {what}",
+                hint="its own output says why it ended",
+            ) from error
 
     def _gather_here(self, message: bytes, what: str) -> list[bytes]:
         """On the first rank. The others are told who is missing before the error is raised."""
@@ -158,17 +182,16 @@ class ControlLinks:
         for peer in range(1, self.size):
             try:
                 left_s = until - time.monotonic()
-                told.append(self._conversation(peer, what).receive_bytes(left_s))
+                told.append(self.receive_bytes(peer, what, patience_s=left_s))
             except (DeadlineError, LostError) as error:
                 self._tell_error(str(error))
                 raise
         head = json.dumps({"lengths": [len(one) for one in told], "error": ""}).encode()
         failed: RoadtrainError | None = None
         for peer in range(1, self.size):
-            reply = self._conversation(peer, what, reply=True)
             try:
-                reply.send_bytes(head, self.deadline_s)
-                reply.send_bytes(b"".join(told), self.deadline_s)
+                for message in (head, b"".join(told)):
+                    self.send_bytes(message, peer, what, reply=True)
             except (DeadlineError, LostError) as error:
                 failed = failed or error
         if failed is not None:
@@ -192,62 +215,13 @@ class ControlLinks:
                 work.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
 
     def _hand_in(self, message: bytes, what: str) -> list[bytes]:
-        self._conversation(0, what).send_bytes(message, self.deadline_s)
-        reply = self._conversation(0, what, reply=True)
-        head = json.loads(reply.receive_bytes(self.deadline_s + GRACE_S))
+        self.send_bytes(message, 0, what)
+        patience_s = self.deadline_s + GRACE_S
+        head = json.loads(self.receive_bytes(0, what, patience_s=patience_s, reply=True))
         if head["error"]:
             raise LostError(head["error"])
-        body, out, at = reply.receive_bytes(self.deadline_s), list[bytes](), 0
+        body, out, at = self.receive_bytes(0, what, reply=True), list[bytes](), 0
         for length in head["lengths"]:
             out.append(body[at : at + length])
             at += length
         return out
-
-
-@dataclass(frozen=True)
-class _Conversation:
-    """Messages with rank `peer` of `group`; the rest is for errors. All raise DeadlineError and
-    LostError."""
-
-    group: dist.ProcessGroup | None
-    peer: int
-    me: str
-    other: str
-    what: str
-
-    def send(self, tensor: torch.Tensor, patience_s: float) -> None:
-        begin = partial(dist.isend, tensor, group=self.group, group_dst=self.peer)
-        self._wait(begin, patience_s)
-
-    def receive(self, tensor: torch.Tensor, patience_s: float) -> None:
-        begin = partial(dist.irecv, tensor, group=self.group, group_src=self.peer)
-        self._wait(begin, patience_s)
-
-    def send_bytes(self, message: bytes, patience_s: float) -> None:
-        self.send(torch.tensor([len(message)], dtype=torch.int64), patience_s)
-        if message:
-            self.send(torch.frombuffer(bytearray(message), dtype=torch.uint8), patience_s)
-
-    def receive_bytes(self, patience_s: float) -> bytes:
-        length = torch.empty(1, dtype=torch.int64)
-        self.receive(length, patience_s)
-        message = torch.empty(int(length), dtype=torch.uint8)
-        if len(message):
-            self.receive(message, patience_s)
-        return message.numpy().tobytes()
-
-    def _wait(self, begin: Callable[[], Any], patience_s: float) -> None:
-        start, patience_s = time.monotonic(), max(patience_s, 0.001)
-        try:
-            begin().wait(timedelta(seconds=patience_s))
-        except RuntimeError as error:
-            waited = time.monotonic() - start
-            if waited >= 0.9 * patience_s or "imed out" in str(error):
-                raise DeadlineError(
-                    f"{self.me} waited {waited:.0f} s for {self.other}: {self.what}",
-                    hint="is that host up, and its network? Its own output says what it does",
-                ) from error
-            raise LostError(
-                f"{self.other} is gone, {self.me} talked with it: {self.what}",
-                hint="its own output says why it ended",
-            ) from error

@@ -13,7 +13,7 @@ Assumes that a stage's parameters lie on one device. Does NOT communicate.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -103,8 +103,13 @@ class FlatLayout:
         own = [i for i, bucket in enumerate(self.buckets) if bucket.run in place]
         return sorted(own, key=lambda i: (place[self.buckets[i].run], self.buckets[i].start))
 
-    def describe(self, runs: Iterable[int], buckets: Iterable[int]) -> str:
-        """What ranks that have these must agree on."""
+    def describe(self, link: int | None = None) -> str:
+        """What ranks must agree on: those of the stage, or of all stages that have `link`."""
+        if link is None:
+            runs, buckets = [*range(len(self.runs))], [*range(len(self.buckets))]
+            groups = repr([run.group for run in self.runs])
+        else:
+            runs, buckets, groups = self.shared_runs(link), self.shared_buckets(link), ""
         members = [
             (
                 self.runs[i].dtype,
@@ -112,17 +117,8 @@ class FlatLayout:
             )
             for i in runs
         ]
-        return repr((members, [(self.buckets[i].start, self.buckets[i].stop) for i in buckets]))
-
-    @property
-    def whole(self) -> str:
-        """What the ranks of the stage must agree on."""
-        groups = [run.group for run in self.runs]
-        return self.describe(range(len(self.runs)), range(len(self.buckets))) + repr(groups)
-
-    def common(self, link: int) -> str:
-        """What all stages of `link` must agree on."""
-        return self.describe(self.shared_runs(link), self.shared_buckets(link))
+        cuts = [(self.buckets[i].start, self.buckets[i].stop) for i in buckets]
+        return repr((members, cuts)) + groups
 
 
 def lay_out(
@@ -144,13 +140,17 @@ def lay_out(
     for (link, dtype, group), indices in sorted(members.items(), key=lambda item: item[1][0]):
         widths = link_widths[link] if link >= 0 else (width,)
         grain = math.lcm(*widths) * PARAM_ALIGN
-        order = sorted(indices, key=lambda i: params[i].name) if link >= 0 else indices
-        spans, numel = _spans(params, order)
-        run = FlatRun(dtype, group, link if link >= 0 else None, round_up(numel, grain), spans)
+        spans, numel = list[Span](), 0
+        for i in sorted(indices, key=lambda i: params[i].name) if link >= 0 else indices:
+            if params[i].numel:
+                spans.append(Span(i, numel, numel + params[i].numel, 0))
+                numel += round_up(params[i].numel, PARAM_ALIGN)
+        shared = link if link >= 0 else None
+        run = FlatRun(dtype, group, shared, round_up(numel, grain), tuple(spans))
         size = max(grain, round_up(bucket_bytes // GRADIENT_ITEMSIZE, grain))
         for start in range(0, run.numel, size):
             stop = min(start + size, run.numel)
-            parts = cut_spans(spans, start, stop)
+            parts = cut_spans(run.spans, start, stop)
             buckets.append(Bucket(len(runs), group, start, stop, width, run.link, parts))
         runs.append(run)
     buckets.sort(key=lambda bucket: min((s.param for s in bucket.spans), default=0))
@@ -164,15 +164,6 @@ def overlaps(numel: int, start: int, stop: int, widths: Sequence[int]) -> list[i
         ((r * numel // d, (r + 1) * numel // d) for r in range(d)) for d in widths
     )
     return [max(0, min(stop, end) - max(start, begin)) for begin, end in shares]
-
-
-def _spans(params: Sequence[ParamSpec], order: Sequence[int]) -> tuple[tuple[Span, ...], int]:
-    spans, at = [], 0
-    for i in order:
-        if params[i].numel:
-            spans.append(Span(i, at, at + params[i].numel, 0))
-            at += round_up(params[i].numel, PARAM_ALIGN)
-    return tuple(spans), at
 
 
 class StageParameters:

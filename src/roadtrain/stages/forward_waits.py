@@ -32,20 +32,16 @@ class ForwardWaits:
         wait: Callable[[Collection[int] | None], None],
     ) -> None:
         self.model, self.numbers_of, self._wait = model, numbers_of, wait
-        self.blocks = {id(block): block for block in blocks}
+        self.blocks = {id(block) for block in blocks}
         self._called: set[int] = set()  # ids of modules, while the model trains
         # id of a module -> what it waits for; None until it is known which modules are called
         self._needs: dict[int, set[int]] | None = None
         self._by_nobody: set[int] = set()  # what no module that is called has: all wait for it
-        self._handles: dict[int, RemovableHandle] = {}  # by id of the module
-        for module in model.modules():
-            handle = module.register_forward_pre_hook(self._before, prepend=True)
-            self._handles[id(module)] = handle
-        self._of_state_dict = model.register_state_dict_pre_hook(self._before_state_dict)
-
-    def _unhook(self, module: nn.Module) -> None:
-        if (handle := self._handles.pop(id(module), None)) is not None:
-            handle.remove()
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(self._before, prepend=True)
+            for module in model.modules()
+        ]
+        self._handles.append(model.register_state_dict_pre_hook(lambda *_: self._wait(None)))
 
     def _before(self, module: nn.Module, _: Any) -> None:
         training = self.model.training
@@ -56,9 +52,6 @@ class ForwardWaits:
         elif needed := self._needs.get(id(module), set()) | self._by_nobody:
             self._wait(needed)
 
-    def _before_state_dict(self, *_: Any) -> None:
-        self._wait(None)
-
     def learn(self) -> None:
         """A whole step has run: which modules are called is known."""
         if self._needs is not None or not self._called:
@@ -68,10 +61,6 @@ class ForwardWaits:
         for name, module in named.items():
             for p in module.parameters(recurse=False):
                 self._need(self._runs(named, name), p)
-        for index in self._called & self.blocks.keys():
-            for inner in self.blocks[index].modules():
-                if id(inner) != index and id(inner) not in self._needs:
-                    self._unhook(inner)
 
     def _runs(self, named: Mapping[str, nn.Module], name: str) -> nn.Module | None:
         """The block around `name` if it is called, else the nearest module around it, or itself,
@@ -91,5 +80,5 @@ class ForwardWaits:
             self._needs.setdefault(id(module), set()).update(numbers)
 
     def close(self) -> None:
-        for handle in (*self._handles.values(), self._of_state_dict):
+        for handle in self._handles:
             handle.remove()

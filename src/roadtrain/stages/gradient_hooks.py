@@ -10,7 +10,7 @@ is the sum of one rank.
 Counting: after `backwards` gradients a parameter's is whole, or after a multiple of that, where one
 backward adds to it several times (a block in two parts of the stage, reentrant checkpoints). The
 first step shows which multiple, so nothing is handed on before its end. Buckets are handed on in
-one order, the same on all ranks. Does NOT communicate.
+one order, that of a backward through the model's parameters. Does NOT communicate.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from roadtrain.stages.flat_layout import FlatLayout
 
 class GradientHooks:
     """`views`: of each parameter's gradient. `ready(bucket)` hands a bucket on; `wait(buckets)`
-    returns when their gradients may be overwritten; `opened()`: a step begins."""
+    returns when their gradients may be overwritten. `backwards`: of the step; 0: unknown, nothing
+    is whole before `finish`."""
 
     def __init__(
         self,
@@ -36,43 +37,33 @@ class GradientHooks:
         views: Sequence[torch.Tensor],
         ready: Callable[[int], None],
         wait: Callable[[Collection[int]], None],
-        opened: Callable[[], None],
     ) -> None:
         self.layout, self.params, self.views = layout, params, views
-        self._ready, self._wait, self._opened = ready, wait, opened
+        self._ready, self._wait = ready, wait
         # in which buckets are handed on: a forward's, backwards
         self.order: list[int] = list(reversed(range(len(layout.buckets))))
-        self.open = False  # a step has begun, and was neither taken nor forgotten
-        self.backwards = 0  # of the step; 0: unknown, nothing is whole before `finish`
         # how often one backward adds to each parameter; None until a step has shown it
         self._each: list[int] | None = None
-        self._reset()
+        self.forget()
         self._handles = []
         for i, p in enumerate(params):
             p.grad = None
             hook = partial(self._accumulated, i)
             self._handles.append(p.register_post_accumulate_grad_hook(hook))
 
-    def _reset(self) -> None:
+    def forget(self) -> None:
+        """The step's gradients are used."""
+        self.backwards = 0
         self.counts = [0] * len(self.params)  # gradients of each parameter in this step
         # parameters of each bucket that are not whole
         self._lacking = [len({s.param for s in b.spans}) for b in self.layout.buckets]
         self._handed_on: set[int] = set()
-        # when each parameter got its last gradient: a count over the step
-        self._touched = [0] * len(self.params)
-        self._touches = 0
-
-    def begin(self, backwards: int) -> None:
-        self.open, self.backwards = True, backwards
-        self._opened()
 
     @torch.no_grad()
     def _accumulated(self, i: int, p: nn.Parameter) -> None:
         grad, p.grad = p.grad, None
         if grad is None:
             return
-        if not self.open:
-            self.begin(0)
         own, view = self.layout.buckets_of[i], self.views[i]
         self._check_open(i)
         if grad.is_sparse:
@@ -83,10 +74,13 @@ class GradientHooks:
         else:
             view.add_(grad)
         self.counts[i] += 1
-        self._touches += 1
-        self._touched[i] = self._touches
         if self._each is not None and self.counts[i] == self.backwards * self._each[i]:
-            self._is_whole(own)
+            for bucket in own:
+                self._lacking[bucket] -= 1
+            for bucket in self.order[len(self._handed_on) :]:
+                if self._lacking[bucket]:
+                    break
+                self._hand_on(bucket)
 
     def _check_open(self, i: int) -> None:
         if self._handed_on.isdisjoint(self.layout.buckets_of[i]):
@@ -97,12 +91,6 @@ class GradientHooks:
             hint="say how many backwards a step has; where that is right, one adds to the parameter"
             " more often than in the first step: overlap=False",
         )
-
-    def _is_whole(self, buckets: Collection[int]) -> None:
-        for bucket in buckets:
-            self._lacking[bucket] -= 1
-        while (at := len(self._handed_on)) < len(self.order) and not self._lacking[self.order[at]]:
-            self._hand_on(self.order[at])
 
     def _hand_on(self, bucket: int) -> None:
         self._handed_on.add(bucket)
@@ -119,22 +107,6 @@ class GradientHooks:
             self._hand_on(bucket)
         if self._each is None and self.backwards:
             self._each = [max(1, -(-count // self.backwards)) for count in self.counts]
-
-    def seen(self) -> list[int]:
-        """The buckets in the order in which they became whole in this step; those without any
-        gradient last."""
-        last = [
-            max((self._touched[span.param] for span in bucket.spans), default=0)
-            for bucket in self.layout.buckets
-        ]
-        return sorted(self.order, key=lambda bucket: last[bucket] or self._touches + 1)
-
-    def has_gradient(self) -> list[bool]:
-        return [count > 0 for count in self.counts]
-
-    def forget(self) -> None:
-        self.open, self.backwards = False, 0
-        self._reset()
 
     def close(self) -> None:
         for handle in self._handles:

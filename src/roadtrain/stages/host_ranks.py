@@ -118,16 +118,9 @@ def _check_data_groups(parallelism: Parallelism, host_of: Sequence[HostDevices])
             )
 
 
-class _Slots(NamedTuple):
-    """A cluster and how many tensor groups its devices make."""
-
-    cluster: str
-    replicas: int
-
-
-def _slots(hosts: Hosts, tp: int) -> list[_Slots]:
-    """In rank order. Raises ConfigError where tp does not divide a host's devices, or a cluster's
-    hosts do not follow each other."""
+def _replicas(hosts: Hosts, tp: int) -> list[int]:
+    """How many tensor groups each cluster's devices make, in rank order. Raises ConfigError where
+    tp does not divide a host's devices, or a cluster's hosts do not follow each other."""
     host_of = hosts_of_ranks(hosts)
     for one in host_of:
         if one.devices % tp:
@@ -135,19 +128,16 @@ def _slots(hosts: Hosts, tp: int) -> list[_Slots]:
                 f"tp {tp} does not divide the {one.devices} devices of host {one.host!r}",
                 hint="a tensor group lies inside one host",
             )
-    runs = [
-        _Slots(cluster, sum(1 for _ in ranks) // tp)
-        for cluster, ranks in itertools.groupby(host_of, key=lambda one: one.cluster)
-    ]
-    if not runs:
+    clusters = [one.cluster for one in host_of]
+    if not clusters:
         raise ConfigError("there are 0 hosts with devices, 1 is needed", hint="give the hosts")
-    names = [run.cluster for run in runs]
+    names = [name for name, _ in itertools.groupby(clusters)]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(
             f"the ranks of cluster {twice!r} are {names.count(twice)} runs with others between",
             hint="number the hosts of a cluster one after another",
         )
-    return runs
+    return [clusters.count(name) // tp for name in names]
 
 
 def suited_parallelisms(hosts: Hosts, blocks: int, *, tp: int = 1) -> Iterator[Parallelism]:
@@ -155,15 +145,15 @@ def suited_parallelisms(hosts: Hosts, blocks: int, *, tp: int = 1) -> Iterator[P
     groups are as `check_ranks` demands: the fewest stages first, of those the most even widths.
     `blocks`: of the model, which are at least as many as stages. Raises ConfigError where tp does
     not divide a host's devices, or clusters are more than blocks."""
-    slots = _slots(hosts, tp)
-    if len(slots) > blocks:
+    replicas = _replicas(hosts, tp)
+    if len(replicas) > blocks:
         raise ConfigError(
-            f"{len(slots)} clusters need a stage each, the model has {blocks} blocks",
+            f"{len(replicas)} clusters need a stage each, the model has {blocks} blocks",
             hint="use fewer clusters, or smaller blocks",
         )
-    divisors = [[n for n in range(1, one.replicas + 1) if one.replicas % n == 0] for one in slots]
+    divisors = [[n for n in range(1, own + 1) if own % n == 0] for own in replicas]
     found = [
-        tuple(one.replicas // n for one, n in zip(slots, stages) for _ in range(n))
+        tuple(own // n for own, n in zip(replicas, stages) for _ in range(n))
         for stages in itertools.product(*divisors)
         if sum(stages) <= blocks
     ]

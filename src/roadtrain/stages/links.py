@@ -51,7 +51,6 @@ class StageLinks:
         self._sent: list[_Sent] = []
         self._receiving: dict[Transfer, list[Any]] = {}
         self.step = 0  # for messages of errors
-        self.sent_bytes: dict[Channel, int] = dict.fromkeys(channels, 0)
         self.wait_s = 0.0
 
     def send(self, transfer: Transfer, tensors: Sequence[torch.Tensor]) -> None:
@@ -62,7 +61,6 @@ class StageLinks:
             works = [distributed.isend(x, to, group) for x in whole]
         self._sent = [one for one in self._sent if not all(w.is_completed() for w in one.works)]
         self._sent.append(_Sent(works, whole, transfer))
-        self.sent_bytes[transfer.boundary, transfer.what] += sum(x.nbytes for x in whole)
 
     def post(self, transfer: Transfer, buffers: Sequence[torch.Tensor]) -> None:
         """From now on the message may arrive in `buffers`."""

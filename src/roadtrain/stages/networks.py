@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal, Protocol, Self, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
 from roadtrain.errors import ConfigError
 from roadtrain.options.schema import Flag, RateText, Section, Texts
@@ -64,18 +64,20 @@ def fastest_common(
 class NetworkStatement(Section):
     """What the user knows of some cards. The first statement that matches a card counts."""
 
-    hosts: Texts = Field(default=["*"], description="names of hosts, as `a*`")
-    interface: str = Field(default="*", description="name of the interface, as `eth0` or `ib*`")
-    subnet: str = Field(default="", description="that its address is in, as `10.1.0.0/16`")
-    kind: Literal["infiniband", "roce", "ethernet"] | None = Field(
-        default=None, description="default: what the system says"
-    )
-    rate: RateText | None = Field(default=None, description="default: what the system says")
-    fabric: str = Field(
-        default="",
-        description="cards of one kind and fabric reach each other; default: those of one subnet",
-    )
-    use: Flag = Field(default=True, description="whether training goes by it")
+    hosts: Texts = ["*"]
+    """names of hosts, as `a*`"""
+    interface: str = "*"
+    """name of the interface, as `eth0` or `ib*`"""
+    subnet: str = ""
+    """that its address is in, as `10.1.0.0/16`"""
+    kind: Literal["infiniband", "roce", "ethernet"] | None = None
+    """default: what the system says"""
+    rate: RateText | None = None
+    """default: what the system says"""
+    fabric: str = ""
+    """cards of one kind and fabric reach each other; default: those of one subnet"""
+    use: Flag = True
+    """whether training goes by it"""
 
     @field_validator("subnet")
     @classmethod

@@ -59,7 +59,7 @@ class ParallelOptions:
     parallelism: Parallelism
     num_microbatches: PositiveInt
     stages: Literal["even", "measured", "paper"] = "even"
-    resize_stages: Annotated[float, Field(ge=0, lt=1)] | None = None
+    resize_stages: Annotated[float, Field(gt=0, lt=1)] | None = None
     stores: Mapping[int, StageStore] = field(default_factory=dict)
     reducers: Sequence[str] | str = ()
     reducers_token_file: str | None = None

@@ -10,13 +10,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from roadtrain.environment import WorkerGroup
 from roadtrain.errors import ConfigError
 from roadtrain.placement.place import check_fresh, groups_of, place
 from roadtrain.stages.control_links import ControlLinks, RankPlace
+from roadtrain.stages.cuts import Cuts
+from roadtrain.stages.data_group import SharedCopies
 from roadtrain.stages.gradient_sum import connect_gradient_sum
 from roadtrain.stages.layout import StageLayout
 from roadtrain.stages.links import Channel, StageLinks
@@ -31,12 +33,10 @@ from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, PipelineShape
 from roadtrain.stages.rank_groups import GroupKind, Groups
 from roadtrain.stages.rank_meeting import RankMeeting
 from roadtrain.stages.sharded_optimizer import ShardedOptimizer, ShardedOptions
-from roadtrain.stages.shared_copies import SharedCopies
 from roadtrain.stages.stage_model import StageModel
 from roadtrain.stages.stage_optimizer import StageOptimizer
+from roadtrain.stages.stage_part import LossFunction, StagePart
 from roadtrain.stages.tensor import TensorParallel, tensor_parallel
-from roadtrain.stages.tensor_pieces import TensorPieces
-from roadtrain.stages.torch_stage import LossFunction, SegmentModule, TorchStage
 
 Report = Callable[[str], None]
 WHAT = {GroupKind.ACTIVATIONS: FORWARD, GroupKind.GRADIENTS: BACKWARD}
@@ -60,61 +60,37 @@ class Joined:
     def position(self) -> RankPosition:
         return self.groups.position(self.rank)
 
-    @property
-    def data_group(self) -> distributed.ProcessGroup:
-        return self.processes[self.groups.group_of(GroupKind.DATA, self.rank)]
 
-    @property
-    def width(self) -> int:
-        return self.groups.parallelism.replicas_of[self.position.stage]
-
-
-def connect(
+def join(
     meeting: RankMeeting,
     groups: Groups,
     layout: StageLayout,
     options: ParallelOptions,
     device: torch.device,
+    rule: str,
     report: Report,
-) -> ProcessGroups:
-    """Choose a network for every group, prove that it works, and make the process groups. Raises
+) -> Joined:
+    """Choose a network for every group, prove that it works, make the process groups and the links
+    of all processes to all, and give this start a name. rule: as in Joined. Collective. Raises
     ConfigError where a group has no network in common, PeerError where one does not work."""
     every = [*groups.to_create, *layout.shared_groups()]
     hosts = stated(meeting.hosts, options.networks)
     networks = preflight(meeting, every, hosts, say=report)
-    start_processes(
-        networks[CONTROL], meeting.store, meeting.rank, meeting.world_size, options.deadline_s
+    deadline_s = options.deadline_s
+    start_processes(networks[CONTROL], meeting.store, meeting.rank, meeting.world_size, deadline_s)
+    processes = make_process_groups(
+        every, networks, deadline_s, device_type=device.type, say=report
     )
-    return make_process_groups(
-        every,
-        networks,
-        options.deadline_s,
-        device_type=device.type,
-        say=report,
-    )
-
-
-def join(
-    rank: int,
-    groups: Groups,
-    layout: StageLayout,
-    processes: ProcessGroups,
-    options: ParallelOptions,
-    device: torch.device,
-    rule: str,
-) -> Joined:
-    """Make the links of all processes to all, and give this start a name. rule: as in Joined.
-    Collective. Raises PeerError."""
     places = []
-    for other in range(groups.world_size):
-        at = groups.position(other)
+    for rank in range(groups.world_size):
+        at = groups.position(rank)
         role = f"stage {at.stage}, replica {at.replica}"
-        places.append(RankPlace(groups.cluster(other), groups.host(other), role))
+        places.append(RankPlace(groups.cluster(rank), groups.host(rank), role))
     control = ControlLinks(
-        processes.control, places, replies=processes.replies, deadline_s=options.deadline_s
+        processes.control, places, replies=processes.replies, deadline_s=deadline_s
     )
     start = control.same(lambda: uuid.uuid4().hex, "the name of this start")  # agents have none
-    return Joined(rank, groups, layout, processes, control, options, device, rule, start)
+    return Joined(meeting.rank, groups, layout, processes, control, options, device, rule, start)
 
 
 class UserOptimizer:
@@ -162,16 +138,15 @@ def make_stage_optimizer(
     split = split_layers(joined, stage_model)
     if split is not None:
         report(f"stage {stage}: {split}")
-    sums = None
+    sums, group = None, joined.groups.group_of(GroupKind.DATA, joined.rank)
     if joined.options.reducers:
-        group = joined.groups.group_of(GroupKind.DATA, joined.rank)
         address = joined.processes.networks[group.name].card_of(joined.rank).address
         sums = connect_gradient_sum(joined.options, joined.control, address, report)
     masters = bring(stage_model.model, joined.device, joined.options.dtype)
-    cut_over_ranks = ShardedOptimizer(
+    return ShardedOptimizer(
         stage_model.model,
         optimizer,
-        joined.data_group,
+        joined.processes[group],
         shared=shared_copies(joined),
         blocks=stage_model.own_modules,
         masters=masters,
@@ -179,11 +154,10 @@ def make_stage_optimizer(
             sums=sums,
             overlap=joined.options.overlap,
             label=f"stage {stage}",
-            counts=None if split is None else split.counts,
+            split=split,
         ),
         report=report,
     )
-    return cut_over_ranks if split is None else TensorPieces(cut_over_ranks, split)
 
 
 def placed_stage(
@@ -191,6 +165,7 @@ def placed_stage(
 ) -> PlacedStage:
     """The stage's state rests where the options say. Each stage says itself where that is."""
     at, options = joined.position, joined.options
+    width = joined.groups.parallelism.replicas_of[at.stage]
     placed = place(
         stage_model.model,
         optimizer,
@@ -200,7 +175,7 @@ def placed_stage(
         device=joined.device,
         deadline_s=options.deadline_s,
         report=partial(_of_stage, at.stage) if at.replica == 0 else silent,
-        group=WorkerGroup(session=joined.start).of_stage(at.stage, at.replica, joined.width),
+        group=WorkerGroup(session=joined.start).of_stage(at.stage, at.replica, width),
     )
     return PlacedStage(placed, shared_copies(joined))
 
@@ -237,7 +212,7 @@ def shared_copies(joined: Joined) -> dict[str, SharedCopies]:
             )
         if at.stage in stages:
             group = joined.processes[joined.layout.shared_group(stages, at.tensor)]
-            copies = SharedCopies(group, tuple(widths[stage] for stage in stages))
+            copies = SharedCopies(group, tuple(widths[s] for s in stages), joined.device)
             out |= dict.fromkeys(names, copies)
     return out
 
@@ -270,23 +245,26 @@ def make_pipeline(joined: Joined, stage_model: StageModel, loss: LossFunction) -
         options.num_microbatches,
     )
     parts = [
-        TorchStage(
-            SegmentModule(stage_model, layout.segments[number], loss, options.activations),
-            number,
-            len(layout.segments),
-            shape.slots,
-            joined.device,
-            joined.processes.alone,
-        )
-        for number in layout.numbers(at.stage)
+        StagePart(stage_model, segment, loss, options.activations, shape.slots)
+        for segment in layout.segments_of(at.stage)
     ]
     return Pipeline(shape, parts, stage_links(joined), options.seed)
 
 
 def stage_links(joined: Joined) -> StageLinks:
     groups, channels = joined.groups, dict[Channel, Any]()
-    pairs = [pair for pair in groups.parallelism.boundaries for _ in WHAT]
-    for group, (boundary, _) in zip(groups.boundaries, pairs, strict=True):
+    for number, group in enumerate(groups.boundaries):  # one for each direction
         if group in joined.processes:
-            channels[boundary, WHAT[group.kind]] = joined.processes[group]
+            channels[number // len(WHAT), WHAT[group.kind]] = joined.processes[group]
     return StageLinks(channels, groups, joined.rank, joined.options.deadline_s)
+
+
+def say_start(joined: Joined, cuts: Cuts, say: Report) -> None:
+    """What the job is, and what of it is not as in one process (Rule 2)."""
+    parallelism, micro = joined.groups.parallelism, joined.options.num_microbatches
+    say(f"parallel: {parallelism}, {micro} micro-batches a step, stages of {joined.layout}")
+    if parallelism.tp > 1 and cuts.draws:
+        say(
+            f"tensor: the model draws random numbers (dropout), and each of the {parallelism.tp}"
+            " tensor ranks draws its own inside split layers: losses are not those of another tp"
+        )

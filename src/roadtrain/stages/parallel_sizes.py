@@ -13,16 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import msgspec
 import psutil
 import torch
 
 from roadtrain.errors import ConfigError, UserError
-from roadtrain.stages.block_times import (
-    block_memories,
-    block_parameters,
-    block_weights,
-    measure_blocks,
-)
+from roadtrain.stages.block_times import block_parameters, block_weights, measure_blocks
 from roadtrain.stages.layout import StageLayout
 from roadtrain.stages.parallel_parts import (
     Joined,
@@ -34,26 +30,23 @@ from roadtrain.stages.parallel_parts import (
 from roadtrain.stages.parallel_training import ParallelTraining
 from roadtrain.stages.piece_exchange import exchange
 from roadtrain.stages.pipeline import StepTimes
-from roadtrain.stages.protocol.drift import DriftRule, DriftWatch
+from roadtrain.stages.protocol.drift import OFFERED, DriftWatch
 from roadtrain.stages.protocol.stage_memory import StageMemory
+from roadtrain.stages.protocol.stage_sizes import compare_sizes
 from roadtrain.stages.protocol.step_model import StepWork
 from roadtrain.stages.sharded_optimizer import ShardedOptimizer
 from roadtrain.stages.stage_buffers import adopt_buffers, gather_buffers, told_buffers
 from roadtrain.stages.stage_model import MicroBatch, StageModel
+from roadtrain.stages.stage_part import LossFunction
 from roadtrain.stages.stage_speeds import (
     MeasuredRank,
-    compare_measured,
-    gather_measured,
     measure_messages,
     measured_memory,
     measured_work,
-    own_pass_s,
 )
 from roadtrain.stages.stage_values import drop
-from roadtrain.stages.torch_stage import LossFunction, SegmentModule
 
 Report = Callable[[str], None]
-OFFERED = 0.1  # the share of a step that other sizes must save to be told of
 
 
 class StageSizes:
@@ -80,32 +73,40 @@ class StageSizes:
         times = measure_blocks(training.stage_model, example, self._loss, self._weights)
         links, shape = training.pipeline.links, training.pipeline.shape
         messages = measure_messages(links, shape, self._message_bytes(), joined.device)
-        told = gather_measured(joined.control, MeasuredRank(times, messages, self._room()))
+        own = msgspec.msgpack.encode(MeasuredRank(times, messages, self._room()))
+        encoded = joined.control.gather(own, "speeds of all ranks")
+        told = [msgspec.msgpack.decode(one, type=MeasuredRank) for one in encoded]
         work = measured_work(joined.groups, told, joined.options.num_microbatches, self._weights)
         self._ends = work.ends
         memory = self._memory(told, work)
-        table = compare_measured(joined.groups, work, memory)
+        ranks = [joined.groups.stage_ranks(stage)[0] for stage in range(len(work.stages))]
+        clusters = [joined.groups.cluster(rank) for rank in ranks]
+        table = compare_sizes(work, clusters, fits=memory.fits)
+        if table is None:
+            raise memory.refusal()
         self._report(f"blocks of each stage, and what a step should take:\n{table}")
         sizes = table.best.sizes
         if joined.options.stages == "paper":
-            sizes = table.sizes_of("paper") or sizes
+            paper = table.others.get("paper")
+            sizes = paper[0] if paper else sizes
         elif joined.options.stages == "even":
             sizes = self._sizes()
-        asked = joined.options.resize_stages
-        rule = DriftRule(gain=OFFERED if asked is None else asked)
         if sizes != self._sizes() and not self._move_or_say(sizes):
             sizes = self._sizes()
-        self._watch = DriftWatch(work, sizes, memory.fits, rule)
+        gain = joined.options.resize_stages or OFFERED
+        self._watch = DriftWatch(work, sizes, memory.fits, gain)
 
     def own_pass_s(self, times: StepTimes) -> float:
-        """What the watch is told of this rank's step."""
+        """Seconds in which this rank ran a block of weight 1 forward and backward for one
+        micro-batch, in the step of `times`."""
         joined = self._training.joined
         own = joined.layout.segments_of(joined.position.stage)
         last = len(self._training.stage_model.cuts.blocks)
         weight = sum(self._weights[block] for s in own for block in range(s.begin, s.stop))
         weight += self._ends[0] * any(s.begin == 0 for s in own)
         weight += self._ends[1] * any(s.stop == last for s in own)
-        return own_pass_s(times, self._training.pipeline.shape, weight)
+        passes = len(self._training.pipeline.shape.own)
+        return (times.forward + times.backward) / (passes * weight)
 
     def step(self, passes_s: Sequence[float]) -> None:
         """After each step. passes_s: what every rank's `own_pass_s` was. Moves blocks, or says
@@ -145,17 +146,11 @@ class StageSizes:
 
     def _message_bytes(self) -> int:
         """Of what crosses a cut, the largest."""
-        found = [0]
-        for part in self._training.pipeline.parts:
-            segment = part.submod
-            assert isinstance(segment, SegmentModule)
-            for shapes in (segment.arrives, segment.leaves):
-                found.append(sum(x.nbytes for x in segment.on_wire(shapes)))
-        return max(int(one) for one in self._training.joined.control.agree(max(found), "sizes"))
+        own = max(part.message_nbytes for part in self._training.pipeline.parts)
+        return max(self._training.joined.control.agree(own, "sizes"))
 
     def _memory(self, told: Sequence[MeasuredRank], work: StepWork) -> StageMemory:
         cuts, joined = self._training.stage_model.cuts, self._training.joined
-        blocks, ends = block_memories(cuts, self._numels, [one.times for one in told])
         optimizer = self._training.optimizer
         assert isinstance(optimizer, ShardedOptimizer)  # measured stages are neither placed nor cut
         whole = self._training.stage_model.whole.values()
@@ -164,7 +159,7 @@ class StageSizes:
         # fp32 arrays of the rule, and masters of parameters in 16 bits
         kept = 4.0 * (max(len(rule.arrays) for rule in optimizer.rules) + (each < 4))
         of = {"parameter_bytes": each, "state_bytes": kept}
-        return measured_memory(joined.groups, told, work, blocks, ends, **of)
+        return measured_memory(joined.groups, told, work, cuts, self._numels, **of)
 
     def _room(self) -> float:
         """Bytes that this rank's stage may take: what is free, and what it has taken."""
@@ -199,14 +194,23 @@ class StageSizes:
         source.settle()
         had = told_buffers(training.stage_model)
         buffers = gather_buffers(training.stage_model, old.control)
-        stage_model = recut(training.stage_model, joined)
+        was = training.stage_model
+        was.restore()
+        segments = layout.segments_of(joined.position.stage)
+        stage_model = StageModel(was.model, was.cuts, segments, joined.device)
+        for name in stage_model.names - was.names:  # zeros until they are loaded
+            p = stage_model.whole[name]
+            dtype = was.cuts.dtype_of(p)
+            p.data = torch.zeros(p.shape, dtype=dtype, device=joined.device)
         optimizer = make_stage_optimizer(
             joined, stage_model, self._users.keep(stage_model.model), silent
         )
         optimizer.load(exchange(source, optimizer.wanted(), joined.control), steps_done)
         adopt_buffers(buffers, had, stage_model)
         source.close()
-        drop_others(stage_model)
+        for name, p in stage_model.whole.items():  # others may have asked for them until now
+            if name not in stage_model.names:
+                drop(p)
         pipeline = make_pipeline(joined, stage_model, self._loss)
         training.adopt(joined, stage_model, optimizer, pipeline)
         self._report(f"stages of {layout} from step {steps_done + 1} on")
@@ -220,22 +224,3 @@ def check_shared(joined: Joined, layout: StageLayout) -> None:
                 f"with {layout} there would be {group.name}, for which there is no process group",
                 hint="state the sizes with stages=[...] at the next start",
             )
-
-
-def recut(old: StageModel, joined: Joined) -> StageModel:
-    """The model with this rank's new segments; what is new here has zeros until it is loaded, what
-    was here has its values until `drop_others`: others may ask for them."""
-    old.restore()
-    segments = joined.layout.segments_of(joined.position.stage)
-    new = StageModel(old.model, old.cuts, segments, joined.device)
-    for name, p in new.whole.items():
-        if name in new.names - old.names:
-            p.data = torch.zeros(p.shape, dtype=new.cuts.dtype_of(p), device=joined.device)
-    return new
-
-
-def drop_others(stage_model: StageModel) -> None:
-    """The values of what is with other stages."""
-    for name, p in stage_model.whole.items():
-        if name not in stage_model.names:
-            drop(p)

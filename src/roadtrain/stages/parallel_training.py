@@ -21,7 +21,6 @@ from roadtrain.stages.snapshots import JobSnapshots, SnapshotOptions
 from roadtrain.stages.stage_buffers import buffers_blob, restore_buffers
 from roadtrain.stages.stage_model import MicroBatch, StageModel
 from roadtrain.stages.stage_optimizer import StageOptimizer
-from roadtrain.stages.tensor_pieces import TensorPieces
 from roadtrain.storage.mark import Mark
 from roadtrain.streaming.split import NAMES
 
@@ -124,7 +123,8 @@ class ParallelTraining:
         loss = self.pipeline.step(self.steps_done, batch)
         # every tensor rank of the last stage has the same loss
         squares = self.optimizer.sum_squares()
-        told = self._told([loss if at.tensor == 0 else 0.0, squares, float(stop), self._pass_s()])
+        pass_s = 0.0 if self.sizes is None else self.sizes.own_pass_s(self.pipeline.times)
+        told = self._told([loss if at.tensor == 0 else 0.0, squares, float(stop), pass_s])
         sums = [math.fsum(one) for one in zip(*told, strict=True)]
         norm = math.sqrt(sums[1]) if sums[1] >= 0 else math.nan
         scale = 1.0
@@ -199,10 +199,9 @@ class ParallelTraining:
         rules: dict[nn.Parameter, str] = {}
         for group in self.optimizer.param_groups:
             rules |= dict.fromkeys(group["params"], self.joined.rule)
-        tensor = self.optimizer
-        shapes = tensor.split.shapes if isinstance(tensor, TensorPieces) else {}
+        shapes = self.stage_model.shapes  # before layers were split
         return [
-            ParamEntry(name, shapes.get(name, tuple(p.shape)), NAMES[p.dtype], rules.get(p, ""))
+            ParamEntry(name, shapes[name], NAMES[p.dtype], rules.get(p, ""))
             for name, p in self.model.named_parameters()
         ]
 
@@ -252,10 +251,6 @@ class ParallelTraining:
     def _told(self, values: list[float]) -> list[list[float]]:
         """Of all ranks, in their order."""
         return self.joined.control.agree(values, f"sums of step {self.steps_done}")
-
-    def _pass_s(self) -> float:
-        """Of this rank, for the sizes of stages."""
-        return 0.0 if self.sizes is None else self.sizes.own_pass_s(self.pipeline.times)
 
     def adopt(
         self,

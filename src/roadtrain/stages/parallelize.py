@@ -14,26 +14,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
 
 from roadtrain.device.copies import own_device
 from roadtrain.environment import launch_of
-from roadtrain.errors import ModelError
 from roadtrain.options.check import check_options
 from roadtrain.stages.cuts import Cuts
 from roadtrain.stages.layout import StageLayout
 from roadtrain.stages.networks import stated
 from roadtrain.stages.parallel_options import ParallelOptions
 from roadtrain.stages.parallel_parts import (
-    Joined,
     UserOptimizer,
-    connect,
     join,
     make_pipeline,
     make_stage_optimizer,
+    say_start,
     silent,
 )
 from roadtrain.stages.parallel_sizes import StageSizes
@@ -41,24 +39,11 @@ from roadtrain.stages.parallel_training import ParallelTraining
 from roadtrain.stages.rank_groups import Groups
 from roadtrain.stages.rank_meeting import meet
 from roadtrain.stages.stage_model import MicroBatch, StageModel
+from roadtrain.stages.stage_part import LossFunction, own_loss
 from roadtrain.stages.stage_values import fill
-from roadtrain.stages.torch_stage import LossFunction
 from roadtrain.streaming.split import split
 
 Report = Callable[[str], None]
-
-
-def own_loss(result: Any, batch: MicroBatch) -> torch.Tensor:
-    """The loss that the model itself returns, as models of transformers do."""
-    loss = getattr(result, "loss", None)
-    if loss is None and isinstance(result, torch.Tensor) and result.dim() == 0:
-        loss = result
-    if not isinstance(loss, torch.Tensor):
-        raise ModelError(
-            f"the model returned a {type(result).__name__} without a loss",
-            hint="give parallelize(loss=...), a function of its result and the micro-batch",
-        )
-    return loss
 
 
 def parallelize(
@@ -84,55 +69,40 @@ def parallelize(
     network does not come (Rule 5).
     """
     check_options(parallelize, locals())
+    # 1. what was asked for, on this process's device
     launch = launch_of(os.environ)
     say = report if launch.rank == 0 else silent
     for line in options.say_lossy():
         say(line)
     users = UserOptimizer(model, optimizer, say)
-    at = own_device(device or _default_device(), say)
+    at = own_device(device or ("cuda" if torch.cuda.is_available() else "cpu"), say)
+    # 2. all processes meet, or every one that came says who did not
+    parallelism = options.parallelism
     meeting = meet(
-        launch,
-        job=options.told(),
-        needed=options.parallelism.devices,
-        notice_s=options.deadline_s,
+        launch, job=options.told(), needed=parallelism.devices, notice_s=options.deadline_s
     )
+    # 3. where the model is cut, who works with whom, which parameters each stage has
     parts = split(model, options.blocks)
     cuts = Cuts(model, example.args, example.kwargs or {}, options.blocks, options.dtype)
-    parallelism = options.parallelism
     hosts = meeting.host_devices(stated(meeting.hosts, options.networks))
     groups = Groups.of(parallelism, hosts, blocks=len(cuts.blocks), data_groups=options.data_groups)
     layout = StageLayout.of(parallelism, cuts)
-    processes = connect(meeting, groups, layout, options, at, say)
-    own = groups.position(launch.rank)
+    # 4. a network for each group, tried before the process groups are made
+    joined = join(meeting, groups, layout, options, at, users.rule, say)
+    # 5. this stage's first values, and the model without the other stages
+    own = joined.position
     torch.manual_seed(options.seed)
     fill(model, parts, layout.names_of(own.stage), options.weights, options.init)
     stage_model = StageModel(model, cuts, layout.segments_of(own.stage), at)
-    joined = join(launch.rank, groups, layout, processes, options, at, users.rule)
+    # 6. what updates the stage, and what runs its micro-batches
     speaks = (own.replica, own.tensor) == (0, 0)  # for its stage
-    of_stage = say if launch.rank == 0 else _print if speaks else silent
+    of_stage = say if launch.rank == 0 else partial(print, flush=True) if speaks else silent
     stage_optimizer = make_stage_optimizer(joined, stage_model, users.keep(model), of_stage)
     pipeline = make_pipeline(joined, stage_model, loss)
-    _say_start(joined, cuts, say)
+    say_start(joined, cuts, say)
     training = ParallelTraining(joined, stage_model, stage_optimizer, pipeline)
+    # 7. sizes of stages by measured speeds, where they are asked for
     if options.stages != "even" or options.resize_stages is not None:
         training.sizes = StageSizes(training, users, loss, say)
         training.sizes.begin(example)
     return training
-
-
-def _say_start(joined: Joined, cuts: Cuts, say: Report) -> None:
-    parallelism, micro = joined.groups.parallelism, joined.options.num_microbatches
-    say(f"parallel: {parallelism}, {micro} micro-batches a step, stages of {joined.layout}")
-    if parallelism.tp > 1 and cuts.draws:  # Rule 2
-        say(
-            f"tensor: the model draws random numbers (dropout), and each of the {parallelism.tp}"
-            " tensor ranks draws its own inside split layers: losses are not those of another tp"
-        )
-
-
-def _default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)

@@ -25,7 +25,7 @@ from roadtrain.stages.protocol.pipeline import (
     Transfer,
 )
 from roadtrain.stages.stage_model import MicroBatch, RandomStart
-from roadtrain.stages.torch_stage import TorchStage
+from roadtrain.stages.stage_part import StagePart
 
 
 @dataclass
@@ -44,7 +44,6 @@ class _Step:
     machine: StageStateMachine
     # messages that are not posted yet, by channel and in order
     due: dict[Channel, deque[Transfer]] = field(default_factory=dict)
-    slot_of: dict[tuple[int, int], int] = field(default_factory=dict)  # (part, micro)
     posted: dict[tuple[str, int, int], Transfer] = field(default_factory=dict)  # what, part, micro
     losses: dict[int, torch.Tensor] = field(default_factory=dict)  # by micro, until their backward
     total: float = 0.0
@@ -55,7 +54,7 @@ class Pipeline:
     numbers that forwards draw."""
 
     def __init__(
-        self, shape: PipelineShape, parts: Sequence[TorchStage], links: StageLinks, seed: int = 0
+        self, shape: PipelineShape, parts: Sequence[StagePart], links: StageLinks, seed: int = 0
     ) -> None:
         self.shape, self.parts, self.links, self.seed = shape, list(parts), links, seed
         self.times = StepTimes()
@@ -72,8 +71,6 @@ class Pipeline:
         step = _Step(StageStateMachine(self.shape))
         for transfer in step.machine.receives():
             step.due.setdefault((transfer.boundary, transfer.what), deque()).append(transfer)
-        for part in self.parts:
-            part.free = list(range(len(part.args_recv_info)))
         try:
             self._post(step)
             for run in self._runs(step):
@@ -95,16 +92,13 @@ class Pipeline:
         handed: dict[tuple[int, int], list[torch.Tensor]] = {}
         for run in (run for run in machine.order if run.what == FORWARD):
             part, arrival = self.parts[run.part], machine.arrival(run)
-            slot = 0  # one micro-batch of a part at a time
             if arrival is not None:
-                self.links.post(arrival, part.buffers(FORWARD, slot))
+                self.links.post(arrival, part.buffers(FORWARD, run.micro))
                 self.links.wait(arrival)
-            elif (run.part, run.micro) in handed:
-                for buffer, x in zip(
-                    part.buffers(FORWARD, slot), handed.pop((run.part, run.micro))
-                ):
+            elif given := handed.pop((run.part, run.micro), None):
+                for buffer, x in zip(part.buffers(FORWARD, run.micro), given, strict=True):
                     buffer.detach().copy_(x)
-            out = part.run_forward(slot, batch(run.micro))
+            out = part.run_forward(run.micro, batch(run.micro))
             part.drop()
             peer, transfer = machine.goes(run), machine.transfer(run)
             if peer is None:
@@ -148,10 +142,9 @@ class Pipeline:
         self, step: _Step, run: RunBlocks, batch: Callable[[int], MicroBatch]
     ) -> list[torch.Tensor]:
         part = self.parts[run.part]
-        slot = self._slot(step, run.part, run.micro)
         random = RandomStart(self.seed, self.links.step, run.micro)
         random.batch()
-        out = part.run_forward(slot, batch(run.micro), random)
+        out = part.run_forward(run.micro, batch(run.micro), random)
         if not part.is_last:
             return list(out)
         assert isinstance(out, torch.Tensor)
@@ -162,40 +155,28 @@ class Pipeline:
 
     def _backward(self, step: _Step, run: RunBlocks) -> list[torch.Tensor]:
         part = self.parts[run.part]
-        slot = step.slot_of.pop((run.part, run.micro))
         loss = step.losses.pop(run.micro) if part.is_last else None
-        gradients = part.run_backward(slot, loss, run.last)
-        part.free.append(slot)
-        return gradients
+        return part.run_backward(run.micro, loss)
 
     def _hand_over(
         self, step: _Step, run: RunBlocks, part: int, tensors: Sequence[torch.Tensor]
     ) -> None:
         """The next part is on this rank too: what `run` leaves is copied into its buffers."""
-        slot = self._slot(step, part, run.micro)
-        buffers = self.parts[part].buffers(run.what, slot)
+        buffers = self.parts[part].buffers(run.what, run.micro)
         with torch.no_grad():
             for buffer, tensor in zip(buffers, tensors, strict=True):
                 buffer.detach().copy_(tensor)
         step.machine.here[run.what].add((run.micro, part))
 
-    def _slot(self, step: _Step, part: int, micro: int) -> int:
-        if (part, micro) not in step.slot_of:
-            step.slot_of[part, micro] = self.parts[part].free.pop()
-        return step.slot_of[part, micro]
-
     def _post(self, step: _Step) -> None:
         """Post the receives whose buffers are free, each channel's in order."""
         for waiting in step.due.values():
-            while waiting and self._may_arrive(step, waiting[0]):
+            while waiting and self._may_arrive(waiting[0]):
                 transfer = waiting.popleft()
                 part, micro = transfer.receiver.part, transfer.micro
-                slot = self._slot(step, part, micro)
-                self.links.post(transfer, self.parts[part].buffers(transfer.what, slot))
+                self.links.post(transfer, self.parts[part].buffers(transfer.what, micro))
                 step.posted[transfer.what, part, micro] = transfer
 
-    def _may_arrive(self, step: _Step, transfer: Transfer) -> bool:
-        part = transfer.receiver.part
-        if transfer.what == BACKWARD:
-            return (part, transfer.micro) in step.slot_of
-        return bool(self.parts[part].free)
+    def _may_arrive(self, transfer: Transfer) -> bool:
+        part = self.parts[transfer.receiver.part]
+        return part.holds(transfer.micro) if transfer.what == BACKWARD else part.has_room

@@ -31,9 +31,8 @@ from roadtrain.kernels.cast import cast
 from roadtrain.kernels.rule import Rule
 from roadtrain.placement.optimizer import PlacedOptimizer
 from roadtrain.stages.courier import typed
-from roadtrain.stages.data_group import deadline_of, ranks_of
+from roadtrain.stages.data_group import SharedCopies, ranks_of
 from roadtrain.stages.pieces import VALUE, Extent, Piece, even_shares
-from roadtrain.stages.shared_copies import SharedCopies
 from roadtrain.stages.transfers import check_covered
 from roadtrain.storage.convert import MASTER, RecordView
 from roadtrain.storage.scratch import Scratch
@@ -136,16 +135,15 @@ class PlacedStage:
         and in fp32, the others zero: so each stage sums to the same bits. Raises PeerError."""
         grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
         flat = grad.view(-1)
-        ranks = dist.get_world_size(copies.group)
         for start in range(0, flat.numel(), SUM_ELEMENTS):
             part = flat[start : start + SUM_ELEMENTS]
-            terms = [torch.empty_like(part) for _ in range(ranks)]
+            terms = [torch.empty_like(part) for _ in range(copies.width)]
             try:
                 dist.all_gather(terms, part.clone(), group=copies.group)
             except RuntimeError as error:
                 who = f"{name!r} over {ranks_of(copies.group)}"
                 what = f"step {self.steps_done + 1}: the sum of the copies of {who}"
-                raise typed(error, what, deadline_of(copies.group, p.device)) from error
+                raise typed(error, what, copies.deadline_s) from error
             total = terms[0].float()
             for term in terms[1:]:
                 total += term

@@ -126,45 +126,29 @@ async def _take(reader: asyncio.StreamReader) -> float:
 async def _listen_for_half_open(doors: Doors, heard: set[str]) -> None:
     while True:
         await asyncio.sleep(0.25)
-        for port in doors.ports.values():
-            heard |= half_open(port)
-
-
-class _Stuck(Exception):
-    """A step that failed, with the reason."""
-
-    def __init__(self, trouble: Trouble, why: str) -> None:
-        super().__init__(why)
-        self.trouble, self.why = trouble, why
-
-
-@contextlib.asynccontextmanager
-async def _step(trouble: Trouble) -> AsyncIterator[None]:
-    try:
-        async with asyncio.timeout(STEP_S):
-            yield
-    except TimeoutError as error:
-        why = error.strerror or f"nothing within {STEP_S:.0f} s"
-        raise _Stuck(trouble, why) from error
-    except (OSError, EOFError) as error:
-        why = (error.strerror if isinstance(error, OSError) else "") or "the connection ended"
-        raise _Stuck(trouble, why) from error
+        heard |= half_open(*doors.ports.values())
 
 
 async def _test(link: CardLink, doors: Doors) -> Finding:
+    step = Trouble.CANNOT_CONNECT
     try:
         async with _connected(link, doors) as (reader, writer):
-            async with _step(Trouble.NO_ANSWER):
+            step = Trouble.NO_ANSWER
+            async with asyncio.timeout(STEP_S):
                 pings = [await _ping(reader, writer) for _ in range(PINGS)]
-            async with _step(Trouble.LARGE_LOST):
+            step = Trouble.LARGE_LOST
+            async with asyncio.timeout(STEP_S):
                 writer.write(SEND + _framed(bytes(LARGE)) + LENGTH.pack(0))
                 await writer.drain()
                 await reader.readexactly(CLOCK.size)
-            async with _step(Trouble.LARGE_LOST_BACK):
+            step = Trouble.LARGE_LOST_BACK
+            async with asyncio.timeout(STEP_S):
                 writer.write(FETCH)
                 await reader.readexactly(LARGE)
-    except _Stuck as stuck:
-        return Finding(link, stuck.trouble, stuck.why)
+    except (OSError, EOFError) as error:
+        late = isinstance(error, TimeoutError)
+        why = f"nothing within {STEP_S:.0f} s" if late else "the connection ended"
+        return Finding(link, step, getattr(error, "strerror", "") or why)
     seconds, ahead_s = min(pings)
     return Finding(link, None, "", latency_s=seconds / 2, ahead_s=ahead_s)
 
@@ -174,7 +158,7 @@ async def _rate(finding: Finding, doors: Doors) -> Finding:
     host that went away does not report."""
     begin = time.monotonic()
     try:
-        async with _connected(finding.link, doors) as (reader, writer), _step(Trouble.LARGE_LOST):
+        async with _connected(finding.link, doors) as (reader, writer), asyncio.timeout(STEP_S):
             writer.write(SEND)
             sent = 0
             while sent < MOST and time.monotonic() - begin < RATE_S:
@@ -183,7 +167,7 @@ async def _rate(finding: Finding, doors: Doors) -> Finding:
                 sent += len(PIECE)
             writer.write(LENGTH.pack(0))
             (rate,) = CLOCK.unpack(await reader.readexactly(CLOCK.size))
-    except _Stuck:
+    except (OSError, EOFError):
         return finding
     return replace(finding, bytes_per_s=rate if sent > FIRST else 0.0)
 
@@ -206,7 +190,7 @@ async def _connected(
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 128 * KIB)
-        async with _step(Trouble.CANNOT_CONNECT):
+        async with asyncio.timeout(STEP_S):
             sock.bind((link.source_address, 0))
             there = address, doors.ports[address]
             await asyncio.get_running_loop().sock_connect(sock, there)

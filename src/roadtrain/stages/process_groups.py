@@ -25,8 +25,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from roadtrain.errors import ConfigError, LostError
-from roadtrain.stages.networks import CONTROL, ETHERNET, INSIDE, LOOPBACK, GroupNetwork, NamedRanks
+from roadtrain.errors import LostError
+from roadtrain.stages.networks import CONTROL, ETHERNET, INSIDE, GroupNetwork, NamedRanks
 
 GLOO = "roadtrain_gloo"  # gloo whose groups have an address each
 
@@ -37,17 +37,10 @@ class ProcessGroups:
 
     control: ProcessGroup  # of all ranks, gloo: moves host tensors
     replies: ProcessGroup  # another one like it, for what comes back
-    alone: ProcessGroup  # of this rank only, gloo
     of: Mapping[str, ProcessGroup]  # those that this rank is in
     networks: Mapping[str, GroupNetwork]  # of all groups
 
     def __getitem__(self, group: NamedRanks) -> ProcessGroup:
-        """Raises ConfigError where this rank is not in the group."""
-        if group.name not in self.of:
-            raise ConfigError(
-                f"rank {dist.get_rank()} has no process group {group.name!r}, it has"
-                f" {', '.join(self.of)}"
-            )
         return self.of[group.name]
 
     def __contains__(self, group: NamedRanks) -> bool:
@@ -92,15 +85,11 @@ def make_process_groups(
 
     networks: by group name, and one called CONTROL that all ranks are in; every rank gives the
     same. device_type: "cpu" (gloo) or "cuda" (NCCL; the control group is gloo). say: gets a line
-    for each group whose network is not wholly as chosen. Raises ConfigError for a group without a
-    network, LostError where its ranks do not connect within the deadline.
+    for each group whose network is not wholly as chosen. Raises LostError where a group's ranks do
+    not connect within the deadline.
     """
-    for group in groups:
-        if group.name not in networks:
-            raise ConfigError(f"no network was chosen for {group.name}")
     rank, made = dist.get_rank(), dict[str, ProcessGroup]()
     control, replies = (_gloo_group(networks[CONTROL], deadline_s) for _ in range(2))
-    alone = _alone(rank, deadline_s)
     for group in groups:
         network = networks[group.name]
         if device_type == "cpu":
@@ -109,10 +98,13 @@ def make_process_groups(
             choice = nccl_network(network, rank, os.environ)
             if choice.unbound and rank in network.ranks:
                 say(choice.unbound)
-            process_group = _nccl_group(network, choice, deadline_s)
+            options: Any = dist.ProcessGroupNCCL.Options()
+            if choice.net_name is not None:
+                options.config.net_name = choice.net_name
+            process_group = _new_group(network, "nccl", options, deadline_s)
         if rank in network.ranks:
             made[group.name] = process_group
-    return ProcessGroups(control, replies, alone, made, dict(networks))
+    return ProcessGroups(control, replies, made, dict(networks))
 
 
 def nccl_network(network: GroupNetwork, rank: int, environment: Mapping[str, str]) -> NcclNetwork:
@@ -142,24 +134,6 @@ def _gloo_group(network: GroupNetwork, deadline_s: float) -> Any:
     rank = dist.get_rank()
     address = network.card_of(rank).address if rank in network.ranks else ""
     return _new_group(network, GLOO, address, deadline_s)
-
-
-def _alone(rank: int, deadline_s: float) -> Any:
-    return dist.new_group(
-        [rank],
-        timeout=timedelta(seconds=deadline_s),
-        backend=GLOO,
-        pg_options=LOOPBACK,
-        use_local_synchronization=True,
-        group_desc=f"rank {rank} alone",
-    )
-
-
-def _nccl_group(network: GroupNetwork, choice: NcclNetwork, deadline_s: float) -> Any:
-    options: Any = dist.ProcessGroupNCCL.Options()
-    if choice.net_name is not None:
-        options.config.net_name = choice.net_name
-    return _new_group(network, "nccl", options, deadline_s)
 
 
 def _new_group(network: GroupNetwork, backend: str, options: Any, deadline_s: float) -> Any:

@@ -1,5 +1,5 @@
 """Groups: which ranks work together, as a value: every rank's host, cluster, stage, replica and
-tensor index, and from them the data, tensor, pipeline and boundary groups of one job.
+tensor index, and from them the data, tensor and boundary groups of one job.
 
 Each rank makes the same value from the same job, so that all create the same process groups in
 the same order. Does NOT create process groups, nor choose their networks.
@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from roadtrain.errors import ConfigError
 from roadtrain.stages.host_ranks import DataGroups, HostDevices, Hosts, check_ranks
 from roadtrain.stages.parallelism import Parallelism, RankPosition
 
@@ -20,7 +19,6 @@ class GroupKind(StrEnum):
 
     TENSOR = "tp"  # parts of each matrix of one replica of a stage
     DATA = "dp"  # sums of the gradients of a stage
-    PIPELINE = "pp"  # the stages that a micro-batch goes through
     ACTIVATIONS = "activations"  # from a stage to the one after it
     GRADIENTS = "gradients"  # of activations, from a stage to the one before it
     SHARED = "shared"  # sums of gradients of parameters that several stages have
@@ -77,17 +75,20 @@ class Groups:
     @property
     def tensor(self) -> tuple[RankGroup, ...]:
         """One a replica of a stage, in rank order."""
-        return self._named(GroupKind.TENSOR, self.parallelism.tensor_groups())
+        return tuple(
+            RankGroup(GroupKind.TENSOR, f"tp stage {at.stage} replica {at.replica}", tuple(ranks))
+            for ranks in self.parallelism.tensor_groups()
+            for at in (self.position(ranks[0]),)
+        )
 
     @property
     def data(self) -> tuple[RankGroup, ...]:
         """One a tensor index of a stage, stage by stage."""
-        return self._named(GroupKind.DATA, self.parallelism.data_groups())
-
-    @property
-    def pipelines(self) -> tuple[RankGroup, ...]:
-        """One a way through the stages; where widths differ, a rank may be in several."""
-        return self._named(GroupKind.PIPELINE, self.parallelism.pipeline_groups())
+        return tuple(
+            RankGroup(GroupKind.DATA, f"dp stage {at.stage} tensor index {at.tensor}", tuple(ranks))
+            for ranks in self.parallelism.data_groups()
+            for at in (self.position(ranks[0]),)
+        )
 
     @property
     def boundaries(self) -> tuple[RankGroup, ...]:
@@ -95,13 +96,13 @@ class Groups:
         boundaries: a group for activations, then one for their gradients. Each direction has its
         own, so that the messages of one never wait for those of the other."""
         out = []
-        pairs = zip(self.parallelism.boundaries, self.parallelism.boundary_groups(), strict=True)
-        for (stage, after), ranks in pairs:
+        for stage, after in self.parallelism.boundaries:
+            ranks = tuple(sorted((*self.stage_ranks(stage), *self.stage_ranks(after))))
             for kind, a, b in (
                 (GroupKind.ACTIVATIONS, stage, after),
                 (GroupKind.GRADIENTS, after, stage),
             ):
-                out.append(RankGroup(kind, f"{kind} stage {a} to {b}", tuple(ranks)))
+                out.append(RankGroup(kind, f"{kind} stage {a} to {b}", ranks))
         return tuple(out)
 
     @property
@@ -112,23 +113,4 @@ class Groups:
 
     def group_of(self, kind: GroupKind, rank: int) -> RankGroup:
         """The tensor or data group that `rank` is in."""
-        found = [one for one in self.to_create if one.kind is kind and rank in one.ranks]
-        if len(found) != 1:
-            raise ConfigError(
-                f"rank {rank} is in {len(found)} groups of kind {kind} of {self.parallelism}, not"
-                " in 1",
-                hint="ask for a data or a tensor group",
-            )
-        return found[0]
-
-    def _named(self, kind: GroupKind, groups: list[list[int]]) -> tuple[RankGroup, ...]:
-        """Named by where they are: ranks of one stage have the stage in common."""
-        out = []
-        for number, ranks in enumerate(groups):
-            at = self.position(ranks[0])
-            where = {
-                GroupKind.TENSOR: f"stage {at.stage} replica {at.replica}",
-                GroupKind.DATA: f"stage {at.stage} tensor index {at.tensor}",
-            }.get(kind, f"way {number}")
-            out.append(RankGroup(kind, f"{kind} {where}", tuple(ranks)))
-        return tuple(out)
+        return next(one for one in self.to_create if one.kind is kind and rank in one.ranks)

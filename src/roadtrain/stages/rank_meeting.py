@@ -17,17 +17,16 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import zip_longest
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import psutil
 import torch.distributed as dist
 
 from roadtrain.environment import Launch
@@ -47,7 +46,6 @@ GRACE_S = 3.0  # how much longer the others wait for rank 0, and it for them to 
 MEET_S = 18.0  # from the import of torch on: hosts begin together
 POLL_S = 0.02
 TRY_S = 3.0  # of one attempt to connect to the store
-HALF_OPEN = "03"  # SYN_RECV, as /proc/net/tcp has it
 
 
 @dataclass(frozen=True)
@@ -457,23 +455,10 @@ def _missing(launch: Launch, found: Mapping[int, RankHello]) -> RoadtrainError:
     )
 
 
-def half_open(port: int, proc: Path = Path("/proc/net")) -> set[str]:
-    """Addresses that ask for connections to `port` of this host and do not get its answers."""
-    out = set()
-    for name in ("tcp", "tcp6"):
-        path = proc / name
-        for line in path.read_text().splitlines()[1:] if path.exists() else ():
-            _, local, remote, state, *_ = line.split()
-            if state == HALF_OPEN and int(local.rpartition(":")[2], 16) == port:
-                out.add(_address(remote.rpartition(":")[0]))
-    return out
-
-
-def _address(words: str) -> str:
-    """Of 32-bit words in this machine's order, as /proc/net/tcp has them."""
-    data = b"".join(
-        int(words[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(words), 8)
-    )
-    address = ipaddress.ip_address(data)
-    mapped = getattr(address, "ipv4_mapped", None)
-    return str(mapped or address)
+def half_open(*ports: int) -> set[str]:
+    """Addresses that ask for connections to `ports` of this host and do not get its answers."""
+    return {
+        one.raddr.ip.removeprefix("::ffff:")
+        for one in psutil.net_connections("tcp")
+        if one.status == psutil.CONN_SYN_RECV and one.laddr.port in ports
+    }

@@ -8,25 +8,16 @@ does, and that is said.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import xxhash
 
 from roadtrain.errors import ModelError
 from roadtrain.stages.courier import Pending, typed
+from roadtrain.stages.data_group import RanksTogether
 
 BITS = 62  # of a digest: it and its negative are int64
-
-
-class Alike(Protocol):
-    """A group of ranks, as the two collective operations that are needed here."""
-
-    def any_of(self, flags: torch.Tensor) -> Pending | None: ...
-
-    def from_first(self, values: torch.Tensor) -> Pending | None: ...
 
 
 def digest(*parts: Any) -> int:
@@ -55,44 +46,35 @@ def differ(largest: Sequence[Sequence[int]]) -> list[bool]:
     return [value != -negative for value, negative in largest]
 
 
-@dataclass(frozen=True)
-class StartingRanks:
-    """device: of the group's tensors. who: they are, for people. deadline_s: the group's."""
-
-    group: Alike
-    device: torch.device
-    who: str
-    deadline_s: float
-
-    def wait(self, begin: Callable[[], Pending | None]) -> None:
-        """Raises PeerError."""
-        try:
-            if (work := begin()) is not None:
-                work.wait()
-        except RuntimeError as error:
-            told = typed(error, f"{self.who}: the comparison of first values", self.deadline_s)
-            raise told from error
-
-
 def begin_alike(
-    ranks: StartingRanks,
+    group: RanksTogether,
+    who: str,
     layout: str,
     values: Sequence[torch.Tensor],
     report: Callable[[str], None],
 ) -> None:
-    """layout: how the rank has laid out `values`. Collective. Raises ModelError, PeerError."""
-    said = pair(digest(layout.encode()), digest_of(values)).to(ranks.device)
-    ranks.wait(partial(ranks.group.any_of, said))
+    """who: the ranks of `group` are, for people. layout: how the rank has laid out `values`.
+    Collective. Raises ModelError, PeerError."""
+
+    def wait(begin: Callable[[torch.Tensor], Pending | None], tensor: torch.Tensor) -> None:
+        try:
+            if (work := begin(tensor)) is not None:
+                work.wait()
+        except RuntimeError as error:
+            told = typed(error, f"{who}: the comparison of first values", group.deadline_s)
+            raise told from error
+
+    said = pair(digest(layout.encode()), digest_of(values)).to(group.device)
+    wait(group.any_of, said)
     other_layout, other_values = differ(said.tolist())
     if other_layout:
         raise ModelError(
-            f"{ranks.who}: ranks have different parameters, dtypes, parameter groups or sizes of"
-            " buckets",
+            f"{who}: ranks have different parameters, dtypes, parameter groups or sizes of buckets",
             hint="they build the same model and optimizer, with the same options",
         )
     if other_values:
-        report(f"{ranks.who}: parameters differ at the start; those of its first rank are taken")
+        report(f"{who}: parameters differ at the start; those of its first rank are taken")
         for value in values:
-            first = _bytes(value).to(ranks.device)
-            ranks.wait(partial(ranks.group.from_first, first))
+            first = _bytes(value).to(group.device)
+            wait(group.from_first, first)
             value.copy_(first.view(value.dtype).view(value.shape))

@@ -9,9 +9,9 @@ al., section 4.1).
 Gradients are gathered in flat fp32 memory as backward makes them; `p.grad` is None between
 backwards. When the last backward has made all of a bucket, its reduce-scatter begins; after `step`
 each rank updates its share by the rules of roadtrain's servers, and the all-gather of the new
-values begins. A block of the next forward waits for its own parameters. The first step shows which
-buckets go first, and does not overlap. A parameter that got no gradient on any rank is left as it
-is, as by torch.
+values begins. A block of the next forward waits for its own parameters. The first step shows how
+often a backward adds to each parameter, and does not overlap. A parameter that got no gradient on
+any rank is left as it is, as by torch.
 
 With `sums` gradients are summed elsewhere and every rank gets the whole sum of a bucket: each keeps
 all of the state and updates all, so there is no all-gather (placement `summation`, simulated so).
@@ -38,28 +38,29 @@ from roadtrain.errors import LoopError, StoreError
 from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.stages.bucket_state import BucketState, ShardedPieces
 from roadtrain.stages.courier import UNDER_WAY, Courier, CourierJob, Pending, SideStream
-from roadtrain.stages.data_group import DataGroup, deadline_of
+from roadtrain.stages.data_group import DataGroup, RanksTogether, SharedCopies, links_of
 from roadtrain.stages.flat_layout import StageParameters, lay_out, views_of_all
 from roadtrain.stages.forward_waits import ForwardWaits
 from roadtrain.stages.gradient_hooks import GradientHooks
 from roadtrain.stages.gradient_sum import GradientSum, SumUnderWay
 from roadtrain.stages.pieces import Extent, Piece
-from roadtrain.stages.same_start import StartingRanks, begin_alike, differ, digest, pair
-from roadtrain.stages.shared_copies import SharedCopies, links_of
+from roadtrain.stages.same_start import begin_alike, differ, digest, pair
+from roadtrain.stages.tensor import TensorParallel
+from roadtrain.stages.tensor_pieces import TensorPieces
 from roadtrain.units import MIB
 
 
 @dataclass(frozen=True)
 class ShardedOptions:
     """`bucket_bytes`: of fp32 gradients that travel at once. `overlap`: communication runs beside
-    the computing, else inside `step`. `label`: this stage's name in errors. `counts(name)`: whether
-    `sum_squares` has the parameter's gradient; None: it has all (ranks of a tensor group have some
-    alike, which one of them counts). `sums`: sum gradients instead of the group."""
+    the computing, else inside `step`. `label`: this stage's name in errors. `split`: how layers
+    are split over a tensor group, whose ranks have some gradients alike, which one of them counts.
+    `sums`: sum gradients instead of the group."""
 
     bucket_bytes: int = 16 * MIB
     overlap: bool = True
     label: str = "the stage"
-    counts: Callable[[str], bool] | None = None
+    split: TensorParallel | None = None
     sums: GradientSum | None = None
 
 
@@ -95,7 +96,7 @@ class ShardedOptimizer:
         self._group_sizes = _group_sizes(optimizer)
         self.parameters = StageParameters(model, optimizer)
         self.group, self.sums = DataGroup(group, self.parameters.device), options.sums
-        self.links = links_of(shared, self.parameters.trainable, self.group)
+        self.links = links_of(shared, self.parameters.trainable)
         self.layout = lay_out(
             self.parameters.specs,
             self.group.width,
@@ -106,15 +107,11 @@ class ShardedOptimizer:
         self._make_memory(masters, report)
         self.side = SideStream(self.parameters.device)
         self.courier = Courier(options.label, self.group.deadline_s, self.side.running)
-        self._away: set[int] = set()  # buckets whose new values are not here yet
-        self._order: list[int] | None = None  # what the first rank's first step showed
-        self._order_asked = False
+        self.away: set[int] = set()  # buckets whose new values are not here yet
         self._reduced = False  # the step's gradients were handed on, all of them
         self._has_gradient: list[bool] = []  # of the step, on any rank
         params = list(self.parameters.trainable.values())
-        self.hooks = GradientHooks(
-            self.layout, params, self._grad_views, self._reduce, self._wait, self._take_order
-        )
+        self.hooks = GradientHooks(self.layout, params, self._grad_views, self._reduce, self._wait)
         numbers = dict(zip(params, self.layout.buckets_of))
         self.waits = ForwardWaits(model, blocks, numbers, self._wait)
         self._say_what_differs(report)
@@ -148,7 +145,9 @@ class ShardedOptimizer:
             self.states.append(state)
         rank, width = self.group.rank, self.group.width
         who = f"{self.options.label}, rank {rank} of {self.group}"
-        self.pieces = ShardedPieces(self.states, names, frozen, rank, width, who)
+        own = ShardedPieces(self.states, names, frozen, rank, width, who)
+        split = self.options.split
+        self.pieces = own if split is None else TensorPieces(own, split)
         exchanges = self.group.exchanges and self.sums is None
         largest = max((b.numel for b in layout.buckets), default=0) * exchanges
         self._arriving = [torch.empty(largest, device=device) for _ in range(UNDER_WAY + 1)]
@@ -161,19 +160,17 @@ class ShardedOptimizer:
     ) -> None:
         """All ranks of the stage, and of stages with copies, have the same first values. values: of
         the runs; wide: fp32 values of narrower parameters."""
-        layout, device = self.layout, self.parameters.device
+        layout = self.layout
         frozen = {n: p.detach() for n, p in self.parameters.frozen.items() if p.numel()}
         shapes = repr([(n, p.shape, p.dtype) for n, p in (*frozen.items(), *wide.items())])
         everything = [*values, *frozen.values(), *wide.values()]
-        who, deadline_s = f"{self.options.label}, {self.group}", self.group.deadline_s
-        alike = StartingRanks(self.group, device, who, deadline_s)
-        begin_alike(alike, layout.whole + shapes, everything, report)
+        who = f"{self.options.label}, {self.group}"
+        begin_alike(self.group, who, layout.describe() + shapes, everything, report)
         for i, (names, copies) in enumerate(self.links):
             common = [values[run] for run in layout.shared_runs(i)]
             common += [wide[name] for name in names if name in wide]
             who = f"{self.options.label}, copies of {names[0]!r}"
-            alike = StartingRanks(copies, device, who, deadline_of(copies.group, device))
-            begin_alike(alike, layout.common(i), common, report)
+            begin_alike(copies, who, layout.describe(i), common, report)
 
     def _say_what_differs(self, report: Callable[[str], None]) -> None:
         """What is not as it may be expected (Rules 1 and 6)."""
@@ -191,21 +188,21 @@ class ShardedOptimizer:
 
     def begin_step(self, backwards: int) -> None:
         """See StageOptimizer. backwards: of each part of the stage, on this rank. Raises LoopError
-        where the last step's gradients were neither used nor dropped."""
+        where the last step's gradients were not used."""
         if any(self.hooks.counts) or self._reduced:
             raise LoopError(
                 f"{self._step}: it begins again with gradients that no update took",
-                hint="step(), or zero_grad() to drop them",
+                hint="call step() once a step",
             )
-        self.hooks.begin(backwards if self.options.overlap else 0)
+        self.hooks.backwards = backwards if self.options.overlap else 0
 
     def sum_squares(self) -> float:
         """See StageOptimizer. In float64; of copies the first stage's counts. Infinite or NaN
         where a gradient is."""
         self._finish_gradients()
         self._settle("the sum of the gradients")
-        counts = self.options.counts or (lambda _: True)
-        own = [counts(spec.name) for spec in self.layout.params]
+        split = self.options.split
+        own = [split is None or split.counts(spec.name) for spec in self.layout.params]
         return sum(state.sum_squares(own) for state in self.states if self._counts(state))
 
     def step(self, scale: float = 1.0) -> None:
@@ -221,17 +218,11 @@ class ShardedOptimizer:
             self._gather(index, began, update)
         self.steps_done += 1
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look at it
-        self._forget()
+        self.hooks.forget()
+        self._reduced = False
         self.waits.learn()
         if not self.options.overlap:
             self.wait_parameters()
-
-    def zero_grad(self) -> None:
-        """Drop the gradients of a step that is not taken. Collective, inside a step."""
-        if self.hooks.open:
-            self._finish_gradients()
-            self._settle("the sum of gradients that are dropped")
-            self._forget()
 
     def wait_parameters(self) -> None:
         """The last step's parameters are here, also for who reads them outside of a forward."""
@@ -248,11 +239,6 @@ class ShardedOptimizer:
         self.side.join()
 
     @property
-    def waiting(self) -> bool:
-        """Whether new parameters are still on their way."""
-        return bool(self._away)
-
-    @property
     def _step(self) -> str:
         return f"step {self.steps_done}"
 
@@ -262,10 +248,6 @@ class ShardedOptimizer:
     def _counts(self, state: BucketState) -> bool:
         link = state.bucket.link
         return link is None or self.links[link][1].counts
-
-    def _forget(self) -> None:
-        self.hooks.forget()
-        self._reduced = False
 
     def _refuse_strays(self) -> None:
         if (now := _group_sizes(self.optimizer)) != self._group_sizes:
@@ -290,17 +272,17 @@ class ShardedOptimizer:
 
     def _wait(self, buckets: Collection[int] | None) -> None:
         self.courier.check()
-        if not self._away and not self.side.marks:
+        if not self.away and not self.side.marks:
             return
         wanted = set(range(len(self.states)) if buckets is None else buckets)
-        if not self._away.isdisjoint(wanted):
+        if not self.away.isdisjoint(wanted):
             what = f"step {self.steps_done - 1}: its parameters"
-            self.courier.wait(lambda: self._away.isdisjoint(wanted), what)
+            self.courier.wait(lambda: self.away.isdisjoint(wanted), what)
         self.side.wait_for(wanted)
 
     # gradients
 
-    def _name(self, operation: str, index: int, over: DataGroup | SharedCopies) -> str:
+    def _name(self, operation: str, index: int, over: RanksTogether) -> str:
         bucket = f"bucket {index} of {len(self.states)}"
         return f"{self._step}: the {operation} of {bucket} over {over}"
 
@@ -344,18 +326,16 @@ class ShardedOptimizer:
             return
         self._reduced = True
         self.hooks.finish()
-        self._has_gradient = self.hooks.has_gradient()
+        self._has_gradient = [count > 0 for count in self.hooks.counts]
         self._agree_on_gradients(self._has_gradient)
         for link, (_, copies) in enumerate(self.links):
             for index in self.layout.shared_buckets(link):
                 self._exchange(index, copies)
-        if self.options.overlap and self.states and not self._order_asked:
-            self._agree_on_order()
 
     def _agree_on_gradients(self, has: list[bool]) -> None:
         """Of a parameter that any rank has a gradient of, or any copy's."""
         positions = {spec.name: i for i, spec in enumerate(self.layout.params)}
-        groups: list[tuple[Any, list[int]]] = [(self.group, list(range(len(has))))]
+        groups: list[tuple[RanksTogether, list[int]]] = [(self.group, list(range(len(has))))]
         groups += [(copies, [positions[n] for n in names]) for names, copies in self.links]
         for group, own in groups:
             if not own:
@@ -369,26 +349,24 @@ class ShardedOptimizer:
                     has[i] = bool(flag)
 
             what = f"{self._step}: which parameters have gradients, over {group}"
-            self._agree(what, flags, end, group.any_of)
+            self._agree(what, flags, end, group)
 
     def _agree(
         self,
         what: str,
         values: Callable[[], torch.Tensor],
         end: Callable[[list[Any]], None],
-        operation: Callable[[torch.Tensor], Pending | None] | None = None,
-        *,
-        alone: bool = True,
+        over: RanksTogether | None = None,
     ) -> None:
-        """`end` of what `operation` (None: the largest over the group) makes of `values()`."""
+        """`end` of the largest of `values()` over the ranks (None: of the stage's group)."""
         made: list[torch.Tensor] = []
 
         def begin() -> Pending | None:
             # made here: memory belongs to the stream of the thread that makes it
             made.append(values().to(self.parameters.device))
-            return (operation or self.group.any_of)(made[0])
+            return (over or self.group).any_of(made[0])
 
-        self.courier.do(CourierJob(what, begin, lambda: end(made[0].tolist()), alone))
+        self.courier.do(CourierJob(what, begin, lambda: end(made[0].tolist()), alone=True))
 
     def _exchange(self, index: int, copies: SharedCopies) -> None:
         bucket, own = self.states[index].bucket, self.states[index].own_grads
@@ -404,26 +382,6 @@ class ShardedOptimizer:
 
         what = self._name("exchange between stages", index, copies)
         self.courier.do(CourierJob(what, begin, end, alone=True))
-
-    # the order of buckets
-
-    def _agree_on_order(self) -> None:
-        """The order in which buckets became whole on the first rank."""
-        self._order_asked = True
-        seen = self.hooks.seen()
-
-        def end(order: list[int]) -> None:
-            self._order = order
-
-        what = f"{self._step}: the order of buckets over {self.group}"
-        first = self.group.from_first
-        self._agree(what, lambda: torch.tensor(seen, dtype=torch.int64), end, first, alone=False)
-
-    def _take_order(self) -> None:
-        """A step begins."""
-        if self._order_asked and self._order != self.hooks.order:
-            self.courier.wait(lambda: self._order is not None, "the order of buckets")
-            self.hooks.order = list(self._order or ())
 
     # updates
 
@@ -445,7 +403,7 @@ class ShardedOptimizer:
     def _gather(self, index: int, made: torch.Event | None, prepare: Callable[[], None]) -> None:
         """After `prepare`, which needs what was `made`, this rank's share of the bucket is new;
         bring the others'."""
-        self._away.add(index)
+        self.away.add(index)
 
         def begin() -> Pending | None:
             self.side.after(made)
@@ -454,7 +412,7 @@ class ShardedOptimizer:
 
         def end() -> None:
             self.side.leave_mark(index)
-            self._away.discard(index)
+            self.away.discard(index)
 
         self.courier.do(CourierJob(self._name("all-gather", index, self.group), begin, end))
 

@@ -109,7 +109,8 @@ def choose(seen: Sequence[Sequence[SeenSnapshot]], *, go_back: bool = False) -> 
             return Choice(
                 told, tuple(notes), tuple(dropped), order[i + 1] if i + 1 < len(order) else None
             )
-        announced = _announced(key, seen)
+        own = [one for rank in seen for one in rank if one.key == key]
+        announced = all(one.marker is not None for one in own)  # by all who see something of it
         if i + 1 == len(order) or (announced and not go_back):
             raise GoneError(
                 f"the newest committed snapshot, of step {key.step}, is not whole: {lacking}",
@@ -187,11 +188,6 @@ def _lacking(told: Description, seen: Sequence[Sequence[SeenSnapshot]]) -> str:
         f" {first.name!r} [{first.start}:{first.stop}]; absent is what"
         f" {', '.join(absent) or 'nobody'} wrote"
     )
-
-
-def _announced(key: SnapshotKey, seen: Sequence[Sequence[SeenSnapshot]]) -> bool:
-    """Whether all who see something of it see a marker."""
-    return all(one.marker is not None for rank in seen for one in rank if one.key == key)
 
 
 def _way_out(older: Sequence[SnapshotKey]) -> str:

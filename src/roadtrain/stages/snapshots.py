@@ -22,10 +22,13 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from pydantic import Field
 
 from roadtrain.errors import ConfigError, RoadtrainError
+from roadtrain.options.schema import Count, value
 from roadtrain.stages.control_links import ControlLinks, RankPlace
 from roadtrain.stages.piece_exchange import PIECE_ELEMENTS, exchange
 from roadtrain.stages.pieces import Extent, Piece, PieceSource
@@ -56,21 +59,14 @@ from roadtrain.units import show_bytes
 FOLDER = "snapshots"  # in the run directory
 
 
-@dataclass(frozen=True)
+@value
 class SnapshotOptions:
     """`every`: steps from one to the next. `replicas`: hosts that hold each part. `go_back`: a
     person says that the newest snapshot is lost. Raises ConfigError."""
 
-    every: int = 100
-    replicas: int = 1
+    every: Count = 100
+    replicas: Annotated[int, Field(ge=1, le=2)] = 1
     go_back: bool = False
-
-    def __post_init__(self) -> None:
-        if self.every < 1 or self.replicas not in (1, 2):
-            raise ConfigError(
-                f"a snapshot every {self.every} steps on {self.replicas} hosts",
-                hint="every 1 or more steps, replicas 1 or 2",
-            )
 
 
 @dataclass(frozen=True)
@@ -111,11 +107,8 @@ class JobSnapshots:
         told = links.gather(msgspec.json.encode(tuple(params)), "the parameters of each stage")
         tables = [msgspec.json.decode(one, type=tuple[ParamEntry, ...]) for one in told]
         self._params = merged(tables)
-        self._copies_of = tuple(
-            rank
-            for rank, other in enumerate(buddies(links.places) if options.replicas > 1 else ())
-            if other == links.rank
-        )
+        other_of = buddies(links.places) if options.replicas > 1 else ()
+        self._copies_of = [rank for rank, other in enumerate(other_of) if other == links.rank]
         self._job, self._history = "", tuple[HistoryLink, ...]()
         self._kept = list[SnapshotKey]()
 
@@ -166,10 +159,9 @@ class JobSnapshots:
 
     def _check_mark(self, told: Description | None) -> None:
         def check() -> None:
-            if self._mark is not None and told is not None:
-                self._mark.check(told.job, told.step, str(self.directory))
-            elif self._mark is not None:
-                self._mark.check("", -1, str(self.directory))
+            if self._mark is not None:
+                job, step = ("", -1) if told is None else (told.job, told.step)
+                self._mark.check(job, step, str(self.directory))
 
         self._links.same(check, "which snapshot the run directory knows")
 
@@ -178,8 +170,8 @@ class JobSnapshots:
         disk is gone first. A marker that is there may be in the system's memory only, since its
         writer was killed: what counts is marked anew."""
         told = choice.counts
-        counts = () if told is None else (told.key,)
-        keep = [*(() if choice.before is None else (choice.before,)), *counts]
+        kept = (choice.before, None if told is None else told.key)
+        keep = [key for key in kept if key is not None]
 
         def clear() -> None:
             for key, reader in here.items():

@@ -120,6 +120,7 @@ class StageModel:
         self._own_forwards: dict[nn.Module, Any] = {}
         self._blocks = {i: model.get_submodule(name) for i, name in enumerate(cuts.blocks)}
         self.whole = dict(model.named_parameters())  # those of other stages hold no values
+        self.shapes = {name: tuple(p.shape) for name, p in self.whole.items()}
         self._whole_blocks = dict(self._blocks)
         self._whole_parameters = {m: dict(m._parameters) for m in model.modules()}
         self._drop_parameters()

@@ -1,6 +1,5 @@
 """What sizes of stages are chosen from: every rank's own speed, the time of messages between
-stages, and the room of each device. While it trains: this rank's seconds of a step, for a
-DriftWatch.
+stages, and the room of each device.
 
 All ranks make the same calls and come to the same values. Does NOT cut a model nor move blocks.
 """
@@ -8,20 +7,16 @@ All ranks make the same calls and come to the same values. Does NOT cut a model 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import torch
 
-from roadtrain.errors import ConfigError
-from roadtrain.stages.block_times import RankTimes, finished_at
-from roadtrain.stages.control_links import ControlLinks
+from roadtrain.stages.block_times import RankTimes, block_memories, finished_at
+from roadtrain.stages.cuts import Cuts
 from roadtrain.stages.links import StageLinks
-from roadtrain.stages.pipeline import StepTimes
 from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, Peer, PipelineShape, Transfer
-from roadtrain.stages.protocol.stage_memory import BlockMemory, StageMemory
-from roadtrain.stages.protocol.stage_sizes import SizesTable, compare_sizes
+from roadtrain.stages.protocol.stage_memory import StageMemory
 from roadtrain.stages.protocol.step_model import BoundarySpeed, StageSpeed, StepWork
 from roadtrain.stages.rank_groups import Groups
 
@@ -43,10 +38,9 @@ def measure_messages(
     links: StageLinks, shape: PipelineShape, nbytes: int, device: torch.device
 ) -> Channels:
     """Seconds in which a message of `nbytes` arrives here, for each boundary and direction in
-    which this rank receives; all replicas send theirs at once, as in a step. `links` are idle and
-    count no bytes of it. Raises PeerError (Rule 5)."""
+    which this rank receives; all replicas send theirs at once, as in a step. `links` are idle.
+    Raises PeerError (Rule 5)."""
     found: Channels = {}
-    counted = dict(links.sent_bytes)
     stages = shape.stages
     wraps = shape.virtual_stages > 1 and stages > 1
     for boundary in range(stages if wraps else stages - 1):
@@ -59,7 +53,6 @@ def measure_messages(
             if shape.stage == receiver:
                 mine = [one for one in many if one.receiver.replica == shape.replica]
                 found[boundary, what] = _ask(links, mine, nbytes, device)
-    links.sent_bytes.update(counted)
     return found
 
 
@@ -113,12 +106,6 @@ def _message(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
-def gather_measured(control: ControlLinks, own: MeasuredRank) -> list[MeasuredRank]:
-    """Of all ranks, in their order. Raises PeerError."""
-    told = control.gather(msgspec.msgpack.encode(own), "speeds of all ranks")
-    return [msgspec.msgpack.decode(one, type=MeasuredRank) for one in told]
-
-
 def measured_work(
     groups: Groups,
     measured: Sequence[MeasuredRank],
@@ -127,8 +114,6 @@ def measured_work(
 ) -> StepWork:
     """Of each stage its slowest rank; of each boundary and direction its slowest message."""
     parallelism = groups.parallelism
-    if len(measured) != groups.world_size:
-        raise ConfigError(f"{len(measured)} ranks were measured, there are {groups.world_size}")
     speeds, messages = [], Channels()
     for stage in range(parallelism.pp):
         ranks = [measured[rank].times for rank in groups.stage_ranks(stage)]
@@ -158,38 +143,23 @@ def measured_memory(
     groups: Groups,
     measured: Sequence[MeasuredRank],
     work: StepWork,
-    blocks: Sequence[BlockMemory],
-    ends: tuple[BlockMemory, BlockMemory],
+    cuts: Cuts,
+    parameters: Mapping[str, int],
     **nbytes: float,
 ) -> StageMemory:
-    """Of each stage the device with the least room. blocks, ends: of the whole model
-    (`block_memories`). nbytes: those of StageMemory, a parameter's."""
-    rooms = tuple(
-        min(measured[rank].room for rank in groups.stage_ranks(stage))
-        for stage in range(len(work.stages))
-    )
+    """Of each stage the device with the least room. parameters: elements of each of the whole
+    model's, by name. nbytes: those of StageMemory, a parameter's."""
+    blocks, ends = block_memories(cuts, parameters, [one.times for one in measured])
+    rooms = [
+        min(measured[rank].room for rank in groups.stage_ranks(s))
+        for s in range(groups.parallelism.pp)
+    ]
     return StageMemory(
-        rooms,
-        tuple(blocks),
+        tuple(rooms),
+        blocks,
         work.num_microbatches,
         work.widths_of_stages,
         ends,
         virtual_stages=work.virtual_stages,
         **nbytes,
     )
-
-
-def compare_measured(groups: Groups, work: StepWork, memory: StageMemory) -> SizesTable:
-    """The best sizes beside the published formula's and even ones. Raises BudgetError where nothing
-    fits (Rule 4)."""
-    clusters = [groups.cluster(groups.stage_ranks(s)[0]) for s in range(len(work.stages))]
-    table = compare_sizes(work, clusters, fits=memory.fits)
-    if table is None:
-        raise memory.refusal()
-    return table
-
-
-def own_pass_s(times: StepTimes, shape: PipelineShape, weight: float) -> float:
-    """Seconds in which this rank ran a block of weight 1 forward and backward for one micro-batch,
-    in the step of `times`. weight: of all its blocks and ends."""
-    return (times.forward + times.backward) / (len(shape.own) * weight)

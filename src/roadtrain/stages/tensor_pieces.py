@@ -1,6 +1,6 @@
 """TensorPieces: what updates one rank's part of split layers, told in pieces of whole parameters.
 
-The optimizer below knows parameters of the rank's own shape and their flat elements. Here the same
+The optimizer knows parameters of the rank's own shape and their flat elements. Here the same
 elements stand where they are in the whole parameter, so that snapshots and exchanges need not know
 of tensor parallelism, and its degree may change between two starts.
 
@@ -13,74 +13,47 @@ t-th.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 
-from roadtrain.errors import StoreError
-from roadtrain.stages.pieces import VALUE, Extent, Piece
-from roadtrain.stages.stage_optimizer import StageOptimizer
+from roadtrain.stages.pieces import VALUE, Extent, Piece, PieceSource
 from roadtrain.stages.tensor import TensorParallel
 from roadtrain.stages.tensor_split import TensorSplit
 
 CHUNK_ELEMENTS = 1 << 20  # of one rank, read at once
 
 
+class LocalPieces(PieceSource, Protocol):
+    """What keeps one tensor rank's parameters and their state."""
+
+    def wanted(self) -> list[Extent]: ...
+    def take(self, pieces: Iterable[Piece], hypers: Sequence[tuple[float, ...]]) -> None: ...
+
+
 class TensorPieces:
-    """A StageOptimizer over `inner`, whose parameters are those of one tensor rank. A step is
-    inner's own. Parameters that are not split are inner's as they are."""
+    """The pieces of `inner`, whose parameters are those of one tensor rank, as pieces of whole
+    parameters. Those that are not split are inner's as they are."""
 
     def __init__(
-        self, inner: StageOptimizer, split: TensorParallel, chunk_elements: int = CHUNK_ELEMENTS
+        self, inner: LocalPieces, split: TensorParallel, chunk_elements: int = CHUNK_ELEMENTS
     ) -> None:
-        self.inner = inner
-        self.param_groups: list[dict[str, Any]] = inner.param_groups
-        self.steps_done = inner.steps_done
-        self.split = split
-        self.chunk_elements = chunk_elements
-        # what was read last of `inner`; of the values that are there now
-        self._read: Piece | None = None
-
-    def begin_step(self, backwards: int) -> None:
-        self._read = None
-        self.inner.begin_step(backwards)
-
-    def sum_squares(self) -> float:
-        return self.inner.sum_squares()
-
-    def step(self, scale: float = 1.0) -> None:
-        self._read = None
-        self.inner.step(scale)
-        self.steps_done = self.inner.steps_done
-
-    def close(self) -> None:
-        self.inner.close()
-
-    def abandon(self) -> None:
-        """See StageOptimizer."""
-        self.inner.abandon()
-
-    def settle(self) -> None:
-        """See StageOptimizer."""
-        self.inner.settle()
+        self.inner, self.split, self.chunk_elements = inner, split, chunk_elements
+        self._read: Piece | None = None  # what was read last of `inner`, since `extents`
 
     def extents(self) -> list[Extent]:
         """Runs of the whole parameters that this rank tells; a rank's own columns are one run a
-        row."""
+        row. `piece` tells the values that are there now."""
+        self._read = None
         return [run for local in self.inner.extents() for run in self._runs(local)]
 
     def piece(self, extent: Extent) -> Piece:
-        """Of (a part of) one of `extents`. Not collective."""
+        """Of (a part of) one of `extents`."""
         split = self.split.splits.get(extent.name)
         if split is None:
             return self.inner.piece(extent)
         local = self._local(split, extent)
-        if local.numel != extent.numel:
-            raise StoreError(
-                f"tensor rank {self.split.rank} has {local.numel} of the {extent.numel} elements"
-                f" of {extent.name} [{extent.start}:{extent.stop}]"
-            )
         read = self._around(local)
         own = slice(local.start - read.extent.start, local.stop - read.extent.start)
         return Piece(extent, {k: x[own].clone() for k, x in read.arrays.items()}, read.scalars)
@@ -95,11 +68,9 @@ class TensorPieces:
             for run in self._around_whole(part)
         ]
 
-    def load(self, pieces: Iterable[Piece], steps_done: int) -> None:
-        """Collective over the stage's ranks, as inner's is."""
-        self._read = None
-        self.inner.load(self._locals(pieces), steps_done)
-        self.steps_done = self.inner.steps_done
+    def take(self, pieces: Iterable[Piece], hypers: Sequence[tuple[float, ...]]) -> None:
+        """As inner's, of whole parameters."""
+        self.inner.take(self._locals(pieces), hypers)
 
     def _runs(self, local: Extent) -> Iterator[Extent]:
         """Where the elements of `local`, of inner, stand in the whole."""

@@ -91,7 +91,12 @@ def plan_transfers(
         for extent in wanted:
             for part, ranks in holders.parts(extent):
                 if not ranks:
-                    raise missing(part, target)
+                    raise GoneError(
+                        f"elements {part.start} to {part.stop} of {part.name!r}, which rank"
+                        f" {target} wants, are with no rank",
+                        hint="a host with a part of the state is absent, or this is the state of"
+                        " another model",
+                    )
                 source = min(ranks, key=lambda r: (r != target, cost(r, target), given[r], r))
                 given[source] += part.numel if source != target else 0
                 transfers += [
@@ -123,11 +128,3 @@ def check_covered(came: Iterable[Extent], wanted: Iterable[Extent], who: str) ->
             f" first [{first.start}, {first.stop}) of {first.name!r}",
             hint="the pieces cover every parameter of the stage",
         )
-
-
-def missing(part: Extent, target: int) -> GoneError:
-    return GoneError(
-        f"elements {part.start} to {part.stop} of {part.name!r}, which rank {target} wants, are"
-        " with no rank",
-        hint="a host with a part of the state is absent, or this is the state of another model",
-    )

@@ -15,32 +15,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from roadtrain.errors import ConfigError
 from roadtrain.stages.protocol.stage_sizes import Fits, FoundSizes, always, best_sizes
 from roadtrain.stages.protocol.step_model import StepModel, StepWork
 from roadtrain.units import show_seconds
 
+OFFERED = 0.1  # the share of a step that other sizes save at least, where nobody says another
+WINDOW = 9  # steps of whose seconds the median is a stage's speed
+# steps in a row for which other sizes are better; more than half a window, as so few slow steps
+# make the median slow for no longer than half a window
+HOLD = 5
+REST = 50  # steps after an offer without another
 GRAIN = 1.02  # speeds closer than this are the same: sizes are not searched for anew
 MOST_LOOKED_AT = 20_000  # as of `best_sizes`: about half a second, while training waits
 MOST_KNOWN = 64  # speeds whose best sizes are remembered
-
-
-@dataclass(frozen=True, slots=True)
-class DriftRule:
-    """When other sizes are offered. Raises ConfigError."""
-
-    gain: float = 0.1  # the share of a step that they save, at least
-    window: int = 9  # steps of whose seconds the median is a stage's speed
-    # steps in a row for which they are better; more than half a window, as so few slow steps make
-    # the median slow for no longer than half a window
-    hold: int = 5
-    rest: int = 50  # steps after an offer without another
-
-    def __post_init__(self) -> None:
-        if not 0 < self.gain < 1 or min(self.window, self.hold) < 1 or self.rest < 0:
-            raise ConfigError(
-                f"{self} cannot be: gain is between 0 and 1, window and hold are 1 or more"
-            )
 
 
 @dataclass(frozen=True)
@@ -71,13 +58,14 @@ class SizesOffer:
 
 @dataclass
 class DriftWatch:
-    """work: with the speeds that `sizes` were chosen for. fits: as for `best_sizes`."""
+    """work: with the speeds that `sizes` were chosen for. fits: as for `best_sizes`. gain: the
+    share of a step that other sizes save at least."""
 
     work: StepWork
     sizes: tuple[int, ...]
     fits: Fits = always
-    rule: DriftRule = DriftRule()
-    # of each stage, the seconds of the last `rule.window` steps
+    gain: float = OFFERED
+    # of each stage, the seconds of the last WINDOW steps
     _seen: list[deque[float]] = field(init=False)
     _better_for: int = field(init=False, default=0)  # steps in a row
     _resting: int = field(init=False, default=0)  # steps that are left without an offer
@@ -85,29 +73,24 @@ class DriftWatch:
     _known: dict[tuple[int, ...], FoundSizes | None] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._seen = [deque(maxlen=self.rule.window) for _ in self.work.stages]
+        self._seen = [deque(maxlen=WINDOW) for _ in self.work.stages]
 
     def step(self, passes_s: Sequence[float]) -> SizesOffer | None:
         """After each step. passes_s: of each stage, the seconds in which its slowest replica ran
         a block of weight 1 forward and backward for one micro-batch. An offer is None where the
-        sizes should stay. Raises ConfigError for another number of stages or a time of 0."""
-        if len(passes_s) != len(self._seen) or min(passes_s) <= 0:
-            raise ConfigError(
-                f"{len(passes_s)} stages took {min(passes_s, default=0):g} s a block at least,"
-                f" {len(self._seen)} take more than 0 s"
-            )
+        sizes should stay."""
         for seen, one in zip(self._seen, passes_s, strict=True):
             seen.append(one)
         if self._resting:
             self._resting -= 1
             return None
-        if len(self._seen[0]) < self.rule.window:
+        if len(self._seen[0]) < WINDOW:
             return None
         offer = self._offer(tuple(median(seen) for seen in self._seen))
         self._better_for = 0 if offer is None else self._better_for + 1
-        if self._better_for < self.rule.hold:
+        if self._better_for < HOLD:
             return None
-        self._better_for, self._resting = 0, self.rule.rest
+        self._better_for, self._resting = 0, REST
         return offer
 
     def moved(self, offer: SizesOffer) -> None:
@@ -133,7 +116,7 @@ class DriftWatch:
         before_s, after_s = StepModel(work).seconds_of_all([self.sizes, best.sizes]).tolist()
         were = tuple(stage.pass_s for stage in self.work.stages)
         offer = SizesOffer(self.sizes, best.sizes, before_s, after_s, passes_s, were)
-        return offer if offer.gain > self.rule.gain else None
+        return offer if offer.gain > self.gain else None
 
     def _work_at(self, passes_s: Sequence[float]) -> StepWork:
         """Forwards and backwards keep their ratio; what follows the last backward its time."""

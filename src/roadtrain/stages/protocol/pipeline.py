@@ -26,7 +26,6 @@ machine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,31 +64,6 @@ class Transfer:
     boundary: int
     sender: Peer
     receiver: Peer
-
-
-def check_order(stages: int, num_microbatches: int, parts: int, widths: Sequence[int]) -> None:
-    """Raises ConfigError where there is not one width of 1 or more a stage, and where parts take
-    turns and widths differ or micro-batches do not divide."""
-    if len(widths) != stages or min(widths) < 1:
-        raise ConfigError(
-            f"widths {', '.join(map(str, widths))} are {len(widths)} for {stages} stages",
-            hint="one width a stage, each 1 or more",
-        )
-    if parts == 1:
-        return
-    if len(set(widths)) > 1:
-        raise ConfigError(
-            f"stages of {parts} parts each have widths {', '.join(map(str, widths))}",
-            hint="with virtual_stages above 1 all stages have the same width",
-        )
-    if num_microbatches % (stages * widths[0]):
-        many = f" and {widths[0]} replicas" if widths[0] > 1 else ""
-        raise ConfigError(
-            f"{num_microbatches} micro-batches go through {stages} stages of {parts} parts"
-            f"{many} each",
-            hint="with virtual_stages above 1 micro-batches are a multiple of the stages"
-            + (" times their width" if many else ""),
-        )
 
 
 @dataclass(frozen=True)
@@ -137,9 +111,16 @@ class PipelineShape:
         return max(1, min(len(self.own), self.ahead + SPARE_SLOTS))
 
     def order(self) -> list[RunBlocks]:
-        """The whole order of the step on this rank. Raises ConfigError as `check_order`."""
-        check_order(self.stages, self.num_microbatches, self.virtual_stages, self.widths)
+        """The whole order of the step on this rank. Raises ConfigError where parts take turns and
+        micro-batches do not divide."""
         own, parts = self.own, range(self.virtual_stages)
+        if len(parts) > 1 and self.num_microbatches % (self.stages * self.widths[0]):
+            raise ConfigError(
+                f"{self.num_microbatches} micro-batches go through {self.stages} stages of"
+                f" {len(parts)} parts each, in {self.widths[0]} replicas",
+                hint="with virtual_stages above 1 micro-batches are a multiple of the stages times"
+                " their width",
+            )
         turns = [own[first : first + self.stages] for first in range(0, len(own), self.stages)]
         if self.virtual_stages == 1:
             turns = [own]
@@ -162,7 +143,7 @@ class StageStateMachine:
     of backwards ended; each runs once, after what it needs has come."""
 
     def __init__(self, shape: PipelineShape) -> None:
-        """Raises ConfigError as `check_order`."""
+        """Raises ConfigError as `PipelineShape.order`."""
         self.shape = shape
         self.order = shape.order()
         self.at = 0  # the index in `order` of what is begun next

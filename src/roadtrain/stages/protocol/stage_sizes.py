@@ -12,7 +12,6 @@ backward of one micro-batch, no step is shorter than any of:
     passes of the stage's busiest replica
     that way, and one round from the stage to the last one and back for each time that its
     activations' slots are used anew
-    all passes of a stage, and what follows its last backward
 
 For stages that are not decided, the least that any sizes of theirs give, over all remaining blocks,
 found from the last stage backwards. Pure arithmetic.
@@ -23,7 +22,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from roadtrain.stages.parallelism import even
@@ -213,14 +212,7 @@ class _SizeSearch:
             if self.work.virtual_stages == 1:
                 round_s = after + self.rests[done][begun.stop] - begun.ways[stage]
                 bound = max(bound, begun.ways[stage] + self.rounds[stage] * round_s)
-        last = (done - 1) % self.stages
-        own_end_s = self.runs[last] * begun.passes[last] + self._update_s(begun, last)
-        return max(bound + self._update_s(begun, 0), own_end_s)
-
-    def _update_s(self, begun: _Begun, stage: int) -> float:
-        """Of what is known of the stage."""
-        speed = self.work.stages[stage]
-        return begun.passes[stage] / speed.pass_s * speed.update_s
+        return bound
 
     def _find_rests(self) -> None:
         """For the parts from each one on and the blocks from each one on, over all sizes that fit
@@ -312,43 +304,28 @@ def _with_room_for_all(sizes: list[int], counts: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class SizesRow:
-    """One way to choose the sizes, and what it comes to. None: it has no sizes that fit."""
-
-    name: str
-    sizes: tuple[int, ...] | None
-    step_s: float | None
-
-
-@dataclass(frozen=True)
 class SizesTable:
-    """The exact search beside the paper's formula and even stages."""
+    """The exact search beside the paper's formula and even stages. others: by name, their sizes
+    and seconds a step; None: they do not fit."""
 
     best: FoundSizes
-    rows: tuple[SizesRow, ...]
-
-    def sizes_of(self, name: str) -> tuple[int, ...] | None:
-        return next((row.sizes for row in self.rows if row.name == name), None)
+    others: Mapping[str, tuple[tuple[int, ...], float] | None]
 
     def __str__(self) -> str:
-        width = max(len(_sizes_text(row.sizes)) for row in self.rows)
+        rows = {**self.others, "exact": (self.best.sizes, self.best.step_s)}
+        texts = [" + ".join(map(str, row[0])) if row else "-" for row in rows.values()]
         lines = []
-        for row in self.rows:
-            said = "does not fit" if row.step_s is None else f"{show_seconds(row.step_s)} a step"
-            more = ""
-            if row.step_s is not None and row.step_s > self.best.step_s * (1 + AS_GOOD):
-                more = f", {row.step_s / self.best.step_s - 1:.1%} more"
-            lines.append(f"{row.name:<8} {_sizes_text(row.sizes):<{width}}  {said}{more}")
+        for (name, row), text in zip(rows.items(), texts):
+            said = f"{show_seconds(row[1])} a step" if row else "does not fit"
+            if row and row[1] > self.best.step_s * (1 + AS_GOOD):
+                said += f", {row[1] / self.best.step_s - 1:.1%} more"
+            lines.append(f"{name:<8} {text:<{max(map(len, texts))}}  {said}")
         if not self.best.proven:
             lines.append(
                 f"exact: the search stopped early; no stages take less than"
                 f" {show_seconds(self.best.at_least_s)}"
             )
         return "\n".join(lines)
-
-
-def _sizes_text(sizes: Sequence[int] | None) -> str:
-    return "-" if sizes is None else " + ".join(map(str, sizes))
 
 
 def compare_sizes(
@@ -359,19 +336,11 @@ def compare_sizes(
     most_looked_at: int = MOST_LOOKED_AT,
 ) -> SizesTable | None:
     """clusters: of each stage. None where no sizes fit."""
-    model = StepModel(work)
-    stages = len(work.stages)
-    flat: tuple[int, ...] | None = even(len(work.weights), work.parts)
-    if flat is not None and not all_fit(flat, stages, fits):
-        flat = None
-    papers = papers_sizes(work, clusters, fits=fits)
-    known = [sizes for sizes in (flat, papers) if sizes is not None]
+    model, flat = StepModel(work), even(len(work.weights), work.parts)
+    sizes_of = {"even": flat if all_fit(flat, len(work.stages), fits) else None}
+    if work.virtual_stages == 1:
+        sizes_of["paper"] = papers_sizes(work, clusters, fits=fits)
+    others = {n: (own, model.seconds(own)) if own else None for n, own in sizes_of.items()}
+    known = [own for own in sizes_of.values() if own]
     best = best_sizes(work, fits=fits, known=known, most_looked_at=most_looked_at)
-    if best is None:
-        return None
-    rows = [
-        SizesRow(name, sizes, None if sizes is None else model.seconds(sizes))
-        for name, sizes in (("even", flat), ("paper", papers))
-        if name == "even" or work.virtual_stages == 1
-    ]
-    return SizesTable(best, (*rows, SizesRow("exact", best.sizes, best.step_s)))
+    return None if best is None else SizesTable(best, others)

@@ -2,11 +2,11 @@
 durations of runs and messages.
 
 Each replica runs in its machine's order. A message of a replica leaves after those that it sent
-before over the same boundary and direction, while it computes on. The step ends when each stage
-has done what nothing hides after its last backward (gradients that are still to be summed, the
-update). Which run follows which does not depend on the durations, so the order is found once and
-many stages are tried with it. Messages of different senders, boundaries or directions take nothing
-from each other: where links are busier than devices and a card carries several, a step is longer.
+before over the same boundary and direction, while it computes on. The step ends with the last
+backward of all. Which run follows which does not depend on the durations, so the order is found
+once and many stages are tried with it. Messages of different senders, boundaries or directions take
+nothing from each other: where links are busier than devices and a card carries several, a step is
+longer.
 Pure arithmetic. Does NOT know where durations come from.
 """
 
@@ -21,7 +21,6 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from roadtrain.errors import ConfigError
 from roadtrain.stages.protocol.pipeline import (
     BACKWARD,
     FORWARD,
@@ -29,7 +28,6 @@ from roadtrain.stages.protocol.pipeline import (
     PipelineShape,
     RunBlocks,
     StageStateMachine,
-    check_order,
 )
 
 MOST_TIMES = 1 << 22  # finish times held at once, of all runs of the stages that are tried
@@ -43,7 +41,6 @@ class StageSpeed:
 
     forward_s: float  # of one micro-batch
     backward_s: float  # of one micro-batch
-    update_s: float = 0.0  # once a step, after the last backward, that nothing hides
 
     @property
     def pass_s(self) -> float:
@@ -60,7 +57,7 @@ class BoundarySpeed:
 
 @dataclass(frozen=True)
 class StepWork:
-    """All that decides how long a step takes, but for the stages' sizes. Raises ConfigError."""
+    """All that decides how long a step takes, but for the stages' sizes."""
 
     stages: tuple[StageSpeed, ...]
     weights: tuple[float, ...]  # of each block of the model: its work, over that of an ordinary one
@@ -70,25 +67,6 @@ class StepWork:
     boundaries: tuple[BoundarySpeed, ...] = ()
     ends: tuple[float, float] = (0.0, 0.0)  # weights of what comes before and after all blocks
     virtual_stages: int = 1
-
-    def __post_init__(self) -> None:
-        check_order(
-            len(self.stages), self.num_microbatches, self.virtual_stages, self.widths_of_stages
-        )
-        if self.boundaries and len(self.boundaries) != self.boundary_count:
-            raise ConfigError(
-                f"{len(self.boundaries)} boundaries have a speed, {len(self.stages)} stages have"
-                f" {self.boundary_count}"
-            )
-        if self.parts > len(self.weights):
-            raise ConfigError(
-                f"{len(self.weights)} blocks cannot be {self.parts} parts",
-                hint="pp x virtual_stages is at most the number of blocks",
-            )
-        if min(self.weights) <= 0 or min(self.ends) < 0:
-            raise ConfigError("the weight of a block is above 0, of an end 0 or more")
-        if any(speed.pass_s <= 0 for speed in self.stages):
-            raise ConfigError("a stage's seconds a block are above 0")
 
     @property
     def parts(self) -> int:
@@ -125,7 +103,7 @@ class _Order:
 
     rows: list[int] = field(default_factory=list)
     needs: list[tuple[int, ...]] = field(default_factory=list)
-    last_of: list[tuple[int, int]] = field(default_factory=list)  # (stage, its replica's last run)
+    last: list[int] = field(default_factory=list)  # of each replica, its last run
 
     def add(self, row: int, needs: Iterator[int | None]) -> int:
         self.rows.append(row)
@@ -145,34 +123,24 @@ class StepModel:
         return float(self.seconds_of_all([sizes])[0])
 
     def seconds_of_all(self, many: Sequence[Sequence[int]]) -> Array:
-        """Of each of many sizes. Raises ConfigError where they do not add up."""
-        sizes = np.asarray(many, dtype=np.int64).reshape(len(many), -1)
-        parts, blocks = self.work.parts, len(self.work.weights)
-        wrong = sizes.shape[1:] != (parts,) or (sizes.sum(1) != blocks).any() or (sizes < 0).any()
-        if wrong:
-            raise ConfigError(
-                f"sizes {list(many[0])} are not {parts} parts with {blocks} blocks in all"
-            )
+        """Of each of many sizes."""
+        sizes = np.asarray(many, dtype=np.int64)
         at_once = max(1, MOST_TIMES // len(self._order.rows))
         found = [self._run(sizes[i : i + at_once]) for i in range(0, len(sizes), at_once)]
         return np.concatenate(found)
 
     def _run(self, sizes: npt.NDArray[np.int64]) -> Array:
-        durations, updates = self._durations(sizes)
-        order = self._order
+        durations, order = self._durations(sizes), self._order
         ends = np.empty((len(order.rows), len(sizes)))
         for number, (row, needs) in enumerate(zip(order.rows, order.needs, strict=True)):
             end = durations[row].copy()
             if needs:
                 end += ends[needs[0]] if len(needs) == 1 else np.maximum(*(ends[n] for n in needs))
             ends[number] = end
-        step = np.zeros(len(sizes))
-        for stage, number in order.last_of:
-            np.maximum(step, ends[number] + updates[stage], out=step)
-        return step
+        return ends[order.last].max(axis=0)
 
-    def _durations(self, sizes: npt.NDArray[np.int64]) -> tuple[Array, Array]:
-        """By row of `_Order` and sizes; what follows the last backward, by stage and sizes."""
+    def _durations(self, sizes: npt.NDArray[np.int64]) -> Array:
+        """By row of `_Order` and sizes."""
         work, stages = self.work, len(self.work.stages)
         stops = np.cumsum(sizes, axis=1)
         weights = np.diff(np.asarray(work.before)[stops], axis=1, prepend=0.0).T
@@ -184,10 +152,7 @@ class StepModel:
         links = [work.boundary(i) for i in range(work.boundary_count)]
         messages = [one.activations_s for one in links] + [one.gradients_s for one in links]
         alike = np.repeat(np.array(messages).reshape(-1, 1), len(sizes), axis=1)
-        updates = np.stack(
-            [weights[i::stages].sum(0) * one.update_s for i, one in enumerate(work.stages)]
-        )
-        return np.concatenate([forward, backward, alike]), updates
+        return np.concatenate([forward, backward, alike])
 
 
 def _ordered(work: StepWork) -> _Order:
@@ -220,7 +185,7 @@ def _ordered(work: StepWork) -> _Order:
         came[run.what, there, run.micro, to.part] = number
         arrived = machines[there].arrived(run.what, run.micro, to.part)
         todo += [(there, other) for other in arrived]
-    order.last_of = [(stage, number) for (stage, _), number in last.items()]
+    order.last = [*last.values()]
     return order
 
 

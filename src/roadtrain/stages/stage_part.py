@@ -1,0 +1,186 @@
+"""StagePart: a segment of the model as a function from what crossed the cut before it to what
+crosses the cut behind it, or to the micro-batch's loss; and the micro-batches between their forward
+and their backward.
+
+The order is `protocol.pipeline`'s, which the simulator drives too (Rule 7). As many micro-batches
+as that order holds at once have a slot; its buffers, in which messages of the stages beside it
+arrive, are used again (Rule 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roadtrain.errors import ModelError
+from roadtrain.stages.cuts import Segment
+from roadtrain.stages.protocol.pipeline import FORWARD
+from roadtrain.stages.stage_model import MicroBatch, RandomStart, StageModel
+from roadtrain.streaming.leaves import distinct, flatten
+
+LossFunction = Callable[[Any, MicroBatch], torch.Tensor]  # of the model's result: a scalar
+
+
+@dataclass
+class _Slot:
+    """One micro-batch. The buffers stay; `results` is what its forward returned, with the graph."""
+
+    arriving: list[torch.Tensor]  # what crosses the cut before the segment
+    gradients: list[torch.Tensor]  # of those results that have any
+    results: Sequence[torch.Tensor] = ()
+
+
+class StagePart:
+    """wire_dtype: what activations of wider floating dtypes travel as, and so their gradients;
+    None: as they are (Rule 2: 16 bits are a choice). slots: micro-batches held at once."""
+
+    def __init__(
+        self,
+        stage_model: StageModel,
+        segment: Segment,
+        loss: LossFunction,
+        wire_dtype: torch.dtype | None = None,
+        slots: int = 1,
+    ) -> None:
+        self._stage_model, self.segment = stage_model, segment
+        self._loss, self._wire_dtype = loss, wire_dtype
+        cuts = stage_model.cuts
+        self.is_last = segment.stop == len(cuts.blocks)
+        self._last = cuts.blocks[segment.stop - 1]
+        self._arrives = cuts.crossing(segment.begin) if segment.begin else ()
+        self._leaves = () if self.is_last else cuts.crossing(segment.stop)
+        own = (stage_model.whole[name] for name in cuts.parameters(segment))
+        # whether a gradient has to come back from what leaves
+        self._trains = segment.begin > 0 or any(p.requires_grad for p in own)
+        if not self.is_last:
+            self._trains = self._trains and any(x.requires_grad for x in self._leaves)
+        self._free = [
+            _Slot(
+                [self._buffer(x).requires_grad_(x.requires_grad) for x in self._arrives],
+                [self._buffer(x) for x in self._leaves if x.requires_grad],
+            )
+            for _ in range(slots)
+        ]
+        self._held: dict[int, _Slot] = {}  # by micro-batch
+
+    @property
+    def message_nbytes(self) -> int:
+        """Bytes of what crosses the larger one of the segment's cuts."""
+        slot = self._free[0]
+        leaving = (self._buffer(x, "meta") for x in self._leaves)
+        return max(sum(x.nbytes for x in many) for many in (slot.arriving, leaving))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a slot is free."""
+        return bool(self._free)
+
+    def holds(self, micro: int) -> bool:
+        return micro in self._held
+
+    def buffers(self, what: str, micro: int) -> list[torch.Tensor]:
+        """The buffers of what arrives for a micro-batch, which has a slot from then on: FORWARD,
+        what crosses the cut before the segment; BACKWARD, the gradients of what left over the cut
+        behind it that have any."""
+        slot = self._slot(micro)
+        return slot.arriving if what == FORWARD else slot.gradients
+
+    def run_forward(
+        self, micro: int, batch: MicroBatch, random: RandomStart | None = None
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """Return what leaves over the cut behind the segment, or the loss. random: as
+        `StageModel.run`."""
+        slot = self._slot(micro)
+        own = [x.to(shape.dtype) for x, shape in zip(slot.arriving, self._arrives, strict=True)]
+        ended, value = self._stage_model.run(self.segment, own, batch, random)
+        if ended:
+            loss = self._loss(value, batch)
+            self._check_gradient([loss], "the loss")
+            return loss
+        tensors, _ = distinct(flatten(value)[0])
+        self._check_shapes(tensors)
+        self._check_gradient(tensors, f"what block {self._last!r} returned")
+        slot.results = [x.to(self._on_wire(x.dtype)) for x in tensors]
+        return [x.detach() for x in slot.results]
+
+    def run_backward(self, micro: int, loss: torch.Tensor | None) -> list[torch.Tensor]:
+        """Gradients of what came over the cut before the segment; the slot is free then. loss: of
+        the last segment."""
+        slot = self._held.pop(micro)
+        if loss is None:
+            leaving = zip(slot.results, self._leaves, strict=True)
+            results = [x for x, shape in leaving if shape.requires_grad]
+            pairs = list(zip(results, slot.gradients, strict=True))
+        else:
+            pairs = [(loss, torch.ones_like(loss))]
+        if pairs := [(x, gradient) for x, gradient in pairs if x.requires_grad]:
+            torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
+        found = []
+        for x in slot.arriving:
+            if x.requires_grad:
+                found.append(torch.zeros_like(x) if x.grad is None else x.grad)
+                x.grad = None
+        slot.results = ()
+        self._free.append(slot)
+        return found
+
+    def drop(self) -> None:
+        """Forget all micro-batches under way."""
+        for slot in self._held.values():
+            slot.results = ()
+        self._free += self._held.values()
+        self._held.clear()
+
+    def _slot(self, micro: int) -> _Slot:
+        if micro not in self._held:
+            self._held[micro] = self._free.pop()
+        return self._held[micro]
+
+    def _buffer(self, x: torch.Tensor, device: str | None = None) -> torch.Tensor:
+        return torch.empty(
+            x.shape, dtype=self._on_wire(x.dtype), device=device or self._stage_model.device
+        )
+
+    def _on_wire(self, dtype: torch.dtype) -> torch.dtype:
+        """What tensors of `dtype` travel as."""
+        wire = self._wire_dtype
+        if wire is None or not dtype.is_floating_point or dtype.itemsize <= wire.itemsize:
+            return dtype
+        return wire
+
+    def _check_shapes(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raises ModelError for what the next stage has no buffers for."""
+        told, recorded = (
+            ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in many)
+            for many in (tensors, self._leaves)
+        )
+        if told != recorded:
+            raise ModelError(
+                f"block {self._last!r} returned {told}, and {recorded} for the example micro-batch",
+                hint="micro-batches have the example's shapes; a dtype in the options stands for"
+                " autocast",
+            )
+
+    def _check_gradient(self, tensors: Sequence[torch.Tensor], what: str) -> None:
+        """Raises ModelError where the segment would silently not be trained."""
+        if torch.is_grad_enabled() and self._trains and not any(x.requires_grad for x in tensors):
+            raise ModelError(
+                f"{what} has no gradient: {self.segment} would not be trained",
+                hint="checkpoints with use_reentrant=False; no detach() or no_grad()",
+            )
+
+
+def own_loss(result: Any, batch: MicroBatch) -> torch.Tensor:
+    """The loss that the model itself returns, as models of transformers do."""
+    loss = getattr(result, "loss", None)
+    if loss is None and isinstance(result, torch.Tensor) and result.dim() == 0:
+        loss = result
+    if not isinstance(loss, torch.Tensor):
+        raise ModelError(
+            f"the model returned a {type(result).__name__} without a loss",
+            hint="give parallelize(loss=...), a function of its result and the micro-batch",
+        )
+    return loss
