@@ -23,7 +23,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
@@ -150,7 +150,7 @@ class Ours:
         self,
         table: ChunkTable,
         rule: Rule,
-        hyper: tuple[float, ...],
+        group: Mapping[str, Any],
         directories: Sequence[Path],
         buffers: int,
         down: Wire,
@@ -158,7 +158,7 @@ class Ours:
         start: np.ndarray,
         grad: np.ndarray,
     ) -> None:
-        self.table, self.hyper, self.step = table, hyper, 0
+        self.table, self.hyper, self.step = table, rule.hyper(group), 0
         parallelism = StorePlan(table, [rule], tuple(directories))
         budgets = derive(
             table,
@@ -200,7 +200,7 @@ class Ours:
                 self.engine.fill(
                     block,
                     lambda spec, what, a, b: start[a:b] if what == "master" else None,
-                    [hyper],
+                    [group],
                 )
             self.engine.start(b"")
             for buffer in worker.buffers.gradients:
@@ -495,7 +495,7 @@ def measure(
 
         def ours(of: ChunkTable, name: str, buffers: int) -> Ours:
             where = [d.mount / name for d in devices]
-            made = Ours(of, rule, hyper, where, buffers, down, up, start, grad)
+            made = Ours(of, rule, optimizer.param_groups[0], where, buffers, down, up, start, grad)
             stack.callback(made.close)
             return made
 

@@ -192,7 +192,9 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
     hyper = rules[0].hyper(optimizer.param_groups[0])
     for block in table.blocks:
         engine.fill(
-            block, lambda spec, what, a, b: values[a:b] if what == "master" else None, [hyper]
+            block,
+            lambda spec, what, a, b: values[a:b] if what == "master" else None,
+            optimizer.param_groups,
         )
     engine.start(b"")
     assert servers.store is not None
