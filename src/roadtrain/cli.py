@@ -93,7 +93,7 @@ COMMANDS = {
         job_keys=True,
     ),
     "check-rule": Command(
-        "roadtrain.training.verify:check_rule_command",
+        "roadtrain.training.check_rule:command",
         "Check an update rule against its reference on random data, and its speed against the"
         " storage's.",
         ("MODULE:NAME",),

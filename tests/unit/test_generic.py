@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from roadtrain.errors import RuleError
-from roadtrain.kernels.generic import TorchRule, check_rule
+from roadtrain.kernels.generic import TorchRule
 from roadtrain.kernels.rule import Rule
 from roadtrain.kernels.torch_rules import rules_for
+from roadtrain.training.check_rule import check_rule
 
 O = torch.optim  # noqa: E741
 

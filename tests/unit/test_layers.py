@@ -42,7 +42,6 @@ FILE_LINES = 900  # formatted: until the house is rebuilt (decision 0021)
 FORBIDDEN = ("shard", "bucket", "partition", "keeper")
 # File -> words allowed there, with the reason.
 EXCEPTED = {
-    "storage/safetensors_io.py": {"shard"},  # Hugging Face's own name for the files of one export
     "integrations/ddp.py": {"bucket"},  # torch's own name: GradBucket
     "integrations/fsdp.py": {"shard"},  # torch's own name: _fully_shard
     "stages/tensor_styles.py": {"shard"},  # torch's own name of a placement

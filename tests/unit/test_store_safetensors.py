@@ -1,4 +1,4 @@
-"""store.safetensors_io: what we write the safetensors library reads, and the other way round."""
+"""What we write the safetensors library reads, and the other way round."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 from roadtrain.chunks import NUMPY
 from roadtrain.errors import ConfigError, DamagedError, ForeignError, GoneError
-from roadtrain.storage.safetensors_io import export_dir, open_dir
+from roadtrain.storage.safetensors_io import open_dir
+from roadtrain.training.write_safetensors import export_dir
 
 TORCH = {
     "fp32": torch.float32,

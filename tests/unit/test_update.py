@@ -11,11 +11,11 @@ import torch
 
 from roadtrain.errors import RuleError
 from roadtrain.kernels.cast import reference_downcast, uncached
-from roadtrain.kernels.generic import FORMATS, check_rule
 from roadtrain.kernels.lion import Lion
 from roadtrain.kernels.optimizers import OPTIMIZERS
 from roadtrain.kernels.rules import AdamRule, SgdRule
 from roadtrain.kernels.torch_rules import rules_for
+from roadtrain.training.check_rule import FORMATS, check_rule
 
 O = torch.optim  # noqa: E741
 CASES = [

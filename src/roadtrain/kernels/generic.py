@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -39,8 +39,6 @@ NOT_OPTIONS = ("params", "param_names")
 # the last: schedulers'
 NOT_ATTRIBUTES = ("defaults", "state", "param_groups", "step", "_opt_called", "_step_count")
 PROBE_STEPS = 8
-# of a gradient and of the copy of the new parameters, if one is made
-FORMATS = (*product(("fp32", "bf16", "fp16"), (None, "bf16", "fp16")),)
 SAMPLE = 1 << 18  # elements of the slice that the speed of a generic rule is measured on
 
 
@@ -284,7 +282,7 @@ def check_elementwise(rule: TorchRule) -> None:
     shapes = [(29, 67), (131,), (5, 3, 11)]
     whole = [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
     hyper = rule.hyper(rule.options)
-    sides = [_Side(rule, p.detach().numpy().reshape(-1), hyper) for p in whole]
+    sides = [RuleRun(rule, p.detach().numpy().reshape(-1), hyper) for p in whole]
     with _runs(rule.cls, "flat slices"):
         optimizer = rule.build(whole, hyper)
         for step in range(PROBE_STEPS):
@@ -305,49 +303,12 @@ def check_elementwise(rule: TorchRule) -> None:
                     )
 
 
-@dataclass(frozen=True)
-class CheckReport:
-    """`failures` names each case that differs from the reference; `bytes_per_s` counts all that
-    a step reads and writes with a bf16 gradient and a bf16 copy, on one thread."""
-
-    name: str
-    cases: int
-    failures: tuple[str, ...]
-    bytes_per_s: float
-
-
-def check_rule(
-    rule: Rule,
-    hyper: Hyper,
-    elements: int = 1 << 20,
-    formats: Sequence[tuple[str, str | None]] = FORMATS,
-) -> CheckReport:
-    """Run `rule` beside its reference on random data of awkward sizes, in whole and in pieces,
-    then time it. `formats`: of the gradient and of the copy."""
-    rng = np.random.default_rng(3)
-    failures = []
-    cases = [*product((1, 7, 64, 1000, 4099), formats)]
-    for n, (grad_dtype, copy_dtype) in cases:
-        scale = 0.37 if copy_dtype == "bf16" else 1.0
-        p = rng.standard_normal(n, dtype=np.float32)
-        sides = [_Side(rule, p, hyper) for _ in range(3)]
-        for _ in range(4):
-            grad = reference_downcast(rng.standard_normal(n, dtype=np.float32), grad_dtype)
-            sides[0].step(rule.apply, grad, grad_dtype, scale, copy_dtype, [0, n])
-            sides[1].step(rule.reference, grad, grad_dtype, scale, copy_dtype, [0, n])
-            sides[2].step(rule.apply, grad, grad_dtype, scale, copy_dtype, sorted({0, n // 3, n}))
-        case = f"{n} elements, gradient {grad_dtype}, copy {copy_dtype}"
-        if sides[0] != sides[1]:
-            failures.append(f"{case}: differs from its reference")
-        if sides[0] != sides[2]:
-            failures.append(f"{case}: depends on how the range is cut")
-    return CheckReport(rule.name, len(cases), tuple(failures), bytes_per_s(rule, hyper, elements))
-
-
 def bytes_per_s(rule: Rule, hyper: Hyper, elements: int, times: int = 5) -> float:
-    """As CheckReport counts them: the median of so many steps of one slice of that many
-    elements."""
-    side = _Side(rule, np.random.default_rng(4).standard_normal(elements, dtype=np.float32), hyper)
+    """What a step reads and writes with a bf16 gradient and a bf16 copy, a second, on one thread:
+    the median of `times` steps of one slice of `elements`."""
+    side = RuleRun(
+        rule, np.random.default_rng(4).standard_normal(elements, dtype=np.float32), hyper
+    )
     grad = reference_downcast(side.p, "bf16")
     seconds = []
     for _ in range(times):
@@ -371,8 +332,8 @@ def say_generic(rules: Sequence[Rule], report: Callable[[str], None]) -> None:
         )
 
 
-class _Side:
-    """One of the runs that are compared: parameters, state, row and copy."""
+class RuleRun:
+    """A rule's run on one slice, to be compared with another: parameters, state, row and copy."""
 
     def __init__(self, rule: Rule, p: Array, hyper: Hyper) -> None:
         self.p, self.hyper = p.copy(), hyper
@@ -398,7 +359,7 @@ class _Side:
             function(p, g, grad_dtype, held, self.row, self.hyper, scale, out, copy_dtype)
 
     def __eq__(self, other: object) -> bool:
-        assert isinstance(other, _Side)
+        assert isinstance(other, RuleRun)
         mine, theirs = ([s.p, *s.arrays, s.row, s.copy] for s in (self, other))
         pairs = zip(mine, theirs)
         return all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in pairs)

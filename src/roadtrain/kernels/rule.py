@@ -3,7 +3,7 @@
 A rule is a small value: it says which fp32 arrays (as long as the parameters) and which float64
 scalars (a row per parameter) it keeps, reads hyperparameters from a torch parameter group at each
 step, and updates one contiguous range in place. Users write their own by subclassing; `roadtrain
-check-rule` checks it (`generic.check_rule`).
+check-rule` checks it (training/check_rule.py).
 
 Assumes: `apply` is elementwise, so that a range may be cut anywhere, each piece with its own copy
 of the row. A rule is picklable and keeps nothing between calls. Does NOT hold state, read files or

@@ -48,18 +48,3 @@ class Stages:
         with self._lock:
             sums, self._sums = self._sums, {}
         return sums
-
-
-class NetStages(Stages):
-    """Stages without what is waited in them, by the `other`."""
-
-    def __init__(self, other: Stages) -> None:
-        super().__init__()
-        self._other = other
-
-    @contextmanager
-    def timed(self, name: str, nbytes: int = 0) -> Iterator[None]:
-        before = self._other.seconds().get("Wait", 0.0)
-        with super().timed(name, nbytes):
-            yield
-        self.add(name, before - self._other.seconds().get("Wait", 0.0))

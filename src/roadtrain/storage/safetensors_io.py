@@ -1,16 +1,15 @@
-"""safetensors, tensor by tensor: export as Hugging Face does (shards and an index), and read what
-Hugging Face exports.
+"""Read safetensors tensor by tensor, as Hugging Face lays them out (training/write_safetensors.py
+writes them).
 
-The file is 8 bytes of header length, a JSON header, the data. Own writer: the library's wants all
-tensors at once. Assumes a little-endian machine; bf16 and fp16 are uint16 arrays, a dtype name
-beside them. Does NOT hold files open.
+The file is 8 bytes of header length, a JSON header, the data. Assumes a little-endian machine; bf16
+and fp16 are uint16 arrays, a dtype name beside them. Does NOT hold files open.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,16 +19,14 @@ import numpy as np
 
 from roadtrain.chunks import ITEMSIZE, NUMPY
 from roadtrain.errors import ConfigError, DamagedError, ForeignError
-from roadtrain.storage.direct import make_directory, sync_directory, typed_errors, write_file
+from roadtrain.storage.direct import typed_errors
 
 TAGS = {dtype: dtype.upper().replace("FP", "F") for dtype in ITEMSIZE}  # F32, BF16, I8, BOOL
 _DTYPES = {tag: dtype for dtype, tag in TAGS.items()}
 _MAX_HEADER = 100_000_000  # bytes: the format's own limit
-SHARD_NBYTES = 5 * 10**9  # Hugging Face's usual
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 Array = np.ndarray[Any, Any]
-Item = tuple[str, str, tuple[int, ...], Callable[[], Array]]  # name, dtype, shape, reader
 
 
 @dataclass(frozen=True)
@@ -56,46 +53,6 @@ class Tensor:
         return out.reshape(self.shape) if whole else out
 
 
-def export_dir(
-    items: Iterable[Item], directory: str | Path, max_shard_nbytes: int = SHARD_NBYTES
-) -> list[Path]:
-    """Write `items` into `directory`, one tensor in memory at a time; the files it made. An
-    existing export there is replaced once the new one is complete on the disk. FullError."""
-    home = Path(directory)
-    make_directory(home)
-    shards: list[list[Item]] = [[]]
-    filled = total = 0
-    for item in items:
-        nbytes = prod(item[2]) * ITEMSIZE[item[1]]
-        if shards[-1] and filled + nbytes > max_shard_nbytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(item)
-        filled, total = filled + nbytes, total + nbytes
-    count = len(shards)
-    names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-    names = [_SINGLE] if count == 1 else names
-    made: list[Path] = []
-    try:
-        for name, shard in zip(names, shards):
-            made.append(home / f"{name}.new")
-            _write_file(made[-1], shard)
-        if count > 1:
-            weights = {item[0]: name for name, shard in zip(names, shards) for item in shard}
-            made.append(home / f"{_INDEX}.new")
-            body = {"metadata": {"total_size": total}, "weight_map": weights}
-            write_file(made[-1], [json.dumps(body, indent=2).encode()], "exporting")
-    except BaseException:
-        for path in made:
-            path.unlink(missing_ok=True)
-        raise
-    for stale in [*home.glob("model*.safetensors"), home / _INDEX]:
-        stale.unlink(missing_ok=True)
-    done = [path.rename(path.with_suffix("")) for path in made]
-    sync_directory(home)
-    return done
-
-
 def open_dir(path: str | Path) -> Mapping[str, Tensor]:
     """The tensors of a safetensors file, or of a directory with `model.safetensors`, an index,
     or any safetensors files. Raises ConfigError where there are none, ForeignError for other
@@ -103,14 +60,14 @@ def open_dir(path: str | Path) -> Mapping[str, Tensor]:
     home = Path(path)
     if home.is_file():
         return dict(_read_header(home))
-    if (home / _INDEX).is_file():
+    if (home / INDEX).is_file():
         try:
-            index = json.loads((home / _INDEX).read_bytes())
+            index = json.loads((home / INDEX).read_bytes())
             files = sorted({home / name for name in index["weight_map"].values()})
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ForeignError(f"{home / _INDEX}: not a safetensors index ({error})") from error
+            raise ForeignError(f"{home / INDEX}: not a safetensors index ({error})") from error
     else:
-        single = home / _SINGLE
+        single = home / SINGLE
         files = [single] if single.is_file() else sorted(home.glob("*.safetensors"))
     if not files:
         raise ConfigError(
@@ -118,29 +75,6 @@ def open_dir(path: str | Path) -> Mapping[str, Tensor]:
             hint="weights are read from a directory in Hugging Face layout, or a safetensors file",
         )
     return {name: tensor for file in files for name, tensor in _read_header(file)}
-
-
-def _write_file(path: Path, shard: list[Item]) -> None:
-    # so that every tensor is aligned to its elements
-    shard = sorted(shard, key=lambda item: -ITEMSIZE[item[1]])
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, dtype, shape, _ in shard:
-        stop = at + prod(shape) * ITEMSIZE[dtype]
-        header[name] = {"dtype": TAGS[dtype], "shape": list(shape), "data_offsets": [at, stop]}
-        at = stop
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)
-
-    def pieces() -> Iterator[bytes | memoryview]:
-        yield len(head).to_bytes(8, "little") + head
-        for name, dtype, shape, reader in shard:
-            array = np.ascontiguousarray(reader())
-            fits = array.dtype.itemsize == ITEMSIZE[dtype] and array.size == prod(shape)
-            assert fits, (name, array.dtype, array.shape)
-            yield array.reshape(-1).view(np.uint8).data
-
-    write_file(path, pieces(), "exporting")
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:

@@ -24,7 +24,6 @@ from roadtrain.placement.job_state import persistent_buffers
 from roadtrain.storage.convert import MASTER, read_param
 from roadtrain.storage.direct import check_directory, make_directory
 from roadtrain.storage.generation import open_store
-from roadtrain.storage.safetensors_io import Item, export_dir
 from roadtrain.storage.tier import WEIGHTS
 from roadtrain.streaming import plain
 from roadtrain.streaming.split import DTYPES, NAMES, as_numpy
@@ -33,6 +32,7 @@ from roadtrain.training.data import need
 from roadtrain.training.export_stages import export_of
 from roadtrain.training.placed_job import place_job
 from roadtrain.training.run_files import mark_of, write_job
+from roadtrain.training.write_safetensors import Item, export_dir
 
 
 def export_run(

@@ -21,8 +21,8 @@ from roadtrain.stages.snapshot_files import PartReader, look
 from roadtrain.stages.snapshots import FOLDER
 from roadtrain.stages.stage_buffers import buffers_in
 from roadtrain.stages.transfers import uncovered
-from roadtrain.storage.safetensors_io import Item
 from roadtrain.streaming.split import DTYPES, NAMES, as_numpy
+from roadtrain.training.write_safetensors import Item
 
 
 def export_of(job: Job, masters: bool) -> tuple[int, list[Item]]:

@@ -7,7 +7,8 @@ parameters travel: that is `place`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +18,7 @@ import torch
 from roadtrain.config.job import Job
 from roadtrain.environment import WorkerGroup
 from roadtrain.placement.place import place
-from roadtrain.servers.trace import NetStages, Stages
+from roadtrain.servers.trace import Stages
 from roadtrain.storage.history import Witness
 from roadtrain.storage.mark import Mark
 from roadtrain.streaming.split import DTYPES
@@ -226,6 +227,21 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Pla
     words = WorkerWords(optimizer) if group.workers > 1 else None
     placed = (job, model, optimizer, scaler, tokens, device, group, words, stages)
     return PlacedJob(*placed, mark, report)
+
+
+class NetStages(Stages):
+    """Stages without what is waited in them, by the `other`."""
+
+    def __init__(self, other: Stages) -> None:
+        super().__init__()
+        self._other = other
+
+    @contextmanager
+    def timed(self, name: str, nbytes: int = 0) -> Iterator[None]:
+        before = self._other.seconds().get("Wait", 0.0)
+        with super().timed(name, nbytes):
+            yield
+        self.add(name, before - self._other.seconds().get("Wait", 0.0))
 
 
 def step(

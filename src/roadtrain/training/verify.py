@@ -24,19 +24,17 @@ import torch
 from roadtrain.chunks import SEGMENT, ParamSpec
 from roadtrain.config.job import Job, load_job
 from roadtrain.errors import BudgetError, ConfigError
-from roadtrain.kernels.generic import TorchRule, check_rule
 from roadtrain.kernels.rule import Rule
 from roadtrain.kernels.sum import sum_squares
 from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.placement.optimizer import amp_of
 from roadtrain.storage.convert import MASTER
-from roadtrain.storage.rates import storage_rates
 from roadtrain.streaming.grads import PlacedGrad
 from roadtrain.streaming.split import DTYPES, as_numpy, split, table
-from roadtrain.training.build import build_model, build_optimizer, named
+from roadtrain.training.build import build_model, build_optimizer
 from roadtrain.training.placed_job import PlacedJob, place_job, step
 from roadtrain.training.progress import Report, silent
-from roadtrain.units import show_bytes, show_rate
+from roadtrain.units import show_bytes
 
 
 def command(path: str, overrides: Mapping[str, Any], steps: int = 3, report: Report = print) -> int:
@@ -92,54 +90,6 @@ def verify(job: Job, steps: int, report: Report = print) -> bool:
             f"torch's own {type(plain.torch).__name__} deviates by at most {most:.2e} (in {name})"
         )
         return same
-
-
-def check_rule_command(name: str, dir: str = ".", report: Report = print) -> int:
-    """`roadtrain check-rule`: of MODULE:NAME, a Rule, the class of one or of a torch optimizer.
-    1 where it fails its check.
-
-    Args:
-        dir: a directory on the device to compare with (here)
-    """
-    found = named(name, repr(name))
-    group: Mapping[str, Any] = getattr(found, "example_group", {"lr": 1e-3})
-    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
-        try:
-            optimizer = found([torch.nn.Parameter(torch.zeros(1))])  # type: ignore[call-arg]
-        except Exception as cause:
-            raise ConfigError(
-                f"{name} takes no flat parameter, or not by its defaults: {cause}"
-            ) from cause
-        rule, group = rules_for(optimizer)[0], optimizer.param_groups[0]
-    else:
-        rule = found() if isinstance(found, type) and issubclass(found, Rule) else found
-        if not isinstance(rule, Rule):
-            raise ConfigError(
-                f"{name} is no Rule and no torch optimizer",
-                hint="subclass roadtrain.kernels.rule.Rule",
-            )
-    try:
-        result = check_rule(rule, rule.hyper(group))
-    except KeyError as cause:
-        raise ConfigError(
-            f"{name} reads {cause} from its group", hint="give it `example_group = {...}`"
-        ) from cause
-    general = " (run by torch on flat slices)" if isinstance(rule, TorchRule) else ""
-    report(
-        f"{result.name}{general}: {result.cases - len(result.failures)} of {result.cases} cases"
-        " equal the reference"
-    )
-    for failure in result.failures:
-        report(f"  {failure}")
-    rates = storage_rates(dir)
-    report(
-        f"one thread updates {show_rate(result.bytes_per_s)}; the storage at {dir} reads"
-        f" {show_rate(rates.read)}, writes {show_rate(rates.write)}, both at once"
-        f" {show_rate(rates.mixed)}"
-    )
-    if result.bytes_per_s < rates.mixed:
-        report("slower than the storage: this rule is what an update waits for")
-    return 1 if result.failures else 0
 
 
 @dataclass
