@@ -59,6 +59,7 @@ EXCEPTED_NAMES = {"sharded_optimizer", "ShardedOptimizer", "ShardedOptions", "bu
 STR_METHODS = {"partition", "rpartition"}
 
 FILES = sorted(SRC.rglob("*.py"))
+TWICE = {"route": "relay/ and switch/ each provide one at the entry point roadtrain.routes"}
 MODULES = {
     ".".join(("roadtrain", *path.relative_to(SRC).with_suffix("").parts)): path for path in FILES
 }
@@ -164,6 +165,16 @@ def test_a_class_name_exists_once() -> None:
             if isinstance(node, ast.ClassDef):
                 where.setdefault(node.name, []).append(f"{path.relative_to(SRC)}:{node.lineno}")
     assert not {name: places for name, places in where.items() if len(places) > 1}
+
+
+def test_a_module_name_exists_once() -> None:
+    """But for X/protocol/NAME.py beside X/NAME.py, and those with a reason in TWICE."""
+    where: dict[str, set[str]] = {}
+    for path in FILES:
+        home = path.parent.parent if path.parent.name == "protocol" else path.parent
+        where.setdefault(path.stem, set()).add(str(home.relative_to(SRC)))
+    found = {name for name, homes in where.items() if len(homes) > 1 and name != "__init__"}
+    assert found == set(TWICE)
 
 
 def test_no_import_inside_a_function() -> None:

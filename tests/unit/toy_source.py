@@ -5,9 +5,9 @@ import numpy as np
 import torch
 
 from roadtrain.chunks import SEGMENT
+from roadtrain.streaming.block_stream import BlockStream
 from roadtrain.streaming.released import is_released
 from roadtrain.streaming.split import DTYPES, split, table
-from roadtrain.streaming.stream import BlockStream
 
 
 class ToySource:

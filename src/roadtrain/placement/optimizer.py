@@ -30,10 +30,10 @@ from roadtrain.placement.session_plan import Request, SessionPlan
 from roadtrain.placement.state_dicts import ModelStates
 from roadtrain.placement.stored_optimizer import StoredOptimizer
 from roadtrain.servers.session import JobSession
+from roadtrain.streaming.block_stream import BlockStream
 from roadtrain.streaming.grads import PlacedGrad
 from roadtrain.streaming.released import forbid_in_child, is_called_by_dynamo
 from roadtrain.streaming.split import Split
-from roadtrain.streaming.stream import BlockStream
 
 _live: weakref.WeakSet[PlacedOptimizer] = weakref.WeakSet()  # those that are not closed
 _closing: set[PlacedOptimizer] = set()  # those that were dropped, until they are

@@ -3,7 +3,7 @@ each plan is when it trains this job.
 
 A plan keeps what the job states: dtype, clipping, compression, delay, degrees of [parallelism]; one
 that cannot, or that `train` would refuse, is refused with the reason. Streamed blocks are computed
-again in backward, as streaming/stream.py does. Does NOT search, and does NOT import torch by
+again in backward, as streaming/block_stream.py does. Does NOT search, and does NOT import torch by
 itself.
 """
 

@@ -68,7 +68,7 @@ class ProcessLock(threading.Condition):
 
 
 class Worker:
-    """The Lender of streaming/stream.py and the GradBook of streaming/grads.py. Block indices
+    """The Lender of streaming/block_stream.py and the GradBook of streaming/grads.py. Block indices
     are those of the ChunkTable; the root block (0) has permanent buffers and no slot."""
 
     def __init__(

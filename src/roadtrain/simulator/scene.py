@@ -27,8 +27,8 @@ from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Cost, Engine, Lane, Resource
 from roadtrain.simulator.fabric import Fabric, check_placement
 from roadtrain.simulator.memory import cut, needs, shared_needs
-from roadtrain.simulator.server import block_pieces
 from roadtrain.simulator.simulated_fan_in import SimulatedFanIn
+from roadtrain.simulator.simulated_server import block_pieces
 from roadtrain.simulator.site import FlowGroup, Site, SwitchResources
 from roadtrain.simulator.step import SimulatedStage
 from roadtrain.stages.protocol.pipeline import BACKWARD, FORWARD, RunBlocks

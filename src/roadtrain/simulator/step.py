@@ -4,7 +4,7 @@ they drive the nodes.
     StageStateMachine -> which micro-batch's forward or backward is next
     Prefetcher        -> Pull       what a block needs, ahead of it
     RelayStateMachine -> Give       where a card beside the worker communicates
-    sums.py, server.py              what sums, updates and commits
+    simulated_sums.py, simulated_server.py  what sums, updates and commits
 
 Workers that do the same are one here. Where all parameters stay on the device, all but the first
 forward and the last backward of a step run as one task, unless rows of tables come from other
@@ -29,8 +29,8 @@ from roadtrain.simulator.apart import RankOf, StagePush
 from roadtrain.simulator.engine import Cost, Engine, Lane, Resource, Then
 from roadtrain.simulator.fabric import Fabric, block_times
 from roadtrain.simulator.memory import device_bytes, host_bytes, saved_bytes, working_bytes
-from roadtrain.simulator.server import SimulatedServer, block_pieces
 from roadtrain.simulator.simulated_fan_in import SimulatedFanIn, SimulatedFanInLink
+from roadtrain.simulator.simulated_server import SimulatedServer, block_pieces
 from roadtrain.stages.protocol.pipeline import (
     BACKWARD,
     FORWARD,
