@@ -204,7 +204,7 @@ def _user_space(way: str, parent: str) -> None:
     # compiled before the first packet comes
     packets.seal(out, PACKET_NBYTES, 1, KEY)
     right = packets.verify(out, PACKET_NBYTES, 1, KEY, JOB)
-    table.add(out, PACKET_NBYTES, 1, right, into, 0)
+    table.add(out[:PACKET_NBYTES], right, into, 0)
     _ready()
     begin = None
     while not select.select([sys.stdin], [], [], 0)[0]:
@@ -217,7 +217,7 @@ def _user_space(way: str, parent: str) -> None:
                 end.send(run, PACKET_NBYTES, to)
                 continue
             right = packets.verify(run, PACKET_NBYTES, count, KEY, JOB)
-            if made := table.add(run, PACKET_NBYTES, count, right, out, 0):
+            if made := table.add(run, right, out, 0):
                 packets.seal(out, PACKET_NBYTES, made, KEY)
                 end.send(out[: made * PACKET_NBYTES], PACKET_NBYTES, to)
     print(time.process_time() - (begin or 0.0))

@@ -159,7 +159,7 @@ class Scene:
         one, out = np.frombuffer(got, np.uint8), np.zeros(PACKET_NBYTES, np.uint8)
         ok = packets.verify(one, len(got), 1, KEY, JOB)
         bulk = len(got) == PACKET_NBYTES and ok[0]
-        if bulk and table.add(one, len(got), 1, ok, out, CHILD):
+        if bulk and table.add(one, ok, out, CHILD):
             packets.seal(out, PACKET_NBYTES, 1, KEY)
             self.sockets["switch"].sendto(out, self.sockets["parent"].getsockname())
 
@@ -351,9 +351,9 @@ def test_jobs_are_apart_and_end_apart(scene: Scene) -> None:
     scene.send(0, packet(1, 0))
     assert scene.sockets["switch"].recv(1 << 16) == packet(1, 0).tobytes()  # user space's again
     out = np.zeros(PACKET_NBYTES, np.uint8)
-    assert second.add(packet(0, 0), PACKET_NBYTES, 1, np.ones(1, bool), out, 0) == 1
+    assert second.add(packet(0, 0), np.ones(1, bool), out, 0) == 1
     with pytest.raises(LostError, match="closed"):
-        first.add(packet(0, 0), PACKET_NBYTES, 1, np.ones(1, bool), out, CHILD)
+        first.add(packet(0, 0), np.ones(1, bool), out, CHILD)
     again = scene.table(children=1)  # its table is empty
     scene.send(0, packet(0, 0))
     assert scene.poll(again) == {0: expected(0, 1)}

@@ -31,7 +31,7 @@ def packet(number: int, child: int, *, kind: int = Kind.GRADIENT, width: int = 4
 def put(table: SwitchTable, *ones: np.ndarray, ok: list[bool] | None = None) -> list[np.ndarray]:
     buffer, out = np.concatenate(ones), np.zeros(len(ones) * PACKET_NBYTES, np.uint8)
     right = np.array([True] * len(ones) if ok is None else ok)
-    made = table.add(buffer, PACKET_NBYTES, len(ones), right, out, ABOVE)
+    made = table.add(buffer, right, out, ABOVE)
     table.check()
     return list(out.reshape(-1, PACKET_NBYTES)[:made])
 
@@ -128,9 +128,9 @@ def test_what_is_not_verified_changes_nothing():  # Rule 8
     assert put(table, packet(1, 0), packet(1, 1), ok=[True, False]) == []
     assert sum(table.counters.values()) == 1
     with pytest.raises(WireError):
-        table.add(packet(0, 0), PACKET_NBYTES - 8, 1, np.ones(1, bool), packet(0, 0), 0)
+        table.add(packet(0, 0)[:-8], np.ones(1, bool), packet(0, 0), 0)
     with pytest.raises(WireError):
-        table.add(packet(0, 0), PACKET_NBYTES, 1, np.ones(1, bool), np.zeros(9, np.uint8), 0)
+        table.add(packet(0, 0), np.ones(1, bool), np.zeros(9, np.uint8), 0)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -63,16 +63,16 @@ def checked(said: switch_frames.SwitchHello) -> switch_frames.SwitchHello:
 
 
 class SlotQuota:
-    """The memory of a switch. Called from any thread. Invariant, under `_lock`: 0 <= `_used` <=
-    `nbytes`."""
+    """The memory of a switch. Called from any thread. Invariant, under `_lock`: 0 <=
+    `used_nbytes` <= `nbytes`."""
 
     def __init__(self, nbytes: int) -> None:
         """Raises ConfigError where not even one small job fits."""
         self.nbytes = nbytes
         self._most_receive = max(nbytes // RECEIVE_SHARE, LEAST_RECEIVE)
         self.send_nbytes = min(max(nbytes // SEND_SHARE, LEAST_SEND), MOST_SEND)
-        self._slots = 0  # that jobs have
-        self._used = SHARED_NBYTES
+        self.used_slots = 0  # that jobs have
+        self.used_nbytes = SHARED_NBYTES
         self._lock = threading.Lock()
         least = SHARED_NBYTES + self._cost(WINDOWS[0], LEAST_RECEIVE)
         if nbytes < least:
@@ -92,17 +92,9 @@ class SlotQuota:
         return slots * SLOT_NBYTES + of_sockets + WAITING_NBYTES + COUNTERS_NBYTES
 
     @property
-    def used_slots(self) -> int:
-        return self._slots
-
-    @property
-    def used_nbytes(self) -> int:
-        return self._used
-
-    @property
     def free_slots(self) -> int:
         """That the next job can have for sure, however many children it has."""
-        left = (self.nbytes - self._used - self._cost(0, self._most_receive)) // SLOT_NBYTES
+        left = (self.nbytes - self.used_nbytes - self._cost(0, self._most_receive)) // SLOT_NBYTES
         return min(max(left, 0), MOST_SLOTS)
 
     def take(self, slots: int, children: int, job: str) -> None:
@@ -114,17 +106,17 @@ class SlotQuota:
                 ever = SHARED_NBYTES + self._cost(slots, self._most_receive) <= self.nbytes
                 raise (BusyError if ever else BudgetError)(
                     f"job {job} asks this switch for {slots} slots, {self.free_slots} are free,"
-                    f" {self._slots} are in use",
+                    f" {self.used_slots} are in use",
                     hint="a smaller window in the job's fan_in, more --memory at the switch, or a"
                     " job less",
                 )
-            self._slots += slots
-            self._used += cost
+            self.used_slots += slots
+            self.used_nbytes += cost
 
     def give_back(self, slots: int, children: int) -> None:
         with self._lock:
-            self._slots -= slots
-            self._used -= self._cost(slots, self.receive_nbytes(slots, children))
+            self.used_slots -= slots
+            self.used_nbytes -= self._cost(slots, self.receive_nbytes(slots, children))
 
 
 def job_socket(

@@ -12,8 +12,9 @@ packet: NH over its 32-bit words (Black et al., UMAC, 1999) under two keys, then
 job's token. Two packets that differ have the same two hashes with a probability of 2^-64. A
 stranger's packet has no right tag; a repeated one has an old number.
 
-Runs of packets: packet i of a buffer is its bytes [i * segment, (i + 1) * segment). Assumes little
-endian and contiguous uint8 arrays. Does NOT encrypt, thread or send.
+Runs of packets: packet i of a buffer is its bytes [i * segment, (i + 1) * segment); a run of bulk
+packets is an array of these and nothing else. Assumes little endian and contiguous uint8 arrays.
+Does NOT encrypt, thread or send.
 """
 
 from __future__ import annotations
@@ -287,53 +288,46 @@ def copy_bytes(source: Any, into: Any) -> Any:
 
 
 @kernel
-def _copy_in(buffer: Any, segment: Any, count: Any, source: Any, packet: Any) -> Any:
-    for i in range(count):
-        start = i * segment + HEADER_NBYTES
-        payload = buffer[start : start + PAYLOAD_NBYTES]
+def _copy_in(run: Any, source: Any, packet: Any) -> Any:
+    for i in range(run.size // PACKET_NBYTES):
+        start = i * PACKET_NBYTES + HEADER_NBYTES
+        payload = run[start : start + PAYLOAD_NBYTES]
         at = (packet + i) * PAYLOAD_NBYTES
         have = min(max(source.size - at, 0), PAYLOAD_NBYTES)
         copy_bytes(source[at : at + have], payload)
         payload[have:] = 0
 
 
-def copy_in(buffer: np.ndarray, segment: int, count: int, source: np.ndarray, packet: int) -> None:
+def copy_in(run: np.ndarray, source: np.ndarray, packet: int) -> None:
     """The payload of packet i = source[(packet + i) * PAYLOAD_NBYTES : ...], zeros after the end of
-    `source` (uint8). Raises WireError where `segment` is no bulk packet's."""
-    check_bulk(buffer, segment, count)
-    _copy_in(buffer, segment, count, source, packet)
+    `source` (uint8). run: bulk packets; raises WireError for others."""
+    check_bulk(run)
+    _copy_in(run, source, packet)
 
 
 @kernel
-def _copy_out(buffer: Any, segment: Any, count: Any, ok: Any, index: Any, into: Any) -> Any:
-    for i in range(count):
+def _copy_out(run: Any, ok: Any, index: Any, into: Any) -> Any:
+    for i in range(run.size // PACKET_NBYTES):
         at = np.int64(index[i]) * PAYLOAD_NBYTES
         if ok[i] and 0 <= at < into.size:
-            start = i * segment + HEADER_NBYTES
+            start = i * PACKET_NBYTES + HEADER_NBYTES
             have = min(into.size - at, PAYLOAD_NBYTES)
-            copy_bytes(buffer[start : start + have], into[at : at + have])
+            copy_bytes(run[start : start + have], into[at : at + have])
 
 
-def copy_out(
-    buffer: np.ndarray,
-    segment: int,
-    count: int,
-    ok: np.ndarray,
-    index: np.ndarray,
-    into: np.ndarray,
-) -> None:
+def copy_out(run: np.ndarray, ok: np.ndarray, index: np.ndarray, into: np.ndarray) -> None:
     """into[index[i] * PAYLOAD_NBYTES : ...] = the payload of packet i where ok[i]; what lies after
-    the end of `into` (uint8) is left out. ok: bool [count]; index: integers [count]. Raises
-    WireError where `segment` is no bulk packet's."""
-    check_bulk(buffer, segment, count)
-    _copy_out(buffer, segment, count, ok, index, into)
+    the end of `into` (uint8) is left out. ok: bool, index: integers, one a packet. run: bulk
+    packets; raises WireError for others."""
+    check_bulk(run)
+    _copy_out(run, ok, index, into)
 
 
-def check_bulk(buffer: np.ndarray, segment: int, count: int) -> None:
-    """That `buffer` holds `count` bulk packets. Raises WireError."""
-    if segment != PACKET_NBYTES:
-        raise WireError(f"bulk packets of {segment} bytes, they have {PACKET_NBYTES}")
-    check_run(buffer, segment, count)
+def check_bulk(run: np.ndarray) -> int:
+    """How many bulk packets a run is made of. Raises WireError where it is not."""
+    if run.size % PACKET_NBYTES:
+        raise WireError(f"bulk packets of {PACKET_NBYTES} bytes in a run of {run.size}")
+    return run.size // PACKET_NBYTES
 
 
 def reference_siphash(key: bytes, message: bytes) -> int:

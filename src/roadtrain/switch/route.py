@@ -1,7 +1,7 @@
 """The route through switches: gradients are summed, and parameters copied, on their way.
 
 `Servers(fan_in=...)` selects it. A participant is a worker, or a relay that stands for the workers
-of its host. FanInLink (switch/link.py) is its end, FanInEnd (switch/end.py) the server's.
+of its host. FanInLink (switch/fan_in_link.py) is its end, FanInEnd (switch/end.py) the server's.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from roadtrain.options.check import check_options
 from roadtrain.servers import frames as m
 from roadtrain.servers.routes import OpenRoute, Report, RouteEnds
 from roadtrain.switch.end import FanInEnd
+from roadtrain.switch.fan_in_link import Participant, dial
 from roadtrain.switch.fixed_point import BIAS, error_bound
-from roadtrain.switch.link import Participant, dial
 from roadtrain.switch.options import FanIn, SwitchNode, fan_in_of
 from roadtrain.switch.packets import BLOCK
 from roadtrain.transport.address import address_of

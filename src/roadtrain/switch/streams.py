@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -45,6 +44,9 @@ END_S = 5.0  # for a thread to end
 MOST_HAVE = (1 << 8 * PAYLOAD_NBYTES) - 1  # what the bitmap of a heartbeat can say
 
 Failed = Callable[[BaseException], None]
+# (first, count, staging): writes whole, sealed packets of the numbers from `first` on to `staging`,
+# one after the other, and returns how many: `count`, or fewer where the others are acknowledged
+Fill = Callable[[int, int, np.ndarray], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +109,6 @@ def _split(rest: np.ndarray, segment: int, source: Address) -> list[DatagramRun]
         last = rest[whole * segment :]
         runs.append(DatagramRun(last, last.size, [source]))
     return runs
-
-
-class Fill(Protocol):
-    """Who has the bytes that numbers stand for."""
-
-    def __call__(self, first: int, count: int, staging: np.ndarray) -> int:
-        """Writes whole, sealed packets of the numbers from `first` on, one after the other, and
-        returns how many: `count`, or fewer where the others are acknowledged meanwhile."""
 
 
 class PacketSender:

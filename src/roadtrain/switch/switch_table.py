@@ -70,15 +70,7 @@ class Table(Protocol):
 
     @property
     def counters(self) -> dict[str, int]: ...
-    def add(
-        self,
-        buffer: np.ndarray,
-        segment: int,
-        count: int,
-        ok: np.ndarray,
-        out: np.ndarray,
-        child: int,
-    ) -> int: ...
+    def add(self, run: np.ndarray, ok: np.ndarray, out: np.ndarray, child: int) -> int: ...
     def snoop(self, ack: int) -> None: ...
     def stuck(self, older_than: int = 0) -> list[StuckSlot]: ...
     def close(self) -> None: ...
@@ -186,8 +178,7 @@ def _take(
 def _add_packets(
     slots: Any,
     sums: Any,
-    buffer: Any,
-    count: Any,
+    run: Any,
     ok: Any,
     out: Any,
     child: Any,
@@ -199,10 +190,10 @@ def _add_packets(
     counters: Any,
 ) -> Any:
     made = 0
-    for i in range(count):
+    for i in range(run.size // PACKET_NBYTES):
         if not ok[i]:
             continue
-        packet = buffer[i * PACKET_NBYTES : (i + 1) * PACKET_NBYTES]
+        packet = run[i * PACKET_NBYTES : (i + 1) * PACKET_NBYTES]
         header = packet[:HEADER_NBYTES].view(HEADER)[0]
         its = np.int64(header.sender) - first
         if not _possible(header, its, children):
@@ -260,21 +251,13 @@ class SwitchTable:
         the slot's kind and width, or none that can be added."""
         return dict(zip(COUNTERS, self._counters.tolist()))
 
-    def add(
-        self,
-        buffer: np.ndarray,
-        segment: int,
-        count: int,
-        ok: np.ndarray,
-        out: np.ndarray,
-        child: int,
-    ) -> int:
+    def add(self, run: np.ndarray, ok: np.ndarray, out: np.ndarray, child: int) -> int:
         """Take GRADIENT and EXPONENTS packets, of the senders that their headers name. Complete
         sums, and answers to what came again, go to `out` as whole packets of sender `child`,
-        without tags; returns how many. buffer: uint8, `count` packets of `segment` bytes; ok: bool
-        [count], which of them to take; out: uint8 with room for `count` packets. Raises WireError
-        where the packets are no bulk packets or do not fit."""
-        check_bulk(buffer, segment, count)
+        without tags; returns how many. run: uint8, bulk packets; ok: bool, one a packet, which of
+        them to take; out: uint8 with room for as many. Raises WireError where the packets are no
+        bulk packets or do not fit."""
+        count = check_bulk(run)
         if out.size < count * PACKET_NBYTES or ok.size < count:
             raise WireError(
                 f"{count} packets, {ok.size} of them said right, into a buffer of {out.size} bytes"
@@ -282,8 +265,7 @@ class SwitchTable:
         made: int = _add_packets(
             self._slots,
             self._sums,
-            buffer,
-            count,
+            run,
             ok,
             out,
             np.uint16(child),

@@ -268,7 +268,6 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         # Pulls of some workers, not of all: of each worker, with the time they came.
         self.alone: dict[Key, list[deque[tuple[Pull, float]]]] = {}
         self.chunks: dict[int, ChunkQueue] = {}
-        self.partly: set[int] = set()  # chunks of which some workers are heard, and not matched
         # Rounds by chunk and number, until the server has them.
         self.rounds: dict[tuple[int, int], SumRound] = {}
         # Those of EXPONENTS and READY in the order of their numbers; the first is not READY where
@@ -380,10 +379,6 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
                 self._close(chunk)
             else:
                 self._update(chunk)
-        if any(chunk.heard):
-            self.partly.add(chunk.number)
-        else:
-            self.partly.discard(chunk.number)
         return out + self._flush(chunk)
 
     def _grant(self, chunk: ChunkQueue) -> list[FanInAction]:
@@ -522,19 +517,22 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
 
     # who is late
 
+    @property
+    def partly(self) -> list[ChunkQueue]:
+        """Chunks of which some workers are heard, and not matched."""
+        return [chunk for chunk in self.chunks.values() if any(chunk.heard)]
+
     def _gradients_alone(self) -> list[FanInAction]:
         """NOTE alone."""
         waits = {
-            number: {
+            chunk.number: {
                 worker
-                for worker, heard in enumerate(self.chunks[number].heard)
-                if heard
-                and isinstance(heard[0].word, Announce)
-                and self.now - heard[0].since >= ALONE_S
+                for worker in chunk.at(Announce)
+                if self.now - chunk.heard[worker][0].since >= ALONE_S
             }
-            for number in self.partly
+            for chunk in self.partly
         }
-        waiting = {worker for workers in waits.values() for worker in workers}
+        waiting = set[int]().union(*waits.values())
         out: list[FanInAction] = []
         for number in sorted(number for number, workers in waits.items() if workers):
             chunk = self.chunks[number]
@@ -547,12 +545,11 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
     def late(self) -> list[LateWorker]:
         """Who lacks what others have said of a chunk; of each worker what is due longest."""
         found: dict[int, LateWorker] = {}
-        for number in self.partly:
-            heard = self.chunks[number].heard
-            since = min(one[0].since for one in heard if one)
-            for worker in self.chunks[number].lacking:
+        for chunk in self.partly:
+            since = min(heard[0].since for heard in chunk.heard if heard)
+            for worker in chunk.lacking:
                 if worker not in found or since < found[worker].since:
-                    found[worker] = LateWorker(worker, number, since)
+                    found[worker] = LateWorker(worker, chunk.number, since)
         return [found[worker] for worker in sorted(found)]
 
     def stuck(self, longer_s: float) -> int:
@@ -580,7 +577,6 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
             assert (round.phase is RoundPhase.PUSHED) == (round not in self.chunks[number].up)
         for number, chunk in self.chunks.items():
             assert chunk.number == number and not all(chunk.heard)
-            assert (number in self.partly) == any(chunk.heard)
             assert not chunk.announced or chunk.summed
             assert not chunk.up or (
                 isinstance(chunk.up[0], SumRound) and chunk.up[0].phase is not RoundPhase.SUMMED

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -377,13 +377,14 @@ class FanInLink:
 
     def _parameters(self, batch: Batch) -> None:
         done: list[tuple[Asked, int]] = []
-        new = self._new(batch)
+        left = self._new(batch)
         headers = batch.headers
         bases = headers["number"].astype(np.int64) - headers["c"]
-        for at in _first_of_each(headers, bases, new):
-            a, b = int(headers["a"][at]), int(headers["b"][at])
-            ours = new & (headers["a"] == a) & (headers["b"] == b) & (bases == bases[at])
-            base = int(bases[at])
+        while left.any():  # one broadcast after the other
+            at = int(np.argmax(left))
+            a, b, base = int(headers["a"][at]), int(headers["b"][at]), int(bases[at])
+            ours = left & (headers["a"] == a) & (headers["b"] == b) & (bases == base)
+            left &= ~ours
             with self._lock:
                 asked = self._pulls.broadcast((a, b), base)
             self._copy(batch, ours, asked)
@@ -395,7 +396,9 @@ class FanInLink:
             self._heard.put(_Arrived(m.PULLED, asked.header, asked.into.data))
 
     def _new(self, batch: Batch) -> np.ndarray:
-        """Which packets have not come before."""
+        """Which packets have not come before. Raises WireError for packets of another length."""
+        if batch.segment != PACKET_NBYTES:
+            raise WireError(f"packets of {batch.segment} bytes came, bulk has {PACKET_NBYTES}")
         new = batch.ok.copy()
         new[new] = self._received.came_many(batch.numbers[new])
         self._clock.came(int(np.count_nonzero(batch.ok)))
@@ -404,7 +407,7 @@ class FanInLink:
     def _copy(self, batch: Batch, ours: np.ndarray, asked: Asked) -> None:
         index = batch.headers["c"].astype(np.uint32)
         asked.take(index[ours])
-        packets.copy_out(batch.buffer, batch.segment, batch.count, ours, index, asked.into)
+        packets.copy_out(batch.buffer, ours, index, asked.into)
 
     def _maxima(self, batch: Batch) -> None:
         new = self._new(batch)
@@ -524,8 +527,9 @@ class FanInLink:
             b=round.round % ROUNDS,
             c=packet,
         )
+        of_run = into[: count * PACKET_NBYTES]
         if run.kind is Kind.EXPONENTS:
-            packets.copy_in(into, PACKET_NBYTES, count, round.exponents(), packet)
+            packets.copy_in(of_run, round.exponents(), packet)
             return
         gradient = round.gradient
         fixed_point.quantize(
@@ -535,21 +539,8 @@ class FanInLink:
             self._own.count,
             width,
             packet,
-            into,
-            PACKET_NBYTES,
-            count,
+            of_run,
         )
-
-
-def _first_of_each(headers: Any, bases: np.ndarray, new: np.ndarray) -> Iterable[int]:
-    """Of each broadcast in a batch, the first new packet."""
-    places = np.flatnonzero(new)
-    while places.size:
-        at = int(places[0])
-        yield at
-        of_it = (bases == bases[at]) & (headers["a"] == headers["a"][at])
-        of_it &= headers["b"] == headers["b"][at]
-        places = places[~of_it[places]]
 
 
 def _call(free: Iterable[Callable[[], None]]) -> None:
