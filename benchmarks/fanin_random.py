@@ -191,7 +191,7 @@ class Scene:
             ticks += 1
             assert ticks < 10_000, f"it stands still at {self.end.ack} of {last}"
         self.outcome.packets = self.up.sent + self.sums.sent
-        self.outcome.resent = sum(sender.stats.resent for sender in self.senders)
+        self.outcome.resent = sum(sender.again for sender in self.senders)
         return self.outcome
 
     def _send(self) -> None:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from roadtrain.errors import BudgetError, BusyError, ConfigError, RoadtrainError, WireError
 from roadtrain.switch import switch_frames
 from roadtrain.switch.datagrams import RECEIVE_NBYTES, DatagramSocket
-from roadtrain.switch.options import MOST_CHILDREN, MOST_JOBS, WINDOWS
+from roadtrain.switch.options import MOST_JOBS, WINDOWS
 from roadtrain.switch.packets import PACKET_NBYTES, PAYLOAD_NBYTES, ROOT, PacketKey
 from roadtrain.switch.switch_job import READ_NBYTES
 from roadtrain.switch.switch_table import SLOT, SwitchTable, Table, TableDevice
@@ -38,26 +38,13 @@ RECEIVE_SHARE, SEND_SHARE = 16, 64
 LEAST_RECEIVE, LEAST_SEND = 2 * RECEIVE_NBYTES, 2 * RECEIVE_NBYTES
 MOST_SEND = 2 * MIB  # so that more memory holds more jobs
 MOST_SLOTS = WINDOWS[-1]  # of one job
-LEAST_NONCE, MOST_NONCE = 16, 64  # bytes
 MOST_NAME = 200  # characters of a session's name that are shown
 
 
 def checked(said: switch_frames.SwitchHello) -> switch_frames.SwitchHello:
     """Raises WireError for what no job asks for."""
-    if not 1 <= said.children <= MOST_CHILDREN:
-        raise WireError(f"a switch for {said.children} children, 1 to {MOST_CHILDREN} are possible")
-    if not 1 <= said.slots <= MOST_SLOTS:
-        raise WireError(f"a table of {said.slots} slots, 1 to {MOST_SLOTS} are possible")
-    if not LEAST_NONCE <= len(said.nonce) <= MOST_NONCE:
-        raise WireError(
-            f"a nonce of {len(said.nonce)} bytes, {LEAST_NONCE} to {MOST_NONCE} are possible"
-        )
-    if not 0 <= said.child <= ROOT or not 0 <= said.job < 1 << 32:
-        raise WireError(f"job {said.job}, of which this switch is child {said.child}")
-    if not 0 <= said.first <= ROOT - said.children:
+    if said.first > ROOT - said.children:
         raise WireError(f"a first child that calls itself {said.first}")
-    if not 0 < said.parent[1] < 1 << 16 or not 0 <= said.port < 1 << 16:
-        raise WireError(f"ports {said.parent[1]} of the parent, {said.port} of this switch")
     shown = "".join(c for c in said.session if c.isprintable())[:MOST_NAME]
     return said._replace(session=shown)
 

@@ -121,7 +121,7 @@ class DatagramSocket:
     ) -> tuple[int, int, Address] | None:
         """The next run: (bytes, bytes of each packet but a shorter last one, who sent it), or None
         after `timeout_s`. into: RECEIVE_NBYTES at least. Raises LostError when closed."""
-        deadline = None
+        deadline = time.monotonic() + timeout_s
         with self._using():
             while True:
                 try:
@@ -130,11 +130,8 @@ class DatagramSocket:
                     )
                     return self._read(*found)
                 except BlockingIOError:
-                    if timeout_s <= 0:
-                        return None
-                    now = time.monotonic()
-                    deadline = now + timeout_s if deadline is None else deadline
-                    if not self._wait(select.POLLIN, deadline - now):
+                    left_s = deadline - time.monotonic()
+                    if left_s <= 0 or not self._wait(select.POLLIN, left_s):
                         return None
                 except OSError as error:
                     if error.errno not in _LOST:

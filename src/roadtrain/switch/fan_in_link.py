@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from roadtrain.chunks import PAGE, Chunk
+from roadtrain.chunks import PAGE
 from roadtrain.errors import LostError, PeerError, RoadtrainError, WireError
 from roadtrain.retry import undone_on_error
 from roadtrain.servers import frames as m
@@ -39,8 +39,8 @@ from roadtrain.servers import routes
 from roadtrain.switch import fixed_point, packets, switch_frames
 from roadtrain.switch.datagrams import DatagramSocket
 from roadtrain.switch.fixed_point import load_kernels
+from roadtrain.switch.greeting import Participant, hello_of
 from roadtrain.switch.lateness import ago
-from roadtrain.switch.options import FanIn
 from roadtrain.switch.packets import HEADER_NBYTES, PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
 from roadtrain.switch.participant import ROUNDS, Asked, Gradient, Granted, Numbers, Pulls
 from roadtrain.switch.protocol.numbered import NumberedReceiver
@@ -64,28 +64,6 @@ BEGIN_S = 10.0  # for the thread that connects to have the link
 END_S = 5.0  # for the owner to return
 SILENT_S = 3.0  # without a packet
 MAX_NONCE = 64
-
-
-@dataclass(frozen=True)
-class Participant:
-    """Who takes part in what."""
-
-    plan: FanIn
-    rank: int  # of a worker, or of a host whose relay communicates for it
-    count: int  # of participants
-    chunks: Sequence[Chunk]  # of the job, by number
-    adds: bool = False  # its gradients are fp32 sums of several workers, whatever the chunk's dtype
-
-    @property
-    def switch(self) -> str:
-        return self.plan.place_of(self.rank, self.count)[0].address
-
-
-def hello_of(plan: FanIn, hello: m.Hello) -> bytes:
-    """A participant's greeting to a server."""
-    switches = tuple((one.address, one.parent, one.workers) for one in plan.switches)
-    rest = switch_frames.FanInHello(hello, switches, plan.wire, plan.window, plan.multicast)
-    return routes.greeting_of("fan-in") + m.encode(rest)
 
 
 def dial(

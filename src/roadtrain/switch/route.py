@@ -18,8 +18,9 @@ from roadtrain.options.check import check_options
 from roadtrain.servers import frames as m
 from roadtrain.servers.routes import OpenRoute, Report, RouteEnds
 from roadtrain.switch.end import FanInEnd
-from roadtrain.switch.fan_in_link import Participant, dial
+from roadtrain.switch.fan_in_link import dial
 from roadtrain.switch.fixed_point import BIAS, error_bound
+from roadtrain.switch.greeting import Participant
 from roadtrain.switch.options import FanIn, SwitchNode, fan_in_of
 from roadtrain.switch.packets import BLOCK
 from roadtrain.transport.address import address_of
