@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roadtrain.errors import WireError
 from roadtrain.switch import packets
 from roadtrain.switch.packets import (
     HEADER,
@@ -110,7 +109,7 @@ def test_lengths_that_no_packet_has_are_not_right_and_hurt_nobody(segment):  # R
     buffer = np.zeros(9000, np.uint8)
     assert not packets.verify(buffer, segment, 1, KEY, JOB).any()
     assert packets.headers(buffer, segment, 1).size == 1
-    with pytest.raises(WireError, match=str(PACKET_NBYTES)):
+    with pytest.raises(AssertionError):
         packets.seal(buffer, segment, 1, KEY)
 
 
@@ -122,12 +121,12 @@ def test_packets_beyond_the_buffer_are_refused():  # Rule 6
         lambda: packets.headers(buffer, PACKET_NBYTES, 3),
         lambda: packets.write_headers(buffer, PACKET_NBYTES, -1, kind=1, job=1, first=0),
     ):
-        with pytest.raises(WireError, match=r"3 packets|-1 packets"):
+        with pytest.raises(AssertionError, match="packets in"):
             call()
 
 
 def test_a_run_of_other_than_bulk_packets_is_refused():  # Rule 6
-    with pytest.raises(WireError, match="in a run of 1455"):
+    with pytest.raises(AssertionError, match="1455 bytes"):
         packets.copy_in(np.zeros(PACKET_NBYTES - 1, np.uint8), KEY.words.view(np.uint8), 0)
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from roadtrain.errors import ConfigError, RuleError
+from roadtrain.errors import ConfigError
 from roadtrain.kernels.cast import kernel, reference_widen, typed, widen
 from roadtrain.switch import packets
 from roadtrain.switch.packets import (
@@ -99,10 +99,8 @@ def _exponents(values: Any, out: Any) -> Any:
 
 
 def exponents(values: np.ndarray, dtype: str, out: np.ndarray) -> None:
-    """The exponent byte of each block. values: [N] of `dtype`; out: uint8 [blocks_of(N)]. Raises
-    RuleError for another length of `out`."""
-    if out.size != blocks_of(values.size):
-        raise RuleError(f"exponents of {blocks_of(values.size)} blocks into {out.size}")
+    """The exponent byte of each block. values: [N] of `dtype`; out: uint8 [blocks_of(N)]."""
+    assert out.size == blocks_of(values.size)
     _exponents(typed(values, dtype), out)
 
 
@@ -143,11 +141,6 @@ def _quantize(values: Any, maxima: Any, bits: Any, packet: Any, like: Any, run: 
             into[part.size :] = 0
 
 
-def _check(elements: int, maxima: np.ndarray) -> None:
-    if elements and maxima.size != blocks_of(elements):
-        raise RuleError(f"{maxima.size} exponents of {blocks_of(elements)} blocks")
-
-
 def quantize(
     values: np.ndarray,
     dtype: str,
@@ -159,10 +152,9 @@ def quantize(
 ) -> None:
     """Write the integers of gradient packets packet, packet + 1, ... into the payloads of a run of
     packets; zeros after the last element. values: [N] of `dtype`, N = 0: all zeros. maxima: uint8
-    [blocks_of(N)]. Raises ConfigError for workers or a width that cannot be, RuleError for another
-    number of maxima, WireError for a run of other than bulk packets."""
+    [blocks_of(N)]. Raises ConfigError for workers or a width that cannot be."""
     bits = _spare_bits(workers, width)
-    _check(values.size, maxima)
+    assert not values.size or maxima.size == blocks_of(values.size)
     check_bulk(run)
     _quantize(typed(values, dtype), maxima, bits, packet, np.empty(0, INTEGER[width]), run)
 
@@ -210,7 +202,7 @@ def dequantize(
     elements of these packets are written. A sum beyond float32's range is infinite. Raises as
     `quantize`."""
     bits = _spare_bits(workers, width)
-    _check(out.size, maxima)
+    assert maxima.size == blocks_of(out.size)
     check_bulk(run)
     _dequantize(run, ok, index, np.empty(0, INTEGER[width]), bits, maxima, out)
 

@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 
-from roadtrain.errors import WireError
 from roadtrain.kernels.cast import kernel
 
 MAGIC, VERSION = 0x5254, 1
@@ -204,13 +203,9 @@ def _verify(
 
 
 def check_run(buffer: np.ndarray, segment: int, count: int) -> None:
-    """That `buffer` holds `count` packets of `segment` bytes. Raises WireError."""
-    if not HEADER_NBYTES <= segment <= PACKET_NBYTES or count < 0:
-        raise WireError(
-            f"{count} packets of {segment} bytes, {HEADER_NBYTES} to {PACKET_NBYTES} are possible"
-        )
-    if count * segment > buffer.size:
-        raise WireError(f"{count} packets of {segment} bytes in a buffer of {buffer.size}")
+    """Assert that `buffer` holds `count` packets of `segment` bytes."""
+    assert HEADER_NBYTES <= segment <= PACKET_NBYTES, f"packets of {segment} bytes"
+    assert 0 <= count * segment <= buffer.size, f"{count} packets in {buffer.size} bytes"
 
 
 def _sip_key(key: PacketKey) -> tuple[np.uint64, np.uint64]:
@@ -218,15 +213,14 @@ def _sip_key(key: PacketKey) -> tuple[np.uint64, np.uint64]:
 
 
 def seal(buffer: np.ndarray, segment: int, count: int, key: PacketKey) -> None:
-    """Write the tags of `count` packets. Raises WireError where they are not in the buffer."""
+    """Write the tags of `count` packets."""
     check_run(buffer, segment, count)
     _seal(buffer, segment, count, key.words, _sip_key(key))
 
 
 def verify(buffer: np.ndarray, segment: int, count: int, key: PacketKey, job: int) -> np.ndarray:
     """bool [count]: whether magic, version, job and tag are right. Packets of a length that no
-    packet has are not (anybody can send them). Raises WireError where they are not in the
-    buffer."""
+    packet has are not (anybody can send them)."""
     right = np.zeros(count, np.bool_)
     if HEADER_NBYTES <= segment <= PACKET_NBYTES:
         check_run(buffer, segment, count)
@@ -236,9 +230,8 @@ def verify(buffer: np.ndarray, segment: int, count: int, key: PacketKey, job: in
 
 def headers(buffer: np.ndarray, segment: int, count: int) -> np.ndarray:
     """HEADER [count], a copy; zeros of packets that are shorter than a header. `verify` says which
-    are right. Raises WireError where they are not in the buffer."""
-    if count * segment > buffer.size:
-        raise WireError(f"{count} packets of {segment} bytes in a buffer of {buffer.size}")
+    are right."""
+    assert count * segment <= buffer.size, f"{count} packets in {buffer.size} bytes"
     if segment < HEADER_NBYTES:
         return np.zeros(count, HEADER)
     return np.ndarray(count, HEADER, buffer.data, strides=(segment,)).copy()
@@ -273,8 +266,7 @@ def write_headers(
     c: int = 0,
     credit: int = 0,
 ) -> None:
-    """The headers of `count` packets, without tags: packet i has number `first` + i and `c` + i.
-    Raises WireError where they are not in the buffer."""
+    """The headers of `count` packets, without tags: packet i has number `first` + i and `c` + i."""
     check_run(buffer, segment, count)
     one = np.zeros(1, HEADER)
     one[0] = (MAGIC, VERSION, kind, job, first, sender, width, 0, a, b, c, credit, 0)
@@ -300,7 +292,7 @@ def _copy_in(run: Any, source: Any, packet: Any) -> Any:
 
 def copy_in(run: np.ndarray, source: np.ndarray, packet: int) -> None:
     """The payload of packet i = source[(packet + i) * PAYLOAD_NBYTES : ...], zeros after the end of
-    `source` (uint8). run: bulk packets; raises WireError for others."""
+    `source` (uint8)."""
     check_bulk(run)
     _copy_in(run, source, packet)
 
@@ -317,16 +309,14 @@ def _copy_out(run: Any, ok: Any, index: Any, into: Any) -> Any:
 
 def copy_out(run: np.ndarray, ok: np.ndarray, index: np.ndarray, into: np.ndarray) -> None:
     """into[index[i] * PAYLOAD_NBYTES : ...] = the payload of packet i where ok[i]; what lies after
-    the end of `into` (uint8) is left out. ok: bool, index: integers, one a packet. run: bulk
-    packets; raises WireError for others."""
+    the end of `into` (uint8) is left out. ok: bool, index: integers, one a packet."""
     check_bulk(run)
     _copy_out(run, ok, index, into)
 
 
 def check_bulk(run: np.ndarray) -> int:
-    """How many bulk packets a run is made of. Raises WireError where it is not."""
-    if run.size % PACKET_NBYTES:
-        raise WireError(f"bulk packets of {PACKET_NBYTES} bytes in a run of {run.size}")
+    """How many bulk packets a run is made of."""
+    assert run.size % PACKET_NBYTES == 0, f"{run.size} bytes are no bulk packets"
     return run.size // PACKET_NBYTES
 
 

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from roadtrain.errors import ConfigError, WireError
 from roadtrain.kernels.cast import kernel
+from roadtrain.switch.options import MOST_CHILDREN
 from roadtrain.switch.packets import (
     HEADER,
     HEADER_NBYTES,
@@ -34,7 +34,6 @@ from roadtrain.switch.packets import (
 )
 from roadtrain.transport.tcp import Address
 
-MOST_CHILDREN = 64  # who has come is one word
 _GRADIENT, _EXPONENTS = np.uint8(Kind.GRADIENT), np.uint8(Kind.EXPONENTS)
 _FREE = -1  # the number of a slot that none took yet
 _MOST_NUMBER = np.uint64((1 << 62) - 1)  # a greater one is no number of a session
@@ -219,13 +218,8 @@ class SwitchTable:
     """
 
     def __init__(self, slots: int, children: int, first: int = 0) -> None:
-        """`first`: what child 0 calls itself in packets, the next child one more. Raises
-        ConfigError for less than one slot, or children that one word cannot name."""
-        if slots < 1 or not 1 <= children <= MOST_CHILDREN:
-            raise ConfigError(
-                f"a switch's table of {slots} slots for {children} children",
-                hint=f"at least 1 slot, 1 to {MOST_CHILDREN} children",
-            )
+        """`first`: what child 0 calls itself in packets, the next child one more."""
+        assert slots > 0 and 1 <= children <= MOST_CHILDREN
         self.children, self._first = children, first
         self.acked = 0  # the receiver of the sums has all below it
         self.now = 0  # ticks of any clock, which the owner sets
@@ -255,13 +249,8 @@ class SwitchTable:
         """Take GRADIENT and EXPONENTS packets, of the senders that their headers name. Complete
         sums, and answers to what came again, go to `out` as whole packets of sender `child`,
         without tags; returns how many. run: uint8, bulk packets; ok: bool, one a packet, which of
-        them to take; out: uint8 with room for as many. Raises WireError where the packets are no
-        bulk packets or do not fit."""
-        count = check_bulk(run)
-        if out.size < count * PACKET_NBYTES or ok.size < count:
-            raise WireError(
-                f"{count} packets, {ok.size} of them said right, into a buffer of {out.size} bytes"
-            )
+        them to take; out: uint8 with room for as many."""
+        assert out.size >= run.size and ok.size == check_bulk(run)
         made: int = _add_packets(
             self._slots,
             self._sums,
