@@ -29,6 +29,7 @@ from roadtrain.lab import LabNic, Network, network_available
 from roadtrain.switch import packets
 from roadtrain.switch.datagrams import RECEIVE_NBYTES, DatagramSocket
 from roadtrain.switch.packets import PACKET_NBYTES, Kind, PacketKey
+from roadtrain.switch.switch_frames import SwitchHello
 from roadtrain.switch.switch_table import SwitchTable
 from roadtrain.units import MIB
 from roadtrain_switch_offload import xdp
@@ -234,15 +235,8 @@ def _in_kernel(way: str, parent: str) -> None:
         device = XdpDevice.opened("eth0", "native")
         if isinstance(device, str):
             raise BpfError(device)
-        device.table(
-            job=JOB,
-            port=PORT,
-            children=CHILDREN,
-            child=0,
-            slots=SLOTS,
-            key=KEY,
-            parent=(parent, PORT),
-        )
+        hello = SwitchHello("", JOB, b"", CHILDREN, SLOTS, 0, (parent, PORT), 0)
+        device.table(hello, PORT, KEY, hello.parent)
     _ready()
     sys.stdin.readline()
     print(0.0)

@@ -372,7 +372,7 @@ class Silent(Receiver):
         ({"slots": 1 << 20}, "<= 65536"),
         ({"nonce": b"short"}, "length >= 16"),
         ({"child": -1}, ">= 0"),
-        ({"job": 1 << 40}, "< 4294967296"),
+        ({"job": 1 << 40}, "<= 4294967295"),
         ({"first": 65535}, "a first child that calls itself 65535"),
         ({"parent": (HOST, 0)}, ">= 1"),
         ({"parent": ("no such host.invalid", 5)}, "no such host"),

@@ -244,8 +244,10 @@ class WorkerSums:
         out = []
         while self._queue:
             *_, key, number, part, summed = self._queue[0]
-            # a later round is complete: nobody lacks that sum, it only has to be said so
-            tensor = self._of(key, number) or self._last[key]
+            tensor = self._tensors.get(key)
+            if tensor is None or tensor.round != number:
+                # complete; where a later round is, nobody lacks this sum: that only has to be said
+                tensor = self._last[key]
             start = tensor.parts[part][0]
             if summed and (key, number, start) not in self._owed:
                 heapq.heappop(self._queue)
@@ -265,12 +267,6 @@ class WorkerSums:
             moved = self._map.moved(key, len(tensor.parts), number)[part]
             out.append((reducer, tensor, part, ~start if moved else start, number if summed else 0))
         return out
-
-    def _of(self, key: int, number: int) -> TensorRound | None:
-        both = (self._tensors.get(key), self._last.get(key))
-        return next(
-            (tensor for tensor in both if tensor is not None and tensor.round == number), None
-        )
 
     def _post(self, posts: Sequence[tuple[_ReducerLink, TensorRound, int, int, int]]) -> None:
         for reducer, tensor, number, where, summed in posts:

@@ -164,16 +164,7 @@ def job_table(
     """A table of the device; one of this process where there is none, or it says why not."""
     if device is not None:
         try:
-            return device.table(
-                job=said.job,
-                port=port,
-                children=said.children,
-                child=said.child,
-                first=said.first,
-                slots=said.slots,
-                key=key,
-                parent=parent,
-            )
+            return device.table(said, port, key, parent)
         except (RoadtrainError, OSError) as error:  # as of a device that is gone
             why = str(error).partition("\n")[0]
             report(f"job {said.session}: no sums in the kernel: {why}; user space sums")

@@ -149,8 +149,7 @@ class FanInLink:
     @property
     def strangers(self) -> int:
         """Packets without the job's tag, which changed nothing."""
-        joined = self._joined
-        return joined.port.strangers if joined is not None else 0
+        return self._joined.port.strangers if self._joined is not None else 0
 
     # the Link
 
@@ -472,15 +471,15 @@ class FanInLink:
     def _fill(self, first: int, count: int, staging: np.ndarray) -> int:
         """For the sender's thread."""
         with self._lock:
-            pieces, joined = self._granted.make(first, count), self._joined
+            if (joined := self._joined) is None:
+                return 0
+            pieces = self._granted.make(first, count)
         done = 0
         try:
-            for run, packet, number in pieces if joined is not None else ():
-                assert joined is not None
+            for run, packet, number in pieces:
                 self._write(joined, run, packet, number, staging[done * PACKET_NBYTES :])
                 done += number
-            if joined is not None and done:
-                packets.seal(staging, PACKET_NBYTES, done, joined.key)
+            packets.seal(staging, PACKET_NBYTES, done, joined.key)
         finally:
             with self._lock:
                 free, over = self._granted.made(), self._over

@@ -78,7 +78,6 @@ class Child:
     address: Address | None = None  # where its datagrams go
     rank: int = UNKNOWN_RANK  # of the most silent worker below it, as it said last
     below_ms: int = 0  # how long that one had been silent then
-    named: bool = False  # as silent, and not heard since
 
     def silent_ms(self, now: float) -> int:
         """Of the most silent worker below it, or of itself."""
@@ -213,6 +212,7 @@ class SwitchJob:
         self.out = SwitchOutgoing(socket)
         self._said, self._said_at = NOTHING, 0.0  # what the parent was told last, and when
         self._looked_at = 0.0
+        self._named = set[int]()  # children that were said to be silent, and were not heard since
         self._said_elsewhere = False  # that packets from above came from elsewhere
 
     @property
@@ -329,15 +329,12 @@ class SwitchJob:
         self._report.tick()
         stuck = self.table.stuck(STUCK_MS)
         silent = self.children.silent(now)
+        before, self._named = self._named, {child.number for child, _ in silent}
         for child, seconds in silent:
-            if not child.named:
-                child.named = True
+            if child.number not in before:
                 self._report(f"job {self.name}: {child} has been silent for {seconds:.1f} s")
-        quiet = {child.number for child, _ in silent}
-        for child in self.children.all:
-            if child.named and child.number not in quiet:
-                child.named = False
-                self._report(f"job {self.name}: {child} is heard again")
+        for number in sorted(before - self._named):
+            self._report(f"job {self.name}: {self.children.all[number]} is heard again")
         if stuck and not self.stuck:
             self._report(f"job {self.name}: {shown_stuck(stuck)}")
         self.stuck, self.silent = stuck, [f"{child} for {s:.1f} s" for child, s in silent]

@@ -32,6 +32,7 @@ from roadtrain.switch.packets import (
     check_bulk,
     copy_bytes,
 )
+from roadtrain.switch.switch_frames import SwitchHello
 from roadtrain.transport.tcp import Address
 
 _GRADIENT, _EXPONENTS = np.uint8(Kind.GRADIENT), np.uint8(Kind.EXPONENTS)
@@ -81,26 +82,12 @@ class TableDevice(Protocol):
     name: str
     mode: str  # for people: how it takes packets
 
-    def table(
-        self,
-        *,
-        job: int,
-        port: int,
-        children: int,
-        child: int,
-        first: int,
-        slots: int,
-        key: PacketKey,
-        parent: Address,
-    ) -> Table:
+    def table(self, hello: SwitchHello, port: int, key: PacketKey, parent: Address) -> Table:
         """A job's table. Raises RoadtrainError or OSError where the device cannot have it.
 
         Args:
-            job: number of the job in packets
             port: UDP port where the job's packets arrive
-            child: number of this switch at its parent
-            first: what child 0 calls itself in packets
-            parent: where sums go
+            parent: where sums go, in numbers
         """
 
     def close(self) -> None: ...
