@@ -26,11 +26,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from roadtrain.errors import ConfigError, DeadlineError, LostError
+from roadtrain.transport.listener import Report
 from roadtrain.transport.tcp import Address
 
 # Linux's numbers that the socket module lacks
@@ -60,8 +61,6 @@ _LOST = {
     errno.ENOBUFS,
     errno.EPERM,
 }
-
-Report = Callable[[str], None]
 
 
 class DatagramSocket:

@@ -26,8 +26,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
-from typing import NamedTuple
 
 import numpy as np
 
@@ -108,12 +108,6 @@ class _Joined:
             one.close()
 
 
-class _Arrived(NamedTuple):
-    kind: int
-    header: bytes
-    payload: memoryview
-
-
 class FanInLink:
     """A Link to its owner; the Receiver of the TCP link.
 
@@ -136,8 +130,8 @@ class FanInLink:
         self._server_names = False  # it has said who does not answer
         self._over = False  # no packets any more
         self._closed = False  # by the owner: it hears nothing any more
-        # what the owner has to hear: a frame, or how the link was lost; None: nothing more
-        self._heard: SimpleQueue[_Arrived | PeerError | None] = SimpleQueue()
+        # calls of the owner, which tell it of a frame or how the link was lost; None: no more
+        self._heard: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._teller = threading.Thread(target=self._tell, name="tell the owner", daemon=True)
 
     def begin(self, link: FrameStream) -> None:
@@ -252,26 +246,25 @@ class FanInLink:
                 if joined is not None:
                     joined.sender.may_send(ready)
             case m.PULLED:
-                self._heard.put(_Arrived(kind, self._tickets.popleft(), payload))
+                self._has_arrived(kind, self._tickets.popleft(), payload)
             case _:
                 if kind == m.PROGRESS:
                     self._hear_who_is_silent(m.header(kind, header))
-                self._heard.put(_Arrived(kind, header, payload))
+                self._has_arrived(kind, header, payload)
 
     def lost(self, error: PeerError) -> None:
         self._leave()
-        self._heard.put(error)
+        self._heard.put(partial(self._owner.lost, error))
+        self._heard.put(None)
+
+    def _has_arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
+        self._heard.put(partial(self._owner.arrived, kind, header, payload))
 
     def _tell(self) -> None:
         """Its own thread: the owner hears all, in order, until the link is lost or closed."""
-        while not self._closed and (heard := self._heard.get()) is not None:
-            if self._closed:
-                return
-            if isinstance(heard, PeerError):
-                self._owner.lost(heard)
-                return
+        while (tell := self._heard.get()) is not None and not self._closed:
             try:
-                self._owner.arrived(*heard)
+                tell()
             except BaseException as error:
                 self._failed(error)
 
@@ -370,7 +363,7 @@ class FanInLink:
         for asked, base in done:
             with self._lock:
                 self._pulls.whole(asked, base)
-            self._heard.put(_Arrived(m.PULLED, asked.header, asked.into.data))
+            self._has_arrived(m.PULLED, asked.header, asked.into.data)
 
     def _new(self, batch: Batch) -> np.ndarray:
         """Which packets have not come before. Raises WireError for packets of another length."""
@@ -464,7 +457,7 @@ class FanInLink:
         joined.silent = silent
         words = f"switch {self._own.switch}, from which no packet has come since {ago(for_s)}"
         said = m.encode((words if silent else "", 0, m.WAITS_ONLY))
-        self._heard.put(_Arrived(m.PROGRESS, said, memoryview(b"")))
+        self._has_arrived(m.PROGRESS, said, memoryview(b""))
 
     # up
 

@@ -94,7 +94,7 @@ class PacketKey:
     # uint64 [words of a packet + 1]: NH's first key is all but the last, its second all but the
     # first (a Toeplitz matrix, as in UMAC)
     words: np.ndarray = field(repr=False)
-    sip: tuple[int, int] = field(repr=False)  # SipHash's key, two 64-bit words
+    sip: tuple[np.uint64, np.uint64] = field(repr=False)  # SipHash's key, two 64-bit words
 
     @classmethod
     def derive(cls, token: bytes | None, nonce: bytes) -> PacketKey:
@@ -109,7 +109,7 @@ class PacketKey:
             for i in range(-(-nbytes // 64))
         )
         words = np.frombuffer(stream, "<u8", nbytes // 8)
-        return cls(words[:-2].copy(), (int(words[-2]), int(words[-1])))
+        return cls(words[:-2].copy(), (words[-2], words[-1]))
 
 
 @kernel
@@ -208,14 +208,10 @@ def check_run(buffer: np.ndarray, segment: int, count: int) -> None:
     assert 0 <= count * segment <= buffer.size, f"{count} packets in {buffer.size} bytes"
 
 
-def _sip_key(key: PacketKey) -> tuple[np.uint64, np.uint64]:
-    return np.uint64(key.sip[0]), np.uint64(key.sip[1])
-
-
 def seal(buffer: np.ndarray, segment: int, count: int, key: PacketKey) -> None:
     """Write the tags of `count` packets."""
     check_run(buffer, segment, count)
-    _seal(buffer, segment, count, key.words, _sip_key(key))
+    _seal(buffer, segment, count, key.words, key.sip)
 
 
 def verify(buffer: np.ndarray, segment: int, count: int, key: PacketKey, job: int) -> np.ndarray:
@@ -224,7 +220,7 @@ def verify(buffer: np.ndarray, segment: int, count: int, key: PacketKey, job: in
     right = np.zeros(count, np.bool_)
     if HEADER_NBYTES <= segment <= PACKET_NBYTES:
         check_run(buffer, segment, count)
-        _verify(buffer, segment, count, key.words, _sip_key(key), np.uint64(job), right)
+        _verify(buffer, segment, count, key.words, key.sip, np.uint64(job), right)
     return right
 
 
@@ -252,24 +248,15 @@ def _write_headers(buffer: Any, segment: Any, count: Any, words: Any) -> Any:
 
 
 def write_headers(
-    buffer: np.ndarray,
-    segment: int,
-    count: int,
-    *,
-    kind: int,
-    job: int,
-    first: int,
-    sender: int = 0,
-    width: int = 0,
-    a: int = 0,
-    b: int = 0,
-    c: int = 0,
-    credit: int = 0,
+    buffer: np.ndarray, segment: int, count: int, *, first: int, **fields: int
 ) -> None:
-    """The headers of `count` packets, without tags: packet i has number `first` + i and `c` + i."""
+    """The headers of `count` packets, without tags: packet i has number `first` + i and `c` + i.
+    fields: others of HEADER, by name; 0 where they are left out."""
     check_run(buffer, segment, count)
     one = np.zeros(1, HEADER)
-    one[0] = (MAGIC, VERSION, kind, job, first, sender, width, 0, a, b, c, credit, 0)
+    one["magic"], one["version"], one["number"] = MAGIC, VERSION, first
+    for name, value in fields.items():
+        one[name] = value
     _write_headers(buffer, segment, count, one.view(np.uint64))
 
 
@@ -365,4 +352,4 @@ def reference_tag(packet: bytes, key: PacketKey) -> int:
         sums = (pairs + mine).astype(np.uint64)
         hashes.append(int((sums[:, 0] * sums[:, 1]).sum(dtype=np.uint64)))
     said = b"".join(part.to_bytes(8, "little") for part in (*hashes, len(packet)))
-    return reference_siphash(b"".join(k.to_bytes(8, "little") for k in key.sip), said)
+    return reference_siphash(np.array(key.sip, "<u8").tobytes(), said)

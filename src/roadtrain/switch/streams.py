@@ -310,17 +310,9 @@ class BeatClock:
         return True
 
 
-def beat_packet(
-    key: PacketKey,
-    job: int,
-    kind: Kind,
-    beat: Heartbeat,
-    *,
-    sender: int = 0,
-    a: int = 0,
-    b: int = 0,
-) -> np.ndarray:
-    """A sealed heartbeat: uint8[HEADER_NBYTES + bytes of the bitmap]."""
+def beat_packet(key: PacketKey, job: int, kind: Kind, beat: Heartbeat, **fields: int) -> np.ndarray:
+    """A sealed heartbeat: uint8[HEADER_NBYTES + bytes of the bitmap]. fields: others of its
+    header."""
     have = beat.have & MOST_HAVE
     bitmap = have.to_bytes((have.bit_length() + 7) // 8, "little")
     packet = np.zeros(HEADER_NBYTES + len(bitmap), np.uint8)
@@ -332,11 +324,9 @@ def beat_packet(
         kind=kind,
         job=job,
         first=beat.ack,
-        sender=sender,
-        a=a,
-        b=b,
         c=len(bitmap),
         credit=beat.credit + 1,  # unsigned: nothing may be sent yet is 0
+        **fields,
     )
     packets.seal(packet, packet.size, 1, key)
     return packet
