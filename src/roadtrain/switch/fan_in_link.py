@@ -35,11 +35,9 @@ from roadtrain.chunks import PAGE
 from roadtrain.errors import LostError, PeerError, RoadtrainError, WireError
 from roadtrain.retry import undone_on_error
 from roadtrain.servers import frames as m
-from roadtrain.servers import routes
 from roadtrain.switch import fixed_point, packets, switch_frames
 from roadtrain.switch.datagrams import DatagramSocket
-from roadtrain.switch.fixed_point import load_kernels
-from roadtrain.switch.greeting import Participant, hello_of
+from roadtrain.switch.greeting import Participant
 from roadtrain.switch.lateness import ago
 from roadtrain.switch.packets import HEADER_NBYTES, PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
 from roadtrain.switch.participant import ROUNDS, Asked, Gradient, Granted, Numbers, Pulls
@@ -56,7 +54,7 @@ from roadtrain.switch.streams import (
 from roadtrain.transport.address import address_of, own_address
 from roadtrain.transport.link import Receiver
 from roadtrain.transport.stream import FrameStream
-from roadtrain.transport.tcp import Address, TcpOptions
+from roadtrain.transport.tcp import Address
 from roadtrain.units import round_up
 
 TRIAL_S = 1.0  # for a word by the network's own multicast
@@ -64,26 +62,6 @@ BEGIN_S = 10.0  # for the thread that connects to have the link
 END_S = 5.0  # for the owner to return
 SILENT_S = 3.0  # without a packet
 MAX_NONCE = 64
-
-
-def dial(
-    address: Address,
-    receiver: Receiver,
-    options: TcpOptions,
-    hello: m.Hello,
-    participant: Participant,
-    number: int,
-    report: Callable[[str], None],
-) -> FanInLink:
-    """A participant's link to the fan-in end in front of server `number`. Raises what tcp.connect
-    does, and ConfigError where the participant is below no switch."""
-    load_kernels(participant.plan.width)
-    link = FanInLink(receiver, participant, options.token)
-    greeting = hello_of(participant.plan, hello)
-    made = routes.dial(address, link, options, greeting, number, report)
-    assert isinstance(made, FrameStream)
-    link.begin(made)
-    return link
 
 
 @dataclass
