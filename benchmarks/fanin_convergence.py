@@ -71,13 +71,11 @@ def as_integers(width: int) -> Sum:
         one = np.zeros_like(total)
         of_one = one.reshape(count, PACKET_NBYTES)[:, HEADER_NBYTES:].view(kind)
         for part in parts:
-            fixed_point.quantize(part, "fp32", maxima, workers, width, 0, one, PACKET_NBYTES, count)
+            fixed_point.quantize(part, "fp32", maxima, workers, width, 0, one)
             sums += of_one
         out, all_of_them = np.empty(elements, np.float32), np.ones(count, bool)
         fixed_point.dequantize(
             total,
-            PACKET_NBYTES,
-            count,
             all_of_them,
             np.arange(count),
             width,

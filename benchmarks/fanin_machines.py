@@ -58,7 +58,7 @@ def sender_step(state: SenderState, event: Heartbeat | str) -> tuple[SenderState
     ack, credit, have, sender.ready, sender.next, sender.judged, sender.lost, again = state
     sender.beat = Heartbeat(ack, credit, have)
     sender.resent = {number: Resend(before, i) for i, (number, before) in enumerate(again)}
-    sender.stats.resent = len(again)  # the next one's order
+    sender.again = len(again)  # the next one's order
     if isinstance(event, Heartbeat):
         sender.heartbeat(event)
     elif event == SILENT:

@@ -35,21 +35,12 @@ class PlainTable:
     ) -> None:
         self.machine = machine(slots, children)
 
-    def add(
-        self,
-        buffer: np.ndarray,
-        segment: int,
-        count: int,
-        ok: np.ndarray,
-        out: np.ndarray,
-        child: int,
-    ) -> int:
+    def add(self, run: np.ndarray, ok: np.ndarray, out: np.ndarray, child: int) -> int:
         """As SwitchTable.add."""
-        assert segment == PACKET_NBYTES
-        packets = buffer[: count * segment].reshape(count, segment)
-        answers = out[: count * segment].reshape(count, segment)
+        packets = run.reshape(-1, PACKET_NBYTES)
+        answers = out[: run.size].reshape(-1, PACKET_NBYTES)
         made = 0
-        for packet in packets[ok[:count]]:
+        for packet in packets[ok]:
             header = packet[:HEADER_NBYTES].view(HEADER)[0]
             sum_ = self._sum(header, packet[HEADER_NBYTES:].copy())
             if sum_ is not None:

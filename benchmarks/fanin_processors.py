@@ -87,15 +87,14 @@ class _Stream:
         packets.write_headers(
             staging, PACKET_NBYTES, count, kind=Kind.GRADIENT, job=JOB, first=first, width=4
         )
-        fixed_point.quantize(
-            self.values, "fp32", self.maxima, 2, 4, 0, staging, PACKET_NBYTES, count
-        )
+        run = staging[: count * PACKET_NBYTES]
+        fixed_point.quantize(self.values, "fp32", self.maxima, 2, 4, 0, run)
         packets.seal(staging, PACKET_NBYTES, count, self.key)
         return count
 
     def _take(self, batch: Batch) -> None:
         index = batch.headers["c"].astype(np.uint32)
-        packets.copy_out(batch.buffer, batch.segment, batch.count, batch.ok, index, self.kept)
+        packets.copy_out(batch.buffer, batch.ok, index, self.kept)
         with self.changed:
             self.came = max(self.came, int(batch.numbers.max()) + 1)
             self.changed.notify_all()
@@ -122,7 +121,7 @@ def _add() -> float:
         packets.write_headers(
             buffer, PACKET_NBYTES, RUN, kind=Kind.GRADIENT, job=JOB, first=number, width=4
         )
-        table.add(buffer, PACKET_NBYTES, RUN, ok, sums, 0)
+        table.add(buffer, ok, sums, 0)
     return (time.process_time() - begin) / (COUNT - WARM_UP)
 
 

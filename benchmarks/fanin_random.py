@@ -40,16 +40,7 @@ FACTORS = (3, 1_000_003, 77_777, 123_457, 31, 65_537, 999_983, 7)  # of workers;
 class Table(Protocol):
     """What a switch adds up with: SwitchTable, or PlainTable."""
 
-    def add(
-        self,
-        buffer: np.ndarray,
-        segment: int,
-        count: int,
-        ok: np.ndarray,
-        out: np.ndarray,
-        child: int,
-    ) -> int: ...
-
+    def add(self, run: np.ndarray, ok: np.ndarray, out: np.ndarray, child: int) -> int: ...
     def snoop(self, ack: int) -> None: ...
 
 
@@ -200,7 +191,7 @@ class Scene:
             ticks += 1
             assert ticks < 10_000, f"it stands still at {self.end.ack} of {last}"
         self.outcome.packets = self.up.sent + self.sums.sent
-        self.outcome.resent = sum(sender.stats.resent for sender in self.senders)
+        self.outcome.resent = sum(sender.again for sender in self.senders)
         return self.outcome
 
     def _send(self) -> None:
@@ -227,7 +218,7 @@ class Scene:
         self.payloads.fill(workers, numbers, packets[:, HEADER_NBYTES:])
         out = np.empty((count, PACKET_NBYTES), np.uint8)
         ok = np.ones(count, np.bool_)
-        made = self.table.add(packets.reshape(-1), PACKET_NBYTES, count, ok, out.reshape(-1), 0)
+        made = self.table.add(packets.reshape(-1), ok, out.reshape(-1), 0)
         self.sums.send(out[:made])
 
     def _end(self, sums: np.ndarray) -> None:

@@ -53,7 +53,7 @@ class Ends:
         """What a switch does with what it has received; how many packets go on in `out`."""
         count = run.size // PACKET_NBYTES
         right = packets.verify(run, PACKET_NBYTES, count, KEY, JOB)
-        made = self.table.add(run, PACKET_NBYTES, count, right, self.out, 0)
+        made = self.table.add(run, right, self.out, 0)
         packets.seal(self.out, PACKET_NBYTES, made, KEY)
         return made
 

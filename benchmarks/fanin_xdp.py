@@ -29,6 +29,7 @@ from roadtrain.lab import LabNic, Network, network_available
 from roadtrain.switch import packets
 from roadtrain.switch.datagrams import RECEIVE_NBYTES, DatagramSocket
 from roadtrain.switch.packets import PACKET_NBYTES, Kind, PacketKey
+from roadtrain.switch.switch_frames import SwitchHello
 from roadtrain.switch.switch_table import SwitchTable
 from roadtrain.units import MIB
 from roadtrain_switch_offload import xdp
@@ -204,7 +205,7 @@ def _user_space(way: str, parent: str) -> None:
     # compiled before the first packet comes
     packets.seal(out, PACKET_NBYTES, 1, KEY)
     right = packets.verify(out, PACKET_NBYTES, 1, KEY, JOB)
-    table.add(out, PACKET_NBYTES, 1, right, into, 0)
+    table.add(out[:PACKET_NBYTES], right, into, 0)
     _ready()
     begin = None
     while not select.select([sys.stdin], [], [], 0)[0]:
@@ -217,7 +218,7 @@ def _user_space(way: str, parent: str) -> None:
                 end.send(run, PACKET_NBYTES, to)
                 continue
             right = packets.verify(run, PACKET_NBYTES, count, KEY, JOB)
-            if made := table.add(run, PACKET_NBYTES, count, right, out, 0):
+            if made := table.add(run, right, out, 0):
                 packets.seal(out, PACKET_NBYTES, made, KEY)
                 end.send(out[: made * PACKET_NBYTES], PACKET_NBYTES, to)
     print(time.process_time() - (begin or 0.0))
@@ -234,15 +235,8 @@ def _in_kernel(way: str, parent: str) -> None:
         device = XdpDevice.opened("eth0", "native")
         if isinstance(device, str):
             raise BpfError(device)
-        device.table(
-            job=JOB,
-            port=PORT,
-            children=CHILDREN,
-            child=0,
-            slots=SLOTS,
-            key=KEY,
-            parent=(parent, PORT),
-        )
+        hello = SwitchHello("", JOB, b"", CHILDREN, SLOTS, 0, (parent, PORT), 0)
+        device.table(hello, PORT, KEY, hello.parent)
     _ready()
     sys.stdin.readline()
     print(0.0)

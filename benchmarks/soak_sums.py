@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.pending_sums import PendingSums
 from benchmarks.report import machine
 from roadtrain.errors import PeerError, RoadtrainError
 from roadtrain.servers import frames as m
@@ -92,7 +93,7 @@ def worker(
         SumSetup(rank, workers, False, "sum", address, 1 << 28, HARD_S),
         tell,
     )
-    sums = connected.near
+    pending = PendingSums(connected.near)
     pattern = {key: np.arange(size, dtype=np.float32) % 97 for key, size in SIZES.items()}
     grads, outs = (
         {key: np.zeros(size, np.float32) for key, size in {0: 1, **SIZES}.items()} for _ in range(2)
@@ -104,15 +105,10 @@ def worker(
             for key, one in pattern.items():
                 np.add(one * (rank + 1), number % 13, out=grads[key])
             for key in grads:
-                sums.sum(
-                    key,
-                    m.as_bytes(grads[key]),
-                    outs[key].view(np.uint8).data,
-                    "fp32",
-                    lambda: None,
-                    priority=key,
+                pending.sum(
+                    key, m.as_bytes(grads[key]), outs[key].view(np.uint8).data, "fp32", priority=key
                 )
-            sums.wait()
+            pending.wait()
             for key, one in pattern.items():  # of small integers, so exact
                 wanted = one * (workers * (workers + 1) // 2) + workers * (number % 13)
                 if not np.array_equal(outs[key], wanted):

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import summation_steps
+from benchmarks.pending_sums import PendingSums
 from benchmarks.report import Report, Row, cores
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab import CARRIED, LabNic, Network, network_available
@@ -264,16 +265,16 @@ def host(args: argparse.Namespace) -> dict[str, Any]:
 def rounds_of(sums: WorkerSums, args: argparse.Namespace) -> dict[str, Any]:
     elements, seconds = args.nbytes // 4, []
     grad, out = (np.empty(elements, np.float32) for _ in range(2))
+    pending = PendingSums(sums)
     barrier, cpu = [np.zeros(1, np.float32) for _ in range(2)], 0.0
     for i in range(args.rounds + 1):
         grad[:] = np.float32(0.1) * (args.rank + 1 + i)
         for key, (what, result) in ((0, barrier), (1, (grad, out))):
             begin = perf_counter()
             cpu = cpu or process_time()
-            sums.sum(
-                key, what.view(np.uint8).data, result.view(np.uint8).data, "fp32", lambda: None
-            )
-            sums.wait()
+            grads, total = (array.view(np.uint8).data for array in (what, result))
+            pending.sum(key, grads, total, "fp32")
+            pending.wait()
         seconds.append(perf_counter() - begin)
         expected = np.float32(0)
         for rank in range(args.workers):

@@ -24,6 +24,7 @@ from roadtrain.errors import BudgetError, ConfigError, LostError
 from roadtrain.lab import LabHost, LabNic, Network, network_available
 from roadtrain.switch import packets
 from roadtrain.switch.packets import HEADER, HEADER_NBYTES, PACKET_NBYTES, Kind, PacketKey
+from roadtrain.switch.switch_frames import SwitchHello
 from roadtrain_switch_offload import xdp
 from roadtrain_switch_offload.bpf_object import NATIVE, BpfError, BpfObject
 from roadtrain_switch_offload.xdp import XdpDevice
@@ -82,6 +83,10 @@ def expected(number: int, children: int = CHILDREN) -> bytes:
     return each.view(f"<i{width}").sum(axis=0, dtype=f"<i{width}").tobytes()
 
 
+def hello_of(children: int, child: int, slots: int) -> SwitchHello:
+    return SwitchHello("", JOB, b"", children, slots, child, ("", 0), 0)
+
+
 class Scene:
     """Children, a switch and its parent on hosts of their own; the switch's user space is a loop in
     `poll`."""
@@ -116,15 +121,7 @@ class Scene:
         """known: the switch's host knows the parent's hardware address."""
         parent = (self.hosts["parent"].address, PARENT_PORT)
         made = self.switch.do(
-            lambda: self.device.table(
-                job=JOB,
-                port=PORT,
-                children=children,
-                child=CHILD,
-                slots=slots,
-                key=KEY,
-                parent=parent,
-            )
+            lambda: self.device.table(hello_of(children, CHILD, slots), PORT, KEY, parent)
         )
         if known:  # as heartbeats make it
             self.sockets["switch"].sendto(b"here", parent)
@@ -159,7 +156,7 @@ class Scene:
         one, out = np.frombuffer(got, np.uint8), np.zeros(PACKET_NBYTES, np.uint8)
         ok = packets.verify(one, len(got), 1, KEY, JOB)
         bulk = len(got) == PACKET_NBYTES and ok[0]
-        if bulk and table.add(one, len(got), 1, ok, out, CHILD):
+        if bulk and table.add(one, ok, out, CHILD):
             packets.seal(out, PACKET_NBYTES, 1, KEY)
             self.sockets["switch"].sendto(out, self.sockets["parent"].getsockname())
 
@@ -338,9 +335,7 @@ def test_without_the_parents_hardware_address_user_space_sends(scene: Scene) -> 
 
 def test_jobs_are_apart_and_end_apart(scene: Scene) -> None:
     first = scene.table(children=1)
-    second = scene.device.table(
-        job=JOB, port=PORT + 1, children=1, child=0, slots=4, key=KEY, parent=("127.0.0.1", 5)
-    )
+    second = scene.device.table(hello_of(1, 0, 4), PORT + 1, KEY, ("127.0.0.1", 5))
     with pytest.raises(ConfigError, match="has a job on port"):
         scene.table()
     scene.send(0, packet(0, 0))
@@ -351,9 +346,9 @@ def test_jobs_are_apart_and_end_apart(scene: Scene) -> None:
     scene.send(0, packet(1, 0))
     assert scene.sockets["switch"].recv(1 << 16) == packet(1, 0).tobytes()  # user space's again
     out = np.zeros(PACKET_NBYTES, np.uint8)
-    assert second.add(packet(0, 0), PACKET_NBYTES, 1, np.ones(1, bool), out, 0) == 1
+    assert second.add(packet(0, 0), np.ones(1, bool), out, 0) == 1
     with pytest.raises(LostError, match="closed"):
-        first.add(packet(0, 0), PACKET_NBYTES, 1, np.ones(1, bool), out, CHILD)
+        first.add(packet(0, 0), np.ones(1, bool), out, CHILD)
     again = scene.table(children=1)  # its table is empty
     scene.send(0, packet(0, 0))
     assert scene.poll(again) == {0: expected(0, 1)}
@@ -367,9 +362,7 @@ def test_a_device_has_room_for_so_many_jobs() -> None:  # Rule 4
         device = nowhere.do(XdpDevice.opened, "lo")
 
         def table(port: int) -> XdpTable:
-            return device.table(
-                job=1, port=port, children=1, child=0, slots=1, key=KEY, parent=("127.0.0.1", 5)
-            )
+            return device.table(hello_of(1, 0, 1), port, KEY, ("127.0.0.1", 5))
 
         tables = [nowhere.do(table, 100 + n) for n in range(MOST_JOBS)]
         with pytest.raises(BudgetError, match=f"at most {MOST_JOBS}"):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from test_summation import DTYPES, Hosts, expected, values
 
+from benchmarks.pending_sums import PendingSums
 from roadtrain.errors import LostError, RoadtrainError
 from roadtrain.servers import frames as m
 from roadtrain.servers.connection import link_to
@@ -113,22 +114,21 @@ def sum_all(rank, sums, rounds, workers, tensors=TENSORS, between=lambda number:
     """Several tensors at once, each round checked; a worker may be a round ahead of another."""
     for number in range(rounds):
         between(number)
-        outs = {}
+        outs, pending = {}, PendingSums(sums)
         for key, (elements, dtype, format) in tensors.items():
             grad, outs[key] = (
                 values(rank, number, key, elements, dtype),
                 np.empty(elements, DTYPES[dtype]),
             )
-            sums.sum(
+            pending.sum(
                 key,
                 m.as_bytes(grad),
                 outs[key].view(np.uint8).data,
                 dtype,
-                lambda: None,
                 priority=-key,
                 format=format,
             )
-        sums.wait()
+        pending.wait()
         for key, (elements, dtype, format) in tensors.items():
             wanted = expected(workers, number, key, elements, dtype)
             near = partial(np.allclose, rtol=0.1, atol=0.4 if format.startswith("dither") else 0.05)

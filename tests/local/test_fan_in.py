@@ -26,7 +26,7 @@ from roadtrain.storage.meta import StoreMeta
 from roadtrain.switch import admission, fixed_point
 from roadtrain.switch import registration as registration_module
 from roadtrain.switch.datagrams import DatagramSocket
-from roadtrain.switch.link import hello_of
+from roadtrain.switch.greeting import hello_of
 from roadtrain.switch.options import FanIn, SwitchNode
 from roadtrain.switch.registration import Registration, TreeOfJob
 from roadtrain.switch.switch import SwitchHost

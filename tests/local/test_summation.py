@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import roadtrain
+from benchmarks.pending_sums import PendingSums
 from roadtrain.errors import BudgetError, ConfigError, DeadlineError, LostError, RoadtrainError
 from roadtrain.kernels import codecs
 from roadtrain.kernels.cast import cast
@@ -137,21 +137,15 @@ TENSORS = {1: (1_000_003, "fp32"), 2: (7, "fp32"), 3: (300_000, "bf16"), 4: (0, 
 def test_sums_are_those_of_the_workers_in_order(n, k, hosts):  # Rule 1
     def work(rank, sums):
         for number in range(3):
-            outs, done = {}, []
+            outs, pending = {}, PendingSums(sums)
             for key in sorted(TENSORS, reverse=rank % 2):  # not in the same order everywhere
                 elements, dtype = TENSORS[key]
                 outs[key] = np.empty(elements, DTYPES[dtype])
                 grad = values(rank, number, key, elements, dtype)
-                sums.sum(
-                    key,
-                    m.as_bytes(grad),
-                    outs[key].view(np.uint8).data,
-                    dtype,
-                    partial(done.append, 1),
-                    priority=-key,
+                pending.sum(
+                    key, m.as_bytes(grad), outs[key].view(np.uint8).data, dtype, priority=-key
                 )
-            sums.wait()
-            assert len(done) == len(TENSORS)
+            pending.wait()
             for key, (elements, dtype) in TENSORS.items():
                 assert np.array_equal(outs[key], expected(n, number, key, elements, dtype)), (
                     number,
@@ -172,16 +166,11 @@ def test_asynchronous_training_gets_the_sum_of_all_deltas(hosts):
 
     def work(rank, sums):
         here.wait()
-        out = np.empty(100_000, np.float32)
+        out, pending = np.empty(100_000, np.float32), PendingSums(sums)
         for _ in range(rounds[rank]):
-            sums.sum(
-                1,
-                m.as_bytes(np.full(100_000, 1.0 + rank, np.float32)),
-                out.view(np.uint8).data,
-                "fp32",
-                lambda: None,
-            )
-            sums.wait()
+            grad = m.as_bytes(np.full(100_000, 1.0 + rank, np.float32))
+            pending.sum(1, grad, out.view(np.uint8).data, "fp32")
+            pending.wait()
         return out
 
     last = hosts(2, 1).run(work, rule="accumulate")
@@ -193,10 +182,9 @@ def once(elements, dtype="fp32", **at):
     def work(rank, sums):
         n = at.get("of", {}).get(rank, elements)
         out = np.empty(n, DTYPES[dtype])
-        sums.sum(
-            1, m.as_bytes(np.zeros(n, DTYPES[dtype])), out.view(np.uint8).data, dtype, lambda: None
-        )
-        sums.wait()
+        pending = PendingSums(sums)
+        pending.sum(1, m.as_bytes(np.zeros(n, DTYPES[dtype])), out.view(np.uint8).data, dtype)
+        pending.wait()
 
     return work
 
@@ -326,17 +314,18 @@ def test_a_spare_host_by_its_command(tmp_path, hosts):
         address = address_of(where)
         both = [made.worker(rank, spares=((2, where, 1e9),), spare=options) for rank in range(2)]
         grad, outs = np.ones(1000, np.float32), [np.zeros(1000, np.float32) for _ in both]
-        for rank, sums in enumerate(both):
-            sums.sum(1, m.as_bytes(grad), outs[rank].view(np.uint8).data, "fp32", lambda: None)
+        pending = [PendingSums(sums) for sums in both]
+        for rank, begun in enumerate(pending):
+            begun.sum(1, m.as_bytes(grad), outs[rank].view(np.uint8).data, "fp32")
             if rank == 0:
                 text, waits = spare_waits(address, options)
                 assert (
                     text.startswith("sums for 1 job(s)")
                     and "tensor 1, round 1" in waits["worker 1"][1]
                 )
-        for sums in both:
-            sums.wait()
-            sums.close()
+        for begun in pending:
+            begun.wait()
+            begun.sums.close()
         assert all((out == 2).all() for out in outs)
     for wrong in (
         {"sum": True, "store": "x"},
@@ -366,15 +355,9 @@ def test_spare_hosts_know_formats_of_the_user(tmp_path, hosts, monkeypatch):
 
                 def work(rank, sums):
                     out = np.zeros(1000, np.float32)
-                    sums.sum(
-                        1,
-                        m.as_bytes(np.ones(1000, np.float32)),
-                        out.view(np.uint8).data,
-                        "fp32",
-                        lambda: None,
-                        format="doubled",
-                    )
-                    sums.wait()
+                    pending, grad = PendingSums(sums), m.as_bytes(np.ones(1000, np.float32))
+                    pending.sum(1, grad, out.view(np.uint8).data, "fp32", format="doubled")
+                    pending.wait()
                     return out.max()
 
                 found = made.run(work, spares=((2, where, 1e9),))

@@ -191,7 +191,7 @@ class Hub:
                 buffer, PACKET_NBYTES, count, kind=kind, job=JOB, first=first, a=a, b=b,
                 c=0, credit=credit,
             )  # fmt: skip
-            packets.copy_in(buffer, PACKET_NBYTES, count, data, 0)
+            packets.copy_in(buffer, data, 0)
             packets.seal(buffer, PACKET_NBYTES, count, self.key)
             self.down += list(buffer.reshape(count, PACKET_NBYTES))
         for sender in self.senders:

@@ -16,11 +16,13 @@ import pytest
 from roadtrain.chunks import PAGE, ChunkTable, ParamSpec
 from roadtrain.errors import LostError, PeerError, WireError
 from roadtrain.servers import frames as m
+from roadtrain.switch import fan_in_link as link_module
 from roadtrain.switch import fixed_point, packets, switch_frames
-from roadtrain.switch import link as link_module
-from roadtrain.switch.link import FanInLink, Participant, dial
+from roadtrain.switch.fan_in_link import FanInLink
+from roadtrain.switch.greeting import Participant
 from roadtrain.switch.options import FanIn, SwitchNode
 from roadtrain.switch.packets import Kind
+from roadtrain.switch.route import dial
 from roadtrain.units import round_up
 from tests.local.faulty import RandomFaults
 from tests.unit.fan_in_hub import WINDOW, Hub

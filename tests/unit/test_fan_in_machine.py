@@ -9,9 +9,9 @@ import pytest
 from roadtrain.errors import LoopError, LostError
 from roadtrain.servers.protocol import messages
 from roadtrain.servers.protocol.intermediary import Give, Up
+from roadtrain.switch.protocol.chunk_queue import Announce
 from roadtrain.switch.protocol.fan_in import (
     ALONE_S,
-    Announce,
     Broadcast,
     ExponentsCame,
     FanInStateMachine,

@@ -14,7 +14,7 @@ from roadtrain.switch import fixed_point, packets
 from roadtrain.switch.end_streams import Incoming, Outgoing, OutgoingBytes, derive_fan_in
 from roadtrain.switch.lateness import LATE_S, SILENT_S, Lateness
 from roadtrain.switch.packets import HEADER_NBYTES, PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
-from roadtrain.switch.protocol.fan_in import LateWorker
+from roadtrain.switch.protocol.chunk_queue import LateWorker
 from roadtrain.switch.streams import Batch
 from roadtrain.switch.trial import ANSWERS_S, MulticastTrial, group_of, packet_of
 

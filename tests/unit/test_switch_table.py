@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from roadtrain.errors import ConfigError, WireError
 from roadtrain.switch import packets
 from roadtrain.switch.packets import HEADER_NBYTES, PACKET_NBYTES, PAYLOAD_NBYTES, Kind
 from roadtrain.switch.switch_table import StuckSlot, SwitchTable
@@ -31,7 +30,7 @@ def packet(number: int, child: int, *, kind: int = Kind.GRADIENT, width: int = 4
 def put(table: SwitchTable, *ones: np.ndarray, ok: list[bool] | None = None) -> list[np.ndarray]:
     buffer, out = np.concatenate(ones), np.zeros(len(ones) * PACKET_NBYTES, np.uint8)
     right = np.array([True] * len(ones) if ok is None else ok)
-    made = table.add(buffer, PACKET_NBYTES, len(ones), right, out, ABOVE)
+    made = table.add(buffer, right, out, ABOVE)
     table.check()
     return list(out.reshape(-1, PACKET_NBYTES)[:made])
 
@@ -127,10 +126,10 @@ def test_what_is_not_verified_changes_nothing():  # Rule 8
     table = SwitchTable(4, 2)
     assert put(table, packet(1, 0), packet(1, 1), ok=[True, False]) == []
     assert sum(table.counters.values()) == 1
-    with pytest.raises(WireError):
-        table.add(packet(0, 0), PACKET_NBYTES - 8, 1, np.ones(1, bool), packet(0, 0), 0)
-    with pytest.raises(WireError):
-        table.add(packet(0, 0), PACKET_NBYTES, 1, np.ones(1, bool), np.zeros(9, np.uint8), 0)
+    with pytest.raises(AssertionError):
+        table.add(packet(0, 0)[:-8], np.ones(1, bool), packet(0, 0), 0)
+    with pytest.raises(AssertionError):
+        table.add(packet(0, 0), np.ones(1, bool), np.zeros(9, np.uint8), 0)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -179,5 +178,5 @@ def test_memory_is_bounded_and_stuck_slots_say_who_is_missing():  # Rules 4 and 
 
 @pytest.mark.parametrize(("slots", "children"), [(0, 1), (8, 0), (8, 65)])
 def test_tables_that_cannot_be(slots, children):
-    with pytest.raises(ConfigError, match=str(children)):
+    with pytest.raises(AssertionError):
         SwitchTable(slots, children)

@@ -45,8 +45,7 @@ class Both:
         answers, made = list[np.ndarray](), list[int]()
         for table in self.tables:
             out = np.zeros(packets.size, np.uint8)
-            count = len(ok)
-            made.append(table.add(packets.copy(), PACKET_NBYTES, count, ok, out, self.child))
+            made.append(table.add(packets.copy(), ok, out, self.child))
             answers.append(out[: made[-1] * PACKET_NBYTES])
             table.check()
         assert made[0] == made[1] and np.array_equal(*answers)

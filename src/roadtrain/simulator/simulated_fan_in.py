@@ -27,8 +27,8 @@ from roadtrain.servers.protocol.messages import (
 from roadtrain.simulator.engine import Cost, Engine, Lane, Then, joined
 from roadtrain.simulator.fan_in_costs import FanInCosts
 from roadtrain.simulator.simulated_server import BlockPieces, SimulatedServer
+from roadtrain.switch.protocol.chunk_queue import Announce
 from roadtrain.switch.protocol.fan_in import (
-    Announce,
     Broadcast,
     ExponentsCame,
     FanInAction,

@@ -84,7 +84,7 @@ class SumGroup:
 
 def _frame(said: MembershipAction) -> tuple[int, tuple[Any, ...], bytes]:
     if isinstance(said, AskRounds):
-        return sum_frames.ASK, (said.number, said.added), b""
+        return sum_frames.ASK, said, b""
     return sum_frames.CHANGE, (said.number, said.gone, said.added), m.encode(said.rounds)
 
 

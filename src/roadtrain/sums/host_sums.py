@@ -38,31 +38,21 @@ class CrossHostSums:
         with self._lock:
             if where[0] not in self.how:
                 return  # given up: nobody waits for it
+            priority, format = self.how[where[0]]
             out = self._outs.get(where)
             if out is None or out.nbytes < len(total):
                 out = self._outs[where] = Buffer(len(total))
-            self._begin(where, dtype, total, out.view[: len(total)], answer, failed)
+            view = out.view[: len(total)]
 
-    def _begin(
-        self,
-        where: tuple[int, int],
-        dtype: str,
-        total: memoryview,
-        view: memoryview,
-        answer: Callable[[memoryview], None],
-        failed: Callable[[BaseException], None],
-    ) -> None:
-        def done() -> None:
-            if self._sums.error is not None:
-                failed(self._sums.error)
-            else:
-                answer(view)
+            def done() -> None:
+                if self._sums.error is not None:
+                    failed(self._sums.error)
+                else:
+                    answer(view)
 
-        priority, format = self.how[where[0]]
-        key = int.from_bytes(
-            blake2b("{} {}".format(*where).encode(), digest_size=7).digest(), "little"
-        )
-        self._sums.sum(key, total, view, dtype, done, priority=priority, format=format)
+            name = "{} {}".format(*where).encode()
+            key = int.from_bytes(blake2b(name, digest_size=7).digest(), "little")
+            self._sums.sum(key, total, view, dtype, done, priority=priority, format=format)
 
     def give_up(self) -> None:
         with self._lock:

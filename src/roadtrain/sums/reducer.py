@@ -136,7 +136,7 @@ class Reducer(HostedSession[_ReducerConnection]):
             case sum_frames.MOVED | sum_frames.GIVEN_UP:
                 self._moved(worker, given_up=kind == sum_frames.GIVEN_UP)
             case sum_frames.PART:
-                self._arrived(worker, Arrived(*fields), len(payload))
+                self._arrived(worker, fields, len(payload))
             case _:
                 raise WireError(f"a frame of kind {kind} came to a reducer")
 

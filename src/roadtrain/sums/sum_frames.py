@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from roadtrain.servers import frames as m
+from roadtrain.sums.protocol.membership import AskRounds, Spares
+from roadtrain.sums.protocol.reducer import Arrived
 
 # worker <-> reducer
 PART = 30
@@ -37,17 +39,6 @@ ASKED = 42
 DIFFER = 43
 
 
-class PartHeader(NamedTuple):
-    """What a worker gives to a sum."""
-
-    key: int  # of the tensor
-    start: int  # its first element
-    round: int
-    elements: int
-    format: str
-    summed: int  # bytes of an element where the payload is the sum itself, else 0
-
-
 class SumHeader(NamedTuple):
     key: int  # of the tensor
     start: int  # its first element
@@ -65,15 +56,10 @@ class StateHeader(NamedTuple):
     refused: tuple[int, ...]  # reducers that this worker could not reach
 
 
-class AskHeader(NamedTuple):
-    number: int
-    added: tuple[tuple[int, str, float], ...]  # new reducers: number, address, rate
-
-
 class ChangeHeader(NamedTuple):
     number: int
     gone: tuple[int, ...]  # reducers that are left out from now on
-    added: tuple[tuple[int, str, float], ...]  # new reducers: number, address, rate
+    added: Spares
 
 
 class SayHeader(NamedTuple):
@@ -113,13 +99,13 @@ class DifferHeader(NamedTuple):
 
 
 HEADERS: Mapping[int, Any] = {
-    PART: PartHeader,
+    PART: Arrived,
     MOVED: m.NO_FIELDS,  # this worker's parts go elsewhere from now on
     GIVEN_UP: m.NO_FIELDS,  # so is what this worker pushed and is not summed
     SUM: SumHeader,
     GONE: GoneHeader,
     STATE: StateHeader,
-    ASK: AskHeader,
+    ASK: AskRounds,
     CHANGE: ChangeHeader,
     SAY: SayHeader,
     STALL: StallHeader,

@@ -130,7 +130,7 @@ class WorkerSums:
         self.sent_bytes = 0  # to other hosts
         self._spare = options.spare or options.reach
         self._hello = options.session, rank, len(reducers), options.rule
-        self._lock = threading.Condition()
+        self._lock = threading.RLock()
         fixed = dict.fromkeys(roots, 1.0)
         self._map = Map(rates, spares, fixed, separate=options.separate)
         self._tensors: dict[int, TensorRound] = {}  # under way
@@ -204,12 +204,15 @@ class WorkerSums:
                 f"tensor {key} is {dtype} and should travel as {format}", hint="formats are of fp32"
             )
         elements = len(grad) // ITEMSIZE[dtype]
-        codec = self._codec(key, format, elements) if format else None
+        codec = None
+        if format and (codec := self._codecs.get((key, format, elements))) is None:
+            codec = self._codecs[key, format, elements] = TensorCodec(format, elements)
         parts = cut(elements, self.options.part_bytes // ITEMSIZE[dtype])
         urgency = priority, next(self._calls)
         tensor = TensorRound(key, grad, out, dtype, done, urgency, parts, codec)
         with self._lock:
-            self._check()
+            if self.error is not None:
+                raise self.error
             if key in self._tensors or any(one.key == key for one in self._later):
                 raise RuntimeError(f"tensor {key} is still being summed")
             if parts and self._held:
@@ -231,11 +234,6 @@ class WorkerSums:
         for place, part in enumerate(order(of, self.rank)):
             heapq.heappush(self._queue, (*tensor.urgency, place, key, tensor.round, part, False))
 
-    def _codec(self, key: int, format: str, elements: int) -> TensorCodec:
-        if (key, format, elements) not in self._codecs:
-            self._codecs[key, format, elements] = TensorCodec(format, elements)
-        return self._codecs[key, format, elements]
-
     def _next(self) -> list[tuple[_ReducerLink, TensorRound, int, int, int]]:
         """Under the lock: what may leave now, with its place, and of the sum itself its round. In
         order also where only the first's link is full: its pace is that of all, else links with a
@@ -244,8 +242,10 @@ class WorkerSums:
         out = []
         while self._queue:
             *_, key, number, part, summed = self._queue[0]
-            # a later round is complete: nobody lacks that sum, it only has to be said so
-            tensor = self._of(key, number) or self._last[key]
+            tensor = self._tensors.get(key)
+            if tensor is None or tensor.round != number:
+                # complete; where a later round is, nobody lacks this sum: that only has to be said
+                tensor = self._last[key]
             start = tensor.parts[part][0]
             if summed and (key, number, start) not in self._owed:
                 heapq.heappop(self._queue)
@@ -265,12 +265,6 @@ class WorkerSums:
             moved = self._map.moved(key, len(tensor.parts), number)[part]
             out.append((reducer, tensor, part, ~start if moved else start, number if summed else 0))
         return out
-
-    def _of(self, key: int, number: int) -> TensorRound | None:
-        both = (self._tensors.get(key), self._last.get(key))
-        return next(
-            (tensor for tensor in both if tensor is not None and tensor.round == number), None
-        )
 
     def _post(self, posts: Sequence[tuple[_ReducerLink, TensorRound, int, int, int]]) -> None:
         for reducer, tensor, number, where, summed in posts:
@@ -337,7 +331,6 @@ class WorkerSums:
                 return
             tensor.grad = memoryview(b"")  # others may need `out`
             self._last[key] = tensor
-            self._lock.notify_all()
         tensor.done()
 
     def all_have(self, key: int, start: int, number: int) -> None:
@@ -364,7 +357,6 @@ class WorkerSums:
                 of_keys.clear()
             for of_parts in (self._queue, self._later, self._owed, self._after):
                 of_parts.clear()
-            self._lock.notify_all()
             reducers = list(self._reducers.values())
         self._tell(reducers, sum_frames.GIVEN_UP)
 
@@ -465,15 +457,6 @@ class WorkerSums:
 
     # the end
 
-    def wait(self) -> None:
-        """Until nothing is under way. Raises what has failed."""
-        with self._lock:
-            # _watch ends it
-            self._lock.wait_for(
-                lambda: not (self._tensors or self._later) or self.error is not None
-            )
-            self._check()
-
     def _watch(self) -> None:
         """DeadlineError names what has been missing for so long."""
         while not self._closed.wait(min(1.0, self.options.deadline_s / 4)):
@@ -500,17 +483,12 @@ class WorkerSums:
             f" {', '.join(names)}"
         )
 
-    def _check(self) -> None:
-        if self.error is not None:
-            raise self.error
-
     def fail(self, error: BaseException) -> None:
         with self._lock:
             self.error = self.error or error
             tensors = [*self._tensors.values(), *self._later]
             self._tensors, self._later = {}, []
             self._queue.clear()
-            self._lock.notify_all()
         for tensor in tensors:
             tensor.done()  # who waits for it looks at `error`
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from roadtrain.errors import BudgetError, BusyError, ConfigError, RoadtrainError, WireError
 from roadtrain.switch import switch_frames
 from roadtrain.switch.datagrams import RECEIVE_NBYTES, DatagramSocket
-from roadtrain.switch.options import MOST_CHILDREN, MOST_JOBS, WINDOWS
+from roadtrain.switch.options import MOST_JOBS, WINDOWS
 from roadtrain.switch.packets import PACKET_NBYTES, PAYLOAD_NBYTES, ROOT, PacketKey
 from roadtrain.switch.switch_job import READ_NBYTES
 from roadtrain.switch.switch_table import SLOT, SwitchTable, Table, TableDevice
@@ -38,41 +38,28 @@ RECEIVE_SHARE, SEND_SHARE = 16, 64
 LEAST_RECEIVE, LEAST_SEND = 2 * RECEIVE_NBYTES, 2 * RECEIVE_NBYTES
 MOST_SEND = 2 * MIB  # so that more memory holds more jobs
 MOST_SLOTS = WINDOWS[-1]  # of one job
-LEAST_NONCE, MOST_NONCE = 16, 64  # bytes
 MOST_NAME = 200  # characters of a session's name that are shown
 
 
 def checked(said: switch_frames.SwitchHello) -> switch_frames.SwitchHello:
     """Raises WireError for what no job asks for."""
-    if not 1 <= said.children <= MOST_CHILDREN:
-        raise WireError(f"a switch for {said.children} children, 1 to {MOST_CHILDREN} are possible")
-    if not 1 <= said.slots <= MOST_SLOTS:
-        raise WireError(f"a table of {said.slots} slots, 1 to {MOST_SLOTS} are possible")
-    if not LEAST_NONCE <= len(said.nonce) <= MOST_NONCE:
-        raise WireError(
-            f"a nonce of {len(said.nonce)} bytes, {LEAST_NONCE} to {MOST_NONCE} are possible"
-        )
-    if not 0 <= said.child <= ROOT or not 0 <= said.job < 1 << 32:
-        raise WireError(f"job {said.job}, of which this switch is child {said.child}")
-    if not 0 <= said.first <= ROOT - said.children:
+    if said.first > ROOT - said.children:
         raise WireError(f"a first child that calls itself {said.first}")
-    if not 0 < said.parent[1] < 1 << 16 or not 0 <= said.port < 1 << 16:
-        raise WireError(f"ports {said.parent[1]} of the parent, {said.port} of this switch")
     shown = "".join(c for c in said.session if c.isprintable())[:MOST_NAME]
     return said._replace(session=shown)
 
 
 class SlotQuota:
-    """The memory of a switch. Called from any thread. Invariant, under `_lock`: 0 <= `_used` <=
-    `nbytes`."""
+    """The memory of a switch. Called from any thread. Invariant, under `_lock`: 0 <=
+    `used_nbytes` <= `nbytes`."""
 
     def __init__(self, nbytes: int) -> None:
         """Raises ConfigError where not even one small job fits."""
         self.nbytes = nbytes
         self._most_receive = max(nbytes // RECEIVE_SHARE, LEAST_RECEIVE)
         self.send_nbytes = min(max(nbytes // SEND_SHARE, LEAST_SEND), MOST_SEND)
-        self._slots = 0  # that jobs have
-        self._used = SHARED_NBYTES
+        self.used_slots = 0  # that jobs have
+        self.used_nbytes = SHARED_NBYTES
         self._lock = threading.Lock()
         least = SHARED_NBYTES + self._cost(WINDOWS[0], LEAST_RECEIVE)
         if nbytes < least:
@@ -92,17 +79,9 @@ class SlotQuota:
         return slots * SLOT_NBYTES + of_sockets + WAITING_NBYTES + COUNTERS_NBYTES
 
     @property
-    def used_slots(self) -> int:
-        return self._slots
-
-    @property
-    def used_nbytes(self) -> int:
-        return self._used
-
-    @property
     def free_slots(self) -> int:
         """That the next job can have for sure, however many children it has."""
-        left = (self.nbytes - self._used - self._cost(0, self._most_receive)) // SLOT_NBYTES
+        left = (self.nbytes - self.used_nbytes - self._cost(0, self._most_receive)) // SLOT_NBYTES
         return min(max(left, 0), MOST_SLOTS)
 
     def take(self, slots: int, children: int, job: str) -> None:
@@ -114,17 +93,17 @@ class SlotQuota:
                 ever = SHARED_NBYTES + self._cost(slots, self._most_receive) <= self.nbytes
                 raise (BusyError if ever else BudgetError)(
                     f"job {job} asks this switch for {slots} slots, {self.free_slots} are free,"
-                    f" {self._slots} are in use",
+                    f" {self.used_slots} are in use",
                     hint="a smaller window in the job's fan_in, more --memory at the switch, or a"
                     " job less",
                 )
-            self._slots += slots
-            self._used += cost
+            self.used_slots += slots
+            self.used_nbytes += cost
 
     def give_back(self, slots: int, children: int) -> None:
         with self._lock:
-            self._slots -= slots
-            self._used -= self._cost(slots, self.receive_nbytes(slots, children))
+            self.used_slots -= slots
+            self.used_nbytes -= self._cost(slots, self.receive_nbytes(slots, children))
 
 
 def job_socket(
@@ -185,16 +164,7 @@ def job_table(
     """A table of the device; one of this process where there is none, or it says why not."""
     if device is not None:
         try:
-            return device.table(
-                job=said.job,
-                port=port,
-                children=said.children,
-                child=said.child,
-                first=said.first,
-                slots=said.slots,
-                key=key,
-                parent=parent,
-            )
+            return device.table(said, port, key, parent)
         except (RoadtrainError, OSError) as error:  # as of a device that is gone
             why = str(error).partition("\n")[0]
             report(f"job {said.session}: no sums in the kernel: {why}; user space sums")

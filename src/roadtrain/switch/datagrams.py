@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import ipaddress
 import os
 import select
@@ -25,11 +26,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from roadtrain.errors import ConfigError, DeadlineError, LostError
+from roadtrain.transport.listener import Report
 from roadtrain.transport.tcp import Address
 
 # Linux's numbers that the socket module lacks
@@ -60,8 +62,6 @@ _LOST = {
     errno.EPERM,
 }
 
-Report = Callable[[str], None]
-
 
 class DatagramSocket:
     """Raises ConfigError where the address or the group cannot be had."""
@@ -83,9 +83,12 @@ class DatagramSocket:
         self._socket = socket.socket(self._family, socket.SOCK_DGRAM)
         self._awake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._users, self._changed, self._over = 0, threading.Condition(), False
-        self._names: dict[Address, Address] = {}
+        # addresses in numbers, each found once
+        self._number_of = functools.lru_cache(MOST_NAMES)(self.number_of)
         self._segments = True  # whether the kernel cuts runs
-        self._dropped = 0
+        # Datagrams that this host's kernel dropped since nobody received them in time, as far as
+        # those that came after them say; of packets that arrived joined it counts the runs.
+        self.drops = 0
         self.unsent = 0  # packets that this host's kernel refused
         try:
             self._bind(where, group)
@@ -110,14 +113,14 @@ class DatagramSocket:
         kernel's queue is full. Raises ConfigError for packets that the way there cannot carry,
         DeadlineError where the queue stays full for SEND_S, LostError when closed."""
         with self._using():
-            self._send_run(_bytes_of(buffer), segment, self._name(to))
+            self._send_run(_bytes_of(buffer), segment, self._number_of(to))
 
     def receive(
         self, into: memoryview | np.ndarray, timeout_s: float
     ) -> tuple[int, int, Address] | None:
         """The next run: (bytes, bytes of each packet but a shorter last one, who sent it), or None
         after `timeout_s`. into: RECEIVE_NBYTES at least. Raises LostError when closed."""
-        deadline = None
+        deadline = time.monotonic() + timeout_s
         with self._using():
             while True:
                 try:
@@ -126,11 +129,8 @@ class DatagramSocket:
                     )
                     return self._read(*found)
                 except BlockingIOError:
-                    if timeout_s <= 0:
-                        return None
-                    now = time.monotonic()
-                    deadline = now + timeout_s if deadline is None else deadline
-                    if not self._wait(select.POLLIN, deadline - now):
+                    left_s = deadline - time.monotonic()
+                    if left_s <= 0 or not self._wait(select.POLLIN, left_s):
                         return None
                 except OSError as error:
                     if error.errno not in _LOST:
@@ -162,12 +162,6 @@ class DatagramSocket:
         """Whether the kernel takes a run now, so that `send` does not block."""
         with self._using():
             return self._wait(select.POLLOUT, 0.0)
-
-    @property
-    def drops(self) -> int:
-        """Datagrams that this host's kernel dropped since nobody received them in time, as far as
-        those that came after them say; of packets that arrived joined it counts the runs."""
-        return self._dropped
 
     def close(self) -> None:
         """Wakes who sends or receives; idempotent, from any thread."""
@@ -214,7 +208,7 @@ class DatagramSocket:
                 segment = int.from_bytes(data[:4], "little")
             elif (level, kind) == (socket.SOL_SOCKET, SO_RXQ_OVFL):  # counts modulo 2**32
                 said = int.from_bytes(data[:4], "little")
-                self._dropped += (said - self._dropped) % (1 << 32)
+                self.drops += (said - self.drops) % (1 << 32)
         return nbytes, segment, _named(source)
 
     def _send_run(self, view: memoryview, segment: int, to: Address) -> None:
@@ -275,15 +269,6 @@ class DatagramSocket:
             if self._family == socket.AF_INET:
                 return probe.getsockopt(socket.IPPROTO_IP, IP_MTU)
             return probe.getsockopt(socket.IPPROTO_IPV6, IPV6_MTU)
-
-    def _name(self, to: Address) -> Address:
-        """Numbers for a name, found once."""
-        found = self._names.get(to)
-        if found is None:
-            if len(self._names) >= MOST_NAMES:
-                self._names.clear()
-            found = self._names[to] = _resolved(to, self._family)[1]
-        return found
 
     def _bind(self, where: Address, group: Address | None) -> None:
         if group is None:

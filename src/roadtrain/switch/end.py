@@ -33,7 +33,6 @@ from roadtrain.device.buffers import Buffer
 from roadtrain.errors import (
     BusyError,
     DeadlineError,
-    ForeignError,
     LostError,
     PeerError,
     RoadtrainError,
@@ -56,11 +55,11 @@ from roadtrain.switch.end_streams import (
     derive_fan_in,
 )
 from roadtrain.switch.fixed_point import load_kernels
+from roadtrain.switch.greeting import check_same, plan_of
 from roadtrain.switch.lateness import Lateness, since
-from roadtrain.switch.options import FanIn, SwitchNode
 from roadtrain.switch.packets import PACKET_NBYTES, ROOT, Kind, PacketKey
+from roadtrain.switch.protocol.chunk_queue import Announce
 from roadtrain.switch.protocol.fan_in import (
-    Announce,
     Broadcast,
     ExponentsCame,
     FanInStateMachine,
@@ -70,7 +69,7 @@ from roadtrain.switch.protocol.fan_in import (
     SendMaxima,
     Tick,
 )
-from roadtrain.switch.protocol.numbered import NOTHING, SenderStats
+from roadtrain.switch.protocol.numbered import NOTHING
 from roadtrain.switch.registration import RESTART, Registration, TreeOfJob
 from roadtrain.switch.streams import (
     SEND_NBYTES,
@@ -92,14 +91,6 @@ UP_S = 60.0  # for the link inside this process
 LOOK_S = 0.25  # between two looks at who is late
 STUCK_S = 1.0  # after which a round that does not move is counted as stuck
 DELAY_MS = 5  # that each participant waits longer than the one before it sends again
-
-
-def plan_of(said: switch_frames.FanInHello) -> FanIn:
-    """What a participant's greeting describes. Raises ConfigError."""
-    nodes = tuple(SwitchNode(*one) for one in said.switches)
-    plan = FanIn(nodes, said.wire, said.window, said.multicast)  # type: ignore[arg-type]
-    plan.check(said.hello.workers)
-    return plan
 
 
 class FanInConnection(ParameterConnection):
@@ -225,7 +216,7 @@ class FanInEnd(IntermediarySession):
     def accept(self, link: Link, said: switch_frames.FanInHello) -> ParameterConnection:
         """A participant comes; the first one opens the way to the server. Raises ForeignError
         where it means something else than the first."""
-        self._check_same(said)
+        check_same(self.said, said)
         with self.lock:
             worker = self.join(said.hello.rank, link)
             worker.signature = said.hello.signature
@@ -246,22 +237,6 @@ class FanInEnd(IntermediarySession):
         self._connected.set()
         self._port.start()
         self._registration.start()
-
-    def _check_same(self, said: switch_frames.FanInHello) -> None:
-        ours, rank = self.said, said.hello.rank
-        for name in ("switches", "wire", "window", "multicast"):
-            if getattr(said, name) != getattr(ours, name):
-                raise ForeignError(
-                    f"worker {rank} has fan_in.{name} = {getattr(said, name)}, worker"
-                    f" {ours.hello.rank} has {getattr(ours, name)}",
-                    hint="every worker has the same fan_in",
-                )
-        if said.hello.signature != ours.hello.signature or said.hello.server != ours.hello.server:
-            raise ForeignError(
-                f"worker {rank} has another model, dtype, chunk size, optimizer or order of servers"
-                f" than worker {ours.hello.rank}",
-                hint="every worker runs the same job",
-            )
 
     def prepare(self, worker: ParameterConnection) -> None:
         if self._ports:
@@ -559,8 +534,8 @@ class FanInEnd(IntermediarySession):
         with self.lock:
             sender = self._sender
             stuck = self.machine.stuck(STUCK_S) if self._chunks else 0
-        stats = SenderStats() if sender is None else sender.machine.stats
-        sent, resent, came = stats.sent, stats.resent, self._incoming
+        sent, resent = (0, 0) if sender is None else (sender.machine.sent, sender.machine.again)
+        came = self._incoming
         return ", ".join(
             [
                 f"fan-in of {self.workers} by {self.plan.root.address}: {sent:,} packets sent,"

@@ -152,12 +152,10 @@ class Incoming:
         index = numbers - run.first
         if run.kind is Kind.EXPONENTS:
             at = np.where(ours, index, 0).astype(np.uint32)
-            packets.copy_out(batch.buffer, PACKET_NBYTES, batch.count, ours, at, run.maxima)
+            packets.copy_out(batch.buffer, ours, at, run.maxima)
         else:
             fixed_point.dequantize(
                 batch.buffer,
-                PACKET_NBYTES,
-                batch.count,
                 ours,
                 index,
                 self._width,
@@ -255,7 +253,7 @@ class Outgoing:
             c=packet,
             credit=carried.granted,
         )
-        packets.copy_in(into, PACKET_NBYTES, count, carried.bytes, packet)
+        packets.copy_in(into[: count * PACKET_NBYTES], carried.bytes, packet)
 
     def check(self) -> None:
         """Assert every invariant."""

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from roadtrain.errors import ConfigError, RuleError
+from roadtrain.errors import ConfigError
 from roadtrain.kernels.cast import kernel, reference_widen, typed, widen
 from roadtrain.switch import packets
 from roadtrain.switch.packets import (
@@ -99,10 +99,8 @@ def _exponents(values: Any, out: Any) -> Any:
 
 
 def exponents(values: np.ndarray, dtype: str, out: np.ndarray) -> None:
-    """The exponent byte of each block. values: [N] of `dtype`; out: uint8 [blocks_of(N)]. Raises
-    RuleError for another length of `out`."""
-    if out.size != blocks_of(values.size):
-        raise RuleError(f"exponents of {blocks_of(values.size)} blocks into {out.size}")
+    """The exponent byte of each block. values: [N] of `dtype`; out: uint8 [blocks_of(N)]."""
+    assert out.size == blocks_of(values.size)
     _exponents(typed(values, dtype), out)
 
 
@@ -124,21 +122,12 @@ def _quantize_block(values: Any, scale: Any, top: Any, out: Any) -> Any:
 
 
 @kernel
-def _quantize(
-    values: Any,
-    maxima: Any,
-    bits: Any,
-    packet: Any,
-    like: Any,
-    buffer: Any,
-    segment: Any,
-    count: Any,
-) -> Any:
+def _quantize(values: Any, maxima: Any, bits: Any, packet: Any, like: Any, run: Any) -> Any:
     top = np.float64((1 << bits) - 1)
     each = PAYLOAD_NBYTES // like.itemsize
-    for i in range(count):
-        start = i * segment + HEADER_NBYTES
-        payload = buffer[start : start + PAYLOAD_NBYTES].view(like.dtype)
+    for i in range(run.size // PACKET_NBYTES):
+        start = i * PACKET_NBYTES + HEADER_NBYTES
+        payload = run[start : start + PAYLOAD_NBYTES].view(like.dtype)
         first = (packet + i) * each
         for at in range(0, each, BLOCK):
             part = values[first + at : first + at + BLOCK]
@@ -152,11 +141,6 @@ def _quantize(
             into[part.size :] = 0
 
 
-def _check(elements: int, maxima: np.ndarray) -> None:
-    if elements and maxima.size != blocks_of(elements):
-        raise RuleError(f"{maxima.size} exponents of {blocks_of(elements)} blocks")
-
-
 def quantize(
     values: np.ndarray,
     dtype: str,
@@ -164,19 +148,15 @@ def quantize(
     workers: int,
     width: int,
     packet: int,
-    buffer: np.ndarray,
-    segment: int,
-    count: int,
+    run: np.ndarray,
 ) -> None:
-    """Write the integers of gradient packets packet, packet + 1, ... into the payloads of `count`
+    """Write the integers of gradient packets packet, packet + 1, ... into the payloads of a run of
     packets; zeros after the last element. values: [N] of `dtype`, N = 0: all zeros. maxima: uint8
-    [blocks_of(N)]. Raises ConfigError for workers or a width that cannot be, RuleError for another
-    number of maxima, WireError where the packets are not in `buffer`."""
+    [blocks_of(N)]. Raises ConfigError for workers or a width that cannot be."""
     bits = _spare_bits(workers, width)
-    _check(values.size, maxima)
-    check_bulk(buffer, segment, count)
-    like = np.empty(0, INTEGER[width])
-    _quantize(typed(values, dtype), maxima, bits, packet, like, buffer, segment, count)
+    assert not values.size or maxima.size == blocks_of(values.size)
+    check_bulk(run)
+    _quantize(typed(values, dtype), maxima, bits, packet, np.empty(0, INTEGER[width]), run)
 
 
 @kernel
@@ -186,23 +166,13 @@ def _dequantize_block(integers: Any, unit: Any, out: Any) -> Any:
 
 
 @kernel
-def _dequantize(
-    buffer: Any,
-    segment: Any,
-    count: Any,
-    ok: Any,
-    index: Any,
-    like: Any,
-    bits: Any,
-    maxima: Any,
-    out: Any,
-) -> Any:
+def _dequantize(run: Any, ok: Any, index: Any, like: Any, bits: Any, maxima: Any, out: Any) -> Any:
     each = PAYLOAD_NBYTES // like.itemsize
-    for i in range(count):
+    for i in range(run.size // PACKET_NBYTES):
         if not ok[i] or index[i] < 0:
             continue
-        start = i * segment + HEADER_NBYTES
-        payload = buffer[start : start + PAYLOAD_NBYTES].view(like.dtype)
+        start = i * PACKET_NBYTES + HEADER_NBYTES
+        payload = run[start : start + PAYLOAD_NBYTES].view(like.dtype)
         first = index[i] * each
         for at in range(0, each, BLOCK):
             part = out[first + at : first + at + BLOCK]
@@ -219,9 +189,7 @@ def _dequantize(
 
 
 def dequantize(
-    buffer: np.ndarray,
-    segment: int,
-    count: int,
+    run: np.ndarray,
     ok: np.ndarray,
     index: np.ndarray,
     width: int,
@@ -230,14 +198,13 @@ def dequantize(
     out: np.ndarray,
 ) -> None:
     """out = the sums that stand in packets: packet i, where ok[i], holds gradient packet index[i].
-    ok: bool [count]; index: int64 [count]; maxima: uint8 [blocks_of(N)]; out: float32 [N], only the
+    ok: bool, index: int64, one a packet; maxima: uint8 [blocks_of(N)]; out: float32 [N], only the
     elements of these packets are written. A sum beyond float32's range is infinite. Raises as
     `quantize`."""
     bits = _spare_bits(workers, width)
-    _check(out.size, maxima)
-    check_bulk(buffer, segment, count)
-    like = np.empty(0, INTEGER[width])
-    _dequantize(buffer, segment, count, ok, index, like, bits, maxima, out)
+    assert maxima.size == blocks_of(out.size)
+    check_bulk(run)
+    _dequantize(run, ok, index, np.empty(0, INTEGER[width]), bits, maxima, out)
 
 
 def load_kernels(width: int) -> None:
@@ -248,16 +215,16 @@ def load_kernels(width: int) -> None:
     key, block = PacketKey.derive(None, b""), np.zeros(BLOCK, np.float32)
     maximum = np.zeros(1, np.uint8)
     packets.write_headers(packet, PACKET_NBYTES, 1, kind=Kind.TRIAL, job=0, first=0)
-    packets.copy_in(packet, PACKET_NBYTES, 1, maximum, 0)
+    packets.copy_in(packet, maximum, 0)
     for values, dtype in ((block, "fp32"), (np.zeros(BLOCK, np.uint16), "bf16")):
         exponents(values, dtype, maximum)
-        quantize(values, dtype, maximum, 1, width, 0, packet, PACKET_NBYTES, 1)
+        quantize(values, dtype, maximum, 1, width, 0, packet)
     packets.seal(packet, PACKET_NBYTES, 1, key)
     packets.verify(packet, PACKET_NBYTES, 1, key, 0)
     packets.headers(packet, PACKET_NBYTES, 1)
     first = np.zeros(1, np.int64)
-    packets.copy_out(packet, PACKET_NBYTES, 1, one, first.astype(np.uint32), maximum)
-    dequantize(packet, PACKET_NBYTES, 1, one, first, width, 1, maximum, block)
+    packets.copy_out(packet, one, first.astype(np.uint32), maximum)
+    dequantize(packet, one, first, width, 1, maximum, block)
 
 
 def reference_exponents(values: np.ndarray, dtype: str) -> np.ndarray:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence, Set
 from datetime import UTC, datetime
 
-from roadtrain.switch.protocol.fan_in import LateWorker
+from roadtrain.switch.protocol.chunk_queue import LateWorker
 
 SILENT_S = 1.0  # without packets; they come twice a second at least
 UNHEARD_S = 5.0  # before its first packet: a host loads its kernels meanwhile

@@ -12,8 +12,9 @@ packet: NH over its 32-bit words (Black et al., UMAC, 1999) under two keys, then
 job's token. Two packets that differ have the same two hashes with a probability of 2^-64. A
 stranger's packet has no right tag; a repeated one has an old number.
 
-Runs of packets: packet i of a buffer is its bytes [i * segment, (i + 1) * segment). Assumes little
-endian and contiguous uint8 arrays. Does NOT encrypt, thread or send.
+Runs of packets: packet i of a buffer is its bytes [i * segment, (i + 1) * segment); a run of bulk
+packets is an array of these and nothing else. Assumes little endian and contiguous uint8 arrays.
+Does NOT encrypt, thread or send.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from typing import Any
 
 import numpy as np
 
-from roadtrain.errors import WireError
 from roadtrain.kernels.cast import kernel
 
 MAGIC, VERSION = 0x5254, 1
@@ -94,7 +94,7 @@ class PacketKey:
     # uint64 [words of a packet + 1]: NH's first key is all but the last, its second all but the
     # first (a Toeplitz matrix, as in UMAC)
     words: np.ndarray = field(repr=False)
-    sip: tuple[int, int] = field(repr=False)  # SipHash's key, two 64-bit words
+    sip: tuple[np.uint64, np.uint64] = field(repr=False)  # SipHash's key, two 64-bit words
 
     @classmethod
     def derive(cls, token: bytes | None, nonce: bytes) -> PacketKey:
@@ -109,7 +109,7 @@ class PacketKey:
             for i in range(-(-nbytes // 64))
         )
         words = np.frombuffer(stream, "<u8", nbytes // 8)
-        return cls(words[:-2].copy(), (int(words[-2]), int(words[-1])))
+        return cls(words[:-2].copy(), (words[-2], words[-1]))
 
 
 @kernel
@@ -203,41 +203,31 @@ def _verify(
 
 
 def check_run(buffer: np.ndarray, segment: int, count: int) -> None:
-    """That `buffer` holds `count` packets of `segment` bytes. Raises WireError."""
-    if not HEADER_NBYTES <= segment <= PACKET_NBYTES or count < 0:
-        raise WireError(
-            f"{count} packets of {segment} bytes, {HEADER_NBYTES} to {PACKET_NBYTES} are possible"
-        )
-    if count * segment > buffer.size:
-        raise WireError(f"{count} packets of {segment} bytes in a buffer of {buffer.size}")
-
-
-def _sip_key(key: PacketKey) -> tuple[np.uint64, np.uint64]:
-    return np.uint64(key.sip[0]), np.uint64(key.sip[1])
+    """Assert that `buffer` holds `count` packets of `segment` bytes."""
+    assert HEADER_NBYTES <= segment <= PACKET_NBYTES, f"packets of {segment} bytes"
+    assert 0 <= count * segment <= buffer.size, f"{count} packets in {buffer.size} bytes"
 
 
 def seal(buffer: np.ndarray, segment: int, count: int, key: PacketKey) -> None:
-    """Write the tags of `count` packets. Raises WireError where they are not in the buffer."""
+    """Write the tags of `count` packets."""
     check_run(buffer, segment, count)
-    _seal(buffer, segment, count, key.words, _sip_key(key))
+    _seal(buffer, segment, count, key.words, key.sip)
 
 
 def verify(buffer: np.ndarray, segment: int, count: int, key: PacketKey, job: int) -> np.ndarray:
     """bool [count]: whether magic, version, job and tag are right. Packets of a length that no
-    packet has are not (anybody can send them). Raises WireError where they are not in the
-    buffer."""
+    packet has are not (anybody can send them)."""
     right = np.zeros(count, np.bool_)
     if HEADER_NBYTES <= segment <= PACKET_NBYTES:
         check_run(buffer, segment, count)
-        _verify(buffer, segment, count, key.words, _sip_key(key), np.uint64(job), right)
+        _verify(buffer, segment, count, key.words, key.sip, np.uint64(job), right)
     return right
 
 
 def headers(buffer: np.ndarray, segment: int, count: int) -> np.ndarray:
     """HEADER [count], a copy; zeros of packets that are shorter than a header. `verify` says which
-    are right. Raises WireError where they are not in the buffer."""
-    if count * segment > buffer.size:
-        raise WireError(f"{count} packets of {segment} bytes in a buffer of {buffer.size}")
+    are right."""
+    assert count * segment <= buffer.size, f"{count} packets in {buffer.size} bytes"
     if segment < HEADER_NBYTES:
         return np.zeros(count, HEADER)
     return np.ndarray(count, HEADER, buffer.data, strides=(segment,)).copy()
@@ -258,25 +248,15 @@ def _write_headers(buffer: Any, segment: Any, count: Any, words: Any) -> Any:
 
 
 def write_headers(
-    buffer: np.ndarray,
-    segment: int,
-    count: int,
-    *,
-    kind: int,
-    job: int,
-    first: int,
-    sender: int = 0,
-    width: int = 0,
-    a: int = 0,
-    b: int = 0,
-    c: int = 0,
-    credit: int = 0,
+    buffer: np.ndarray, segment: int, count: int, *, first: int, **fields: int
 ) -> None:
     """The headers of `count` packets, without tags: packet i has number `first` + i and `c` + i.
-    Raises WireError where they are not in the buffer."""
+    fields: others of HEADER, by name; 0 where they are left out."""
     check_run(buffer, segment, count)
     one = np.zeros(1, HEADER)
-    one[0] = (MAGIC, VERSION, kind, job, first, sender, width, 0, a, b, c, credit, 0)
+    one["magic"], one["version"], one["number"] = MAGIC, VERSION, first
+    for name, value in fields.items():
+        one[name] = value
     _write_headers(buffer, segment, count, one.view(np.uint64))
 
 
@@ -287,53 +267,44 @@ def copy_bytes(source: Any, into: Any) -> Any:
 
 
 @kernel
-def _copy_in(buffer: Any, segment: Any, count: Any, source: Any, packet: Any) -> Any:
-    for i in range(count):
-        start = i * segment + HEADER_NBYTES
-        payload = buffer[start : start + PAYLOAD_NBYTES]
+def _copy_in(run: Any, source: Any, packet: Any) -> Any:
+    for i in range(run.size // PACKET_NBYTES):
+        start = i * PACKET_NBYTES + HEADER_NBYTES
+        payload = run[start : start + PAYLOAD_NBYTES]
         at = (packet + i) * PAYLOAD_NBYTES
         have = min(max(source.size - at, 0), PAYLOAD_NBYTES)
         copy_bytes(source[at : at + have], payload)
         payload[have:] = 0
 
 
-def copy_in(buffer: np.ndarray, segment: int, count: int, source: np.ndarray, packet: int) -> None:
+def copy_in(run: np.ndarray, source: np.ndarray, packet: int) -> None:
     """The payload of packet i = source[(packet + i) * PAYLOAD_NBYTES : ...], zeros after the end of
-    `source` (uint8). Raises WireError where `segment` is no bulk packet's."""
-    check_bulk(buffer, segment, count)
-    _copy_in(buffer, segment, count, source, packet)
+    `source` (uint8)."""
+    check_bulk(run)
+    _copy_in(run, source, packet)
 
 
 @kernel
-def _copy_out(buffer: Any, segment: Any, count: Any, ok: Any, index: Any, into: Any) -> Any:
-    for i in range(count):
+def _copy_out(run: Any, ok: Any, index: Any, into: Any) -> Any:
+    for i in range(run.size // PACKET_NBYTES):
         at = np.int64(index[i]) * PAYLOAD_NBYTES
         if ok[i] and 0 <= at < into.size:
-            start = i * segment + HEADER_NBYTES
+            start = i * PACKET_NBYTES + HEADER_NBYTES
             have = min(into.size - at, PAYLOAD_NBYTES)
-            copy_bytes(buffer[start : start + have], into[at : at + have])
+            copy_bytes(run[start : start + have], into[at : at + have])
 
 
-def copy_out(
-    buffer: np.ndarray,
-    segment: int,
-    count: int,
-    ok: np.ndarray,
-    index: np.ndarray,
-    into: np.ndarray,
-) -> None:
+def copy_out(run: np.ndarray, ok: np.ndarray, index: np.ndarray, into: np.ndarray) -> None:
     """into[index[i] * PAYLOAD_NBYTES : ...] = the payload of packet i where ok[i]; what lies after
-    the end of `into` (uint8) is left out. ok: bool [count]; index: integers [count]. Raises
-    WireError where `segment` is no bulk packet's."""
-    check_bulk(buffer, segment, count)
-    _copy_out(buffer, segment, count, ok, index, into)
+    the end of `into` (uint8) is left out. ok: bool, index: integers, one a packet."""
+    check_bulk(run)
+    _copy_out(run, ok, index, into)
 
 
-def check_bulk(buffer: np.ndarray, segment: int, count: int) -> None:
-    """That `buffer` holds `count` bulk packets. Raises WireError."""
-    if segment != PACKET_NBYTES:
-        raise WireError(f"bulk packets of {segment} bytes, they have {PACKET_NBYTES}")
-    check_run(buffer, segment, count)
+def check_bulk(run: np.ndarray) -> int:
+    """How many bulk packets a run is made of."""
+    assert run.size % PACKET_NBYTES == 0, f"{run.size} bytes are no bulk packets"
+    return run.size // PACKET_NBYTES
 
 
 def reference_siphash(key: bytes, message: bytes) -> int:
@@ -381,4 +352,4 @@ def reference_tag(packet: bytes, key: PacketKey) -> int:
         sums = (pairs + mine).astype(np.uint64)
         hashes.append(int((sums[:, 0] * sums[:, 1]).sum(dtype=np.uint64)))
     said = b"".join(part.to_bytes(8, "little") for part in (*hashes, len(packet)))
-    return reference_siphash(b"".join(k.to_bytes(8, "little") for k in key.sip), said)
+    return reference_siphash(np.array(key.sip, "<u8").tobytes(), said)

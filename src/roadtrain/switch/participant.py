@@ -221,7 +221,6 @@ class Pulls:
         self._waiting: dict[Key, list[Asked]] = {}  # no packet of a broadcast has come; in order
         self._begun: dict[tuple[Key, int], Asked] = {}  # by the first number of its broadcast
         self._keys: dict[int, Key] = {}  # ticket -> what was asked for with it
-        self._left: dict[Key, int] = {}  # pulls without their whole answer
 
     def ask(self, pull: m.PullHeader, into: np.ndarray) -> None:
         """`into`: uint8, as long as the answer."""
@@ -230,7 +229,6 @@ class Pulls:
         asked = Asked(pull.ticket, key, into, np.zeros(count, bool), count)
         self._waiting.setdefault(key, []).append(asked)
         self._keys[pull.ticket] = key
-        self._left[key] = self._left.get(key, 0) + 1
 
     def broadcast(self, key: Key, base: int) -> Asked:
         """The pull that is filled by the broadcast whose first packet has the number `base`.
@@ -260,15 +258,11 @@ class Pulls:
         return taker
 
     def _answered(self, key: Key) -> None:
-        self._left[key] -= 1
-        if not self._left[key]:
-            del self._left[key]
+        if not self._waiting.get(key) and all(begun != key for begun, _ in self._begun):
             self._waiting.pop(key, None)
             self._keys = {ticket: of for ticket, of in self._keys.items() if of != key}
 
     def check(self) -> None:
         """Assert every invariant."""
-        begun = [asked.key for asked in self._begun.values()]
-        for key, left in self._left.items():
-            assert left == len(self._waiting.get(key, ())) + begun.count(key) > 0
-        assert set(self._keys.values()) == set(self._left) >= set(self._waiting) | set(begun)
+        assert all(asked.key == key for (key, _), asked in self._begun.items())
+        assert set(self._keys.values()) == set(self._waiting) | {key for key, _ in self._begun}

@@ -99,14 +99,11 @@ class SwitchLink:
         if kind == switch_frames.SWITCH_READY:
             self._answer.put(fields)
         elif kind == m.FAILED:
-            self._end(LostError(f"switch {self.name} ended: {fields[1]}"))
+            self.lost(LostError(f"switch {self.name} ended: {fields[1]}"))
         else:
             raise WireError(f"a frame of kind {kind} came from a switch")
 
     def lost(self, error: PeerError) -> None:
-        self._end(error)
-
-    def _end(self, error: PeerError) -> None:
         if self.error is None:
             self.ended, self.error = time.monotonic(), error
             self._answer.put(error)

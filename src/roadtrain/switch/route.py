@@ -1,7 +1,7 @@
 """The route through switches: gradients are summed, and parameters copied, on their way.
 
 `Servers(fan_in=...)` selects it. A participant is a worker, or a relay that stands for the workers
-of its host. FanInLink (switch/link.py) is its end, FanInEnd (switch/end.py) the server's.
+of its host. FanInLink (switch/fan_in_link.py) is its end, FanInEnd (switch/end.py) the server's.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from roadtrain.environment import WorkerGroup
 from roadtrain.errors import ConfigError
 from roadtrain.options.check import check_options
 from roadtrain.servers import frames as m
+from roadtrain.servers import routes
 from roadtrain.servers.routes import OpenRoute, Report, RouteEnds
 from roadtrain.switch.end import FanInEnd
-from roadtrain.switch.fixed_point import BIAS, error_bound
-from roadtrain.switch.link import Participant, dial
+from roadtrain.switch.fan_in_link import FanInLink
+from roadtrain.switch.fixed_point import BIAS, error_bound, load_kernels
+from roadtrain.switch.greeting import Participant, hello_of
 from roadtrain.switch.options import FanIn, SwitchNode, fan_in_of
 from roadtrain.switch.packets import BLOCK
 from roadtrain.transport.address import address_of
 from roadtrain.transport.link import Link, Receiver
-from roadtrain.transport.tcp import TcpOptions
+from roadtrain.transport.stream import FrameStream
+from roadtrain.transport.tcp import Address, TcpOptions
 
 EXPONENT = BIAS  # the exponent byte of a block whose greatest magnitude is from 0.5 to below 1
 
@@ -91,6 +94,26 @@ class SwitchRoute:
     @staticmethod
     def from_json(text: str) -> SwitchRoute:
         return SwitchRoute(msgspec.json.decode(text, type=FanIn))
+
+
+def dial(
+    address: Address,
+    receiver: Receiver,
+    options: TcpOptions,
+    hello: m.Hello,
+    participant: Participant,
+    number: int,
+    report: Report,
+) -> FanInLink:
+    """A participant's link to the fan-in end in front of server `number`. Raises what tcp.connect
+    does, and ConfigError where the participant is below no switch."""
+    load_kernels(participant.plan.width)
+    link = FanInLink(receiver, participant, options.token)
+    greeting = hello_of(participant.plan, hello)
+    made = routes.dial(address, link, options, greeting, number, report)
+    assert isinstance(made, FrameStream)
+    link.begin(made)
+    return link
 
 
 class OpenSwitchRoute:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -45,6 +44,9 @@ END_S = 5.0  # for a thread to end
 MOST_HAVE = (1 << 8 * PAYLOAD_NBYTES) - 1  # what the bitmap of a heartbeat can say
 
 Failed = Callable[[BaseException], None]
+# (first, count, staging): writes whole, sealed packets of the numbers from `first` on to `staging`,
+# one after the other, and returns how many: `count`, or fewer where the others are acknowledged
+Fill = Callable[[int, int, np.ndarray], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +109,6 @@ def _split(rest: np.ndarray, segment: int, source: Address) -> list[DatagramRun]
         last = rest[whole * segment :]
         runs.append(DatagramRun(last, last.size, [source]))
     return runs
-
-
-class Fill(Protocol):
-    """Who has the bytes that numbers stand for."""
-
-    def __call__(self, first: int, count: int, staging: np.ndarray) -> int:
-        """Writes whole, sealed packets of the numbers from `first` on, one after the other, and
-        returns how many: `count`, or fewer where the others are acknowledged meanwhile."""
 
 
 class PacketSender:
@@ -316,17 +310,9 @@ class BeatClock:
         return True
 
 
-def beat_packet(
-    key: PacketKey,
-    job: int,
-    kind: Kind,
-    beat: Heartbeat,
-    *,
-    sender: int = 0,
-    a: int = 0,
-    b: int = 0,
-) -> np.ndarray:
-    """A sealed heartbeat: uint8[HEADER_NBYTES + bytes of the bitmap]."""
+def beat_packet(key: PacketKey, job: int, kind: Kind, beat: Heartbeat, **fields: int) -> np.ndarray:
+    """A sealed heartbeat: uint8[HEADER_NBYTES + bytes of the bitmap]. fields: others of its
+    header."""
     have = beat.have & MOST_HAVE
     bitmap = have.to_bytes((have.bit_length() + 7) // 8, "little")
     packet = np.zeros(HEADER_NBYTES + len(bitmap), np.uint8)
@@ -338,11 +324,9 @@ def beat_packet(
         kind=kind,
         job=job,
         first=beat.ack,
-        sender=sender,
-        a=a,
-        b=b,
         c=len(bitmap),
         credit=beat.credit + 1,  # unsigned: nothing may be sent yet is 0
+        **fields,
     )
     packets.seal(packet, packet.size, 1, key)
     return packet

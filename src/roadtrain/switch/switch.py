@@ -21,7 +21,6 @@ from roadtrain.servers import frames as m
 from roadtrain.servers import health
 from roadtrain.switch import switch_frames
 from roadtrain.switch.admission import SlotQuota, checked, job_socket, job_table
-from roadtrain.switch.datagrams import DatagramSocket
 from roadtrain.switch.packet_loop import END_S, PacketLoop
 from roadtrain.switch.packets import PacketKey
 from roadtrain.switch.switch_job import SwitchJob
@@ -85,7 +84,7 @@ class SwitchHost:
 
     def _register(self, said: switch_frames.SwitchHello, link: Link) -> _JobLink:
         """A new job, or one that comes again since its link was lost and this side has not seen
-        that yet."""
+        that yet. Raises ConfigError where the parent's host cannot be found."""
         with self._lock:
             earlier = self._links.get(said.nonce)
         if earlier is not None:
@@ -96,7 +95,10 @@ class SwitchHost:
             taken = {job.socket.address[1]: job.name for job in self.jobs}
             where = self._host, self.port
             socket = job_socket(where, said, taken, self.quota, self._report)
-            job = self._job(said, socket)
+            key = PacketKey.derive(self._token, said.nonce)
+            parent = socket.number_of(said.parent)
+            table = job_table(self._device, said, key, socket.address[1], parent, self._report)
+            job = SwitchJob(said, parent, socket, table, key, self._report)
             with self._lock:
                 if self._over is not None:
                     raise BusyError(f"the switch at {self.where} stops")
@@ -112,13 +114,6 @@ class SwitchHost:
             f" {socket.address[1]}"
         )
         return receiver
-
-    def _job(self, said: switch_frames.SwitchHello, socket: DatagramSocket) -> SwitchJob:
-        """Raises ConfigError where the parent's host cannot be found."""
-        key = PacketKey.derive(self._token, said.nonce)
-        parent = socket.number_of(said.parent)
-        table = job_table(self._device, said, key, socket.address[1], parent, self._report)
-        return SwitchJob(said, parent, socket, table, key, self._report)
 
     def leave(self, link: _JobLink, error: BaseException, wait: bool = False) -> None:
         """The job's link has ended: so does the job. `wait`: until its slots and port are free."""

@@ -8,12 +8,15 @@ servers/frames.py has what all frames have in common.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from roadtrain.servers import frames as m
 from roadtrain.servers.frames import Hello
+from roadtrain.switch.options import MOST_CHILDREN, WINDOWS
+from roadtrain.switch.packets import ROOT
 
 # worker <-> the fan-in end in front of its server, switch -> fan-in end
 ANNOUNCE = 44
@@ -91,14 +94,19 @@ class SwitchHello(NamedTuple):
     """A job asks a switch to sum and copy for it, until this link ends."""
 
     session: str  # for people
-    job: int  # of the packets
-    nonce: bytes  # that the keys of the packets are derived with
-    children: int
-    slots: int  # of the table that it asks for
-    child: int  # what this switch calls itself to its parent; the root: packets.ROOT
-    parent: tuple[str, int]  # where datagrams to the parent go; of the root those to the server
-    port: int  # where datagrams came before this switch was lost; 0: any
-    first: int = 0  # what its child 0 calls itself in packets, the next child one more
+    job: Annotated[int, Meta(ge=0, lt=1 << 32)]  # of the packets
+    # what the keys of the packets are derived with
+    nonce: Annotated[bytes, Meta(min_length=16, max_length=64)]
+    children: Annotated[int, Meta(ge=1, le=MOST_CHILDREN)]
+    slots: Annotated[int, Meta(ge=1, le=WINDOWS[-1])]  # of the table that it asks for
+    # what this switch calls itself to its parent; the root: packets.ROOT
+    child: Annotated[int, Meta(ge=0, le=ROOT)]
+    # where datagrams to the parent go; of the root those to the server
+    parent: tuple[str, Annotated[int, Meta(ge=1, lt=1 << 16)]]
+    # where datagrams came before this switch was lost; 0: any
+    port: Annotated[int, Meta(ge=0, lt=1 << 16)]
+    # what its child 0 calls itself in packets, the next child one more
+    first: Annotated[int, Meta(ge=0)] = 0
 
 
 FAN_IN_HELLO = msgspec.msgpack.Decoder(FanInHello)

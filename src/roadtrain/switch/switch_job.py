@@ -71,14 +71,6 @@ class Counters:
     copied: int = 0  # down, each counted once
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """What hinders a job."""
-
-    stuck: tuple[StuckSlot, ...] = ()  # sums that have lacked packets for more than STUCK_MS
-    silent: tuple[str, ...] = ()  # children that are not heard, and since when
-
-
 @dataclass(slots=True)
 class Child:
     number: int
@@ -86,7 +78,6 @@ class Child:
     address: Address | None = None  # where its datagrams go
     rank: int = UNKNOWN_RANK  # of the most silent worker below it, as it said last
     below_ms: int = 0  # how long that one had been silent then
-    named: bool = False  # as silent, and not heard since
 
     def silent_ms(self, now: float) -> int:
         """Of the most silent worker below it, or of itself."""
@@ -214,11 +205,14 @@ class SwitchJob:
         self._key, self._report = key, Few(report)
         machine = SwitchStateMachine(hello.slots, hello.children, hello.child)
         self.children = Children(machine, time.monotonic())
-        self.counters, self.look = Counters(), Look()
+        self.counters = Counters()
+        # What hinders it: sums that have lacked packets for more than STUCK_MS; children that are
+        # not heard, and since when.
+        self.stuck, self.silent = list[StuckSlot](), list[str]()
         self.out = SwitchOutgoing(socket)
         self._said, self._said_at = NOTHING, 0.0  # what the parent was told last, and when
         self._looked_at = 0.0
-        self._was_stuck = False
+        self._named = set[int]()  # children that were said to be silent, and were not heard since
         self._said_elsewhere = False  # that packets from above came from elsewhere
 
     @property
@@ -257,7 +251,7 @@ class SwitchJob:
         if run.segment != PACKET_NBYTES:
             self.counters.refused += int(np.count_nonzero(there))
             return
-        made = self.table.add(run.buffer, run.segment, run.count, there, sums, self.hello.child)
+        made = self.table.add(run.buffer, there, sums, self.hello.child)
         if made:
             whole = sums[: made * PACKET_NBYTES]
             packets.seal(whole, PACKET_NBYTES, made, self._key)
@@ -333,21 +327,17 @@ class SwitchJob:
 
     def _look(self, now: float) -> None:
         self._report.tick()
-        stuck = tuple(self.table.stuck(STUCK_MS))
+        stuck = self.table.stuck(STUCK_MS)
         silent = self.children.silent(now)
+        before, self._named = self._named, {child.number for child, _ in silent}
         for child, seconds in silent:
-            if not child.named:
-                child.named = True
+            if child.number not in before:
                 self._report(f"job {self.name}: {child} has been silent for {seconds:.1f} s")
-        quiet = {child.number for child, _ in silent}
-        for child in self.children.all:
-            if child.named and child.number not in quiet:
-                child.named = False
-                self._report(f"job {self.name}: {child} is heard again")
-        if stuck and not self._was_stuck:
+        for number in sorted(before - self._named):
+            self._report(f"job {self.name}: {self.children.all[number]} is heard again")
+        if stuck and not self.stuck:
             self._report(f"job {self.name}: {shown_stuck(stuck)}")
-        self._was_stuck = bool(stuck)
-        self.look = Look(stuck, tuple(f"{child} for {s:.1f} s" for child, s in silent))
+        self.stuck, self.silent = stuck, [f"{child} for {s:.1f} s" for child, s in silent]
 
     def close(self) -> None:
         self.socket.close()
@@ -356,7 +346,7 @@ class SwitchJob:
 
     def rows(self) -> list[str]:
         """For people: what it has done, and what hinders it. From any thread."""
-        counters, table, look = self.counters, self.table.counters, self.look
+        counters, table = self.counters, self.table.counters
         lost = self.socket.drops, self.socket.unsent + self.out.given_up
         late = table["dropped_old"]
         return [
@@ -368,12 +358,12 @@ class SwitchJob:
             f"  loss: {lost[0]:,} dropped by the socket, {lost[1]:,} not sent;"
             f" {counters.strangers:,} of strangers, {counters.refused + table['mismatched']:,}"
             " refused",
-            f"  {shown_stuck(look.stuck)}",
-            f"  silent: {', '.join(look.silent) or 'nobody'}",
+            f"  {shown_stuck(self.stuck)}",
+            f"  silent: {', '.join(self.silent) or 'nobody'}",
         ]
 
 
-def shown_stuck(stuck: tuple[StuckSlot, ...]) -> str:
+def shown_stuck(stuck: Sequence[StuckSlot]) -> str:
     """For people."""
     if not stuck:
         return "stuck slots: none"

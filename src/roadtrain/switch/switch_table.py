@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from roadtrain.errors import ConfigError, WireError
 from roadtrain.kernels.cast import kernel
+from roadtrain.switch.options import MOST_CHILDREN
 from roadtrain.switch.packets import (
     HEADER,
     HEADER_NBYTES,
@@ -32,9 +32,9 @@ from roadtrain.switch.packets import (
     check_bulk,
     copy_bytes,
 )
+from roadtrain.switch.switch_frames import SwitchHello
 from roadtrain.transport.tcp import Address
 
-MOST_CHILDREN = 64  # who has come is one word
 _GRADIENT, _EXPONENTS = np.uint8(Kind.GRADIENT), np.uint8(Kind.EXPONENTS)
 _FREE = -1  # the number of a slot that none took yet
 _MOST_NUMBER = np.uint64((1 << 62) - 1)  # a greater one is no number of a session
@@ -70,15 +70,7 @@ class Table(Protocol):
 
     @property
     def counters(self) -> dict[str, int]: ...
-    def add(
-        self,
-        buffer: np.ndarray,
-        segment: int,
-        count: int,
-        ok: np.ndarray,
-        out: np.ndarray,
-        child: int,
-    ) -> int: ...
+    def add(self, run: np.ndarray, ok: np.ndarray, out: np.ndarray, child: int) -> int: ...
     def snoop(self, ack: int) -> None: ...
     def stuck(self, older_than: int = 0) -> list[StuckSlot]: ...
     def close(self) -> None: ...
@@ -90,26 +82,12 @@ class TableDevice(Protocol):
     name: str
     mode: str  # for people: how it takes packets
 
-    def table(
-        self,
-        *,
-        job: int,
-        port: int,
-        children: int,
-        child: int,
-        first: int,
-        slots: int,
-        key: PacketKey,
-        parent: Address,
-    ) -> Table:
+    def table(self, hello: SwitchHello, port: int, key: PacketKey, parent: Address) -> Table:
         """A job's table. Raises RoadtrainError or OSError where the device cannot have it.
 
         Args:
-            job: number of the job in packets
             port: UDP port where the job's packets arrive
-            child: number of this switch at its parent
-            first: what child 0 calls itself in packets
-            parent: where sums go
+            parent: where sums go, in numbers
         """
 
     def close(self) -> None: ...
@@ -186,8 +164,7 @@ def _take(
 def _add_packets(
     slots: Any,
     sums: Any,
-    buffer: Any,
-    count: Any,
+    run: Any,
     ok: Any,
     out: Any,
     child: Any,
@@ -199,10 +176,10 @@ def _add_packets(
     counters: Any,
 ) -> Any:
     made = 0
-    for i in range(count):
+    for i in range(run.size // PACKET_NBYTES):
         if not ok[i]:
             continue
-        packet = buffer[i * PACKET_NBYTES : (i + 1) * PACKET_NBYTES]
+        packet = run[i * PACKET_NBYTES : (i + 1) * PACKET_NBYTES]
         header = packet[:HEADER_NBYTES].view(HEADER)[0]
         its = np.int64(header.sender) - first
         if not _possible(header, its, children):
@@ -228,13 +205,8 @@ class SwitchTable:
     """
 
     def __init__(self, slots: int, children: int, first: int = 0) -> None:
-        """`first`: what child 0 calls itself in packets, the next child one more. Raises
-        ConfigError for less than one slot, or children that one word cannot name."""
-        if slots < 1 or not 1 <= children <= MOST_CHILDREN:
-            raise ConfigError(
-                f"a switch's table of {slots} slots for {children} children",
-                hint=f"at least 1 slot, 1 to {MOST_CHILDREN} children",
-            )
+        """`first`: what child 0 calls itself in packets, the next child one more."""
+        assert slots > 0 and 1 <= children <= MOST_CHILDREN
         self.children, self._first = children, first
         self.acked = 0  # the receiver of the sums has all below it
         self.now = 0  # ticks of any clock, which the owner sets
@@ -260,30 +232,16 @@ class SwitchTable:
         the slot's kind and width, or none that can be added."""
         return dict(zip(COUNTERS, self._counters.tolist()))
 
-    def add(
-        self,
-        buffer: np.ndarray,
-        segment: int,
-        count: int,
-        ok: np.ndarray,
-        out: np.ndarray,
-        child: int,
-    ) -> int:
+    def add(self, run: np.ndarray, ok: np.ndarray, out: np.ndarray, child: int) -> int:
         """Take GRADIENT and EXPONENTS packets, of the senders that their headers name. Complete
         sums, and answers to what came again, go to `out` as whole packets of sender `child`,
-        without tags; returns how many. buffer: uint8, `count` packets of `segment` bytes; ok: bool
-        [count], which of them to take; out: uint8 with room for `count` packets. Raises WireError
-        where the packets are no bulk packets or do not fit."""
-        check_bulk(buffer, segment, count)
-        if out.size < count * PACKET_NBYTES or ok.size < count:
-            raise WireError(
-                f"{count} packets, {ok.size} of them said right, into a buffer of {out.size} bytes"
-            )
+        without tags; returns how many. run: uint8, bulk packets; ok: bool, one a packet, which of
+        them to take; out: uint8 with room for as many."""
+        assert out.size >= run.size and ok.size == check_bulk(run)
         made: int = _add_packets(
             self._slots,
             self._sums,
-            buffer,
-            count,
+            run,
             ok,
             out,
             np.uint16(child),

@@ -31,6 +31,7 @@ import numpy as np
 
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.switch.packets import PacketKey
+from roadtrain.switch.switch_frames import SwitchHello
 from roadtrain.transport.tcp import Address
 from roadtrain_switch_offload.bpf_object import GENERIC, NATIVE, BpfError, BpfObject
 from roadtrain_switch_offload.next_hop import hardware_address, is_hardware
@@ -79,23 +80,11 @@ class XdpDevice:
 
         return cls(name, taken, program, detach)
 
-    def table(
-        self,
-        *,
-        job: int,
-        port: int,
-        children: int,
-        child: int,
-        first: int = 0,
-        slots: int,
-        key: PacketKey,
-        parent: Address,
-    ) -> XdpTable:
-        """job: of the packets; port: UDP, where they come; child: this switch's number at its
-        `parent`; first: what its child 0 calls itself. Raises ConfigError for a port that has a
-        job, children that one word cannot name, a parent without an IPv4 address; BudgetError
-        where the device has no place for one more job; BpfError where the kernel gives no
-        memory."""
+    def table(self, hello: SwitchHello, port: int, key: PacketKey, parent: Address) -> XdpTable:
+        """port: UDP, where the job's packets come; parent: where sums go. Raises ConfigError for a
+        port that has a job, children that one word cannot name, a parent without an IPv4 address;
+        BudgetError where the device has no place for one more job; BpfError where the kernel gives
+        no memory."""
         with self._lock:
             if port in self._ports:
                 raise ConfigError(f"device {self.name} has a job on port {port}")
@@ -105,7 +94,17 @@ class XdpDevice:
             self._ports.add(port)
         closed = partial(self._forget, place, port)
         try:
-            told = XdpJob(job, port, children, child, slots, key, parent, place, first)
+            told = XdpJob(
+                hello.job,
+                port,
+                hello.children,
+                hello.child,
+                hello.slots,
+                key,
+                parent,
+                place,
+                hello.first,
+            )
             row = self._live[place : place + 1]
             return XdpTable(self._program, self.name, told, row, closed)
         except BaseException:

@@ -162,17 +162,9 @@ class XdpTable:
         kernel left for user space to send."""
         return {name: int(self._live[name][0]) for name in (*COUNTERS, "handed_up")}
 
-    def add(
-        self,
-        buffer: np.ndarray,
-        segment: int,
-        count: int,
-        ok: np.ndarray,
-        out: np.ndarray,
-        child: int,
-    ) -> int:
+    def add(self, run: np.ndarray, ok: np.ndarray, out: np.ndarray, child: int) -> int:
         """SwitchTable.add, for what has come past the program. Raises LostError after `close`."""
-        check_bulk(buffer, segment, count)
+        count = check_bulk(run)
         if self._table is None:
             raise LostError(f"the table of job {self.job.job} on {self._device} is closed")
         if child != self.job.child or out.size < count * PACKET_NBYTES or ok.size < count:
@@ -182,7 +174,7 @@ class XdpTable:
             )
         made, packet = 0, self._frame[UDP_HEADER.size :]
         for i in np.flatnonzero(ok[:count]):
-            packet[:] = buffer[i * PACKET_NBYTES : (i + 1) * PACKET_NBYTES]
+            packet[:] = run[i * PACKET_NBYTES : (i + 1) * PACKET_NBYTES]
             if self._add()[0] == XDP_TX:
                 out[made * PACKET_NBYTES : (made + 1) * PACKET_NBYTES] = packet
                 made += 1

@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from roadtrain.errors import ConfigError
-
 
 @dataclass(frozen=True)
 class PcieSwitch:
@@ -26,13 +24,8 @@ class PcieSwitch:
 
 
 def choose(switches: Sequence[PcieSwitch]) -> tuple[int, ...]:
-    """The devices (of the local workers of the same number) that sum. Raises ConfigError where a
-    device is named twice or none is."""
+    """The devices (of the local workers of the same number) that sum."""
     devices = sorted(device for switch in switches for device in switch.devices)
-    if not devices or devices != [*range(len(devices))]:
-        raise ConfigError(
-            f"switches with devices {devices}", hint="every device once, numbered from 0"
-        )
     without = sorted(device for switch in switches if not switch.nic for device in switch.devices)
     return tuple(without or devices)
 

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 Spares: TypeAlias = tuple[tuple[int, str, float], ...]  # number of the reducer, address, rate
 Rounds: TypeAlias = dict[int, tuple[int, int]]
 
 
-@dataclass(frozen=True)
-class AskRounds:
+class AskRounds(NamedTuple):
     """To all workers: connect to what is new, begin no round, say your rounds."""
 
     number: int  # of the question

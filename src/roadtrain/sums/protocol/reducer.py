@@ -14,14 +14,14 @@ all who lack that have it, so a part is in one round at a time.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from roadtrain.errors import LoopError
 
 RULES = ("sum", "accumulate")
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(NamedTuple):
     """Worker -> reducer: a part of a tensor, or the sum of that part."""
 
     key: int  # of the tensor

@@ -29,10 +29,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from roadtrain.errors import LoopError
 from roadtrain.servers.protocol.intermediary import CopyRequest, Give, Intermediary, Key, Up
@@ -49,20 +48,20 @@ from roadtrain.servers.protocol.messages import (
     Pulled,
 )
 from roadtrain.servers.protocol.server import agreed
+from roadtrain.switch.protocol.chunk_queue import (
+    Announce,
+    ChunkQueue,
+    GradientWord,
+    Heard,
+    LateWorker,
+    RoundPhase,
+    SumRound,
+)
 
 ALONE_S = 1.0  # for the others to say the same, before a worker is served without them
 SAME_LOOP = "every worker runs the same loop with the same model"
 
 # events
-
-
-@dataclass(frozen=True, slots=True)
-class Announce:
-    """A worker has a gradient of the chunk to be summed."""
-
-    chunk: int
-    fresh: bool  # its first of this step: it replaces what is held
-    worker: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +129,6 @@ class PushRound:
     fresh: bool
 
 
-GradientWord: TypeAlias = Announce | Close | ApplyUpdate | DiscardGrad
 Reported: TypeAlias = Broadcast | Give | PushRound
 FanInEvent: TypeAlias = (
     Pull
@@ -146,105 +144,6 @@ FanInEvent: TypeAlias = (
     | Done[Reported]
 )
 FanInAction: TypeAlias = Up | Give | Broadcast | Grant | SendMaxima | PushRound
-
-
-class RoundPhase(Enum):
-    EXPONENTS = "exponents"  # of all workers, on their way
-    READY = "ready"  # their maxima are here: waits for its turn and a sum buffer
-    GRADIENT = "gradient"  # integers are on their way to the sum buffer
-    SUMMED = "summed"  # waits for what goes to the server before it
-    PUSHED = "pushed"  # the server takes it out of the sum buffer
-
-
-AFTER = {
-    RoundPhase.EXPONENTS: RoundPhase.READY,
-    RoundPhase.READY: RoundPhase.GRADIENT,
-    RoundPhase.GRADIENT: RoundPhase.SUMMED,
-    RoundPhase.SUMMED: RoundPhase.PUSHED,
-}
-
-
-@dataclass(slots=True)
-class SumRound:
-    """One sum of a chunk."""
-
-    chunk: int
-    number: int  # counts the sums of this chunk, from 1
-    fresh: bool  # the first since the chunk's last update
-    since: float  # when its phase began
-    phase: RoundPhase = RoundPhase.EXPONENTS
-    buffer: int | None = None  # for the sum; from GRADIENT on
-
-    def enter(self, phase: RoundPhase, now_s: float) -> None:
-        assert AFTER[self.phase] is phase
-        self.phase, self.since = phase, now_s
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """What one worker said, and when."""
-
-    word: GradientWord
-    since: float
-
-
-@dataclass(slots=True)
-class ChunkQueue:
-    """What is said of one chunk. Invariant: some worker's `heard` is empty, or all are matched."""
-
-    number: int
-    heard: list[deque[Heard]]  # of each worker what the others have not said yet, in order
-    # Since the chunk's last update or discard:
-    announced: set[int] = field(default_factory=set)  # workers that had a gradient
-    without: set[int] = field(default_factory=set)  # lacking in a round (NOTE alone)
-    summed: bool = False  # there was a round
-    closed: bool = False  # all have closed it, and nothing has come after that
-    rounds: int = 0  # of this chunk, ever
-    # What goes to the server, in order; empty, or a round that is not SUMMED comes first.
-    up: deque[SumRound | Close | ApplyUpdate | DiscardGrad] = field(default_factory=deque)
-
-    @property
-    def idle(self) -> bool:
-        return not (any(self.heard) or self.up or self.summed or self.closed)
-
-    @property
-    def lacking(self) -> set[int]:
-        """Workers that others wait for."""
-        return {worker for worker, heard in enumerate(self.heard) if not heard}
-
-    @property
-    def heads(self) -> list[GradientWord]:
-        """The first unmatched word of each worker, where there is one."""
-        return [heard[0].word for heard in self.heard if heard]
-
-    def at(self, kind: type[Any]) -> set[int]:
-        """Workers whose first word is of that kind."""
-        return {
-            w for w, heard in enumerate(self.heard) if heard and isinstance(heard[0].word, kind)
-        }
-
-    @property
-    def dropped(self) -> bool:
-        """Whether all that have a gradient in the sum drop it next."""
-        drop = self.at(DiscardGrad)
-        return bool(drop) and self.announced <= drop
-
-    def pop(self, kind: type[Any]) -> list[Any]:
-        """The first words that are of that kind, by worker."""
-        return [self.heard[worker].popleft().word for worker in sorted(self.at(kind))]
-
-    def begin(self) -> None:
-        """The chunk was updated, or what was pushed of it dropped."""
-        self.announced, self.without, self.summed, self.closed = set(), set(), False, False
-
-
-@dataclass(frozen=True, slots=True)
-class LateWorker:
-    """Others have said something of a chunk; this one has not."""
-
-    worker: int
-    chunk: int
-    since: float  # when the first of the others said it
 
 
 class FanInStateMachine(Intermediary[Broadcast | Give]):
@@ -268,7 +167,6 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         # Pulls of some workers, not of all: of each worker, with the time they came.
         self.alone: dict[Key, list[deque[tuple[Pull, float]]]] = {}
         self.chunks: dict[int, ChunkQueue] = {}
-        self.partly: set[int] = set()  # chunks of which some workers are heard, and not matched
         # Rounds by chunk and number, until the server has them.
         self.rounds: dict[tuple[int, int], SumRound] = {}
         # Those of EXPONENTS and READY in the order of their numbers; the first is not READY where
@@ -380,10 +278,6 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
                 self._close(chunk)
             else:
                 self._update(chunk)
-        if any(chunk.heard):
-            self.partly.add(chunk.number)
-        else:
-            self.partly.discard(chunk.number)
         return out + self._flush(chunk)
 
     def _grant(self, chunk: ChunkQueue) -> list[FanInAction]:
@@ -522,19 +416,22 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
 
     # who is late
 
+    @property
+    def partly(self) -> list[ChunkQueue]:
+        """Chunks of which some workers are heard, and not matched."""
+        return [chunk for chunk in self.chunks.values() if any(chunk.heard)]
+
     def _gradients_alone(self) -> list[FanInAction]:
         """NOTE alone."""
         waits = {
-            number: {
+            chunk.number: {
                 worker
-                for worker, heard in enumerate(self.chunks[number].heard)
-                if heard
-                and isinstance(heard[0].word, Announce)
-                and self.now - heard[0].since >= ALONE_S
+                for worker in chunk.at(Announce)
+                if self.now - chunk.heard[worker][0].since >= ALONE_S
             }
-            for number in self.partly
+            for chunk in self.partly
         }
-        waiting = {worker for workers in waits.values() for worker in workers}
+        waiting = set[int]().union(*waits.values())
         out: list[FanInAction] = []
         for number in sorted(number for number, workers in waits.items() if workers):
             chunk = self.chunks[number]
@@ -547,12 +444,11 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
     def late(self) -> list[LateWorker]:
         """Who lacks what others have said of a chunk; of each worker what is due longest."""
         found: dict[int, LateWorker] = {}
-        for number in self.partly:
-            heard = self.chunks[number].heard
-            since = min(one[0].since for one in heard if one)
-            for worker in self.chunks[number].lacking:
+        for chunk in self.partly:
+            since = min(heard[0].since for heard in chunk.heard if heard)
+            for worker in chunk.lacking:
                 if worker not in found or since < found[worker].since:
-                    found[worker] = LateWorker(worker, number, since)
+                    found[worker] = LateWorker(worker, chunk.number, since)
         return [found[worker] for worker in sorted(found)]
 
     def stuck(self, longer_s: float) -> int:
@@ -580,7 +476,6 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
             assert (round.phase is RoundPhase.PUSHED) == (round not in self.chunks[number].up)
         for number, chunk in self.chunks.items():
             assert chunk.number == number and not all(chunk.heard)
-            assert (number in self.partly) == any(chunk.heard)
             assert not chunk.announced or chunk.summed
             assert not chunk.up or (
                 isinstance(chunk.up[0], SumRound) and chunk.up[0].phase is not RoundPhase.SUMMED

@@ -89,12 +89,6 @@ def overlapping(runs: Sequence[Run], first: int, stop: int) -> Iterator[tuple[Ru
             yield run, begin - run.first, end - begin
 
 
-@dataclass(slots=True)
-class SenderStats:
-    sent: int = 0  # packets, those that went again included
-    resent: int = 0  # those that went again
-
-
 @dataclass(frozen=True, slots=True)
 class Resend:
     """When a number went again, the last time."""
@@ -120,7 +114,8 @@ class NumberedSender:
         # Those that went again since they were found lost. Below `judged`, not come, not lost.
         self.resent: dict[int, Resend] = {}
         self.probe = PROBE  # how many go again when nothing comes
-        self.stats = SenderStats()
+        self.sent = 0  # packets, those that went again included
+        self.again = 0  # those that went again
 
     @property
     def ack(self) -> int:
@@ -139,11 +134,11 @@ class NumberedSender:
         as sent."""
         if self.lost and most > 0:
             numbers = self._take_lost(most)
-            self.stats.resent += len(numbers)
+            self.again += len(numbers)
         else:
             numbers = range(self.next, max(self.next, self._limit(most)))
             self.next = numbers.stop
-        self.stats.sent += len(numbers)
+        self.sent += len(numbers)
         return numbers
 
     def heartbeat(self, beat: Heartbeat) -> None:
@@ -212,7 +207,7 @@ class NumberedSender:
         count = min(most, _ones(self.lost >> low))
         self.lost &= ~(((1 << count) - 1) << low)
         numbers = range(self.ack + low, self.ack + low + count)
-        for order, number in enumerate(numbers, self.stats.resent):
+        for order, number in enumerate(numbers, self.again):
             self.resent[number] = Resend(self.next, order)
         return numbers
 

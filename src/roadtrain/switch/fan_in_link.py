@@ -26,21 +26,19 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from roadtrain.chunks import PAGE, Chunk
+from roadtrain.chunks import PAGE
 from roadtrain.errors import LostError, PeerError, RoadtrainError, WireError
 from roadtrain.retry import undone_on_error
 from roadtrain.servers import frames as m
-from roadtrain.servers import routes
 from roadtrain.switch import fixed_point, packets, switch_frames
 from roadtrain.switch.datagrams import DatagramSocket
-from roadtrain.switch.fixed_point import load_kernels
+from roadtrain.switch.greeting import Participant
 from roadtrain.switch.lateness import ago
-from roadtrain.switch.options import FanIn
 from roadtrain.switch.packets import HEADER_NBYTES, PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
 from roadtrain.switch.participant import ROUNDS, Asked, Gradient, Granted, Numbers, Pulls
 from roadtrain.switch.protocol.numbered import NumberedReceiver
@@ -56,7 +54,7 @@ from roadtrain.switch.streams import (
 from roadtrain.transport.address import address_of, own_address
 from roadtrain.transport.link import Receiver
 from roadtrain.transport.stream import FrameStream
-from roadtrain.transport.tcp import Address, TcpOptions
+from roadtrain.transport.tcp import Address
 from roadtrain.units import round_up
 
 TRIAL_S = 1.0  # for a word by the network's own multicast
@@ -64,48 +62,6 @@ BEGIN_S = 10.0  # for the thread that connects to have the link
 END_S = 5.0  # for the owner to return
 SILENT_S = 3.0  # without a packet
 MAX_NONCE = 64
-
-
-@dataclass(frozen=True)
-class Participant:
-    """Who takes part in what."""
-
-    plan: FanIn
-    rank: int  # of a worker, or of a host whose relay communicates for it
-    count: int  # of participants
-    chunks: Sequence[Chunk]  # of the job, by number
-    adds: bool = False  # its gradients are fp32 sums of several workers, whatever the chunk's dtype
-
-    @property
-    def switch(self) -> str:
-        return self.plan.place_of(self.rank, self.count)[0].address
-
-
-def hello_of(plan: FanIn, hello: m.Hello) -> bytes:
-    """A participant's greeting to a server."""
-    switches = tuple((one.address, one.parent, one.workers) for one in plan.switches)
-    rest = switch_frames.FanInHello(hello, switches, plan.wire, plan.window, plan.multicast)
-    return routes.greeting_of("fan-in") + m.encode(rest)
-
-
-def dial(
-    address: Address,
-    receiver: Receiver,
-    options: TcpOptions,
-    hello: m.Hello,
-    participant: Participant,
-    number: int,
-    report: Callable[[str], None],
-) -> FanInLink:
-    """A participant's link to the fan-in end in front of server `number`. Raises what tcp.connect
-    does, and ConfigError where the participant is below no switch."""
-    load_kernels(participant.plan.width)
-    link = FanInLink(receiver, participant, options.token)
-    greeting = hello_of(participant.plan, hello)
-    made = routes.dial(address, link, options, greeting, number, report)
-    assert isinstance(made, FrameStream)
-    link.begin(made)
-    return link
 
 
 @dataclass
@@ -130,12 +86,6 @@ class _Joined:
             one.close()
 
 
-class _Arrived(NamedTuple):
-    kind: int
-    header: bytes
-    payload: memoryview
-
-
 class FanInLink:
     """A Link to its owner; the Receiver of the TCP link.
 
@@ -158,8 +108,8 @@ class FanInLink:
         self._server_names = False  # it has said who does not answer
         self._over = False  # no packets any more
         self._closed = False  # by the owner: it hears nothing any more
-        # what the owner has to hear: a frame, or how the link was lost; None: nothing more
-        self._heard: SimpleQueue[_Arrived | PeerError | None] = SimpleQueue()
+        # calls of the owner, which tell it of a frame or how the link was lost; None: no more
+        self._heard: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._teller = threading.Thread(target=self._tell, name="tell the owner", daemon=True)
 
     def begin(self, link: FrameStream) -> None:
@@ -171,8 +121,7 @@ class FanInLink:
     @property
     def strangers(self) -> int:
         """Packets without the job's tag, which changed nothing."""
-        joined = self._joined
-        return joined.port.strangers if joined is not None else 0
+        return self._joined.port.strangers if self._joined is not None else 0
 
     # the Link
 
@@ -275,26 +224,25 @@ class FanInLink:
                 if joined is not None:
                     joined.sender.may_send(ready)
             case m.PULLED:
-                self._heard.put(_Arrived(kind, self._tickets.popleft(), payload))
+                self._has_arrived(kind, self._tickets.popleft(), payload)
             case _:
                 if kind == m.PROGRESS:
                     self._hear_who_is_silent(m.header(kind, header))
-                self._heard.put(_Arrived(kind, header, payload))
+                self._has_arrived(kind, header, payload)
 
     def lost(self, error: PeerError) -> None:
         self._leave()
-        self._heard.put(error)
+        self._heard.put(partial(self._owner.lost, error))
+        self._heard.put(None)
+
+    def _has_arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
+        self._heard.put(partial(self._owner.arrived, kind, header, payload))
 
     def _tell(self) -> None:
         """Its own thread: the owner hears all, in order, until the link is lost or closed."""
-        while not self._closed and (heard := self._heard.get()) is not None:
-            if self._closed:
-                return
-            if isinstance(heard, PeerError):
-                self._owner.lost(heard)
-                return
+        while (tell := self._heard.get()) is not None and not self._closed:
             try:
-                self._owner.arrived(*heard)
+                tell()
             except BaseException as error:
                 self._failed(error)
 
@@ -377,13 +325,14 @@ class FanInLink:
 
     def _parameters(self, batch: Batch) -> None:
         done: list[tuple[Asked, int]] = []
-        new = self._new(batch)
+        left = self._new(batch)
         headers = batch.headers
         bases = headers["number"].astype(np.int64) - headers["c"]
-        for at in _first_of_each(headers, bases, new):
-            a, b = int(headers["a"][at]), int(headers["b"][at])
-            ours = new & (headers["a"] == a) & (headers["b"] == b) & (bases == bases[at])
-            base = int(bases[at])
+        while left.any():  # one broadcast after the other
+            at = int(np.argmax(left))
+            a, b, base = int(headers["a"][at]), int(headers["b"][at]), int(bases[at])
+            ours = left & (headers["a"] == a) & (headers["b"] == b) & (bases == base)
+            left &= ~ours
             with self._lock:
                 asked = self._pulls.broadcast((a, b), base)
             self._copy(batch, ours, asked)
@@ -392,10 +341,12 @@ class FanInLink:
         for asked, base in done:
             with self._lock:
                 self._pulls.whole(asked, base)
-            self._heard.put(_Arrived(m.PULLED, asked.header, asked.into.data))
+            self._has_arrived(m.PULLED, asked.header, asked.into.data)
 
     def _new(self, batch: Batch) -> np.ndarray:
-        """Which packets have not come before."""
+        """Which packets have not come before. Raises WireError for packets of another length."""
+        if batch.segment != PACKET_NBYTES:
+            raise WireError(f"packets of {batch.segment} bytes came, bulk has {PACKET_NBYTES}")
         new = batch.ok.copy()
         new[new] = self._received.came_many(batch.numbers[new])
         self._clock.came(int(np.count_nonzero(batch.ok)))
@@ -404,7 +355,7 @@ class FanInLink:
     def _copy(self, batch: Batch, ours: np.ndarray, asked: Asked) -> None:
         index = batch.headers["c"].astype(np.uint32)
         asked.take(index[ours])
-        packets.copy_out(batch.buffer, batch.segment, batch.count, ours, index, asked.into)
+        packets.copy_out(batch.buffer, ours, index, asked.into)
 
     def _maxima(self, batch: Batch) -> None:
         new = self._new(batch)
@@ -484,22 +435,22 @@ class FanInLink:
         joined.silent = silent
         words = f"switch {self._own.switch}, from which no packet has come since {ago(for_s)}"
         said = m.encode((words if silent else "", 0, m.WAITS_ONLY))
-        self._heard.put(_Arrived(m.PROGRESS, said, memoryview(b"")))
+        self._has_arrived(m.PROGRESS, said, memoryview(b""))
 
     # up
 
     def _fill(self, first: int, count: int, staging: np.ndarray) -> int:
         """For the sender's thread."""
         with self._lock:
-            pieces, joined = self._granted.make(first, count), self._joined
+            if (joined := self._joined) is None:
+                return 0
+            pieces = self._granted.make(first, count)
         done = 0
         try:
-            for run, packet, number in pieces if joined is not None else ():
-                assert joined is not None
+            for run, packet, number in pieces:
                 self._write(joined, run, packet, number, staging[done * PACKET_NBYTES :])
                 done += number
-            if joined is not None and done:
-                packets.seal(staging, PACKET_NBYTES, done, joined.key)
+            packets.seal(staging, PACKET_NBYTES, done, joined.key)
         finally:
             with self._lock:
                 free, over = self._granted.made(), self._over
@@ -524,8 +475,9 @@ class FanInLink:
             b=round.round % ROUNDS,
             c=packet,
         )
+        of_run = into[: count * PACKET_NBYTES]
         if run.kind is Kind.EXPONENTS:
-            packets.copy_in(into, PACKET_NBYTES, count, round.exponents(), packet)
+            packets.copy_in(of_run, round.exponents(), packet)
             return
         gradient = round.gradient
         fixed_point.quantize(
@@ -535,21 +487,8 @@ class FanInLink:
             self._own.count,
             width,
             packet,
-            into,
-            PACKET_NBYTES,
-            count,
+            of_run,
         )
-
-
-def _first_of_each(headers: Any, bases: np.ndarray, new: np.ndarray) -> Iterable[int]:
-    """Of each broadcast in a batch, the first new packet."""
-    places = np.flatnonzero(new)
-    while places.size:
-        at = int(places[0])
-        yield at
-        of_it = (bases == bases[at]) & (headers["a"] == headers["a"][at])
-        of_it &= headers["b"] == headers["b"][at]
-        places = places[~of_it[places]]
 
 
 def _call(free: Iterable[Callable[[], None]]) -> None:

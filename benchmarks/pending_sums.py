@@ -1,0 +1,28 @@
+"""The sums that a worker has begun, and the wait for all of them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from roadtrain.sums.worker_sums import WorkerSums
+
+WAIT_S = 600.0
+
+
+class PendingSums:
+    def __init__(self, sums: WorkerSums) -> None:
+        self.sums, self.ended = sums, list[threading.Event]()
+
+    def sum(self, key: int, grad: memoryview, out: memoryview, dtype: str, **how: Any) -> None:
+        """As WorkerSums.sum, without `done`."""
+        self.ended.append(threading.Event())
+        self.sums.sum(key, grad, out, dtype, self.ended[-1].set, **how)
+
+    def wait(self) -> None:
+        """Until all have ended. Raises what has failed."""
+        for event in self.ended:
+            assert event.wait(WAIT_S)
+        self.ended.clear()
+        if self.sums.error is not None:
+            raise self.sums.error
