@@ -34,7 +34,6 @@ from roadtrain.config.models import BlockShape, ModelShape
 from roadtrain.config.plan_file import Plan, PlanMemory
 from roadtrain.config.plan_file import placement as named_placement
 from roadtrain.errors import RoadtrainError
-from roadtrain.kernels import codecs
 from roadtrain.servers import frames as m
 from roadtrain.servers.protocol import messages as ops
 from roadtrain.servers.protocol.server import ServerStateMachine
@@ -42,7 +41,7 @@ from roadtrain.servers.serve import SessionHost
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.run import simulate
 from roadtrain.storage.direct import DirectFile
-from roadtrain.sums import sum_frames
+from roadtrain.sums import formats, sum_frames
 from roadtrain.sums.reducer import Reducer
 from roadtrain.switch import switch_frames
 from roadtrain.transport import handshake as shake
@@ -455,14 +454,14 @@ def encoded_as(form: str, values: np.ndarray, seed: int) -> bytes:
     """Of a codec, or a dtype that gradients may have."""
     if form == "fp32":
         return values.tobytes()
-    out = bytearray(codecs.format_of(form).nbytes(values.size))
-    codecs.encode(form, values, None, memoryview(out), seed)
+    out = bytearray(formats.format_of(form).nbytes(values.size))
+    formats.encode(form, values, None, memoryview(out), seed)
     return bytes(out)
 
 
 def decoded_as(form: str, raw: bytes, n: int) -> np.ndarray:
     out = np.empty(n, np.float32)
-    codecs.decode(form, memoryview(raw), out)
+    formats.decode(form, memoryview(raw), out)
     return out
 
 
@@ -470,9 +469,9 @@ def residual_after(
     form: str, values: np.ndarray, residual: np.ndarray, seed: int
 ) -> tuple[bytes, np.ndarray]:
     """What is sent and what is kept back."""
-    out = bytearray(codecs.format_of(form).nbytes(values.size))
+    out = bytearray(formats.format_of(form).nbytes(values.size))
     kept = residual.copy()
-    codecs.encode(form, values, kept, memoryview(out), seed)
+    formats.encode(form, values, kept, memoryview(out), seed)
     return bytes(out), kept
 
 

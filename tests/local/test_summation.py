@@ -23,10 +23,10 @@ from torch.distributed.fsdp import fully_shard
 import roadtrain
 from benchmarks.pending_sums import PendingSums
 from roadtrain.errors import BudgetError, ConfigError, DeadlineError, LostError, RoadtrainError
-from roadtrain.kernels import codecs
 from roadtrain.kernels.cast import cast
 from roadtrain.servers import frames as m
 from roadtrain.servers import health, serve
+from roadtrain.sums import formats
 from roadtrain.sums import sums as service
 from roadtrain.sums.spare_hosts import SpareHosts
 from roadtrain.sums.sum_server import Reducers
@@ -341,7 +341,7 @@ def test_a_spare_host_by_its_command(tmp_path, hosts):
 
 def test_spare_hosts_know_formats_of_the_user(tmp_path, hosts, monkeypatch):
     (tmp_path / "doubled.py").write_text(
-        "from roadtrain.kernels.codecs import Fp16, register\n@register\nclass Doubled(Fp16):\n   "
+        "from roadtrain.sums.formats import Fp16, register\n@register\nclass Doubled(Fp16):\n   "
         " name = 'doubled'\n    def encode(self, values, out, seed):\n        super().encode(2 *"
         " values, out, seed)\n"
     )
@@ -365,8 +365,8 @@ def test_spare_hosts_know_formats_of_the_user(tmp_path, hosts, monkeypatch):
                 found
             )
     finally:
-        del codecs.FORMATS["doubled"]
-        codecs.format_of.cache_clear()
+        del formats.FORMATS["doubled"]
+        formats.format_of.cache_clear()
 
 
 # DDP

@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from roadtrain.errors import ConfigError, WireError
-from roadtrain.kernels import codecs
+from roadtrain.sums import formats
 
 ALL = ("bf16", "fp16", "topk:0.1", "topk:0.9", "onebit", "dither:2", "dither:4", "dither:8")
 floats = hnp.arrays(np.float32, st.integers(1, 70), elements=st.floats(-1e4, 1e4, width=32))
 
 
 def through(text, values, seed=0):
-    raw = bytearray(codecs.format_of(text).nbytes(values.size))
-    codecs.encode(text, values, None, raw, seed)
+    raw = bytearray(formats.format_of(text).nbytes(values.size))
+    formats.encode(text, values, None, raw, seed)
     out = np.empty(values.size, np.float32)
-    codecs.decode(text, memoryview(raw), out)
+    formats.decode(text, memoryview(raw), out)
     return out
 
 
@@ -62,11 +62,11 @@ def test_nothing_is_lost_with_error_feedback(text):
     """What was sent and what is kept add up to what was to be sent."""
     rng = np.random.default_rng(0)
     residual, wanted, sent = np.zeros(500, np.float32), np.zeros(500), np.zeros(500)
-    raw, out = bytearray(codecs.format_of(text).nbytes(500)), np.empty(500, np.float32)
+    raw, out = bytearray(formats.format_of(text).nbytes(500)), np.empty(500, np.float32)
     for step in range(50):
         values = rng.standard_normal(500, np.float32)
-        codecs.encode(text, values, residual, raw, step)
-        codecs.decode(text, memoryview(raw), out)
+        formats.encode(text, values, residual, raw, step)
+        formats.decode(text, memoryview(raw), out)
         wanted += values
         sent += out
     assert np.allclose(wanted, sent + residual, atol=1e-3)
@@ -77,11 +77,11 @@ def test_nothing_is_lost_with_error_feedback(text):
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_what_is_not_finite_shows_and_is_gone_a_step_later(text, wrong):
     values, residual = np.ones(100, np.float32), np.zeros(100, np.float32)
-    raw, out = bytearray(codecs.format_of(text).nbytes(100)), np.empty(100, np.float32)
+    raw, out = bytearray(formats.format_of(text).nbytes(100)), np.empty(100, np.float32)
     for step in range(2):
         values[3] = 1.0 if step else wrong
-        codecs.encode(text, values, residual, raw, step)
-        codecs.decode(text, memoryview(raw), out)
+        formats.encode(text, values, residual, raw, step)
+        formats.decode(text, memoryview(raw), out)
         assert np.isfinite(out).all() == bool(step)
     assert np.isfinite(residual).all()
 
@@ -90,11 +90,11 @@ def test_what_is_not_finite_shows_and_is_gone_a_step_later(text, wrong):
 @settings(deadline=None, max_examples=60)
 @given(data=st.data(), n=st.integers(1, 40))
 def test_whatever_comes_is_decoded_or_refused(text, data, n):  # Rule 8
-    size = codecs.format_of(text).nbytes(n)
+    size = formats.format_of(text).nbytes(n)
     raw = data.draw(st.binary(min_size=size, max_size=size))
     around = np.full(n + 64, 7, np.float32)
     try:
-        codecs.decode(text, memoryview(raw), around[32 : 32 + n])
+        formats.decode(text, memoryview(raw), around[32 : 32 + n])
     except WireError:
         assert text.startswith("topk")
     assert (around[:32] == 7).all() and (around[32 + n :] == 7).all()
@@ -113,11 +113,11 @@ def test_whatever_comes_is_decoded_or_refused(text, data, n):  # Rule 8
 )
 def test_unknown_ones_are_refused_with_a_hint(text, words):
     with pytest.raises(ConfigError, match=words):
-        codecs.format_of(text)
+        formats.format_of(text)
 
 
 def test_users_add_their_own():
-    class Ternary(codecs.Codec):
+    class Ternary(formats.Codec):
         name = "signs"
 
         def nbytes(self, n):
@@ -129,9 +129,9 @@ def test_users_add_their_own():
         def decode(self, raw, out):
             out[:] = raw.astype(np.float32) - 1
 
-    codecs.register(Ternary)
+    formats.register(Ternary)
     try:
         assert through("signs", np.array([3, -2, 0], np.float32)).tolist() == [1, -1, 0]
     finally:
-        del codecs.FORMATS["signs"]
-        codecs.format_of.cache_clear()
+        del formats.FORMATS["signs"]
+        formats.format_of.cache_clear()

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from roadtrain.device.copies import own_device
 from roadtrain.errors import ConfigError
-from roadtrain.kernels.codecs import format_of
 from roadtrain.options.check import Deadline, PathLike, Size, check_options
+from roadtrain.sums.formats import format_of
 from roadtrain.sums.protocol.reducer import RULES
 from roadtrain.sums.spare_hosts import SpareHosts
 from roadtrain.sums.sums import SumSetup, connect
@@ -50,7 +50,7 @@ class Summation(TensorSums):
     rates: Sequence[float] | None = None
     spare_rates: Sequence[float] | None = None
     # how fp32 travels between hosts: "" (as it is), bf16, fp16, topk:0.01, onebit, dither:4, or one
-    # of your own (kernels/codecs.py)
+    # of your own (sums/formats.py)
     format: str = ""
     local: bool = True  # the workers of a host sum through shared memory first
     # which workers of a host do so, by their place on it; None: as its topology says

@@ -1,13 +1,12 @@
-"""Codecs: how the values of a gradient are written in fewer bytes, on the way to reducers and to
-servers, and what that loses. A registry; `register` takes the user's own.
+"""Codecs: how the values of a gradient are written in fewer bytes, and what that loses. Those that
+a sum's gradients travel in are a registry (sums/formats.py).
 
-    gradient + residual -> encode -> (network) -> decode -> sum in fp32 + residual -> encode ->
-    (network) -> decode
+    gradient + residual -> encode -> (network) -> decode
 
 With error feedback (Karimireddy et al. 2019) what one encoding loses is kept, and added to the next
-gradient of the same elements: at workers that sum, at reducers, and at workers that push to servers
-(`encode_with_feedback`). A push to a server is a block's gradient, compressed a chunk at a time or
-as one (`Compressor`, Smart-Infinity's SmartComp), or whole in 16 bits (`downcast_in_place`).
+gradient of the same elements (`encode_with_feedback`). A push to a server is a block's gradient,
+compressed a chunk at a time or as one (`Compressor`, Smart-Infinity's SmartComp), or whole in 16
+bits (`downcast_in_place`).
 
 Flat arrays. Lossy: off by default (Rule 2). Does NOT know tensors, rounds or links, nor where
 residuals rest (servers/residuals.py).
@@ -16,24 +15,21 @@ residuals rest (servers/residuals.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from roadtrain.chunks import ITEMSIZE, Chunk
-from roadtrain.errors import ConfigError, WireError
-from roadtrain.kernels import quantize
-from roadtrain.kernels.cast import NUMPY_OF, cast, cast_in_place
+from roadtrain.errors import ConfigError
+from roadtrain.kernels.cast import NUMPY_OF, cast_in_place
 from roadtrain.kernels.sum import accumulate, sums_of_squares
-from roadtrain.kernels.topk import scatter, top_k
+from roadtrain.kernels.topk import drop_not_finite, scatter, top_k
 from roadtrain.options.lossy import TopK
-from roadtrain.options.names import did_you_mean
 
 
 class Codec:
-    """One way to write n values, from NAME or NAME:ARGUMENT. All hosts must know it. A new one
-    needs these three."""
+    """One way to write n values, from NAME or NAME:ARGUMENT. A new one needs `nbytes`, `encode`
+    and `decode`."""
 
     name = ""
     feedback = True
@@ -64,29 +60,6 @@ class Codec:
         self.decode(raw, sent)
         with np.errstate(all="ignore"):
             residual -= sent
-
-
-class _Half(Codec):
-    """bf16, fp16: every value rounded to the nearest."""
-
-    feedback, dtype = False, ""
-
-    def nbytes(self, n: int) -> int:
-        return 2 * n
-
-    def encode(self, values: np.ndarray, out: np.ndarray, seed: int) -> None:
-        cast(values, "fp32", out.view(np.uint16), self.dtype)
-
-    def decode(self, raw: np.ndarray, out: np.ndarray) -> None:
-        cast(raw.view(np.uint16), self.dtype, out, "fp32")
-
-
-class Bf16(_Half):
-    name = dtype = "bf16"
-
-
-class Fp16(_Half):
-    name = dtype = "fp16"
 
 
 class TopKCodec(Codec):
@@ -122,94 +95,6 @@ class TopKCodec(Codec):
         residual[self.pairs(raw)[0]] = 0
 
 
-class OneBit(Codec):
-    """onebit: the sign of every value, and the mean magnitude of all."""
-
-    name = "onebit"
-
-    def nbytes(self, n: int) -> int:
-        return 4 + -(-n // 8)
-
-    def encode(self, values: np.ndarray, out: np.ndarray, seed: int) -> None:
-        out[:4].view(np.float32)[0] = quantize.pack_signs(values, out[4:])
-
-    def decode(self, raw: np.ndarray, out: np.ndarray) -> None:
-        quantize.unpack_signs(raw[4:], raw[:4].view(np.float32)[0], out)
-
-
-class Dither(Codec):
-    """dither:BITS (2, 4, 8): a level below or above the value, at random, so that the mean is
-    exact."""
-
-    name = "dither"
-
-    def __init__(self, argument: str) -> None:
-        self.bits = int(argument)
-        if self.bits not in (2, 4, 8):
-            raise ValueError("takes 2, 4 or 8 bits a value")
-
-    def nbytes(self, n: int) -> int:
-        return 4 + -(-n * self.bits // 8)
-
-    def encode(self, values: np.ndarray, out: np.ndarray, seed: int) -> None:
-        most = quantize.largest(values)
-        out[:4].view(np.float32)[0] = most
-        quantize.pack_levels(values, most, self.bits, np.uint64(seed & (1 << 64) - 1), out[4:])
-
-    def decode(self, raw: np.ndarray, out: np.ndarray) -> None:
-        quantize.unpack_levels(raw[4:], raw[:4].view(np.float32)[0], self.bits, out)
-
-
-FORMATS: dict[str, type[Codec]] = {}
-
-
-def register(kind: type[Codec]) -> type[Codec]:
-    """Makes `kind` known under its name, in this process; usable as a decorator."""
-    FORMATS[kind.name] = kind
-    format_of.cache_clear()
-    return kind
-
-
-@lru_cache
-def format_of(text: str) -> Codec:
-    """NAME or NAME:ARGUMENT. Raises ConfigError."""
-    name, _, argument = text.partition(":")
-    if name not in FORMATS:
-        raise ConfigError(
-            f"no format {text!r}, there are {', '.join(sorted(FORMATS))}",
-            hint=did_you_mean(name, FORMATS)
-            or "a class of your own is made known by register, on every host (roadtrain serve --sum"
-            " --formats MODULE)",
-        )
-    try:
-        return FORMATS[name](argument)
-    except ValueError as error:
-        raise ConfigError(f"format {text!r}: {error}", hint=FORMATS[name].__doc__ or "") from error
-
-
-for _kind in (Bf16, Fp16, TopKCodec, OneBit, Dither):
-    register(_kind)
-
-
-def seed_of(*numbers: int) -> int:
-    """Other for every encoding, the same in every run."""
-    return hash(numbers) & (1 << 64) - 1  # Python's, of integers: not randomized
-
-
-def decode(text: str, raw: memoryview, out: np.ndarray) -> None:
-    """What came from the network, checked. Raises WireError."""
-    try:
-        format_of(text).decode(np.frombuffer(raw, np.uint8), out)
-    except ValueError as error:
-        raise WireError(f"{len(raw)} bytes of {text} came, which cannot be: {error}") from error
-
-
-def encode(text: str, values: np.ndarray, residual: np.ndarray | None, out: Any, seed: int) -> None:
-    """values: float32 [n]. out: nbytes(n) bytes. `residual`: as of `encode_with_feedback`."""
-    raw = np.frombuffer(out, np.uint8)
-    encode_with_feedback(format_of(text), values, "fp32", residual, raw, seed)
-
-
 def encode_with_feedback(
     codec: Codec,
     values: np.ndarray,
@@ -227,7 +112,7 @@ def encode_with_feedback(
     accumulate(residual, values, dtype)
     codec.encode(residual, out, seed)
     codec.take_out(out, residual)
-    quantize.drop_not_finite(residual)
+    drop_not_finite(residual)
 
 
 class Compressor:

@@ -170,3 +170,11 @@ def scatter(idx: np.ndarray, val: np.ndarray, out: np.ndarray) -> None:
     if idx.size and int(idx[-1]) >= out.size:
         raise RuleError(f"index {int(idx[-1])} is outside {out.size} elements")
     _scatter(idx, val, out)
+
+
+@kernel
+def drop_not_finite(residual: Any) -> Any:
+    """0 where an element is not finite."""
+    for i in range(residual.size):
+        if not np.isfinite(residual[i]):
+            residual[i] = np.float32(0)

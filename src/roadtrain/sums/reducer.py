@@ -5,7 +5,7 @@ one (BytePS's summation service). It keeps no parameters, no optimizer, nothing 
     part of worker 1 --+--> buffers of their own --> one pass, fp32 --+--> (accumulate: the sender)
 
 Buffers are made when a part comes for the first time and used again in every round, until parts go
-elsewhere. Encoded parts (kernels/codecs.py) are decoded one by one, their sum is encoded. One
+elsewhere. Encoded parts (sums/formats.py) are decoded one by one, their sum is encoded. One
 thread adds; links have theirs. Assumes what sums/protocol/reducer.py says. Does NOT know layers,
 models or who divides by the number of workers.
 """
@@ -31,12 +31,11 @@ from roadtrain.errors import (
     RoadtrainError,
     WireError,
 )
-from roadtrain.kernels import codecs
 from roadtrain.kernels.cast import cast_in_place
 from roadtrain.kernels.sum import sum_in_order
 from roadtrain.servers import frames as m
 from roadtrain.servers.connection import HostedSession, WorkerConnection
-from roadtrain.sums import sum_frames
+from roadtrain.sums import formats, sum_frames
 from roadtrain.sums.protocol.reducer import Arrived, PartRound, ReducerStateMachine
 from roadtrain.transport.link import Link
 
@@ -52,7 +51,7 @@ def _nbytes(elements: int, format: str, summed: int) -> int:
     if format in TRAINABLE or summed:
         return elements * (summed or ITEMSIZE[format])
     try:
-        return codecs.format_of(format).nbytes(elements)
+        return formats.format_of(format).nbytes(elements)
     except ConfigError as error:
         raise WireError(str(error)) from error
 
@@ -285,7 +284,7 @@ class Reducer(HostedSession[_ReducerConnection]):
         return found.view
 
     def _encoded(self, part: Arrived, total: np.ndarray, views: list[memoryview]) -> memoryview:
-        form = codecs.format_of(part.format)
+        form = formats.format_of(part.format)
         nbytes = form.nbytes(part.elements)
         sum_in_order(total, _decoded(part.format, [view[:nbytes] for view in views], total))
         where, out = (part.key, part.start), np.empty(nbytes, np.uint8).data
@@ -295,8 +294,8 @@ class Reducer(HostedSession[_ReducerConnection]):
                 kept = self.buffer(4 * part.elements)
                 self._residuals[where] = kept, array_in(kept.view, "fp32", 0, part.elements)
             residual = self._residuals[where][1]
-        codecs.encode(
-            part.format, total, residual, out, codecs.seed_of(-1, part.key, part.start, part.round)
+        formats.encode(
+            part.format, total, residual, out, formats.seed_of(-1, part.key, part.start, part.round)
         )
         return out
 
@@ -321,5 +320,5 @@ def _decoded(
     scratch = np.empty_like(total)
     for rank, raw in enumerate(encoded):
         into = scratch if rank else total
-        codecs.decode(format, raw, into)
+        formats.decode(format, raw, into)
         yield into, "fp32"

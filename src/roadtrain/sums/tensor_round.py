@@ -16,7 +16,7 @@ import numpy as np
 
 from roadtrain.chunks import ITEMSIZE
 from roadtrain.device.buffers import Buffer
-from roadtrain.kernels import codecs
+from roadtrain.sums import formats
 
 
 class TensorCodec:
@@ -24,7 +24,7 @@ class TensorCodec:
     last round."""
 
     def __init__(self, format: str, elements: int) -> None:
-        self.format, self.codec = format, codecs.format_of(format)
+        self.format, self.codec = format, formats.format_of(format)
         self.residual = np.zeros(elements, np.float32) if self.codec.feedback else None
         self.encoded: dict[int, tuple[int, memoryview]] = {}  # first element -> round, bytes
 
@@ -34,7 +34,7 @@ class TensorCodec:
         last, raw = self.encoded.get(start) or (0, Buffer(nbytes).view[:nbytes])
         if last != number:
             kept = None if self.residual is None else self.residual[start : start + values.size]
-            codecs.encode(self.format, values, kept, raw, seed)
+            formats.encode(self.format, values, kept, raw, seed)
             self.encoded[start] = number, raw
         return raw
 
@@ -80,5 +80,5 @@ class TensorRound:
         if self.codec is None:
             return self.of(self.grad, number)
         start = self.parts[number][0]
-        seed = codecs.seed_of(rank, self.key, start, self.round)
+        seed = formats.seed_of(rank, self.key, start, self.round)
         return self.codec.encode(self.values(self.grad, number), start, self.round, seed)

@@ -32,11 +32,10 @@ from roadtrain.errors import (
     RoadtrainError,
     WireError,
 )
-from roadtrain.kernels import codecs
 from roadtrain.retry import undone_on_error
 from roadtrain.servers import frames as m
 from roadtrain.servers.connection import link_to
-from roadtrain.sums import sum_frames
+from roadtrain.sums import formats, sum_frames
 from roadtrain.sums.protocol.membership import Change, Spares
 from roadtrain.sums.protocol.part_map import Map
 from roadtrain.sums.protocol.shares import cut, order
@@ -198,7 +197,7 @@ class WorkerSums:
         holds the sum, from a thread of a link. `grad` must not change before, and `out` not
         until the key's next sum is done. Smaller priorities go first. All workers call it with
         the same keys; a key's calls follow each other. `format`: how fp32 travels
-        (kernels/codecs.py). Raises ConfigError, and what has ended it."""
+        (sums/formats.py). Raises ConfigError, and what has ended it."""
         if format and dtype != "fp32":
             raise ConfigError(
                 f"tensor {key} is {dtype} and should travel as {format}", hint="formats are of fp32"
@@ -322,7 +321,7 @@ class WorkerSums:
             return
         tensor, part = awaited
         if not summed and tensor.codec is not None:
-            codecs.decode(tensor.codec.format, payload, tensor.values(tensor.out, part))
+            formats.decode(tensor.codec.format, payload, tensor.values(tensor.out, part))
         with self._lock:
             if key in self._given_up:
                 return

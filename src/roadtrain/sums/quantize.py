@@ -1,5 +1,5 @@
 """Few bits for a float: one bit (Seide et al. 2014) and dithering (QSGD, Alistarh et al. 2017),
-packed; what residuals may keep.
+packed.
 
 One bit (`pack_signs`): the sign, and one mean magnitude for all. Dithering (`pack_levels`): one of
 2 L + 1 levels from -max |x| to max |x|, rounded up or down at random so that the mean is exact; the
@@ -75,11 +75,3 @@ def unpack_levels(packed: Any, most: Any, width: Any, out: Any) -> Any:
     scale = np.float64(most) / top
     for i in range(out.size):
         out[i] = np.float32(((packed[i // each] >> ((i % each) * width) & mask) - top) * scale)
-
-
-@kernel
-def drop_not_finite(residual: Any) -> Any:
-    """0 where an element is not finite."""
-    for i in range(residual.size):
-        if not np.isfinite(residual[i]):
-            residual[i] = np.float32(0)
