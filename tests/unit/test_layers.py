@@ -38,7 +38,7 @@ FLOORS = {room: floor for floor, rooms in enumerate(ORDER) for room in rooms}
 LOOSE_MODULES = 9
 PURE = ("options", "config", "simulator")
 NEVER_IN_PURE = {"torch", "socket", "threading", "asyncio", "time"}
-FILE_LINES = 900  # formatted: until the house is rebuilt (decision 0021)
+FILE_LINES = 585  # formatted; the aim is 500, and this is only lowered
 FORBIDDEN = ("shard", "bucket", "partition", "keeper")
 # File -> words allowed there, with the reason.
 EXCEPTED = {
