@@ -17,7 +17,8 @@ from roadtrain.stages.networks import INSIDE, KINDS, GroupNetwork, HostCard
 from roadtrain.units import show_rate, show_seconds
 
 CLOCK_S = 2.0  # by which clocks may differ: hosts that ask a time server differ by milliseconds
-MATRIX = 12  # hosts of a matrix that people can read; above, groups have their lines alone
+GROUPS = 24  # that have a line each; above, those of one kind and rate are one line
+MATRIX = 12  # hosts of a matrix that people can read; above, links of one kind are one line
 
 
 class Trouble(StrEnum):
@@ -194,8 +195,23 @@ def matrix(
 ) -> list[str]:
     """For people: hosts by hosts, then each group's network."""
     found = [one for report in reports.values() for one in report.findings]
-    lines = [*_table(found, hosts)] if found and len(hosts) <= MATRIX else []
-    return [*lines, *(f"network: {network}" for network in networks)]
+    if not found:  # all are on one host
+        lines = []
+    else:
+        lines = [*_table(found, hosts)] if len(hosts) <= MATRIX else [*_summary(found)]
+    return [*lines, *_of_groups(networks)]
+
+
+def _of_groups(networks: Sequence[GroupNetwork]) -> Iterator[str]:
+    if len(networks) <= GROUPS:
+        yield from (f"network: {network}" for network in networks)
+        return
+    alike: dict[str, list[str]] = {}
+    for network in networks:
+        rate = f" at {show_rate(network.bytes_per_s)}" if network.bytes_per_s else ""
+        alike.setdefault(f"{network.kind}{rate}", []).append(network.group)
+    for by, groups in alike.items():
+        yield f"network: {by}: {len(groups)} groups ({groups[0]} to {groups[-1]})"
 
 
 def _table(found: Sequence[Finding], hosts: Sequence[str]) -> Iterator[str]:
@@ -212,3 +228,15 @@ def _table(found: Sequence[Finding], hosts: Sequence[str]) -> Iterator[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+
+
+def _summary(found: Sequence[Finding]) -> Iterator[str]:
+    for kind in KINDS:
+        own = [one for one in found if one.link.kind == kind]
+        if not own:
+            continue
+        latency = median(one.latency_s for one in own)
+        rates = sorted(one.bytes_per_s for one in own if one.bytes_per_s)
+        slowest = f", the slowest {show_rate(rates[0])}" if rates else ""
+        rate = f", {show_rate(median(rates))}{slowest}" if rates else ""
+        yield f"  {kind}: {len(own)} links, {show_seconds(latency)}{rate}"

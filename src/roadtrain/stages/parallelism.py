@@ -22,6 +22,7 @@ which has each expert once.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -178,6 +179,21 @@ class Parallelism:
 
     def tensor_groups(self) -> list[list[int]]:
         return [list(range(i, i + self.tp)) for i in range(0, self.devices, self.tp)]
+
+    def pipeline_groups(self) -> list[list[int]]:
+        """As many as there are different ways through the stages, times tp: each once."""
+        turns = math.lcm(*(n // self.cp for n in self.replicas_of))
+
+        def passed(way: int, context: int, tensor: int) -> list[int]:
+            return [
+                self.rank(RankPosition(stage, way * self.cp % replicas + context, tensor))
+                for stage, replicas in enumerate(self.replicas_of)
+            ]
+
+        return [
+            passed(*each)
+            for each in itertools.product(range(turns), range(self.cp), range(self.tp))
+        ]
 
     def data_groups(self) -> list[list[int]]:
         """Stage by stage, inside a stage tensor rank by tensor rank."""
