@@ -84,7 +84,8 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(core: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "PYTHONPATH": str(core / "src")}
+    # one thread: two tests at a time are slowed down tenfold by threads that wait for each other
+    environ = {**os.environ, "PYTHONPATH": str(core / "src"), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, *command],
         cwd=core,
