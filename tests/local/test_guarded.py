@@ -16,6 +16,7 @@ import pytest
 from models import Case
 from processes import HostProcess, Workers, losses
 
+from benchmarks.pending_sums import PendingSums
 from roadtrain import cli
 from roadtrain.config.job import make_job
 from roadtrain.errors import AuthError, ConfigError, RoadtrainError
@@ -258,8 +259,9 @@ class Meeting:
 
 def ones(rank, sums):
     grad, out = np.full(50_000, rank + 1, np.float32), np.zeros(50_000, np.float32)
-    sums.sum(1, m.as_bytes(grad), out.view(np.uint8).data, "fp32", lambda: None)
-    sums.wait()
+    pending = PendingSums(sums)
+    pending.sum(1, m.as_bytes(grad), out.view(np.uint8).data, "fp32")
+    pending.wait()
     return out[0], out[-1]
 
 
