@@ -19,7 +19,7 @@ With three or more servers a majority that has a history is enough too: every se
 two majorities share a server. With two servers somebody else must know that the other one did not
 go on alone: the witness of the last link. That is whoever began it: the mark of its run directory,
 or, where there is none, its worker 0 while it lives, which says to one server at most that it may
-go on without the other (`GradAccumulated.without`). Without a witness the two cases "the other
+go on without the other (`Without` in servers/frames.py). Without a witness the two cases "the other
 died" and "the other went on alone" look the same, and only a person knows (`given_up`).
 
 Assumes: what a server says of itself is whole. Does NOT know how it was asked, and changes nothing.
