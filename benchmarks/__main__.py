@@ -31,8 +31,12 @@ def run(name: str, json: str | None = None, quick: bool = False, only: Sequence[
     if name not in known:
         raise unknown_name("benchmark", name, known)
     module = importlib.import_module(f"benchmarks.{name}")
-    if only and not hasattr(module, "ITEMS"):
+    items = list(getattr(module, "ITEMS", ()))
+    if only and not items:
         raise ConfigError(f"benchmark {name} has no items", hint="leave --only out")
+    for item in only:
+        if item not in items:
+            raise unknown_name("item", item, items)
     report = module.run(quick=quick, **({"only": only} if only else {}))
     report.print()
     if json is not None:

@@ -6,6 +6,11 @@ The optimum is sums/protocol/shares.py's, at the rate that TCP carries of whole 
 the slowest worker; the median of ROUNDS. Every round's sums are checked against the order that they
 are promised in. Needs root. Does NOT emulate latency.
 
+    --only ITEM,..
+    4, 8     workers, with up to as many spare hosts, all links equal
+    unequal  4 workers and 2 spare hosts on unequal links
+    steps    whole DDP steps
+
     python -m benchmarks.summation --rank 0 --workers 4 --addresses A,B,.. --rates R,R,..
     --nbytes N --json OUT
 """
@@ -45,18 +50,24 @@ NBYTES, ROUNDS, PORT, TIMEOUT_S = 256_000_000, 3, 7300, 180
 TOKEN = b"only for this measurement"
 
 
-def run(quick: bool = False) -> Report:
+ITEMS = ("4", "8", "unequal", "steps")
+
+
+def run(quick: bool = False, only: Sequence[str] = ()) -> Report:
     if (why := network_available()) is not None:
         raise ConfigError(f"the hosts cannot be emulated here: {why}")
     nbytes, rounds = (32_000_000, 1) if quick else (NBYTES, ROUNDS)
+    items = only or (("4", "unequal", "steps") if quick else ITEMS)
     rows: list[Row] = []
-    for n, spares, goal in (
-        ((4, (0, 4), 0.95),) if quick else ((4, (0, 1, 2, 3, 4), 0.95), (8, (0, 4, 8), 0.90))
-    ):
-        rows += _equal_links(n, spares, goal, nbytes, rounds)
-    return Report(
-        "summation", rows + _unequal_links(nbytes, rounds) + summation_steps.rows(4, 4, quick)
-    )
+    if "4" in items:
+        rows += _equal_links(4, (0, 4) if quick else (0, 1, 2, 3, 4), 0.95, nbytes, rounds)
+    if "8" in items:
+        rows += _equal_links(8, (0, 4, 8), 0.90, nbytes, rounds)
+    if "unequal" in items:
+        rows += _unequal_links(nbytes, rounds)
+    if "steps" in items:
+        rows += summation_steps.rows(4, 4, quick)
+    return Report("summation", rows)
 
 
 def _equal_links(n: int, spares: Sequence[int], goal: float, nbytes: int, rounds: int) -> list[Row]:
