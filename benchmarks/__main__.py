@@ -44,7 +44,7 @@ def run(name: str, json: str | None = None, quick: bool = False, only: Sequence[
 
 
 def bench(name: str, json: str | None = None, quick: bool = False) -> None:
-    """`roadtrain bench`, the name of the first edition for `python -m benchmarks`.
+    """Run a benchmark beside its peer: the older name of `python -m benchmarks NAME`.
 
     Args:
         json: also write the figures to this file

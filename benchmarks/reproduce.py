@@ -658,7 +658,10 @@ def summary(found: list[Row]) -> str:
 
 
 def command(paper: str = "", *, json: str = "", all: bool = False) -> int:
-    """`roadtrain reproduce`. `paper`: this one alone.
+    """What the five papers print beside what the simulator gives: luwu, smart_infinity, holmes,
+    sgc, byteps.
+
+    `paper`: this one alone.
 
     Args:
         json: also write every row to this file

@@ -511,8 +511,10 @@ def command(
     json: str | None = None,
     sums: bool = False,
 ) -> int:
-    """`roadtrain soak`. 1 where anything hung, a loss or a sum differs, or an end had no
-    sentence.
+    """Run scripted faults (kills, power cuts, flipped bits, cut links, full disks, wrong workers)
+    against a small job on this machine; exit code 1 if anything hangs or a loss differs.
+
+    Also 1 where a sum differs, or an end had no sentence.
 
     Args:
         faults: how many (300)

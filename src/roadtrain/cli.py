@@ -1,17 +1,16 @@
 """`roadtrain COMMAND ...`: finds the function that a command is, and calls it.
 
-A command is a typed function; its options stand under `Args:` in its docstring. Both are read from
-the source: a module is imported only when its command is to run, so help and mistakes are answered
-before torch has been imported (docs/decisions/0029). Errors made on purpose end in one message and
-exit code 2, or 3 where another process failed and the same command may go on. Does NO work itself.
+A command is a typed function. Its docstring begins with the sentence that `--help` prints, and has
+its options under `Args:`. All is read from the source: a module is imported only when its command
+is to run, so help and mistakes are answered before torch has been imported (docs/decisions/0029).
+Errors made on purpose end in one message and exit code 2, or 3 where another process failed and the
+same command may go on. Does NO work itself.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
-import importlib.abc
-import importlib.util
 import io
 import os
 import re
@@ -33,7 +32,6 @@ class Command:
     """The target returns an exit code or None."""
 
     target: str  # module:function
-    does: str
     words: tuple[str, ...] = ()  # its positional arguments; [WORD] may be left out
     job_keys: bool = False  # it also takes every key of a job, as `overrides`
     job_word: int = -1  # which word is a job file, checked before the module (torch) is imported
@@ -52,123 +50,32 @@ class Option:
 
 COMMANDS = {
     "train": Command(
-        "roadtrain.training.command:command",
-        "Train a job. The same command resumes at the last committed step.",
-        ("JOB.toml",),
-        job_keys=True,
-        job_word=0,
+        "roadtrain.training.command:command", ("JOB.toml",), job_keys=True, job_word=0
     ),
-    "serve": Command(
-        "roadtrain.servers.serve:command",
-        "Serve parameters and optimizer state to workers (servers.addresses of their job). The same"
-        " command resumes.",
-        ("HOST:PORT",),
-    ),
+    "serve": Command("roadtrain.servers.serve:command", ("HOST:PORT",)),
     "verify": Command(
-        "roadtrain.training.verify:command",
-        "Train a few steps placed, in RAM and plainly with the same update rules, compare every"
-        " tensor bit for bit; exit code 1 if one differs.",
-        ("JOB.toml",),
-        job_keys=True,
-        job_word=0,
+        "roadtrain.training.verify:command", ("JOB.toml",), job_keys=True, job_word=0
     ),
-    "status": Command(
-        "roadtrain.launch.status_command:command",
-        "Step, loss, rates, bytes written so far and how long the device endures it. Of a run on"
-        " servers also each node, what it waits for and since when (RUN may be their HOST:PORT,..."
-        " instead). Of a launched run, by its name, also each process; 1 if one does not answer.",
-        ("RUN",),
-    ),
-    "export": Command(
-        "roadtrain.training.export:export_run",
-        "Write the parameters of a run directory as safetensors in Hugging Face layout, tensor by"
-        " tensor.",
-        ("RUN", "DIR"),
-    ),
-    "import": Command(
-        "roadtrain.training.export:import_weights",
-        "Start a run (--run.dir) from a Hugging Face folder, tensor by tensor, and write its"
-        " job.toml.",
-        ("DIR",),
-        job_keys=True,
-    ),
-    "check-rule": Command(
-        "roadtrain.training.check_rule:command",
-        "Check an update rule against its reference on random data, and its speed against the"
-        " storage's.",
-        ("MODULE:NAME",),
-    ),
-    "lab up": Command(
-        "roadtrain.lab.lab_command:up",
-        "Make the cluster that the file describes on this machine, hold it until Ctrl-C or `lab"
-        " down`, remove it.",
-        ("LAB.toml",),
-    ),
-    "lab run": Command(
-        "roadtrain.lab.lab_command:run",
-        "Run a command on a host of a lab that is up: its network, its storage's rates; everything"
-        " else is shared.",
-        ("LAB.toml", "HOST", "-- CMD..."),
-    ),
-    "lab down": Command(
-        "roadtrain.lab.lab_command:down",
-        "End a lab, and remove what killed labs left.",
-        ("LAB.toml",),
-    ),
-    "probe": Command(
-        "roadtrain.planner.probe:command",
-        "Measure this host (memory, updates, sums, storage, devices) into a cluster.toml; name what"
-        " was not measured.",
-    ),
+    "status": Command("roadtrain.launch.status_command:command", ("RUN",)),
+    "export": Command("roadtrain.training.export:export_run", ("RUN", "DIR")),
+    "import": Command("roadtrain.training.export:import_weights", ("DIR",), job_keys=True),
+    "check-rule": Command("roadtrain.training.check_rule:command", ("MODULE:NAME",)),
+    "lab up": Command("roadtrain.lab.lab_command:up", ("LAB.toml",)),
+    "lab run": Command("roadtrain.lab.lab_command:run", ("LAB.toml", "HOST", "-- CMD...")),
+    "lab down": Command("roadtrain.lab.lab_command:down", ("LAB.toml",)),
+    "probe": Command("roadtrain.planner.probe:command"),
     "calibrate": Command(
-        "roadtrain.planner.calibrate:command",
-        "Run a few real steps of a job here, print them beside the simulated ones, write the"
-        " measured rates back.",
-        ("CLUSTER.toml", "JOB.toml"),
-        job_word=1,
+        "roadtrain.planner.calibrate:command", ("CLUSTER.toml", "JOB.toml"), job_word=1
     ),
-    "plan": Command(
-        "roadtrain.planner.plan:command",
-        "Find the best plan for a model on a cluster, say why, and why others lost; 1 if none"
-        " fits.",
-        ("CLUSTER.toml",),
-    ),
-    "launch": Command(
-        "roadtrain.launch.launch:command",
-        "Run a plan: all processes of a job on the hosts that it names, kept running until the job"
-        " is done. What ends by itself is started again; what is done is said before.",
-        ("[PLAN.toml]", "[JOB.toml]"),
-    ),
-    "simulate": Command(
-        "roadtrain.planner.simulate:command",
-        "Predict one plan on a cluster that need not be there: step time, what is busy, memory,"
-        " energy and cost.",
-        ("CLUSTER.toml",),
-    ),
-    "reproduce": Command(
-        "benchmarks.reproduce:command",
-        "What the five papers print beside what the simulator gives: luwu, smart_infinity, holmes,"
-        " sgc, byteps.",
-        ("[PAPER]",),
-    ),
+    "plan": Command("roadtrain.planner.plan:command", ("CLUSTER.toml",)),
+    "launch": Command("roadtrain.launch.launch:command", ("[PLAN.toml]", "[JOB.toml]")),
+    "simulate": Command("roadtrain.planner.simulate:command", ("CLUSTER.toml",)),
+    "reproduce": Command("benchmarks.reproduce:command", ("[PAPER]",)),
     "preflight": Command(
-        "roadtrain.training.preflight_command:command",
-        "Test every pair of hosts of every group over the network that it will use; print the"
-        " matrix, or what is wrong. Started on every host, under torchrun or with --hosts.",
-        ("[JOB.toml]",),
-        job_word=0,
+        "roadtrain.training.preflight_command:command", ("[JOB.toml]",), job_word=0
     ),
-    "soak": Command(
-        "benchmarks.soak:command",
-        "Run scripted faults (kills, power cuts, flipped bits, cut links, full disks, wrong"
-        " workers) against a small job on this machine; exit code 1 if anything hangs or a loss"
-        " differs.",
-    ),
-    "bench": Command(
-        "benchmarks.__main__:bench",
-        "Run a benchmark beside its peer: the older name of `python -m benchmarks NAME`.",
-        ("NAME",),
-    ),
+    "soak": Command("benchmarks.soak:command"),
+    "bench": Command("benchmarks.__main__:bench", ("NAME",)),
 }
 
 
@@ -284,18 +191,35 @@ def _check_words(name: str, words: Sequence[Any]) -> None:
         )
 
 
+def _function_of(target: str) -> ast.FunctionDef:
+    """The source of a command's function. Raises ConfigError where it is one of the benchmarks, and
+    these are not here."""
+    module, _, name = target.partition(":")
+    top = Path(__file__).parents[1]
+    if module.startswith("benchmarks."):
+        top = _find_benchmarks()
+    text = (top / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+    # it alone is parsed: for whole modules, `roadtrain --help` would take twice as long
+    found = re.search(rf"^def {name}\(.*?(?=^[\w@]|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert found is not None, target
+    (function,) = ast.parse(found[0]).body
+    assert isinstance(function, ast.FunctionDef)
+    return function
+
+
+def summary_of(target: str) -> str:
+    """The first paragraph of the docstring of a command's function, on one line."""
+    try:
+        function = _function_of(target)
+    except ConfigError:
+        return "Needs a clone of the repository."
+    return " ".join((ast.get_docstring(function) or "").partition("\n\n")[0].split())
+
+
 def options_of(target: str) -> Mapping[str, Option]:
     """What the docstring of a command's function has under `Args:`, each of the type that the
     signature gives it."""
-    module, _, name = target.partition(":")
-    if module.startswith("benchmarks."):
-        _find_benchmarks()
-    spec = importlib.util.find_spec(module)
-    assert spec is not None and isinstance(spec.loader, importlib.abc.InspectLoader), module
-    tree = ast.parse(spec.loader.get_source(module) or "")
-    function = next(
-        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name
-    )
+    function = _function_of(target)
     annotations = {
         one.arg: ast.unparse(one.annotation)
         for one in (*function.args.args, *function.args.kwonlyargs)
@@ -309,8 +233,9 @@ def options_of(target: str) -> Mapping[str, Option]:
     }
 
 
-def _find_benchmarks() -> None:
-    """Make `benchmarks` importable: it stands beside `src` in a clone and is not installed."""
+def _find_benchmarks() -> Path:
+    """The folder that `benchmarks` stands in, beside `src` in a clone, for it is not installed;
+    from here on it can be imported."""
     clone = Path(__file__).parents[2]
     if not (clone / "benchmarks" / "__main__.py").is_file():
         raise ConfigError(
@@ -319,18 +244,24 @@ def _find_benchmarks() -> None:
         )
     if str(clone) not in sys.path:
         sys.path.append(str(clone))
+    return clone
 
 
 def _help() -> str:
     lines = ["Trains models larger than memory.", "", "roadtrain COMMAND ...", ""]
-    lines += [f"  {' '.join([name, *c.words]):32}{c.does}" for name, c in COMMANDS.items()]
+    for name, command in COMMANDS.items():
+        lines.append(f"  {' '.join([name, *command.words]):32}{summary_of(command.target)}")
     return "\n".join([*lines, "", "roadtrain COMMAND --help tells more."])
 
 
 def _command_help(name: str) -> str:
     command = COMMANDS[name]
     options = options_of(command.target)
-    lines = [f"roadtrain {' '.join([name, *command.words])} [OPTIONS]", "", command.does]
+    lines = [
+        f"roadtrain {' '.join([name, *command.words])} [OPTIONS]",
+        "",
+        summary_of(command.target),
+    ]
     if options:
         lines += ["", "Options"]
         lines += [f"  {_typed(key) + ' ':24}{option.text}" for key, option in options.items()]

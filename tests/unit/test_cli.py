@@ -100,7 +100,21 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     for name, command in cli.COMMANDS.items():
         assert cli.main([name, "--help"]) == 0
         shown = capsys.readouterr().out
-        assert command.does in shown and ("--run.steps" in shown) == command.job_keys
+        assert (
+            cli.summary_of(command.target) in shown and ("--run.steps" in shown) == command.job_keys
+        )
+
+
+def test_help_without_the_benchmarks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They are not installed with the package."""
+    installed = tmp_path / "lib" / "roadtrain"
+    installed.parent.mkdir()
+    installed.symlink_to(Path(cli.__file__).parent)
+    monkeypatch.setattr(cli, "__file__", str(installed / "cli.py"))
+    assert cli.main(["--help"]) == 0
+    assert capsys.readouterr().out.count("Needs a clone of the repository.") == 3
 
 
 def test_the_package_runs_as_a_module_and_knows_its_version() -> None:
@@ -145,7 +159,10 @@ def test_the_function_of_a_command_takes_its_words_and_options(name: str) -> Non
     command = cli.COMMANDS[name]
     options = cli.options_of(command.target)
     module, _, function = command.target.partition(":")
-    signature = inspect.signature(getattr(importlib.import_module(module), function))
+    found = getattr(importlib.import_module(module), function)
+    summary = cli.summary_of(command.target)
+    assert summary and (inspect.getdoc(found) or "").replace("\n", " ").startswith(summary)
+    signature = inspect.signature(found)
     keywords = {*options} | ({"overrides"} if command.job_keys else set())
     signature.bind(*command.words, **dict.fromkeys(keywords))
     left = {*signature.parameters} - keywords - {"report"}

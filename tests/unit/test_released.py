@@ -46,6 +46,33 @@ def test_tells_what_needs_no_values(released):
     assert p in {p} and p in [p] and "released parameter" in repr(p) and "(3, 2)" in f"{p}"
 
 
+# torch's questions about a tensor, and about anything, that begin with "is_"
+QUESTIONS = {
+    *("is_coalesced", "is_complex", "is_conj", "is_contiguous", "is_distributed"),
+    *("is_floating_point", "is_inference", "is_neg", "is_nonzero", "is_pinned", "is_same_size"),
+    *("is_set_to", "is_shared", "is_signed", "is_tensor", "is_storage"),
+}
+
+
+def test_of_the_questions_one_needs_values(released):
+    """A question that is new in torch is missing in QUESTIONS: does it need values?"""
+    found = {
+        name
+        for home in (torch.Tensor, torch)
+        for name in dir(home)
+        if name.startswith("is_")
+        and callable(getattr(home, name))
+        and not name.endswith(("_enabled", "_available"))  # they are not about a tensor
+    }
+    assert found <= QUESTIONS
+    with pytest.raises(LoopError, match="its values are elsewhere"):
+        released.is_nonzero()
+    with pytest.raises(LoopError, match="its values are elsewhere"):
+        torch.is_nonzero(released)
+    for name in ("is_contiguous", "is_complex", "is_neg", "is_pinned", "is_shared", "is_signed"):
+        assert getattr(released, name)() in (False, True)
+
+
 def test_its_gradient_is_an_ordinary_tensor(released):
     released.grad = torch.full((3, 2), 2.0)
     assert not is_released(released.grad)

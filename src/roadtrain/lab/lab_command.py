@@ -118,7 +118,10 @@ def load_lab(path: str | Path) -> LabFile:
 
 
 def up(path: str, detach: bool = False) -> None:
-    """Makes the lab, prints its hosts, and returns when a signal has ended it.
+    """Make the cluster that the file describes on this machine, hold it until Ctrl-C or `lab down`,
+    remove it.
+
+    Prints its hosts, and returns when a signal has ended it.
 
     Args:
         detach: return when it is up; it stays until `lab down`
@@ -147,8 +150,10 @@ def up(path: str, detach: bool = False) -> None:
 
 
 def run(path: str, host: str, argv: list[str]) -> None:
-    """Becomes the command, on the host, under its storage's rates and its limit of CPUs. Its exit
-    code is the command's."""
+    """Run a command on a host of a lab that is up: its network, its storage's rates; everything
+    else is shared.
+
+    Becomes the command, under the host's limit of CPUs. Its exit code is the command's."""
     _, _, hosts = _up(path)
     if host not in hosts:
         raise ConfigError(f"{path} has no host {host!r}", hint=f"hosts: {', '.join(hosts)}")
@@ -160,7 +165,9 @@ def run(path: str, host: str, argv: list[str]) -> None:
 
 
 def down(path: str) -> None:
-    """Ends the lab and waits until it is gone; else removes what it left when it was killed."""
+    """End a lab, and remove what killed labs left.
+
+    Waits until the lab is gone."""
     if not _found(path) and (swept := sweep()):
         print(f"{path} was not up; removed what killed labs left: {', '.join(swept)}")
         return

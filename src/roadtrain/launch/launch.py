@@ -78,7 +78,10 @@ def command(
     new_run: str = "",
     placements: str = "",
 ) -> int:
-    """`roadtrain launch`. Raises RoadtrainError.
+    """Run a plan: all processes of a job on the hosts that it names, kept running until the job is
+    done. What ends by itself is started again; what is done is said before.
+
+    Raises RoadtrainError.
 
     Args:
         on: what the run is launched on: here, lab or ray (here, where all hosts of the plan are

@@ -31,8 +31,12 @@ def command(
     link: str = "tcp",
     report: Callable[[str], None] = print,
 ) -> int:
-    """`run`: a launched run's name, a run directory, or the HOST:PORT,... of servers and switches.
-    1 where something is down or does not answer. Raises ConfigError where it is none of them.
+    """Step, loss, rates, bytes written so far and how long the device endures it. Of a run on
+    servers also each node, what it waits for and since when (RUN may be their HOST:PORT,...
+    instead). Of a launched run, by its name, also each process; 1 if one does not answer.
+
+    `run`: a launched run's name, a run directory, or the HOST:PORT,... of servers and switches.
+    Raises ConfigError where it is none of them.
 
     Args:
         endurance_tbw: terabytes the device may be written, from its data sheet (assumed: 600)

@@ -21,7 +21,7 @@ import itertools
 import tempfile
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, ItemsView, Iterator, Sequence, ValuesView
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -108,22 +108,10 @@ class StateDict(OrderedDict[str, Any]):
             super().__setitem__(key, value)
         return value
 
-    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        return ItemsView(self)
-
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        return ValuesView(self)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        try:
-            return self[key]
-        except KeyError:
-            return default
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
+    # through __getitem__, which OrderedDict's own methods pass by
+    items, values = Mapping.items, Mapping.values  # type: ignore[assignment]
+    get, setdefault = Mapping.get, MutableMapping.setdefault  # type: ignore[assignment]
+    __eq__ = Mapping.__eq__
 
     def pop(self, key: str, *default: Any) -> Any:
         if key in self or not default:
@@ -140,9 +128,6 @@ class StateDict(OrderedDict[str, Any]):
 
     def copy(self) -> OrderedDict[str, Any]:  # type: ignore[override]
         return OrderedDict(self.items())
-
-    def __eq__(self, other: object) -> bool:
-        return dict(self.items()) == other
 
     def __reduce__(self) -> Any:
         return OrderedDict, (), dict(vars(self)), None, iter(self.items())

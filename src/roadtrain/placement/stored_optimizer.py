@@ -298,9 +298,16 @@ class StoredOptimizer(torch.optim.Optimizer):
             ):  # it is said once; what the store holds goes on
                 self._rewrite(None, self.steps_done)
 
-    def _rewrite(self, given: Mapping[str, Any] | None, step: int) -> None:
-        """`given`: a whole form of the optimizer's state. The store is at `step` afterwards."""
-        self.check_rewrite()
+    def _rewrite(
+        self, given: Mapping[str, Any] | None, step: int, *, elsewhere: bool = False
+    ) -> None:
+        """`given`: a whole form of the optimizer's state. The store is at `step` afterwards.
+        `elsewhere`: it is the store of servers elsewhere, which are filled anew."""
+        if elsewhere:
+            self._check_refill()
+        else:
+            self.check_rewrite()
+        write = self.session.refill if elsewhere else self.session.rewrite
         self._writing = True
         try:
             self._states.settle()
@@ -309,11 +316,8 @@ class StoredOptimizer(torch.optim.Optimizer):
             before, job.history = job.history, uuid.uuid4().hex
             hyperparameters = [*self.hyperparameters().values()]
             change = optimizer_states.writer(self, given, self._states.staged, hyperparameters)
-            try:
-                self.session.rewrite(change, step, job.encode())
-            except BaseException:
-                job.history = before
-                raise
+            with undone_on_error(lambda: setattr(job, "history", before)):
+                write(change, step, job.encode())
             self._states.discard()
             self._arrive_at(step)
             self.root.refresh()
@@ -340,29 +344,9 @@ class StoredOptimizer(torch.optim.Optimizer):
         }
         self._states.staged.update({i: v for i, v in values.items() if i not in numbers})
         try:
-            if self.session.servers.local:
-                self._rewrite(given, step)
-            else:
-                self._refill(given, step)
+            self._rewrite(given, step, elsewhere=not self.session.servers.local)
         finally:
             self._states.discard()
-
-    def _refill(self, given: Mapping[str, Any], step: int) -> None:
-        """Servers elsewhere are filled anew."""
-        self._check_replaceable()
-        if self.session.store_plan.staleness or self._worker.residual_block:
-            raise LoopError(
-                "other values cannot be loaded into servers with a delay or error feedback",
-                hint="leave them out, or place this stage on files of its host",
-            )
-        self._states.settle()
-        self._finish_steps()
-        self.job_state.history = uuid.uuid4().hex
-        hyperparameters = [*self.hyperparameters().values()]
-        change = optimizer_states.writer(self, given, self._states.staged, hyperparameters)
-        self.session.refill(change, step, self.job_state.encode())
-        self._arrive_at(step)
-        self.root.refresh()
 
     @property
     def scratch(self) -> Path:
@@ -401,6 +385,15 @@ class StoredOptimizer(torch.optim.Optimizer):
                 ),
             )
         self._check_replaceable()
+
+    def _check_refill(self) -> None:
+        """Raises LoopError where servers elsewhere cannot be filled with other values now."""
+        self._check_replaceable()
+        if self.session.store_plan.staleness or self._worker.residual_block:
+            raise LoopError(
+                "other values cannot be loaded into servers with a delay or error feedback",
+                hint="leave them out, or place this stage on files of its host",
+            )
 
     def _check_replaceable(self) -> None:
         """Raises LoopError where a step is under way."""

@@ -114,7 +114,10 @@ def told(found: Measured, before: Result, after: Result) -> str:
 def command(
     cluster_file: str, job_file: str, *, steps: int = 3, out: str = "", lab: bool = False
 ) -> int:
-    """`roadtrain calibrate`. Raises RoadtrainError.
+    """Run a few real steps of a job here, print them beside the simulated ones, write the measured
+    rates back.
+
+    Raises RoadtrainError.
 
     Args:
         steps: how many are measured (3)

@@ -60,7 +60,9 @@ def command(
     verify: bool = False,
     lab: bool = False,
 ) -> int:
-    """`roadtrain plan`. Raises ConfigError.
+    """Find the best plan for a model on a cluster, say why, and why others lost; 1 if none fits.
+
+    Raises ConfigError.
 
     Args:
         model: a named shape as OPT-175B, a Hugging Face config.json, or MODULE:FUNCTION

@@ -290,7 +290,10 @@ def command(
     key: str | None = None,
     ca: str | None = None,
 ) -> int:
-    """1 where another host or a link to it could not be measured. Raises ConfigError, StoreError
+    """Measure this host (memory, updates, sums, storage, devices) into a cluster.toml; name what
+    was not measured.
+
+    1 where another host or a link to it could not be measured. Raises ConfigError, StoreError
     where a directory cannot be written, PeerError where a host does not listen at the start.
 
     Args:

@@ -337,7 +337,10 @@ def command(
     json: str = "",
     trace: str = "",
 ) -> int:
-    """`roadtrain simulate`. Raises ConfigError, BudgetError.
+    """Predict one plan on a cluster that need not be there: step time, what is busy, memory, energy
+    and cost.
+
+    Raises ConfigError, BudgetError.
 
     Args:
         model: a named shape as OPT-175B, a Hugging Face config.json, or MODULE:FUNCTION

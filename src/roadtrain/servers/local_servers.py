@@ -35,10 +35,13 @@ from roadtrain.storage.ledger import unpack
 
 
 class LocalServers:
-    """JobServers of this process. `running`: the servers, once they are connected. `opened`: None
-    where a new store is to be made."""
+    """The servers of a job in this process; RemoteServers has the same methods.
 
-    local, rests = True, ""
+    `running`: the servers, once they are connected. `opened`: None where a new store is to be made.
+    """
+
+    local = True  # they run in this process: values can be written into their store anew
+    rests = ""  # for people: where their state rests
 
     def __init__(
         self,
@@ -51,16 +54,18 @@ class LocalServers:
     ) -> None:
         self.store_plan, self.group = store_plan, WorkerGroup()
         self._budgets, self._deadline_s, self._report = budgets, deadline_s, report
-        self.store, self.new = opened, opened is None
+        self.store = opened  # the files of this process
+        self.new = opened is None  # the store is to be filled, by this worker
         if opened is None and store_plan.directories:
             meta, owners = store_plan.meta(), store_plan.owners
             self.store = create_store(
                 store_plan.directories, meta, owners, direct=store_plan.direct
             )
-        # what a run directory keeps of it (storage/mark.py)
+        # what this run is a witness of, which a run directory keeps (storage/mark.py)
         self.history = str(self.store.begin_session()) if self.store else ""
         in_ram = replace(store_plan.meta(), owners=store_plan.owners, directories=("RAM",))
-        self.meta = self.store.meta if self.store else in_ram
+        self.meta = self.store.meta if self.store else in_ram  # of what they hold
+        # the last committed step, and what this worker committed with it
         self.step = max(0, self.store.step) if self.store else 0
         self.blob = unpack(self.store.blob)[0] if self.store else b""
         self.numbers = range(len(self.meta.directories))
@@ -68,6 +73,7 @@ class LocalServers:
         self._said = opened.notes if opened else ()  # by open_or_none
 
     def connect(self, deliver: Callable[[Any], None], stages: Stages) -> Mapping[int, Server]:
+        """The links of the worker whose messages go to `deliver`, by number of the server."""
         buffers = self._budgets.buffers // (max(self.meta.owners, default=0) + 1)
         share = replace(self._budgets, buffers=buffers)
         for i, where in enumerate(self.store_plan.directories or ("RAM",)):
@@ -85,6 +91,7 @@ class LocalServers:
         return dict(enumerate(self.running))
 
     def fill(self, number: int, chunk: int, record: memoryview) -> None:
+        """Put the first contents of a chunk on one of its servers."""
         self.running[number].fill(chunk, record)
 
     def start(self, blob: bytes) -> None:
@@ -99,6 +106,7 @@ class LocalServers:
                 self._report(note)
 
     def record_of(self, chunk: Chunk, what: str) -> RecordView:
+        """Return at least the part of the committed record in which `what` lies."""
         if self.store is not None:
             return read_record(self.store, chunk, what)
         return RecordView(self.meta, chunk, self.running[0].memory[chunk.id])
@@ -115,16 +123,19 @@ class LocalServers:
             server.begin_again(self.meta, tier, step, self._deadline_s)
 
     def nbytes(self) -> int:
+        """Count the memory of this process."""
         return sum(server.nbytes() for server in self.running)
 
     def stop(self) -> list[str]:
+        """Stop serving, and return the names of threads that hang."""
         return [name for server in self.running for name in server.stop(self._deadline_s)]
 
     def close(self) -> None:
+        """Close what is left, once the worker is closed."""
         if self.store is not None:
             self.store.close()
 
-    abort = close
+    abort = close  # instead of `stop` and `close`, where no session has come of it
 
 
 def open_or_none(

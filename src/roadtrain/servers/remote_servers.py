@@ -63,8 +63,8 @@ class Reach:
 
 
 class RemoteServers:
-    """JobServers elsewhere. `servers`: those that take part. Raises ForeignError where they hold
-    another job, LostError, DeadlineError."""
+    """The servers of a job elsewhere, with the methods of LocalServers. `servers`: those that take
+    part. Raises ForeignError where they hold another job, LostError, DeadlineError."""
 
     local = False
     store: OpenedStore | None = None

@@ -63,7 +63,10 @@ def command(
     memory: str | None = None,
     xdp: str | None = None,
 ) -> int:
-    """`roadtrain serve HOST:PORT --store DIR`, or `--sum`, or `--switch`.
+    """Serve parameters and optimizer state to workers (servers.addresses of their job). The same
+    command resumes.
+
+    `roadtrain serve HOST:PORT --store DIR`, or `--sum`, or `--switch`.
 
     Args:
         store: directory that the state rests in; one in /dev/shm rests in memory

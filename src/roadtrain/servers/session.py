@@ -7,77 +7,30 @@ Does NOT know modules or optimizers: values come in as flat arrays by parameter 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from roadtrain.chunks import Block, Chunk
+from roadtrain.chunks import Block
 from roadtrain.device.buffers import array_in
-from roadtrain.environment import WorkerGroup
 from roadtrain.errors import DeadlineError, LostError
 from roadtrain.kernels.codecs import Compressor
 from roadtrain.options.budgets import Budgets
 from roadtrain.retry import undone_on_error
-from roadtrain.servers.connection import MessageLink
 from roadtrain.servers.local_servers import LocalServers
 from roadtrain.servers.protocol.worker import WorkerSetup
 from roadtrain.servers.remote_servers import RemoteServers
 from roadtrain.servers.residuals import Residuals, residual_block_of
-from roadtrain.servers.store_plan import StorePlan, fill_record
+from roadtrain.servers.store_plan import fill_record
 from roadtrain.servers.trace import Stages
 from roadtrain.servers.worker import Worker
 from roadtrain.storage.convert import RecordView, Source, gather_param, param_pieces
-from roadtrain.storage.generation import OpenedStore
 from roadtrain.storage.meta import StoreMeta
 from roadtrain.storage.tier import WEIGHTS
 
-
-class JobServers(Protocol):
-    """The servers of a job, opened: what differs by where they run."""
-
-    # whether they run in this process: then values can be written into their store anew
-    local: bool
-    store_plan: StorePlan
-    group: WorkerGroup
-    meta: StoreMeta  # of what they hold
-    new: bool  # the store is to be filled, by this worker
-    step: int  # the last committed one when they were opened
-    blob: bytes  # what this worker committed with it
-    history: str  # what this run is a witness of (storage/mark.py)
-    store: OpenedStore | None  # the files of this process
-
-    @property
-    def numbers(self) -> Sequence[int]:
-        """Of those that take part."""
-
-    @property
-    def rests(self) -> str:
-        """For people: where their state rests."""
-
-    def connect(self, deliver: Callable[[Any], None], stages: Stages) -> Mapping[int, MessageLink]:
-        """The links of the worker whose messages go to `deliver`, by number of the server."""
-
-    def fill(self, number: int, chunk: int, record: memoryview) -> None:
-        """The first contents of a chunk, on one of its servers."""
-
-    def start(self, blob: bytes) -> None:
-        """A new store is committed as step 0 with `blob`; all serve."""
-
-    def record_of(self, chunk: Chunk, what: str) -> RecordView:
-        """At least the part of the committed record in which `what` lies."""
-
-    def nbytes(self) -> int:
-        """Memory of this process."""
-
-    def stop(self) -> list[str]:
-        """The names of threads that hang."""
-
-    def close(self) -> None:
-        """What is left, once the worker is closed."""
-
-    def abort(self) -> None:
-        """Instead of `stop` and `close`, where no session has come of it."""
+# The servers of a job, opened; local_servers.py says what they do.
+JobServers = LocalServers | RemoteServers
 
 
 class JobSession:

@@ -14,6 +14,7 @@ what the values mean.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -27,29 +28,13 @@ from roadtrain.errors import ConfigError, DamagedError, ForeignError
 
 MAGIC = b"RTstate\1"
 LENGTH = struct.Struct("<Q")
-NUMBERS = [
-    "bool",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float8_e4m3fnuz",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-]
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in NUMBERS}
+# the types of numbers by their own names; not aliases such as `half`, nor types that pack several
+_FIXED = re.compile(r"bool|bfloat16|(u?int|float)(8|16|32|64)(_.*)?|complex(64|128)")
+DTYPES = {
+    name: kind
+    for name, kind in vars(torch).items()
+    if isinstance(kind, torch.dtype) and _FIXED.fullmatch(name)
+}
 MAX_DEPTH = 100  # a value that holds itself ends here, with a sentence
 PLAIN = (type(None), bool, float, str, bytes)
 SEQUENCES: dict[str, type[Any]] = {"list": list, "tuple": tuple, "set": set, "size": torch.Size}

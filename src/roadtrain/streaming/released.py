@@ -26,7 +26,8 @@ from torch import nn
 
 from roadtrain.errors import LoopError
 
-# Methods of torch.Tensor that need no values.
+# Methods of torch.Tensor, and functions of torch, that need no values; so do those that begin with
+# "is_", except is_nonzero.
 _TOLD = {
     "__hash__",
     "__len__",
@@ -40,19 +41,6 @@ _TOLD = {
     "element_size",
     "get_device",
     "has_names",
-    "is_coalesced",
-    "is_complex",
-    "is_conj",
-    "is_contiguous",
-    "is_distributed",
-    "is_floating_point",
-    "is_inference",
-    "is_neg",
-    "is_pinned",
-    "is_same_size",
-    "is_set_to",
-    "is_shared",
-    "is_signed",
     "ndimension",
     "nelement",
     "numel",
@@ -65,16 +53,8 @@ _TOLD = {
     "storage_type",
     "stride",
     "sym_size",
-    "untyped_storage",
-}
-_TOLD_FUNCTIONS = {
-    "numel",
-    "is_complex",
-    "is_floating_point",
-    "is_signed",
-    "is_tensor",
-    "is_storage",
     "typename",
+    "untyped_storage",
 }
 _VIEWS = {"T", "H", "mT", "mH", "real", "imag"}  # attributes that are views of the values
 _HELD = {"data", "detach"}  # what gives a tensor with the same missing values
@@ -135,9 +115,8 @@ def _name_of(function: Any) -> str | None:
         if attribute in _VIEWS:
             return None
         return attribute if name == "__get__" else "set"
-    if name == "detach" or name in _TOLD:
-        return str(name)
-    return str(name) if name in _TOLD_FUNCTIONS else None
+    asks = name.startswith("is_") and name != "is_nonzero"
+    return str(name) if asks or name in _TOLD or name == "detach" else None
 
 
 def in_child(maker: int) -> LoopError:

@@ -25,8 +25,11 @@ FORMATS = (*product(("fp32", "bf16", "fp16"), (None, "bf16", "fp16")),)
 
 
 def command(name: str, dir: str = ".", report: Report = print) -> int:
-    """`roadtrain check-rule`: of MODULE:NAME, a Rule, the class of one or of a torch optimizer.
-    1 where it fails its check.
+    """Check an update rule against its reference on random data, and its speed against the
+    storage's.
+
+    `name`: MODULE:NAME of a Rule, the class of one or of a torch optimizer. 1 where it fails its
+    check.
 
     Args:
         dir: a directory on the device to compare with (here)

@@ -16,7 +16,9 @@ from roadtrain.stages.job_parallelism import ParallelismSection
 
 
 def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) -> int:
-    """`roadtrain train`. Raises RoadtrainError.
+    """Train a job. The same command resumes at the last committed step.
+
+    Raises RoadtrainError.
 
     Args:
         new_store: go on with the store that is there, or a new one, whatever the run has trained

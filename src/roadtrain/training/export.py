@@ -38,8 +38,10 @@ from roadtrain.training.write_safetensors import Item, export_dir
 def export_run(
     run: str, directory: str, masters: bool = False, report: Callable[[str], None] = print
 ) -> int:
-    """Write the last committed step of `run`; `masters`: in fp32. Raises ConfigError,
-    StoreError.
+    """Write the parameters of a run directory as safetensors in Hugging Face layout, tensor by
+    tensor.
+
+    They are those of the last committed step. Raises ConfigError, StoreError.
 
     Args:
         masters: the fp32 masters, instead of the dtype that the model computes in
@@ -94,8 +96,9 @@ def _export_store(
 def import_weights(
     directory: str, overrides: Mapping[str, Any], report: Callable[[str], None] = print
 ) -> int:
-    """Place the model in `directory` at step 0 of a new run. Raises ConfigError where the run
-    has begun, StoreError."""
+    """Start a run (--run.dir) from a Hugging Face folder, tensor by tensor, and write its job.toml.
+
+    The model is placed at step 0. Raises ConfigError where the run has begun, StoreError."""
     if "run.dir" not in overrides:
         raise ConfigError("where to?", hint="give --run.dir RUN")
     run, tokenizer = {"dir": overrides["run.dir"]}, Path(directory) / "tokenizer.json"

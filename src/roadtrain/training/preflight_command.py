@@ -33,7 +33,10 @@ def command(
     port: int = PORT,
     patience: float = MEET_S,
 ) -> int:
-    """Under torchrun on every host (`torchrun ... --no-python roadtrain preflight JOB.toml`), or
+    """Test every pair of hosts of every group over the network that it will use; print the matrix,
+    or what is wrong. Started on every host, under torchrun or with --hosts.
+
+    Under torchrun on every host (`torchrun ... --no-python roadtrain preflight JOB.toml`), or
     started on every host with the same --hosts. Of the job it reads `parallelism`; without it
     every pair of hosts is tested over the fastest network of all.
 

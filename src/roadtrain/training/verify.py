@@ -38,7 +38,10 @@ from roadtrain.units import show_bytes
 
 
 def command(path: str, overrides: Mapping[str, Any], steps: int = 3, report: Report = print) -> int:
-    """`roadtrain verify`. Raises RoadtrainError.
+    """Train a few steps placed, in RAM and plainly with the same update rules, compare every tensor
+    bit for bit; exit code 1 if one differs.
+
+    Raises RoadtrainError.
 
     Args:
         steps: how many steps (3)
