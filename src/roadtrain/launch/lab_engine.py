@@ -86,7 +86,7 @@ class LabEngine(HostAgents):
                     {name: shape.nics(name) for name in shape.hosts}, shape.links(), self._cpus()
                 )
             )
-            super().__init__([self._agent_host(name) for name in shape.planned], mark)
+            super().__init__([self._agent_host(name) for name in shape.workers], mark)
             self._made = stack.pop_all()
         self._events += [Output("agent", "", note) for note in self._notes]
 
@@ -119,20 +119,17 @@ class LabEngine(HostAgents):
             raise LaunchError(f"the lab has no host {name!r}", hint=f"it has {known}")
         return self._network.hosts[name]
 
-    def _address(self, name: str) -> str:
-        return self._network.hosts[name].nics[self._shape.cards[name]].address
-
     def _cpus(self) -> dict[str, float]:
         if why := cpus_available():
             self._notes.append(f"processors are not shared out: {why}")
             return {}
-        share = len(os.sched_getaffinity(0)) / len(self._shape.planned)
+        share = len(os.sched_getaffinity(0)) / len(self._shape.workers)
         return dict.fromkeys(self._shape.hosts, share)
 
     def _agent_host(self, name: str) -> AgentHost:
         return AgentHost(
             name,
-            self._address(name),
+            self._network.hosts[name].nics[self._shape.cards[name]].address,
             partial(self._begin_on, name),
             self._shape.workers.get(name, self._shape.hosts[name].devices),
             threads=self._threads,
@@ -188,16 +185,12 @@ class LabEngine(HostAgents):
     def _tidy_shm(mark: str) -> None:
         """What killed processes have left of shared memory are files; stores are directories, and
         stay."""
-        if not kept_memory(mark).exists():
-            return
-        for own in kept_memory(mark).iterdir():
-            for path in own.iterdir():
-                if not path.is_dir():
-                    path.unlink()
-            if not any(own.iterdir()):
-                own.rmdir()
-        if not any(kept_memory(mark).iterdir()):
-            shutil.rmtree(kept_memory(mark))
+        kept = kept_memory(mark)
+        for path in kept.glob("*/*"):
+            if not path.is_dir():
+                path.unlink()
+        for directory in (*kept.glob("*"), kept):
+            _remove_empty(directory)
 
 
 def lab_engine(plan_file: PlanFile, record: LaunchRecord) -> LabEngine:

@@ -33,8 +33,7 @@ class LabShape:
     """Every mapping is by the name of a host. `cards`: which NIC the others reach it by."""
 
     hosts: Mapping[str, Host]
-    workers: Mapping[str, int]
-    planned: tuple[str, ...]  # those that the run begins with, and its spares; the others may come
+    workers: Mapping[str, int]  # the run begins with these, its spares too; others may come
     cards: Mapping[str, int]
     cluster: Cluster
 
@@ -90,8 +89,7 @@ def lab_shape(cluster: Cluster, machines: Machines) -> LabShape:
                 hint="slower cards in the cluster file, and plan again",
             )
     workers = {one.name: one.workers for one in planned}
-    names = tuple(one.name for one in planned)
-    return LabShape(hosts, workers, names, _cards(cluster, hosts), cluster)
+    return LabShape(hosts, workers, _cards(cluster, hosts), cluster)
 
 
 def _further(kind: Host, planned: int, taken: Mapping[str, Host]) -> list[str]:
