@@ -442,7 +442,7 @@ def test_a_step_of_many_micro_batches_that_differ_is_estimated(
         simulate(plan.changed(num_microbatches=number), cluster, shape(model), OF, checked=False)
         for number in (plan.num_microbatches, 98_304)
     )
-    whole = simulate(plan, cluster, shape(model), OF, checked=False, logs=[])
+    whole = simulate(plan, cluster, shape(model), OF, checked=False, traced=True)
     assert few.estimated and many.estimated and not whole.estimated
     assert few.seconds == pytest.approx(whole.seconds, rel=0.03)
     assert few.bytes == pytest.approx(whole.bytes, rel=0.03)
