@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks import paper_clusters as papers
 from roadtrain.config.cluster import Cluster
-from roadtrain.config.models import ModelShape, Transformer, gpt, shape
+from roadtrain.config.models import ModelShape, Transformer, shape
 from roadtrain.config.plan_file import Plan
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.options.names import did_you_mean
@@ -294,7 +294,7 @@ def smart_infinity() -> Values:
 @cache
 def _holmes(group: int, kind: str, nodes: int) -> tuple[float, float]:
     """(TFLOPS a device, samples a second)."""
-    model, batch = (gpt(30, 3072, 32), 768) if group == 1 else (gpt(36, 4096, 32), 1536)
+    model, batch = (papers.gpt(30, 3072, 32), 768) if group == 1 else (papers.gpt(36, 4096, 32), 1536)
     result = simulate(
         papers.holmes_plan(batch, nodes, kind),
         papers.holmes(kind, nodes),

@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.paper_clusters import gpt
 from roadtrain import cli
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.job import make_job
-from roadtrain.config.models import ModelShape, gpt, shape
+from roadtrain.config.models import ModelShape, shape
 from roadtrain.config.plan_file import PLACEMENTS, Plan, load_plan, make_plan, placement
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.planner.candidates import MOST_MICROBATCHES, candidates

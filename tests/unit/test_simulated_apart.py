@@ -13,8 +13,9 @@ import pytest
 from test_simulated import RATE, WHOLE, cluster, lump, run
 
 from benchmarks.link_bytes import BoundaryBytes, StageBytes, link_bytes
+from benchmarks.paper_clusters import gpt
 from roadtrain.config.cluster import Cluster, make_cluster
-from roadtrain.config.models import BlockShape, ModelShape, Transformer, gpt
+from roadtrain.config.models import BlockShape, ModelShape, Transformer
 from roadtrain.config.plan_file import PLACEMENTS, Plan, PlanFile, PlanMemory, make_plan, placement
 from roadtrain.errors import ConfigError
 from roadtrain.planner.simulate import as_json, report
