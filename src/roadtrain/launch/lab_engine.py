@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from roadtrain.config.cluster import Ssd
 from roadtrain.config.job import load_job
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError, LaunchError
@@ -40,7 +41,7 @@ from roadtrain.launch.agent_link import AgentHost
 from roadtrain.launch.agents import HostAgents
 from roadtrain.launch.here import worker_threads
 from roadtrain.launch.home import LaunchRecord, RunHome, StartPhase
-from roadtrain.launch.lab_shape import LabSsd, check_rates, lab_shape
+from roadtrain.launch.lab_shape import check_rates, lab_shape
 from roadtrain.launch.protocol.run_events import Output
 from roadtrain.storage import mark as run_mark
 from roadtrain.storage.direct import free_nbytes
@@ -150,7 +151,7 @@ class LabEngine(HostAgents):
             own.mkdir(parents=True, exist_ok=True)
             self._binds[name] += [str(own), str(SHM)]
         ssds = {name: self._shape.ssds(name) for name in self._shape.hosts}
-        every = [ssd for of_host in ssds.values() for ssd in of_host]
+        every = [ssd for of_host in ssds.values() for _, ssd in of_host]
         if not every:
             return
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -160,7 +161,7 @@ class LabEngine(HostAgents):
             real = storage_rates(self._directory)
             check_rates(every, real.read, real.write)
         for name, of_host in ssds.items():
-            for n, ssd in enumerate(of_host):
+            for n, (directory, ssd) in enumerate(of_host):
                 source = self._directory / f"{name}.ssd{n}"
                 if not why:
                     device = stack.enter_context(
@@ -172,14 +173,14 @@ class LabEngine(HostAgents):
                         known.limits += limits.limits
                     source = device.mount
                 source.mkdir(exist_ok=True)
-                _make_mount_point(Path(ssd.directory), stack)
-                self._binds[name] += [str(source), ssd.directory]
+                _make_mount_point(Path(directory), stack)
+                self._binds[name] += [str(source), directory]
         for throttle in self._throttles.values():
             stack.enter_context(throttle)
 
-    def _room(self, ssd: LabSsd, many: int) -> int:
+    def _room(self, ssd: Ssd, many: int) -> int:
         free = int(free_nbytes(self._directory) * FREE) // many
-        return min(int(ssd.nbytes) or SSD_MOST, SSD_MOST, free)
+        return min(int(ssd.capacity) or SSD_MOST, SSD_MOST, free)
 
     @staticmethod
     def _tidy_shm(mark: str) -> None:

@@ -11,21 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from roadtrain.config.cluster import Cluster, Host
+from roadtrain.config.cluster import Cluster, Host, Ssd
 from roadtrain.config.machines import Machines
 from roadtrain.errors import ConfigError
 from roadtrain.lab import CARD_MOST, LabNic
 from roadtrain.units import show_rate
-
-
-@dataclass(frozen=True)
-class LabSsd:
-    """One SSD of a host."""
-
-    directory: str  # where it is mounted, for the host's processes
-    read: float  # bytes a second
-    write: float
-    nbytes: float  # of it; 0: as much as there is
 
 
 @dataclass(frozen=True)
@@ -43,10 +33,11 @@ class LabShape:
     def links(self) -> dict[tuple[str, str], float]:
         return {link.between: link.rate for link in self.cluster.links}
 
-    def ssds(self, host: str) -> list[LabSsd]:
-        """Those that say where they are mounted."""
+    def ssds(self, host: str) -> list[tuple[str, Ssd]]:
+        """SSDs that say where they are mounted for the host's processes, each with that
+        directory."""
         return [
-            LabSsd(directory.replace("{host}", host), ssd.read, ssd.write, ssd.capacity)
+            (directory.replace("{host}", host), ssd)
             for ssd in self.hosts[host].ssds
             for directory in ssd.directories
         ]
@@ -113,7 +104,7 @@ def _cards(cluster: Cluster, hosts: Mapping[str, Host]) -> dict[str, int]:
     return {name: found[host.name] for name, host in hosts.items()}
 
 
-def check_rates(ssds: Sequence[LabSsd], read: float, write: float) -> None:
+def check_rates(ssds: Sequence[Ssd], read: float, write: float) -> None:
     """Raises ConfigError where all of these at once are faster than what they are emulated on."""
     for what, asked, real in (
         ("read", sum(ssd.read for ssd in ssds), read),
