@@ -18,6 +18,7 @@ from math import ceil
 from pathlib import Path
 
 from benchmarks import paper_clusters as papers
+from benchmarks.paper_clusters import gpt
 from roadtrain.config.cluster import Cluster
 from roadtrain.config.models import ModelShape, Transformer, shape
 from roadtrain.config.plan_file import Plan
@@ -294,7 +295,7 @@ def smart_infinity() -> Values:
 @cache
 def _holmes(group: int, kind: str, nodes: int) -> tuple[float, float]:
     """(TFLOPS a device, samples a second)."""
-    model, batch = (papers.gpt(30, 3072, 32), 768) if group == 1 else (papers.gpt(36, 4096, 32), 1536)
+    model, batch = (gpt(30, 3072, 32), 768) if group == 1 else (gpt(36, 4096, 32), 1536)
     result = simulate(
         papers.holmes_plan(batch, nodes, kind),
         papers.holmes(kind, nodes),

@@ -4,6 +4,7 @@ and what cannot be."""
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable
 from dataclasses import fields, replace
 from random import Random
 from typing import Any
@@ -226,43 +227,49 @@ def test_the_next_forward_begins_while_gradients_travel() -> None:
     assert run("server", where, model, **{**plan, "update_at": "step"}).seconds > 1.8 * s / RATE
 
 
+def note_calls(
+    monkeypatch: pytest.MonkeyPatch, kind: type, name: str, note: Callable[..., None]
+) -> None:
+    """From now on each call of a method is told `note` before, with its object and arguments."""
+    method = getattr(kind, name)
+
+    def noted(*args: Any) -> Any:
+        note(*args)
+        return method(*args)
+
+    monkeypatch.setattr(kind, name, noted)
+
+
 def logged_actions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str, int]]:
     """(step, what, block or chunk): what the worker of the only simulated stage runs and what its
     server's state machine says, in order."""
     log: list[tuple[int, str, int]] = []
     begun = 0  # steps
-    begin_step, block_ended = SimulatedStage.begin_step, SimulatedStage._block_ended
-    carry_out = SimulatedServer._carry_out
 
-    def begins(stage: SimulatedStage) -> None:
+    def begins(_: SimulatedStage) -> None:
         nonlocal begun
         begun += 1
-        begin_step(stage)
 
-    def ends(stage: SimulatedStage, block: int, slot: int) -> None:
+    def ends(stage: SimulatedStage, block: int, _: int) -> None:
         assert stage.run is not None
         log.append((begun, stage.run.what, block))
-        block_ended(stage, block, slot)
 
-    def carries_out(server: SimulatedServer, action: messages.Action) -> None:
+    def carries_out(_: SimulatedServer, action: messages.Action) -> None:
         what = type(action).__name__
         match action:
             case messages.Answer(about) | messages.Hold(about):
                 log.append((begun, what, about.chunk))
             case messages.Read(chunk) | messages.Update(chunk) | messages.Write(chunk):
                 log.append((begun, what, chunk))
-        carry_out(server, action)
 
-    monkeypatch.setattr(SimulatedStage, "begin_step", begins)
-    monkeypatch.setattr(SimulatedStage, "_block_ended", ends)
-    monkeypatch.setattr(SimulatedServer, "_carry_out", carries_out)
+    note_calls(monkeypatch, SimulatedStage, "begin_step", begins)
+    note_calls(monkeypatch, SimulatedStage, "_block_ended", ends)
+    note_calls(monkeypatch, SimulatedServer, "_carry_out", carries_out)
     return log
 
 
 @pytest.mark.parametrize("in_turn", [True, False])
-def test_updates_are_in_the_order_asked_for(
-    in_turn: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_updates_are_in_the_order_asked_for(in_turn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """SSDs are the limit, so updates wait: for the last layers first, as their gradients came,
     or for the first."""
     plan = Plan(
