@@ -17,9 +17,9 @@ from importlib.resources import files
 from json import loads
 from typing import Any, Literal
 
-from benchmarks.paper_clusters import fitted
+from benchmarks.paper_clusters import fitted, gpt
 from roadtrain.config.cluster import Cluster, make_cluster
-from roadtrain.config.models import NAMES, ModelShape, Transformer, gpt, shape
+from roadtrain.config.models import NAMES, ModelShape, Transformer, shape
 from roadtrain.config.plan_file import ElementBytes, Framework, Plan, PlanMemory, placement
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.simulator.memory import cut, needs

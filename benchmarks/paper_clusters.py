@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 from roadtrain.config.cluster import Cluster, make_cluster
-from roadtrain.config.models import BlockShape, ModelShape
+from roadtrain.config.models import BlockShape, ModelShape, Transformer
 from roadtrain.config.plan_file import (
     ElementBytes,
     Framework,
@@ -26,6 +26,14 @@ from roadtrain.stages.parallelism import Parallelism
 def fitted(name: str) -> dict[str, Any]:
     tree = tomllib.loads(files("roadtrain.config").joinpath("fitted.toml").read_text())
     return dict(tree[name])
+
+
+def gpt(
+    layers: int, hidden: int, heads: int, *, vocab: int = 51200, seq_len: int = 2048, **more: Any
+) -> ModelShape:
+    """A GPT of any size, as Megatron builds it. `more`: of Transformer."""
+    own = Transformer(layers, hidden, heads, vocab, seq_len, positions=seq_len, **more)
+    return own.shape(f"GPT-{layers}x{hidden}")
 
 
 # LuWu: 8 workers with one A100, an optimizer node with 12 SSDs, a switch that sums and multicasts

@@ -18,8 +18,9 @@ from math import ceil
 from pathlib import Path
 
 from benchmarks import paper_clusters as papers
+from benchmarks.paper_clusters import gpt
 from roadtrain.config.cluster import Cluster
-from roadtrain.config.models import ModelShape, Transformer, gpt, shape
+from roadtrain.config.models import ModelShape, Transformer, shape
 from roadtrain.config.plan_file import Plan
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.options.names import did_you_mean

@@ -40,6 +40,7 @@ from roadtrain.servers.protocol.server import ServerStateMachine
 from roadtrain.servers.serve import SessionHost
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.run import simulate
+from roadtrain.simulator.step import SimulatedStage
 from roadtrain.storage.direct import DirectFile
 from roadtrain.sums import formats, sum_frames
 from roadtrain.sums.reducer import Reducer
@@ -535,9 +536,16 @@ def simulated_order(placement: str, staleness: int, slots: int, depth: int) -> l
             ]
         }
     )
-    logs: list[list[Any]] = []
     shape = ModelShape("m", BlockShape("layer", 10_000, 1e9, 0.0, 0.0).times(depth), 1)
     plan = Plan(named_placement(placement), staleness=staleness, memory=PlanMemory(slots=slots))
-    simulate(plan, cluster, shape, Constants(), logs=logs)
-    names = {kind.__name__: name for kind, name in SAID.items()}
-    return [f"{names.get(what, what)} {block}" for _, what, block in logs[0]]
+    block_ended = SimulatedStage._block_ended
+    with logged_actions() as said:
+
+        def ended(stage: SimulatedStage, block: int, slot: int) -> None:
+            assert stage.run is not None
+            said.append((stage.run.what, block))
+            block_ended(stage, block, slot)
+
+        with mock.patch.object(SimulatedStage, "_block_ended", ended):
+            simulate(plan, cluster, shape, Constants(), traced=True)
+    return [f"{what} {block}" for what, block in said if what != "Prepare"]  # of no block

@@ -12,7 +12,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -335,7 +335,7 @@ def test_steps_of_an_older_run_are_not_those_of_one_that_begins_anew(tmp_path: P
 def test_a_launcher_that_is_gone_ends_the_run(tmp_path: Path) -> None:
     with Supervised(tmp_path, "exec sleep 1000", stops=True) as run:
         wait_for(lambda: run.engine.workers, "workers")
-        with ControlClient(run.home) as launcher:
+        with closing(ControlClient(run.home)) as launcher:
             launcher.ask("hello")
             with pytest.raises(LaunchError, match="no verb of this engine"):
                 launcher.ask("tell", "dance")

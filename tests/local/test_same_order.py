@@ -30,14 +30,22 @@ def about(action):
     return getattr(action, "push", getattr(action, "pull", action)).chunk
 
 
-def real(monkeypatch, store, staleness, slots):
-    """(action, block) of the layers' chunks, in the order of the state machine."""
-    said, handle, derived = [], ServerStateMachine.handle, session_plan.derive
+def logged_actions(monkeypatch):
+    """(action, chunk), in the order of the state machines of all servers from now on."""
+    said, handle = [], ServerStateMachine.handle
 
     def logged(self, event):
         actions = handle(self, event)
         said.extend((type(a).__name__, about(a)) for a in actions if isinstance(a, SAID))
         return actions
+
+    monkeypatch.setattr(ServerStateMachine, "handle", logged)
+    return said
+
+
+def real(monkeypatch, store, staleness, slots):
+    """(action, block) of the layers' chunks, in the order of the state machine."""
+    said, derived = logged_actions(monkeypatch), session_plan.derive
 
     def few_slots(*args):
         budgets = derived(*args)
@@ -48,7 +56,6 @@ def real(monkeypatch, store, staleness, slots):
         records = replace(budgets.records, resident=frozenset(), weights_resident=frozenset())
         return replace(budgets, records=records)
 
-    monkeypatch.setattr(ServerStateMachine, "handle", logged)
     if store is not None:
         monkeypatch.setattr(session_plan, "derive", small)
     else:
@@ -84,7 +91,7 @@ def real(monkeypatch, store, staleness, slots):
     return [(what, blocks[chunk] - 1) for what, chunk in said if blocks[chunk]]
 
 
-def simulated(name, staleness, slots):
+def simulated(monkeypatch, name, staleness, slots):
     device = {"flops": "1TFLOP/s", "memory": "80GB", "memory_rate": "1000GB/s", "copy": "100GB/s"}
     cluster = make_cluster(
         {
@@ -102,15 +109,15 @@ def simulated(name, staleness, slots):
         }
     )
     own = BlockShape("layer", 10_000, 1e9, 0.0, 0.0)
-    logs = []
+    said = logged_actions(monkeypatch)
     simulate(
         Plan(placement(name), staleness=staleness, memory=PlanMemory(slots=slots)),
         cluster,
         ModelShape("m", own.times(DEPTH), 1),
         Constants(),
-        logs=logs,
+        traced=True,
     )
-    return [(what, block) for _, what, block in logs[0] if what in {kind.__name__ for kind in SAID}]
+    return said  # a block is one chunk
 
 
 def steps(said, block):
@@ -138,7 +145,7 @@ def steps(said, block):
 @pytest.mark.parametrize("slots", [2, 3])
 def test_the_same_order(name, on_files, staleness, slots, tmp_path, monkeypatch):
     ran = real(monkeypatch, tmp_path / "store" if on_files else None, staleness, slots)
-    told = simulated(name, staleness, slots)
+    told = simulated(monkeypatch, name, staleness, slots)
     for block in range(DEPTH):
         mine, theirs = steps(ran, block), steps(told, block)
         assert mine[1][0] == theirs[1][0], block  # the second step: both run as they always will

@@ -34,7 +34,6 @@ def sharing(draw: st.DrawFn) -> tuple[list[Resource], list[Task]]:
         chosen = draw(st.lists(st.sampled_from(resources), min_size=1, max_size=4))
         task = Task("Push", 1.0, [(resource, draw(WIDE)) for resource in chosen], number)
         task.max_rate = draw(st.one_of(st.just(float("inf")), WIDE))
-        task.priority = draw(st.sampled_from([0.0, 0.0, 1.0]))
         tasks.append(task)
     return resources, tasks
 
@@ -43,23 +42,22 @@ def exact_rates(tasks: list[Task], resources: list[Resource]) -> dict[Task, Frac
     """Progressive filling in fractions: the oracle."""
     rates: dict[Task, Fraction] = {}
     left = {resource: Fraction(resource.capacity) for resource in resources}
-    for priority in sorted({task.priority for task in tasks}):
-        growing = [task for task in tasks if task.priority == priority]
-        while growing:
-            taken = {
-                r: sum((Fraction(w) for t in growing for own, w in t.uses if own is r), Fraction())
-                for r in resources
-            }
-            levels = [left[r] / taken[r] for r in resources if taken[r]]
-            levels += [Fraction(task.max_rate) for task in growing if task.max_rate < float("inf")]
-            level = min(levels)
-            full = {r for r in resources if taken[r] and left[r] / taken[r] == level}
-            stay = [t for t in growing if t.max_rate == level or any(r in full for r, _ in t.uses)]
-            for task in stay:
-                rates[task] = level
-                growing.remove(task)
-                for resource, weight in task.uses:
-                    left[resource] -= level * Fraction(weight)
+    growing = [*tasks]
+    while growing:
+        taken = {
+            r: sum((Fraction(w) for t in growing for own, w in t.uses if own is r), Fraction())
+            for r in resources
+        }
+        levels = [left[r] / taken[r] for r in resources if taken[r]]
+        levels += [Fraction(task.max_rate) for task in growing if task.max_rate < float("inf")]
+        level = min(levels)
+        full = {r for r in resources if taken[r] and left[r] / taken[r] == level}
+        stay = [t for t in growing if t.max_rate == level or any(r in full for r, _ in t.uses)]
+        for task in stay:
+            rates[task] = level
+            growing.remove(task)
+            for resource, weight in task.uses:
+                left[resource] -= level * Fraction(weight)
     return rates
 
 

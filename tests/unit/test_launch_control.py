@@ -8,7 +8,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -183,7 +183,7 @@ def test_a_launcher_that_is_gone(home: RunHome) -> None:
 
 def test_a_launcher_says_hello_also_to_the_next_supervisor(home: RunHome) -> None:
     """A supervisor that is started again must not end the run for want of a launcher."""
-    with LauncherHello(home) as greeting:
+    with closing(LauncherHello(home)) as greeting:
         greeting.say()  # to nobody, for now
         for _ in range(2):
             with ControlSocket(home) as control:

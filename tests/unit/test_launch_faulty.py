@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +202,7 @@ def test_a_supervisor_that_never_listens_is_not_waited_for(
 
 def test_too_many_open_files_do_not_end_a_supervisor(home: RunHome) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with ControlSocket(home) as control, ControlClient(home):
+    with ControlSocket(home) as control, closing(ControlClient(home)):
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
         try:
             assert control.requests() == []

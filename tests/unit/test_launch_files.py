@@ -23,7 +23,13 @@ from roadtrain.config.machines import Machines, PlanHost, ServerPlace, SwitchPla
 from roadtrain.config.plan_file import Plan, PlanFile, placement
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.launch.resolve import ResolvedRun, resolve
-from roadtrain.launch.torchrun import TorchrunWorkers, gpus_of, notes_for_user, with_device
+from roadtrain.launch.torchrun import (
+    first_worker,
+    gpus_of,
+    notes_for_user,
+    torchrun_words,
+    with_device,
+)
 from roadtrain.launch.write_kubernetes import as_yaml, kubernetes_objects, name_of, write_kubernetes
 from roadtrain.launch.write_slurm import slurm_script, write_slurm
 from roadtrain.stages.parallelism import Parallelism
@@ -197,8 +203,7 @@ def test_words_reach_workers_as_they_are_whatever_a_path_is_called() -> None:
     run = a_run("server", (SERVER,), job_in("/runs/o'neil $USER/`x`$rank"), parallelism=DP3)
     then = 'rank=1 workers=2 start="a b"; eval "set -- $torchrun"; printf "%s\\n" "$@"'
     said = known_to(slurm_script(run), then)
-    workers = TorchrunWorkers.of(run)
-    assert said == ["python", *workers.torchrun("1", "2", "a b"), *workers.words]
+    assert said == ["python", *torchrun_words(run, "1", "2", "a b"), *first_worker(run).words]
     assert said[-1] == "/runs/o'neil $USER/`x`$rank/launch/job.toml"
     (asked,) = known_to(slurm_script(run), 'echo "$asks_committed"')
     assert json.loads(asked) == {"directory": run.directory}

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.paper_clusters import gpt
 from roadtrain import cli
-from roadtrain.config.models import gpt
 from roadtrain.errors import ModelError
 from roadtrain.planner.measure import shape_of
 

@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.paper_clusters import gpt
 from roadtrain import cli
 from roadtrain.config.cluster import Cluster, make_cluster
 from roadtrain.config.job import make_job
-from roadtrain.config.models import ModelShape, gpt, shape
+from roadtrain.config.models import ModelShape, shape
 from roadtrain.config.plan_file import PLACEMENTS, Plan, load_plan, make_plan, placement
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.planner.candidates import MOST_MICROBATCHES, candidates
@@ -442,7 +443,7 @@ def test_a_step_of_many_micro_batches_that_differ_is_estimated(
         simulate(plan.changed(num_microbatches=number), cluster, shape(model), OF, checked=False)
         for number in (plan.num_microbatches, 98_304)
     )
-    whole = simulate(plan, cluster, shape(model), OF, checked=False, logs=[])
+    whole = simulate(plan, cluster, shape(model), OF, checked=False, traced=True)
     assert few.estimated and many.estimated and not whole.estimated
     assert few.seconds == pytest.approx(whole.seconds, rel=0.03)
     assert few.bytes == pytest.approx(whole.bytes, rel=0.03)

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from roadtrain.config.models import NAMES, chosen_length, from_config, gpt, named_shape, shape
+from benchmarks.paper_clusters import gpt
+from roadtrain.config.models import NAMES, chosen_length, from_config, named_shape, shape
 from roadtrain.errors import ConfigError
 
 PUBLISHED = {  # billions

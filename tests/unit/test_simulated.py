@@ -4,14 +4,16 @@ and what cannot be."""
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable
 from dataclasses import fields, replace
 from random import Random
 from typing import Any
 
 import pytest
 
+from benchmarks.paper_clusters import gpt
 from roadtrain.config.cluster import Cluster, Device, make_cluster
-from roadtrain.config.models import BlockShape, ModelShape, Transformer, gpt, shape
+from roadtrain.config.models import BlockShape, ModelShape, Transformer, shape
 from roadtrain.config.plan_file import (
     PARTS,
     PLACEMENTS,
@@ -24,12 +26,14 @@ from roadtrain.config.plan_file import (
     placement,
 )
 from roadtrain.errors import BudgetError, ConfigError
+from roadtrain.servers.protocol import messages
 from roadtrain.simulator.compute import LAUNCH_S, Constants
 from roadtrain.simulator.engine import Cost, Engine
 from roadtrain.simulator.fabric import Fabric
 from roadtrain.simulator.memory import device_bytes, saved_bytes
 from roadtrain.simulator.run import Result, _Steps, simulate
 from roadtrain.simulator.scene import Scene
+from roadtrain.simulator.simulated_server import SimulatedServer
 from roadtrain.simulator.site import Site
 from roadtrain.simulator.step import SimulatedStage
 from roadtrain.stages.parallelism import Parallelism
@@ -223,8 +227,49 @@ def test_the_next_forward_begins_while_gradients_travel() -> None:
     assert run("server", where, model, **{**plan, "update_at": "step"}).seconds > 1.8 * s / RATE
 
 
+def note_calls(
+    monkeypatch: pytest.MonkeyPatch, kind: type, name: str, note: Callable[..., None]
+) -> None:
+    """From now on each call of a method is told `note` before, with its object and arguments."""
+    method = getattr(kind, name)
+
+    def noted(*args: Any) -> Any:
+        note(*args)
+        return method(*args)
+
+    monkeypatch.setattr(kind, name, noted)
+
+
+def logged_actions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str, int]]:
+    """(step, what, block or chunk): what the worker of the only simulated stage runs and what its
+    server's state machine says, in order."""
+    log: list[tuple[int, str, int]] = []
+    begun = 0  # steps
+
+    def begins(_: SimulatedStage) -> None:
+        nonlocal begun
+        begun += 1
+
+    def ends(stage: SimulatedStage, block: int, _: int) -> None:
+        assert stage.run is not None
+        log.append((begun, stage.run.what, block))
+
+    def carries_out(_: SimulatedServer, action: messages.Action) -> None:
+        what = type(action).__name__
+        match action:
+            case messages.Answer(about) | messages.Hold(about):
+                log.append((begun, what, about.chunk))
+            case messages.Read(chunk) | messages.Update(chunk) | messages.Write(chunk):
+                log.append((begun, what, chunk))
+
+    note_calls(monkeypatch, SimulatedStage, "begin_step", begins)
+    note_calls(monkeypatch, SimulatedStage, "_block_ended", ends)
+    note_calls(monkeypatch, SimulatedServer, "_carry_out", carries_out)
+    return log
+
+
 @pytest.mark.parametrize("in_turn", [True, False])
-def test_updates_are_in_the_order_asked_for(in_turn: bool) -> None:
+def test_updates_are_in_the_order_asked_for(in_turn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """SSDs are the limit, so updates wait: for the last layers first, as their gradients came,
     or for the first."""
     plan = Plan(
@@ -235,9 +280,9 @@ def test_updates_are_in_the_order_asked_for(in_turn: bool) -> None:
         in_turn=in_turn,
         memory=PlanMemory(buffers=2, slots=2, root=False),
     )
-    logs: list[list[Any]] = []
-    simulate(plan, cluster(4, 1, sums=True), lump(8e9), WHOLE, checked=False, logs=logs)
-    seen = [chunk for _, what, chunk in logs[0] if what == "Update"]
+    log = logged_actions(monkeypatch)
+    simulate(plan, cluster(4, 1, sums=True), lump(8e9), WHOLE, checked=False, traced=True)
+    seen = [chunk for _, what, chunk in log if what == "Update"]
     assert len(seen) >= 32
     blocks = [chunk // 4 for chunk in seen[:32]]  # of the first step: 8 blocks of 4 chunks
     assert (blocks == sorted(blocks, reverse=True)) == in_turn
@@ -449,20 +494,18 @@ def test_every_placement_comes_to_a_steady_state() -> None:
         )
 
 
-def test_the_order_is_the_deciders() -> None:  # Rule 7
+def test_the_order_is_the_deciders(monkeypatch: pytest.MonkeyPatch) -> None:  # Rule 7
     """Two blocks on files, the second step: what the worker runs and what the server's state
     machine says."""
-    logs: list[list[Any]] = []
+    log = logged_actions(monkeypatch)
     simulate(
         Plan(placement("files"), memory=PlanMemory(slots=2, buffers=2)),
         cluster(1),
         lump(2e6, 1e9, blocks=2),
         WHOLE,
-        logs=logs,
+        traced=True,
     )
-    step = [
-        what if number is None else f"{what} {number}" for at, what, number in logs[0] if at == 2
-    ]
+    step = [f"{what} {number}" for at, what, number in log if at == 2]
     assert step == [
         "Update 0",
         "Update 1",
@@ -478,7 +521,7 @@ def test_the_order_is_the_deciders() -> None:  # Rule 7
         "Hold 0",
     ]
     # released at the end of the first
-    assert [what for at, what, _ in logs[0] if at == 1][-2:] == ["Read", "Read"]
+    assert [what for at, what, _ in log if at == 1][-2:] == ["Read", "Read"]
 
 
 def test_energy_and_cost_add_up() -> None:
@@ -776,8 +819,8 @@ def test_micro_batches_that_repeat_are_counted_not_simulated(seed: int) -> None:
         memory=PlanMemory(slots=rng.choice([2, 3, 1000]), buffers=8, kept=rng.choice([0, 4])),
     )
     short = simulate(plan, where, model, WHOLE, checked=False)
-    # what is logged is simulated in full
-    whole = simulate(plan, where, model, WHOLE, checked=False, logs=[])
+    # what is traced is simulated in full
+    whole = simulate(plan, where, model, WHOLE, checked=False, traced=True)
     assert short.tasks < whole.tasks / 2 or seed not in (4, 7, 9, 10)  # where all of it repeats
     assert short.seconds == pytest.approx(whole.seconds, rel=1e-6)
     assert short.bytes == pytest.approx(whole.bytes, rel=1e-6)
@@ -864,7 +907,7 @@ def test_folded_equals_unfolded(seed: int) -> None:
         update_at=rng.choice(["step", "gradient"]),
         staleness=rng.choice([0, 0, 1]),
     )
-    folded = simulate(plan, where, model, WHOLE, checked=False, logs=[])
+    folded = simulate(plan, where, model, WHOLE, checked=False, traced=True)
     engine, scene = Engine(), Scene(plan, where, model, WHOLE)
     scene.build(engine)
     (one,) = scene.stages

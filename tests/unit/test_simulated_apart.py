@@ -13,8 +13,9 @@ import pytest
 from test_simulated import RATE, WHOLE, cluster, lump, run
 
 from benchmarks.link_bytes import BoundaryBytes, StageBytes, link_bytes
+from benchmarks.paper_clusters import gpt
 from roadtrain.config.cluster import Cluster, make_cluster
-from roadtrain.config.models import BlockShape, ModelShape, Transformer, gpt
+from roadtrain.config.models import BlockShape, ModelShape, Transformer
 from roadtrain.config.plan_file import PLACEMENTS, Plan, PlanFile, PlanMemory, make_plan, placement
 from roadtrain.errors import ConfigError
 from roadtrain.planner.simulate import as_json, report
@@ -59,7 +60,7 @@ def test_apart_is_as_one_for_all(seed: int) -> None:
         memory=PlanMemory(slots=rng.choice([2, 1000])),
     )
     model = gpt(4, 512, 8, vocab=8000, seq_len=256)
-    one = simulate(plan, where, model, WHOLE, checked=False, logs=[])
+    one = simulate(plan, where, model, WHOLE, checked=False, traced=True)
     each = apart(plan, where, model)
     # pieces of a block that two lanes send side by side end later than one after the other
     assert each.seconds == pytest.approx(one.seconds, rel=0.03)
@@ -77,7 +78,7 @@ def test_ranks_that_share_a_host_share_what_it_sends(name: str) -> None:
     where = cluster(2, 1, devices=2, sums=True)
     plan = Plan(placement(name), Parallelism(dp=4), num_microbatches=2, overlap=False)
     model = lump(4e8, 1e12)
-    one = simulate(plan, where, model, WHOLE, checked=False, logs=[])
+    one = simulate(plan, where, model, WHOLE, checked=False, traced=True)
     each = apart(plan, where, model)
     assert each.seconds == pytest.approx(one.seconds, rel=0.05)
     for way in ("out", "in"):
@@ -91,7 +92,7 @@ def test_ranks_that_share_a_host_share_what_it_sends(name: str) -> None:
 def test_a_server_gets_what_every_host_of_a_replica_sends(name: str) -> None:
     """Also where a replica's context ranks are on several hosts."""
     where, plan = cluster(4, 1, sums=True), Plan(placement(name), Parallelism(dp=2, cp=2))
-    one = simulate(plan, where, lump(1e8), WHOLE, checked=False, logs=[])
+    one = simulate(plan, where, lump(1e8), WHOLE, checked=False, traced=True)
     each = apart(plan, where, lump(1e8))
     for way in ("out", "in"):
         assert each.bytes[f"server {way}"] == pytest.approx(one.bytes[f"server {way}"])

@@ -39,7 +39,7 @@ def test_ten_tasks_computed_by_hand() -> None:
     assert cpu.busy == pytest.approx(4)
 
 
-def test_weights_rates_and_priorities() -> None:
+def test_weights_and_rates() -> None:
     engine = Engine()
     link, disk = engine.resource("link", 10), engine.resource("disk", 4)
     slow = engine.task("slow", Cost(20, [(link, 1)], max_rate=2))  # its own limit
@@ -47,12 +47,6 @@ def test_weights_rates_and_priorities() -> None:
     rest = engine.task("rest", Cost(20, [(link, 1)]))  # what is left of the link
     engine.run()
     assert [task.end for task in (slow, both, rest)] == pytest.approx([10, 5, 5])
-    engine = Engine()
-    link = engine.resource("link", 10)
-    late = engine.task("late", Cost(10, [(link, 1)]), priority=1)
-    urgent = engine.task("urgent", Cost(10, [(link, 2)]))
-    engine.run()
-    assert (urgent.end, late.end) == pytest.approx((2, 3))
 
 
 def test_latency_comes_before_the_transfer() -> None:
@@ -92,7 +86,6 @@ def crowds(draw: st.DrawFn) -> tuple[list[Resource], list[Task]]:
         own = draw(st.lists(st.sampled_from(resources), min_size=1, unique=True))
         task = Task("t", 1, [(resource, draw(st.floats(0.1, 5))) for resource in own], number)
         task.max_rate = draw(st.sampled_from([float("inf"), 1.0, 7.0]))
-        task.priority = draw(st.sampled_from([0.0, 1.0]))
         tasks.append(task)
     return resources, tasks
 
@@ -112,7 +105,7 @@ def test_rates_are_fair(crowd: tuple[list[Resource], list[Task]]) -> None:
         assert full, "it could run faster"
         assert any(
             all(
-                rates[other] <= rates[task] * (1 + 1e-6) or other.priority < task.priority
+                rates[other] <= rates[task] * (1 + 1e-6)
                 for other in tasks
                 if any(u is r for u, _ in other.uses)
             )

@@ -289,14 +289,6 @@ def shape(name: str, **changes: Any) -> ModelShape:
     )
 
 
-def gpt(
-    layers: int, hidden: int, heads: int, *, vocab: int = 51200, seq_len: int = 2048, **more: Any
-) -> ModelShape:
-    """A GPT of any size, as Megatron builds it. `more`: of Transformer."""
-    own = Transformer(layers, hidden, heads, vocab, seq_len, positions=seq_len, **more)
-    return own.shape(f"GPT-{layers}x{hidden}")
-
-
 KEYS = {  # of a Hugging Face config, by transformers' common name
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),

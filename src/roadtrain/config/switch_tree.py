@@ -9,10 +9,8 @@ Pure.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from roadtrain.config.cluster import Cluster, Host, LinkRate, Nic, Switch
 from roadtrain.errors import ConfigError
@@ -32,15 +30,10 @@ class SwitchTree:
     # of each switch but the root, the link to its parent
     links: Mapping[str, LinkRate] = field(default_factory=dict)
 
-    @cached_property
-    def hosts_at(self) -> Counter[str]:
-        """How many hosts send to each switch."""
-        return Counter(self.at)
-
     def children(self, switch: str) -> int:
         """What sends to it: hosts and switches below."""
         below = sum(parent == switch for parent in self.parents.values())
-        return self.hosts_at[switch] + below
+        return self.at.count(switch) + below
 
     def path(self, switch: str) -> list[str]:
         """From it to the root, both included."""

@@ -82,7 +82,7 @@ class HostAgent:
         for line, dropped in self._orders.feed(data):
             if dropped:
                 raise SystemExit(f"a message of {len(line) + dropped} bytes came")
-            self._obey(m.decode_to_agent(line))
+            self._obey(m.TO_AGENT.decode(line))
 
     def _obey(self, order: m.ToAgent) -> None:
         match order:

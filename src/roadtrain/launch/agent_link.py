@@ -11,7 +11,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from roadtrain.errors import WireError
+import msgspec
+
 from roadtrain.launch import agent_messages as m
 from roadtrain.launch.descendants import MARK
 from roadtrain.launch.launch_engine import Begin
@@ -94,9 +95,9 @@ class AgentLink:
             return None
         self._heard = time.monotonic()
         try:
-            messages = [m.decode_from_agent(line) for line, _ in self._lines.feed(data)]
-        except WireError as error:
-            self.last_words = str(error)
+            messages = [m.FROM_AGENT.decode(line) for line, _ in self._lines.feed(data)]
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            self.last_words = f"a line that is no message of an agent: {error}"
             return None
         for message in messages:
             if isinstance(message, m.AgentReady):

@@ -3,15 +3,12 @@ limited length. Does NOT read or write (agent.py, agents.py)."""
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import msgspec
 
 from roadtrain.errors import WireError
 from roadtrain.launch.processes import Process
 from roadtrain.units import MIB
 
-Message = TypeVar("Message")
 ALIVE_S = 5.0
 MESSAGE_LIMIT = 32 * MIB  # bytes of a line: the files of a process are within it
 
@@ -55,8 +52,8 @@ class AgentAlive(msgspec.Struct, tag="alive", frozen=True):
 
 ToAgent = BeginProcess | EndProcess
 FromAgent = AgentReady | OutputLine | ProcessGone | AgentAlive
-_to_agent: msgspec.json.Decoder[ToAgent] = msgspec.json.Decoder(ToAgent)
-_from_agent: msgspec.json.Decoder[FromAgent] = msgspec.json.Decoder(FromAgent)
+TO_AGENT: msgspec.json.Decoder[ToAgent] = msgspec.json.Decoder(ToAgent)
+FROM_AGENT: msgspec.json.Decoder[FromAgent] = msgspec.json.Decoder(FromAgent)
 
 
 def encode_line(message: ToAgent | FromAgent) -> bytes:
@@ -65,23 +62,6 @@ def encode_line(message: ToAgent | FromAgent) -> bytes:
     if len(line) > MESSAGE_LIMIT:
         raise WireError(f"a message of {len(line)} bytes, at most {MESSAGE_LIMIT} can be sent")
     return line
-
-
-def decode_to_agent(line: bytes) -> ToAgent:
-    """Raises WireError."""
-    return _decoded(_to_agent, line, "for an agent")
-
-
-def decode_from_agent(line: bytes) -> FromAgent:
-    """Raises WireError."""
-    return _decoded(_from_agent, line, "of an agent")
-
-
-def _decoded(decoder: msgspec.json.Decoder[Message], line: bytes, what: str) -> Message:
-    try:
-        return decoder.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WireError(f"a line that is no message {what}: {error}") from error
 
 
 class LineSplitter:

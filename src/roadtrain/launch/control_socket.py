@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -150,16 +151,9 @@ class ControlClient:
 
     @property
     def gone(self) -> bool:
-        """Whether the supervisor has closed it. Only where no answer is awaited."""
-        self._socket.setblocking(False)
-        try:
-            return not self._socket.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-        finally:
-            self._socket.settimeout(ANSWER_S)
+        """Whether the supervisor has closed it. Only where no answer is awaited: the end is then
+        all that can come."""
+        return bool(select.select([self._socket], [], [], 0.0)[0])
 
     def ask(self, verb: str, *words: str) -> Mapping[str, Any]:
         """Raises LaunchError: what the supervisor refused, or that it is gone."""
@@ -177,12 +171,6 @@ class ControlClient:
             raise LaunchError(str(error))
         return reply
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         self._file.close()
         self._socket.close()
@@ -190,7 +178,7 @@ class ControlClient:
 
 def ask_supervisor(home: RunHome, verb: str, words: Sequence[str] = ()) -> Mapping[str, Any]:
     """As `ControlClient.ask`, of a connection of its own."""
-    with ControlClient(home) as client:
+    with contextlib.closing(ControlClient(home)) as client:
         return client.ask(verb, *words)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 
 from roadtrain.errors import LaunchError
 from roadtrain.launch.control_socket import ControlClient
@@ -31,7 +31,7 @@ def follow(home: RunHome, record: LaunchRecord, offset: int = 0, *, detach: bool
     stops = record.if_launcher_dies == "stop"
     with ExitStack() as stack:
         try:
-            greeting = stack.enter_context(LauncherHello(home)) if stops else None
+            greeting = stack.enter_context(closing(LauncherHello(home))) if stops else None
             show_until_end(home, offset, greeting)
         except KeyboardInterrupt:
             if not stops:
@@ -64,24 +64,13 @@ class LauncherHello:
             return
         self.close()
         with suppress(LaunchError):
-            client = ControlClient(self._home)
-            try:
-                client.ask("hello")
-            except LaunchError:
-                client.close()
-            else:
-                self._client = client
+            self._client = ControlClient(self._home)
+            self._client.ask("hello")
 
     def close(self) -> None:
         if self._client is not None:
             self._client.close()
         self._client = None
-
-    def __enter__(self) -> LauncherHello:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def show_until_end(home: RunHome, offset: int, greeting: LauncherHello | None = None) -> None:

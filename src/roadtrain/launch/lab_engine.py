@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from roadtrain.config.cluster import Ssd
 from roadtrain.config.job import load_job
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError, LaunchError
@@ -40,7 +41,7 @@ from roadtrain.launch.agent_link import AgentHost
 from roadtrain.launch.agents import HostAgents
 from roadtrain.launch.here import worker_threads
 from roadtrain.launch.home import LaunchRecord, RunHome, StartPhase
-from roadtrain.launch.lab_shape import LabSsd, check_rates, lab_shape
+from roadtrain.launch.lab_shape import check_rates, lab_shape
 from roadtrain.launch.protocol.run_events import Output
 from roadtrain.storage import mark as run_mark
 from roadtrain.storage.direct import free_nbytes
@@ -86,7 +87,7 @@ class LabEngine(HostAgents):
                     {name: shape.nics(name) for name in shape.hosts}, shape.links(), self._cpus()
                 )
             )
-            super().__init__([self._agent_host(name) for name in shape.planned], mark)
+            super().__init__([self._agent_host(name) for name in shape.workers], mark)
             self._made = stack.pop_all()
         self._events += [Output("agent", "", note) for note in self._notes]
 
@@ -119,20 +120,17 @@ class LabEngine(HostAgents):
             raise LaunchError(f"the lab has no host {name!r}", hint=f"it has {known}")
         return self._network.hosts[name]
 
-    def _address(self, name: str) -> str:
-        return self._network.hosts[name].nics[self._shape.cards[name]].address
-
     def _cpus(self) -> dict[str, float]:
         if why := cpus_available():
             self._notes.append(f"processors are not shared out: {why}")
             return {}
-        share = len(os.sched_getaffinity(0)) / len(self._shape.planned)
+        share = len(os.sched_getaffinity(0)) / len(self._shape.workers)
         return dict.fromkeys(self._shape.hosts, share)
 
     def _agent_host(self, name: str) -> AgentHost:
         return AgentHost(
             name,
-            self._address(name),
+            self._network.hosts[name].nics[self._shape.cards[name]].address,
             partial(self._begin_on, name),
             self._shape.workers.get(name, self._shape.hosts[name].devices),
             threads=self._threads,
@@ -153,7 +151,7 @@ class LabEngine(HostAgents):
             own.mkdir(parents=True, exist_ok=True)
             self._binds[name] += [str(own), str(SHM)]
         ssds = {name: self._shape.ssds(name) for name in self._shape.hosts}
-        every = [ssd for of_host in ssds.values() for ssd in of_host]
+        every = [ssd for of_host in ssds.values() for _, ssd in of_host]
         if not every:
             return
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -163,7 +161,7 @@ class LabEngine(HostAgents):
             real = storage_rates(self._directory)
             check_rates(every, real.read, real.write)
         for name, of_host in ssds.items():
-            for n, ssd in enumerate(of_host):
+            for n, (directory, ssd) in enumerate(of_host):
                 source = self._directory / f"{name}.ssd{n}"
                 if not why:
                     device = stack.enter_context(
@@ -175,29 +173,25 @@ class LabEngine(HostAgents):
                         known.limits += limits.limits
                     source = device.mount
                 source.mkdir(exist_ok=True)
-                _make_mount_point(Path(ssd.directory), stack)
-                self._binds[name] += [str(source), ssd.directory]
+                _make_mount_point(Path(directory), stack)
+                self._binds[name] += [str(source), directory]
         for throttle in self._throttles.values():
             stack.enter_context(throttle)
 
-    def _room(self, ssd: LabSsd, many: int) -> int:
+    def _room(self, ssd: Ssd, many: int) -> int:
         free = int(free_nbytes(self._directory) * FREE) // many
-        return min(int(ssd.nbytes) or SSD_MOST, SSD_MOST, free)
+        return min(int(ssd.capacity) or SSD_MOST, SSD_MOST, free)
 
     @staticmethod
     def _tidy_shm(mark: str) -> None:
         """What killed processes have left of shared memory are files; stores are directories, and
         stay."""
-        if not kept_memory(mark).exists():
-            return
-        for own in kept_memory(mark).iterdir():
-            for path in own.iterdir():
-                if not path.is_dir():
-                    path.unlink()
-            if not any(own.iterdir()):
-                own.rmdir()
-        if not any(kept_memory(mark).iterdir()):
-            shutil.rmtree(kept_memory(mark))
+        kept = kept_memory(mark)
+        for path in kept.glob("*/*"):
+            if not path.is_dir():
+                path.unlink()
+        for directory in (*kept.glob("*"), kept):
+            _remove_empty(directory)
 
 
 def lab_engine(plan_file: PlanFile, record: LaunchRecord) -> LabEngine:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from roadtrain.config.cluster import Cluster, Host
+from roadtrain.config.cluster import Cluster, Host, Ssd
 from roadtrain.config.machines import Machines
 from roadtrain.errors import ConfigError
 from roadtrain.lab import CARD_MOST, LabNic
@@ -19,22 +19,11 @@ from roadtrain.units import show_rate
 
 
 @dataclass(frozen=True)
-class LabSsd:
-    """One SSD of a host."""
-
-    directory: str  # where it is mounted, for the host's processes
-    read: float  # bytes a second
-    write: float
-    nbytes: float  # of it; 0: as much as there is
-
-
-@dataclass(frozen=True)
 class LabShape:
     """Every mapping is by the name of a host. `cards`: which NIC the others reach it by."""
 
     hosts: Mapping[str, Host]
-    workers: Mapping[str, int]
-    planned: tuple[str, ...]  # those that the run begins with, and its spares; the others may come
+    workers: Mapping[str, int]  # the run begins with these, its spares too; others may come
     cards: Mapping[str, int]
     cluster: Cluster
 
@@ -44,10 +33,11 @@ class LabShape:
     def links(self) -> dict[tuple[str, str], float]:
         return {link.between: link.rate for link in self.cluster.links}
 
-    def ssds(self, host: str) -> list[LabSsd]:
-        """Those that say where they are mounted."""
+    def ssds(self, host: str) -> list[tuple[str, Ssd]]:
+        """SSDs that say where they are mounted for the host's processes, each with that
+        directory."""
         return [
-            LabSsd(directory.replace("{host}", host), ssd.read, ssd.write, ssd.capacity)
+            (directory.replace("{host}", host), ssd)
             for ssd in self.hosts[host].ssds
             for directory in ssd.directories
         ]
@@ -90,8 +80,7 @@ def lab_shape(cluster: Cluster, machines: Machines) -> LabShape:
                 hint="slower cards in the cluster file, and plan again",
             )
     workers = {one.name: one.workers for one in planned}
-    names = tuple(one.name for one in planned)
-    return LabShape(hosts, workers, names, _cards(cluster, hosts), cluster)
+    return LabShape(hosts, workers, _cards(cluster, hosts), cluster)
 
 
 def _further(kind: Host, planned: int, taken: Mapping[str, Host]) -> list[str]:
@@ -115,7 +104,7 @@ def _cards(cluster: Cluster, hosts: Mapping[str, Host]) -> dict[str, int]:
     return {name: found[host.name] for name, host in hosts.items()}
 
 
-def check_rates(ssds: Sequence[LabSsd], read: float, write: float) -> None:
+def check_rates(ssds: Sequence[Ssd], read: float, write: float) -> None:
     """Raises ConfigError where all of these at once are faster than what they are emulated on."""
     for what, asked, real in (
         ("read", sum(ssd.read for ssd in ssds), read),

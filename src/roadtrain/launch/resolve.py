@@ -19,13 +19,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from roadtrain.config.job import DataSection, Job, moved
-from roadtrain.config.job_model import check_model, layers_of
+from roadtrain.config.job_model import check_model
 from roadtrain.config.machines import (
     FILES,
     LAUNCHED_AS,
     PORT,
     Machines,
     PlanHost,
+    PlannedModel,
     Predicted,
     host_port,
 )
@@ -454,10 +455,4 @@ def _check_plan(plan: Plan, machines: Machines, job: Job) -> None:
         raise ConfigError(
             f"the plan has {ranks} ranks ({plan.parallelism}), its machines have {workers} workers"
         )
-    stages = plan.parallelism.stages
-    layers = layers_of(job)
-    if stages and layers and sum(stages) != layers:
-        raise ConfigError(
-            f"the plan is for another model: it has {sum(stages)} layers, the job's has {layers}",
-            hint="plan anew for this job",
-        )
+    check_model(PlannedModel(0, 0, sum(plan.parallelism.stages)), job)

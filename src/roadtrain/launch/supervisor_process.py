@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 
 from roadtrain.errors import LaunchError, RoadtrainError
 from roadtrain.launch.control_socket import ControlClient
@@ -78,7 +78,7 @@ def patient_client(home: RunHome) -> Iterator[ControlClient | None]:
                     hint=f"{home.all_log} says what it waits for",
                 ) from error
             time.sleep(POLL_S)
-    with client or nullcontext():
+    with closing(client) if client is not None else nullcontext():
         yield client
 
 

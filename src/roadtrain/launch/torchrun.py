@@ -1,5 +1,5 @@
-"""TorchrunWorkers: the workers of a run as torchrun starts them, for the files that are written
-instead of a launch (write_slurm.py, write_kubernetes.py); and what both kinds of files share.
+"""The workers of a run as torchrun starts them, for the files that are written instead of a launch
+(write_slurm.py, write_kubernetes.py); and what both kinds of files share.
 
 torchrun runs on each host with the host's place in the order of ranks, and meets the others at the
 plan's address and port (static rendezvous), so ranks are the plan's. It starts its workers once:
@@ -11,65 +11,39 @@ Does NOT write files.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from roadtrain.errors import ConfigError
-from roadtrain.launch.processes import HostFile
+from roadtrain.launch.processes import HostFile, Process
 from roadtrain.launch.resolve import ResolvedRun
 
 TORCHRUN = ("-m", "torch.distributed.run")
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 SHUTDOWN_S = 100  # of the 120 s of a notice: torchrun kills workers that are not done by then
-# What torchrun says to each worker by itself.
-SAID_BY_TORCHRUN = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
-)
 
 
-@dataclass(frozen=True)
-class TorchrunWorkers:
-    """hosts: with their number of workers, in the order of ranks. address, port: where they meet.
-    words: behind the interpreter, of each worker. environment: what torchrun does not say."""
+def first_worker(run: ResolvedRun) -> Process:
+    """Return the worker of rank 0, whose words and files are those of all workers. torchrun says
+    all that is in its environment. Raises ConfigError for what such files cannot do."""
+    check_for_files(run)
+    return run.workers(run.worker_hosts, 0).processes[0]
 
-    hosts: Mapping[str, int]
-    address: str
-    port: int
-    words: tuple[str, ...]
-    environment: Mapping[str, str]
-    files: tuple[HostFile, ...]
 
-    @staticmethod
-    def of(run: ResolvedRun) -> TorchrunWorkers:
-        """Raises ConfigError for what such files cannot do."""
-        check_for_files(run)
-        processes = run.workers(run.worker_hosts, 0).processes
-        first, hosts = processes[0], Counter(one.host for one in processes)
-        return TorchrunWorkers(
-            hosts,
-            first.environment["MASTER_ADDR"],
-            int(first.environment["MASTER_PORT"]),
-            first.words,
-            {k: v for k, v in first.environment.items() if k not in SAID_BY_TORCHRUN},
-            first.files,
-        )
-
-    def torchrun(self, node_rank: str, workers: str, start: str) -> tuple[str, ...]:
-        """Behind the interpreter, on one host; the words of a worker follow. start: the name of
-        this start of the workers."""
-        return (
-            *TORCHRUN,
-            f"--nnodes={len(self.hosts)}",
-            f"--node-rank={node_rank}",
-            f"--nproc-per-node={workers}",
-            f"--master-addr={self.address}",
-            f"--master-port={self.port}",
-            f"--rdzv-id={start}",
-            "--max-restarts=0",
-        )
+def torchrun_words(run: ResolvedRun, node_rank: str, workers: str, start: str) -> tuple[str, ...]:
+    """Return what is behind the interpreter on one host; the words of a worker follow. start: the
+    name of this start of the workers."""
+    return (
+        *TORCHRUN,
+        f"--nnodes={len(run.worker_hosts)}",
+        f"--node-rank={node_rank}",
+        f"--nproc-per-node={workers}",
+        f"--master-addr={run.address(run.worker_hosts[0])}",
+        f"--master-port={run.machines.rendezvous_port}",
+        f"--rdzv-id={start}",
+        "--max-restarts=0",
+    )
 
 
 def check_for_files(run: ResolvedRun) -> None:

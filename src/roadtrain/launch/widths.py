@@ -8,12 +8,12 @@ where state rests, nor whether it fits there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from roadtrain.config.job import Job
 from roadtrain.errors import ConfigError
 from roadtrain.stages.host_ranks import check_ranks
-from roadtrain.stages.parallelism import Parallelism
 
 
 class WorkerHost(NamedTuple):
@@ -56,13 +56,7 @@ def _staged(job: Job, planned: int, workers: int, hosts: Sequence[WorkerHost]) -
             hint=f"a multiple of {before.pp * before.tp} workers, alike for all stages",
         )
     total = asked.num_microbatches or job.optimizer.accumulate * max(before.replicas_of)
-    now = Parallelism(
-        tp=before.tp,
-        pp=before.pp,
-        stages=before.stages,
-        virtual_stages=before.virtual_stages,
-        widths=tuple(width // planned for width in widths),
-    )
+    now = replace(before, dp=1, widths=tuple(width // planned for width in widths))
     now.check_micro_batches(total)
     check_ranks(now, [(host.name, "", host.workers) for host in hosts])
     words = {"dp": None, "widths": list(now.widths)} if now.widths else {"dp": now.dp}

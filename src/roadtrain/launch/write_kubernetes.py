@@ -20,7 +20,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -32,12 +32,13 @@ from roadtrain.launch.processes import HostFile, Process, Role
 from roadtrain.launch.resolve import ResolvedRun, files_read
 from roadtrain.launch.torchrun import (
     SHUTDOWN_S,
-    TorchrunWorkers,
     check_ours,
     files_of,
+    first_worker,
     gpus_of,
     hosts_of,
     notes_for_user,
+    torchrun_words,
     with_device,
 )
 from roadtrain.storage.direct import make_directory, typed_errors
@@ -111,7 +112,7 @@ class _RunObjects:
     def __init__(self, run: ResolvedRun, image: str) -> None:
         self.run, self.image = run, image
         self.name = name_of(run.name)
-        self.workers = TorchrunWorkers.of(run)
+        self.worker = first_worker(run)
 
     def all(self) -> list[Tree]:
         services = self.run.services()
@@ -120,7 +121,7 @@ class _RunObjects:
             self._object("v1", "ConfigMap", self.name, data=self._files(secret=False)),
             self._service(services),
             *map(self._stateful_set, services),
-            *(self._job(host, rank) for rank, host in enumerate(self.workers.hosts)),
+            *(self._job(host, rank) for rank, host in enumerate(self.run.worker_hosts)),
         ]
 
     def _labels(self, process: str = "") -> Tree:
@@ -143,7 +144,7 @@ class _RunObjects:
 
     def _service(self, services: Iterable[Process]) -> Tree:
         served = (port for one in services for port in one.ports)
-        ports = dict.fromkeys((*served, self.workers.port))
+        ports = dict.fromkeys((*served, self.run.machines.rendezvous_port))
         spec = {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -159,7 +160,7 @@ class _RunObjects:
             "image": self.image,
             "command": [PYTHON, *process.words],
             "workingDir": process.directory,
-            "env": _env(process.environment),
+            "env": [],
             "ports": _ports(process),
         }
         spec = {
@@ -174,30 +175,26 @@ class _RunObjects:
         return self._object("apps/v1", "StatefulSet", name, process.name, spec=spec)
 
     def _job(self, host: str, rank: int) -> Tree:
-        process, count = f"workers {host}", self.workers.hosts[host]
-        torchrun = self.workers.torchrun(str(rank), str(count), self.run.name)
-        assert self.workers.words[:2] == ("-m", "roadtrain.cli")
-        words = ("-m", "roadtrain.launch.pod", *self.workers.words[2:])
-        environment = {
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S),
-            **self.workers.environment,
-        }
+        process, count = f"workers {host}", self.run.host(host).workers
+        torchrun = torchrun_words(self.run, str(rank), str(count), self.run.name)
+        assert self.worker.words[:2] == ("-m", "roadtrain.cli")
+        words = ("-m", "roadtrain.launch.pod", *self.worker.words[2:])
         container: Tree = {
             "name": "workers",
             "image": self.image,
             "command": [PYTHON, *torchrun, *words],
             "workingDir": self.run.directory,
-            "env": _env(environment),
+            "env": [{"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": str(SHUTDOWN_S)}],
         }
         if rank == 0:
-            container["ports"] = [_port("tcp", self.workers.port, "containerPort")]
+            container["ports"] = [_port("tcp", self.run.machines.rendezvous_port, "containerPort")]
         if gpus := gpus_of(self.run).get(host):
             container["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
         pod = self._pod(
             process,
             host,
             container,
-            self.workers.files,
+            self.worker.files,
             _stores_of(self.run.job),
             _read_by(self.run.job),
         )
@@ -270,10 +267,6 @@ def _ports(process: Process) -> list[Tree]:
         return tcp
     udp = [port + 1 + job for port in process.ports for job in range(MOST_JOBS)]
     return tcp + [_port("udp", port, "containerPort") for port in udp]
-
-
-def _env(environment: Mapping[str, str]) -> list[Tree]:
-    return [{"name": name, "value": value} for name, value in environment.items()]
 
 
 def _roots(paths: Iterable[str]) -> list[str]:

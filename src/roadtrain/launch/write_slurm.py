@@ -21,12 +21,13 @@ from roadtrain.launch.processes import Process
 from roadtrain.launch.resolve import ResolvedRun
 from roadtrain.launch.torchrun import (
     SHUTDOWN_S,
-    TorchrunWorkers,
     check_ours,
     files_of,
+    first_worker,
     gpus_of,
     hosts_of,
     notes_for_user,
+    torchrun_words,
     with_device,
 )
 from roadtrain.storage.direct import make_directory, replace_file, typed_errors
@@ -119,17 +120,17 @@ def _options(options: Mapping[str, object]) -> Iterable[str]:
 
 def _machines(run: ResolvedRun) -> Iterable[str]:
     """What the rest of the script goes by."""
-    workers = TorchrunWorkers.of(run)
-    torchrun = [_in_shell(word) for word in workers.torchrun(*SAID_BY_HOST)]
-    words = [*_env(workers.environment), PYTHON, *torchrun, *map(shlex.quote, workers.words)]
+    worker = first_worker(run)
+    torchrun = [_in_shell(word) for word in torchrun_words(run, *SAID_BY_HOST)]
+    words = [PYTHON, *torchrun, *map(shlex.quote, worker.words)]
     places = " ".join(
-        f"{host}) rank={rank} workers={count};;"
-        for rank, (host, count) in enumerate(workers.hosts.items())
+        f"{host}) rank={rank} workers={run.host(host).workers};;"
+        for rank, host in enumerate(run.worker_hosts)
     )
     known = {
         "name": run.name,
         "directory": run.directory,
-        "first": next(iter(workers.hosts)),
+        "first": worker.host,
         "python": PYTHON,
         "asks_committed": json.dumps({"directory": run.directory}),
         "shutdown_s": str(SHUTDOWN_S),
@@ -168,13 +169,8 @@ def _options_of_steps(run: ResolvedRun) -> Iterable[str]:
 
 
 def _service(process: Process) -> str:
-    words = [*_env(process.environment), PYTHON, *map(shlex.quote, process.words)]
+    words = [PYTHON, *map(shlex.quote, process.words)]
     return " ".join(["service", shlex.quote(process.name), process.host, *words])
-
-
-def _env(environment: Mapping[str, str]) -> list[str]:
-    pairs = [shlex.quote(f"{key}={value}") for key, value in environment.items()]
-    return ["env", *pairs] if pairs else []
 
 
 def _in_shell(word: str) -> str:

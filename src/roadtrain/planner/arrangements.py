@@ -48,12 +48,11 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Arranged:
-    """The best arrangement, what was found for it and for the order of the file."""
+    """The best arrangement, what was found for it, and how many were tried."""
 
     arrangement: Arrangement
     answer: SearchResult
     tried: int
-    as_given: SearchResult | None  # None: the order of the file takes no plan at all
 
 
 def arrangements(cluster: Cluster) -> Iterator[Arrangement]:
@@ -74,8 +73,8 @@ def best_arrangement(cluster: Cluster, searched: Callable[[Cluster], SearchResul
     where none does, as for the order of the file."""
     best: tuple[Arrangement, SearchResult] | None = None
     first: ConfigError | None = None
-    as_given, tried = None, 0
-    for number, one in enumerate(arrangements(cluster)):
+    tried = 0
+    for one in arrangements(cluster):
         try:
             answer = searched(one.cluster)
         except ConfigError as error:
@@ -83,13 +82,12 @@ def best_arrangement(cluster: Cluster, searched: Callable[[Cluster], SearchResul
             continue
         finally:
             tried += 1
-        as_given = answer if number == 0 else as_given
         if best is None or _score(answer) < _score(best[1]):
             best = one, answer
     if best is None:
         assert first is not None
         raise first
-    return Arranged(*best, tried, as_given)
+    return Arranged(*best, tried)
 
 
 def _score(answer: SearchResult) -> float:

@@ -152,14 +152,13 @@ def shape_of(
     samples: int,
     blocks: Sequence[str] | None = None,
     name: str = "",
-    kwargs: Mapping[str, Any] | None = None,
 ) -> ModelShape:
-    """The ModelShape of `model(*args, **kwargs)`, a batch of `samples`. `blocks`: as in place().
+    """The ModelShape of `model(*args)`, a batch of `samples`. `blocks`: as in place().
     Runs one forward, on `meta` without memory or time. Raises ModelError where the model's own
     forward fails, or gives no tensor that has a gradient."""
     parts = split(model, blocks)
     try:
-        found = counted(model, parts, args, kwargs or {}, samples=samples)
+        found = counted(model, parts, args, {}, samples=samples)
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as cause:
         raise ModelError(
             f"{type(model).__name__}'s forward failed: {cause}",

@@ -5,8 +5,8 @@ A *resource* has a capacity a second: a link's direction, an SSD's reads, the ba
 *task* has `work` and `uses`: one unit of its progress takes `weight` of each resource at once.
 Running tasks share by weighted max-min
 (progressive filling): the rates of all grow alike until a resource is full or a task runs at its
-`max_rate`; smaller `priority` is filled first. A *lane* (a CUDA stream, a pool of processors) runs
-one task at a time, in the order of priority, then arrival.
+`max_rate`. A *lane* (a CUDA stream, a pool of processors) runs one task at a time: the one of the
+smallest `priority` first, then in the order of arrival.
 
 On a change only the tasks that share resources with what changed get new rates. Ties are broken by
 the order of creation, so a run is the same every time. Does NOT know models, plans or bytes.
@@ -53,7 +53,7 @@ class Cost(NamedTuple):
     work: float  # units, often bytes; where it uses nothing: seconds
     uses: Sequence[tuple[Resource, float]] = ()  # resources, and how much a unit takes of each
     latency: float = 0.0  # seconds before it takes what it uses
-    max_rate: float | None = None  # units a second; None: any, or 1 where it uses nothing
+    max_rate: float = float("inf")  # units a second; unlimited, it is 1 where it uses nothing
 
     @property
     def of_bytes(self) -> Cost:
@@ -179,10 +179,8 @@ class Engine:
         work = max(cost.work, 0.0)
         task = Task(stage, work, limits, self.made, lane, then, priority, where, cost.latency)
         task.left = work
-        if cost.max_rate is not None:
-            task.max_rate = cost.max_rate
-        elif not asked:
-            task.max_rate = 1.0
+        unlimited = cost.max_rate == float("inf")
+        task.max_rate = 1.0 if unlimited and not asked else cost.max_rate
         for other in after:
             if not other.ended:
                 other.waited_by.append(task)
@@ -324,8 +322,8 @@ class Engine:
 
 
 def fair_rates(tasks: Iterable[Task], resources: Iterable[Resource]) -> dict[Task, float]:
-    """Weighted max-min, the most urgent priority first: the rates of its tasks grow alike until one
-    of them runs at its `max_rate` or a resource is full, whose tasks then stay; the rest grows on.
+    """Weighted max-min: the rates of all tasks grow alike until one of them runs at its `max_rate`
+    or a resource is full, whose tasks then stay; the rest grows on.
 
     Capacities, weights and rates may be of any size: what is full is told by levels, each relative
     to the least, and what a resource gives to tasks that still grow is added up anew, so no small
@@ -334,18 +332,7 @@ def fair_rates(tasks: Iterable[Task], resources: Iterable[Resource]) -> dict[Tas
     rates: dict[Task, float] = {}
     # what tasks that stay do not take
     left = {resource: resource.capacity for resource in resources}
-    todo = sorted(tasks, key=lambda task: (task.priority, task.number))
-    while todo:
-        priority = todo[0].priority
-        growing = dict.fromkeys(task for task in todo if task.priority == priority)
-        todo = todo[len(growing) :]
-        rates |= _filled(growing, left)
-    return rates
-
-
-def _filled(growing: dict[Task, None], left: dict[Resource, float]) -> dict[Task, float]:
-    """Rates of tasks of one priority, of what is left of each resource; takes them away there."""
-    rates: dict[Task, float] = {}
+    growing = dict.fromkeys(sorted(tasks, key=lambda task: task.number))
     # tasks that still grow, and what a unit of their rate takes
     users: dict[Resource, dict[Task, float]] = {}
     for task in growing:

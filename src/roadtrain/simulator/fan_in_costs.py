@@ -115,9 +115,8 @@ class FanInCosts:
         return -(-params // self.packets.block) if self.packets.block else 0.0
 
     def _cost(self, wire: float, uses: Uses) -> Cost:
-        most = self.switches.most(self._rate)
         taken = [(resource, weight) for resource, weight in uses if weight > 0]
-        return Cost(wire, taken, max_rate=most if most < float("inf") else None)
+        return Cost(wire, taken, max_rate=self.switches.most(self._rate))
 
     def _once(self) -> float:
         """Of what crosses a link once for all workers, the part of this task."""

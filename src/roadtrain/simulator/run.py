@@ -65,13 +65,12 @@ def simulate(
     constants: Constants,
     *,
     traced: bool = False,
-    logs: list[list[Any]] | None = None,
     checked: bool = True,
     apart: bool = False,
 ) -> Result:
     """Steps until two in a row take the same time. Of many micro-batches those that repeat are
-    counted, not simulated, unless it is `traced` or logged. Where they never repeat exactly, a step
-    of over six times MANY is estimated from steps of MANY and three times as many. `apart`: each
+    counted, not simulated, unless it is `traced`. Where they never repeat exactly, a step of over
+    six times MANY is estimated from steps of MANY and three times as many. `apart`: each
     data-parallel rank is simulated, on hosts whose cards all traffic shares, as is always done
     where widths differ; else those of a stage are one that has what the least of them has. Raises
     ConfigError for a plan that this cluster cannot carry out, BudgetError (unless not `checked`)
@@ -80,9 +79,9 @@ def simulate(
     scene = Scene(plan, cluster, model, constants, apart=apart)
     if checked:
         check(scene.needs, plan)
-    scene.build(engine, logs)
+    scene.build(engine)
     steps = _Steps(scene)
-    counts = None if traced or logs is not None or scene.apart else steps.extrapolated()
+    counts = None if traced or scene.apart else steps.extrapolated()
     counts = counts or steps.steady(scene.num_microbatches)
     for stage in scene.stages:
         stage.num_microbatches = scene.num_microbatches

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from roadtrain.config.cluster import Cluster, Device, Host, Nic, least_of
 from roadtrain.config.models import BlockShape, ModelShape
@@ -140,11 +139,11 @@ class Scene:
         """Whether a stage's state is at the server."""
         return any(place.served for place in self.plan.placements)
 
-    def build(self, engine: Engine, logs: list[list[Any]] | None = None) -> None:
+    def build(self, engine: Engine) -> None:
         """Raises ConfigError where hosts have no network in common, or a tensor group does not
         fit them."""
         cluster = self.cluster
-        self.engine, self.logs = engine, logs
+        self.engine = engine
         self.switches: dict[str, Resource] = {}  # of all switches that sum, by name
         self.switch_links = SwitchLinks(engine, cluster, self.constants)
         self.server: Site | None = None
@@ -282,13 +281,8 @@ class Scene:
         end: SimulatedFanIn | None,
         rank: RankOf | None = None,
     ) -> None:
-        log: list[Any] | None = None
-        if self.logs is not None:
-            self.logs.append(log := [])
         parts, send = self.cuts[number], self._send
-        stage = SimulatedStage(
-            self.engine, fabric, parts, number, send, end=end, log=log, rank=rank
-        )
+        stage = SimulatedStage(self.engine, fabric, parts, number, send, end=end, rank=rank)
         self.stages.append(stage)
 
     def _check_tensor_groups(self, number: int) -> None:

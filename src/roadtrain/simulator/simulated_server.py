@@ -118,7 +118,6 @@ class SimulatedServer:
         self.busy = False
         self.pulled: Callable[[int], None]  # the stage's: a pull of this ticket is answered
         self.held: Then  # the stage's: one more gradient rests
-        self.log: Callable[[str, int], None]  # the stage's: what is begun with which chunk
 
     @cached_property
     def machine(self) -> ServerStateMachine:
@@ -174,7 +173,6 @@ class SimulatedServer:
             self.tell(message)
 
     def _carry_out(self, action: Action) -> None:
-        self._log(action)
         match action:
             case Answer():
                 self._answer(action)
@@ -196,13 +194,6 @@ class SimulatedServer:
                 self._said(message)
             case _:
                 raise AssertionError(f"one worker whose gradients are kept needs no {action}")
-
-    def _log(self, action: Action) -> None:
-        match action:
-            case Answer(about) | Hold(about):
-                self.log(type(action).__name__, about.chunk)
-            case Read(chunk) | Update(chunk) | Write(chunk):
-                self.log(type(action).__name__, chunk)
 
     def _said(self, message: ServerMessage) -> None:
         match message:

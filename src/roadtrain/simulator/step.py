@@ -18,7 +18,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from roadtrain.config.models import BlockShape
 from roadtrain.relay.protocol.relay import RelayEvent, RelayStateMachine
@@ -50,7 +49,6 @@ class SimulatedStage:
         send: Callable[[SimulatedStage, RunBlocks], None],
         *,
         end: SimulatedFanIn | None = None,
-        log: list[Any] | None = None,
         rank: RankOf | None = None,
     ) -> None:
         """`end`: of switches, before the stage's server. `rank`: the replica that this is, where
@@ -63,7 +61,7 @@ class SimulatedStage:
         self.width = self.widths[number]
         self.replica = 0 if rank is None else rank.replica
         self.engine, self.fabric, self.plan, self.device = engine, fabric, plan, device
-        self.number, self.name, self.log = number, name, log
+        self.number, self.name = number, name
         self.send = send  # what a run leaves goes to the stage that needs it
         # The blocks of all its parts of the model, and of each part its range of them.
         self.blocks = [block for part in parts for block in part]
@@ -86,7 +84,6 @@ class SimulatedStage:
         self.server = SimulatedServer(engine, fabric, self.pieces, name, fetches)
         self.server.pulled = self._answered
         self.server.held = lambda: self._end_step(self.step)
-        self.server.log = self._log
         self.relay: RelayStateMachine | None = None
         if plan.placement.sum == "relay":
             kept = min(plan.memory.kept, len(self.blocks))
@@ -285,7 +282,6 @@ class SimulatedStage:
 
     def _block_ended(self, block: int, slot: int) -> None:
         assert self.run is not None
-        self._log(self.run.what, block)
         pulls = self.prefetch[block].returned(slot)
         if self.run.what == BACKWARD and (self.run.last or self.plan.placement.streamed):
             if self.plan.overlap:
@@ -482,10 +478,6 @@ class SimulatedStage:
 
     def _cost(self, stage: str, cost: Cost, then: Then, *, lane: Lane | None = None) -> None:
         self.engine.task(stage, cost.of_bytes, then=then, lane=lane, where=self.name)
-
-    def _log(self, what: str, number: int) -> None:
-        if self.log is not None:
-            self.log.append((self.step, what, number))
 
     def check(self) -> None:
         """Assert every invariant of the state machines that drive it."""
