@@ -12,6 +12,7 @@ reason; it is no error. Does NOT judge what it finds (measured_cluster.py).
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -23,9 +24,11 @@ from roadtrain.launch.launch_engine import LaunchEngine
 from roadtrain.launch.measured_cluster import LinkSeen
 from roadtrain.launch.measured_host import MODULE, HostAnswer, Told, WorkerSeconds
 from roadtrain.launch.processes import HostFile, Process, Role
+from roadtrain.launch.protocol.run_events import ProcessEnded
 from roadtrain.launch.resolve import ResolvedRun
 
 MOST = 8  # hosts whose links one asking host measures: 56 of them, about 40 s
+END_S = 20.0  # for processes that listen to end
 
 
 class MeasuredWorker(msgspec.Struct, frozen=True):
@@ -49,7 +52,7 @@ class MeasuredRun(msgspec.Struct, frozen=True):
 
 def measure_run(engine: LaunchEngine, run: ResolvedRun, worker_hosts: Sequence[str]) -> MeasuredRun:
     """worker_hosts: of the last attempt, in the order of ranks. None of the run's processes is
-    running. The hosts go on listening until the engine is closed."""
+    running."""
     here = {host.name for host in engine.hosts()}
     every = [one.name for one in (*run.machines.hosts, *run.machines.spares) if one.name in here]
     missing = [
@@ -59,10 +62,11 @@ def measure_run(engine: LaunchEngine, run: ResolvedRun, worker_hosts: Sequence[s
     ]
     links: list[LinkSeen] = []
     meeting = _of_addresses(run, every)
-    listening = _listening(run, meeting[1:])
+    listening, started = _listening(run, meeting[1:]), list[str]()
     try:
         for process, _ in listening.values():
             engine.start(process)
+            started.append(process.name)
         for asking, others in _groups(meeting):
             places = {listening[one][1]: one for one in others}
             told = Told(token=run.token, others=list(places))
@@ -76,6 +80,8 @@ def measure_run(engine: LaunchEngine, run: ResolvedRun, worker_hosts: Sequence[s
                 missing.append(why)
     except LaunchError as error:
         missing.append(str(error).partition("\n")[0])
+    finally:
+        _end(engine, started)
     workers = tuple(_workers(engine, run, worker_hosts, missing))
     return MeasuredRun(tuple(links), workers, tuple(missing), run.shared)
 
@@ -118,6 +124,15 @@ def _listening(run: ResolvedRun, names: Sequence[str]) -> dict[str, tuple[Proces
             where,
         )
     return out
+
+
+def _end(engine: LaunchEngine, names: Sequence[str]) -> None:
+    for name in names:
+        engine.stop(name, 1.0)
+    waited, until = set(names), time.monotonic() + END_S
+    while waited and time.monotonic() < until:
+        events = engine.events(0.2)
+        waited -= {event.name for event in events if isinstance(event, ProcessEnded)}
 
 
 def _workers(
