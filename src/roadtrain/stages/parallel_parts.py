@@ -86,9 +86,7 @@ def join(
         at = groups.position(rank)
         role = f"stage {at.stage}, replica {at.replica}"
         places.append(RankPlace(groups.cluster(rank), groups.host(rank), role))
-    control = ControlLinks(
-        processes.control, places, replies=processes.replies, deadline_s=deadline_s
-    )
+    control = ControlLinks(processes.control, processes.replies, places, deadline_s)
     start = control.same(lambda: uuid.uuid4().hex, "the name of this start")  # agents have none
     return Joined(meeting.rank, groups, layout, processes, control, options, device, rule, start)
 
