@@ -320,8 +320,8 @@ def tied_over_stages(rank):
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     model, placed = staged(Memory(), tied=True)
     with placed:
-        shared = {"embed.weight": SharedCopies(dist.group.WORLD, (1, 1), torch.device("cpu"))}
-        stage = PlacedStage(placed, shared)
+        copies = SharedCopies(dist.group.WORLD, (1, 1), torch.device("cpu"))
+        stage = PlacedStage(placed, [(["embed.weight"], copies)])
         stage.begin_step(1)
         loss_of(model, 0, rank).backward()
         squares = stage.sum_squares()
@@ -369,7 +369,7 @@ def copies_of_a_rank(rank):
     copies, store = dist.new_group(timeout=timedelta(seconds=3)), _get_default_store()
     p = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     p.grad = torch.tensor([256.0 if rank == 0 else 1.0, float(rank)], dtype=torch.bfloat16)
-    stage = PlacedStage(NoStore(p), {"w": SharedCopies(copies, (1, 1, 1), torch.device("cpu"))})
+    stage = PlacedStage(NoStore(p), [(["w"], SharedCopies(copies, (1, 1, 1), torch.device("cpu")))])
     stage.sum_squares()
     found = p.grad.tolist()
     stage.step()

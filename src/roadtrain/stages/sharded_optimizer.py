@@ -38,7 +38,7 @@ from roadtrain.errors import LoopError, StoreError
 from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.stages.bucket_state import BucketState, ShardedPieces
 from roadtrain.stages.courier import UNDER_WAY, Courier, CourierJob, Pending, SideStream
-from roadtrain.stages.data_group import DataGroup, RanksTogether, SharedCopies, links_of
+from roadtrain.stages.data_group import DataGroup, RanksTogether, SharedCopies
 from roadtrain.stages.flat_layout import StageParameters, lay_out, views_of_all
 from roadtrain.stages.forward_waits import ForwardWaits
 from roadtrain.stages.gradient_hooks import GradientHooks
@@ -69,9 +69,9 @@ class ShardedOptimizer:
 
     model: the stage, with the whole model's names. optimizer: the user's own, of this stage's
     parameters; its groups are read at each step and its own step is never run. group: the stage's
-    data-parallel ranks; None: there is one. shared: parameters that other stages have copies of.
-    blocks: modules that wait for their parameters as one. masters: by name, fp32 values of
-    parameters that are narrower.
+    data-parallel ranks; None: there is one. shared: names of parameters that other stages have
+    copies of, for each set of stages, in the same order on all of them. blocks: modules that wait
+    for their parameters as one. masters: by name, fp32 values of parameters that are narrower.
 
     Collective over the group. Raises RuleError for an optimizer that is not elementwise,
     ModelError for parameters that cannot be or that differ, ConfigError for a group that cannot.
@@ -83,7 +83,7 @@ class ShardedOptimizer:
         optimizer: torch.optim.Optimizer,
         group: torch.distributed.ProcessGroup | None = None,
         *,
-        shared: Mapping[str, SharedCopies] = {},
+        shared: Sequence[tuple[Sequence[str], SharedCopies]] = (),
         blocks: Iterable[nn.Module] = (),
         masters: Mapping[str, torch.Tensor] = {},
         options: ShardedOptions = ShardedOptions(),
@@ -96,7 +96,9 @@ class ShardedOptimizer:
         self._group_sizes = _group_sizes(optimizer)
         self.parameters = StageParameters(model, optimizer)
         self.group, self.sums = DataGroup(group, self.parameters.device), options.sums
-        self.links = links_of(shared, self.parameters.trainable)
+        trainable = self.parameters.trainable
+        links = [([name for name in names if name in trainable], c) for names, c in shared]
+        self.links = [(names, copies) for names, copies in links if names]
         self.layout = lay_out(
             self.parameters.specs,
             self.group.width,
