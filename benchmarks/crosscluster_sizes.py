@@ -43,7 +43,8 @@ def drawn(chance: random.Random) -> tuple[StepWork, list[str]]:
         tuple(StageSpeed(0.01 * s, 0.02 * s) for s in speeds),
         (1.0,) * chance.randint(8, 40),
         chance.choice((4, 8, 16)),
-        boundaries=(BoundarySpeed(*[chance.uniform(0.0, 0.05)] * 2),) * (stages - 1),
+        (1,) * stages,
+        (BoundarySpeed(*[chance.uniform(0.0, 0.05)] * 2),) * (stages - 1),
         ends=(chance.uniform(0.0, 1.0), chance.uniform(0.0, 3.0)),
     )
     return work, clusters

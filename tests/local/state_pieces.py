@@ -74,4 +74,9 @@ def linked(rank, deadline_s=20.0):
     ranks = int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     places = [RankPlace("ab"[r * 2 // ranks], f"host{r}", f"stage {r}") for r in range(ranks)]
-    return ControlLinks(None, places, deadline_s=deadline_s)
+    return control_links(places, deadline_s)
+
+
+def control_links(places, deadline_s):
+    """Of all ranks of the default group."""
+    return ControlLinks(dist.group.WORLD, dist.new_group(), places, deadline_s)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import world
 from models import VOCAB, Net
 from pipeline_job import PipelineSpec
+from state_pieces import control_links
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn import functional
 
@@ -23,7 +24,7 @@ from roadtrain import Files, Memory, Servers
 from roadtrain.chunks import ParamSpec
 from roadtrain.environment import WorkerGroup
 from roadtrain.errors import LoopError, PeerError, RoadtrainError
-from roadtrain.stages.control_links import ControlLinks
+from roadtrain.stages.control_links import RankPlace
 from roadtrain.stages.cuts import Cuts, Segment
 from roadtrain.stages.data_group import SharedCopies
 from roadtrain.stages.parallelism import Parallelism
@@ -261,7 +262,7 @@ def take_steps(model, stage, rank, steps):
 def refilled(addresses, others, rank):
     """Servers that went on go back to what another rank took of them; so do new ones."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    links = ControlLinks(deadline_s=40)
+    links = control_links([RankPlace("c", "h", f"rank {r}") for r in range(2)], 40.0)
     model, placed = in_servers(addresses, rank)
     with placed:
         stage = PlacedStage(placed)
@@ -319,8 +320,8 @@ def tied_over_stages(rank):
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     model, placed = staged(Memory(), tied=True)
     with placed:
-        shared = {"embed.weight": SharedCopies(dist.group.WORLD, (1, 1), torch.device("cpu"))}
-        stage = PlacedStage(placed, shared)
+        copies = SharedCopies(dist.group.WORLD, (1, 1), torch.device("cpu"))
+        stage = PlacedStage(placed, [(["embed.weight"], copies)])
         stage.begin_step(1)
         loss_of(model, 0, rank).backward()
         squares = stage.sum_squares()
@@ -368,7 +369,7 @@ def copies_of_a_rank(rank):
     copies, store = dist.new_group(timeout=timedelta(seconds=3)), _get_default_store()
     p = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     p.grad = torch.tensor([256.0 if rank == 0 else 1.0, float(rank)], dtype=torch.bfloat16)
-    stage = PlacedStage(NoStore(p), {"w": SharedCopies(copies, (1, 1, 1), torch.device("cpu"))})
+    stage = PlacedStage(NoStore(p), [(["w"], SharedCopies(copies, (1, 1, 1), torch.device("cpu")))])
     stage.sum_squares()
     found = p.grad.tolist()
     stage.step()

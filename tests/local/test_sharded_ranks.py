@@ -26,6 +26,7 @@ pytestmark = pytest.mark.slow
 STEPS = 4
 MICRO = 2
 SMALL = 32 << 10
+CPU = torch.device("cpu")
 
 
 def joined(timeout_s=None):
@@ -255,7 +256,7 @@ def copies_child(widths, first_values, rank):
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-2),
         groups[stage],
-        shared={"embed.weight": SharedCopies(dist.group.WORLD, tuple(widths), torch.device("cpu"))},
+        shared=[(["embed.weight"], SharedCopies(dist.group.WORLD, tuple(widths), CPU))],
         options=ShardedOptions(bucket_bytes=1024),
         report=said.append,
     )
@@ -333,7 +334,7 @@ def three_stages_child(widths, rank):
         model,
         torch.optim.SGD(model.parameters(), lr=1.0),
         groups[stage],
-        shared={"w": SharedCopies(dist.group.WORLD, widths, torch.device("cpu"))},
+        shared=[(["w"], SharedCopies(dist.group.WORLD, widths, CPU))],
         options=ShardedOptions(bucket_bytes=1024),
         report=lambda line: None,
     )
@@ -599,7 +600,7 @@ def copies_gone_child(rank):
         model,
         torch.optim.SGD(model.parameters(), lr=1.0),
         groups[rank],
-        shared={"w": SharedCopies(dist.group.WORLD, (1, 1), torch.device("cpu"))},
+        shared=[(["w"], SharedCopies(dist.group.WORLD, (1, 1), CPU))],
         report=lambda line: None,
     )
     optimizer.begin_step(1)

@@ -10,10 +10,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 import world
+from state_pieces import control_links
 from torch import nn
 
 from roadtrain.stages.block_times import block_parameters, block_weights, measure_blocks
-from roadtrain.stages.control_links import ControlLinks
+from roadtrain.stages.control_links import RankPlace
 from roadtrain.stages.cuts import Cuts, Segment
 from roadtrain.stages.links import StageLinks
 from roadtrain.stages.parallelism import Parallelism
@@ -68,7 +69,8 @@ def links_of(groups: Groups, rank: int) -> StageLinks:
 def measured(rank: int):
     dist.init_process_group("gloo")
     groups = Groups.of(Parallelism(pp=2, widths=(2, 1)), HOSTS, blocks=BLOCKS)
-    control = ControlLinks(deadline_s=30.0)
+    places = [RankPlace("ab"[r // 2], f"{'ab'[r // 2]}0", f"rank {r}") for r in range(3)]
+    control = control_links(places, 30.0)
     links = links_of(groups, rank)
     at = groups.position(rank)
     shape = PipelineShape(at.stage, at.replica, (2, 1), 1, MICROS)

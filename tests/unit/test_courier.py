@@ -12,30 +12,38 @@ def fails():
     raise LostError("the peer is gone")
 
 
+def job(what, begin=lambda: None, end=lambda: None):
+    def run():
+        yield begin()
+        end()
+
+    return CourierJob(what, run())
+
+
 @pytest.mark.parametrize("wait", ["all", "one"])
 def test_who_waits_while_a_job_fails_gets_its_error(wait):  # Rule 6
     """The failure ends all jobs, so nothing is under way any more: that is no success."""
     courier, go, done = Courier("stage 1", 5.0), threading.Event(), []
-    courier.do(CourierJob("a sum", lambda: go.wait(5) and fails()))
-    courier.do(CourierJob("another", lambda: None, lambda: done.append(1)))
+    courier.do(job("a sum", lambda: go.wait(5) and fails()))
+    courier.do(job("another", end=lambda: done.append(1)))
     threading.Timer(0.05, go.set).start()
     with pytest.raises(LostError, match="gone"):
         courier.wait_all("both") if wait == "all" else courier.wait(lambda: bool(done), "it")
     with pytest.raises(LostError, match="gone"):
         courier.wait_all("what was over before")
     with pytest.raises(LostError, match="gone"):
-        courier.do(CourierJob("one more", lambda: None))
+        courier.do(job("one more"))
     courier.close()  # somebody has heard of it
     assert not done
 
 
 def test_jobs_that_are_abandoned_while_one_begins():
     courier, begun, go = Courier("stage 1", 5.0), threading.Event(), threading.Event()
-    courier.do(CourierJob("a sum", lambda: begun.set() or (go.wait(5) and None)))
-    courier.do(CourierJob("never", fails))
+    courier.do(job("a sum", lambda: begun.set() or (go.wait(5) and None)))
+    courier.do(job("never", fails))
     assert begun.wait(5)
     courier.abandon()
     go.set()
     courier.close()
     with pytest.raises(LoopError, match="stage 1: one more after close"):
-        courier.do(CourierJob("one more", lambda: None))
+        courier.do(job("one more"))

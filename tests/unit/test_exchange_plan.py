@@ -136,7 +136,8 @@ def test_after_a_source_failed_all_ranks_are_at_the_same_place() -> None:  # Rul
             failed = error
         return links.agree(str(failed), "how it was"), {one.name for one in came}
 
-    for said, came in run_ranks([RankPlace()] * 3, rank):
+    for said, came in run_ranks([RankPlace("c", "h", "stage 0")] * 3, rank):
         assert said[1] == "first.weight is damaged"
-        assert all("rank 1 could not give first.weight" in said[i] for i in (0, 2))
+        sentence = "rank 1 (stage 0, host h, cluster c) could not give first.weight"
+        assert all(sentence in said[i] for i in (0, 2))
         assert came == {"first.bias", "second.weight"}

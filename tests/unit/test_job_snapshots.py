@@ -214,7 +214,7 @@ def test_with_replicas_a_cluster_may_be_lost(tmp_path):
 def test_copies_lie_elsewhere():
     assert buddies(places(4, clusters=2)) == (2, 3, 0, 1)
     assert buddies(places(4, hosts=2)) == (2, 3, 0, 1)
-    three = [RankPlace(c, f"h{i}") for i, c in enumerate("aaab")]
+    three = [RankPlace(c, f"h{i}", "") for i, c in enumerate("aaab")]
     assert buddies(three) == (3, 3, 3, 0)
     with pytest.raises(ConfigError, match="all 2 ranks are on one host"):
         buddies(places(2, hosts=1))

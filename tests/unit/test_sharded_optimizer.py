@@ -242,6 +242,27 @@ def test_evaluation_and_state_dicts_wait(made, poisoned):  # Rule 6
         assert all(torch.isfinite(v).all() for v in model.state_dict().values())
 
 
+class ReadsTied(nn.Module):
+    """Two modules have one weight, and the forward reads it before it calls either."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 16)
+        self.body = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        shift = self.head.weight.mean()
+        return self.head(torch.tanh(self.body(self.embed(x) + shift)))
+
+
+def test_a_weight_of_two_modules_is_waited_for_before_either_runs(made, poisoned):  # Rule 6
+    mine, theirs = ReadsTied(), ReadsTied()
+    assert train(mine, made(mine, adamw(mine)), 4) == by_rules(theirs, adamw(theirs), 4)
+
+
 class TwoWays(nn.Module):
     """In training it uses the head's weight by itself, as losses that never make all logits do."""
 

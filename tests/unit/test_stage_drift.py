@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
+from step_works import still_work
 
 from roadtrain.errors import BudgetError
 from roadtrain.stages.protocol.drift import HOLD, OFFERED, REST, WINDOW, DriftWatch, SizesOffer
@@ -12,7 +14,7 @@ from roadtrain.stages.protocol.stage_memory import BlockMemory, StageMemory
 from roadtrain.stages.protocol.stage_sizes import best_sizes
 from roadtrain.stages.protocol.step_model import StageSpeed, StepModel, StepWork
 
-WORK = StepWork((StageSpeed(0.1, 0.2),) * 2, (1.0,) * 12, 16)
+WORK = still_work((StageSpeed(0.1, 0.2),) * 2, 12, 16)
 
 
 def watch(work: StepWork = WORK, gain: float = OFFERED) -> DriftWatch:
@@ -88,8 +90,12 @@ def test_the_offers_sentence() -> None:
     )
 
 
+WIDE = replace(still_work((StageSpeed(1, 2),) * 2, 8, 8), widths=(2, 1))
 MEMORY = StageMemory(
-    (1000.0, 700.0), (BlockMemory(10, 20),) * 8, 8, (2, 1), (BlockMemory(5, 0), BlockMemory(0, 40))
+    WIDE,
+    (1000.0, 700.0),
+    (BlockMemory(10, 20),) * 8,
+    (BlockMemory(5, 0), BlockMemory(0, 40)),
 )
 
 
@@ -100,12 +106,12 @@ def test_a_stages_memory() -> None:
     assert MEMORY.need(0, (range(3),)) == 35 * (8 + 4) + 2 * 60
     assert MEMORY.need(1, (range(3, 8),)) == 50 * 16 + 1 * (5 * 20 + 40)
     assert not MEMORY.fits(1, (range(3, 8),)) and MEMORY.fits(1, (range(5, 8),))
-    found = best_sizes(StepWork((StageSpeed(1, 2),) * 2, (1.0,) * 8, 8, (2, 1)), fits=MEMORY.fits)
+    found = best_sizes(WIDE, fits=MEMORY.fits)
     assert found is not None and found.sizes == (5, 3)
 
 
 def test_memories_that_fit_nothing() -> None:
-    small = StageMemory((500.0, 400.0), MEMORY.blocks, 8, (2, 1))
+    small = StageMemory(WIDE, (500.0, 400.0), MEMORY.blocks)
     with pytest.raises(BudgetError, match="no division of 8 blocks into 2 stages fits: stage") as e:
         raise small.refusal()
     lacking = [
@@ -118,6 +124,6 @@ def test_memories_that_fit_nothing() -> None:
 def test_the_gain_that_is_offered_is_the_models() -> None:
     one = watch()
     offer = next(found for _ in range(20) if (found := one.step([0.3, 0.5])))
-    slow = StepWork((StageSpeed(0.1, 0.2), StageSpeed(0.5 / 3, 1 / 3)), (1.0,) * 12, 16)
+    slow = still_work((StageSpeed(0.1, 0.2), StageSpeed(0.5 / 3, 1 / 3)), 12, 16)
     assert offer.before_s == pytest.approx(StepModel(slow).seconds((6, 6)))
     assert offer.after_s == pytest.approx(StepModel(slow).seconds(offer.after))

@@ -12,6 +12,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from step_works import still_work
 
 from roadtrain.stages.parallelism import balanced, even
 from roadtrain.stages.protocol.pipeline import (
@@ -34,7 +35,7 @@ from roadtrain.stages.protocol.step_model import BoundarySpeed, StageSpeed, Step
 def played(work: StepWork, sizes: tuple[int, ...]) -> float:
     """The machines on a virtual clock: events in the order of time, one run at a time a replica,
     one message at a time of a replica over a boundary and direction."""
-    p, parts, widths = len(work.stages), work.virtual_stages, work.widths_of_stages
+    p, parts, widths = len(work.stages), work.virtual_stages, work.widths
     machines = {
         (s, r): StageStateMachine(PipelineShape(s, r, widths, parts, work.num_microbatches))
         for s in range(p)
@@ -66,9 +67,9 @@ def played(work: StepWork, sizes: tuple[int, ...]) -> float:
         if to is None:
             continue
         there = to.stage, to.replica
-        speed = work.boundary(key[0] if run.what == FORWARD else to.stage) if there != key else None
         took = 0.0
-        if speed is not None:
+        if there != key:
+            speed = work.boundaries[key[0] if run.what == FORWARD else to.stage]
             took = speed.activations_s if run.what == FORWARD else speed.gradients_s
             channel = key, run.what, to.stage
             free[channel] = now = max(now, free.get(channel, 0.0)) + took
@@ -83,7 +84,7 @@ def works(draw: st.DrawFn, most_blocks: int = 8) -> StepWork:
     p = draw(st.integers(1, 4))
     v = draw(st.sampled_from([1, 1, 1, 2]))
     blocks = draw(st.integers(p * v, max(p * v, most_blocks)))
-    widths = tuple(rng.randint(1, 3) for _ in range(p)) if v == 1 else ()
+    widths = tuple(rng.randint(1, 3) for _ in range(p)) if v == 1 else (1,) * p
     micros = p * rng.randint(1, 3) if v > 1 else rng.randint(max(widths), 9)
     link = rng.choice([0.0, 0.0, 0.5, 4.0])
     return StepWork(
@@ -121,7 +122,7 @@ def test_the_step_is_as_long_as_the_machines_take(work: StepWork) -> None:
 @pytest.mark.parametrize(("p", "m", "v"), [(1, 3, 1), (4, 8, 1), (4, 8, 2), (3, 9, 3)])
 def test_equal_stages_take_the_papers_time(p: int, m: int, v: int) -> None:
     """3 m + 3 (p - 1) / v (Narayanan et al., 2021, section 2.2)."""
-    work = StepWork((StageSpeed(1 / v, 2 / v),) * p, (1.0,) * p * v, m, virtual_stages=v)
+    work = still_work((StageSpeed(1 / v, 2 / v),) * p, p * v, m, virtual_stages=v)
     expected = float(3 * m + Fraction(3 * (p - 1), v))
     assert StepModel(work).seconds((1,) * p * v) == pytest.approx(expected)
 
@@ -168,7 +169,7 @@ def test_exact_is_never_worse(work: StepWork, room: float, most: int) -> None:
 def test_a_whole_step_is_not_the_slowest_stage_alone() -> None:
     """With two micro-batches the way through the other stages counts: 4 + 1 + 4 has the fastest
     slowest stage, and takes 3 x (2 x 4 + 2 + 4) = 42 s."""
-    work = StepWork((StageSpeed(1, 2), StageSpeed(2, 4), StageSpeed(1, 2)), (1.0,) * 9, 2)
+    work = still_work((StageSpeed(1, 2), StageSpeed(2, 4), StageSpeed(1, 2)), 9, 2)
     assert balanced([1.0] * 9, [1.0, 0.5, 1.0]) == (4, 1, 4)
     assert StepModel(work).seconds((4, 1, 4)) == 42
     best = best_sizes(work)
@@ -182,7 +183,8 @@ def test_a_deep_pipeline_is_found_exactly() -> None:
         tuple(StageSpeed(s, 2 * s) for s in (rng.choice([0.8, 1.0, 1.3]) for _ in range(8))),
         (1.0,) * 48,
         32,
-        boundaries=(BoundarySpeed(0.2, 0.2),) * 7,
+        (1,) * 8,
+        (BoundarySpeed(0.2, 0.2),) * 7,
         ends=(0.2, 1.5),
     )
     best = best_sizes(work)
@@ -192,13 +194,13 @@ def test_a_deep_pipeline_is_found_exactly() -> None:
 
 
 def test_even_stages_where_they_are_as_good() -> None:
-    work = StepWork((StageSpeed(1, 2),) * 4, (1.0,) * 12, 16)
+    work = still_work((StageSpeed(1, 2),) * 4, 12, 16)
     found = best_sizes(work)
     assert found is not None and found.sizes == even(12, 4)
 
 
 def paper_work(layers: int, *speeds: float) -> StepWork:
-    return StepWork(tuple(StageSpeed(1 / s, 2 / s) for s in speeds), (1.0,) * layers, 8)
+    return still_work(tuple(StageSpeed(1 / s, 2 / s) for s in speeds), layers, 8)
 
 
 def test_the_papers_formula() -> None:

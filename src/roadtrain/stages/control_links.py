@@ -35,42 +35,33 @@ GRACE_S = 5.0  # how much longer the others wait for the first rank, which waits
 class RankPlace:
     """Where a rank runs, and what it is called in messages."""
 
-    cluster: str = ""
-    host: str = ""
-    role: str = ""  # "stage 1, replica 0"
+    cluster: str
+    host: str
+    role: str  # "stage 1, replica 0"
 
 
 class ControlLinks:
     """`places`: of every rank of `group`, the same on all of them. `replies`: another group of the
-    same ranks; None: one is made, by all of them. `broken`: a message of all did not come through
-    here; what the others have heard is not known."""
+    same ranks. `broken`: a message of all did not come through here; what the others have heard is
+    not known."""
 
     broken = False
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
-        places: Sequence[RankPlace] = (),
-        *,
-        replies: dist.ProcessGroup | None = None,
-        deadline_s: float = 600.0,
+        group: dist.ProcessGroup,
+        replies: dist.ProcessGroup,
+        places: Sequence[RankPlace],
+        deadline_s: float,
     ) -> None:
-        self.group, self.deadline_s = group, deadline_s
+        self.group, self._replies, self.deadline_s = group, replies, deadline_s
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.places = tuple(places) or (RankPlace(),) * self.size
-        self._replies = replies or dist.new_group(
-            dist.get_process_group_ranks(group or dist.GroupMember.WORLD),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
+        self.places = tuple(places)
 
     def name(self, rank: int) -> str:
         """For people: "rank 3 (stage 1, replica 0, host b2, cluster b)"."""
         at = self.places[rank]
-        parts = [at.role] if at.role else []
-        parts += [f"host {at.host}"] if at.host else []
-        parts += [f"cluster {at.cluster}"] if at.cluster else []
-        return f"rank {rank}" + (f" ({', '.join(parts)})" if parts else "")
+        return f"rank {rank} ({at.role}, host {at.host}, cluster {at.cluster})"
 
     def distance(self, source: int, target: int) -> float:
         """0: the same rank, 1: the same host, 2: the same cluster, 3: else."""
@@ -84,8 +75,6 @@ class ControlLinks:
     def gather(self, message: bytes, what: str) -> list[bytes]:
         """The messages of all ranks, in their order. `what`: they are about, for errors. Raises
         DeadlineError or LostError, on every rank naming the one that did not come."""
-        if self.size == 1:
-            return [message]
         try:
             here = self.rank == 0
             return self._gather_here(message, what) if here else self._hand_in(message, what)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,18 +32,14 @@ class Pending(Protocol):
     def wait(self) -> object: ...
 
 
-def nothing() -> None:
-    return None
-
-
 @dataclass(frozen=True)
 class CourierJob:
-    """`what` stands in errors. `begin` may compute, and starts an operation (None: there is none
-    to wait for); `end` runs once that is done. `alone`: it begins when all before it have ended."""
+    """`what` stands in errors. `run` may compute, yields the operation that it started (None: there
+    is none to wait for), and goes on once that is done. `alone`: it begins when all before it have
+    ended."""
 
     what: str
-    begin: Callable[[], Pending | None]
-    end: Callable[[], None] = nothing
+    run: Iterator[Pending | None]
     alone: bool = False
 
 
@@ -152,7 +148,7 @@ class Courier:
                 self._fail(error)
 
     def _take(self, done: int = 0) -> CourierJob | None:
-        """The next job, if it may begin. `done`: operations under way that have only to `end`."""
+        """The next job, if it may begin. `done`: jobs under way whose operations are done."""
         busy = len(self._under_way)
         if not self._jobs or busy - done >= UNDER_WAY or (self._jobs[0].alone and busy):
             return None
@@ -160,7 +156,7 @@ class Courier:
         return self._jobs.popleft()
 
     def _begin(self, job: CourierJob) -> None:
-        work = job.begin()
+        work = next(job.run)
         with self._changed:
             self._under_way.append((job, work))
 
@@ -174,7 +170,7 @@ class Courier:
         if following is not None:  # it travels while this one's end computes
             self._begin(following)
         self._now = job.what
-        job.end()
+        next(job.run, None)
         with self._changed:
             self._under_way.popleft()
             self._ended += 1

@@ -21,7 +21,7 @@ An operation that has begun is returned, to be waited for; a group of one begins
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -208,17 +208,6 @@ def deadline_of(group: dist.ProcessGroup, device: torch.device) -> float:
     options = getattr(group._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", None)
     return DEFAULT_DEADLINE_S if timeout is None else float(timeout.total_seconds())
-
-
-def links_of(
-    shared: Mapping[str, SharedCopies], trainable: Collection[str]
-) -> list[tuple[list[str], SharedCopies]]:
-    """The names that each group of stages shares, in an order that is the same everywhere."""
-    by_group: dict[int, tuple[list[str], SharedCopies]] = {}
-    for name, copies in sorted(shared.items()):
-        if name in trainable:
-            by_group.setdefault(id(copies.group), ([], copies))[0].append(name)
-    return list(by_group.values())
 
 
 def add_in_order(total: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:

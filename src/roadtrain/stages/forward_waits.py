@@ -1,10 +1,11 @@
 """ForwardWaits: a module that is about to run waits for the parameters that it needs.
 
-A block waits for all of its
-parameters when it is called, whatever uses them inside. A parameter outside of blocks, or in one
-that is reached into instead of called, is waited for by the module that owns it, if the first step
-showed that this module is called; else by the nearest module around it that is (a weight may be
-used without its owner, as that of a tied head). Before the first step has shown that, and in
+A block waits for all of its parameters when it is called, whatever uses them inside. A parameter
+outside of blocks, or in one that is reached into instead of called, is waited for by the module
+that owns it, if the first step showed that this module is called; else by the nearest module around
+it that is (a weight may be used without its owner, as that of a head). A parameter that several
+modules own (a tied head's) is waited for by whatever runs first, since each of them, and what is
+around them, may read it. Before the first step has shown which modules are called, and in
 evaluation, where modules may take other ways, whatever runs first waits for everything.
 
 Assumes: parameters are used only while the model, or a block of it, runs; reading its state dict
@@ -13,6 +14,7 @@ waits as well. Who reads a parameter elsewhere waits by itself.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -36,7 +38,7 @@ class ForwardWaits:
         self._called: set[int] = set()  # ids of modules, while the model trains
         # id of a module -> what it waits for; None until it is known which modules are called
         self._needs: dict[int, set[int]] | None = None
-        self._by_nobody: set[int] = set()  # what no module that is called has: all wait for it
+        self._by_all: set[int] = set()  # of parameters that no called module has, or several have
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._before, prepend=True)
             for module in model.modules()
@@ -49,7 +51,7 @@ class ForwardWaits:
             self._called.add(id(module))
         if self._needs is None or not training:
             self._wait(None)
-        elif needed := self._needs.get(id(module), set()) | self._by_nobody:
+        elif needed := self._needs.get(id(module), set()) | self._by_all:
             self._wait(needed)
 
     def learn(self) -> None:
@@ -58,9 +60,10 @@ class ForwardWaits:
             return
         self._needs = {}
         named = dict(self.model.named_modules(remove_duplicate=False))
+        owners = Counter(p for m in self.model.modules() for p in m.parameters(recurse=False))
         for name, module in named.items():
             for p in module.parameters(recurse=False):
-                self._need(self._runs(named, name), p)
+                self._need(self._runs(named, name) if owners[p] == 1 else None, p)
 
     def _runs(self, named: Mapping[str, nn.Module], name: str) -> nn.Module | None:
         """The block around `name` if it is called, else the nearest module around it, or itself,
@@ -75,7 +78,7 @@ class ForwardWaits:
         assert self._needs is not None
         numbers = self.numbers_of.get(p, ())
         if module is None:
-            self._by_nobody.update(numbers)
+            self._by_all.update(numbers)
         elif numbers:
             self._needs.setdefault(id(module), set()).update(numbers)
 

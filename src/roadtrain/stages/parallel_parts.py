@@ -86,9 +86,7 @@ def join(
         at = groups.position(rank)
         role = f"stage {at.stage}, replica {at.replica}"
         places.append(RankPlace(groups.cluster(rank), groups.host(rank), role))
-    control = ControlLinks(
-        processes.control, places, replies=processes.replies, deadline_s=deadline_s
-    )
+    control = ControlLinks(processes.control, processes.replies, places, deadline_s)
     start = control.same(lambda: uuid.uuid4().hex, "the name of this start")  # agents have none
     return Joined(meeting.rank, groups, layout, processes, control, options, device, rule, start)
 
@@ -197,10 +195,11 @@ def split_layers(joined: Joined, stage_model: StageModel) -> TensorParallel | No
     return tensor_parallel(stage_model.model, mesh, stage_model.own_names, plan)
 
 
-def shared_copies(joined: Joined) -> dict[str, SharedCopies]:
-    """Of the parameters that this stage has in common with others, by name. Raises ConfigError
-    where some of these stages are placed and some are not: they sum gradients in other ways."""
-    at, out = joined.position, dict[str, SharedCopies]()
+def shared_copies(joined: Joined) -> list[tuple[tuple[str, ...], SharedCopies]]:
+    """Names of parameters that this stage has in common with others, for each set of stages, in an
+    order that is the same on all of them. Raises ConfigError where some of these stages are placed
+    and some are not: they sum gradients in other ways."""
+    at, out = joined.position, list[tuple[tuple[str, ...], SharedCopies]]()
     widths = joined.groups.parallelism.replicas_of
     for stages, names in joined.layout.shared().items():
         placed = [stage for stage in stages if stage in joined.options.stores]
@@ -213,7 +212,7 @@ def shared_copies(joined: Joined) -> dict[str, SharedCopies]:
         if at.stage in stages:
             group = joined.processes[joined.layout.shared_group(stages, at.tensor)]
             copies = SharedCopies(group, tuple(widths[s] for s in stages), joined.device)
-            out |= dict.fromkeys(names, copies)
+            out.append((names, copies))
     return out
 
 

@@ -44,13 +44,16 @@ SUM_ELEMENTS = 1 << 20  # of a shared parameter's gradient that are summed at on
 
 
 class PlacedStage:
-    """A StageOptimizer (stages/stage_optimizer.py). `shared`: by name, parameters of which other
-    stages have copies; those stages are placed too. Raises ConfigError."""
+    """A StageOptimizer (stages/stage_optimizer.py). `shared`: names of parameters of which other
+    stages have copies, for each set of stages; those stages are placed too. Raises ConfigError."""
 
     def __init__(
-        self, placed: PlacedOptimizer, shared: Mapping[str, SharedCopies] | None = None
+        self,
+        placed: PlacedOptimizer,
+        shared: Sequence[tuple[Sequence[str], SharedCopies]] = (),
     ) -> None:
-        self.placed, self._shared = placed, dict(shared or {})
+        self.placed = placed
+        self._shared = {name: copies for names, copies in shared for name in names}
         self.width = placed.group.workers
         self.param_groups: list[dict[str, Any]] = placed.param_groups
         self._names = {spec.name: i for i, spec in enumerate(placed.params)}

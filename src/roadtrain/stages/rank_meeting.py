@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import TypeVar
 
 import msgspec
@@ -109,13 +109,8 @@ class RankMeeting:
     def host_devices(self, hosts: Sequence[HostCards] = ()) -> list[tuple[str, str, int]]:
         """(host, cluster, ranks there), in the order of ranks. A cluster is the hosts that have
         one fast fabric. hosts: with what the user states (`stated`); default: as they are."""
-        out: list[tuple[str, str, int]] = []
-        for host in hosts or self.hosts:
-            if out and out[-1][0] == host.name:
-                out[-1] = (*out[-1][:2], out[-1][2] + 1)
-            else:
-                out.append((host.name, cluster_of(host), 1))
-        return out
+        by_host = groupby(hosts or self.hosts, lambda host: host.name)
+        return [(name, cluster_of(first), 1 + len(rest)) for name, (first, *rest) in by_host]
 
 
 def cluster_of(host: HostCards) -> str:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,11 +38,11 @@ from roadtrain.errors import LoopError, StoreError
 from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.stages.bucket_state import BucketState, ShardedPieces
 from roadtrain.stages.courier import UNDER_WAY, Courier, CourierJob, Pending, SideStream
-from roadtrain.stages.data_group import DataGroup, RanksTogether, SharedCopies, links_of
+from roadtrain.stages.data_group import DataGroup, RanksTogether, SharedCopies
 from roadtrain.stages.flat_layout import StageParameters, lay_out, views_of_all
 from roadtrain.stages.forward_waits import ForwardWaits
 from roadtrain.stages.gradient_hooks import GradientHooks
-from roadtrain.stages.gradient_sum import GradientSum, SumUnderWay
+from roadtrain.stages.gradient_sum import GradientSum
 from roadtrain.stages.pieces import Extent, Piece
 from roadtrain.stages.same_start import begin_alike, differ, digest, pair
 from roadtrain.stages.tensor import TensorParallel
@@ -69,9 +69,9 @@ class ShardedOptimizer:
 
     model: the stage, with the whole model's names. optimizer: the user's own, of this stage's
     parameters; its groups are read at each step and its own step is never run. group: the stage's
-    data-parallel ranks; None: there is one. shared: parameters that other stages have copies of.
-    blocks: modules that wait for their parameters as one. masters: by name, fp32 values of
-    parameters that are narrower.
+    data-parallel ranks; None: there is one. shared: names of parameters that other stages have
+    copies of, for each set of stages, in the same order on all of them. blocks: modules that wait
+    for their parameters as one. masters: by name, fp32 values of parameters that are narrower.
 
     Collective over the group. Raises RuleError for an optimizer that is not elementwise,
     ModelError for parameters that cannot be or that differ, ConfigError for a group that cannot.
@@ -83,7 +83,7 @@ class ShardedOptimizer:
         optimizer: torch.optim.Optimizer,
         group: torch.distributed.ProcessGroup | None = None,
         *,
-        shared: Mapping[str, SharedCopies] = {},
+        shared: Sequence[tuple[Sequence[str], SharedCopies]] = (),
         blocks: Iterable[nn.Module] = (),
         masters: Mapping[str, torch.Tensor] = {},
         options: ShardedOptions = ShardedOptions(),
@@ -96,7 +96,9 @@ class ShardedOptimizer:
         self._group_sizes = _group_sizes(optimizer)
         self.parameters = StageParameters(model, optimizer)
         self.group, self.sums = DataGroup(group, self.parameters.device), options.sums
-        self.links = links_of(shared, self.parameters.trainable)
+        trainable = self.parameters.trainable
+        links = [([name for name in names if name in trainable], c) for names, c in shared]
+        self.links = [(names, copies) for names, copies in links if names]
         self.layout = lay_out(
             self.parameters.specs,
             self.group.width,
@@ -292,33 +294,29 @@ class ShardedOptimizer:
             self._sum(index, self.sums)
             return
         state, made = self.states[index], self.side.mark()
-        arrived: list[torch.Tensor] = []
 
-        def begin() -> Pending | None:
+        def run() -> Iterator[Pending | None]:
             self.side.after(made)
-            arrived.append(self._arriving.pop())
-            return self.group.reduce_scatter(state.grads, arrived[0][: state.grads.numel()])
+            memory = self._arriving.pop()
+            arrived = memory[: state.grads.numel()]
+            yield self.group.reduce_scatter(state.grads, arrived)
+            self.group.sum_arrived(state.grads, arrived)
+            self._arriving.append(memory)
 
-        def end() -> None:
-            self.group.sum_arrived(state.grads, arrived[0][: state.grads.numel()])
-            self._arriving.append(arrived[0])
-
-        self.courier.do(CourierJob(self._name("reduce-scatter", index, self.group), begin, end))
+        self.courier.do(CourierJob(self._name("reduce-scatter", index, self.group), run()))
 
     def _sum(self, index: int, sums: GradientSum) -> None:
         """As `_reduce`, and every rank gets all of it."""
         grads, made = self.states[index].grads, self.side.mark()
-        what, under_way = f"bucket {index} of {self.options.label}", list[SumUnderWay]()
+        what = f"bucket {index} of {self.options.label}"
 
-        def begin() -> SumUnderWay:
+        def run() -> Iterator[Pending]:
             self.side.after(made)
-            under_way.append(sums.begin(index, grads, what))
-            return under_way[0]
+            under_way = sums.begin(index, grads, what)
+            yield under_way
+            grads.copy_(under_way.wait())  # the next step overwrites them, not the sum
 
-        def end() -> None:
-            grads.copy_(under_way[0].wait())  # the next step overwrites them, not the sum
-
-        self.courier.do(CourierJob(self._name("sum", index, self.group), begin, end))
+        self.courier.do(CourierJob(self._name("sum", index, self.group), run()))
 
     def _finish_gradients(self) -> None:
         """Hand on what backward left; which parameters have a gradient; copies of other stages."""
@@ -359,29 +357,26 @@ class ShardedOptimizer:
         over: RanksTogether | None = None,
     ) -> None:
         """`end` of the largest of `values()` over the ranks (None: of the stage's group)."""
-        made: list[torch.Tensor] = []
 
-        def begin() -> Pending | None:
+        def run() -> Iterator[Pending | None]:
             # made here: memory belongs to the stream of the thread that makes it
-            made.append(values().to(self.parameters.device))
-            return (over or self.group).any_of(made[0])
+            made = values().to(self.parameters.device)
+            yield (over or self.group).any_of(made)
+            end(made.tolist())
 
-        self.courier.do(CourierJob(what, begin, lambda: end(made[0].tolist()), alone=True))
+        self.courier.do(CourierJob(what, run(), alone=True))
 
     def _exchange(self, index: int, copies: SharedCopies) -> None:
         bucket, own = self.states[index].bucket, self.states[index].own_grads
-        arrived: list[torch.Tensor] = []
 
-        def begin() -> Pending:
+        def run() -> Iterator[Pending]:
             # made here: memory belongs to the stream of the thread that makes it
-            arrived.append(torch.empty(len(copies.widths) - 1, own.numel(), device=own.device))
-            return copies.exchange(bucket, own, arrived[0])
-
-        def end() -> None:
-            copies.sum_arrived(own, arrived[0])
+            arrived = torch.empty(len(copies.widths) - 1, own.numel(), device=own.device)
+            yield copies.exchange(bucket, own, arrived)
+            copies.sum_arrived(own, arrived)
 
         what = self._name("exchange between stages", index, copies)
-        self.courier.do(CourierJob(what, begin, end, alone=True))
+        self.courier.do(CourierJob(what, run(), alone=True))
 
     # updates
 
@@ -405,16 +400,14 @@ class ShardedOptimizer:
         bring the others'."""
         self.away.add(index)
 
-        def begin() -> Pending | None:
+        def run() -> Iterator[Pending | None]:
             self.side.after(made)
             prepare()
-            return None if self.sums else self.group.all_gather(self.states[index].values)
-
-        def end() -> None:
+            yield None if self.sums else self.group.all_gather(self.states[index].values)
             self.side.leave_mark(index)
             self.away.discard(index)
 
-        self.courier.do(CourierJob(self._name("all-gather", index, self.group), begin, end))
+        self.courier.do(CourierJob(self._name("all-gather", index, self.group), run()))
 
     # state
 

@@ -17,8 +17,7 @@ Does NOT communicate.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -121,7 +120,6 @@ class StageModel:
         self._blocks = {i: model.get_submodule(name) for i, name in enumerate(cuts.blocks)}
         self.whole = dict(model.named_parameters())  # those of other stages hold no values
         self.shapes = {name: tuple(p.shape) for name, p in self.whole.items()}
-        self._whole_blocks = dict(self._blocks)
         self._whole_parameters = {m: dict(m._parameters) for m in model.modules()}
         self._drop_parameters()
         self._drop_blocks()
@@ -167,7 +165,7 @@ class StageModel:
         """The model has all blocks and parameters again, those of other stages without values; so
         it can be cut anew."""
         self.detach()
-        for number, block in self._whole_blocks.items():
+        for number, block in self._blocks.items():
             self._replace_block(number, block)
         for module, parameters in self._whole_parameters.items():
             for key in parameters.keys() - module._parameters.keys():
@@ -186,20 +184,12 @@ class StageModel:
         random: where random numbers start; None leaves torch's random state alone.
         Returns whether the model's forward came to its end, and what it returned; else what the
         segment's last block returned."""
-        with self._segment(_Running(segment, tuple(received), random)) as running:
-            running.seed(0)
-            try:
-                return True, self.model(*batch.args, **(batch.kwargs or {}))
-            except _SegmentEnds as end:
-                return False, end.value
-
-    @contextmanager
-    def _segment(self, running: _Running) -> Iterator[_Running]:
-        if self._running is not None:
-            raise LoopError(f"{running.segment} begin while {self._running.segment} run")
-        self._running = running
+        self._running = _Running(segment, tuple(received), random)
         try:
-            yield running
+            self._running.seed(0)
+            return True, self.model(*batch.args, **(batch.kwargs or {}))
+        except _SegmentEnds as end:
+            return False, end.value
         finally:
             self._running = None
 
@@ -245,7 +235,6 @@ class StageModel:
         for number in set(self._blocks) - set(self.own):
             stub = _Stub(self._blocks[number], partial(self._before, number))
             self._replace_block(number, stub)
-            self._blocks[number] = stub
 
     def _replace_block(self, number: int, module: nn.Module) -> None:
         above, _, key = self.cuts.blocks[number].rpartition(".")

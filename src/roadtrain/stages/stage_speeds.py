@@ -154,12 +154,4 @@ def measured_memory(
         min(measured[rank].room for rank in groups.stage_ranks(s))
         for s in range(groups.parallelism.pp)
     ]
-    return StageMemory(
-        tuple(rooms),
-        blocks,
-        work.num_microbatches,
-        work.widths_of_stages,
-        ends,
-        virtual_stages=work.virtual_stages,
-        **nbytes,
-    )
+    return StageMemory(work, tuple(rooms), blocks, ends, **nbytes)

@@ -61,12 +61,7 @@ class TensorPieces:
     def wanted(self) -> list[Extent]:
         """Runs of the whole parameters that hold all that this rank needs; of a layer split by
         columns also the columns of others."""
-        return [
-            run
-            for local in self.inner.wanted()
-            for part in self._chunks(local)
-            for run in self._around_whole(part)
-        ]
+        return [run for local in self.inner.wanted() for run in self._around_whole(local)]
 
     def take(self, pieces: Iterable[Piece], hypers: Sequence[tuple[float, ...]]) -> None:
         """As inner's, of whole parameters."""
@@ -105,28 +100,15 @@ class TensorPieces:
             read = self._read = self.inner.piece(Extent(local.name, local.start, stop))
         return read
 
-    def _chunks(self, local: Extent) -> Iterator[Extent]:
-        """`local` without padding, in runs of at most a chunk, cut between rows."""
-        split = self.split.splits.get(local.name)
-        if split is None:
-            yield local
-            return
-        rows = max(1, self.chunk_elements // split.local_row) * split.local_row
-        at, stop = local.start, min(local.stop, split.real(self.split.rank))
-        while at < stop:
-            following = min((at // rows + 1) * rows, stop) if split.outer > 1 else stop
-            yield Extent(local.name, at, following)
-            at = following
-
     def _around_whole(self, local: Extent) -> Iterator[Extent]:
-        """The run of the whole from the first element of `local` to its last."""
-        split = self.split.splits.get(local.name)
+        """The run of the whole from the first element of `local` to its last that is no padding;
+        none where all of it is."""
+        rank, split = self.split.rank, self.split.splits.get(local.name)
         if split is None:
             yield local
-        elif local.numel:
-            rank = self.split.rank
-            last = split.position(rank, local.stop - 1)
-            yield Extent(local.name, split.position(rank, local.start), last + 1)
+        elif local.start < (stop := min(local.stop, split.real(rank))):
+            first, last = split.position(rank, local.start), split.position(rank, stop - 1)
+            yield Extent(local.name, first, last + 1)
 
     def _locals(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
         """Pieces of the whole as pieces of inner, and zeros for its padding."""

@@ -14,6 +14,7 @@ from roadtrain.errors import BudgetError
 from roadtrain.stages.parallelism import even
 from roadtrain.stages.protocol.pipeline import PipelineShape
 from roadtrain.stages.protocol.stage_sizes import blocks_of
+from roadtrain.stages.protocol.step_model import StepWork
 from roadtrain.units import show_bytes
 
 HALVINGS = 50  # of the range in which the least lacking bytes are
@@ -29,33 +30,27 @@ class BlockMemory:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The memories of a pipeline's stages. `fits` is what `best_sizes` asks."""
+    """The memories of a pipeline's stages that do `work`. `fits` is what `best_sizes` asks."""
 
+    work: StepWork
     rooms: tuple[float, ...]  # bytes, of each stage: of its device with the least
     blocks: tuple[BlockMemory, ...]
-    num_microbatches: int  # of a step, over all replicas
-    widths: tuple[int, ...] = ()  # replicas of each stage; none: one each
     # what comes before and after all blocks
     ends: tuple[BlockMemory, BlockMemory] = (BlockMemory(0, 0), BlockMemory(0, 0))
     parameter_bytes: float = 4.0  # of each parameter of the stage, on each replica
     gradient_bytes: float = 4.0
     state_bytes: float = 8.0  # of each parameter once over the replicas; 0: state is elsewhere
-    virtual_stages: int = 1
 
     @property
     def stages(self) -> int:
         return len(self.rooms)
 
-    @property
-    def _parts(self) -> int:
-        return self.stages * self.virtual_stages
-
     def need(self, stage: int, blocks: Sequence[range]) -> float:
         """Bytes. blocks: of each of the stage's parts, or of those that are known."""
         parts = [self._of_part(part * self.stages + stage, own) for part, own in enumerate(blocks)]
-        width = self.widths[stage] if self.widths else 1
         whole = self.parameter_bytes + self.gradient_bytes
-        kept = sum(one.parameters for one in parts) * (whole + self.state_bytes / width)
+        state = self.state_bytes / self.work.widths[stage]
+        kept = sum(one.parameters for one in parts) * (whole + state)
         largest = max((one.activation_bytes for one in parts), default=0)
         return kept + self._ahead(stage) * largest
 
@@ -64,7 +59,7 @@ class StageMemory:
 
     def refusal(self) -> BudgetError:
         """For memories that no sizes fit: the stages that lack least."""
-        sizes = self._with_more(self._least_lacking()) or even(len(self.blocks), self._parts)
+        sizes = self._with_more(self._least_lacking()) or even(len(self.blocks), self.work.parts)
         own = blocks_of(sizes, self.stages)
         needs = [self.need(stage, blocks) for stage, blocks in enumerate(own)]
         worst = max(range(self.stages), key=lambda stage: needs[stage] - self.rooms[stage])
@@ -90,9 +85,9 @@ class StageMemory:
         """Sizes that fit with so much more on each device: as many blocks to each part as go,
         from the first on."""
         sizes: list[int] = []
-        for part in range(self._parts):
+        for part in range(self.work.parts):
             stage, begin = part % self.stages, sum(sizes)
-            most = len(self.blocks) - begin - (self._parts - 1 - part)
+            most = len(self.blocks) - begin - (self.work.parts - 1 - part)
             takes = [
                 n
                 for n in range(1, most + 1)
@@ -106,13 +101,14 @@ class StageMemory:
 
     def _ahead(self, stage: int) -> int:
         """Passes whose activations are held at once."""
-        widths = self.widths or (1,) * self.stages
-        return PipelineShape(stage, 0, widths, self.virtual_stages, self.num_microbatches).ahead
+        work = self.work
+        shape = PipelineShape(stage, 0, work.widths, work.virtual_stages, work.num_microbatches)
+        return shape.ahead
 
     def _of_part(self, part: int, blocks: range) -> BlockMemory:
         found = [self.blocks[i] for i in blocks]
         found += [self.ends[0]] * (part == 0)
-        found += [self.ends[1]] * (part == self._parts - 1)
+        found += [self.ends[1]] * (part == self.work.parts - 1)
         return BlockMemory(
             sum(one.parameters for one in found), sum(one.activation_bytes for one in found)
         )

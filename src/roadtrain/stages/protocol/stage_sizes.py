@@ -98,7 +98,7 @@ class _SizeSearch:
         self.model = StepModel(work)
         self.stages, self.parts = len(work.stages), work.parts
         self.blocks = len(work.weights)
-        widths = work.widths_of_stages
+        widths = work.widths
         self.runs = [math.ceil(work.num_microbatches / width) for width in widths]
         self.rounds = [
             math.ceil(runs / PipelineShape(s, 0, widths, 1, work.num_microbatches).ahead)
@@ -197,7 +197,7 @@ class _SizeSearch:
         """Over the boundary after a part and back."""
         if part == self.parts - 1 or self.stages == 1:
             return 0.0
-        speed = self.work.boundary(part % self.stages)
+        speed = self.work.boundaries[part % self.stages]
         return speed.activations_s + speed.gradients_s
 
     def _bound(self, begun: _Begun) -> float:
@@ -281,7 +281,7 @@ def _by_formula(
 ) -> list[int]:
     """Blocks of each cluster. Its speed: of all its devices."""
     speed = dict.fromkeys(names, 0.0)
-    for name, stage, width in zip(clusters, work.stages, work.widths_of_stages, strict=True):
+    for name, stage, width in zip(clusters, work.stages, work.widths, strict=True):
         speed[name] += width / stage.pass_s
     total, blocks = sum(speed.values()), len(work.weights)
     mean = total / len(names)

@@ -62,9 +62,8 @@ class StepWork:
     stages: tuple[StageSpeed, ...]
     weights: tuple[float, ...]  # of each block of the model: its work, over that of an ordinary one
     num_microbatches: int  # of a step, over all replicas
-    widths: tuple[int, ...] = ()  # replicas of each stage; none: one each
-    # after each stage; of interleaved ones after the last too; none: messages take no time
-    boundaries: tuple[BoundarySpeed, ...] = ()
+    widths: tuple[int, ...]  # replicas of each stage
+    boundaries: tuple[BoundarySpeed, ...]  # after each stage; of interleaved ones the last too
     ends: tuple[float, float] = (0.0, 0.0)  # weights of what comes before and after all blocks
     virtual_stages: int = 1
 
@@ -72,18 +71,6 @@ class StepWork:
     def parts(self) -> int:
         """Of the model, over all stages; part i is of stage i mod p."""
         return len(self.stages) * self.virtual_stages
-
-    @property
-    def boundary_count(self) -> int:
-        stages = len(self.stages)
-        return stages if self.virtual_stages > 1 and stages > 1 else stages - 1
-
-    @property
-    def widths_of_stages(self) -> tuple[int, ...]:
-        return self.widths or (1,) * len(self.stages)
-
-    def boundary(self, number: int) -> BoundarySpeed:
-        return self.boundaries[number] if self.boundaries else BoundarySpeed()
 
     @cached_property
     def before(self) -> tuple[float, ...]:
@@ -149,15 +136,15 @@ class StepModel:
         speeds = [work.stages[part % stages] for part in range(work.parts)]
         forward = weights * np.array([[one.forward_s] for one in speeds])
         backward = weights * np.array([[one.backward_s] for one in speeds])
-        links = [work.boundary(i) for i in range(work.boundary_count)]
-        messages = [one.activations_s for one in links] + [one.gradients_s for one in links]
+        messages = [one.activations_s for one in work.boundaries]
+        messages += [one.gradients_s for one in work.boundaries]
         alike = np.repeat(np.array(messages).reshape(-1, 1), len(sizes), axis=1)
         return np.concatenate([forward, backward, alike])
 
 
 def _ordered(work: StepWork) -> _Order:
     """By driving the machines, whatever the durations."""
-    stages, parts, widths = len(work.stages), work.virtual_stages, work.widths_of_stages
+    stages, parts, widths = len(work.stages), work.virtual_stages, work.widths
     machines = {
         (s, r): StageStateMachine(PipelineShape(s, r, widths, parts, work.num_microbatches))
         for s in range(stages)
@@ -193,4 +180,4 @@ def _message_row(work: StepWork, stage: int, run: RunBlocks, to: Peer) -> int:
     first = 2 * work.parts
     if run.what == FORWARD:
         return first + stage
-    return first + work.boundary_count + to.stage
+    return first + len(work.boundaries) + to.stage
