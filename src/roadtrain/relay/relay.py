@@ -201,11 +201,9 @@ class ServerChannel(IntermediarySession):
         return self._chunks[number]
 
     def beat(self) -> None:
-        """To the server its host lives, if all of its workers do."""
-        silent = any(one.silent_for(SILENT_S) for one in self.everyone())
-        if self._connected.is_set() and not silent:
-            with suppress(PeerError):
-                self._up.send(m.BEAT, m.encode(()), urgent=True)
+        """Only while all workers of the host live."""
+        if not any(one.silent_for(SILENT_S) for one in self.everyone()):
+            super().beat()
 
     # what the state machine says
 
