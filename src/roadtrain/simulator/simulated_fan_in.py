@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
+
+from msgspec.structs import replace
 
 from roadtrain.servers.protocol import messages as m
 from roadtrain.servers.protocol.intermediary import Give, Up

@@ -15,9 +15,11 @@ Assumes the workers' messages in their order. Does NOT know what a step computes
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
+
+from msgspec.structs import replace
 
 from roadtrain.servers.protocol import messages as m
 from roadtrain.servers.protocol.intermediary import CopyRequest, Give, Intermediary, Up

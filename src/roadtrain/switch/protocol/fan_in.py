@@ -29,9 +29,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
+
+from msgspec.structs import replace
 
 from roadtrain.errors import LoopError
 from roadtrain.servers.protocol import messages as m
