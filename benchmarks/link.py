@@ -35,7 +35,7 @@ import torch.distributed as dist
 from benchmarks.report import Report, Row, cores
 from roadtrain.device.buffers import Buffer
 from roadtrain.errors import PeerError
-from roadtrain.transport import shm, tcp
+from roadtrain.transport import handshake, shm, tcp
 from roadtrain.transport.link import Link, copy
 from roadtrain.transport.plugins import link_names, link_options
 from roadtrain.units import MIB
@@ -59,8 +59,8 @@ def _options(way: str, connections: int = 1) -> tcp.TcpOptions:
     return link_options(transport)(token=TOKEN, connections=connections, checksums=summed, **more)
 
 
-def _near_options(way: str) -> shm.ShmOptions:
-    return shm.ShmOptions(checksums=not way.endswith(UNSUMMED))
+def _near_options(way: str) -> handshake.Common:
+    return handshake.Common(checksums=not way.endswith(UNSUMMED))
 
 
 class _Node:

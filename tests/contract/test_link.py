@@ -137,7 +137,7 @@ class Ends:
                 accept, self.got_a, handshake.Common(**options), hello=b"hello", name="b"
             )
         elif words[0] == "shm":
-            made = shm.ShmOptions(**options)
+            made = handshake.Common(**options)
             self.listener = shm.listen(folder / "s", accept, made, self.reports.append)
             self.a = shm.connect(folder / "s", self.got_a, made, hello=b"hello", name="b")
         else:
@@ -419,9 +419,9 @@ def test_a_frame_over_the_limit_is_refused_where_it_is_sent(kind, folder):
 def listening(kind: str, folder: Path, accept, report=print, **options):
     if kind == "shm":
         return (
-            shm.listen(folder / "s", accept, shm.ShmOptions(**options), report),
+            shm.listen(folder / "s", accept, handshake.Common(**options), report),
             shm.connect,
-            shm.ShmOptions(**options),
+            handshake.Common(**options),
         )
     made = socket_options(kind, token=TOKEN, connections=4 if kind == "tcp+4" else 1, **options)
     return tcp.listen(("127.0.0.1", 0), accept, made, report), tcp.connect, made
@@ -614,7 +614,7 @@ def test_a_peer_that_dies_in_the_handshake_is_named_with_what_was_waited_for(kin
         dying.start()
         with pytest.raises(LostError, match=r"server 1 \(.*: .*while we waited for"):
             if kind == "shm":
-                shm.connect(address, Recorder(), shm.ShmOptions(retry_s=0), name="server 1")
+                shm.connect(address, Recorder(), handshake.Common(retry_s=0), name="server 1")
             else:
                 tcp.connect(
                     server.getsockname(),
@@ -1426,8 +1426,6 @@ def test_what_cannot_be_asked_for(folder):
             tcp.TcpOptions(token=token)
     with pytest.raises(ConfigError, match="`connections` cannot be 0"):
         tcp.TcpOptions(connections=0)
-    with pytest.raises(ConfigError, match="power of two"):
-        shm.ShmOptions(ring_bytes=3_000_000)
     with pytest.raises(ConfigError, match="cannot listen"):
         tcp.listen(("192.0.2.1", 0), accept, tcp.TcpOptions(token=TOKEN))
     with pytest.raises(ConfigError, match="cannot listen"):
@@ -1462,6 +1460,18 @@ def test_a_link_is_called_as_its_acceptor_calls_it():
     tcp.connect(listener.address, Recorder(), tcp.TcpOptions()).close()
     assert "worker 3: closed by peer" in str(got.wait_lost())
     listener.close()
+
+
+def test_rings_of_another_size_are_refused(monkeypatch):
+    here, there = socket.socketpair(socket.AF_UNIX)
+    size = 2 * shm.RING_BYTES
+    with monkeypatch.context() as other:
+        other.setattr(shm, "RING_BYTES", size)
+        other.setattr(shm, "_MEMORY_BYTES", shm._CONTROL + 2 * size)
+        channel = shm._ShmCarrier().channel(there)
+    with here, pytest.raises(WireError, match=f"for rings of {size}, sealed: True"):
+        shm._receive_channel(here)
+    channel.close()
 
 
 def test_the_portable_fence_of_shm(folder, monkeypatch):

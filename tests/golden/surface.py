@@ -16,7 +16,6 @@ import threading
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +23,7 @@ from unittest import mock
 import numpy as np
 import tomli_w
 import torch
+from msgspec.structs import replace
 
 import roadtrain
 from roadtrain import Delay, Downcast, Files, Servers, TopK, cli

@@ -4,10 +4,10 @@ downcast to."""
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from roadtrain.chunks import ITEMSIZE, SEGMENT, Chunk, ChunkTable, ParamSpec
 from roadtrain.kernels.cast import cast_in_place, reference_downcast, reference_widen

@@ -3,9 +3,9 @@ the real nodes."""
 
 import itertools
 import random
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.errors import LoopError, LostError

@@ -28,7 +28,6 @@ import msgspec
 from roadtrain.chunks import PAGE, Chunk
 from roadtrain.device.buffers import Buffer
 from roadtrain.device.pool import BufferPool
-from roadtrain.environment import WorkerGroup
 from roadtrain.errors import (
     BusyError,
     ConfigError,
@@ -47,8 +46,7 @@ from roadtrain.servers.intermediary import IntermediarySession
 from roadtrain.servers.parameter_connection import ParameterConnection
 from roadtrain.servers.protocol import messages
 from roadtrain.servers.protocol.intermediary import Up
-from roadtrain.servers.routes import OpenRoute, RouteEnds
-from roadtrain.storage.meta import StoreMeta
+from roadtrain.servers.routes import OpenRoute
 from roadtrain.transport import shm
 from roadtrain.transport.address import local_options
 from roadtrain.transport.link import Link
@@ -63,13 +61,13 @@ def main() -> None:
     orders = msgspec.json.decode(
         sys.stdin.buffer.read(), type=Orders, dec_hook=lambda kind, value: kind(value)
     )
-    b = orders.budgets
+    b, servers = orders.budgets, len(orders.ends.addresses)
     nbytes = (b.copies + orders.local * b.pool) * b.piece_bytes + (
         2 * b.scratch_bytes if orders.local > 1 else 0
     )
     print(
-        f"relay of host {orders.host}: {orders.local} worker(s), {len(orders.servers)} server(s), "
-        f"{show_bytes(len(orders.servers) * nbytes)} of buffers",
+        f"relay of host {orders.ends.group.rank}: {orders.local} worker(s), {servers} server(s), "
+        f"{show_bytes(servers * nbytes)} of buffers",
         flush=True,
     )
     run(orders)
@@ -77,38 +75,28 @@ def main() -> None:
 
 def run(orders: Orders) -> None:
     """Until every worker has left, or none came."""
-    meta, over = StoreMeta.from_json(orders.meta, "the layout"), threading.Semaphore(0)
-    route = routes.from_json(*orders.onward).open(
-        RouteEnds(
-            orders.servers,
-            orders.options,
-            WorkerGroup(orders.host, orders.hosts, orders.session),
-            meta,
-            orders.deadline_s,
-            adds=orders.local > 1,
-        )
-    )
+    ends, over = orders.ends, threading.Semaphore(0)
+    route = routes.from_json(*orders.onward).open(ends)
     directory = Path(orders.directory)
     directory.mkdir(mode=0o700, exist_ok=True)
     lanes = [
-        ServerChannel(orders, number, meta, route, over.release)
-        for number in range(len(orders.servers))
+        ServerChannel(orders, number, route, over.release) for number in range(len(ends.addresses))
     ]
     listeners = []
     try:
         for lane in lanes:
-            listeners.append(_listen(directory / str(lane.number), lane, orders.options))
+            listeners.append(_listen(directory / str(lane.number), lane, ends.options))
         for lane in lanes:
             try:
                 lane.dial()
             except PeerError as error:
                 lane.end(error)
         for _ in lanes:
-            while not over.acquire(timeout=orders.deadline_s):
+            while not over.acquire(timeout=ends.deadline_s):
                 if not all(lane.connections for lane in lanes):
                     raise DeadlineError(
-                        f"no worker came to the relay of host {orders.host} within "
-                        f"{orders.deadline_s:.0f} s"
+                        f"no worker came to the relay of host {ends.group.rank} within "
+                        f"{ends.deadline_s:.0f} s"
                     )
     finally:
         for listener in listeners:
@@ -135,18 +123,13 @@ class ServerChannel(IntermediarySession):
     machine: RelayStateMachine
 
     def __init__(
-        self,
-        orders: Orders,
-        number: int,
-        meta: StoreMeta,
-        route: OpenRoute,
-        finished: Callable[[], None],
+        self, orders: Orders, number: int, route: OpenRoute, finished: Callable[[], None]
     ) -> None:
-        super().__init__(orders.local, deadline_s=orders.deadline_s)
-        budgets, table = orders.budgets, meta.table
+        super().__init__(orders.local, deadline_s=orders.ends.deadline_s)
+        budgets, meta = orders.budgets, orders.ends.meta
         self.orders, self.number, self._finished = orders, number, finished
         self._route = route
-        self._signature, self._chunks = meta.signature, table.chunks
+        self._signature, self._chunks = meta.signature, meta.table.chunks
         self._tickets = itertools.count(1)  # of sums: the server knows a push's buffer by it
         self.machine = RelayStateMachine(orders.local, budgets.copies)
         self._copies = [Buffer(budgets.piece_bytes) for _ in range(budgets.copies)]
@@ -154,19 +137,21 @@ class ServerChannel(IntermediarySession):
         self._kept: dict[tuple[int, int], list[int]] = {}
         self._grads: Any = None  # Gradients, where there are several workers
         if orders.local > 1:
-            trainable = {c.id: c for c in table.trainable}
+            trainable = {c.id: c for c in meta.table.trainable}
             self._grads = PushedGradients(trainable, None, 2, budgets.scratch_bytes, orders.local)
 
     def dial(self) -> None:
-        """To the server, as worker `host` of `hosts`. Raises PeerError."""
-        o = self.orders
-        summed = 1 if o.local == 1 else -o.local
-        hello = m.Hello(o.session, o.host, o.hosts, summed, self.number, self._signature)
+        """To the server, as a worker whose rank is the number of this host. Raises PeerError."""
+        ends, local = self.orders.ends, self.orders.local
+        group, summed = ends.group, 1 if local == 1 else -local
+        hello = m.Hello(
+            group.session, group.rank, group.workers, summed, self.number, self._signature
+        )
         report = partial(print, flush=True)
         self._up = retry(
-            lambda: self._route.connect(self.number, self, o.options, hello, report),
+            lambda: self._route.connect(self.number, self, ends.options, hello, report),
             BusyError,
-            o.options.retry_s,
+            ends.options.retry_s,
         )
         self._connected.set()
 
@@ -174,15 +159,13 @@ class ServerChannel(IntermediarySession):
 
     def accept(self, link: Link, hello: bytes) -> ParameterConnection:
         said = m.decoded(m.HELLO, hello, "no greeting of a worker")
-        index = said.rank - self.orders.host * self.orders.local
+        host, local = self.orders.ends.group, self.orders.local
+        index = said.rank - host.rank * local
         with self.lock:
-            if said.session != self.orders.session:
+            if said.session != host.session:
                 raise self.busy()
-            if not 0 <= index < self.orders.local:
-                raise WireError(
-                    f"worker {said.rank} is none of the {self.orders.local} of host"
-                    f" {self.orders.host}"
-                )
+            if not 0 <= index < local:
+                raise WireError(f"worker {said.rank} is none of the {local} of host {host.rank}")
             if said.signature != self._signature:
                 raise ForeignError(
                     f"worker {said.rank} has another model, dtype, chunk size or optimizer than"
@@ -192,7 +175,7 @@ class ServerChannel(IntermediarySession):
             return self.join(index, link)
 
     def name_of(self, rank: int) -> str:
-        return super().name_of(self.orders.host * self.orders.local + rank)
+        return super().name_of(self.orders.ends.group.rank * self.orders.local + rank)
 
     def prepare(self, worker: ParameterConnection) -> None:
         worker.pool = BufferPool(self.orders.budgets.pool, self.orders.budgets.piece_bytes)
@@ -218,11 +201,9 @@ class ServerChannel(IntermediarySession):
         return self._chunks[number]
 
     def beat(self) -> None:
-        """To the server its host lives, if all of its workers do."""
-        silent = any(one.silent_for(SILENT_S) for one in self.everyone())
-        if self._connected.is_set() and not silent:
-            with suppress(PeerError):
-                self._up.send(m.BEAT, m.encode(()), urgent=True)
+        """Only while all workers of the host live."""
+        if not any(one.silent_for(SILENT_S) for one in self.everyone()):
+            super().beat()
 
     # what the state machine says
 

@@ -80,22 +80,17 @@ class RelayRoute:
             local=group.local,
             holds_gradients=ends.holds_gradients,
         )
-        host, first = divmod(group.rank, group.local)
-        directory = directory_of(group.session, host, ends.addresses)
+        hosts = _hosts(group)
+        directory = directory_of(group.session, hosts.rank, ends.addresses)
         orders = Orders(
             str(directory),
-            ends.addresses,
-            ends.options,
-            group.session,
-            host,
-            group.workers // group.local,
+            replace(ends, group=hosts, adds=group.local > 1),
             group.local,
-            ends.meta.to_json(),
             budgets,
-            ends.deadline_s,
             (self.onward.name, self.onward.to_json()),
         )
-        return OpenRelayRoute(directory, start(orders) if first == 0 else None)
+        first = group.rank % group.local == 0
+        return OpenRelayRoute(directory, start(orders) if first else None)
 
     def to_json(self) -> str:
         raise AssertionError("a relay does not reach its servers by another relay")
@@ -167,15 +162,9 @@ class Orders:
     """All that a relay's process needs, on its standard input."""
 
     directory: str  # of the sockets it listens on
-    servers: Sequence[Address]
-    options: TcpOptions
-    session: str  # as environment.py has it
-    host: int
-    hosts: int
-    local: int
-    meta: str
+    ends: RouteEnds  # of the route onward: its participants are the relays, one a host
+    local: int  # workers of this host
     budgets: RelayBudgets
-    deadline_s: float
     onward: tuple[str, str]  # the route to the servers: its name and options (routes.from_json)
 
 

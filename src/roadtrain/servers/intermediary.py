@@ -63,6 +63,12 @@ class IntermediarySession(ParameterSession):
 
     # what the participants ask for
 
+    def beat(self) -> None:
+        """Tell the server that this process runs; `look` sees to the participants."""
+        if self._connected.is_set():
+            with suppress(PeerError):
+                self._up.send(m.BEAT, m.encode(()), urgent=True)
+
     def set_up(
         self, worker: ParameterConnection, kind: int, fields: Any, payload: memoryview
     ) -> None:

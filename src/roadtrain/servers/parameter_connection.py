@@ -17,7 +17,7 @@ from typing import Any
 from roadtrain.chunks import PAGE, Chunk
 from roadtrain.device.buffers import Buffer
 from roadtrain.device.pool import BufferPool
-from roadtrain.errors import LostError, PeerError, WireError
+from roadtrain.errors import DeadlineError, LostError, PeerError, WireError
 from roadtrain.servers import frames as m
 from roadtrain.servers.connection import HostedSession, WorkerConnection
 from roadtrain.servers.protocol import messages
@@ -181,6 +181,18 @@ class ParameterSession(HostedSession[ParameterConnection]):
 
     def beat(self) -> None:
         """A worker's process runs."""
+
+    def look(self, silent_s: float) -> None:
+        """Once in a while: a worker whose process has stopped ends the session."""
+        for worker in self.everyone():
+            if worker.rank not in self.gone and (for_s := worker.silent_for(silent_s)):
+                self.end(
+                    DeadlineError(
+                        f"worker {worker.rank} has been silent for {for_s:.0f} s: its process is"
+                        " stopped, or its host hangs",
+                        hint="end it; the next start goes on at the last committed step",
+                    )
+                )
 
     def set_up(
         self, worker: ParameterConnection, kind: int, fields: Any, payload: memoryview

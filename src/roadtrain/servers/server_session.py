@@ -24,14 +24,7 @@ import msgspec
 from roadtrain.chunks import Chunk
 from roadtrain.device.buffers import Buffer
 from roadtrain.device.pool import BufferPool
-from roadtrain.errors import (
-    BusyError,
-    DeadlineError,
-    ForeignError,
-    LostError,
-    PeerError,
-    WireError,
-)
+from roadtrain.errors import BusyError, ForeignError, LostError, PeerError, WireError
 from roadtrain.kernels.rule import Rule
 from roadtrain.kernels.rules import rule_of
 from roadtrain.options.budgets import derive_server
@@ -384,24 +377,12 @@ class ServerSession(ParameterSession):
                     worker.say(kind, fields, payload)
 
     def look(self, silent_s: float) -> None:
-        """Once in a while: tells who waits how far it is; a worker whose process has stopped
-        ends the session."""
-        with self.lock:
-            if self.over is not None:
-                return
-            workers = [one for one in self.everyone() if one.rank not in self.gone]
-        if not self.ready:
+        """Also tells who waits how far it is."""
+        if not self.ready and self.over is None:
             done = self._done or (self.store.made() if self.tier is None else 0)
-            for worker in workers:
+            for worker in self.everyone():
                 worker.say(m.PROGRESS, (self._doing, done, self._all))
-        for worker in workers:
-            if for_s := worker.silent_for(silent_s):
-                error = DeadlineError(
-                    f"worker {worker.rank} has been silent for {for_s:.0f} s: its process is"
-                    " stopped, or its host hangs",
-                    hint="end it; the next start goes on at the last committed step",
-                )
-                self.end(error)
+        super().look(silent_s)
 
     def status(self) -> m.Status:
         """What this server does, and what its workers (or their relays) wait for."""

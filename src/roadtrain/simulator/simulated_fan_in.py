@@ -12,18 +12,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
+from msgspec.structs import replace
+
+from roadtrain.servers.protocol import messages as m
 from roadtrain.servers.protocol.intermediary import Give, Up
-from roadtrain.servers.protocol.messages import (
-    ApplyUpdate,
-    Close,
-    Done,
-    Pull,
-    Pulled,
-    WorkerMessage,
-)
 from roadtrain.simulator.engine import Cost, Engine, Lane, Then, joined
 from roadtrain.simulator.fan_in_costs import FanInCosts
 from roadtrain.simulator.simulated_server import BlockPieces, SimulatedServer
@@ -98,7 +92,7 @@ class SimulatedFanIn:
 
     # what a member says, over TCP
 
-    def pull(self, member: int, pull: Pull) -> None:
+    def pull(self, member: int, pull: m.Pull) -> None:
         self._tell([replace(pull, worker=worker) for worker in self._workers(member)])
 
     def announce(self, member: int, chunk: int, fresh: bool, then: Then) -> None:
@@ -109,9 +103,9 @@ class SimulatedFanIn:
 
     def close(self, member: int, chunk: int, step: int) -> None:
         if self.workers > 1:
-            self._tell([Close(chunk, step, worker) for worker in self._workers(member)])
+            self._tell([m.Close(chunk, step, worker) for worker in self._workers(member)])
 
-    def ask_update(self, member: int, update: ApplyUpdate) -> None:
+    def ask_update(self, member: int, update: m.ApplyUpdate) -> None:
         self._tell([replace(update, worker=worker) for worker in self._workers(member)])
 
     def answered(self, ticket: int) -> None:
@@ -119,7 +113,7 @@ class SimulatedFanIn:
         self.unanswered[ticket] -= 1
         if not self.unanswered[ticket]:
             del self.unanswered[ticket]
-            self._handle(Pulled(ticket, 0))
+            self._handle(m.Pulled(ticket, 0))
 
     def _workers(self, member: int) -> range:
         """That a member stands for."""
@@ -172,14 +166,14 @@ class SimulatedFanIn:
             case PushRound():
                 self._push(action)
 
-    def _to_server(self, message: WorkerMessage) -> None:
+    def _to_server(self, message: m.WorkerMessage) -> None:
         """To each member's part of it. There they are one worker, whose gradient is whole when it
         comes: Close says nothing new."""
-        if isinstance(message, Pull):
+        if isinstance(message, m.Pull):
             self.unanswered[message.ticket] = len(self.members)
-        for member in self.members if not isinstance(message, Close) else ():
+        for member in self.members if not isinstance(message, m.Close) else ():
             member.server.tell(message)
-            if isinstance(message, ApplyUpdate):
+            if isinstance(message, m.ApplyUpdate):
                 member.update_reached(message.step)
 
     def _broadcast(self, action: Broadcast) -> None:
@@ -188,7 +182,7 @@ class SimulatedFanIn:
         def arrived() -> None:
             for number, member in enumerate(self.members):
                 member.pulled(action.pulls[self._workers(number)[0]].ticket)
-            self._after(self._costs[0].acknowledged_s, partial(self._handle, Done(action)))
+            self._after(self._costs[0].acknowledged_s, partial(self._handle, m.Done(action)))
 
         self._stream("Fetch", [c.parameters(params) for c in self._costs], self.down, arrived)
 
@@ -198,7 +192,7 @@ class SimulatedFanIn:
 
         def arrived() -> None:
             member.pulled(pull.ticket)
-            self._handle(Done(action))
+            self._handle(m.Done(action))
 
         cost = member.costs.alone(self.blocks.params_of(pull.chunk))
         self.engine.task("Fetch", cost.of_bytes, then=arrived, where=self.name)
@@ -229,7 +223,7 @@ class SimulatedFanIn:
             then()
         params = self.blocks.params_of(action.chunk)
         cost = joined([one.taken(params) for one in self._costs])
-        done = partial(self._handle, Done(action))
+        done = partial(self._handle, m.Done(action))
         self.engine.task("Push", cost.of_bytes, then=done, where=self.name)
 
     @property
@@ -286,7 +280,7 @@ class SimulatedFanInLink:
         # Of later steps than the one after it, what is said of gradients; in order.
         self.early: deque[tuple[int, Then]] = deque()
 
-    def pull(self, pull: Pull) -> None:
+    def pull(self, pull: m.Pull) -> None:
         self.end.pull(self.number, pull)
 
     def push(self, step: int, chunk: int, fresh: bool, then: Then) -> None:
@@ -297,7 +291,7 @@ class SimulatedFanInLink:
         """Its gradient is whole."""
         self._in_turn(step, partial(self.end.close, self.number, chunk, step))
 
-    def ask_update(self, update: ApplyUpdate) -> None:
+    def ask_update(self, update: m.ApplyUpdate) -> None:
         self.asking[update.step] += 1
         self._in_turn(update.step, partial(self.end.ask_update, self.number, update))
 

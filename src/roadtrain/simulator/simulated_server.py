@@ -17,23 +17,9 @@ from math import ceil
 
 from roadtrain.config.models import BlockShape
 from roadtrain.config.plan_file import Plan
+from roadtrain.servers.protocol import messages as m
 from roadtrain.servers.protocol.chunk_state import Resident
 from roadtrain.servers.protocol.commit import Addressed, CommitStateMachine
-from roadtrain.servers.protocol.messages import (
-    Action,
-    Answer,
-    CommitDone,
-    Done,
-    Event,
-    Hold,
-    Prepare,
-    Pulled,
-    Read,
-    Send,
-    ServerMessage,
-    Update,
-    Write,
-)
 from roadtrain.servers.protocol.queues import READ_PARAMETERS, READ_STATE, WRITE_STATE, DeviceQueue
 from roadtrain.servers.protocol.server import ServerStateMachine
 from roadtrain.servers.protocol.server_steps import ServerSpec
@@ -114,7 +100,7 @@ class SimulatedServer:
         self.commits = CommitStateMachine([0], 0)
         # Chunk -> its way from a processor beside an SSD to memory, after its last update.
         self.upstream: dict[int, Task] = {}
-        self.inbox: deque[Event] = deque()  # events that wait for the one at work
+        self.inbox: deque[m.Event] = deque()  # events that wait for the one at work
         self.busy = False
         self.pulled: Callable[[int], None]  # the stage's: a pull of this ticket is answered
         self.held: Then  # the stage's: one more gradient rests
@@ -152,7 +138,7 @@ class SimulatedServer:
         """Whether a gradient is still on its way to where it rests."""
         return any(chunk.holds for chunk in self.machine.chunks.values())
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: m.Event) -> None:
         """To the server's state machine, one event at a time."""
         self.inbox.append(event)
         if self.busy:
@@ -172,37 +158,37 @@ class SimulatedServer:
         for _, message in said:
             self.tell(message)
 
-    def _carry_out(self, action: Action) -> None:
+    def _carry_out(self, action: m.Action) -> None:
         match action:
-            case Answer():
+            case m.Answer():
                 self._answer(action)
-            case Hold(push):
+            case m.Hold(push):
                 cost = self.fabric.hold(self.blocks.params_of(push.chunk))
                 self._on_disk(WRITE_STATE, "Write", cost, partial(self._held, action), -1)
-            case Read(chunk):
+            case m.Read(chunk):
                 cost = self.fabric.read(self.blocks.state_of(chunk))
                 self._on_disk(READ_STATE, "Read", cost, partial(self._done, action))
-            case Update(chunk):
+            case m.Update(chunk):
                 cost = self.fabric.update(self.blocks.updated_of(chunk))
                 self._cost("Update", cost, partial(self._updated, action), lane=self.updates)
-            case Write(chunk):
+            case m.Write(chunk):
                 cost = self.fabric.write(self.blocks.state_of(chunk))
                 self._on_disk(WRITE_STATE, "Write", cost, partial(self._done, action))
-            case Prepare():
+            case m.Prepare():
                 self._cost("Commit", Cost(0.0), partial(self._done, action))
-            case Send(message):
+            case m.Send(message):
                 self._said(message)
             case _:
                 raise AssertionError(f"one worker whose gradients are kept needs no {action}")
 
-    def _said(self, message: ServerMessage) -> None:
+    def _said(self, message: m.ServerMessage) -> None:
         match message:
-            case Pulled(ticket):
+            case m.Pulled(ticket):
                 self.pulled(ticket)
-            case CommitDone():
+            case m.CommitDone():
                 self._send(self.commits.on_committed(message))
 
-    def _answer(self, action: Answer) -> None:
+    def _answer(self, action: m.Answer) -> None:
         chunk = action.pull.chunk
         size = self.blocks.params_of(chunk)
         after = [self.upstream[chunk]] if chunk in self.upstream else []
@@ -216,14 +202,14 @@ class SimulatedServer:
         else:
             self._on_disk(READ_PARAMETERS, "Read", self.fabric.public(size), give)
 
-    def _done(self, action: Action) -> None:
-        self.tell(Done(action))
+    def _done(self, action: m.Action) -> None:
+        self.tell(m.Done(action))
 
-    def _held(self, hold: Hold) -> None:
-        self.tell(Done(hold, (None, True)))
+    def _held(self, hold: m.Hold) -> None:
+        self.tell(m.Done(hold, (None, True)))
         self.held()
 
-    def _updated(self, update: Update) -> None:
+    def _updated(self, update: m.Update) -> None:
         up = self.fabric.upstream(self.blocks.params_of(update.chunk))
         if up.uses:  # at once, so that the next step finds it in memory
             self.upstream[update.chunk] = self._cost("Fetch", up, None)

@@ -22,7 +22,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -30,14 +29,7 @@ import numpy as np
 
 from roadtrain.chunks import PAGE, Chunk
 from roadtrain.device.buffers import Buffer
-from roadtrain.errors import (
-    BusyError,
-    DeadlineError,
-    LostError,
-    PeerError,
-    RoadtrainError,
-    WireError,
-)
+from roadtrain.errors import BusyError, LostError, PeerError, RoadtrainError, WireError
 from roadtrain.kernels.cast import cast_in_place
 from roadtrain.servers import frames as m
 from roadtrain.servers.intermediary import IntermediarySession
@@ -247,24 +239,6 @@ class FanInEnd(IntermediarySession):
             self.end(error)
         else:
             self.tell(messages.PeerLost(rank, str(error)))
-
-    def beat(self) -> None:
-        """To the server this process lives; `look` sees to the participants."""
-        if self._connected.is_set():
-            with suppress(PeerError):
-                self._up.send(m.BEAT, m.encode(()), urgent=True)
-
-    def look(self, silent_s: float) -> None:
-        """Once in a while: a participant whose process has stopped ends the session."""
-        for worker in self.everyone():
-            if worker.rank not in self.gone and (for_s := worker.silent_for(silent_s)):
-                self.end(
-                    DeadlineError(
-                        f"worker {worker.rank} has been silent for {for_s:.0f} s: its process is"
-                        " stopped, or its host hangs",
-                        hint="end it; the next start goes on at the last committed step",
-                    )
-                )
 
     def chunk(self, number: int) -> Chunk:
         return self.server.chunk(number)

@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 
 from roadtrain.errors import ConfigError, LostError
-from roadtrain.transport import shm
+from roadtrain.transport.handshake import Common
 from roadtrain.transport.tcp import MIN_TOKEN, Address, TcpOptions, Tls
 from roadtrain.units import KIB
 
@@ -41,9 +41,9 @@ def own_address(to: Address) -> str:
         raise LostError(f"no way to {to[0]}:{to[1]}: {error}") from error
 
 
-def local_options(options: TcpOptions) -> shm.ShmOptions:
+def local_options(options: TcpOptions) -> Common:
     """Of a link inside a host, as patient as `options`."""
-    return shm.ShmOptions(
+    return Common(
         frame_limit=options.frame_limit,
         checksums=options.checksums,
         close_s=options.close_s,

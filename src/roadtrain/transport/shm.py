@@ -30,7 +30,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from roadtrain.errors import AuthError, ConfigError, LostError, PeerError, WireError
@@ -39,11 +38,13 @@ from roadtrain.transport import handshake
 from roadtrain.transport.link import Link, Receiver, copy
 from roadtrain.transport.listener import Accept, Listener, Report
 from roadtrain.transport.stream import Channel
-from roadtrain.units import GIB, KIB, MIB
+from roadtrain.units import MIB
 
+RING_BYTES = 4 * MIB  # of each direction; in the cache both copies are fast
 # at most published at a time: the reader copies out one while the writer copies in the next
 PIECE = MIB
 _CONTROL = 4096  # bytes before the rings; a cache line for each word
+_MEMORY_BYTES = _CONTROL + 2 * RING_BYTES
 # 8-byte words of one ring's control
 _HEAD, _TAIL, _READER_SLEEPS, _WRITER_SLEEPS, _WORDS = 0, 8, 16, 24, 32
 _EVENTS = 4  # data and space of each ring
@@ -51,25 +52,10 @@ _MEMBARRIER = {"x86_64": 324, "aarch64": 283}.get(platform.machine())
 _EXPEDITED, _REGISTER_EXPEDITED = 8, 16
 
 
-@dataclass(frozen=True)
-class ShmOptions(handshake.Common):
-    """`ring_bytes`: of each direction, a power of two; in the cache both copies are fast. The
-    listener's counts."""
-
-    ring_bytes: int = 4 * MIB
-
-    def __post_init__(self) -> None:
-        if not 64 * KIB <= self.ring_bytes <= GIB or self.ring_bytes & (self.ring_bytes - 1):
-            raise ConfigError(
-                f"a ring of {self.ring_bytes} bytes; a power of two from 64 KiB to 1 GiB is"
-                " possible"
-            )
-
-
 def connect(
     path: str | Path,
     receiver: Receiver,
-    options: ShmOptions = ShmOptions(),
+    options: handshake.Common = handshake.DEFAULTS,
     *,
     hello: bytes = b"",
     name: str = "",
@@ -99,7 +85,7 @@ def connect(
 def listen(
     path: str | Path,
     accept: Accept,
-    options: ShmOptions = ShmOptions(),
+    options: handshake.Common = handshake.DEFAULTS,
     report: Report = print,
     *,
     language: bytes = handshake.NO_LANGUAGE,
@@ -121,8 +107,7 @@ def listen(
     except OSError as error:
         sock.close()
         raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
-    carrier = _ShmCarrier(options)
-    return _UnixListener(sock, str(path), accept, options, None, carrier, report, language)
+    return _UnixListener(sock, str(path), accept, options, None, _ShmCarrier(), report, language)
 
 
 class _UnixListener(Listener):
@@ -133,9 +118,6 @@ class _UnixListener(Listener):
 
 
 class _ShmCarrier:
-    def __init__(self, options: ShmOptions) -> None:
-        self._options = options
-
     def name(self, sock: socket.socket) -> str:
         return f"process {_credentials(sock)[0]}"
 
@@ -147,16 +129,15 @@ class _ShmCarrier:
         return b""
 
     def channel(self, sock: socket.socket) -> Channel:
-        size = self._options.ring_bytes
         memory = os.memfd_create("roadtrain link", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with _closing(fds := [memory]):
             # now, so that no later write finds the memory full
-            os.posix_fallocate(memory, 0, _CONTROL + 2 * size)
+            os.posix_fallocate(memory, 0, _MEMORY_BYTES)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)
             fds += [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(_EVENTS)]
-            socket.send_fds(sock, [struct.pack("<Q", size)], fds)
-            return _ShmChannel(sock, memory, fds[1:], size, 1)
+            socket.send_fds(sock, [struct.pack("<Q", RING_BYTES)], fds)
+            return _ShmChannel(sock, memory, fds[1:], 1)
 
 
 def _receive_channel(sock: socket.socket) -> Channel:
@@ -174,18 +155,15 @@ def _receive_channel(sock: socket.socket) -> Channel:
             )
         (size,) = struct.unpack("<Q", raw)
         try:
-            ShmOptions(ring_bytes=size)
             sealed = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-        except (ConfigError, OSError) as error:
+        except OSError as error:
             raise WireError(f"what came is no memory for rings: {error}") from error
-        if not sealed or os.fstat(fds[0]).st_size != _CONTROL + 2 * size:
-            raise WireError(
-                f"memory of {os.fstat(fds[0]).st_size} bytes for rings of {size}, sealed:"
-                f" {bool(sealed)}"
-            )
+        nbytes = os.fstat(fds[0]).st_size
+        if not sealed or size != RING_BYTES or nbytes != _MEMORY_BYTES:
+            raise WireError(f"memory of {nbytes} bytes for rings of {size}, sealed: {bool(sealed)}")
         if any(os.readlink(f"/proc/self/fd/{fd}") != "anon_inode:[eventfd]" for fd in fds[1:]):
             raise WireError("a bell that is no eventfd")
-        return _ShmChannel(sock, fds[0], fds[1:], size, 0)
+        return _ShmChannel(sock, fds[0], fds[1:], 0)
 
 
 @contextlib.contextmanager
@@ -204,28 +182,27 @@ def _closing(fds: list[int]) -> Iterator[None]:
 
 class _Ring:
     """One direction as one side sees it. The writer owns _HEAD, the reader _TAIL: bytes ever
-    written and read, so `tail <= head <= tail + size`; what the other side says is checked each
-    time. `here` is this side's own counter.
+    written and read, so `tail <= head <= tail + RING_BYTES`; what the other side says is checked
+    each time. `here` is this side's own counter.
     """
 
     def __init__(
         self, words: memoryview, data: memoryview, bell: int, answer: int, sock: socket.socket
     ) -> None:
-        self._words, self._data, self._size = words, data, len(data)
-        self._bell, self._answer = bell, answer
-        self._here, self._piece = 0, min(PIECE, self._size // 4)
+        self._words, self._data = words, data
+        self._bell, self._answer, self._here = bell, answer, 0
         self._poll = select.poll()
         self._poll.register(bell, select.POLLIN)
         self._poll.register(sock, select.POLLRDHUP)
 
     def write(self, buffers: Sequence[memoryview | bytes]) -> int:
-        free = self._size - self._used(self._here, self._words[_TAIL])
+        free = RING_BYTES - self._used(self._here, self._words[_TAIL])
         if not free:
-            if self._sleep(_WRITER_SLEEPS, lambda: self._words[_TAIL] + self._size > self._here):
+            if self._sleep(_WRITER_SLEEPS, lambda: self._words[_TAIL] + RING_BYTES > self._here):
                 raise BrokenPipeError(errno.EPIPE, "the other process is gone")
             return 0
         _order()
-        room = min(free, self._piece)
+        room = min(free, PIECE)
         begin = self._here
         for buffer in buffers:
             n = min(len(buffer), room)
@@ -247,25 +224,25 @@ class _Ring:
             ended = self._sleep(_READER_SLEEPS, lambda: self._words[_HEAD] != self._here)
             return 0 if ended else -1
         _order()
-        n = min(there, len(view), self._piece)
+        n = min(there, len(view), PIECE)
         self._copy(view[:n], False)
         _order()
         self._words[_TAIL] = self._here
         _fence()
         # not for every piece
-        if self._words[_WRITER_SLEEPS] and self._size - there + n >= self._size // 2:
+        if self._words[_WRITER_SLEEPS] and RING_BYTES - there + n >= RING_BYTES // 2:
             self._ring(_WRITER_SLEEPS)
         return n
 
     def _used(self, head: int, tail: int) -> int:
         used = head - tail
-        if not 0 <= used <= self._size:
-            raise WireError(f"the ring says that {used} of its {self._size} bytes are used")
+        if not 0 <= used <= RING_BYTES:
+            raise WireError(f"the ring says that {used} of its {RING_BYTES} bytes are used")
         return used
 
     def _copy(self, view: memoryview, into: bool) -> None:
-        at = self._here % self._size
-        first = min(len(view), self._size - at)
+        at = self._here % RING_BYTES
+        first = min(len(view), RING_BYTES - at)
         for ours, data in ((view[:first], self._data[at:]), (view[first:], self._data)):
             if ours:
                 copy(*((data[: len(ours)], ours) if into else (ours, data[: len(ours)])))
@@ -297,14 +274,12 @@ class _ShmChannel:
     """`side` 0 connected, 1 listened; ring i carries what side i sends. Owns the socket and the
     bells."""
 
-    def __init__(
-        self, sock: socket.socket, memory: int, bells: Sequence[int], size: int, side: int
-    ) -> None:
+    def __init__(self, sock: socket.socket, memory: int, bells: Sequence[int], side: int) -> None:
         self._sock, self._bells = sock, bells
-        self._map = mmap.mmap(memory, _CONTROL + 2 * size)
+        self._map = mmap.mmap(memory, _MEMORY_BYTES)
         whole = memoryview(self._map)
         words = [whole[8 * _WORDS * i : 8 * _WORDS * (i + 1)].cast("Q") for i in (0, 1)]
-        data = [whole[at : at + size] for at in (_CONTROL, _CONTROL + size)]
+        data = [whole[at : at + RING_BYTES] for at in (_CONTROL, _CONTROL + RING_BYTES)]
         self._views = [*words, *data, whole]
         mine, theirs = side, 1 - side
         self._out = _Ring(words[mine], data[mine], bells[2 * mine + 1], bells[2 * mine], sock)

@@ -15,28 +15,14 @@ Assumes the workers' messages in their order. Does NOT know what a step computes
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
+from msgspec.structs import replace
+
+from roadtrain.servers.protocol import messages as m
 from roadtrain.servers.protocol.intermediary import CopyRequest, Give, Intermediary, Up
-from roadtrain.servers.protocol.messages import (
-    ApplyUpdate,
-    Close,
-    Commit,
-    CommitDone,
-    Discard,
-    DiscardGrad,
-    Done,
-    EndStep,
-    GradientMessage,
-    Hold,
-    PeerLost,
-    Pull,
-    Pulled,
-    Push,
-    WorkerMessage,
-)
 from roadtrain.servers.protocol.server import agreed
 
 
@@ -48,8 +34,8 @@ class PushSum:
     chunk: int
 
 
-RelayEvent: TypeAlias = WorkerMessage | Pulled | PeerLost | Done[Give]
-RelayAction: TypeAlias = Up | Give | Hold | Discard | PushSum
+RelayEvent: TypeAlias = m.WorkerMessage | m.Pulled | m.PeerLost | m.Done[Give]
+RelayAction: TypeAlias = Up | Give | m.Hold | m.Discard | PushSum
 
 
 @dataclass(slots=True)
@@ -58,9 +44,9 @@ class ChunkRound:
 
     closed: set[int] = field(default_factory=set)  # whose gradient is whole; not all: then it goes
     summed: bool = False  # the sum has gone to the server
-    asked: dict[int, ApplyUpdate] = field(default_factory=dict)  # of some workers, not of all
+    asked: dict[int, m.ApplyUpdate] = field(default_factory=dict)  # of some workers, not of all
     # What those who asked for the update say of the next step, in order.
-    early: list[GradientMessage] = field(default_factory=list)
+    early: list[m.GradientMessage] = field(default_factory=list)
 
     @property
     def open(self) -> bool:
@@ -79,15 +65,15 @@ class RelayStateMachine(Intermediary[Give]):
         """Next actions. Raises LostError where a step needs a worker that has gone, LoopError
         where they differ."""
         match event:
-            case Pull():
+            case m.Pull():
                 return [*self._request(CopyRequest(event, partial(Give, event)))]
-            case Pulled(ticket):
+            case m.Pulled(ticket):
                 return [*self._pulled(ticket)]
-            case Done(give):
+            case m.Done(give):
                 return [*self._given(give.pull)]
-            case Push() | Close() | ApplyUpdate() | DiscardGrad():
+            case m.Push() | m.Close() | m.ApplyUpdate() | m.DiscardGrad():
                 return [Up(event)] if self.workers == 1 else self._gradient(event)
-            case EndStep() | Commit() | CommitDone() | PeerLost():
+            case m.EndStep() | m.Commit() | m.CommitDone() | m.PeerLost():
                 return [*self._step(event)]
 
     def in_step(self) -> bool:
@@ -95,34 +81,34 @@ class RelayStateMachine(Intermediary[Give]):
 
     # gradients of several workers
 
-    def _gradient(self, event: GradientMessage) -> list[RelayAction]:
-        if not isinstance(event, DiscardGrad):
+    def _gradient(self, event: m.GradientMessage) -> list[RelayAction]:
+        if not isinstance(event, m.DiscardGrad):
             self._nobody_lost()
         round = self.rounds.setdefault(event.chunk, ChunkRound())
         if event.worker in round.asked:
             round.early.append(event)
             return []
         match event:
-            case Push():
-                return [Hold(event)]
-            case DiscardGrad(chunk, worker):
-                again: list[RelayAction] = [Up(DiscardGrad(chunk))] if round.summed else []
+            case m.Push():
+                return [m.Hold(event)]
+            case m.DiscardGrad(chunk, worker):
+                again: list[RelayAction] = [Up(m.DiscardGrad(chunk))] if round.summed else []
                 round.summed = False
                 round.closed.discard(worker)
-                return [Discard(chunk, worker), *again]
-            case Close():
+                return [m.Discard(chunk, worker), *again]
+            case m.Close():
                 return self._close(round, event)
-            case ApplyUpdate():
+            case m.ApplyUpdate():
                 return self._update_asked(round, event)
 
-    def _close(self, round: ChunkRound, event: Close | ApplyUpdate) -> list[RelayAction]:
+    def _close(self, round: ChunkRound, event: m.Close | m.ApplyUpdate) -> list[RelayAction]:
         round.closed.add(event.worker)
         if len(round.closed) < self.workers:
             return []
         round.closed, round.summed = set(), True
-        return [PushSum(event.chunk), Up(Close(event.chunk, event.step))]
+        return [PushSum(event.chunk), Up(m.Close(event.chunk, event.step))]
 
-    def _update_asked(self, round: ChunkRound, event: ApplyUpdate) -> list[RelayAction]:
+    def _update_asked(self, round: ChunkRound, event: m.ApplyUpdate) -> list[RelayAction]:
         round.asked[event.worker] = event
         out = [] if round.summed else self._close(round, event)
         if len(round.asked) < self.workers:

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+
+from msgspec.structs import replace
 
 from roadtrain.errors import LostError
 from roadtrain.servers.protocol import messages as m

@@ -16,14 +16,14 @@ it. Then a trainable chunk gets one version a step, gradient or not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
+
+import msgspec
 
 # messages of a worker to a server
 
 
-@dataclass(frozen=True, slots=True)
-class Pull:
+class Pull(msgspec.Struct, frozen=True):
     """Copy the chunk's weights part as soon as it is new enough."""
 
     chunk: int
@@ -33,8 +33,7 @@ class Pull:
     worker: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Push:
+class Push(msgspec.Struct, frozen=True):
     """A gradient: dense, sparse (compressed), or waiting on the spill file."""
 
     chunk: int
@@ -57,8 +56,7 @@ class Push:
         return self.grad[: len(self.grad) // 2] if self.dtype else self.grad
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(msgspec.Struct, frozen=True):
     """My gradient of the chunk is whole, or there is none. Said only where there are several
     workers."""
 
@@ -67,8 +65,7 @@ class Close:
     worker: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ApplyUpdate:
+class ApplyUpdate(msgspec.Struct, frozen=True):
     """Apply the update rule to the held gradient."""
 
     chunk: int
@@ -79,16 +76,14 @@ class ApplyUpdate:
     worker: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class DiscardGrad:
+class DiscardGrad(msgspec.Struct, frozen=True):
     """Drop my held gradient of the chunk."""
 
     chunk: int
     worker: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class EndStep:
+class EndStep(msgspec.Struct, frozen=True):
     """I ask for no more updates in this step.
 
     `word`: bytes that all workers get once all have ended it (StepWords), to the first server only;
@@ -100,8 +95,7 @@ class EndStep:
     word: Any = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(msgspec.Struct, frozen=True):
     """To the first server: all others are prepared. With replicas also to the others, before they
     prepare and once all are known to have written the same."""
 
@@ -110,8 +104,7 @@ class Commit:
     worker: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class CommitDone:
+class CommitDone(msgspec.Struct, frozen=True):
     """The step is committed. From the first server to the workers, and from them to all servers."""
 
     step: int
@@ -120,47 +113,41 @@ class CommitDone:
 # messages of a server to a worker
 
 
-@dataclass(frozen=True, slots=True)
-class StepWords:
+class StepWords(msgspec.Struct, frozen=True):
     """All workers have ended the step. From the first server, where they said something with it."""
 
     step: int
     words: Sequence[bytes]  # of each worker
 
 
-@dataclass(frozen=True, slots=True)
-class Pulled:
+class Pulled(msgspec.Struct, frozen=True):
     """The weights part is where the pull wanted it."""
 
     ticket: int  # of the pull
     chunk: int
 
 
-@dataclass(frozen=True, slots=True)
-class GradAccumulated:
+class GradAccumulated(msgspec.Struct, frozen=True):
     """The gradient is held: the worker's own, or (of several workers) their sum."""
 
     chunk: int
     sums: Any  # its sums of squares, one a segment of the chunk
 
 
-@dataclass(frozen=True, slots=True)
-class BufferFree:
+class BufferFree(msgspec.Struct, frozen=True):
     """The server no longer reads the memory of a push."""
 
     ticket: int  # of the push
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(msgspec.Struct, frozen=True):
     """All of the step is written here, and durable but on the first server, which has to commit."""
 
     server: int
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(msgspec.Struct, frozen=True):
     """All of the step is written here. Said only with replicas, before the server prepares."""
 
     server: int
@@ -170,8 +157,7 @@ class Written:
     sums: Sequence[tuple[int, int, int]] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True):
     """The server has ended."""
 
     server: int
@@ -181,8 +167,7 @@ class Failed:
 # actions: what the state machine tells the doers
 
 
-@dataclass(frozen=True, slots=True)
-class Hold:
+class Hold(msgspec.Struct, frozen=True):
     """Put the gradient where it rests until the update, or add it to what is held of its worker.
     Result: (sums of squares of the worker's gradient, a segment each; whether the pushed memory is
     in use until the update)."""
@@ -190,8 +175,7 @@ class Hold:
     push: Push
 
 
-@dataclass(frozen=True, slots=True)
-class Spill:
+class Spill(msgspec.Struct, frozen=True):
     """Write what was pushed to the spill file, until its step's turn."""
 
     push: Push
@@ -206,24 +190,21 @@ class Spill:
         return self.push.worker
 
 
-@dataclass(frozen=True, slots=True)
-class Discard:
+class Discard(msgspec.Struct, frozen=True):
     """Drop held gradients of the chunk. Nothing is reported."""
 
     chunk: int
     worker: int | None  # whose; None: those of all
 
 
-@dataclass(frozen=True, slots=True)
-class Total:
+class Total(msgspec.Struct, frozen=True):
     """Add up what the workers pushed, in their order. Result: (the sums of squares of the sum, a
     segment each,)."""
 
     chunk: int
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """Copy the weights part to `pull.into`."""
 
     pull: Pull
@@ -231,16 +212,14 @@ class Answer:
     newest: bool = False  # cast from the master, which is one update ahead (staleness 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(msgspec.Struct, frozen=True):
     """Read the record of the chunk."""
 
     chunk: int
     buffer: int  # the record buffer that it goes to
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(msgspec.Struct, frozen=True):
     """Run the update rule on the record in memory. Result: (with replicas, the checksum of what it
     made,)."""
 
@@ -248,23 +227,20 @@ class Update:
     apply_update: ApplyUpdate
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+class Write(msgspec.Struct, frozen=True):
     """Write the record of the chunk to the slot that is not committed."""
 
     chunk: int
 
 
-@dataclass(frozen=True, slots=True)
-class Prepare:
+class Prepare(msgspec.Struct, frozen=True):
     """Make everything written so far durable; on the first server this is the commit."""
 
     step: int
     blobs: Sequence[Any]  # of the workers in order, where the job's own state is kept here
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """A message to a worker. Nothing is reported."""
 
     message: ServerMessage
@@ -276,16 +252,14 @@ A = TypeVar("A")
 # events, besides messages
 
 
-@dataclass(frozen=True, slots=True)
-class Done(Generic[A]):
+class Done(msgspec.Struct, Generic[A], frozen=True):
     """A doer has carried an action out."""
 
     action: A
     result: tuple[Any, ...] = ()  # what the action says of it
 
 
-@dataclass(frozen=True, slots=True)
-class PeerLost:
+class PeerLost(msgspec.Struct, frozen=True):
     """The link of a worker has ended."""
 
     worker: int

@@ -26,8 +26,9 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from roadtrain.errors import LoopError, LostError
 from roadtrain.servers.protocol import messages as m

@@ -29,24 +29,15 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
+from msgspec.structs import replace
+
 from roadtrain.errors import LoopError
+from roadtrain.servers.protocol import messages as m
 from roadtrain.servers.protocol.intermediary import CopyRequest, Give, Intermediary, Key, Up
-from roadtrain.servers.protocol.messages import (
-    ApplyUpdate,
-    Close,
-    Commit,
-    CommitDone,
-    DiscardGrad,
-    Done,
-    EndStep,
-    PeerLost,
-    Pull,
-    Pulled,
-)
 from roadtrain.servers.protocol.server import agreed
 from roadtrain.switch.protocol.chunk_queue import (
     Announce,
@@ -94,7 +85,7 @@ class GradientCame:
 class Broadcast:
     """Send what is in a buffer to all workers at once: one pull of each."""
 
-    pulls: tuple[Pull, ...]
+    pulls: tuple[m.Pull, ...]
     buffer: int
 
 
@@ -131,17 +122,17 @@ class PushRound:
 
 Reported: TypeAlias = Broadcast | Give | PushRound
 FanInEvent: TypeAlias = (
-    Pull
+    m.Pull
     | GradientWord
-    | EndStep
-    | Commit
-    | CommitDone
-    | Pulled
-    | PeerLost
+    | m.EndStep
+    | m.Commit
+    | m.CommitDone
+    | m.Pulled
+    | m.PeerLost
     | Tick
     | ExponentsCame
     | GradientCame
-    | Done[Reported]
+    | m.Done[Reported]
 )
 FanInAction: TypeAlias = Up | Give | Broadcast | Grant | SendMaxima | PushRound
 
@@ -165,7 +156,7 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         self.apart = 0  # gradients that came after their round had gone without them
         self.now = 0.0  # as the last Tick said
         # Pulls of some workers, not of all: of each worker, with the time they came.
-        self.alone: dict[Key, list[deque[tuple[Pull, float]]]] = {}
+        self.alone: dict[Key, list[deque[tuple[m.Pull, float]]]] = {}
         self.chunks: dict[int, ChunkQueue] = {}
         # Rounds by chunk and number, until the server has them.
         self.rounds: dict[tuple[int, int], SumRound] = {}
@@ -177,17 +168,17 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         self.next_number = 0  # of a packet that goes up
         # Step -> its updates that all have asked for and the server has not heard of; never 0.
         self.owed: Counter[int] = Counter()
-        self.ended: dict[int, EndStep] = {}  # steps that all have ended, of which updates are owed
+        self.ended: dict[int, m.EndStep] = {}  # steps that all have ended, with updates owed
 
     def handle(self, event: FanInEvent) -> list[FanInAction]:
         """Next actions. Raises LostError where a step needs a worker that has gone, LoopError
         where they differ."""
         match event:
-            case Pull():
+            case m.Pull():
                 return [*self._pull(event)]
-            case Pulled(ticket):
+            case m.Pulled(ticket):
                 return [*self._pulled(ticket)]
-            case Announce() | Close() | ApplyUpdate() | DiscardGrad():
+            case Announce() | m.Close() | m.ApplyUpdate() | m.DiscardGrad():
                 return self._gradient(event)
             case ExponentsCame(chunk, number):
                 self.rounds[chunk, number].enter(RoundPhase.READY, self.now)
@@ -195,12 +186,12 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
             case GradientCame(chunk, number):
                 self.rounds[chunk, number].enter(RoundPhase.SUMMED, self.now)
                 return self._flush(self.chunks[chunk])
-            case Done(action):
+            case m.Done(action):
                 return self._done(action)
             case Tick(now_s):
                 self.now = now_s
                 return [*self._pulls_alone(), *self._gradients_alone()]
-            case EndStep() | Commit() | CommitDone() | PeerLost():
+            case m.EndStep() | m.Commit() | m.CommitDone() | m.PeerLost():
                 return [*self._behind_updates(self._step(event))]
 
     def _done(self, action: Reported) -> list[FanInAction]:
@@ -220,7 +211,7 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
 
     # pulls
 
-    def _pull(self, pull: Pull) -> list[Up | Broadcast | Give]:
+    def _pull(self, pull: m.Pull) -> list[Up | Broadcast | Give]:
         key = pull.chunk, pull.version
         waiting = self.alone.setdefault(key, [deque() for _ in range(self.workers)])
         waiting[pull.worker].append((pull, self.now))
@@ -232,7 +223,7 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return self._request(CopyRequest(pulls[0], partial(Broadcast, pulls)))
 
     def _pulls_alone(self) -> list[Up | Broadcast | Give]:
-        late: list[Pull] = []
+        late: list[m.Pull] = []
         for key, waiting in list(self.alone.items()):
             for one in waiting:
                 while one and self.now - one[0][1] >= ALONE_S and not self._early(one[0][0]):
@@ -244,17 +235,17 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
             out += self._request(CopyRequest(pull, partial(Give, pull)))
         return out
 
-    def _early(self, pull: Pull) -> bool:
+    def _early(self, pull: m.Pull) -> bool:
         """Whether its worker waits for others to ask for the chunk's update too: until then an
         answer may never come, and would keep a buffer from those that the others wait for."""
         chunk = self.chunks.get(pull.chunk)
         heard = () if chunk is None else chunk.heard[pull.worker]
-        return any(isinstance(one.word, ApplyUpdate) for one in heard)
+        return any(isinstance(one.word, m.ApplyUpdate) for one in heard)
 
     # gradients
 
     def _gradient(self, word: GradientWord) -> list[FanInAction]:
-        if not isinstance(word, DiscardGrad):
+        if not isinstance(word, m.DiscardGrad):
             self._nobody_lost()
         chunk = self.chunks.get(word.chunk)
         if chunk is None:
@@ -272,9 +263,9 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
                 self._discard(chunk)
             elif any(isinstance(word, Announce) for word in heads):
                 out += self._grant(chunk)
-            elif any(isinstance(word, DiscardGrad) for word in heads):
+            elif any(isinstance(word, m.DiscardGrad) for word in heads):
                 self._discard(chunk)
-            elif any(isinstance(word, Close) for word in heads):
+            elif any(isinstance(word, m.Close) for word in heads):
                 self._close(chunk)
             else:
                 self._update(chunk)
@@ -319,42 +310,42 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         """Who has a gradient in the sum drops it. What some of these have closed meanwhile is void;
         others have nothing to drop."""
         if not chunk.dropped:
-            keep = chunk.announced - chunk.at(DiscardGrad)
-            if closed := keep & chunk.at(Close):
+            keep = chunk.announced - chunk.at(m.DiscardGrad)
+            if closed := keep & chunk.at(m.Close):
                 for worker in closed:
                     chunk.heard[worker].popleft()
                 return
-            drop = chunk.at(DiscardGrad)
+            drop = chunk.at(m.DiscardGrad)
             raise LoopError(
                 f"worker(s) {_listed(sorted(drop))} drop their gradient of chunk {chunk.number},"
                 f" worker(s) {_listed(sorted(keep))} do not: its sum is made of both already",
                 hint=SAME_LOOP,
             )
-        chunk.pop(DiscardGrad)
+        chunk.pop(m.DiscardGrad)
         if chunk.summed:
-            chunk.up.append(DiscardGrad(chunk.number))
+            chunk.up.append(m.DiscardGrad(chunk.number))
         chunk.begin()
 
     def _close(self, chunk: ChunkQueue) -> None:
         """All have closed it, some by asking for the update."""
         step = self._step_of(chunk)
-        chunk.pop(Close)
+        chunk.pop(m.Close)
         if not chunk.closed:
             chunk.closed = True
-            chunk.up.append(Close(chunk.number, step))
+            chunk.up.append(m.Close(chunk.number, step))
 
     def _update(self, chunk: ChunkQueue) -> None:
         step = self._step_of(chunk)
-        update = agreed(chunk.pop(ApplyUpdate))
+        update = agreed(chunk.pop(m.ApplyUpdate))
         if not chunk.closed and self.workers > 1:
-            chunk.up.append(Close(chunk.number, step))
+            chunk.up.append(m.Close(chunk.number, step))
         chunk.up.append(replace(update, worker=0))
         self.owed[step] += 1
         chunk.begin()
 
     def _step_of(self, chunk: ChunkQueue) -> int:
         """That all mean. Raises LoopError."""
-        steps = [word.step for word in chunk.heads if isinstance(word, (Close, ApplyUpdate))]
+        steps = [word.step for word in chunk.heads if isinstance(word, (m.Close, m.ApplyUpdate))]
         if len(set(steps)) > 1:
             raise LoopError(
                 f"workers 0 to {self.workers - 1} are in steps {_listed(steps)} with chunk"
@@ -382,14 +373,14 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         """The end of a step goes on once all its updates have."""
         out = []
         for up in said:
-            if isinstance(up.message, EndStep) and self.owed[up.message.step]:
+            if isinstance(up.message, m.EndStep) and self.owed[up.message.step]:
                 self.ended[up.message.step] = up.message
             else:
                 out.append(up)
         return out
 
-    def _paid(self, word: Close | ApplyUpdate | DiscardGrad) -> list[Up]:
-        if not isinstance(word, ApplyUpdate):
+    def _paid(self, word: m.Close | m.ApplyUpdate | m.DiscardGrad) -> list[Up]:
+        if not isinstance(word, m.ApplyUpdate):
             return []
         self.owed[word.step] -= 1
         if self.owed[word.step]:
