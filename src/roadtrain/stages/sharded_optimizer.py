@@ -308,11 +308,12 @@ class ShardedOptimizer:
     def _sum(self, index: int, sums: GradientSum) -> None:
         """As `_reduce`, and every rank gets all of it."""
         grads, made = self.states[index].grads, self.side.mark()
-        what, under_way = f"bucket {index} of {self.options.label}", list[SumUnderWay]()
+        under_way = list[SumUnderWay]()
+        identity = f"the gradients of bucket {index} of {self.options.label}"
 
         def begin() -> SumUnderWay:
             self.side.after(made)
-            under_way.append(sums.begin(index, grads, what))
+            under_way.append(sums.sum(index, identity, grads))
             return under_way[0]
 
         def end() -> None:
