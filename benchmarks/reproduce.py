@@ -479,12 +479,13 @@ def byteps() -> Values:
         job: jobs[job][0].params / (3 * jobs[job][0].flops)
         for job in ("VGG-16", "ResNet-50", "BERT-large")
     }
+    many = [1.0] * 4096
     out = {
         "byteps.eq7.gamma_a": _exchange("ddp", 32, 0) / _exchange("summation", 32, 16),
         "byteps.eq7.gamma_p": (
             _exchange("parameter-server", 32, 16) / _exchange("summation", 32, 16)
         ),
-        "byteps.eq7.limit": 2 * (4095 / 4096) / optimum([1.0] * 4096, [1.0] * 4096).seconds,
+        "byteps.eq7.limit": 2 * (4095 / 4096) / busiest(many, many, optimum(many, many)),
         "byteps.abs.allreduce": max(gains[32]),
         "byteps.s74.cpu.lo": min(gains[32]),
         "byteps.s74.cpu.hi": max(gains[32]),
@@ -525,7 +526,7 @@ def _gap(k: int, n: int = 8, elements: int = 250_000_000) -> float:
         [engine.resource(f"{i} {way}", rate) for i in range(n + k)] for way in ("out", "in")
     )
     parts = cut(elements, (4 << 20) // 4)
-    of = reducers(1, len(parts), dict(enumerate(best.all)))
+    of = reducers(1, len(parts), dict(enumerate(best)))
     lanes = {
         (worker, site, way): engine.lane(way)
         for worker in range(n)
@@ -534,8 +535,9 @@ def _gap(k: int, n: int = 8, elements: int = 250_000_000) -> float:
     }
 
     def move(way: str, part: int, worker: int, after: Sequence[Task] = ()) -> Task:
-        site, size = of[part], 4.0 * (parts[part].stop - parts[part].start)
-        share, (a, b) = best.all[site], (worker, site) if way == "Push" else (site, worker)
+        start, stop = parts[part]
+        site, size = of[part], 4.0 * (stop - start)
+        share, (a, b) = best[site], (worker, site) if way == "Push" else (site, worker)
         return engine.task(
             way,
             Cost(size / share, [(out[a], share), (into[b], share)]),
@@ -552,7 +554,7 @@ def _gap(k: int, n: int = 8, elements: int = 250_000_000) -> float:
             if of[part] != worker:
                 move("Fetch", part, worker, before)
     engine.run()
-    return 1 - busiest([1.0] * n, [1.0] * k, best.all) * 4 * elements / rate / engine.now
+    return 1 - busiest([1.0] * n, [1.0] * k, best) * 4 * elements / rate / engine.now
 
 
 PAPERS: dict[str, Callable[[], Values]] = {

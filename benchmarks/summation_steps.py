@@ -35,7 +35,7 @@ from roadtrain.errors import RoadtrainError
 from roadtrain.integrations import horovod as hvd
 from roadtrain.integrations.ddp import Summation, sum_hook
 from roadtrain.lab import CARRIED, LabNic, Network
-from roadtrain.sums.protocol.shares import optimum
+from roadtrain.sums.protocol.shares import busiest, optimum
 from roadtrain.sums.tensor_sums import TensorSum
 from roadtrain.transport.address import write_token
 
@@ -85,10 +85,9 @@ def rows(n: int, k: int, quick: bool) -> list[Row]:
             f"{n} workers, {k} spare hosts, {8 * rate / 1e6:g} Mbit/s, {name} ({nbytes / 1e6:.0f}"
             f" MB, {layers} layers {times} times, batch {batch})"
         )
-        floor, alone = (
-            optimum([rate] * n, [rate] * k).seconds * nbytes / CARRIED,
-            found["ddp"]["alone"],
-        )
+        workers, spares = [rate] * n, [rate] * k
+        floor = busiest(workers, spares, optimum(workers, spares)) * nbytes / CARRIED
+        alone = found["ddp"]["alone"]
         print(
             f"{case}: "
             + ", ".join(f"{way} {seconds:.2f} s" for way, seconds in took.items())

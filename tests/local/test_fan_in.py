@@ -23,7 +23,7 @@ from roadtrain.errors import PeerError, WireError
 from roadtrain.servers import frames as m
 from roadtrain.servers import health
 from roadtrain.storage.meta import StoreMeta
-from roadtrain.switch import admission, fixed_point
+from roadtrain.switch import admission
 from roadtrain.switch import registration as registration_module
 from roadtrain.switch.datagrams import DatagramSocket
 from roadtrain.switch.greeting import hello_of
@@ -34,6 +34,7 @@ from roadtrain.switch.switch_job import SwitchJob
 from roadtrain.transport.address import address_of
 from roadtrain.transport.tcp import TcpOptions, connect
 from roadtrain.units import MIB
+from tests.unit import switch_references as references
 
 VOCAB = 50
 SMALL = 64  # numbers under way: a chunk has more packets than that
@@ -126,14 +127,14 @@ class PlainFanIn:
         out = {name: torch.zeros_like(grad) for name, grad in grads[0].items()}
         for chunk in self.table.trainable:
             flat = [self.flat(chunk, grad) for grad in grads]
-            maxima = np.max([fixed_point.reference_exponents(one, "fp32") for one in flat], axis=0)
+            maxima = np.max([references.reference_exponents(one, "fp32") for one in flat], axis=0)
             total = sum(
-                fixed_point.reference_quantize(
-                    one, "fp32", maxima, self.workers, self.width
-                ).astype(np.int64)
+                references.reference_quantize(one, "fp32", maxima, self.workers, self.width).astype(
+                    np.int64
+                )
                 for one in flat
             )
-            back = fixed_point.reference_dequantize(total, maxima, self.workers, self.width)
+            back = references.reference_dequantize(total, maxima, self.workers, self.width)
             for span in chunk.spans:
                 into = out[self.table.params[span.param].name].view(-1)
                 size = span.stop - span.start

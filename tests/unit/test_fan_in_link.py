@@ -25,6 +25,7 @@ from roadtrain.switch.packets import Kind
 from roadtrain.switch.route import dial
 from roadtrain.units import round_up
 from tests.local.faulty import RandomFaults
+from tests.unit import switch_references as references
 from tests.unit.fan_in_hub import WINDOW, Hub
 
 N, SMALL = 30_720, 2048  # elements of chunks; of the larger ones more packets than a window
@@ -140,7 +141,7 @@ class Scene:
         hub.send(Kind.MAXIMA, chunk, round, maxima, first)
         total = hub.sums(first, count, width).reshape(-1).view(f"i{width}")[: own.numel]
         blocks = fixed_point.blocks_of(own.numel)
-        return fixed_point.reference_dequantize(
+        return references.reference_dequantize(
             total.astype(np.int32), maxima[:blocks], hub.workers, width
         )
 
@@ -150,14 +151,14 @@ class Scene:
         flat = [np.zeros(numel, np.float32) if one is None else one for one in gradients]
         kinds = ["fp32" if one is None else dtype for one in gradients]
         maxima = np.max(
-            [fixed_point.reference_exponents(x, kind) for x, kind in zip(flat, kinds)], axis=0
+            [references.reference_exponents(x, kind) for x, kind in zip(flat, kinds)], axis=0
         )
         count, width = len(flat), self.plan.width
         total = sum(
-            fixed_point.reference_quantize(x, kind, maxima, count, width)
+            references.reference_quantize(x, kind, maxima, count, width)
             for x, kind in zip(flat, kinds)
         )
-        return fixed_point.reference_dequantize(np.asarray(total), maxima, count, width)
+        return references.reference_dequantize(np.asarray(total), maxima, count, width)
 
 
 @pytest.fixture
@@ -195,7 +196,7 @@ def test_sums_are_the_references_and_memory_is_free_once_they_are(scene: Any, wi
     np.testing.assert_array_equal(got, it.summed(values, "fp32"))
     width = it.plan.width
     exact = values[0].astype(np.float64) + values[1]
-    maxima = np.max([fixed_point.reference_exponents(x, "fp32") for x in values], axis=0)
+    maxima = np.max([references.reference_exponents(x, "fp32") for x in values], axis=0)
     bound = np.repeat([fixed_point.error_bound(int(e), 2, width) for e in maxima], 352)[:N]
     assert np.all(np.abs(got - exact) <= bound + np.abs(exact) * 2.0**-24)  # Rule 2
     for owner, ticket in zip(it.owners, tickets):

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+import switch_references as references
 
 from roadtrain.chunks import ChunkTable, ParamSpec, record
 from roadtrain.errors import BudgetError, WireError
@@ -76,7 +77,7 @@ def test_sums_land_where_they_belong_in_any_order(width, seed):  # Rule 6
         incoming.check()
     assert incoming.repeated == 1 + 5 and sorted(run.round for run in done) == [0, 1]
     for run in done:
-        expected = fixed_point.reference_dequantize(
+        expected = references.reference_dequantize(
             totals[run.round], maxima[run.round], WORKERS, width
         )
         assert np.array_equal(sums[run.round], expected)

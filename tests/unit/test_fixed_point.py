@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import switch_references as references
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,7 +86,9 @@ def assert_within_bound(values: list[np.ndarray], dtype: str, width: int) -> Non
 @pytest.mark.parametrize("n", [0, 1, 351, 352, 353, 5000])
 def test_exponents_are_the_references(dtype, n):
     values = values_of(dtype, n, seed=n, spread=120 if dtype != "fp16" else 14)
-    assert np.array_equal(exponents_of(values, dtype), fixed.reference_exponents(values, dtype))
+    assert np.array_equal(
+        exponents_of(values, dtype), references.reference_exponents(values, dtype)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -115,7 +118,7 @@ def test_kernels_are_their_references(dtype, width, workers):
     maxima = exponents_of(values, dtype)
     maxima[3:6] = [255, 0, min(int(maxima[5]) + 9, 254)]
     integers = quantized(values, dtype, maxima, workers, width)
-    plain = fixed.reference_quantize(values, dtype, maxima, workers, width)
+    plain = references.reference_quantize(values, dtype, maxima, workers, width)
     assert np.array_equal(integers[:n], plain) and not integers[n:].any()
     rng = np.random.default_rng(0)
     info = np.iinfo(fixed.INTEGER[width])
@@ -123,7 +126,7 @@ def test_kernels_are_their_references(dtype, width, workers):
         info.min, info.max, integers.size, dtype=fixed.INTEGER[width], endpoint=True
     )
     found = dequantized(total, n, maxima, workers, width)
-    wanted = fixed.reference_dequantize(total[:n], maxima, workers, width)
+    wanted = references.reference_dequantize(total[:n], maxima, workers, width)
     assert np.array_equal(found.view(np.uint32), wanted.view(np.uint32))
 
 
@@ -231,7 +234,7 @@ def test_packets_in_any_order_and_runs_give_the_same(width):
     shuffled = buffer.reshape(3, -1)[[2, 0, 1]].reshape(-1)
     ok, index = np.array([True, True, False]), np.array([6, 4, 5])
     fixed.dequantize(shuffled, ok, index, width, 4, maxima, out)
-    plain = fixed.reference_dequantize(whole[:n], maxima, 4, width)
+    plain = references.reference_dequantize(whole[:n], maxima, 4, width)
     assert np.array_equal(out[4 * each : 5 * each], plain[4 * each : 5 * each])
     assert np.array_equal(out[6 * each :], plain[6 * each :])
     assert (out[: 4 * each] == 9).all() and (out[5 * each : 6 * each] == 9).all()

@@ -3,33 +3,52 @@ section 4.2."""
 
 from __future__ import annotations
 
-from roadtrain.sums.protocol.host_roots import PcieSwitch, choose, switches_of
+from roadtrain.sums.protocol.host_roots import choose
 
 PAIRS = [(0, 1), (2, 3), (4, 5), (6, 7)]
 
 
+def at(switch: int, function: int) -> str:
+    """The place of a PCI function below one of the processor's ports, each of which is a switch."""
+    bus = f"0000:{switch:02x}"
+    return f"/sys/devices/pci{bus}/{bus}:01.0/{bus}:02.{function}"
+
+
+def devices(*switches: tuple[int, ...]) -> list[str]:
+    """Devices in the order of their numbers, switch i has those of `switches[i]`."""
+    switch_of = {number: i for i, own in enumerate(switches) for number in own}
+    return [at(switch_of[number], number) for number in sorted(switch_of)]
+
+
 def test_pcie_only_two_switches_and_a_card_of_its_own() -> None:
     """Figure 6: four devices a switch, the card on its own lanes: all devices sum."""
-    switches = [PcieSwitch((0, 1, 2, 3)), PcieSwitch((4, 5, 6, 7)), PcieSwitch((), nic=True)]
-    assert choose(switches) == tuple(range(8))
+    assert choose(devices((0, 1, 2, 3), (4, 5, 6, 7)), [at(2, 0)]) == [*range(8)]
 
 
 def test_one_switch() -> None:
-    assert choose([PcieSwitch((0, 1, 2, 3))]) == (0, 1, 2, 3)
-    assert choose([PcieSwitch((0, 1, 2, 3), nic=True)]) == (0, 1, 2, 3)
+    assert choose(devices((0, 1, 2, 3)), []) == [0, 1, 2, 3]
+    assert choose(devices((0, 1, 2, 3)), [at(0, 7)]) == [0, 1, 2, 3]
 
 
 def test_the_card_beside_two_of_eight_devices() -> None:
     """Figure 8: the roots are not on the card's switch."""
-    assert choose([PcieSwitch(pair, nic=pair == (0, 1)) for pair in PAIRS]) == tuple(range(2, 8))
+    assert choose(devices(*PAIRS), [at(0, 7)]) == [*range(2, 8)]
 
 
 def test_as_many_cards_as_switches_is_symmetric() -> None:
-    assert choose([PcieSwitch(pair, nic=True) for pair in PAIRS]) == tuple(range(8))
+    assert choose(devices(*PAIRS), [at(switch, 7) for switch in range(4)]) == [*range(8)]
 
 
 def test_several_cards_only_change_which_switches_have_one() -> None:
-    assert choose([PcieSwitch(pair, nic=pair[0] < 4) for pair in PAIRS]) == (4, 5, 6, 7)
+    assert choose(devices(*PAIRS), [at(0, 7), at(1, 7)]) == [4, 5, 6, 7]
+
+
+def test_the_roots_are_in_order_however_switches_are_numbered() -> None:
+    assert choose(devices((1, 4), (0, 5), (2, 3)), [at(2, 7)]) == [0, 1, 4, 5]
+
+
+def test_a_host_without_devices_has_no_roots() -> None:
+    assert choose([], []) == choose([], [at(0, 0)]) == []
 
 
 def test_the_machine_is_read_from_where_linux_puts_its_devices() -> None:
@@ -42,5 +61,4 @@ def test_the_machine_is_read_from_where_linux_puts_its_devices() -> None:
         "/sys/devices/pci0000:80/0000:80:01.0/0000:82:00.0/net/eth0",
         "/sys/devices/virtual/net/lo",
     ]
-    assert switches_of(gpus, nics) == [PcieSwitch((0, 1)), PcieSwitch((2,), nic=True)]
-    assert choose(switches_of(gpus, nics)) == (0, 1)
+    assert choose(gpus, nics) == [0, 1]

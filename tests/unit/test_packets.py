@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from switch_references import reference_siphash, reference_tag
 
 from roadtrain.switch import packets
 from roadtrain.switch.packets import (
@@ -15,8 +16,6 @@ from roadtrain.switch.packets import (
     PAYLOAD_NBYTES,
     Kind,
     PacketKey,
-    reference_siphash,
-    reference_tag,
     siphash,
 )
 

@@ -31,9 +31,10 @@ class SumUnderWay(Protocol):
 class GradientSum(Protocol):
     """One rank's side. Sums are in the order of the ranks, or host by host in that order."""
 
-    def begin(self, number: int, grads: torch.Tensor, what: str) -> SumUnderWay:
-        """All ranks call it with the same numbers and `what` (for people), in one order. grads:
-        fp32, flat, not to be changed before its sum is there."""
+    def sum(self, number: int, identity: str, tensor: torch.Tensor) -> SumUnderWay:
+        """Begin a sum. All ranks call it with the same numbers and the same `identity` (which says
+        in words what is summed), in one order. tensor: fp32, flat, not to be changed before its sum
+        is there."""
 
     def close(self) -> None:
         """Wait a little for the other ranks, who may still need what sums on this one."""

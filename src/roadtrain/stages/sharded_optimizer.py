@@ -308,11 +308,11 @@ class ShardedOptimizer:
     def _sum(self, index: int, sums: GradientSum) -> None:
         """As `_reduce`, and every rank gets all of it."""
         grads, made = self.states[index].grads, self.side.mark()
-        what = f"bucket {index} of {self.options.label}"
+        identity = f"the gradients of bucket {index} of {self.options.label}"
 
         def run() -> Iterator[Pending]:
             self.side.after(made)
-            under_way = sums.begin(index, grads, what)
+            under_way = sums.sum(index, identity, grads)
             yield under_way
             grads.copy_(under_way.wait())  # the next step overwrites them, not the sum
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from roadtrain.sums.protocol.host_roots import choose, switches_of
+from roadtrain.sums.protocol.host_roots import choose
 from roadtrain.units import KIB, show_bytes
 
 SYS = Path("/sys")
@@ -66,8 +66,7 @@ def cards(root: Path = SYS) -> tuple[list[dict[str, str]], list[str]]:
 def roots_here() -> list[int]:
     """Which of this host's workers sum, by the topology of its accelerators and network cards;
     without accelerators all are alike, and the list is empty."""
-    devices = functions(ACCELERATORS, NVIDIA)
-    return [*choose(switches_of(devices, functions(CARDS)))] if devices else []
+    return choose(functions(ACCELERATORS, NVIDIA), functions(CARDS))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""ServiceSums: a data group's gradients summed by the summation service: by the workers' own
+"""connect_sums: a data group's gradients summed by the summation service: by the workers' own
 reducers and those of spare hosts, that come and go while training goes on.
 
     gradient out -> reducers (sums/protocol/shares.py says which sums how much) -> the whole sum in
@@ -16,29 +16,14 @@ Does NOT know layers or steps; a stage of several (pp, tp) is refused in Paralle
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import psutil
-import torch
 
 from roadtrain.sums.spare_hosts import SpareHosts
 from roadtrain.sums.sums import SumSetup, connect
-from roadtrain.sums.tensor_sums import TensorSum, TensorSums
+from roadtrain.sums.tensor_sums import TensorSums
 from roadtrain.transport.address import token_of
-
-
-@dataclass(frozen=True)
-class ServiceSums:
-    """A GradientSum (stages/gradient_sum.py)."""
-
-    sums: TensorSums
-
-    def begin(self, number: int, grads: torch.Tensor, what: str) -> TensorSum:
-        return self.sums.sum(number, f"the gradients of {what}", grads)
-
-    def close(self) -> None:
-        self.sums.close()
 
 
 class JobRanks(Protocol):
@@ -60,10 +45,10 @@ def connect_sums(
     address: str,
     deadline_s: float,
     report: Callable[[str], None],
-) -> ServiceSums | None:
-    """The service that sums this rank's gradients; None where there is one rank. hosts: of each
-    rank. address: of this host, as the other ranks reach it. Collective. Raises ConfigError,
-    PeerError."""
+) -> TensorSums | None:
+    """The GradientSum (stages/gradient_sum.py) of this rank; None where there is one rank. hosts:
+    of each rank. address: of this host, as the other ranks reach it. Collective. Raises
+    ConfigError, PeerError."""
     if len(hosts) == 1:
         report("reducers: none is used, one worker has nothing to sum with others")
         return None
@@ -90,4 +75,4 @@ def connect_sums(
         report=report,
     )
     sums = connect(wanted, setup, lambda words: ranks.gather(words, "the reducers"))
-    return ServiceSums(TensorSums(sums, ""))
+    return TensorSums(sums, "")

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from roadtrain.errors import ConfigError
-from roadtrain.kernels.cast import kernel, reference_widen, typed, widen
+from roadtrain.kernels.cast import kernel, typed, widen
 from roadtrain.switch import packets
 from roadtrain.switch.packets import (
     BLOCK,
@@ -225,39 +225,3 @@ def load_kernels(width: int) -> None:
     first = np.zeros(1, np.int64)
     packets.copy_out(packet, one, first.astype(np.uint32), maximum)
     dequantize(packet, one, first, width, 1, maximum, block)
-
-
-def reference_exponents(values: np.ndarray, dtype: str) -> np.ndarray:
-    """uint8 [blocks_of(N)], plainly."""
-    wide = reference_widen(values, dtype).astype(np.float64)
-    padded = np.zeros(blocks_of(wide.size) * BLOCK)
-    padded[: wide.size] = np.abs(wide)
-    most = padded.reshape(-1, BLOCK).max(axis=1)  # NaN where one is among them
-    e = np.frexp(np.where(np.isfinite(most), most, 1.0))[1]
-    found = np.where(most == 0, ZERO, np.clip(e + BIAS, 1, 254))
-    return np.where(np.isfinite(most), found, NOT_FINITE).astype(np.uint8)
-
-
-def reference_quantize(
-    values: np.ndarray, dtype: str, maxima: np.ndarray, workers: int, width: int
-) -> np.ndarray:
-    """int32 [N], plainly."""
-    bits = _spare_bits(workers, width)
-    wide = reference_widen(values, dtype).astype(np.float64)
-    e = np.repeat(maxima.astype(np.int64), BLOCK)[: wide.size]
-    none = (e == ZERO) | (e == NOT_FINITE)
-    q = np.rint(np.ldexp(np.where(none, 0.0, wide), bits - (e - BIAS)))
-    top = (1 << bits) - 1
-    return np.clip(q, -top, top).astype(np.int32)
-
-
-def reference_dequantize(
-    total: np.ndarray, maxima: np.ndarray, workers: int, width: int
-) -> np.ndarray:
-    """Integers [N] -> float32 [N], plainly."""
-    bits = _spare_bits(workers, width)
-    e = np.repeat(maxima.astype(np.int64), BLOCK)[: total.size]
-    wide = np.ldexp(total.astype(np.float64), e - BIAS - bits)
-    wide[e == ZERO], wide[e == NOT_FINITE] = 0.0, np.nan
-    with np.errstate(over="ignore"):
-        return wide.astype(np.float32)

@@ -4,8 +4,8 @@ machine of switch/protocol/switch.py. No device is touched, nothing is sent.
 A fixed sequence of random packets of three children goes through a table of four slots: all widths
 and exponents, resends before and after a sum is complete, late packets, acknowledgements, packets
 with one wrong bit. Half of them come as a device gives them, half as user space hands them over.
-The verdict and every byte have to be those of the state machine, of numpy's sums and of the plain
-tags.
+The verdict and every byte have to be those of the state machine, of numpy's sums and of the tags
+that user space writes (switch/packets.py).
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class _Trial:
         )
         packet["head"][["a", "b", "c", "credit"]] = number % 7, number % 5, 3, 4
         packet["payload"] = np.frombuffer(payload, np.uint8)
-        packet["head"]["tag"] = packets.reference_tag(packet.tobytes(), self.key)
+        packets.seal(packet.view(np.uint8), PACKET_NBYTES, 1, self.key)
         return packet.tobytes()
 
     def _stranger(self, sent: bytes) -> str | None:

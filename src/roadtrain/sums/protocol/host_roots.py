@@ -11,34 +11,15 @@ all-gather). Pure.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
-class PcieSwitch:
-    """What hangs on one PCIe switch or root port: local numbers of devices, whether a network
-    card."""
-
-    devices: tuple[int, ...]
-    nic: bool = False
-
-
-def choose(switches: Sequence[PcieSwitch]) -> tuple[int, ...]:
-    """The devices (of the local workers of the same number) that sum."""
-    devices = sorted(device for switch in switches for device in switch.devices)
-    without = sorted(device for switch in switches if not switch.nic for device in switch.devices)
-    return tuple(without or devices)
-
-
-def switches_of(devices: Sequence[str], nics: Sequence[str]) -> list[PcieSwitch]:
-    """From the places of PCI functions as Linux names them
-    (/sys/devices/pci0000:40/0000:40:01.1/0000:41:00.0): those that share the port nearest the
-    processor share a link."""
-    ports: dict[tuple[str, ...], list[int]] = {}
-    for number, place in enumerate(devices):
-        ports.setdefault(_port(place), []).append(number)
+def choose(devices: Sequence[str], nics: Sequence[str]) -> list[int]:
+    """The devices (of the local workers of the same number) that sum. All by the places of their
+    PCI functions as Linux names them (/sys/devices/pci0000:40/0000:40:01.1/0000:41:00.0): those
+    that share the port nearest the processor share a link."""
     taken = {_port(place) for place in nics}
-    return [PcieSwitch(tuple(own), port in taken) for port, own in ports.items()]
+    without = [number for number, place in enumerate(devices) if _port(place) not in taken]
+    return without or [*range(len(devices))]
 
 
 def _port(place: str) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ class Map:
             total = sum(self.spares.values())
             there = {number: rate / total for number, rate in self.spares.items()}
             return dict.fromkeys(range(len(self.rates)), 0.0) | there
-        best = optimum(self.rates, list(self.spares.values())).all
+        best = optimum(self.rates, list(self.spares.values()))
         return dict(zip([*range(len(self.rates)), *self.spares], best))
 
     @property

@@ -29,8 +29,6 @@ things.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from roadtrain.errors import ConfigError
 from roadtrain.units import round_up
@@ -38,24 +36,9 @@ from roadtrain.units import round_up
 ALIGN = 1024  # elements: parts begin on a page of a 4-byte dtype
 
 
-@dataclass(frozen=True)
-class Shares:
-    """`workers`, `spares`: the share of each host. `seconds`: of an exchange of one byte of
-    gradient, at the rates given in bytes a second."""
-
-    workers: tuple[float, ...]
-    spares: tuple[float, ...]
-    seconds: float
-
-    @property
-    def all(self) -> tuple[float, ...]:
-        """Of every reducer: the worker hosts in order, then the spare ones."""
-        return (*self.workers, *self.spares)
-
-
-def optimum(workers: Sequence[float], spares: Sequence[float] = ()) -> Shares:
-    """The best shares for hosts with links of these rates (bytes a second each way). Raises
-    ConfigError for a rate that is not above 0."""
+def optimum(workers: Sequence[float], spares: Sequence[float] = ()) -> tuple[float, ...]:
+    """The best shares for hosts with links of these rates (bytes a second each way): of the worker
+    hosts in order, then of the spare ones. Raises ConfigError for a rate that is not above 0."""
     n = len(workers)
     if not n or any(not rate > 0 for rate in (*workers, *spares)):
         raise ConfigError(
@@ -63,27 +46,20 @@ def optimum(workers: Sequence[float], spares: Sequence[float] = ()) -> Shares:
             hint="one worker host or more, every rate above 0",
         )
     if n == 1:
-        return Shares((1,), (0,) * len(spares), 0)
-    least = max(1 / rate for rate in workers)
+        return (1, *(0,) * len(spares))
+    seconds = max(1 / rate for rate in workers)
+    one = seconds / seconds  # in its arithmetic: a Fraction stays one
     if n == 2:
-        return _scaled([_one(least)] * n, [least * rate / n for rate in spares], least)
-    seconds = max(
-        least,
-        (1 + n * _one(least) / (n - 2))
-        / (sum(workers) / (n - 2) + sum(rate / n for rate in spares)),
-    )
-    bounds = [(seconds * rate - 1) / (n - 2) for rate in workers]
-    return _scaled(bounds, [seconds * rate / n for rate in spares], seconds)
-
-
-def _one(like: float) -> float:
-    """1 in the arithmetic of `like`: a Fraction stays one."""
-    return like / like
-
-
-def _scaled(workers: Sequence[float], spares: Sequence[float], seconds: float) -> Shares:
-    total = sum(workers) + sum(spares)
-    return Shares(tuple(x / total for x in workers), tuple(y / total for y in spares), seconds)
+        own = [one] * n
+    else:
+        seconds = max(
+            seconds,
+            (1 + n * one / (n - 2)) / (sum(workers) / (n - 2) + sum(rate / n for rate in spares)),
+        )
+        own = [(seconds * rate - 1) / (n - 2) for rate in workers]
+    others = [seconds * rate / n for rate in spares]
+    total = sum(own) + sum(others)
+    return tuple(share / total for share in (*own, *others))
 
 
 def busiest(workers: Sequence[float], spares: Sequence[float], shares: Sequence[float]) -> float:
@@ -93,20 +69,13 @@ def busiest(workers: Sequence[float], spares: Sequence[float], shares: Sequence[
     return max([*own, *(n * y / rate for y, rate in zip(shares[n:], spares))])
 
 
-class TensorPart(NamedTuple):
-    """Elements [start, stop) of a tensor."""
-
-    start: int
-    stop: int
-
-
-def cut(elements: int, part_elements: int) -> tuple[TensorPart, ...]:
-    """The parts of a tensor, of equal size but for the last: whoever sums them, the same for
-    ever."""
+def cut(elements: int, part_elements: int) -> tuple[tuple[int, int], ...]:
+    """The parts of a tensor, each its first element and the one behind the last, of equal size but
+    for the last part: whoever sums them, the same for ever."""
     if not elements:
         return ()
     size = round_up(-(-elements // -(-elements // part_elements)), ALIGN)
-    return tuple(TensorPart(at, min(at + size, elements)) for at in range(0, elements, size))
+    return tuple((at, min(at + size, elements)) for at in range(0, elements, size))
 
 
 def reducers(key: int, parts: int, shares: Mapping[int, float]) -> list[int]:
