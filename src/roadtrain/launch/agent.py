@@ -19,6 +19,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from roadtrain.errors import RoadtrainError
 from roadtrain.launch import agent_messages as m
 from roadtrain.launch.descendants import adopt_orphans, kill_marked
@@ -82,7 +84,11 @@ class HostAgent:
         for line, dropped in self._orders.feed(data):
             if dropped:
                 raise SystemExit(f"a message of {len(line) + dropped} bytes came")
-            self._obey(m.TO_AGENT.decode(line))
+            try:
+                order = m.TO_AGENT.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise SystemExit(f"a line that is no message for an agent: {error}") from error
+            self._obey(order)
 
     def _obey(self, order: m.ToAgent) -> None:
         match order:
