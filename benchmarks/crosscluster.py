@@ -110,8 +110,8 @@ def throttled_cluster(bench: Bench) -> Iterator[Row]:
     got, uniform = runs["measured"], runs["even"]
     yield _faster(got, uniform, "uniform stages", 1.15)
     yield _faster(got, runs["paper"], "the paper's formula", None)
-    for how, one in runs.items():
-        stages = one.measured.results[0]["stages"]
+    for how, run in runs.items():
+        stages = run.measured.results[0]["stages"]
         yield _row(got.case, f"layers of the first stage, {how}", "", float(stages[0]))
 
 
@@ -127,19 +127,19 @@ def overlapped_optimizer(bench: Bench) -> Iterator[Row]:
 
 
 def broken_setups() -> Iterator[Row]:
-    """Item 6: what the preflight says of set-ups that are broken on purpose."""
+    """Item 6: the preflight's sentences about set-ups that are broken on purpose."""
     case = "preflight: seconds until all ranks have ended, and the sentence of the first"
     whole, *broken = crosscluster_broken.rows()
     fine = not whole["refused"] and not whole["sentence"]
     yield _row(case, "nothing is broken", "s", whole["seconds"], "accepted", fine)
-    sentences = [one["sentence"] for one in broken]
+    sentences = [setup["sentence"] for setup in broken]
     limit_s = crosscluster_broken.LIMIT_S
     goal = f"refused within {limit_s:.0f} s by a sentence of its own"
-    for one in broken:
-        own = one["refused"] and sentences.count(one["sentence"]) == 1
-        said = " ".join(one["sentence"].split())
-        met = own and one["seconds"] < limit_s
-        yield _row(case, f"{one['scenario']}: {said}", "s", one["seconds"], goal, met)
+    for setup in broken:
+        own = setup["refused"] and sentences.count(setup["sentence"]) == 1
+        sentence = " ".join(setup["sentence"].split())
+        met = own and setup["seconds"] < limit_s
+        yield _row(case, f"{setup['scenario']}: {sentence}", "s", setup["seconds"], goal, met)
 
 
 def _faster(got: Run, peer: Run, name: str, goal: float | None) -> Row:

@@ -30,7 +30,7 @@ from roadtrain.lab import network_available
 
 
 def _rows_of(*modules: str) -> Callable[[Bench], list[Row]]:
-    """Those of modules that need no lab, each after the other."""
+    """Return a function that collects the rows of `modules`, which need no lab."""
 
     def rows(bench: Bench) -> list[Row]:
         found = [importlib.import_module(f"benchmarks.{name}") for name in modules]
