@@ -429,6 +429,10 @@ def test_a_switch_that_sends_nothing_is_named_until_it_does_or_the_server_knows_
     server_says("")
     owner.until(lambda: len(words()) == 5)
     assert words()[3] == "" and re.fullmatch(silent, words()[4])
+    server_says("")  # it has no more to say: what was seen here stays
+    server_says("switch 127.0.0.1:8, which is gone")
+    owner.until(lambda: len(words()) == 6)
+    assert words()[5] == "switch 127.0.0.1:8, which is gone"
 
 
 @pytest.mark.parametrize("ends", ["hub", "owner"])

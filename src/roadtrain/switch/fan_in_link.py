@@ -225,9 +225,9 @@ class FanInLink:
                     joined.sender.may_send(ready)
             case m.PULLED:
                 self._has_arrived(kind, self._tickets.popleft(), payload)
+            case m.PROGRESS if (said := m.header(kind, header)).of == m.WAITS_ONLY:
+                self._hear_who_is_silent(said.doing, header)
             case _:
-                if kind == m.PROGRESS:
-                    self._hear_who_is_silent(m.header(kind, header))
                 self._has_arrived(kind, header, payload)
 
     def lost(self, error: PeerError) -> None:
@@ -415,12 +415,16 @@ class FanInLink:
             )
             joined.sockets[0].send(packet, packet.size, joined.sender.to)
 
-    def _hear_who_is_silent(self, said: m.ProgressHeader) -> None:
-        """The server's own words take the place of what was seen here."""
-        if said.of == m.WAITS_ONLY:
-            self._server_names = bool(said.doing)
+    def _hear_who_is_silent(self, words: str, header: bytes) -> None:
+        """The server's own words take the place of what was seen here. Where it has none, and had
+        none before, what was seen here stays."""
+        with self._lock:
+            if not words and not self._server_names:
+                return
+            self._server_names = bool(words)
             if self._joined is not None:
                 self._joined.silent = False
+            self._has_arrived(m.PROGRESS, header, memoryview(b""))
 
     def _see_who_is_silent(self, joined: _Joined) -> None:
         """Heartbeats come by the switch twice a second. Where none do, the owner's errors say so,
@@ -430,12 +434,13 @@ class FanInLink:
             joined.came, joined.last = came, now
         for_s = now - joined.last
         silent = for_s > SILENT_S
-        if self._server_names or silent == joined.silent:
-            return
-        joined.silent = silent
         words = f"switch {self._own.switch}, from which no packet has come since {ago(for_s)}"
-        said = m.encode((words if silent else "", 0, m.WAITS_ONLY))
-        self._has_arrived(m.PROGRESS, said, memoryview(b""))
+        with self._lock:
+            if self._server_names or silent == joined.silent:
+                return
+            joined.silent = silent
+            said = m.encode((words if silent else "", 0, m.WAITS_ONLY))
+            self._has_arrived(m.PROGRESS, said, memoryview(b""))
 
     # up
 
