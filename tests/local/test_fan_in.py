@@ -280,7 +280,7 @@ def until(what, deadline_s=40.0):
 
 
 def test_a_switch_that_restarts_loses_no_step(hosts, switches, tmp_path):  # Rule 3, Rule 5
-    case, steps = Case(eager=True), 8
+    case, steps = Case(eager=True), 40
     first, second = hosts(2, token=TOKEN)
     whole = trained(case, first, tmp_path / "whole", steps, 2, [switches()])
     port, home = free_port(), tmp_path / "restarted"
@@ -304,13 +304,18 @@ def test_a_worker_that_stops_is_named_and_one_that_dies_ends_the_session(
     ran = Workers(case, [host.where], tmp_path, 100000, 2, fan_in=plan, token=TOKEN)
     until(lambda: "2" in losses(ran.logs[1]))
     os.kill(ran.processes[1].pid, signal.SIGSTOP)
-    begin = time.monotonic()
-    until(lambda: re.search(r"fan-in: worker 1 has s", host.log.read_text()))
-    assert time.monotonic() - begin < 10.0  # two seconds, else never: SILENT_S of a session is 60
-    said = health.ask(address_of(host.where), TcpOptions(token=TOKEN))
-    assert not isinstance(said, BaseException), said
+    begin, answers = time.monotonic(), []
+
+    def named():
+        answers.append(health.ask(address_of(host.where), TcpOptions(token=TOKEN)))
+        return not isinstance(answers[-1], BaseException) and "worker 1 has s" in answers[-1][0]
+
+    until(named)
+    assert time.monotonic() - begin < 30.0  # two seconds, else never: SILENT_S of a session is 60
+    said = answers[-1]
     assert any(name.startswith("worker 0 (127.0.0.1") for name in said[1]), said
-    assert "worker 1 has s" in said[0] and "packets sent" in said[0] and "rounds stuck" in said[0]
+    assert "packets sent" in said[0] and "rounds stuck" in said[0]
+    assert re.search(r"fan-in: worker 1 has s", host.log.read_text())
     os.kill(ran.processes[1].pid, signal.SIGKILL)
     codes = ran.join(30)
     assert codes[0] == 3 and "worker 1 has gone" in ran.errors()[0], ran.errors()
@@ -389,7 +394,7 @@ def test_a_switch_that_is_not_there_is_named(switches, monkeypatch):  # Rule 5
     nobody, little = f"127.0.0.1:{free_port()}", switches(nbytes=3 * MIB)
     refused = refused_by(nobody, 64)
     assert re.search(
-        r"did not take job s within 1 s, .*since \d\d:\d\d:\d\d UTC.*: .* refused", refused
+        r"did not take job s within [1-9]\d* s, .*since \d\d:\d\d:\d\d UTC.*: .* refused", refused
     )
     assert f"hint: run `roadtrain serve {nobody} --switch` there" in refused
     assert "slots" in refused_by(little, 65536)

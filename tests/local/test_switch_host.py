@@ -165,16 +165,20 @@ def test_a_stalled_worker_below_a_rack_is_named_at_the_end(switches, peers):
     port = end.register(address(rack), 2, parent=(HOST, up))
     alive, stalled = (peers(Worker(end.key, end.job, 4 + i, i, (HOST, port))) for i in range(2))
     assert pumped([end, alive, stalled], lambda: end.below[1] in (4, 5))
-    assert pumped([end, alive], lambda: end.below[1] == 5 and end.below[0] > 1000, 5.0)
+    # this thread may stand still itself, and then switches name others than the stalled one too
+    asked(rack, "silent: nobody", [end, alive, stalled])
+    asked(root, "silent: nobody", [end, alive, stalled])
+    before = len(switches.lines)
+    assert pumped([end, alive], lambda: end.below[1] == 5 and end.below[0] > 1000)
     said = asked(rack, "silent: child 1", [end, alive])
     assert re.search(r"silent: child 1 \(worker 5, 127.0.0.1:\d+\) for [1-9]", said)
     assert "worker 5" in asked(root, "silent: child 0", [end, alive])
-    # this thread may stand still itself, and then the other worker is named too
-    others = re.escape("{}:{}".format(*alive.where))
-    named = [x for x in switches.lines if "has been silent" in x and not re.search(others, x)]
-    of_rack = [x for x in named if re.search(r"child 1 .worker 5, .* has been silent for \d", x)]
-    of_root = [x for x in named if re.search(r"child 0 .worker \d, .* has been silent for \d", x)]
-    assert len(of_rack) == len(of_root) == 1 and len(named) == 2, named  # one a switch
+    alive_at = re.escape("{}:{}".format(*alive.where))
+    lines = [x for x in switches.lines[before:] if not re.search(alive_at, x)]
+    for child in (r"child 1 .worker 5, ", r"child 0 .worker \d, "):
+        silent = [x for x in lines if re.search(child + r".* has been silent for \d", x)]
+        again = [x for x in lines if re.search(child + ".* is heard again", x)]
+        assert len(silent) == len(again) + 1, lines  # one a switch, not one a look
     asked(rack, "silent: nobody", [end, alive, stalled])
     assert any("is heard again" in line for line in switches.lines)
 
@@ -229,7 +233,8 @@ def test_an_end_that_comes_again_before_its_link_is_missed_has_its_port_again(sw
     assert end.register(address(switch), 2, port=first) == first
     assert len(switch.jobs) == 1 and switch.quota.used_slots == WINDOW
     run(end, workers, 200)
-    assert isinstance(end.links[0][1].over, LostError)  # the older link
+    older = end.links[0][1]
+    assert pumped([end, *workers], lambda: isinstance(older.over, LostError))
 
 
 def test_jobs_do_not_see_each_other(switches, peers):
@@ -321,7 +326,7 @@ def test_a_job_that_comes_and_dies_does_not_stop_another(switches, peers):
         pumped([end, *workers, short, *its], lambda: False, 0.03)
         short.leave()
     run(end, workers, COUNT)
-    assert [one.name for one in switch.jobs] == ["job7"]
+    assert pumped([end, *workers], lambda: [one.name for one in switch.jobs] == ["job7"])
 
 
 def test_a_job_that_asks_for_more_slots_than_are_free_is_refused(switches, peers):
@@ -447,7 +452,8 @@ def test_packets_that_belong_elsewhere_change_nothing(switches, peers):
         elsewhere.bind(("127.0.0.2", 0))
         elsewhere.sendto(end.packets(range(1)).tobytes(), (HOST, end.port))
     assert pumped([end, *workers], lambda: one.counters.refused == 3)
-    assert f"came from 127.0.0.2, the parent is {HOST}" in switches.lines[-1]  # Rule 6
+    words = f"came from 127.0.0.2, the parent is {HOST}"
+    assert pumped([end, *workers], lambda: any(words in x for x in switches.lines))  # Rule 6
     assert one.counters.copied == 0 or not workers[0].got
     run(end, workers, 100)
 
@@ -486,7 +492,8 @@ def test_what_goes_wrong_with_one_job_ends_that_job_alone(switches, peers, monke
     assert "ZeroDivisionError: of this job" in broken.links[0][1].failed
     assert [one.name for one in switch.jobs] == ["job7"]
     assert switch.quota.used_slots == WINDOW
-    assert any("job8 is over: this switch failed: ZeroDivision" in x for x in switches.lines)
+    words = "job8 is over: this switch failed: ZeroDivision"
+    assert pumped([end, *workers], lambda: any(words in x for x in switches.lines))
     run(end, workers, 100)
 
 
@@ -514,13 +521,13 @@ def test_memory_is_bounded_under_stuck_slots(switches, peers):
     end, workers = job(peers, switch, 2)
     one = workers[0]
     used, table = switch.quota.used_nbytes, switch.jobs[0].table.nbytes
+    (it,) = switch.jobs
     for at in range(0, 1024, 32):
         one.socket.send(one.packets(range(at, at + 32)), PACKET_NBYTES, one.to[0])
-        pumped([], lambda: False, 0.002)
+        assert pumped([], lambda count=at + 32: it.table.counters["added"] == count)
     said = asked(switch, f"stuck slots: {WINDOW},", [end, *workers])
     assert "..." in said
     assert (switch.quota.used_nbytes, switch.jobs[0].table.nbytes) == (used, table)
-    assert switch.jobs[0].table.counters["added"] == 1024
 
 
 @pytest.mark.parametrize(
@@ -559,14 +566,16 @@ def test_the_status_of_a_run_asks_its_switches(switches, peers, tmp_path, capsys
         token_file = "{tmp_path}/token"
         """
     )
-    # On a slow machine a sum may have been stuck while it ran; the switch looks every LOOK_S.
-    asked(switch, r"50 sums(.|\n)*stuck slots: none\n *silent: nobody", [end, *workers])
+    deadline, out = time.monotonic() + 20, ""
     with pumping([end, *workers]):
-        assert cli.main(["status", str(tmp_path / "run")]) == 1  # no server answers
-    out = " ".join(capsys.readouterr().out.split())
+        # on a slow machine a sum was stuck or a worker silent, until the switch looks again
+        while not re.search("stuck slots: none silent: nobody", out):
+            assert time.monotonic() < deadline, out
+            assert cli.main(["status", str(tmp_path / "run")]) == 1  # no server answers
+            out = " ".join(capsys.readouterr().out.split())
     assert "server 0 does not answer" in out
     assert re.search(rf"switch 1 {switch.where}, 1 job.s., .* job job7: 64 slots, 2 children", out)
-    assert "50 sums" in out and "stuck slots: none" in out and "silent: nobody" in out
+    assert "50 sums" in out
     switch.__exit__()
     assert cli.main(["status", str(tmp_path / "run")]) == 1
     assert "switch 1 does not answer" in " ".join(capsys.readouterr().out.split())

@@ -32,7 +32,7 @@ class World:
     ("sum", chunk, fresh, contributions)."""
 
     def __init__(self, workers, *, buffers=3, sums=2, seed=0):
-        self.machine = FanInStateMachine(workers, buffers, sums, packets_of)
+        self.machine = FanInStateMachine(workers, buffers, sums, packets_of, 0.0)
         self.workers, self.random = workers, random.Random(seed)
         self.todo = []  # what takes a while; done in any order
         self.up, self.given, self.filled = [], [], {}
@@ -308,7 +308,7 @@ def test_workers_that_wait_for_each_other_are_summed_alone():  # Rule 5
 def test_copies_of_a_chunk_are_not_summed_at_different_times():
     """Each server decides by its own clock who waits: with replicas that is an error."""
     world = World(2)
-    world.machine = FanInStateMachine(2, 3, 2, packets_of, replicated=True)
+    world.machine = FanInStateMachine(2, 3, 2, packets_of, 0.0, replicated=True)
     world.announce(0, True, 0, "mine")
     world.announce(1, True, 1, "theirs")
     world.tick(2 * ALONE_S)
@@ -446,6 +446,18 @@ def test_the_end_of_a_step_goes_behind_its_updates():  # Rule 3
         "ApplyUpdate",
         "EndStep",
     ]
+
+
+def test_what_arrives_before_the_first_tick_waits_since_the_machine_began():  # Rule 5
+    world, began_s = World(2), 20_000.0
+    world.machine = FanInStateMachine(2, 3, 2, packets_of, began_s)
+    world.announce(0, True, 0, "mine")
+    world.feed(messages.Pull(1, 0, None, 1, 0))
+    world.feed(Tick(began_s + ALONE_S / 2))
+    assert [late.since for late in world.machine.late()] == [began_s]
+    assert world.todo == []  # neither goes without the other worker yet
+    world.feed(Tick(began_s + 2 * ALONE_S))
+    assert world.todo != []
 
 
 def test_pulls_of_the_next_step_keep_no_buffer_from_a_slow_worker():  # Rule 5

@@ -163,7 +163,7 @@ class HostAgents:
 
     def tell(self, words: Sequence[str]) -> str:
         match words:
-            case ["leaves", host, seconds] if _is_number(seconds):
+            case ["leaves", host, seconds] if seconds.replace(".", "", 1).isdecimal():
                 self._place(host)
                 self._leaving[host] = time.monotonic() + float(seconds)
                 self._events.append(HostLeaves(host, float(seconds)))
@@ -310,7 +310,3 @@ class HostAgents:
             if pipe in self._selector.get_map():
                 self._selector.unregister(pipe)
         return link.wait()
-
-
-def _is_number(text: str) -> bool:
-    return text.replace(".", "", 1).isdecimal()

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from roadtrain.launch.checks import CHECKED
 from roadtrain.launch.home import RunHome
-from roadtrain.launch.processes import HostFile, Process
+from roadtrain.launch.processes import Process
 from roadtrain.launch.resolve import ResolvedRun
 from roadtrain.units import show_count
 
@@ -57,18 +57,14 @@ def _written(run: ResolvedRun, processes: Sequence[Process]) -> Iterator[tuple[s
         own = [process for process in processes if process.host == host.name]
         files = {file.path: file for process in own for file in process.files}
         for path, file in files.items():
-            yield host.name, path, _mode(file)
+            secret = "600, a secret that is made at the start"
+            yield host.name, path, f"mode {secret if file.secret else 644}"
         for path in (one for place in host.servers for one in (place.store, place.snapshot)):
             if path:
                 yield host.name, f"{path}/", "by its server"
         if host.workers:
-            yield host.name, f"{run.directory}/", "by its workers"
-            for path in run.stores_of_workers(host.name):
+            for path in (run.directory, *run.stores_of_workers(host.name)):
                 yield host.name, f"{path}/", "by its workers"
-
-
-def _mode(file: HostFile) -> str:
-    return "mode 600, a secret that is made at the start" if file.secret else "mode 644"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -131,7 +131,8 @@ def _kinds(kind: Host, mine: Sequence[PlanHost], new: Sequence[Host]) -> Iterabl
     if len(new) == kind.count and all(host == new[0] for host in new):
         return [new[0]]
     if any(one.servers for one in mine):
-        return [_slowest(new)]
+        # servers that serve alike shares can rely on the slowest
+        return [min(new, key=lambda host: max((nic.total for nic in host.nics), default=0.0))]
     addresses = kind.addresses or tuple(host.address for host in mine)
     own = [
         host.model_copy(
@@ -148,11 +149,6 @@ def _kinds(kind: Host, mine: Sequence[PlanHost], new: Sequence[Host]) -> Iterabl
         rest = tuple(each for each in addresses if each not in used)
         own.append(kind.model_copy(update={"count": left, "addresses": rest}))
     return own
-
-
-def _slowest(hosts: Sequence[Host]) -> Host:
-    """What servers that serve alike shares can rely on."""
-    return min(hosts, key=lambda host: max((nic.total for nic in host.nics), default=0.0))
 
 
 def _links(

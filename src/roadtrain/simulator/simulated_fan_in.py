@@ -70,7 +70,7 @@ class NumberedStream:
 class SimulatedFanIn:
     def __init__(self, engine: Engine, name: str, workers: int, blocks: BlockPieces) -> None:
         self.engine, self.name, self.blocks = engine, name, blocks
-        self.machine = FanInStateMachine(workers, COPIES, SUMS, self._packets)
+        self.machine = FanInStateMachine(workers, COPIES, SUMS, self._packets, 0.0)
         self.members: list[SimulatedFanInLink] = []  # as many as workers, or one for all of them
         self.up = NumberedStream(engine.lane(f"{name} up"))
         self.down = engine.lane(f"{name} down")

@@ -258,6 +258,7 @@ class FanInEnd(IntermediarySession):
                 budgets.buffers,
                 budgets.buffers,
                 self._packets_of,
+                time.monotonic(),
                 replicated=meta.replicas > 1,
             )
         self.host.report(

@@ -144,17 +144,19 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         buffers: int,
         sums: int,
         packets: Callable[[int], tuple[int, int]],
+        now_s: float,
         *,
         replicated: bool = False,
     ) -> None:
         """`buffers`: for copies of parameters; `sums`: for sums of gradients; `packets`: of the
-        exponents and of the gradient of a chunk; `replicated`: another server has the same chunks
-        and must come to the same bytes."""
+        exponents and of the gradient of a chunk; `now_s`: the time now, by the clock of the ticks:
+        what arrives before the first tick waits since then; `replicated`: another server has the
+        same chunks and must come to the same bytes."""
         assert buffers > 0 and sums > 0
         super().__init__(workers, buffers)
         self.n_sums, self._packets, self._replicated = sums, packets, replicated
         self.apart = 0  # gradients that came after their round had gone without them
-        self.now = 0.0  # as the last Tick said
+        self.now = now_s  # of the last Tick
         # Pulls of some workers, not of all: of each worker, with the time they came.
         self.alone: dict[Key, list[deque[tuple[m.Pull, float]]]] = {}
         self.chunks: dict[int, ChunkQueue] = {}
