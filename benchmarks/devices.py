@@ -563,7 +563,7 @@ def run(quick: bool = False, directory: str | None = None) -> Report:
         raise RoadtrainError(
             f"storage cannot be emulated here: {why}", hint="it takes root, loop devices and blkio"
         )
-    reps = {4: 1, 8: 1} if quick else {1: 1, 2: 2, 4: 3, 8: 5}  # the slow ones vary least
+    reps = {4: 3, 8: 3} if quick else {1: 1, 2: 2, 4: 3, 8: 5}  # the slow ones vary least
     blocks = 4 if quick else 8
     home = Path(tempfile.mkdtemp(prefix="roadtrain-bench-", dir=directory or Path.cwd()))
     try:

@@ -129,7 +129,7 @@ def alive(pid: int) -> bool:
 
 def wait_gone(pid: int) -> bool:
     """A process leaves its namespaces a moment before it is gone."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     return not alive(pid)
@@ -406,12 +406,12 @@ def test_the_command_line_end_to_end(lab_file: Path) -> None:
         )
         begin = time.perf_counter()
         group = lab("run", path, "node", "--", "sh", "-c", write)[1]
-        assert PREFIX in group and 0.4 < time.perf_counter() - begin < 3, "25 MiB at 50 MB/s"
+        assert PREFIX in group and 0.4 < time.perf_counter() - begin < 20, "25 MiB at 50 MB/s"
     sleeper = subprocess.Popen([*LAB_COMMAND, "run", path, "worker0", "--", "sleep", "60"], env=ENV)
     while b"sleep" not in Path(f"/proc/{sleeper.pid}/cmdline").read_bytes().split(b"\0")[:1]:
         time.sleep(0.01)
     assert lab("down", path) == (0, "", "")
-    assert sleeper.wait(5) == -signal.SIGKILL and wait_gone(pid) and left_behind(pid) == []
+    assert sleeper.wait(30) == -signal.SIGKILL and wait_gone(pid) and left_behind(pid) == []
     code, _, errors = lab("down", path)
     assert code == 2 and "is not up\nhint: roadtrain lab up" in errors
 

@@ -52,8 +52,8 @@ def test_a_cut_link(tmp_path):
             cut = time.monotonic()
             assert network.hosts["b0"].run(["ip", "link", "set", "eth0", "down"]).wait(10) == 0
             for process in processes:
-                process.wait(2 * DEADLINE_S)
-            assert time.monotonic() - cut < DEADLINE_S + GRACE_S + 2.0
+                process.wait(4 * DEADLINE_S)
+            assert time.monotonic() - cut < DEADLINE_S + GRACE_S + 12.0
             said = [(home / f"said-{rank}").read_text() for rank in range(2)]
             for own, one in enumerate(said):
                 assert one.startswith(("DeadlineError: ", "LostError: ")), said

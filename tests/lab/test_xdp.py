@@ -139,7 +139,7 @@ class Scene:
         end.sendto(np.concatenate(each), self.to)
         end.setsockopt(socket.SOL_UDP, UDP_SEGMENT, 0)
 
-    def poll(self, table: XdpTable, wait_s: float = 0.2) -> dict[int, bytes]:
+    def poll(self, table: XdpTable, wait_s: float = 2.0) -> dict[int, bytes]:
         """Until nothing comes: user space's part, and the sums at the parent."""
         sums: dict[int, bytes] = {}
         ends = [self.sockets["switch"], self.sockets["parent"]]

@@ -218,6 +218,7 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
         options.pop("norms", True),
     )
     tls = options.pop("tls", None)
+    until = options.pop("until", None)  # as PipelineSpec's: steps from until[0] on wait for a file
     lose_datagrams(options.pop("loss", 0.0))
 
     def said(line):
@@ -254,6 +255,8 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
                 placed.param_groups[0]["lr"] *= 1.5
             while placed.steps_done < steps:
                 number = placed.steps_done
+                while until and number >= until[0] and not until[1].exists():
+                    time.sleep(0.02)
                 loss = one_step(
                     case,
                     model,

@@ -366,7 +366,7 @@ class NoStore:
 
 def copies_of_a_rank(rank):
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # all import first
-    copies, store = dist.new_group(timeout=timedelta(seconds=3)), _get_default_store()
+    copies, store = dist.new_group(timeout=timedelta(seconds=20)), _get_default_store()
     p = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     p.grad = torch.tensor([256.0 if rank == 0 else 1.0, float(rank)], dtype=torch.bfloat16)
     stage = PlacedStage(NoStore(p), [(["w"], SharedCopies(copies, (1, 1, 1), torch.device("cpu")))])

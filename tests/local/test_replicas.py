@@ -138,13 +138,14 @@ def test_the_losses_are_those_without_replicas(case, cluster, tmp_path):  # Rule
     "victim", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))]
 )
 # Rules 3 and 6
-def test_a_lost_server_is_left_out_and_filled_up_again(victim, undisturbed, cluster):
+def test_a_lost_server_is_left_out_and_filled_up_again(victim, undisturbed, cluster, tmp_path):
     """It dies with what it held; the run goes on without it; it comes back empty, and then
     another one dies."""
-    three = cluster()
-    running = three.start(STEPS)
+    three, lost = cluster(), [tmp_path / name for name in ("first", "second")]
+    running = three.start(STEPS, until=(STEPS // 2 - 1, lost[0]))
     wait_for_step(running, 3)
     three.lose(victim)
+    lost[0].touch()
     assert set(running.join(60)) == {3}
     # a worker may hear first of the other, which ended because of the server
     told = running.errors()
@@ -156,9 +157,10 @@ def test_a_lost_server_is_left_out_and_filled_up_again(victim, undisturbed, clus
     )
 
     three.back(victim)
-    running = three.start(STEPS)
+    running = three.start(STEPS, until=(STEPS - 1, lost[1]))
     wait_for_step(running, STEPS // 2 + 2)
     three.lose((victim + 1) % 3)
+    lost[1].touch()
     assert set(running.join(60)) == {3}
     assert [n for n in running.notes() if "filled up again" in n and f"server {victim}" in n], (
         running.notes()
@@ -203,7 +205,7 @@ def test_two_dead_servers_are_refused_and_named(cluster):
     )
     for number in (0, 1):
         three.back(number)
-    running = three.start(4, retry_s=2)
+    running = three.start(4)
     assert set(running.join()) == {3}
     assert "not by server 0 (" in running.errors()[0] and "server 1 (" in running.errors()[0], (
         running.errors()

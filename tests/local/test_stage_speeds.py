@@ -3,7 +3,6 @@ sizes that all choose from it."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import msgspec
@@ -13,6 +12,7 @@ import world
 from state_pieces import control_links
 from torch import nn
 
+from roadtrain.stages import block_times
 from roadtrain.stages.block_times import block_parameters, block_weights, measure_blocks
 from roadtrain.stages.control_links import RankPlace
 from roadtrain.stages.cuts import Cuts, Segment
@@ -30,26 +30,43 @@ from roadtrain.stages.stage_speeds import (
 )
 
 BLOCKS, MICROS, NBYTES = 8, 6, 1 << 20
-SLOW = 2  # the rank of stage 1 takes 12 ms a block, the others 4 ms
+SLOW = 2  # the rank of stage 1 takes three times as long for a block as the others
+FAST_S = 1 / 256  # a power of two: sums of it are exact
 HOSTS = [("a0", "a", 2), ("b0", "b", 1)]
 CPU = torch.device("cpu")
 
 
+class Clock:
+    """Stands for the one that blocks are timed by: only their computation moves it on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def finished_at(self, device: torch.device) -> float:
+        return self.now
+
+    def move_on(self, seconds: float) -> None:
+        self.now += seconds
+
+
 class Layer(nn.Module):
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, clock: Clock, seconds: float) -> None:
         super().__init__()
-        self.seconds = seconds
+        self.clock, self.seconds = clock, seconds
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x):
-        time.sleep(self.seconds)
-        return self.linear(x)
+        self.clock.move_on(self.seconds)
+        y = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: self.clock.move_on(self.seconds / 4))
+        return y
 
 
 class Model(nn.Module):
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, clock: Clock, seconds: float) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(seconds) for _ in range(BLOCKS))
+        self.layers = nn.ModuleList(Layer(clock, seconds) for _ in range(BLOCKS))
 
     def forward(self, x):
         for layer in self.layers:
@@ -75,7 +92,9 @@ def measured(rank: int):
     at = groups.position(rank)
     shape = PipelineShape(at.stage, at.replica, (2, 1), 1, MICROS)
     batch = MicroBatch((torch.ones(4, 8),))
-    model = Model(0.012 if rank == SLOW else 0.004)
+    clock = Clock()
+    block_times.finished_at = clock.finished_at  # messages keep the real clock
+    model = Model(clock, 3 * FAST_S if rank == SLOW else FAST_S)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     cuts = Cuts(model, batch.args, {})
     stage = StageModel(model, cuts, [Segment(0, 4) if at.stage == 0 else Segment(4, 8)])
@@ -109,8 +128,9 @@ def test_the_stages_of_measured_speeds() -> None:
         assert work.weights == (1.0,) * BLOCKS
         assert memory.rooms == (1e6 - 1, 1e6 - 2) and memory.state_bytes == 4
         assert [one.parameters for one in memory.blocks] == [72] * BLOCKS
-        assert 0.004 <= work.stages[0].forward_s < work.stages[1].forward_s
-        assert work.stages[1].forward_s >= 0.012
+        fast, slow = work.stages
+        assert (fast.forward_s, slow.forward_s) == (FAST_S, 3 * FAST_S)
+        assert (fast.backward_s, slow.backward_s) == (FAST_S / 4, 3 * FAST_S / 4)
         assert work.boundaries[0].activations_s == results[2][0][0, FORWARD]
         assert work.boundaries[0].gradients_s == max(results[r][0][0, BACKWARD] for r in (0, 1))
         # stage 1 has one replica, of a third of the speed: 6 times the seconds of a block a step

@@ -32,7 +32,7 @@ def child(work, rank, workers, port, out):
 
 def run(workers, work, wait_s=100, answers=None):
     """What `work(rank)` returned on each worker, or its error's words, by rank. `answers`: so many
-    do, the others end without."""
+    do, the others end without or are killed."""
     out, port = FORK.Queue(), free_port()
     processes = [
         FORK.Process(target=child, args=(work, rank, workers, port, out)) for rank in range(workers)
@@ -43,7 +43,7 @@ def run(workers, work, wait_s=100, answers=None):
         found = dict(out.get(timeout=wait_s) for _ in processes[:answers])
     finally:
         for process in processes:
-            process.join(10)
+            process.join(10 if answers is None else 1)
             process.kill()
             process.join()
     return [found[rank] for rank in sorted(found)]

@@ -140,8 +140,8 @@ def up(path: str, detach: bool = False) -> None:
         try:
             _show(lab, _make(lab, path, made))
             print(f"{path} is up; Ctrl-C here or `roadtrain lab down {path}` ends it")
-            while True:
-                signal.pause()
+            while True:  # not signal.pause(): one that comes just before it would be lost
+                time.sleep(0.5)
         except KeyboardInterrupt:
             pass
         finally:
