@@ -698,6 +698,27 @@ def test_a_run_that_went_on_before_it_could_be_asked_to_stop_is_asked_then(
     assert run_verbs.stop_run(home.name) == 0 and not heard
 
 
+def test_a_stop_does_not_wait_for_another_start_of_the_run(
+    home: RunHome, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which was resumed before the command looked again."""
+    launched(home, gpus(), DP4)
+    home.write_state(RunState(phase="going"))
+    monkeypatch.setattr(run_verbs, "ask_to_stop", lambda _: True)
+    monkeypatch.setattr(run_verbs, "STOPS_S", 1.0)
+    looks: list[RunHome] = []
+
+    def is_alive(home: RunHome) -> bool:
+        looks.append(home)
+        if len(looks) == 3:
+            home.write_record(msgspec.structs.replace(home.record(), start=1))
+        return True
+
+    monkeypatch.setattr(run_verbs, "is_alive", is_alive)
+    assert run_verbs.stop_run(home.name) == 0
+    assert "was started again" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), LaunchError("a host is gone")])
 @pytest.mark.parametrize(
     ("why", "recorded", "gone_on", "said"),

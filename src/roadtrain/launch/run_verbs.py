@@ -36,16 +36,21 @@ def stop_run(name: str) -> int:
     # It may have been stopped to be planned anew, and have gone on before it could be asked.
     while not ask_to_stop(home) and not stay_stopped(home) and is_alive(home):
         time.sleep(POLL_S)
+    record = home.record()
 
     def has_ended() -> bool:
-        alive = is_alive(home)  # before its last lines are read
+        # before its last lines are read; another start is not waited for
+        alive = is_alive(home) and home.record() == record
         for line in tail.lines():
             print(line)
         return not alive
 
     if not wait_until(has_ended, STOPS_S):
         raise LaunchError(f"run {name} has not ended within {STOPS_S:.0f} s of being asked to")
-    report_end(home)
+    if home.record() != record:
+        print(f"run {name} was started again: `roadtrain launch --logs {name}` shows it")
+    else:
+        report_end(home)
     return 0
 
 
