@@ -514,7 +514,9 @@ def test_launchers_and_supervisors_that_are_killed(tmp_path: Path) -> None:
         run.step_reached(5)
         launcher.kill()
         launcher.wait()
-        wait_for(lambda: not run.home.is_supervised(), "the end of a run without its launcher", RUN_S)
+        wait_for(
+            lambda: not run.home.is_supervised(), "the end of a run without its launcher", RUN_S
+        )
         assert (run.home.state().code, run.home.state().why) == (130, "its launcher is gone")
         assert run.run("status", "tiny")[0] == 0
         wait_for(run.nothing_runs, "the end of what ran")
