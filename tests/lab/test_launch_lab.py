@@ -276,6 +276,7 @@ def supervisors(home, module="supervise"):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(lab_available() is not None, reason=f"{lab_available()}")
 def test_a_job_that_a_plan_runs_on_a_lab_survives_its_supervisor(tmp_path, nothing_left):
     """Rule 3: its standby goes on, losses as without the kill."""
@@ -302,7 +303,7 @@ def test_a_job_that_a_plan_runs_on_a_lab_survives_its_supervisor(tmp_path, nothi
 
     try:
         launch("plan.toml", "job.toml", "--on", "lab", "--detach")
-        deadline = time.monotonic() + 150
+        deadline = time.monotonic() + 300
         while "step 4/60" not in logged():
             assert time.monotonic() < deadline, logged()
             time.sleep(0.05)
