@@ -693,7 +693,7 @@ def test_a_run_that_went_on_before_it_could_be_asked_to_stop_is_asked_then(
     alive, heard = [True, True, False, False, False], [False, True]
     monkeypatch.setattr(run_verbs, "is_alive", lambda _: alive.pop(0))
     monkeypatch.setattr(run_verbs, "ask_to_stop", lambda _: heard.pop(0))
-    monkeypatch.setattr(run_verbs, "report_end", lambda _: 130)
+    monkeypatch.setattr(run_verbs, "report_end", lambda *_: 130)
     monkeypatch.setattr(run_verbs, "stay_stopped", lambda _: False)
     assert run_verbs.stop_run(home.name) == 0 and not heard
 
@@ -711,7 +711,7 @@ def test_a_stop_does_not_wait_for_another_start_of_the_run(
     def is_alive(home: RunHome) -> bool:
         looks.append(home)
         if len(looks) == 3:
-            home.write_record(msgspec.structs.replace(home.record(), start=1))
+            home.write_record(msgspec.structs.replace(home.record(), start=1, launched=1.0))
         return True
 
     monkeypatch.setattr(run_verbs, "is_alive", is_alive)

@@ -40,17 +40,14 @@ def stop_run(name: str) -> int:
 
     def has_ended() -> bool:
         # before its last lines are read; another start is not waited for
-        alive = is_alive(home) and home.record() == record
+        alive = is_alive(home) and home.record().launched == record.launched
         for line in tail.lines():
             print(line)
         return not alive
 
     if not wait_until(has_ended, STOPS_S):
         raise LaunchError(f"run {name} has not ended within {STOPS_S:.0f} s of being asked to")
-    if home.record() != record:
-        print(f"run {name} was started again: `roadtrain launch --logs {name}` shows it")
-    else:
-        report_end(home)
+    report_end(home, record)
     return 0
 
 
@@ -77,7 +74,7 @@ def resume_run(
     home = existing_run(name)
     with home.starting():
         if paused and home.state().why == ASKED:
-            return report_end(home)
+            return report_end(home, home.record())
         record, offset = renew(home, if_launcher_dies, ray_address), log_size(home)
         start(home, record)
     return follow(home, record, offset, detach=detach)
