@@ -28,13 +28,16 @@ pytestmark = [
     ),
 ]
 SIZE, FAST, SLOW = 4 << 20, 40e6, 5e6  # bytes, bytes a second
+# The fastest of three: a busy machine makes one slow, and none fast.
 SEND = (
-    "import socket, sys, time; began = time.monotonic()\n"
-    "for trial in range(200):\n"
-    "    try: peer = socket.create_connection((sys.argv[1], 5000)); break\n"
-    "    except OSError: time.sleep(0.05)\n"
-    "began = time.monotonic(); peer.sendall(bytes(int(sys.argv[2]))); peer.shutdown(1)\n"
-    "peer.recv(1); print('took', time.monotonic() - began)"
+    "import socket, sys, time\n"
+    "def took():\n"
+    "    for trial in range(200):\n"
+    "        try: peer = socket.create_connection((sys.argv[1], 5000)); break\n"
+    "        except OSError: time.sleep(0.05)\n"
+    "    began = time.monotonic(); peer.sendall(bytes(int(sys.argv[2]))); peer.shutdown(1)\n"
+    "    peer.recv(1); return time.monotonic() - began\n"
+    "print('took', min(took() for _ in range(3)))"
 )
 HEAR = (
     "import socket\nwith socket.create_server(('0.0.0.0', 5000)) as listener:\n"
@@ -205,7 +208,7 @@ def test_a_kill_of_the_supervisor_leaves_nothing_that_the_next_lab_does_not_remo
 JOB = """
 [run]
 dir = "{home}/run"
-steps = 12
+steps = 60
 log_every = 1
 [model]
 dtype = "fp32"
@@ -273,6 +276,7 @@ def supervisors(home, module="supervise"):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(lab_available() is not None, reason=f"{lab_available()}")
 def test_a_job_that_a_plan_runs_on_a_lab_survives_its_supervisor(tmp_path, nothing_left):
     """Rule 3: its standby goes on, losses as without the kill."""
@@ -282,6 +286,9 @@ def test_a_job_that_a_plan_runs_on_a_lab_survives_its_supervisor(tmp_path, nothi
     environment = os.environ | {"HOME": str(tmp_path)}
     words = [sys.executable, "-m", "roadtrain.cli", "launch"]
     log = tmp_path / ".roadtrain" / "runs" / "job" / "all.log"
+
+    def logged():
+        return log.read_text() if log.exists() else ""
 
     def launch(*more):
         done = subprocess.run(
@@ -296,14 +303,14 @@ def test_a_job_that_a_plan_runs_on_a_lab_survives_its_supervisor(tmp_path, nothi
 
     try:
         launch("plan.toml", "job.toml", "--on", "lab", "--detach")
-        deadline = time.monotonic() + 150
-        while "step 4/12" not in log.read_text():
-            assert time.monotonic() < deadline, log.read_text()
+        deadline = time.monotonic() + 300
+        while "step 4/60" not in logged():
+            assert time.monotonic() < deadline, logged()
             time.sleep(0.05)
         (pid,) = supervisors(tmp_path)
         os.kill(pid, signal.SIGKILL)
-        while "step 12/12" not in log.read_text() or supervisors(tmp_path, "succeed"):
-            assert time.monotonic() < deadline, log.read_text()
+        while "step 60/60" not in logged() or supervisors(tmp_path, "succeed"):
+            assert time.monotonic() < deadline, logged()
             time.sleep(0.05)
     finally:
         for module in ("succeed", "supervise"):
@@ -314,9 +321,9 @@ def test_a_job_that_a_plan_runs_on_a_lab_survives_its_supervisor(tmp_path, nothi
     assert int(re.findall(r"\): step (\d+), 2 worker", text)[-1]) >= 3
     metrics = (tmp_path / "run" / "metrics.jsonl").read_text()
     kept = [json.loads(line) for line in metrics.splitlines()]
-    assert [line["step"] for line in kept] == list(range(1, 13))
+    assert [line["step"] for line in kept] == list(range(1, 61))
     losses = {line["step"]: f"{line['loss']:.3f}" for line in kept}
     # A line that nobody heard as the supervisor was just killed is not in the log.
-    said = re.findall(r"step (\d+)/12 +loss (\S+)", text)
-    assert len(said) >= 8
+    said = re.findall(r"step (\d+)/60 +loss (\S+)", text)
+    assert len(said) >= 40
     assert all(losses[int(step)] == loss for step, loss in said), (losses, said)

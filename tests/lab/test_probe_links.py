@@ -99,19 +99,23 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
 
 
 def test_every_pair_has_the_rate_of_its_slower_end(lab: Lab) -> None:
-    asking = lab.start("a", "-c", ASK, str(lab.token), lab.others)
-    out, _ = asking.communicate(timeout=120)
-    assert asking.returncode == 0, out
-    rows, missing = json.loads(out.splitlines()[-1])
     names = {lab.where["b"]: "b", lab.where["c"]: "c", "here": "a"}
-    found = {(names[one], names[other]): (rate, latency) for one, other, rate, latency in rows}
-    assert set(found) == {*permutations("abc", 2)} and not missing
-    for (one, other), (rate, latency) in found.items():
-        assert rate == pytest.approx(CARRIED * min(RATES[one], RATES[other]), rel=0.15), (
-            one,
-            other,
-        )
-        assert 0 < latency < 0.1
+    best = dict.fromkeys(permutations("abc", 2), 0.0)  # of the link's rate
+    for _ in range(5):  # a busy machine that stalls makes a rate low, and none high
+        asking = lab.start("a", "-c", ASK, str(lab.token), lab.others)
+        out, _ = asking.communicate(timeout=120)
+        assert asking.returncode == 0, out
+        rows, missing = json.loads(out.splitlines()[-1])
+        found = {(names[begin], names[end]): both for begin, end, *both in rows}
+        assert set(found) == set(best) and not missing
+        for pair, (rate, latency) in found.items():
+            share = rate / (CARRIED * min(RATES[name] for name in pair))
+            assert share <= 1.15, (pair, share)
+            assert 0 < latency < 0.1
+            best[pair] = max(best[pair], share)
+        if min(best.values()) >= 0.85:
+            break
+    assert min(best.values()) >= 0.85, best
 
 
 @pytest.mark.exhaustive

@@ -151,7 +151,7 @@ class SwitchProcess:
         )
         self.process.start()
         there.close()
-        self.where = here.recv() if here.poll(60) else None
+        self.where = here.recv() if here.poll(150) else None
         assert self.where, "the switch did not start"
 
     def kill(self):
@@ -193,7 +193,7 @@ class HostProcess:
         )
         self.process.start()
         there.close()
-        self.where = here.recv() if here.poll(60) else None
+        self.where = here.recv() if here.poll(150) else None
         assert self.where, "the host did not start"
 
     def kill(self):

@@ -20,6 +20,7 @@ def script(store, kill=0):
     """The lines of steps, and how the process ended."""
     words = [HERE / "accelerate_run.py", store, STEPS, kill]
     env = {**os.environ, "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
+    env["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(
         [sys.executable, *map(str, words)], capture_output=True, text=True, env=env, timeout=170
     )

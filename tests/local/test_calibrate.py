@@ -71,7 +71,7 @@ def files(tmp_path: Path):
 @pytest.mark.parametrize(("dirs", "name"), [('["{run}/store"]', "files"), ("[]", "zero-offload")])
 def test_rates_are_learnt(files, dirs, name, capsys):
     cluster, job = files(dirs)
-    assert cli.main(["calibrate", cluster, job, "--steps", "3"]) == 0
+    assert cli.main(["calibrate", cluster, job, "--steps", "9"]) == 0
     told = capsys.readouterr().out
     assert f"placement {name}" in told
     real, by_file, calibrated = (

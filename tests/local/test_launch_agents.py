@@ -30,7 +30,7 @@ DAEMON = (
     " 'import time; time.sleep(60)', 'daemon of ' + sys.argv[1]], start_new_session=True);"
     " print('up', flush=True); time.sleep(60)"
 )
-DEADLINE_S = 20.0
+DEADLINE_S, EVENTS_S = 20.0, 60.0
 
 
 def process(name, code, *words, host="a", role=Role.SERVER, files=(), directory="/tmp"):
@@ -67,13 +67,14 @@ def wait_until(true, what):
         time.sleep(0.01)
 
 
-def events_until(agents, kind, seen=None):
-    """All events up to the first of this kind."""
+def events_until(agents, kind, seen=None, name=None):
+    """All events up to the first of this kind, of the process of this name."""
     seen = [] if seen is None else seen
-    deadline = time.monotonic() + DEADLINE_S
-    while not any(isinstance(event, kind) for event in seen):
+    new, deadline = list(seen), time.monotonic() + EVENTS_S
+    while not any(isinstance(e, kind) and (name is None or e.name == name) for e in new):
         assert time.monotonic() < deadline, f"no {kind.__name__} in {seen[-20:]}"
-        seen += agents.events(0.5)
+        new = agents.events(0.5)
+        seen += new
     return seen
 
 
@@ -202,9 +203,9 @@ def test_a_flood_blocks_nobody(agents):
     )
     agents.start(process("server a", flood))
     agents.start(process("server b", "print('heard')", host="b"))
-    seen = events_until(agents, ProcessEnded)
-    if lines(seen, "server b"):
-        seen = events_until(agents, ProcessEnded, [e for e in seen if isinstance(e, Output)])
+    seen = events_until(agents, ProcessEnded, name="server b")
+    assert lines(seen, "server b") == ["heard"]
+    seen = events_until(agents, ProcessEnded, seen, name="server a")
     said = lines(seen, "server a")
     assert said[-1] == "last" or any("lines left out" in line for line in said)
     assert max(map(len, said)) < 10_000

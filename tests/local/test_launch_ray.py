@@ -248,7 +248,7 @@ def test_a_cluster_that_is_not_there_is_one_sentence(run: LaunchedRun) -> None:
     where = f"127.0.0.1:{free_port()}"
     words = ("--on", "ray", "--ray-address", where, "--name", "r")
     process = run.launch(str(run.plan()), "job.toml", *words)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=120)
     assert process.returncode == 2
     assert f"no Ray cluster is reached at {where}" in out and "Traceback" not in out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import subprocess
@@ -82,8 +83,9 @@ def test_plain_training_within_and_beyond_the_limit(
     assert main(job, *words, "--run.memory_limit=64GiB") == 0
     assert "step 2/2" in capsys.readouterr().out
     more = [*words, "--model.config.intermediate_size=1000000", "--run.memory_limit=800MiB"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, script, job, *more], capture_output=True, text=True, timeout=120
+        [sys.executable, script, job, *more], capture_output=True, text=True, timeout=120, env=env
     )
     assert done.returncode == 3, done.stderr
     assert "stopped by the limit while making the model" in done.stdout

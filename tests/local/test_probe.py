@@ -180,7 +180,7 @@ def test_a_reverse_flood_ends_by_itself(two: list[str], monkeypatch: pytest.Monk
     monkeypatch.setattr(probe_links, "FLOOD_S", 0.05)
     begin = time.monotonic()
     ask(two[0], BACK, "", TcpOptions())
-    assert sizes and time.monotonic() - begin < 5
+    assert sizes and time.monotonic() - begin < 30
 
 
 def test_a_host_that_cannot_is_named_and_the_rest_is_kept(two: list[str]) -> None:
@@ -233,13 +233,20 @@ def test_strangers_and_the_absent(two: list[str]) -> None:  # Rule 8
         ask(two[0], PING, "not a word of a probe", TcpOptions())
 
 
-def test_wrong_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One sentence and exit code 2 (3: it is another host's fault), before anything is measured."""
+
+    def measures(threads: int) -> dict[str, float]:
+        raise AssertionError("this host is measured")
+
+    monkeypatch.setattr(probe, "processors", measures)
 
     def told(*words: str, code: int = 2) -> str:
         begin = time.monotonic()
         assert cli.main(["probe", "--out", str(tmp_path / "out.toml"), *words]) == code
-        assert time.monotonic() - begin < 5 and not (tmp_path / "out.toml").exists()
+        assert time.monotonic() - begin < 30 and not (tmp_path / "out.toml").exists()
         said = capsys.readouterr()
         assert not said.out
         return said.err

@@ -50,6 +50,7 @@ class Workers:
             "LOCAL_WORLD_SIZE": "2" if "servers.relay" in options else "1",
             "TORCHELASTIC_RUN_ID": "words",
             "TORCHELASTIC_RESTART_COUNT": str(self.started),
+            "OMP_NUM_THREADS": "1",
         }
         told = [word for key, value in words.items() for word in (f"--{key}", str(value))]
         return subprocess.Popen(
@@ -65,6 +66,10 @@ class Workers:
     ) -> list[subprocess.Popen[str]]:
         self.started += 1
         first = self.start(0, steps, **options)
+        deadline = time.monotonic() + 60
+        while apart_s and not (self.home / "run0").exists():  # its minutes run when it is there
+            assert time.monotonic() < deadline, first.kill() or first.communicate()
+            time.sleep(0.05)
         time.sleep(apart_s)
         return [first, self.start(1, steps, **options)]
 
@@ -132,6 +137,7 @@ def test_the_loss_of_the_run_is_that_of_all(workers, relay):
         [sys.executable, "-m", "roadtrain", "train", str(workers.home / "job.toml"), *words],
         capture_output=True,
         text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (whole,) = read_metrics(workers.home / "alone" / "metrics.jsonl")

@@ -387,8 +387,9 @@ def stop_after(job: Job, steps: int) -> None:
 def test_ctrl_c_on_the_command_line(path: Path) -> None:
     job = job_of(path)
     command = [sys.executable, "-m", "roadtrain.cli", "train", str(path), "--run.steps", "1000000"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
     ) as process:
         assert process.stdout is not None
         for text in process.stdout:

@@ -21,6 +21,7 @@ def script(home, **options):
     """The lines of steps and means, and how the process ended."""
     words = [HERE / "trainer_run.py", home / "store", home / "out", json.dumps(options)]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(
         [sys.executable, *map(str, words)], capture_output=True, text=True, env=env, timeout=170
     )

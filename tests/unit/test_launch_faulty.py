@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from roadtrain.errors import ConfigError, FullError, LaunchError
 from roadtrain.launch import home as launch_home
 from roadtrain.launch import launch, supervise, supervisor_process
 from roadtrain.launch.control_socket import ControlClient, ControlSocket
-from roadtrain.launch.engines import is_alive
+from roadtrain.launch.engines import STANDBY, is_alive
 from roadtrain.launch.follow import follow
 from roadtrain.launch.home import LaunchRecord, RunHome, RunState, StartPhase
 from roadtrain.launch.logs import RunLogs
@@ -224,6 +226,23 @@ def test_a_start_that_fails_leaves_a_run_that_has_ended(
     state = home.state()
     assert (state.phase, state.code) == ("ended", 2) and "does not answer" in state.why
     assert not is_alive(home)  # another may have the same name
+
+
+def test_a_run_whose_standby_is_slow_to_take_over_is_alive(home: RunHome) -> None:
+    """On a busy machine; once the standby is gone, the run is not."""
+    code = (
+        "import sys, time; from pathlib import Path; from roadtrain.launch.home import RunHome\n"
+        "time.sleep(1.0)\n"
+        "with RunHome(Path(sys.argv[-1])).succeeding(): time.sleep(60)"
+    )
+    words = [sys.executable, "-c", code, STANDBY, str(home.path)]
+    with subprocess.Popen(words) as standby:
+        try:
+            assert not home.is_supervised()
+            assert is_alive(home) and home.is_supervised()
+        finally:
+            standby.kill()
+    assert not is_alive(home)
 
 
 def test_an_engine_that_is_not_installed_is_refused_before_anything_is_written(

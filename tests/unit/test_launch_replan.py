@@ -693,9 +693,30 @@ def test_a_run_that_went_on_before_it_could_be_asked_to_stop_is_asked_then(
     alive, heard = [True, True, False, False, False], [False, True]
     monkeypatch.setattr(run_verbs, "is_alive", lambda _: alive.pop(0))
     monkeypatch.setattr(run_verbs, "ask_to_stop", lambda _: heard.pop(0))
-    monkeypatch.setattr(run_verbs, "report_end", lambda _: 130)
+    monkeypatch.setattr(run_verbs, "report_end", lambda *_: 130)
     monkeypatch.setattr(run_verbs, "stay_stopped", lambda _: False)
     assert run_verbs.stop_run(home.name) == 0 and not heard
+
+
+def test_a_stop_does_not_wait_for_another_start_of_the_run(
+    home: RunHome, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which was resumed before the command looked again."""
+    launched(home, gpus(), DP4)
+    home.write_state(RunState(phase="going"))
+    monkeypatch.setattr(run_verbs, "ask_to_stop", lambda _: True)
+    monkeypatch.setattr(run_verbs, "STOPS_S", 1.0)
+    looks: list[RunHome] = []
+
+    def is_alive(home: RunHome) -> bool:
+        looks.append(home)
+        if len(looks) == 3:
+            home.write_record(msgspec.structs.replace(home.record(), start=1, launched=1.0))
+        return True
+
+    monkeypatch.setattr(run_verbs, "is_alive", is_alive)
+    assert run_verbs.stop_run(home.name) == 0
+    assert "was started again" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), LaunchError("a host is gone")])

@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib
 import ipaddress
 import os
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,9 +18,11 @@ from roadtrain.config.machines import Machines
 from roadtrain.config.plan_file import PlanFile
 from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.launch.home import RunHome
+from roadtrain.launch.waiting import wait_until
 
 LOCAL = ("localhost", "")
-TAKES_OVER_S = 0.3  # a standby has the run's lock so soon after its supervisor is gone
+STANDBY = "roadtrain.launch.succeed"  # the module of a standby's process
+TAKES_OVER_S = 10.0  # a standby has the run's lock so soon after its supervisor is gone
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,14 @@ def is_alive(home: RunHome) -> bool:
     with suppress(LaunchError):  # a state that cannot be read does not say that it has ended
         if home.state().phase == "ended":
             return False
-    time.sleep(TAKES_OVER_S)
+    wait_until(lambda: home.is_supervised() or not _has_standby(home), TAKES_OVER_S, 0.05)
     return home.is_supervised()
+
+
+def _has_standby(home: RunHome) -> bool:
+    """Whether a process of this host waits to go on with the run, or goes on with it."""
+    of_home = [STANDBY, str(home.path)]
+    return any((p.info["cmdline"] or [])[-2:] == of_home for p in psutil.process_iter(["cmdline"]))
 
 
 def function_of(target: str) -> Callable[..., Any]:

@@ -44,10 +44,7 @@ def follow(home: RunHome, record: LaunchRecord, offset: int = 0, *, detach: bool
             offset = log_size(home)
             ask_to_stop(home)
             show_until_end(home, offset)
-    if home.record().start != record.start:  # by --replan or --resume of another terminal
-        print(f"run {home.name} was started again: `roadtrain launch --logs {home.name}` shows it")
-        return INTERRUPTED
-    return report_end(home)
+    return report_end(home, record)
 
 
 class LauncherHello:
@@ -93,8 +90,11 @@ def log_size(home: RunHome) -> int:
     return home.all_log.stat().st_size if home.all_log.exists() else 0
 
 
-def report_end(home: RunHome) -> int:
-    """Print how a run has ended; its exit code."""
+def report_end(home: RunHome, record: LaunchRecord) -> int:
+    """Print how a run with this record has ended; its exit code."""
+    if home.record().launched != record.launched:  # by --replan or --resume of another terminal
+        print(f"run {home.name} was started again: `roadtrain launch --logs {home.name}` shows it")
+        return INTERRUPTED
     state = home.state()
     if state.phase != "ended":
         raise LaunchError(

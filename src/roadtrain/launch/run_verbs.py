@@ -36,16 +36,18 @@ def stop_run(name: str) -> int:
     # It may have been stopped to be planned anew, and have gone on before it could be asked.
     while not ask_to_stop(home) and not stay_stopped(home) and is_alive(home):
         time.sleep(POLL_S)
+    record = home.record()
 
     def has_ended() -> bool:
-        alive = is_alive(home)  # before its last lines are read
+        # before its last lines are read; another start is not waited for
+        alive = is_alive(home) and home.record().launched == record.launched
         for line in tail.lines():
             print(line)
         return not alive
 
     if not wait_until(has_ended, STOPS_S):
         raise LaunchError(f"run {name} has not ended within {STOPS_S:.0f} s of being asked to")
-    report_end(home)
+    report_end(home, record)
     return 0
 
 
@@ -72,7 +74,7 @@ def resume_run(
     home = existing_run(name)
     with home.starting():
         if paused and home.state().why == ASKED:
-            return report_end(home)
+            return report_end(home, home.record())
         record, offset = renew(home, if_launcher_dies, ray_address), log_size(home)
         start(home, record)
     return follow(home, record, offset, detach=detach)

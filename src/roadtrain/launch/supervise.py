@@ -27,7 +27,7 @@ from roadtrain.config.job import load_job
 from roadtrain.config.plan_file import load_plan_file
 from roadtrain.errors import FullError, LaunchError, RoadtrainError, StoreError
 from roadtrain.launch.checks import check, directory_is_shared, without_unfit_spares
-from roadtrain.launch.engines import ENGINES, function_of
+from roadtrain.launch.engines import ENGINES, STANDBY, function_of
 from roadtrain.launch.home import LaunchRecord, RunHome, RunState, StartPhase
 from roadtrain.launch.launch_engine import LaunchEngine
 from roadtrain.launch.logs import RunLogs
@@ -159,7 +159,7 @@ class Standby:
         if now < self._start_at or (self._process is not None and self._process.poll() is None):
             return
         self._start_at = now + AGAIN_S
-        words = [sys.executable, "-m", "roadtrain.launch.succeed", str(self._home.path)]
+        words = [sys.executable, "-m", STANDBY, str(self._home.path)]
         try:
             self._process = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, start_new_session=True
