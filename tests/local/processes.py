@@ -22,6 +22,7 @@ from roadtrain.errors import RoadtrainError
 from roadtrain.servers import server
 from roadtrain.servers.serve import SessionHost
 from roadtrain.storage.direct import DirectFile, typed_errors
+from roadtrain.storage.file import FileTier
 from roadtrain.storage.mark import Mark
 from roadtrain.switch import packets
 from roadtrain.switch.datagrams import DatagramSocket
@@ -62,6 +63,8 @@ def host_child(directory, address, token, log, ready, snapshot, every, fault, bu
         lose_datagrams(fault[1])
     elif fault is not None and fault[0] == "forget":
         forget_groups()
+    elif fault is not None and fault[0] == "spills":
+        tell_spills(lines)
     elif fault is not None:
         break_writes(str(snapshot), *fault)
     with SessionHost(
@@ -128,6 +131,17 @@ def forget_groups():
             send(self, buffer, segment, to)
 
     DatagramSocket.send = forgetful
+
+
+def tell_spills(lines):
+    """No fault: this process writes a line for each gradient that it spills."""
+    write = FileTier.spill_write
+
+    def noted(self, chunk, *rest):
+        write(self, chunk, *rest)
+        lines.write(f"spilled a gradient of chunk {chunk}\n")
+
+    FileTier.spill_write = noted
 
 
 def switch_child(address, token, log, loss, ready):
