@@ -40,6 +40,7 @@ from roadtrain.transport import handshake, local, shm, tcp
 from roadtrain.transport import listener as listeners
 from roadtrain.transport.link import HEAD_NBYTES, SUM, Head, pack_head, sealed
 from roadtrain.units import KIB, MIB
+from tests.local.ports import free_port
 
 TOKEN = b"a secret of the job"
 WAIT_S = 10.0
@@ -205,7 +206,7 @@ def descriptors() -> dict[str, str]:
 def nothing_is_left():
     threads, files = set(threading.enumerate()), descriptors()
     yield
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + WAIT_S
     while True:
         left = [thread.name for thread in threading.enumerate() if thread not in threads]
         new = {fd: name for fd, name in descriptors().items() if files.get(fd) != name}
@@ -218,6 +219,12 @@ def nothing_is_left():
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("link")
+
+
+@pytest.fixture(scope="session")
+def port() -> int:
+    """Nobody else binds it; its lock is open to the end of the process."""
+    return free_port()
 
 
 @pytest.fixture(params=KINDS)
@@ -292,8 +299,12 @@ def test_back_pressure_holds_the_sender_not_its_caller(ends):
 @pytest.mark.slow
 def test_what_is_urgent_overtakes_what_has_not_begun_to_leave(ends):
     ends.got_b.open.clear()  # what comes first has no room yet, so little leaves
+    gone, before = [], 0
     for i in range(40):
-        ends.a.send(1, b"%d" % i, [memoryview(bytes(4 * MIB))])
+        ends.a.send(1, b"%d" % i, [memoryview(bytes(4 * MIB))], lambda: gone.append(1))
+    while not ends.got_b.rooms or len(gone) > before:  # until nothing more leaves
+        before = len(gone)
+        time.sleep(0.1)
     for i in range(3):
         ends.a.send(2, b"%d" % i, urgent=True)
     ends.got_b.open.set()
@@ -416,7 +427,7 @@ def test_a_frame_over_the_limit_is_refused_where_it_is_sent(kind, folder):
     ends.close()
 
 
-def listening(kind: str, folder: Path, accept, report=print, **options):
+def listening(kind: str, folder: Path, accept, report=print, port=0, **options):
     if kind == "shm":
         return (
             shm.listen(folder / "s", accept, handshake.Common(**options), report),
@@ -424,12 +435,20 @@ def listening(kind: str, folder: Path, accept, report=print, **options):
             handshake.Common(**options),
         )
     made = socket_options(kind, token=TOKEN, connections=4 if kind == "tcp+4" else 1, **options)
-    return tcp.listen(("127.0.0.1", 0), accept, made, report), tcp.connect, made
+    return tcp.listen(("127.0.0.1", port), accept, made, report), tcp.connect, made
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp", "tcp+4", RDMA])
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_killed_peer_is_lost_within_a_second(kind, busy, folder):
+    """Which a busy machine may need some tries to show."""
+    tries = []
+    while not tries or tries[-1] >= 1:
+        assert len(tries) < 3, tries
+        tries.append(seconds_to_lose_a_killed_peer(kind, busy, folder))
+
+
+def seconds_to_lose_a_killed_peer(kind, busy, folder) -> float:
     got, there = Recorder(), threading.Event()
 
     def accept(link, hello):
@@ -455,9 +474,10 @@ def test_a_killed_peer_is_lost_within_a_second(kind, busy, folder):
         if busy:
             got.wait_frames(20)
         os.kill(child, signal.SIGKILL)
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
         begin = time.monotonic()
         error = got.wait_lost()
-        assert time.monotonic() - begin < 1
+        seconds = time.monotonic() - begin
         assert isinstance(error, LostError)
         assert got.link.peer in str(error)
         with pytest.raises(LostError):
@@ -470,6 +490,7 @@ def test_a_killed_peer_is_lost_within_a_second(kind, busy, folder):
         listener.close()
     # and it ended of nothing else
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    return seconds
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp", "tcp+4", RDMA])
@@ -505,8 +526,8 @@ def test_accept_may_refuse_with_words_that_the_client_gets(kind, folder):
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp", RDMA])
-def test_nobody_listens_or_only_later(kind, folder):
-    listener, connect, options = listening(kind, folder, lambda link, hello: Recorder())
+def test_nobody_listens_or_only_later(kind, folder, port):
+    listener, connect, options = listening(kind, folder, lambda link, hello: Recorder(), port=port)
     listener.close()
     begin = time.monotonic()
     with pytest.raises(LostError):
@@ -548,7 +569,7 @@ def test_a_socket_left_by_a_dead_process_is_replaced_a_live_one_is_not(folder):
 
 @pytest.fixture
 def server():
-    with serving(handshake_s=0.5) as made:
+    with serving(handshake_s=10.0) as made:
         yield made
 
 
@@ -754,26 +775,26 @@ def test_garbage_gets_no_answer(server):
     wait_report(reports, "a stranger: began with b'GET / HTTP")
 
 
-def test_who_drips_is_cut_off_at_the_deadline(server):
-    listener, reports = server
-    sock, begin = stranger(listener), time.monotonic()
-    with contextlib.suppress(OSError):
-        for byte in handshake.BEGINNING.pack(handshake.MAGIC, 2) + bytes(64):
-            sock.sendall(bytes([byte]))
-            time.sleep(0.05)
-    assert time.monotonic() - begin < 2
-    sock.close()
-    wait_report(reports, "deadline")
+def test_who_drips_is_cut_off_at_the_deadline():
+    with serving(handshake_s=1.0) as (listener, reports):
+        sock, begin = stranger(listener), time.monotonic()
+        with contextlib.suppress(OSError):
+            for byte in handshake.BEGINNING.pack(handshake.MAGIC, 2) + bytes(400):  # for 20 s
+                sock.sendall(bytes([byte]))
+                time.sleep(0.05)
+        assert time.monotonic() - begin < 10
+        sock.close()
+        wait_report(reports, "deadline")
 
 
-def test_a_link_whose_other_connections_never_come_is_given_up(server):
-    listener, reports = server
-    sock, deadline = stranger(listener), time.monotonic() + 5
-    ours = handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16), 0, 2)
-    handshake.client_greet(sock, ours, TOKEN, b"", deadline)
-    assert sock.recv(1) == b""
-    sock.close()
-    wait_report(reports, "the others did not")
+def test_a_link_whose_other_connections_never_come_is_given_up():
+    with serving(handshake_s=1.0) as (listener, reports):
+        sock, deadline = stranger(listener), time.monotonic() + 5
+        ours = handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16), 0, 2)
+        handshake.client_greet(sock, ours, TOKEN, b"", deadline)
+        assert sock.recv(1) == b""
+        sock.close()
+        wait_report(reports, "the others did not")
 
 
 def test_many_strangers_do_not_keep_a_friend_out(server):
@@ -973,14 +994,14 @@ def test_no_length_counts_before_its_checksum():
         sock, got, listener = raw_client()
         sock.sendall(good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :] + b"header")
         with pytest.raises(WireError, match="head of a frame does not match its checksum"):
-            raise got.wait_lost(1.0)
+            raise got.wait_lost()
         sock.close()
         got.link.close()
         listener.close()
     sock, got, listener = raw_client()
     sock.sendall(good + b"header" + bytes(1000))
     with pytest.raises(WireError, match=r"the header of frame 0 .* does not match its checksum"):
-        raise got.wait_lost(1.0)
+        raise got.wait_lost()
     assert not got.rooms
     sock.close()
     got.link.close()
@@ -1501,7 +1522,7 @@ def test_closing_a_listener_does_not_wait_for_strangers(folder, secured):
     time.sleep(0.1)
     begin = time.monotonic()
     listener.close()
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 5
     sock.close()
 
 

@@ -8,6 +8,7 @@ import errno
 import hashlib
 import multiprocessing
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from roadtrain.errors import RoadtrainError
 from roadtrain.servers import server
 from roadtrain.servers.serve import SessionHost
 from roadtrain.storage.direct import DirectFile, typed_errors
+from roadtrain.storage.file import FileTier
 from roadtrain.storage.mark import Mark
 from roadtrain.switch import packets
 from roadtrain.switch.datagrams import DatagramSocket
@@ -62,6 +64,8 @@ def host_child(directory, address, token, log, ready, snapshot, every, fault, bu
         lose_datagrams(fault[1])
     elif fault is not None and fault[0] == "forget":
         forget_groups()
+    elif fault is not None and fault[0] == "spills":
+        tell_spills(lines)
     elif fault is not None:
         break_writes(str(snapshot), *fault)
     with SessionHost(
@@ -128,6 +132,17 @@ def forget_groups():
             send(self, buffer, segment, to)
 
     DatagramSocket.send = forgetful
+
+
+def tell_spills(lines):
+    """No fault: this process writes a line for each gradient that it spills."""
+    write = FileTier.spill_write
+
+    def noted(self, chunk, *rest):
+        write(self, chunk, *rest)
+        lines.write(f"spilled a gradient of chunk {chunk}\n")
+
+    FileTier.spill_write = noted
 
 
 def switch_child(address, token, log, loss, ready):
@@ -268,6 +283,9 @@ def worker_child(case, servers, log, steps, rank, workers, options, change):
                 )
                 norm = placed.grad_norm() if norms else 0.0  # waits for the other workers
                 os.write(out, f"{placed.steps_done} {loss.hex()} {norm.hex()}\n".encode())
+                if change == "stand still" and placed.steps_done == 3:
+                    time.sleep(1.0)  # its gradients leave
+                    os.kill(os.getpid(), signal.SIGSTOP)
             if rank == 0:
                 names = sorted(n for n, p in model.named_parameters() if p.requires_grad)
                 whats = ["master"] if case.sgd else ["master", "exp_avg"]

@@ -7,6 +7,7 @@ import signal
 import time
 from dataclasses import replace
 
+import psutil
 import pytest
 import torch
 from models import Case
@@ -278,13 +279,11 @@ def test_a_server_slower_than_all_else(tmp_path):
 )
 def test_how_far_a_worker_gets_ahead_of_one_that_stands_still(staleness, least, most, tmp_path):
     host = HostProcess(tmp_path / "host")
-    steps = 200 if staleness == "none" else 100  # one that stands still has many before it
-    workers = Workers(
-        Case(eager=True, staleness=staleness), [host.where], tmp_path, steps, 2, norms=False
-    )
+    case, steps, changes = Case(eager=True, staleness=staleness), 100, {1: "stand still"}
+    workers = Workers(case, [host.where], tmp_path, steps, 2, norms=False, changes=changes)
     try:
-        wait_until(lambda: min(map(done, workers.logs)) >= 3)
-        os.kill(workers.processes[1].pid, signal.SIGSTOP)
+        still = psutil.Process(workers.processes[1].pid)
+        wait_until(lambda: still.status() == psutil.STATUS_STOPPED)
         stood = done(workers.logs[1])
         wait_until(lambda: done(workers.logs[0]) >= stood + least)
         time.sleep(2.0)

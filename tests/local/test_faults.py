@@ -305,7 +305,7 @@ def test_a_hanging_device_meets_the_deadline(tmp_path, nothing_kept):  # Rule 5
     before = set(threading.enumerate())
     model, optimizer = build(case)
     placed = roadtrain.place(
-        model, optimizer, store=tmp_path / "s", report=lambda _: None, deadline_s=1, **SMALL
+        model, optimizer, store=tmp_path / "s", report=lambda _: None, deadline_s=3, **SMALL
     )
     tier, go_on = placed.session.servers.store.tiers[0], threading.Event()
     real = tier.read
@@ -313,16 +313,16 @@ def test_a_hanging_device_meets_the_deadline(tmp_path, nothing_kept):  # Rule 5
     begin = time.monotonic()
     with pytest.raises(
         DeadlineError,
-        match=r"(?s)waited 1 s for .*'(layers\.\d|root)'.*in step \d.*server 0 \(.*/s\)",
+        match=r"(?s)waited 3 s for .*'(layers\.\d|root)'.*in step \d.*server 0 \(.*/s\)",
     ):
         run(case, model, placed, new_scaler(case), 1, 9)
     again = time.monotonic()
-    with pytest.raises(DeadlineError, match=r"waited 1 s for .*'(layers\.\d|root)'"):
+    with pytest.raises(DeadlineError, match=r"waited 3 s for .*'(layers\.\d|root)'"):
         placed.flush()
-    assert time.monotonic() - again < 0.5, "what hung once is not waited for again"
-    with pytest.raises(DeadlineError, match=r"waited 1 s for threads to end: server 0 .* io\d"):
+    assert time.monotonic() - again < 2, "what hung once is not waited for again"
+    with pytest.raises(DeadlineError, match=r"waited 3 s for threads to end: server 0 .* io\d"):
         placed.close()
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 20
     go_on.set()
     for thread in set(threading.enumerate()) - before:
         thread.join(10)

@@ -180,7 +180,7 @@ def test_a_bad_link_is_named_or_endured(bad, undisturbed, hosts, tmp_path):  # R
     (host,) = hosts(1)
     name, port = host.where.split(":")
     with Relay((name, int(port)), bytes_per_s=100e6) as relay:
-        workers = Workers(LONG, ["{}:{}".format(*relay.address)], tmp_path, STEPS, 2, deadline_s=3)
+        workers = Workers(LONG, ["{}:{}".format(*relay.address)], tmp_path, STEPS, 2, deadline_s=10)
         wait_for(lambda: len(losses(workers.logs[0])) > 5, "some steps")
         if bad == "slowed tenfold":
             relay.set_rate(10e6)
@@ -194,7 +194,7 @@ def test_a_bad_link_is_named_or_endured(bad, undisturbed, hosts, tmp_path):  # R
                 relay.stall()
             begin = time.monotonic()
             assert workers.join() == [3, 3]
-            assert time.monotonic() - begin < 20
+            assert time.monotonic() - begin < 40
             assert all("server 0" in e for e in workers.errors()), workers.errors()
             assert relay.flipped == bad.startswith("flipped")
     if bad == "flipped there":

@@ -312,19 +312,25 @@ def test_who_does_not_hear_that_all_is_well_removes_nothing(tmp_path, shared):  
             rounds.append(what)
             last = rounds.count("the snapshot of step 2") == 3
             try:
-                return gather(message, what) if links.rank == 0 else cut(message, what, last)
+                told = gather(message, what) if links.rank == 0 else cut(message, what, last)
             except (queue.Empty, LostError) as error:
                 links.broken = True
                 raise LostError("a cable") from error
+            if last:
+                links.patience_s = 0.5  # for rank 1, which does not come any more
+            return told
 
         def cut(message, what, last):
             told = gather(message, what)
             if last:
-                time.sleep(0.2)  # rank 0 has its marker
+                deadline = time.monotonic() + 20
+                while not [*tmp_path.glob("h0/snapshots/step-0000000002.*/rank-0.committed")]:
+                    assert time.monotonic() < deadline, "rank 0 makes no marker"
+                    time.sleep(0.01)
                 raise LostError("a cable")
             return told
 
-        links.gather, links.patience_s = breaks, 0.5
+        links.gather = breaks
         kept.save(2, RandomSource(spread(1, 2)[links.rank], version=2), {"job": b"step 2"})
 
     raised(run_ranks(places(2), rank), LostError, "a cable")

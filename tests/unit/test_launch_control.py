@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import stat
@@ -16,6 +17,7 @@ import pytest
 from roadtrain import cli
 from roadtrain.config.plan_file import Plan, PlanFile, placement
 from roadtrain.errors import ConfigError, LaunchError
+from roadtrain.launch import home as home_module
 from roadtrain.launch import lab_engine as lab
 from roadtrain.launch.control_socket import ControlClient, ControlSocket, short_path
 from roadtrain.launch.follow import LauncherHello, first_step
@@ -130,6 +132,17 @@ def test_one_supervisor_at_a_time(home: RunHome) -> None:
         with pytest.raises(LaunchError, match="has a supervisor already"), home.supervised():
             pass
     assert not home.is_supervised()
+
+
+def test_a_probe_of_the_lock_keeps_no_supervisor_out(
+    home: RunHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long this process stands still between two tries."""
+    free, now = iter([False, False, True]), itertools.count(0.0, 60.0)
+    monkeypatch.setattr(home_module, "_lock", lambda descriptor, how: next(free))
+    monkeypatch.setattr(home_module.time, "monotonic", lambda: next(now))
+    with home.supervised():
+        assert next(free, None) is None
 
 
 def test_lines_of_all_processes(home: RunHome) -> None:

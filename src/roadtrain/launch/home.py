@@ -38,7 +38,7 @@ from roadtrain.storage.sealed import check_json, sealed_json
 from roadtrain.transport.address import write_token
 
 Struct = TypeVar("Struct")
-PROBED_S = 0.5  # a probe of the lock (`is_supervised`) is over within it
+TRIES, PAUSE_S = 50, 0.01  # of the lock: a probe (`is_supervised`) has it for a moment only
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 AGAIN = (
     "launch the same plan and job under another --name: training goes on at the last committed step"
@@ -224,14 +224,15 @@ class RunHome:
     def supervised(self) -> Iterator[None]:
         """Inside, this process is the run's supervisor. Raises LaunchError where another is."""
         with _opened(self.path / "lock", os.O_CREAT) as descriptor:
-            deadline = time.monotonic() + PROBED_S
-            while not _lock(descriptor, fcntl.LOCK_EX):
-                if time.monotonic() > deadline:
-                    raise LaunchError(
-                        f"run {self.name!r} has a supervisor already",
-                        hint=f"roadtrain launch --stop {self.name}",
-                    )
-                time.sleep(0.01)
+            for _ in range(TRIES):  # and no deadline: this process may stand still for a while
+                if _lock(descriptor, fcntl.LOCK_EX):
+                    break
+                time.sleep(PAUSE_S)
+            else:
+                raise LaunchError(
+                    f"run {self.name!r} has a supervisor already",
+                    hint=f"roadtrain launch --stop {self.name}",
+                )
             yield
 
     @contextmanager

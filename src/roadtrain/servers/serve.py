@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -286,13 +287,16 @@ class SessionHost:
         self._ended.put((session, error))
 
     def run(self) -> None:
-        """Ends sessions, one after the other, until `stop`."""
+        """Ends sessions, one after the other, until `stop`. After this process stood still itself
+        it does not look at once: its links first read what came meanwhile."""
+        looked = time.monotonic()
         while True:
             try:
                 over = self._ended.get(timeout=LOOK_S)
             except queue.Empty:
+                before, looked = looked, time.monotonic()
                 for session in (self.front, self.session):
-                    if session is not None:
+                    if session is not None and looked - before <= 2 * LOOK_S:
                         session.look(self.silent_s)
                 continue
             if over is None:
