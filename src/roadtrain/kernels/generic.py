@@ -315,8 +315,7 @@ def bytes_per_s(rule: Rule, hyper: Hyper, elements: int, times: int = 5) -> floa
         begin = perf_counter()
         side.step(rule.apply, grad, "bf16", 1.0, "bf16", [0, elements])
         seconds.append(perf_counter() - begin)
-    nbytes = elements * (8 + 8 * len(rule.arrays) + 4)
-    return nbytes / sorted(seconds)[times // 2]
+    return elements * (8 + 8 * len(rule.arrays) + 4) / sorted(seconds)[times // 2]
 
 
 def say_generic(rules: Sequence[Rule], report: Callable[[str], None]) -> None:

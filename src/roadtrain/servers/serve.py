@@ -289,14 +289,13 @@ class SessionHost:
     def run(self) -> None:
         """Ends sessions, one after the other, until `stop`. After this process stood still itself
         it does not look at once: its links first read what came meanwhile."""
-        looked = time.monotonic()
         while True:
+            begun = time.monotonic()
             try:
                 over = self._ended.get(timeout=LOOK_S)
             except queue.Empty:
-                before, looked = looked, time.monotonic()
                 for session in (self.front, self.session):
-                    if session is not None and looked - before <= 2 * LOOK_S:
+                    if session is not None and time.monotonic() - begun <= 2 * LOOK_S:
                         session.look(self.silent_s)
                 continue
             if over is None:

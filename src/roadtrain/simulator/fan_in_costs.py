@@ -53,8 +53,7 @@ class FanInCosts:
 
     def handed(self, params: float) -> Cost:
         """Parameters from the server to the fan-in end, which is in the same process: a copy."""
-        nbytes = params * self.sizes.parameter_bytes
-        return Cost(nbytes, self._server_memory(2.0))
+        return Cost(params * self.sizes.parameter_bytes, self._server_memory(2.0))
 
     def taken(self, params: float) -> Cost:
         """A sum from the fan-in end to the server: a copy."""

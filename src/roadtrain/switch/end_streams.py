@@ -66,8 +66,7 @@ def derive_fan_in(
     scratch = buffer_for(chunk.numel * 4 for chunk in mine if chunk.trainable)
     least = LEAST_BUFFERS * (piece + scratch)
     more = max(host_bytes // 4 - least, 0) // (piece + scratch)
-    count = min(LEAST_BUFFERS + more, MOST_BUFFERS)
-    return FanInBudgets(count, piece, scratch)
+    return FanInBudgets(min(LEAST_BUFFERS + more, MOST_BUFFERS), piece, scratch)
 
 
 @dataclass(slots=True)

@@ -74,5 +74,4 @@ class MulticastTrial:
         return False if late else None
 
     def __str__(self) -> str:
-        came = sum(self._heard.values())
-        return f"the trial reached {came} of {self._participants}"
+        return f"the trial reached {sum(self._heard.values())} of {self._participants}"

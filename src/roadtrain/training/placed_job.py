@@ -194,8 +194,7 @@ def open_placed(job: Job, report: Report) -> PlacedJob:
     if job.limit_nbytes is not None and torch.get_num_threads() > MOST_THREADS:
         torch.set_num_threads(MOST_THREADS)
         report(f"memory: {MOST_THREADS} threads compute, the stack of each counts")
-    mark = mark_of(job, report)
-    return place_job(job, report, mark)
+    return place_job(job, report, mark_of(job, report))
 
 
 def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> PlacedJob:

@@ -201,10 +201,8 @@ def is_there(actor: str) -> bool:
 
 
 def kill_named(actor: str) -> None:
-    try:
+    with suppress(ValueError):  # it has ended
         ray.kill(ray.get_actor(actor), no_restart=True)
-    except ValueError:
-        pass  # it has ended
 
 
 def end_actors(run: str) -> None:

@@ -352,8 +352,7 @@ class ServerStateMachine:
 
     def _prepared(self, step: int) -> list[m.Action]:
         said = self.steps.prepared(step)
-        started = self._advance() if self.spec.commits else []
-        return [said, *started, *self.steps.prepare()]
+        return [said, *(self._advance() if self.spec.commits else []), *self.steps.prepare()]
 
     def _committed(self, step: int) -> list[m.Action]:
         if step <= self.committed:
