@@ -225,8 +225,8 @@ class FanInLink:
                     joined.sender.may_send(ready)
             case m.PULLED:
                 self._has_arrived(kind, self._tickets.popleft(), payload)
-            case m.PROGRESS if (said := m.header(kind, header)).of == m.WAITS_ONLY:
-                self._hear_who_is_silent(said.doing, header)
+            case m.PROGRESS if (progress := m.header(kind, header)).of == m.WAITS_ONLY:
+                self._hear_who_is_silent(progress.doing, header)
             case _:
                 self._has_arrived(kind, header, payload)
 
@@ -416,8 +416,7 @@ class FanInLink:
             joined.sockets[0].send(packet, packet.size, joined.sender.to)
 
     def _hear_who_is_silent(self, words: str, header: bytes) -> None:
-        """The server's own words take the place of what was seen here. Where it has none, and had
-        none before, what was seen here stays."""
+        """Let the server's words replace the observation made here; without any it stands."""
         with self._lock:
             if not words and not self._server_names:
                 return
@@ -434,13 +433,13 @@ class FanInLink:
             joined.came, joined.last = came, now
         for_s = now - joined.last
         silent = for_s > SILENT_S
-        words = f"switch {self._own.switch}, from which no packet has come since {ago(for_s)}"
         with self._lock:
             if self._server_names or silent == joined.silent:
                 return
             joined.silent = silent
-            said = m.encode((words if silent else "", 0, m.WAITS_ONLY))
-            self._has_arrived(m.PROGRESS, said, memoryview(b""))
+            words = f"switch {self._own.switch}, from which no packet has come since {ago(for_s)}"
+            header = m.encode((words if silent else "", 0, m.WAITS_ONLY))
+            self._has_arrived(m.PROGRESS, header, memoryview(b""))
 
     # up
 
