@@ -53,7 +53,7 @@ with socket.create_server((sys.argv[1], 5000)) as listener:
         peer.recv(1 << 20)
         if first is None and time.perf_counter() > warm:
             first = look(peer)
-        if first is not None and time.perf_counter() > first[0] + 0.5:
+        if first is not None and time.perf_counter() > first[0] + 1.5:
             last = look(peer)
             print((last[1] - first[1]) / (last[0] - first[0]), flush=True)
             break
@@ -98,8 +98,8 @@ def assert_rates(flows: Sequence[Flow], want: Sequence[float], rel: float = 0.1)
     """A rate may never exceed what is set; that it is reached, a busy machine may need some
     tries to show.
 
-    `rel` above it: at 12.5 MB/s the burst of 256 KB is 4.1 % of what half a second carries, and 20
-    ms of data that wait for a lost frame are 4 %."""
+    `rel` above it: at 12.5 MB/s the burst of 256 KB is 1.4 % of what 1.5 s carry, and data that
+    waited 100 ms, for a lost frame or for a machine that stood still, are 6.7 %."""
     tries = []
     for _ in range(5):
         tries.append(transfer(flows))
