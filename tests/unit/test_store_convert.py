@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +101,35 @@ def check(store: OpenedStore) -> None:
             copy = np.empty(p.numel, np.uint16)
             cast(value(p, "master"), "fp32", copy, p.dtype)
             assert read_param(store, p.name, "weights").tobytes() == copy.tobytes()
+
+
+DECODED_BY_THREADS = """
+import importlib, pathlib, sys, threading
+import roadtrain.storage.meta as meta
+
+path = pathlib.Path(sys.argv[1])
+sys.setswitchinterval(1e-6)
+for _ in range(100):  # new classes each time
+    importlib.reload(meta)
+    both, loaded = threading.Barrier(2), []
+
+    def load():
+        both.wait()
+        loaded.append(meta.StoreMeta.load(path))
+
+    threads = [threading.Thread(target=load) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(loaded) == 2
+"""
+
+
+def test_two_threads_may_be_the_first_to_read_a_description(tmp_path: Path) -> None:
+    tab = table("bf16", chunk_elements=1 << 16)
+    replace(StoreMeta.of(tab, GROUPS), owners=tuple(owners(tab, 1))).write(tmp_path)
+    subprocess.run([sys.executable, "-c", DECODED_BY_THREADS, tmp_path], check=True, timeout=120)
 
 
 def test_the_table_comes_back_from_the_description(tmp_path: Path) -> None:

@@ -8,9 +8,15 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from roadtrain.stages.control_links import ControlLinks, RankPlace
+from roadtrain.stages.snapshot_choice import SeenSnapshot
+from roadtrain.stages.snapshot_files import PartTable
+
+# Before there are threads (the end of storage/meta.py says why). In a run a rank is a process.
+DECODERS = [msgspec.json.Decoder(kind) for kind in (SeenSnapshot, PartTable)]
 
 
 class ThreadLinks(ControlLinks):

@@ -154,13 +154,17 @@ class StoreMeta:
                 raise ForeignError(
                     f"{where}: store format {brief.format}, this version reads {FORMAT}"
                 )
-            meta = msgspec.json.decode(text, type=StoreMeta)
+            meta = _DECODER.decode(text)
         except ValueError as error:
             raise DamagedError(
                 f"{where}: not a store description ({error})", hint=RESTORE
             ) from error
-        if meta.table.fingerprint() != brief.fingerprint or len(meta.owners) != len(
-            meta.table.chunks
-        ):
+        table = meta.table
+        if table.fingerprint() != brief.fingerprint or len(meta.owners) != len(table.chunks):
             raise DamagedError(f"{where}: does not match its fingerprint", hint=RESTORE)
         return meta
+
+
+# Made here, before there are threads: two threads that are the first to decode a class with classes
+# inside crash in msgspec 0.22, which shows its description of the class before it is complete.
+_DECODER = msgspec.json.Decoder(StoreMeta)
