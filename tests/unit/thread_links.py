@@ -15,7 +15,8 @@ from roadtrain.stages.control_links import ControlLinks, RankPlace
 from roadtrain.stages.snapshot_choice import SeenSnapshot
 from roadtrain.stages.snapshot_files import PartTable
 
-# Before there are threads (the end of storage/meta.py says why). In a run a rank is a process.
+# Built before the ranks' threads start: see the end of storage/meta.py. In a run, each rank is a
+# process.
 DECODERS = [msgspec.json.Decoder(kind) for kind in (SeenSnapshot, PartTable)]
 
 
@@ -62,13 +63,13 @@ def run_ranks(places: Sequence[RankPlace], work: Callable[[ThreadLinks], Any]) -
     shared: dict[Any, Any] = {"lock": threading.Lock()}
     out: list[Any] = [None] * len(places)
 
-    def one(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         try:
             out[rank] = work(ThreadLinks(rank, places, shared))
         except BaseException as error:
             out[rank] = error
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(places))]
+    threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(len(places))]
     for thread in threads:
         thread.start()
     for thread in threads:

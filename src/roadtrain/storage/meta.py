@@ -1,7 +1,7 @@
-"""StoreMeta: what a store holds, as `store.json` in every generation directory says it.
+"""StoreMeta: the description of a store, written as `store.json` into every generation directory.
 
-Assumes: whoever writes it holds the directory's lock. Does NOT know which step is committed
-(storage/ledger.py does).
+The process that writes it must hold the directory's lock. The description does not contain the
+committed step: see storage/ledger.py.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ RESTORE = "restore this file from a copy of the store; the disk may be failing"
 
 @dataclass(frozen=True)
 class GroupRule:
-    """What one parameter group's rule keeps: its state arrays (fp32) and scalars (float64, a
-    row a parameter)."""
+    """Update rule of a parameter group, with the names of its state arrays (fp32) and scalars
+    (float64, one row per parameter)."""
 
     rule: str
     arrays: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class GroupRule:
 
 @dataclass(frozen=True)
 class Brief:
-    """What any description says, also one that is not ours."""
+    """Fields that the description of a store has in every format."""
 
     format: int
     job: str
@@ -49,7 +49,8 @@ class Brief:
 
 @dataclass(frozen=True)
 class StoreMeta:
-    """What a store holds. A caller gives the first four; `create_store` fills in where it rests."""
+    """Contents and location of a store. Callers set the first four fields; `create_store` sets the
+    fields that locate it."""
 
     job: str  # uuid
     blocks: tuple[tuple[str, tuple[ParamSpec, ...]], ...]
@@ -88,7 +89,7 @@ class StoreMeta:
 
     @cached_property
     def records(self) -> dict[int, Record]:
-        """Of every chunk, by its id."""
+        """Layout of each chunk's record, by chunk id."""
         out = {}
         for chunk in self.table.chunks:
             rule = self.groups[chunk.group] if chunk.trainable else GroupRule("")
@@ -97,7 +98,7 @@ class StoreMeta:
 
     @cached_property
     def where(self) -> dict[str, list[tuple[Chunk, int, Span]]]:
-        """By parameter name, its spans: (chunk, number of the span in it, span)."""
+        """Spans of each parameter, by name: (chunk, index of the span in it, span)."""
         out: dict[str, list[tuple[Chunk, int, Span]]] = {}
         for chunk in self.table.chunks:
             for i, span in enumerate(chunk.spans):
@@ -147,7 +148,8 @@ class StoreMeta:
 
     @staticmethod
     def from_json(text: bytes | str, where: str) -> StoreMeta:
-        """`where`: for messages. Raises DamagedError, or ForeignError for another format."""
+        """Parse a description. Messages name its source, `where`. Raises DamagedError, or
+        ForeignError for another format."""
         try:
             brief = msgspec.json.decode(text, type=Brief)
             if brief.format != FORMAT:
@@ -165,6 +167,6 @@ class StoreMeta:
         return meta
 
 
-# Made here, before there are threads: two threads that are the first to decode a class with classes
-# inside crash in msgspec 0.22, which shows its description of the class before it is complete.
+# Built at import, before any thread starts. When two threads are the first to decode a class with
+# nested classes, msgspec (0.22) lets the second read an incomplete type, and the process crashes.
 _DECODER = msgspec.json.Decoder(StoreMeta)
