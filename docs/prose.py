@@ -78,7 +78,8 @@ def _python(path: Path) -> Iterator[Finding]:
 
 
 def _markdown(path: Path) -> Iterator[Finding]:
-    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    code = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+    text = code.sub(lambda found: "\n" * found[0].count("\n"), path.read_text())
     for match in SUBJECT.finditer(text.replace("\n", " ")):
         yield Finding("subject", path, text.count("\n", 0, match.start()) + 1, match[0])
 
