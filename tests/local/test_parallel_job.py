@@ -158,7 +158,7 @@ class OneOf:
 
     def __init__(self, rank=0, steps_done=0, told=("",), stop=False):
         self.rank, self.steps_done, self.committed_step = rank, steps_done, steps_done
-        self.joined = SimpleNamespace(
+        self.context = SimpleNamespace(
             options=SimpleNamespace(num_microbatches=5),
             position=SimpleNamespace(stage=0, replica=0),
             control=SimpleNamespace(agree=lambda mine, what: [mine, *told]),

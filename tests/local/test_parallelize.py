@@ -352,7 +352,7 @@ def test_a_store_of_several_ranks_is_of_servers():
 
 def test_lossy_activations_are_printed():  # Rule 2
     options = ParallelOptions(Parallelism(pp=2), 2, activations=torch.bfloat16)
-    assert options.say_lossy() == ["lossy: activations travel as torch.bfloat16"]
+    assert options.lossy_notes() == ["lossy: activations travel as torch.bfloat16"]
 
 
 def seeded_differently(rank):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from roadtrain.errors import ConfigError, LoopError, ModelError
-from roadtrain.stages.cuts import Cuts, Returned, Segment
+from roadtrain.stages.cuts import BlockOutput, Cuts, Segment
 from roadtrain.stages.layout import StageLayout
 from roadtrain.stages.parallelism import Parallelism
 from roadtrain.stages.protocol.pipeline import BACKWARD
@@ -71,7 +71,7 @@ def in_stages(model, cuts, stages, batch):
         own.attach()
         ended, value = own.run(segment, received, batch)
         if not ended:
-            received = tuple(x.detach() for x in Returned.of(value).tensors)
+            received = tuple(x.detach() for x in BlockOutput.of(value).tensors)
     assert ended
     return value
 

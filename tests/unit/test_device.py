@@ -13,7 +13,7 @@ import torch
 
 from roadtrain.device import copies as module
 from roadtrain.device.buffers import Buffer
-from roadtrain.device.copies import HostBuffer, beside_accelerator, own_device
+from roadtrain.device.copies import HostBuffer, idle_accelerator, own_device
 from roadtrain.errors import ConfigError
 from roadtrain.kernels import gpu
 from roadtrain.kernels.rules import SgdRule
@@ -190,10 +190,10 @@ def test_workers_that_each_see_one_device_are_told(monkeypatch):
 
 
 def test_a_model_on_the_cpu_beside_an_accelerator_is_one_line(cuda, monkeypatch):
-    assert "this host has 2 cuda device(s)" in beside_accelerator(torch.device("cpu"))  # Rule 6
-    assert not beside_accelerator(ONE)
+    assert "this host has 2 cuda device(s)" in idle_accelerator(torch.device("cpu"))  # Rule 6
+    assert not idle_accelerator(ONE)
     monkeypatch.setattr(module, "torch", torch)
-    assert torch.accelerator.is_available() or not beside_accelerator(torch.device("cpu"))
+    assert torch.accelerator.is_available() or not idle_accelerator(torch.device("cpu"))
 
 
 def test_a_buffers_streams_and_events_are_those_of_its_device(cuda):

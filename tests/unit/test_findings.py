@@ -18,7 +18,15 @@ from roadtrain.errors import ConfigError, DeadlineError, PeerError
 from roadtrain.options.schema import checked
 from roadtrain.stages import preflight, probes
 from roadtrain.stages import rank_meeting as meeting
-from roadtrain.stages.findings import CardLink, Finding, Report, Trouble, links_of, matrix, problem
+from roadtrain.stages.findings import (
+    CardLink,
+    Finding,
+    LinkFault,
+    Report,
+    links_of,
+    matrix,
+    problem,
+)
 from roadtrain.stages.job_parallelism import ParallelismSection
 from roadtrain.stages.networks import HostCard, HostCards, choose_networks
 from roadtrain.stages.rank_meeting import (
@@ -74,7 +82,7 @@ def test_every_pair_of_every_group_once() -> None:
 
 
 def test_links_that_do_not_connect() -> None:
-    closed = Trouble.CANNOT_CONNECT
+    closed = LinkFault.CANNOT_CONNECT
     assert "host b: eth0 (ethernet, 10.1.0.2) cannot reach 10.1.0.3 (eth0) of host c: nothing" in (
         said(reports(b_c=closed, c_b=closed))
     )
@@ -93,7 +101,7 @@ def test_addresses_of_different_subnets_are_said() -> None:
     far = [HOSTS[0], host("b", 2, net=9)]
     links = links_of([*choose_networks([], far).values()])
     found = {
-        name: Report(name, tuple(Finding(one, Trouble.CANNOT_CONNECT, "x") for one in links
+        name: Report(name, tuple(Finding(one, LinkFault.CANNOT_CONNECT, "x") for one in links
                                  if one.source == name))
         for name in "ab"
     }  # fmt: skip
@@ -101,11 +109,11 @@ def test_addresses_of_different_subnets_are_said() -> None:
 
 
 def test_what_comes_first_explains_the_rest() -> None:
-    lost, closed = Trouble.LARGE_LOST, Trouble.CANNOT_CONNECT
+    lost, closed = LinkFault.LARGE_LOST, LinkFault.CANNOT_CONNECT
     assert "a large payload to it is lost (MTU 1500 here, 1500 there)" in said(reports(a_b=lost))
     assert "cannot reach" in said(reports(a_b=lost, b_c=closed, ahead={"c": 99.0}))
-    assert "gets no answer" in said(reports(a_b=Trouble.NO_ANSWER, b_a=lost))
-    assert "from it is lost" in said(reports(a_b=Trouble.LARGE_LOST_BACK))
+    assert "gets no answer" in said(reports(a_b=LinkFault.NO_ANSWER, b_a=lost))
+    assert "from it is lost" in said(reports(a_b=LinkFault.LARGE_LOST_BACK))
     absent = reports(b_c=closed) | {"a": Report("a", (), failed="a waited for c")}
     del absent["c"]
     assert "host c came to the rendezvous and has not reported" in said(absent)
@@ -123,7 +131,7 @@ def test_a_clock_that_differs_is_named(host, ahead) -> None:
 
 
 def test_the_matrix() -> None:
-    lines = matrix(reports(b_c=Trouble.NO_ANSWER), ["a", "b", "c"], NETWORKS)
+    lines = matrix(reports(b_c=LinkFault.NO_ANSWER), ["a", "b", "c"], NETWORKS)
     assert lines[0].split() == ["from", "\\", "to", "a", "b", "c"]
     assert "ethernet 100 us 50 MB/s" in lines[1]
     assert "ethernet no answer" in lines[2]
@@ -350,7 +358,7 @@ def test_a_link_whose_rate_cannot_be_had_has_passed(monkeypatch) -> None:
 
     monkeypatch.setattr(probes, "_take", once)
     found, heard = asyncio.run(both())
-    assert [(one.trouble, one.bytes_per_s) for one in found] == [(None, 0.0)] and not heard
+    assert [(one.fault, one.bytes_per_s) for one in found] == [(None, 0.0)] and not heard
 
 
 @pytest.mark.parametrize("kind", [ConfigError, PeerError, DeadlineError])
@@ -437,7 +445,7 @@ def test_all_is_well_only_where_the_job_would_run(monkeypatch) -> None:
     proven = []
     monkeypatch.setattr(preflight_command, "launch_of", lambda _: met.launch)
     monkeypatch.setattr(preflight_command, "meet", lambda *_, **__: met)
-    monkeypatch.setattr(preflight_command, "stated", lambda hosts, _: hosts)
+    monkeypatch.setattr(preflight_command, "override", lambda hosts, _: hosts)
     monkeypatch.setattr(preflight_command, "preflight", lambda *words: proven.append(words))
     monkeypatch.setattr(preflight_command, "load_job", lambda *_, **__: Ranks("", ()))
     monkeypatch.setattr(Ranks, "parallelism", asked(dp=2), raising=False)

@@ -10,8 +10,8 @@ from torch import nn
 from roadtrain.errors import LoopError, ModelError, RuleError, StoreError
 from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.stages.bucket_state import BucketState
-from roadtrain.stages.courier import SideStream
-from roadtrain.stages.parallel_parts import bring
+from roadtrain.stages.op_queue import SideStream
+from roadtrain.stages.parallel_parts import cast_and_move
 from roadtrain.stages.pieces import VALUE, Extent, Piece
 from roadtrain.stages.sharded_optimizer import ShardedOptimizer, ShardedOptions
 from roadtrain.streaming.split import split
@@ -381,8 +381,10 @@ def test_parameters_that_were_narrowed_keep_their_first_values(made):  # Rule 1
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(True)
     model[1].bias.requires_grad_(False)
     wide = {name: p.detach().clone().view(-1) for name, p in model.named_parameters()}
-    masters = bring(model, torch.device("cpu"), torch.bfloat16)
-    assert model[0].weight.dtype == torch.bfloat16 and not bring(model, torch.device("cpu"), None)
+    masters = cast_and_move(model, torch.device("cpu"), torch.bfloat16)
+    assert model[0].weight.dtype == torch.bfloat16 and not cast_and_move(
+        model, torch.device("cpu"), None
+    )
     optimizer = made(model, momentum(model), masters=masters)
     kept = {e.name: optimizer.piece(e).arrays[VALUE] for e in optimizer.extents()}
     assert torch.equal(kept.pop("1.bias"), model[1].bias.detach().float())  # nothing updates it
@@ -521,8 +523,8 @@ def test_sums_begin_during_the_last_backward_in_its_order(made, monkeypatch):
     optimizer = made(model, adamw(model), options=ShardedOptions(bucket_bytes=4096))
     assert len(optimizer.states) == 5
     begun = []
-    do = optimizer.courier.do
-    monkeypatch.setattr(optimizer.courier, "do", lambda job: (begun.append(job.what), do(job)))
+    do = optimizer.queue.do
+    monkeypatch.setattr(optimizer.queue, "do", lambda job: (begun.append(job.what), do(job)))
     # the first step shows how often a backward adds to a weight, later ones overlap
     for step, (before, after) in enumerate([(0, 0), (0, 5), (0, 5)]):
         begun.clear()

@@ -109,12 +109,12 @@ def device_of(
             f"the model's parameters are on {sorted(map(str, found))}", hint="put it on one device"
         )
     device = next(iter(found), torch.device("cpu"))
-    if line := beside_accelerator(device):
+    if line := idle_accelerator(device):
         report(line)
     return own_device(device, report)
 
 
-def beside_accelerator(device: torch.device) -> str:
+def idle_accelerator(device: torch.device) -> str:
     """A line for people where a model computes on the CPU of a host that has an accelerator,
     else nothing."""
     if device.type != "cpu" or not torch.accelerator.is_available():
@@ -221,7 +221,7 @@ class HostBuffer:
         del self._host, self.tensor, self.view  # the memory goes with the last view of it
 
 
-class AfterCopies:
+class CopyCallbacks:
     """A thread that waits for events of a device, one after the other, and does after each what
     was to come after it: so that nobody waits for a device with a lock. `failed` hears what goes
     wrong."""

@@ -37,7 +37,7 @@ from roadtrain.streaming.split import split
 
 
 @dataclass(frozen=True)
-class Returned:
+class BlockOutput:
     """What a block returns: the form of it, and its tensors on `meta`."""
 
     tensors: tuple[torch.Tensor, ...]
@@ -45,10 +45,10 @@ class Returned:
     spec: pytree.TreeSpec
 
     @staticmethod
-    def of(value: Any) -> Returned:
+    def of(value: Any) -> BlockOutput:
         leaves, spec = flatten(value)
         tensors, form = distinct(leaves)
-        return Returned(tuple(tensors), tuple(form), spec)
+        return BlockOutput(tuple(tensors), tuple(form), spec)
 
     @property
     def shapes(self) -> tuple[torch.Tensor, ...]:
@@ -58,7 +58,7 @@ class Returned:
             for x in self.tensors
         )
 
-    def made_of(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The same form with other tensors."""
         leaves = [tensors[i] if i >= 0 else leaf for i, leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
@@ -106,7 +106,7 @@ class DataFlow(TorchDispatchMode):
             self._before.append(before)
             self._node_of[StorageWeakRef(x.untyped_storage())] = len(self._before) - 1
 
-    def behind(self, ends: Sequence[int], stops: Sequence[int]) -> set[int]:
+    def ancestors(self, ends: Sequence[int], stops: Sequence[int]) -> set[int]:
         """`ends`, and all that they were computed of, on ways that do not lead through `stops`."""
         todo, found = [*ends], set[int]()
         while todo:
@@ -168,10 +168,10 @@ class Cuts:
         self._name_of: dict[int, str] = {}  # of a parameter, by its node
         self._of_block: dict[int, int] = {}  # the number of the block that returned the node
         self._crossed: list[list[int]] = []  # the nodes that each block returned
-        self._alike: dict[Any, Returned] = {}  # what blocks that cannot run on `meta` return
+        self._alike: dict[Any, BlockOutput] = {}  # what blocks that cannot run on `meta` return
         self.blocks: list[str] = []
-        self.returned: list[Returned] = []
-        self.begun: dict[str, int] = {}
+        self.returned: list[BlockOutput] = []
+        self.blocks_before: dict[str, int] = {}
         result = self._record(model, parts.blocks, args, kwargs)
         if missing := [part.name for part in parts.blocks if part.name not in self.blocks]:
             raise ModelError(
@@ -210,7 +210,7 @@ class Cuts:
         last = segment.stop == len(self.blocks)
         ends = self._results if last else self._crossed[segment.stop - 1]
         stops = self._crossed[segment.begin - 1] if segment.begin else []
-        nodes = self._flow.behind(ends, stops)
+        nodes = self._flow.ancestors(ends, stops)
         names = {self._name_of[node] for node in nodes & self._name_of.keys()}
         past = {self._of_block[node] for node in nodes & self._of_block.keys()}
         past |= {self._index[self._block_of[name]] for name in names & self._block_of.keys()}
@@ -268,7 +268,7 @@ class Cuts:
 
     def _begins(self, name: str) -> Any:
         def hook(module: nn.Module, given: Any) -> None:
-            self.begun.setdefault(name, len(self.blocks))
+            self.blocks_before.setdefault(name, len(self.blocks))
 
         return hook
 
@@ -279,14 +279,14 @@ class Cuts:
                     f"block {name!r} runs twice in one forward: it cannot be in a stage",
                     hint="name larger blocks with blocks=[...]",
                 )
-            found = Returned.of(value)
+            found = BlockOutput.of(value)
             # of their own, also where a block returns what it was given
             copies = tuple(x.clone() for x in found.tensors)
             self._crossed.append([self._flow.node(x) for x in copies])
             self._of_block |= dict.fromkeys(self._crossed[-1], len(self.blocks))
             self.blocks.append(name)
-            self.returned.append(Returned(copies, found.leaves, found.spec))
-            return self.returned[-1].made_of(copies)
+            self.returned.append(BlockOutput(copies, found.leaves, found.spec))
+            return self.returned[-1].rebuild(copies)
 
         return hook
 
@@ -307,11 +307,11 @@ class Cuts:
                 values = {id(x): _zeros(x) for x in (*parameters, *block.buffers())}
                 a, k = pytree.tree_unflatten(given, spec)
                 with self._flow.paused(), _held(block, values):
-                    self._alike[kind] = Returned.of(forward(*a, **k))
+                    self._alike[kind] = BlockOutput.of(forward(*a, **k))
             with self._flow.paused():
                 copies = self._alike[kind].shapes
             self._flow.computed(copies, [*tensors, *parameters])
-            return self._alike[kind].made_of(copies)
+            return self._alike[kind].rebuild(copies)
 
 
 @contextmanager

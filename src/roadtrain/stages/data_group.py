@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 from roadtrain.kernels.sum import sum_in_order
-from roadtrain.stages.courier import Pending
 from roadtrain.stages.flat_layout import Bucket, overlaps
+from roadtrain.stages.op_queue import Pending
 
 DEFAULT_DEADLINE_S = 600.0
 # torch 2.13 renames it
@@ -37,7 +37,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class RanksTogether:
+class RankCollectives:
     """What all ranks of a group do with small tensors on `device`, in place. `group`: None for one
     rank alone. `deadline_s`: that the group gives one operation."""
 
@@ -50,20 +50,20 @@ class RanksTogether:
     def __str__(self) -> str:
         return "a group of one" if self.group is None else ranks_of(self.group)
 
-    def any_of(self, flags: torch.Tensor) -> Pending | None:
+    def all_max(self, flags: torch.Tensor) -> Pending | None:
         """Begin: the largest of each element over the ranks."""
         if self.width == 1:
             return None
         return dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
-    def from_first(self, values: torch.Tensor) -> Pending | None:
+    def broadcast(self, values: torch.Tensor) -> Pending | None:
         """Begin: those of the group's first rank."""
         if self.width == 1:
             return None
         return dist.broadcast(values, group=self.group, group_src=0, async_op=True)
 
 
-class DataGroup(RanksTogether):
+class DataGroup(RankCollectives):
     """The data-parallel ranks of a stage."""
 
     @property
@@ -109,7 +109,7 @@ class DataGroup(RanksTogether):
         return exchange_messages(sent, arriving, self.group)
 
 
-class SharedCopies(RanksTogether):
+class SharedCopies(RankCollectives):
     """`group`: all ranks of the stages that have a copy, stage by stage, replica by replica.
     `widths`: ranks of each of these stages."""
 

@@ -21,7 +21,7 @@ GROUPS = 24  # that have a line each; above, those of one kind and rate are one 
 MATRIX = 12  # hosts of a matrix that people can read; above, links of one kind are one line
 
 
-class Trouble(StrEnum):
+class LinkFault(StrEnum):
     """The step at which a link failed."""
 
     CANNOT_CONNECT = "cannot connect"
@@ -52,7 +52,7 @@ class Finding:
     """Of a link, by its source."""
 
     link: CardLink
-    trouble: Trouble | None
+    fault: LinkFault | None
     why: str  # of the trouble
     latency_s: float = 0.0  # one way
     ahead_s: float = 0.0  # of the target's clock before the source's
@@ -65,7 +65,7 @@ class Report:
 
     host: str
     findings: tuple[Finding, ...]
-    heard: tuple[str, ...] = ()
+    unanswered: tuple[str, ...] = ()
     failed: str = ""  # why it could not test at all
 
 
@@ -100,8 +100,8 @@ def problem(
         if reports[host].failed:
             return PeerError(f"host {host}: {reports[host].failed}")
     found = {one.link: one for report in reports.values() for one in report.findings}
-    for trouble in Trouble:
-        failed = [one for one in found.values() if one.trouble is trouble]
+    for trouble in LinkFault:
+        failed = [one for one in found.values() if one.fault is trouble]
         if failed:
             ends = [end for one in failed for end in (one.link.source, one.link.target)]
             worst = max(sorted(set(ends)), key=ends.count)  # an end of most of the links
@@ -121,15 +121,15 @@ def _troubled(
     more = f" (and {failures - 1} more such links)" if failures > 1 else ""
     start = f"host {link.source}: {own.interface} ({link.kind}, {own.address})"
     end = f"{other.address} ({other.interface}) of host {link.target}"
-    if one.trouble is Trouble.CANNOT_CONNECT:
+    if one.fault is LinkFault.CANNOT_CONNECT:
         said, hint = _unreachable(one, found, reports, own, other)
         return PeerError(f"{start} cannot reach {end}: {one.why}{said}{more}", hint=hint)
-    if one.trouble is Trouble.NO_ANSWER:
+    if one.fault is LinkFault.NO_ANSWER:
         return PeerError(
             f"{start} connects to {end} and gets no answer: {one.why}{more}",
             hint="something on the way takes connections not meant for it, or drops what follows",
         )
-    way = "to" if one.trouble is Trouble.LARGE_LOST else "from"
+    way = "to" if one.fault is LinkFault.LARGE_LOST else "from"
     mtus = f"MTU {own.mtu} here, {other.mtu} there"
     return PeerError(
         f"{start} exchanges small messages with {end}, but a large payload {way} it is lost"
@@ -149,9 +149,9 @@ def _unreachable(
     """What else is known of a link that does not connect, and the hint."""
     link, back = one.link, found.get(one.link.back)
     firewall = "look at the firewalls of both hosts, and of what is between them"
-    heard_there = link.source_address in reports[link.target].heard
-    heard_here = link.target_address in reports[link.source].heard
-    if back is not None and back.trouble is not Trouble.CANNOT_CONNECT:
+    heard_there = link.source_address in reports[link.target].unanswered
+    heard_here = link.target_address in reports[link.source].unanswered
+    if back is not None and back.fault is not LinkFault.CANNOT_CONNECT:
         return f", although {link.target} reaches {link.source}: one direction is closed", firewall
     if heard_there != heard_here:
         deaf, loud = (link.source, link.target) if heard_there else (link.target, link.source)
@@ -218,7 +218,7 @@ def _table(found: Sequence[Finding], hosts: Sequence[str]) -> Iterator[str]:
     cells: dict[tuple[str, str], list[str]] = {}
     for one in sorted(found, key=lambda one: KINDS.index(one.link.kind)):
         rate = f" {show_rate(one.bytes_per_s)}" if one.bytes_per_s else ""
-        said = one.trouble or f"{show_seconds(one.latency_s)}{rate}"
+        said = one.fault or f"{show_seconds(one.latency_s)}{rate}"
         cell = cells.setdefault((one.link.source, one.link.target), [])
         cell.append(f"{one.link.kind} {said}")
     rows = [["from \\ to", *hosts]]

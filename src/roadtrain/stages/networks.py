@@ -98,14 +98,14 @@ class NetworkStatement(Section):
         where += [f"hosts {', '.join(self.hosts)}"] if self.hosts != ["*"] else []
         return " of ".join(where)
 
-    def about_host(self, host: str) -> bool:
+    def matches_host(self, host: str) -> bool:
         return any(fnmatchcase(host, pattern) for pattern in self.hosts)
 
-    def about(self, host: str, card: HostCard) -> bool:
+    def matches(self, host: str, card: HostCard) -> bool:
         inside = not self.subnet or ipaddress.ip_address(card.address) in ipaddress.ip_network(
             self.subnet
         )
-        return self.about_host(host) and fnmatchcase(card.interface, self.interface) and inside
+        return self.matches_host(host) and fnmatchcase(card.interface, self.interface) and inside
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class HostCard:
         return str(ipaddress.ip_interface(f"{self.address}/{self.prefix}").network)
 
     @property
-    def meets(self) -> str:
+    def fabric_id(self) -> str:
         return self.fabric or self.subnet
 
     def __str__(self) -> str:
@@ -191,30 +191,30 @@ class NamedRanks(Protocol):
 LOOPBACK_CARD = HostCard("lo", LOOPBACK, 8, kind=INSIDE)
 
 
-def stated(
+def override(
     hosts: Sequence[HostCards], statements: Sequence[NetworkStatement]
 ) -> tuple[HostCards, ...]:
     """`hosts` with what the user stated, without the cards that are not to be used, and without
     addresses that several hosts have (each host's own bridge for containers). Raises ConfigError
     for a statement about an interface that is not there, or that the system contradicts."""
     for statement in statements:
-        _check_there(statement, hosts)
+        _check_exists(statement, hosts)
     every = {host.identity: host for host in hosts}.values()
     addresses = [card.address for host in every for card in host.cards]
     out = []
     for host in hosts:
         cards = []
         for card in host.cards:
-            said = next((one for one in statements if one.about(host.name, card)), None)
+            said = next((one for one in statements if one.matches(host.name, card)), None)
             if addresses.count(card.address) == 1 and (said is None or said.use):
-                cards.append(card if said is None else _as_stated(host.name, card, said))
+                cards.append(card if said is None else _apply(host.name, card, said))
         out.append(replace(host, cards=tuple(cards)))
     return tuple(out)
 
 
-def _check_there(statement: NetworkStatement, hosts: Sequence[HostCards]) -> None:
+def _check_exists(statement: NetworkStatement, hosts: Sequence[HostCards]) -> None:
     """Every host that is meant has it, where it is named without a pattern; else one has."""
-    meant = [host for host in hosts if statement.about_host(host.name)]
+    meant = [host for host in hosts if statement.matches_host(host.name)]
     named = not set(statement.interface) & set("*?[")
     for host in meant:
         if named and not any(card.interface == statement.interface for card in host.cards):
@@ -223,7 +223,7 @@ def _check_there(statement: NetworkStatement, hosts: Sequence[HostCards]) -> Non
                 f" up; `networks` calls it {statement.kind or 'a network'}: {host}",
                 hint="name the interface that it has, or say in `hosts` which hosts have this one",
             )
-    if not any(statement.about(host.name, card) for host in meant for card in host.cards):
+    if not any(statement.matches(host.name, card) for host in meant for card in host.cards):
         raise ConfigError(
             f"`networks` speaks of {statement}, and no host has it:"
             f" {'; '.join(map(str, meant or hosts))}",
@@ -231,7 +231,7 @@ def _check_there(statement: NetworkStatement, hosts: Sequence[HostCards]) -> Non
         )
 
 
-def _as_stated(host: str, card: HostCard, said: NetworkStatement) -> HostCard:
+def _apply(host: str, card: HostCard, said: NetworkStatement) -> HostCard:
     kind = said.kind or card.kind
     if card.found and kind != card.found and ETHERNET not in (kind, card.found):
         raise ConfigError(
@@ -253,9 +253,9 @@ def pick(group: NamedRanks, host_of: Mapping[int, HostCards]) -> GroupNetwork:
     if len(hosts) == 1:
         return GroupNetwork(group.name, ranks, names, INSIDE, (LOOPBACK_CARD,) * len(ranks))
     _refuse_mixed_fabric(group.name, [*hosts.values()])
-    way = _way([*hosts.values()])
+    way = _common_cards([*hosts.values()])
     if way is None:
-        raise _no_way(group.name, [*hosts.values()])
+        raise _unreachable(group.name, [*hosts.values()])
     by_host = dict(zip(hosts, way))
     cards = tuple(by_host[host.identity] for host in members)
     passed = _passed_over([*hosts.values()], way)
@@ -263,7 +263,7 @@ def pick(group: NamedRanks, host_of: Mapping[int, HostCards]) -> GroupNetwork:
 
 
 @dataclass(frozen=True)
-class _Everyone:
+class _AllRanks:
     ranks: tuple[int, ...]
     name: str = CONTROL
 
@@ -274,11 +274,11 @@ def choose_networks(
     """The network of each group by its name, and of CONTROL, the group of all ranks. hosts: of
     each rank. Raises ConfigError (`pick`)."""
     host_of = dict(enumerate(hosts))
-    every = (*groups, _Everyone(tuple(host_of)))
+    every = (*groups, _AllRanks(tuple(host_of)))
     return {group.name: pick(group, host_of) for group in every}
 
 
-def _way(hosts: Sequence[HostCards]) -> tuple[HostCard, ...] | None:
+def _common_cards(hosts: Sequence[HostCards]) -> tuple[HostCard, ...] | None:
     def fastest(
         of: Sequence[Sequence[HostCard]], fabric: Callable[[HostCard], str]
     ) -> tuple[HostCard, ...] | None:
@@ -293,8 +293,8 @@ def _way(hosts: Sequence[HostCards]) -> tuple[HostCard, ...] | None:
         [card for card in host.cards if card.kind == ETHERNET and not card.fabric] for host in hosts
     ]
     return (
-        fastest([host.cards for host in hosts], lambda card: card.meets)
-        or fastest(plain, lambda card: card.meets)
+        fastest([host.cards for host in hosts], lambda card: card.fabric_id)
+        or fastest(plain, lambda card: card.fabric_id)
         or fastest(routed, lambda card: "")
     )
 
@@ -319,7 +319,7 @@ def _refuse_mixed_fabric(group: str, hosts: Sequence[HostCards]) -> None:
             )
 
 
-def _no_way(group: str, hosts: Sequence[HostCards]) -> ConfigError:
+def _unreachable(group: str, hosts: Sequence[HostCards]) -> ConfigError:
     said = "; ".join(map(str, hosts))
     kinds = [{card.kind for card in host.cards} for host in hosts]
     mixed = {INFINIBAND} in kinds and {ROCE} in kinds

@@ -126,7 +126,7 @@ class ParallelOptions:
                 hint="Servers, which add up the gradients of several ranks, or a width of 1",
             )
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """What must be the same on all ranks, in words; a line each."""
         apart = {"weights", "init", "deadline_s", "job", "reducers_token_file"}  # each rank's own
         said = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
@@ -137,7 +137,7 @@ class ParallelOptions:
         said["tensor_plan"] = sorted(self.tensor_plan or ())
         return "\n".join([*(f"{key} = {value}" for key, value in said.items()), self.job])
 
-    def say_lossy(self) -> list[str]:
+    def lossy_notes(self) -> list[str]:
         """Rule 2: what is lossy, for printing."""
         if self.activations is None:
             return []

@@ -22,7 +22,7 @@ from roadtrain.stages.data_group import SharedCopies
 from roadtrain.stages.gradient_sum import connect_gradient_sum
 from roadtrain.stages.layout import StageLayout
 from roadtrain.stages.links import Channel, StageLinks
-from roadtrain.stages.networks import CONTROL, stated
+from roadtrain.stages.networks import CONTROL, override
 from roadtrain.stages.parallel_options import ParallelOptions
 from roadtrain.stages.parallelism import RankPosition
 from roadtrain.stages.pipeline import Pipeline
@@ -43,7 +43,7 @@ WHAT = {GroupKind.ACTIVATIONS: FORWARD, GroupKind.GRADIENTS: BACKWARD}
 
 
 @dataclass(frozen=True)
-class Joined:
+class RankContext:
     """A process among the others of a job."""
 
     rank: int
@@ -69,15 +69,15 @@ def join(
     device: torch.device,
     rule: str,
     report: Report,
-) -> Joined:
+) -> RankContext:
     """Choose a network for every group, prove that it works, make the process groups and the links
-    of all processes to all, and give this start a name. rule: as in Joined. Collective. Raises
+    of all processes to all, and give this start a name. rule: as in RankContext. Collective. Raises
     ConfigError where a group has no network in common, PeerError where one does not work."""
     every = [*groups.to_create, *layout.shared_groups()]
-    hosts = stated(meeting.hosts, options.networks)
+    hosts = override(meeting.hosts, options.networks)
     networks = preflight(meeting, every, hosts, say=report)
-    deadline_s = options.deadline_s
-    start_processes(networks[CONTROL], meeting.store, meeting.rank, meeting.world_size, deadline_s)
+    me, deadline_s = meeting.rank, options.deadline_s
+    start_processes(networks[CONTROL], meeting.store, me, meeting.world_size, deadline_s)
     processes = make_process_groups(
         every, networks, deadline_s, device_type=device.type, say=report
     )
@@ -88,7 +88,7 @@ def join(
         places.append(RankPlace(groups.cluster(rank), groups.host(rank), role))
     control = ControlLinks(processes.control, processes.replies, places, deadline_s)
     start = control.same(lambda: uuid.uuid4().hex, "the name of this start")  # agents have none
-    return Joined(meeting.rank, groups, layout, processes, control, options, device, rule, start)
+    return RankContext(me, groups, layout, processes, control, options, device, rule, start)
 
 
 class UserOptimizer:
@@ -124,33 +124,33 @@ class UserOptimizer:
 
 
 def make_stage_optimizer(
-    joined: Joined,
+    context: RankContext,
     stage_model: StageModel,
     optimizer: torch.optim.Optimizer,
     report: Report,
 ) -> StageOptimizer:
     """What updates this rank's stage: placed, or with its state cut over the data group."""
-    stage = joined.position.stage
-    if stage in joined.options.stores:
-        return placed_stage(joined, stage_model, optimizer)
-    split = split_layers(joined, stage_model)
+    stage = context.position.stage
+    if stage in context.options.stores:
+        return placed_stage(context, stage_model, optimizer)
+    split = split_layers(context, stage_model)
     if split is not None:
         report(f"stage {stage}: {split}")
-    sums, group = None, joined.groups.group_of(GroupKind.DATA, joined.rank)
-    if joined.options.reducers:
-        address = joined.processes.networks[group.name].card_of(joined.rank).address
-        sums = connect_gradient_sum(joined.options, joined.control, address, report)
-    masters = bring(stage_model.model, joined.device, joined.options.dtype)
+    sums, group = None, context.groups.group_of(GroupKind.DATA, context.rank)
+    if context.options.reducers:
+        address = context.processes.networks[group.name].card_of(context.rank).address
+        sums = connect_gradient_sum(context.options, context.control, address, report)
+    masters = cast_and_move(stage_model.model, context.device, context.options.dtype)
     return ShardedOptimizer(
         stage_model.model,
         optimizer,
-        joined.processes[group],
-        shared=shared_copies(joined),
+        context.processes[group],
+        shared=shared_copies(context),
         blocks=stage_model.own_modules,
         masters=masters,
         options=ShardedOptions(
             sums=sums,
-            overlap=joined.options.overlap,
+            overlap=context.options.overlap,
             label=f"stage {stage}",
             split=split,
         ),
@@ -159,23 +159,23 @@ def make_stage_optimizer(
 
 
 def placed_stage(
-    joined: Joined, stage_model: StageModel, optimizer: torch.optim.Optimizer
+    context: RankContext, stage_model: StageModel, optimizer: torch.optim.Optimizer
 ) -> PlacedStage:
     """The stage's state rests where the options say. Each stage says itself where that is."""
-    at, options = joined.position, joined.options
-    width = joined.groups.parallelism.replicas_of[at.stage]
+    at, options = context.position, context.options
+    width = context.groups.parallelism.replicas_of[at.stage]
     placed = place(
         stage_model.model,
         optimizer,
         store=options.stores[at.stage],
         dtype=options.dtype,
         blocks=stage_model.own_names,
-        device=joined.device,
+        device=context.device,
         deadline_s=options.deadline_s,
         report=partial(_of_stage, at.stage) if at.replica == 0 else silent,
-        group=WorkerGroup(session=joined.start).of_stage(at.stage, at.replica, width),
+        group=WorkerGroup(session=context.start).of_stage(at.stage, at.replica, width),
     )
-    return PlacedStage(placed, shared_copies(joined))
+    return PlacedStage(placed, shared_copies(context))
 
 
 def _of_stage(stage: int, line: str) -> None:
@@ -185,24 +185,24 @@ def _of_stage(stage: int, line: str) -> None:
 def silent(_: str) -> None: ...
 
 
-def split_layers(joined: Joined, stage_model: StageModel) -> TensorParallel | None:
+def split_layers(context: RankContext, stage_model: StageModel) -> TensorParallel | None:
     """Every layer in parts over the replica's tensor group, where there are several ranks."""
-    if joined.groups.parallelism.tp == 1:
+    if context.groups.parallelism.tp == 1:
         return None
-    group = joined.processes[joined.groups.group_of(GroupKind.TENSOR, joined.rank)]
-    mesh = DeviceMesh.from_group(group, joined.device.type, mesh_dim_names=("tp",))
-    plan = joined.options.tensor_plan
+    group = context.processes[context.groups.group_of(GroupKind.TENSOR, context.rank)]
+    mesh = DeviceMesh.from_group(group, context.device.type, mesh_dim_names=("tp",))
+    plan = context.options.tensor_plan
     return tensor_parallel(stage_model.model, mesh, stage_model.own_names, plan)
 
 
-def shared_copies(joined: Joined) -> list[tuple[tuple[str, ...], SharedCopies]]:
+def shared_copies(context: RankContext) -> list[tuple[tuple[str, ...], SharedCopies]]:
     """Names of parameters that this stage has in common with others, for each set of stages, in an
     order that is the same on all of them. Raises ConfigError where some of these stages are placed
     and some are not: they sum gradients in other ways."""
-    at, out = joined.position, list[tuple[tuple[str, ...], SharedCopies]]()
-    widths = joined.groups.parallelism.replicas_of
-    for stages, names in joined.layout.shared().items():
-        placed = [stage for stage in stages if stage in joined.options.stores]
+    at, out = context.position, list[tuple[tuple[str, ...], SharedCopies]]()
+    widths = context.groups.parallelism.replicas_of
+    for stages, names in context.layout.shared().items():
+        placed = [stage for stage in stages if stage in context.options.stores]
         if placed and len(placed) < len(stages):
             raise ConfigError(
                 f"stages {', '.join(map(str, stages))} share {names[0]!r}, and of these only"
@@ -210,13 +210,13 @@ def shared_copies(joined: Joined) -> list[tuple[tuple[str, ...], SharedCopies]]:
                 hint="give all of them a store, or none",
             )
         if at.stage in stages:
-            group = joined.processes[joined.layout.shared_group(stages, at.tensor)]
-            copies = SharedCopies(group, tuple(widths[s] for s in stages), joined.device)
+            group = context.processes[context.layout.shared_group(stages, at.tensor)]
+            copies = SharedCopies(group, tuple(widths[s] for s in stages), context.device)
             out.append((names, copies))
     return out
 
 
-def bring(
+def cast_and_move(
     model: nn.Module, device: torch.device, dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
     """Parameters in `dtype` (None: their own), and buffers, to the device. Returns the fp32 values
@@ -232,10 +232,10 @@ def bring(
     return masters
 
 
-def make_pipeline(joined: Joined, stage_model: StageModel, loss: LossFunction) -> Pipeline:
+def make_pipeline(context: RankContext, stage_model: StageModel, loss: LossFunction) -> Pipeline:
     """This rank's segments and its links to the stages beside it."""
-    at, options, layout = joined.position, joined.options, joined.layout
-    parallelism = joined.groups.parallelism
+    at, options, layout = context.position, context.options, context.layout
+    parallelism = context.groups.parallelism
     shape = PipelineShape(
         at.stage,
         at.replica,
@@ -247,21 +247,21 @@ def make_pipeline(joined: Joined, stage_model: StageModel, loss: LossFunction) -
         StagePart(stage_model, segment, loss, options.activations, shape.slots)
         for segment in layout.segments_of(at.stage)
     ]
-    return Pipeline(shape, parts, stage_links(joined), options.seed)
+    return Pipeline(shape, parts, stage_links(context), options.seed)
 
 
-def stage_links(joined: Joined) -> StageLinks:
-    groups, channels = joined.groups, dict[Channel, Any]()
+def stage_links(context: RankContext) -> StageLinks:
+    groups, channels = context.groups, dict[Channel, Any]()
     for number, group in enumerate(groups.boundaries):  # one for each direction
-        if group in joined.processes:
-            channels[number // len(WHAT), WHAT[group.kind]] = joined.processes[group]
-    return StageLinks(channels, groups, joined.rank, joined.options.deadline_s)
+        if group in context.processes:
+            channels[number // len(WHAT), WHAT[group.kind]] = context.processes[group]
+    return StageLinks(channels, groups, context.rank, context.options.deadline_s)
 
 
-def say_start(joined: Joined, cuts: Cuts, say: Report) -> None:
+def report_start(context: RankContext, cuts: Cuts, say: Report) -> None:
     """What the job is, and what of it is not as in one process (Rule 2)."""
-    parallelism, micro = joined.groups.parallelism, joined.options.num_microbatches
-    say(f"parallel: {parallelism}, {micro} micro-batches a step, stages of {joined.layout}")
+    parallelism, micro = context.groups.parallelism, context.options.num_microbatches
+    say(f"parallel: {parallelism}, {micro} micro-batches a step, stages of {context.layout}")
     if parallelism.tp > 1 and cuts.draws:
         say(
             f"tensor: the model draws random numbers (dropout), and each of the {parallelism.tp}"

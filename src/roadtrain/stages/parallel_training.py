@@ -14,7 +14,7 @@ import torch
 from torch import distributed, nn
 
 from roadtrain.errors import LoopError, StaleError
-from roadtrain.stages.parallel_parts import Joined
+from roadtrain.stages.parallel_parts import RankContext
 from roadtrain.stages.pipeline import Pipeline, StepTimes
 from roadtrain.stages.snapshot_choice import ParamEntry
 from roadtrain.stages.snapshots import JobSnapshots, SnapshotOptions
@@ -54,7 +54,7 @@ class ParallelTraining:
 
     def __init__(
         self,
-        joined: Joined,
+        context: RankContext,
         stage_model: StageModel,
         optimizer: StageOptimizer,
         pipeline: Pipeline,
@@ -65,7 +65,7 @@ class ParallelTraining:
         self._closed = False
         self._failed = ""  # what ended with an error here, in the midst of the others' work
         self._begun = False  # a step has begun here
-        self.adopt(joined, stage_model, optimizer, pipeline)
+        self.adopt(context, stage_model, optimizer, pipeline)
 
     @property
     def model(self) -> nn.Module:
@@ -74,7 +74,7 @@ class ParallelTraining:
 
     @property
     def rank(self) -> int:
-        return self.joined.rank
+        return self.context.rank
 
     @property
     def steps_done(self) -> int:
@@ -91,11 +91,11 @@ class ParallelTraining:
         PeerError where another process is gone or late (Rule 5); the step has no effect then, and
         none follows it, whatever the error was.
         """
-        with self._in_time(f"step {self.steps_done}"):
+        with self._collective(f"step {self.steps_done}"):
             return self._step(batch, clip_norm, stop)
 
     @contextlib.contextmanager
-    def _in_time(self, what: str) -> Iterator[None]:
+    def _collective(self, what: str) -> Iterator[None]:
         """What all processes do together. After an error in the midst of it their messages would
         be taken for others (Rule 6)."""
         if self._closed:
@@ -116,15 +116,15 @@ class ParallelTraining:
         if not self._begun:
             self._check_same_step()
             self._begun = True
-        at = self.joined.position
-        total = self.joined.options.num_microbatches
-        own = self.joined.groups.parallelism.micro_batches(at.stage, at.replica, total)
+        at = self.context.position
+        total = self.context.options.num_microbatches
+        own = self.context.groups.parallelism.micro_batches(at.stage, at.replica, total)
         self.optimizer.begin_step(len(own))
         loss = self.pipeline.step(self.steps_done, batch)
         # every tensor rank of the last stage has the same loss
         squares = self.optimizer.sum_squares()
         pass_s = 0.0 if self.sizes is None else self.sizes.own_pass_s(self.pipeline.times)
-        told = self._told([loss if at.tensor == 0 else 0.0, squares, float(stop), pass_s])
+        told = self._gather([loss if at.tensor == 0 else 0.0, squares, float(stop), pass_s])
         sums = [math.fsum(one) for one in zip(*told, strict=True)]
         norm = math.sqrt(sums[1]) if sums[1] >= 0 else math.nan
         scale = 1.0
@@ -141,10 +141,10 @@ class ParallelTraining:
         """From now on `snapshot` writes into the run directory; what is committed there is
         loaded. Returns what else the step consisted of, as `snapshot` was given it. Raises
         StoreError where what is there cannot be gone on with."""
-        parallelism = str(self.joined.groups.parallelism)
+        parallelism = str(self.context.groups.parallelism)
         self._snapshots = JobSnapshots(
             directory,
-            self.joined.control,
+            self.context.control,
             self._entries(),
             options,
             parallelism=parallelism,
@@ -155,7 +155,7 @@ class ParallelTraining:
         found = self._snapshots.find()
         if found is None:
             self._check_same_step()
-            if self.joined.options.stores:
+            if self.context.options.stores:
                 # a placed stage commits by itself: there is always a snapshot that it can go
                 # back to
                 self._snapshots.save(self.steps_done, self.optimizer, self._buffers())
@@ -180,13 +180,13 @@ class ParallelTraining:
 
     def _buffers(self) -> dict[str, bytes]:
         """Of this stage; every stage's are in a snapshot."""
-        return buffers_blob(self.stage_model, self.joined.position.stage)
+        return buffers_blob(self.stage_model, self.context.position.stage)
 
     def _check_same_step(self) -> None:
         """Raises StaleError where a stage's store has steps that the others do not."""
-        steps = self.joined.control.agree(self.steps_done, "the step at which each rank is")
+        steps = self.context.control.agree(self.steps_done, "the step at which each rank is")
         if len({*steps}) > 1:
-            where = (f"{self.joined.control.name(r)} at step {n}" for r, n in enumerate(steps))
+            where = (f"{self.context.control.name(r)} at step {n}" for r, n in enumerate(steps))
             raise StaleError(
                 f"no snapshot is gone on from, and the stages are at several steps:"
                 f" {', '.join(where)}",
@@ -198,7 +198,7 @@ class ParallelTraining:
         """This stage's parameters, as the whole model calls them."""
         rules: dict[nn.Parameter, str] = {}
         for group in self.optimizer.param_groups:
-            rules |= dict.fromkeys(group["params"], self.joined.rule)
+            rules |= dict.fromkeys(group["params"], self.context.rule)
         shapes = self.stage_model.shapes  # before layers were split
         return [
             ParamEntry(name, shapes[name], NAMES[p.dtype], rules.get(p, ""))
@@ -211,10 +211,10 @@ class ParallelTraining:
         modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:
-            with self._in_time(f"the evaluation after step {self.steps_done}"):
+            with self._collective(f"the evaluation after step {self.steps_done}"):
                 loss = self.pipeline.evaluate(batch)
-                own = loss if self.joined.position.tensor == 0 else 0.0
-                return math.fsum(one[0] for one in self._told([own]))
+                own = loss if self.context.position.tensor == 0 else 0.0
+                return math.fsum(one[0] for one in self._gather([own]))
         finally:
             for module, training in modes.items():
                 module.training = training
@@ -248,18 +248,18 @@ class ParallelTraining:
         else:
             self.abandon()
 
-    def _told(self, values: list[float]) -> list[list[float]]:
+    def _gather(self, values: list[float]) -> list[list[float]]:
         """Of all ranks, in their order."""
-        return self.joined.control.agree(values, f"sums of step {self.steps_done}")
+        return self.context.control.agree(values, f"sums of step {self.steps_done}")
 
     def adopt(
         self,
-        joined: Joined,
+        context: RankContext,
         stage_model: StageModel,
         optimizer: StageOptimizer,
         pipeline: Pipeline,
     ) -> None:
         """Another part of the model is this process's, from the next step on."""
-        self.joined, self.stage_model = joined, stage_model
+        self.context, self.stage_model = context, stage_model
         self.optimizer, self.pipeline = optimizer, pipeline
         stage_model.attach()

@@ -24,14 +24,14 @@ from roadtrain.environment import launch_of
 from roadtrain.options.check import check_options
 from roadtrain.stages.cuts import Cuts
 from roadtrain.stages.layout import StageLayout
-from roadtrain.stages.networks import stated
+from roadtrain.stages.networks import override
 from roadtrain.stages.parallel_options import ParallelOptions
 from roadtrain.stages.parallel_parts import (
     UserOptimizer,
     join,
     make_pipeline,
     make_stage_optimizer,
-    say_start,
+    report_start,
     silent,
 )
 from roadtrain.stages.parallel_sizes import StageSizes
@@ -72,35 +72,35 @@ def parallelize(
     # 1. what was asked for, on this process's device
     launch = launch_of(os.environ)
     say = report if launch.rank == 0 else silent
-    for line in options.say_lossy():
+    for line in options.lossy_notes():
         say(line)
     users = UserOptimizer(model, optimizer, say)
     at = own_device(device or ("cuda" if torch.cuda.is_available() else "cpu"), say)
     # 2. all processes meet, or every one that came says who did not
     parallelism = options.parallelism
     meeting = meet(
-        launch, job=options.told(), needed=parallelism.devices, notice_s=options.deadline_s
+        launch, job=options.describe(), needed=parallelism.devices, notice_s=options.deadline_s
     )
     # 3. where the model is cut, who works with whom, which parameters each stage has
     parts = split(model, options.blocks)
     cuts = Cuts(model, example.args, example.kwargs or {}, options.blocks, options.dtype)
-    hosts = meeting.host_devices(stated(meeting.hosts, options.networks))
+    hosts = meeting.host_devices(override(meeting.hosts, options.networks))
     groups = Groups.of(parallelism, hosts, blocks=len(cuts.blocks), data_groups=options.data_groups)
     layout = StageLayout.of(parallelism, cuts)
     # 4. a network for each group, tried before the process groups are made
-    joined = join(meeting, groups, layout, options, at, users.rule, say)
+    context = join(meeting, groups, layout, options, at, users.rule, say)
     # 5. this stage's first values, and the model without the other stages
-    own = joined.position
+    own = context.position
     torch.manual_seed(options.seed)
     fill(model, parts, layout.names_of(own.stage), options.weights, options.init)
     stage_model = StageModel(model, cuts, layout.segments_of(own.stage), at)
     # 6. what updates the stage, and what runs its micro-batches
     speaks = (own.replica, own.tensor) == (0, 0)  # for its stage
     of_stage = say if launch.rank == 0 else partial(print, flush=True) if speaks else silent
-    stage_optimizer = make_stage_optimizer(joined, stage_model, users.keep(model), of_stage)
-    pipeline = make_pipeline(joined, stage_model, loss)
-    say_start(joined, cuts, say)
-    training = ParallelTraining(joined, stage_model, stage_optimizer, pipeline)
+    stage_optimizer = make_stage_optimizer(context, stage_model, users.keep(model), of_stage)
+    pipeline = make_pipeline(context, stage_model, loss)
+    report_start(context, cuts, say)
+    training = ParallelTraining(context, stage_model, stage_optimizer, pipeline)
     # 7. sizes of stages by measured speeds, where they are asked for
     if options.stages != "even" or options.resize_stages is not None:
         training.sizes = StageSizes(training, users, loss, say)

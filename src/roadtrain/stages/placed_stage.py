@@ -30,8 +30,8 @@ from roadtrain.errors import ConfigError, LoopError, RoadtrainError, StaleError
 from roadtrain.kernels.cast import cast
 from roadtrain.kernels.rule import Rule
 from roadtrain.placement.optimizer import PlacedOptimizer
-from roadtrain.stages.courier import typed
 from roadtrain.stages.data_group import SharedCopies, ranks_of
+from roadtrain.stages.op_queue import typed
 from roadtrain.stages.pieces import VALUE, Extent, Piece, even_shares
 from roadtrain.stages.transfers import check_covered
 from roadtrain.storage.convert import MASTER, RecordView

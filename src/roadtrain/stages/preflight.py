@@ -55,7 +55,7 @@ def preflight(
     """Choose the network of each group, and of CONTROL, and test it. Collective.
 
     groups: of all ranks; on every rank the same, as all that follows from them. hosts: of each
-    rank of the job, with what the user states (`stated`). say: gets the matrix, on rank 0. Raises
+    rank of the job, with what the user states (`override`). say: gets the matrix, on rank 0. Raises
     ConfigError or PeerError, on every rank the same.
     """
     networks = choose_networks(groups, hosts)

@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from roadtrain.stages.findings import CardLink, Finding, Trouble
+from roadtrain.stages.findings import CardLink, Finding, LinkFault
 from roadtrain.stages.rank_meeting import half_open
 from roadtrain.units import KIB, MIB
 
@@ -84,7 +84,7 @@ async def probe(
     listening = asyncio.create_task(_listen_for_half_open(doors, heard))
     findings = await asyncio.gather(*(_test(*target) for target in targets.items()))
     listening.cancel()
-    passed = [i for i, finding in enumerate(findings) if finding.trouble is None]
+    passed = [i for i, finding in enumerate(findings) if finding.fault is None]
     for i in passed[:RATED]:
         findings[i] = await _rate(findings[i], targets[findings[i].link])
     return tuple(findings), tuple(sorted(heard))
@@ -130,18 +130,18 @@ async def _listen_for_half_open(doors: Doors, heard: set[str]) -> None:
 
 
 async def _test(link: CardLink, doors: Doors) -> Finding:
-    step = Trouble.CANNOT_CONNECT
+    step = LinkFault.CANNOT_CONNECT
     try:
         async with _connected(link, doors) as (reader, writer):
-            step = Trouble.NO_ANSWER
+            step = LinkFault.NO_ANSWER
             async with asyncio.timeout(STEP_S):
                 pings = [await _ping(reader, writer) for _ in range(PINGS)]
-            step = Trouble.LARGE_LOST
+            step = LinkFault.LARGE_LOST
             async with asyncio.timeout(STEP_S):
                 writer.write(SEND + _framed(bytes(LARGE)) + LENGTH.pack(0))
                 await writer.drain()
                 await reader.readexactly(CLOCK.size)
-            step = Trouble.LARGE_LOST_BACK
+            step = LinkFault.LARGE_LOST_BACK
             async with asyncio.timeout(STEP_S):
                 writer.write(FETCH)
                 await reader.readexactly(LARGE)

@@ -108,17 +108,17 @@ class RankMeeting:
 
     def host_devices(self, hosts: Sequence[HostCards] = ()) -> list[tuple[str, str, int]]:
         """(host, cluster, ranks there), in the order of ranks. A cluster is the hosts that have
-        one fast fabric. hosts: with what the user states (`stated`); default: as they are."""
+        one fast fabric. hosts: with what the user states (`override`); default: as they are."""
         by_host = groupby(hosts or self.hosts, lambda host: host.name)
         return [(name, cluster_of(first), 1 + len(rest)) for name, (first, *rest) in by_host]
 
 
 def cluster_of(host: HostCards) -> str:
     """Named by the fabric of its fastest kind of card; "ethernet" where it has no faster one."""
-    card = min(host.cards, key=lambda one: (KINDS.index(one.kind), one.meets), default=None)
+    card = min(host.cards, key=lambda one: (KINDS.index(one.kind), one.fabric_id), default=None)
     if card is None or card.kind == KINDS[-1]:
         return KINDS[-1]
-    return f"{card.kind} {card.meets}"
+    return f"{card.kind} {card.fabric_id}"
 
 
 def meet(

@@ -14,8 +14,8 @@ import torch
 import xxhash
 
 from roadtrain.errors import ModelError
-from roadtrain.stages.courier import Pending, typed
-from roadtrain.stages.data_group import RanksTogether
+from roadtrain.stages.data_group import RankCollectives
+from roadtrain.stages.op_queue import Pending, typed
 
 BITS = 62  # of a digest: it and its negative are int64
 
@@ -47,7 +47,7 @@ def differ(largest: Sequence[Sequence[int]]) -> list[bool]:
 
 
 def begin_alike(
-    group: RanksTogether,
+    group: RankCollectives,
     who: str,
     layout: str,
     values: Sequence[torch.Tensor],
@@ -65,7 +65,7 @@ def begin_alike(
             raise told from error
 
     said = pair(digest(layout.encode()), digest_of(values)).to(group.device)
-    wait(group.any_of, said)
+    wait(group.all_max, said)
     other_layout, other_values = differ(said.tolist())
     if other_layout:
         raise ModelError(
@@ -76,5 +76,5 @@ def begin_alike(
         report(f"{who}: parameters differ at the start; those of its first rank are taken")
         for value in values:
             first = _bytes(value).to(group.device)
-            wait(group.from_first, first)
+            wait(group.broadcast, first)
             value.copy_(first.view(value.dtype).view(value.shape))

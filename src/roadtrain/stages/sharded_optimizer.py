@@ -37,12 +37,12 @@ from torch import nn
 from roadtrain.errors import LoopError, StoreError
 from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.stages.bucket_state import BucketState, ShardedPieces
-from roadtrain.stages.courier import UNDER_WAY, Courier, CourierJob, Pending, SideStream
-from roadtrain.stages.data_group import DataGroup, RanksTogether, SharedCopies
+from roadtrain.stages.data_group import DataGroup, RankCollectives, SharedCopies
 from roadtrain.stages.flat_layout import StageParameters, lay_out, views_of_all
 from roadtrain.stages.forward_waits import ForwardWaits
 from roadtrain.stages.gradient_hooks import GradientHooks
 from roadtrain.stages.gradient_sum import GradientSum
+from roadtrain.stages.op_queue import DEPTH, CollectiveQueue, Pending, QueuedCollective, SideStream
 from roadtrain.stages.pieces import Extent, Piece
 from roadtrain.stages.same_start import begin_alike, differ, digest, pair
 from roadtrain.stages.tensor import TensorParallel
@@ -108,7 +108,7 @@ class ShardedOptimizer:
         )
         self._make_memory(masters, report)
         self.side = SideStream(self.parameters.device)
-        self.courier = Courier(options.label, self.group.deadline_s, self.side.running)
+        self.queue = CollectiveQueue(options.label, self.group.deadline_s, self.side.running)
         self.away: set[int] = set()  # buckets whose new values are not here yet
         self._reduced = False  # the step's gradients were handed on, all of them
         self._has_gradient: list[bool] = []  # of the step, on any rank
@@ -152,7 +152,7 @@ class ShardedOptimizer:
         self.pieces = own if split is None else TensorPieces(own, split)
         exchanges = self.group.exchanges and self.sums is None
         largest = max((b.numel for b in layout.buckets), default=0) * exchanges
-        self._arriving = [torch.empty(largest, device=device) for _ in range(UNDER_WAY + 1)]
+        self._arriving = [torch.empty(largest, device=device) for _ in range(DEPTH + 1)]
 
     def _begin_alike(
         self,
@@ -237,7 +237,7 @@ class ShardedOptimizer:
 
     def _settle(self, what: str) -> None:
         """All that was handed in has ended; what the caller's thread does now comes after it."""
-        self.courier.wait_all(f"{self._step}: {what}")
+        self.queue.wait_all(f"{self._step}: {what}")
         self.side.join()
 
     @property
@@ -273,18 +273,18 @@ class ShardedOptimizer:
                 )
 
     def _wait(self, buckets: Collection[int] | None) -> None:
-        self.courier.check()
+        self.queue.check()
         if not self.away and not self.side.marks:
             return
         wanted = set(range(len(self.states)) if buckets is None else buckets)
         if not self.away.isdisjoint(wanted):
             what = f"step {self.steps_done - 1}: its parameters"
-            self.courier.wait(lambda: self.away.isdisjoint(wanted), what)
+            self.queue.wait(lambda: self.away.isdisjoint(wanted), what)
         self.side.wait_for(wanted)
 
     # gradients
 
-    def _name(self, operation: str, index: int, over: RanksTogether) -> str:
+    def _name(self, operation: str, index: int, over: RankCollectives) -> str:
         bucket = f"bucket {index} of {len(self.states)}"
         return f"{self._step}: the {operation} of {bucket} over {over}"
 
@@ -303,7 +303,7 @@ class ShardedOptimizer:
             self.group.sum_arrived(state.grads, arrived)
             self._arriving.append(memory)
 
-        self.courier.do(CourierJob(self._name("reduce-scatter", index, self.group), run()))
+        self.queue.do(QueuedCollective(self._name("reduce-scatter", index, self.group), run()))
 
     def _sum(self, index: int, sums: GradientSum) -> None:
         """As `_reduce`, and every rank gets all of it."""
@@ -316,7 +316,7 @@ class ShardedOptimizer:
             yield under_way
             grads.copy_(under_way.wait())  # the next step overwrites them, not the sum
 
-        self.courier.do(CourierJob(self._name("sum", index, self.group), run()))
+        self.queue.do(QueuedCollective(self._name("sum", index, self.group), run()))
 
     def _finish_gradients(self) -> None:
         """Hand on what backward left; which parameters have a gradient; copies of other stages."""
@@ -333,7 +333,7 @@ class ShardedOptimizer:
     def _agree_on_gradients(self, has: list[bool]) -> None:
         """Of a parameter that any rank has a gradient of, or any copy's."""
         positions = {spec.name: i for i, spec in enumerate(self.layout.params)}
-        groups: list[tuple[RanksTogether, list[int]]] = [(self.group, list(range(len(has))))]
+        groups: list[tuple[RankCollectives, list[int]]] = [(self.group, list(range(len(has))))]
         groups += [(copies, [positions[n] for n in names]) for names, copies in self.links]
         for group, own in groups:
             if not own:
@@ -354,17 +354,17 @@ class ShardedOptimizer:
         what: str,
         values: Callable[[], torch.Tensor],
         end: Callable[[list[Any]], None],
-        over: RanksTogether | None = None,
+        over: RankCollectives | None = None,
     ) -> None:
         """`end` of the largest of `values()` over the ranks (None: of the stage's group)."""
 
         def run() -> Iterator[Pending | None]:
             # made here: memory belongs to the stream of the thread that makes it
             made = values().to(self.parameters.device)
-            yield (over or self.group).any_of(made)
+            yield (over or self.group).all_max(made)
             end(made.tolist())
 
-        self.courier.do(CourierJob(what, run(), alone=True))
+        self.queue.do(QueuedCollective(what, run(), alone=True))
 
     def _exchange(self, index: int, copies: SharedCopies) -> None:
         bucket, own = self.states[index].bucket, self.states[index].own_grads
@@ -376,7 +376,7 @@ class ShardedOptimizer:
             copies.sum_arrived(own, arrived)
 
         what = self._name("exchange between stages", index, copies)
-        self.courier.do(CourierJob(what, run(), alone=True))
+        self.queue.do(QueuedCollective(what, run(), alone=True))
 
     # updates
 
@@ -407,7 +407,7 @@ class ShardedOptimizer:
             self.side.leave_mark(index)
             self.away.discard(index)
 
-        self.courier.do(CourierJob(self._name("all-gather", index, self.group), run()))
+        self.queue.do(QueuedCollective(self._name("all-gather", index, self.group), run()))
 
     # state
 
@@ -450,13 +450,13 @@ class ShardedOptimizer:
         """See StageOptimizer. The thread ends with what it waits for, or with the process."""
         self.hooks.close()
         self.waits.close()
-        self.courier.abandon()
+        self.queue.abandon()
 
     def close(self) -> None:
         """See StageOptimizer. Raises what went wrong, if nobody heard of it."""
         self.hooks.close()
         self.waits.close()
-        self.courier.close()
+        self.queue.close()
         self.side.join()
         if self.sums is not None:
             self.sums.close()

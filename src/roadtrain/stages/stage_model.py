@@ -142,7 +142,7 @@ class StageModel:
         or one outside of blocks. What no forward calls is the first stage's."""
         if any(f"{module}.".startswith(f"{block}.") for block in self.own_names):
             return True
-        at, last = self.cuts.begun.get(module, 0), len(self.cuts.blocks)
+        at, last = self.cuts.blocks_before.get(module, 0), len(self.cuts.blocks)
         return any(s.begin <= at < s.stop or at == s.stop == last for s in self.segments)
 
     def attach(self) -> None:
@@ -217,8 +217,8 @@ class StageModel:
             )
         if number == running.segment.begin - 1:
             running.seed(number + 1)
-            return returned.made_of(running.received)
-        return returned.made_of(
+            return returned.rebuild(running.received)
+        return returned.rebuild(
             [released_value(t.shape, t.dtype, self.device) for t in returned.shapes]
         )
 
