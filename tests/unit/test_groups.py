@@ -189,19 +189,19 @@ def test_what_needs_one_width_says_so() -> None:
             Parallelism(dp=1, tp=3, pp=2),
             TWO_AND_ONE,
             r"tensor group 0 \(ranks 0 to 2\) crosses hosts 'a0' and 'a1': tp is 3, host 'a0' has 2",
-            "tp divides the devices of every host",
+            "tp must divide the number of devices of every host",
         ),
         (
             Parallelism(dp=3, pp=2),
             TWO_AND_ONE,
             r"data group of stage 1 \(ranks 3 to 5\) mixes clusters: 1 of 'a' and 2 of 'b'",
-            "widths gives each stage its own number of ranks",
+            "sets the number of ranks of each stage",
         ),
         (
             Parallelism(pp=2, widths=(4, 2)),
             [("a0", "a", 2), ("a0", "b", 4)],
             "host 'a0' is in cluster 'a' and in 'b'",
-            "a name of its own",
+            "a unique name",
         ),
         (Parallelism(), [("a0", "a", 0)], "host 'a0' of cluster 'a' has 0 devices", "leave"),
         (Parallelism(pp=6), TWO_AND_ONE, "4 layers cannot be 6 stages", "pp is at most"),
@@ -265,9 +265,14 @@ def test_the_fewest_stages_come_first() -> None:
 @pytest.mark.parametrize(
     ("hosts", "blocks", "asked", "said"),
     [
-        (TWO_AND_ONE, 1, {}, "2 clusters need a stage each, the model has 1 blocks"),
+        (TWO_AND_ONE, 1, {}, "2 clusters need at least one block each, the model has 1 blocks"),
         (TWO_AND_ONE, 12, {"tp": 4}, "tp 4 does not divide the 2 devices of host 'a0'"),
-        ([("x", "a", 1), ("y", "b", 1), ("z", "a", 1)], 9, {}, "cluster 'a' are 2 runs"),
+        (
+            [("x", "a", 1), ("y", "b", 1), ("z", "a", 1)],
+            9,
+            {},
+            "cluster 'a' are split into 2 ranges",
+        ),
         ([], 9, {}, "0 hosts"),
     ],
 )

@@ -643,7 +643,7 @@ def test_what_cannot_be_is_refused():
     quiet = {"report": lambda line: None}
     with pytest.raises(RuleError, match="LBFGS"):
         ShardedOptimizer(model, torch.optim.LBFGS(model.parameters()), **quiet)
-    with pytest.raises(ModelError, match="1 parameters that the stage has not"):
+    with pytest.raises(ModelError, match="1 parameters that are not in the stage"):
         strange = [*model.parameters(), nn.Parameter(torch.zeros(1))]
         ShardedOptimizer(model, torch.optim.SGD(strange, lr=1.0), **quiet)
     with pytest.raises(ModelError, match=r"torch\.float64"):
