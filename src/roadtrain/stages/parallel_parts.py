@@ -1,5 +1,5 @@
-"""What a process's part of a parallel training is made of: process groups over chosen networks, the
-stage's optimizer, the pipeline."""
+"""The parts of a parallel training on one process: process groups over the chosen networks, the
+stage's optimizer, and the pipeline."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WHAT = {GroupKind.ACTIVATIONS: FORWARD, GroupKind.GRADIENTS: BACKWARD}
 
 @dataclass(frozen=True)
 class RankContext:
-    """A process among the others of a job."""
+    """The context of one rank of a job: its groups, its connections and its options."""
 
     rank: int
     groups: Groups
@@ -53,8 +53,8 @@ class RankContext:
     control: ControlLinks
     options: ParallelOptions
     device: torch.device
-    rule: str  # the name of the optimizer's class, which a snapshot tells
-    start: str  # the name of this start, another one for each
+    rule: str  # class name of the optimizer, saved in snapshots
+    start: str  # unique id of this start of the job
 
     @property
     def position(self) -> RankPosition:
@@ -70,9 +70,9 @@ def join(
     rule: str,
     report: Report,
 ) -> RankContext:
-    """Choose a network for every group, prove that it works, make the process groups and the links
-    of all processes to all, and give this start a name. rule: as in RankContext. Collective. Raises
-    ConfigError where a group has no network in common, PeerError where one does not work."""
+    """Choose a network for every group and test it, create the process groups and control links,
+    and agree on an id of this start. rule: as in RankContext. Collective. Raises ConfigError if the
+    hosts of a group have no network in common, PeerError if a network does not work."""
     every = [*groups.to_create, *layout.shared_groups()]
     hosts = override(meeting.hosts, options.networks)
     networks = preflight(meeting, every, hosts, say=report)
@@ -87,14 +87,14 @@ def join(
         role = f"stage {at.stage}, replica {at.replica}"
         places.append(RankPlace(groups.cluster(rank), groups.host(rank), role))
     control = ControlLinks(processes.control, processes.replies, places, deadline_s)
-    start = control.same(lambda: uuid.uuid4().hex, "the name of this start")  # agents have none
+    start = control.same(lambda: uuid.uuid4().hex, "the id of this start")  # launchers give none
     return RankContext(me, groups, layout, processes, control, options, device, rule, start)
 
 
 class UserOptimizer:
-    """The user's optimizer, and the parameters of the whole model that its groups were made of.
-    Raises ConfigError for one of other parameters, and one that has taken steps, also later, where
-    it loads the state of such a one."""
+    """The user's optimizer, and the parameters that its groups had for the whole model. Raises
+    ConfigError if the optimizer has other parameters or has taken steps; `load_state_dict` raises
+    it for the state of an optimizer that has taken steps."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, report: Report) -> None:
         groups_of(model, optimizer, report)
@@ -105,7 +105,8 @@ class UserOptimizer:
         optimizer.register_load_state_dict_post_hook(self._loaded)
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """torch has put other groups in the place of those that the stages read."""
+        """Copy loaded groups back into the original dicts, which the stages read; torch has
+        replaced them."""
         for group, loaded in zip(self._groups, optimizer.param_groups, strict=True):
             group.update(loaded)
         optimizer.param_groups = self._groups
@@ -116,7 +117,7 @@ class UserOptimizer:
         return type(self.optimizer).__name__
 
     def keep(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer, whose groups have those parameters that `model` has."""
+        """Reduce the optimizer's groups to the parameters of `model`, and return the optimizer."""
         own = set(model.parameters())
         for group, whole in zip(self.optimizer.param_groups, self._whole, strict=True):
             group["params"] = [p for p in whole if p in own]
@@ -129,7 +130,8 @@ def make_stage_optimizer(
     optimizer: torch.optim.Optimizer,
     report: Report,
 ) -> StageOptimizer:
-    """What updates this rank's stage: placed, or with its state cut over the data group."""
+    """Make the optimizer of this rank's stage: a PlacedStage if the stage has a store, else a
+    ShardedOptimizer over the data group."""
     stage = context.position.stage
     if stage in context.options.stores:
         return placed_stage(context, stage_model, optimizer)
@@ -161,7 +163,7 @@ def make_stage_optimizer(
 def placed_stage(
     context: RankContext, stage_model: StageModel, optimizer: torch.optim.Optimizer
 ) -> PlacedStage:
-    """The stage's state rests where the options say. Each stage says itself where that is."""
+    """Place the stage in its store. The first rank of the stage prints its reports."""
     at, options = context.position, context.options
     width = context.groups.parallelism.replicas_of[at.stage]
     placed = place(
@@ -186,7 +188,7 @@ def silent(_: str) -> None: ...
 
 
 def split_layers(context: RankContext, stage_model: StageModel) -> TensorParallel | None:
-    """Every layer in parts over the replica's tensor group, where there are several ranks."""
+    """Split the layers over the replica's tensor group; None if tp is 1."""
     if context.groups.parallelism.tp == 1:
         return None
     group = context.processes[context.groups.group_of(GroupKind.TENSOR, context.rank)]
@@ -196,18 +198,18 @@ def split_layers(context: RankContext, stage_model: StageModel) -> TensorParalle
 
 
 def shared_copies(context: RankContext) -> list[tuple[tuple[str, ...], SharedCopies]]:
-    """Names of parameters that this stage has in common with others, for each set of stages, in an
-    order that is the same on all of them. Raises ConfigError where some of these stages are placed
-    and some are not: they sum gradients in other ways."""
+    """Names and group of the parameters that this stage shares, for each set of stages, in the same
+    order on all of these stages. Raises ConfigError if only some of the stages have a store, since
+    stages with and without a store sum gradients differently."""
     at, out = context.position, list[tuple[tuple[str, ...], SharedCopies]]()
     widths = context.groups.parallelism.replicas_of
     for stages, names in context.layout.shared().items():
         placed = [stage for stage in stages if stage in context.options.stores]
         if placed and len(placed) < len(stages):
             raise ConfigError(
-                f"stages {', '.join(map(str, stages))} share {names[0]!r}, and of these only"
-                f" {', '.join(map(str, placed))} have a store",
-                hint="give all of them a store, or none",
+                f"stages {', '.join(map(str, stages))} share {names[0]!r}, but only"
+                f" {', '.join(map(str, placed))} of these have a store",
+                hint="give a store to all of these stages, or to none",
             )
         if at.stage in stages:
             group = context.processes[context.layout.shared_group(stages, at.tensor)]
@@ -219,8 +221,9 @@ def shared_copies(context: RankContext) -> list[tuple[tuple[str, ...], SharedCop
 def cast_and_move(
     model: nn.Module, device: torch.device, dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
-    """Parameters in `dtype` (None: their own), and buffers, to the device. Returns the fp32 values
-    of those that are narrower now, by name and where they were."""
+    """Cast floating-point parameters to `dtype` (None: unchanged), and move all parameters and
+    buffers to the device. Returns the fp32 values of parameters that are narrower now, by name, on
+    their old device."""
     masters = {}
     for name, p in model.named_parameters():
         floating = dtype if dtype is not None and p.is_floating_point() else p.dtype
@@ -233,7 +236,7 @@ def cast_and_move(
 
 
 def make_pipeline(context: RankContext, stage_model: StageModel, loss: LossFunction) -> Pipeline:
-    """This rank's segments and its links to the stages beside it."""
+    """Make the pipeline of this rank: its segments, and its links to neighbouring stages."""
     at, options, layout = context.position, context.options, context.layout
     parallelism = context.groups.parallelism
     shape = PipelineShape(
@@ -252,18 +255,18 @@ def make_pipeline(context: RankContext, stage_model: StageModel, loss: LossFunct
 
 def stage_links(context: RankContext) -> StageLinks:
     groups, channels = context.groups, dict[Channel, Any]()
-    for number, group in enumerate(groups.boundaries):  # one for each direction
+    for number, group in enumerate(groups.boundaries):  # two groups a boundary, one per direction
         if group in context.processes:
             channels[number // len(WHAT), WHAT[group.kind]] = context.processes[group]
     return StageLinks(channels, groups, context.rank, context.options.deadline_s)
 
 
 def report_start(context: RankContext, cuts: Cuts, say: Report) -> None:
-    """What the job is, and what of it is not as in one process (Rule 2)."""
+    """Report the parallelism, and any difference of results from a single process (Rule 2)."""
     parallelism, micro = context.groups.parallelism, context.options.num_microbatches
     say(f"parallel: {parallelism}, {micro} micro-batches a step, stages of {context.layout}")
     if parallelism.tp > 1 and cuts.draws:
         say(
             f"tensor: the model draws random numbers (dropout), and each of the {parallelism.tp}"
-            " tensor ranks draws its own inside split layers: losses are not those of another tp"
+            " tensor ranks draws its own inside split layers: losses depend on tp"
         )

@@ -1,11 +1,11 @@
-"""StageSizes: how many blocks each stage has, by measured speeds; and blocks move between stages at
-a step's end, where devices have become slower or faster.
+"""StageSizes: choose the number of blocks of each stage by measured speeds, and move blocks between
+stages at the end of a step if devices have become slower or faster.
 
     measured speeds -> sizes -> the model is cut anew -> values and state move -> the next step
 
-Nothing is lost: the parts of every parameter go from the rank that has them to the one that is to
-have them (stages/piece_exchange.py). Does NOT search for sizes (stages/protocol/stage_sizes.py) or
-say when speeds have changed (stages/protocol/drift.py).
+No state is lost: each part of a parameter is sent from the rank that has it to the rank that needs
+it (stages/piece_exchange.py). Does NOT search for sizes (stages/protocol/stage_sizes.py) or detect
+changed speeds (stages/protocol/drift.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Report = Callable[[str], None]
 
 
 class StageSizes:
-    """The sizes of `training`'s stages. Collective, as all its methods."""
+    """The sizes of the stages of `training`. All methods are collective."""
 
     def __init__(
         self,
@@ -64,27 +64,27 @@ class StageSizes:
         counts, _ = block_parameters(training.stage_model.cuts, self._numels)
         self._weights = block_weights(counts)
         self._watch: DriftWatch | None = None
-        self._ends = (0.0, 0.0)  # weights of what comes before and after the blocks
+        self._ends = (0.0, 0.0)  # weights of the layers before and after all blocks
 
     def begin(self, example: MicroBatch) -> None:
-        """Measure, choose, and move blocks where other sizes are better. Raises BudgetError where
-        no sizes fit (Rule 4), PeerError."""
+        """Measure speeds, choose sizes, and move blocks if the sizes change. Raises BudgetError if
+        no sizes fit in memory (Rule 4), PeerError."""
         training, context = self._training, self._training.context
         times = measure_blocks(training.stage_model, example, self._loss, self._weights)
         links, shape = training.pipeline.links, training.pipeline.shape
         messages = measure_messages(links, shape, self._message_bytes(), context.device)
         own = msgspec.msgpack.encode(MeasuredRank(times, messages, self._room()))
         encoded = context.control.gather(own, "speeds of all ranks")
-        told = [msgspec.msgpack.decode(one, type=MeasuredRank) for one in encoded]
-        work = measured_work(context.groups, told, context.options.num_microbatches, self._weights)
+        every = [msgspec.msgpack.decode(message, type=MeasuredRank) for message in encoded]
+        work = measured_work(context.groups, every, context.options.num_microbatches, self._weights)
         self._ends = work.ends
-        memory = self._memory(told, work)
+        memory = self._memory(every, work)
         ranks = [context.groups.stage_ranks(stage)[0] for stage in range(len(work.stages))]
         clusters = [context.groups.cluster(rank) for rank in ranks]
         table = compare_sizes(work, clusters, fits=memory.fits)
         if table is None:
             raise memory.refusal()
-        self._report(f"blocks of each stage, and what a step should take:\n{table}")
+        self._report(f"blocks of each stage, and expected time of a step:\n{table}")
         sizes = table.best.sizes
         if context.options.stages == "paper":
             paper = table.others.get("paper")
@@ -97,8 +97,8 @@ class StageSizes:
         self._watch = DriftWatch(work, sizes, memory.fits, gain)
 
     def own_pass_s(self, times: StepTimes) -> float:
-        """Seconds in which this rank ran a block of weight 1 forward and backward for one
-        micro-batch, in the step of `times`."""
+        """Seconds that this rank took for one micro-batch through a block of weight 1, forward and
+        backward, in the step of `times`."""
         context = self._training.context
         own = context.layout.segments_of(context.position.stage)
         last = len(self._training.stage_model.cuts.blocks)
@@ -109,8 +109,8 @@ class StageSizes:
         return (times.forward + times.backward) / (passes * weight)
 
     def step(self, passes_s: Sequence[float]) -> None:
-        """After each step. passes_s: what every rank's `own_pass_s` was. Moves blocks, or says
-        that it would be worth it."""
+        """Move blocks, or report that moving them would pay off, if speeds have changed. Call it
+        after each step. passes_s: `own_pass_s` of every rank."""
         if self._watch is None:
             return
         context = self._training.context
@@ -123,19 +123,20 @@ class StageSizes:
         if offer is None:
             return
         if context.options.resize_stages is None:
-            self._report(f"stages: {offer}; parallelism.resize_stages lets them move")
+            self._report(f"stages: {offer}; set parallelism.resize_stages to move blocks")
             return
-        self._report(f"stages: {offer}; they move before the next step")
+        self._report(f"stages: {offer}; blocks move before the next step")
         if self._try_move(offer.after):
             self._watch.moved(offer)
 
     def _try_move(self, sizes: tuple[int, ...]) -> bool:
-        """Whether blocks moved; where the model cannot be cut so, all ranks stay as they are."""
+        """Move blocks and return True. If the model cannot be cut so, report it and return
+        False."""
         try:
             layout = self._layout(sizes)
         except UserError as why:
             self._report(
-                f"stages of {', '.join(map(str, sizes))} blocks cannot be, they stay: {why}"
+                f"cannot use stages of {', '.join(map(str, sizes))} blocks, none move: {why}"
             )
             return False
         self._move(layout)
@@ -145,41 +146,41 @@ class StageSizes:
         return tuple(s.stop - s.begin for s in self._training.context.layout.segments)
 
     def _message_bytes(self) -> int:
-        """Of what crosses a cut, the largest."""
+        """Size of the largest message between stages, over all ranks."""
         own = max(part.message_nbytes for part in self._training.pipeline.parts)
         return max(self._training.context.control.agree(own, "sizes"))
 
-    def _memory(self, told: Sequence[MeasuredRank], work: StepWork) -> StageMemory:
+    def _memory(self, measured: Sequence[MeasuredRank], work: StepWork) -> StageMemory:
         cuts, context = self._training.stage_model.cuts, self._training.context
         optimizer = self._training.optimizer
         assert isinstance(optimizer, ShardedOptimizer)  # measured stages are neither placed nor cut
         whole = self._training.stage_model.whole.values()
         nbytes = sum(p.numel() * cuts.dtype_of(p).itemsize for p in whole)
         each = nbytes / sum(p.numel() for p in whole)
-        # fp32 arrays of the rule, and masters of parameters in 16 bits
+        # bytes of a parameter's state: fp32 arrays of the rule, and the master of a 16-bit value
         kept = 4.0 * (max(len(rule.arrays) for rule in optimizer.rules) + (each < 4))
         of = {"parameter_bytes": each, "state_bytes": kept}
-        return measured_memory(context.groups, told, work, cuts, self._numels, **of)
+        return measured_memory(context.groups, measured, work, cuts, self._numels, **of)
 
     def _room(self) -> float:
-        """Bytes that this rank's stage may take: what is free, and what it has taken."""
+        """Bytes of memory for this rank's stage: the free memory plus the stage's current use."""
         context = self._training.context
-        taken = 4.0 * sum(p.nbytes for p in self._training.model.parameters())
+        used = 4.0 * sum(p.nbytes for p in self._training.model.parameters())
         if context.device.type == "cpu":
             host = context.groups.host(context.rank)
             ranks = range(context.groups.world_size)
             here = sum(context.groups.host(rank) == host for rank in ranks)
-            return float(psutil.virtual_memory().available / here + taken)
+            return float(psutil.virtual_memory().available / here + used)
         free, _ = torch.accelerator.get_memory_info(context.device)
-        return float(free + taken)
+        return float(free + used)
 
     def move(self, sizes: tuple[int, ...]) -> None:
-        """Cut the model anew, and bring every parameter and its state to where it is now. Raises
-        ModelError, ConfigError where it cannot be cut so; nothing has changed then."""
+        """Cut the model into stages of these sizes, and move parameters and state accordingly.
+        Raises ModelError or ConfigError if it cannot be cut so, and then changes nothing."""
         self._move(self._layout(sizes))
 
     def _layout(self, sizes: tuple[int, ...]) -> StageLayout:
-        """Raises as `move`, on all ranks alike."""
+        """The layout with these sizes. Raises like `move`, on all ranks alike."""
         context = self._training.context
         parallelism = replace(context.groups.parallelism, stages=sizes)
         layout = StageLayout.of(parallelism, self._training.stage_model.cuts)
@@ -208,7 +209,7 @@ class StageSizes:
         optimizer.load(exchange(source, optimizer.wanted(), context.control), steps_done)
         adopt_buffers(buffers, had, stage_model)
         source.close()
-        for name, p in stage_model.whole.items():  # others may have asked for them until now
+        for name, p in stage_model.whole.items():  # only now: other ranks may have fetched them
             if name not in stage_model.names:
                 drop(p)
         pipeline = make_pipeline(context, stage_model, self._loss)
@@ -217,10 +218,10 @@ class StageSizes:
 
 
 def check_shared(context: RankContext, layout: StageLayout) -> None:
-    """Raises ConfigError where stages would share parameters that have no process group."""
+    """Raise ConfigError if stages would share parameters without a process group for them."""
     for group in layout.shared_groups():
         if group.name not in context.processes.networks:
             raise ConfigError(
                 f"with {layout} there would be {group.name}, for which there is no process group",
-                hint="state the sizes with stages=[...] at the next start",
+                hint="set these sizes with stages=[...] at the next start",
             )
