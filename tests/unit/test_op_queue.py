@@ -24,26 +24,26 @@ def job(what, begin=lambda: None, end=lambda: None):
 def test_who_waits_while_a_job_fails_gets_its_error(wait):  # Rule 6
     """The failure ends all jobs, so nothing is under way any more: that is no success."""
     queue, go, done = CollectiveQueue("stage 1", 5.0), threading.Event(), []
-    queue.do(job("a sum", lambda: go.wait(5) and fails()))
-    queue.do(job("another", end=lambda: done.append(1)))
+    queue.put(job("a sum", lambda: go.wait(5) and fails()))
+    queue.put(job("another", end=lambda: done.append(1)))
     threading.Timer(0.05, go.set).start()
     with pytest.raises(LostError, match="gone"):
         queue.wait_all("both") if wait == "all" else queue.wait(lambda: bool(done), "it")
     with pytest.raises(LostError, match="gone"):
         queue.wait_all("what was over before")
     with pytest.raises(LostError, match="gone"):
-        queue.do(job("one more"))
+        queue.put(job("one more"))
     queue.close()  # somebody has heard of it
     assert not done
 
 
 def test_jobs_that_are_abandoned_while_one_begins():
     queue, begun, go = CollectiveQueue("stage 1", 5.0), threading.Event(), threading.Event()
-    queue.do(job("a sum", lambda: begun.set() or (go.wait(5) and None)))
-    queue.do(job("never", fails))
+    queue.put(job("a sum", lambda: begun.set() or (go.wait(5) and None)))
+    queue.put(job("never", fails))
     assert begun.wait(5)
     queue.abandon()
     go.set()
     queue.close()
     with pytest.raises(LoopError, match="stage 1: one more after close"):
-        queue.do(job("one more"))
+        queue.put(job("one more"))

@@ -234,8 +234,8 @@ class ShardedPieces:
             if kept.start <= extent.start and extent.stop <= kept.stop:
                 return state.piece(i, extent.name, extent.start, extent.stop)
         raise StoreError(
-            f"{self._who}: elements [{extent.start}, {extent.stop}) of {extent.name!r} are not in"
-            " one of its extents"
+            f"{self._who}: elements [{extent.start}, {extent.stop}) of {extent.name!r} are not"
+            " kept on this rank"
         )
 
     @torch.no_grad()

@@ -160,11 +160,11 @@ class ControlLinks:
             waited = time.monotonic() - start
             if waited >= 0.9 * patience_s or "imed out" in str(error):
                 raise DeadlineError(
-                    f"{me} waited {waited:.0f} s for {other}: {what}",
+                    f"{me} waited {waited:.0f} s for {other} ({what})",
                     hint="check that its host and network are up, and read its own output",
                 ) from error
             raise LostError(
-                f"{me} lost the connection to {other}: {what}",
+                f"{me} lost the connection to {other} ({what})",
                 hint="its own output says why it ended",
             ) from error
 

@@ -48,7 +48,7 @@ class RankCollectives:
         self.deadline_s = DEFAULT_DEADLINE_S if group is None else deadline_of(group, device)
 
     def __str__(self) -> str:
-        return "a group of one" if self.group is None else ranks_of(self.group)
+        return "a single rank" if self.group is None else ranks_of(self.group)
 
     def all_max(self, flags: torch.Tensor) -> Pending | None:
         """Start an all-reduce with the maximum."""

@@ -35,10 +35,10 @@ class ForwardWaits:
     ) -> None:
         self.model, self.numbers_of, self._wait = model, numbers_of, wait
         self.blocks = {id(block) for block in blocks}
-        self._called: set[int] = set()  # ids of modules, while the model trains
+        self._called: set[int] = set()  # ids of modules called in training mode
         # id of a module -> buckets it waits for; None until a step has shown which are called
         self._needs: dict[int, set[int]] | None = None
-        # buckets that every module waits for, of parameters with no or with several called owners
+        # buckets that every module waits for: parameters with several owners, or none called
         self._by_all: set[int] = set()
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._before, prepend=True)

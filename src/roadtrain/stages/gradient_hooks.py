@@ -57,8 +57,8 @@ class GradientHooks:
         self.backwards = 0
         self.counts = [0] * len(self.params)  # accumulations of each parameter in this step
         # number of parameters in each bucket whose gradients are not complete
-        self._lacking = [len({s.param for s in b.spans}) for b in self.layout.buckets]
-        self._handed_on: set[int] = set()
+        self._incomplete = [len({s.param for s in b.spans}) for b in self.layout.buckets]
+        self._reported: set[int] = set()
 
     @torch.no_grad()
     def _accumulated(self, i: int, p: nn.Parameter) -> None:
@@ -77,24 +77,24 @@ class GradientHooks:
         self.counts[i] += 1
         if self._each is not None and self.counts[i] == self.backwards * self._each[i]:
             for bucket in own:
-                self._lacking[bucket] -= 1
-            for bucket in self.order[len(self._handed_on) :]:
-                if self._lacking[bucket]:
+                self._incomplete[bucket] -= 1
+            for bucket in self.order[len(self._reported) :]:
+                if self._incomplete[bucket]:
                     break
-                self._hand_on(bucket)
+                self._report(bucket)
 
     def _check_open(self, i: int) -> None:
-        if self._handed_on.isdisjoint(self.layout.buckets_of[i]):
+        if self._reported.isdisjoint(self.layout.buckets_of[i]):
             return
         raise LoopError(
             f"parameter {self.layout.params[i].name!r} gets gradient {self.counts[i] + 1} of a step"
             f" of {self.backwards} backwards, after its sum over the ranks has started",
-            hint="state the right number of backwards in a step; if it is right, a backward adds to"
-            " the parameter more often than in the first step: use overlap=False",
+            hint="check the number of backwards passed to begin_step; if it is right, use"
+            " overlap=False, as backwards differ in how often they add to the parameter",
         )
 
-    def _hand_on(self, bucket: int) -> None:
-        self._handed_on.add(bucket)
+    def _report(self, bucket: int) -> None:
+        self._reported.add(bucket)
         self._ready(bucket)
 
     @torch.no_grad()
@@ -104,8 +104,8 @@ class GradientHooks:
             if self.counts[i] == 0:
                 self._wait(self.layout.buckets_of[i])
                 view.zero_()
-        for bucket in self.order[len(self._handed_on) :]:
-            self._hand_on(bucket)
+        for bucket in self.order[len(self._reported) :]:
+            self._report(bucket)
         if self._each is None and self.backwards:
             self._each = [max(1, -(-count // self.backwards)) for count in self.counts]
 

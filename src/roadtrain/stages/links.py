@@ -24,7 +24,7 @@ from roadtrain.stages.protocol.pipeline import FORWARD, Peer, Transfer
 from roadtrain.stages.rank_groups import Groups
 
 Channel = tuple[int, str]  # a boundary, and FORWARD or BACKWARD
-WORDS = {True: "the activations", False: "the gradient of the activations"}
+PAYLOAD = {True: "the activations", False: "the gradient of the activations"}
 
 
 @dataclass
@@ -107,7 +107,7 @@ class StageLinks:
             took, sentence = time.monotonic() - then, self._sentence(transfer, sending)
             if took >= 0.9 * self._deadline_s:
                 raise DeadlineError(
-                    f"{sentence}: nothing for {took:.1f} s, the deadline is"
+                    f"{sentence}: timed out after {took:.1f} s, the deadline is"
                     f" {self._deadline_s:.1f} s",
                     hint="check that its host and network are up, and read its own output",
                 ) from error
@@ -119,6 +119,6 @@ class StageLinks:
         peer = transfer.receiver if sending else transfer.sender
         rank = self._rank_of(peer)
         other = f"stage {peer.stage} (rank {rank} on {self._groups.host(rank)})"
-        what = f"{WORDS[transfer.what == FORWARD]} of micro-batch {transfer.micro}"
+        what = f"{PAYLOAD[transfer.what == FORWARD]} of micro-batch {transfer.micro}"
         way = "sends" if sending else "waits for"
         return f"{own} {way} {what} of step {self.step} {'to' if sending else 'from'} {other}"

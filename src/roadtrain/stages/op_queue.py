@@ -1,10 +1,10 @@
 """CollectiveQueue: a thread that runs a rank's collective operations in order, beside the thread
 that computes. SideStream: the device stream of that thread.
 
-All ranks of a group must start the same operations in the same order; the caller of `do` is
+All ranks of a group must start the same operations in the same order; the caller of `put` is
 responsible for that. Up to DEPTH operations are in flight, and they end in the order in which they
 started. After an error nothing more is started, and the error is raised to every waiting thread
-and at every later `do` (Rule 5).
+and at every later `put` (Rule 5).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class CollectiveQueue:
         self._thread = threading.Thread(target=self._run, name=f"collectives {name}", daemon=True)
         self._thread.start()
 
-    def do(self, job: QueuedCollective) -> None:
+    def put(self, job: QueuedCollective) -> None:
         """Queue a job. Raises the error of an earlier job, LoopError after `close`."""
         with self._changed:
             self.check()

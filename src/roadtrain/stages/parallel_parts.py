@@ -39,7 +39,7 @@ from roadtrain.stages.stage_part import LossFunction, StagePart
 from roadtrain.stages.tensor import TensorParallel, tensor_parallel
 
 Report = Callable[[str], None]
-WHAT = {GroupKind.ACTIVATIONS: FORWARD, GroupKind.GRADIENTS: BACKWARD}
+DIRECTION = {GroupKind.ACTIVATIONS: FORWARD, GroupKind.GRADIENTS: BACKWARD}
 
 
 @dataclass(frozen=True)
@@ -174,13 +174,13 @@ def placed_stage(
         blocks=stage_model.own_names,
         device=context.device,
         deadline_s=options.deadline_s,
-        report=partial(_of_stage, at.stage) if at.replica == 0 else silent,
+        report=partial(_print_line, at.stage) if at.replica == 0 else silent,
         group=WorkerGroup(session=context.start).of_stage(at.stage, at.replica, width),
     )
     return PlacedStage(placed, shared_copies(context))
 
 
-def _of_stage(stage: int, line: str) -> None:
+def _print_line(stage: int, line: str) -> None:
     print(f"stage {stage}: {line}", flush=True)
 
 
@@ -257,7 +257,7 @@ def stage_links(context: RankContext) -> StageLinks:
     groups, channels = context.groups, dict[Channel, Any]()
     for number, group in enumerate(groups.boundaries):  # two groups a boundary, one per direction
         if group in context.processes:
-            channels[number // len(WHAT), WHAT[group.kind]] = context.processes[group]
+            channels[number // len(DIRECTION), DIRECTION[group.kind]] = context.processes[group]
     return StageLinks(channels, groups, context.rank, context.options.deadline_s)
 
 

@@ -193,21 +193,21 @@ class StageSizes:
         context = replace(old, groups=groups, layout=layout)
         source, steps_done = training.optimizer, training.steps_done
         source.settle()
-        had = told_buffers(training.stage_model)
+        old_buffers = told_buffers(training.stage_model)
         buffers = gather_buffers(training.stage_model, old.control)
-        was = training.stage_model
-        was.restore()
+        old_model = training.stage_model
+        old_model.restore()
         segments = layout.segments_of(context.position.stage)
-        stage_model = StageModel(was.model, was.cuts, segments, context.device)
-        for name in stage_model.names - was.names:  # zeros until they are loaded
+        stage_model = StageModel(old_model.model, old_model.cuts, segments, context.device)
+        for name in stage_model.names - old_model.names:  # zeros until they are loaded
             p = stage_model.whole[name]
-            dtype = was.cuts.dtype_of(p)
+            dtype = old_model.cuts.dtype_of(p)
             p.data = torch.zeros(p.shape, dtype=dtype, device=context.device)
         optimizer = make_stage_optimizer(
             context, stage_model, self._users.keep(stage_model.model), silent
         )
         optimizer.load(exchange(source, optimizer.wanted(), context.control), steps_done)
-        adopt_buffers(buffers, had, stage_model)
+        adopt_buffers(buffers, old_buffers, stage_model)
         source.close()
         for name, p in stage_model.whole.items():  # only now: other ranks may have fetched them
             if name not in stage_model.names:

@@ -186,8 +186,7 @@ class ParallelTraining:
         if found is None:
             self._check_same_step()
             if self.context.options.stores:
-                # a placed stage commits on its own, so there must always be a snapshot to go back
-                # to
+                # a placed stage commits on its own, so a snapshot must exist to fall back to
                 self._snapshots.save(self.steps_done, self.optimizer, self._buffers())
             return {}
         self.optimizer.load(found.pieces(self.optimizer.wanted()), found.step)

@@ -303,7 +303,7 @@ class ShardedOptimizer:
             self.group.sum_arrived(state.grads, arrived)
             self._arriving.append(memory)
 
-        self.queue.do(QueuedCollective(self._name("reduce-scatter", index, self.group), run()))
+        self.queue.put(QueuedCollective(self._name("reduce-scatter", index, self.group), run()))
 
     def _sum(self, index: int, sums: GradientSum) -> None:
         """As `_reduce`, and every rank gets all of it."""
@@ -316,7 +316,7 @@ class ShardedOptimizer:
             yield under_way
             grads.copy_(under_way.wait())  # the next step overwrites them, not the sum
 
-        self.queue.do(QueuedCollective(self._name("sum", index, self.group), run()))
+        self.queue.put(QueuedCollective(self._name("sum", index, self.group), run()))
 
     def _finish_gradients(self) -> None:
         """Hand on what backward left; which parameters have a gradient; copies of other stages."""
@@ -364,7 +364,7 @@ class ShardedOptimizer:
             yield (over or self.group).all_max(made)
             end(made.tolist())
 
-        self.queue.do(QueuedCollective(what, run(), alone=True))
+        self.queue.put(QueuedCollective(what, run(), alone=True))
 
     def _exchange(self, index: int, copies: SharedCopies) -> None:
         bucket, own = self.states[index].bucket, self.states[index].own_grads
@@ -376,7 +376,7 @@ class ShardedOptimizer:
             copies.sum_arrived(own, arrived)
 
         what = self._name("exchange between stages", index, copies)
-        self.queue.do(QueuedCollective(what, run(), alone=True))
+        self.queue.put(QueuedCollective(what, run(), alone=True))
 
     # updates
 
@@ -407,7 +407,7 @@ class ShardedOptimizer:
             self.side.leave_mark(index)
             self.away.discard(index)
 
-        self.queue.do(QueuedCollective(self._name("all-gather", index, self.group), run()))
+        self.queue.put(QueuedCollective(self._name("all-gather", index, self.group), run()))
 
     # state
 
