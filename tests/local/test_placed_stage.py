@@ -145,7 +145,7 @@ def test_state_moves_to_another_placement(one, other, frozen, tmp_path):
     model, placed = staged(stores[other], frozen=frozen)
     with placed:
         stage = PlacedStage(placed)
-        assert [e.name for e in stage.wanted()] == [e.name for e in stage.extents()]
+        assert [e.name for e in stage.needed()] == [e.name for e in stage.extents()]
         stage.load(iter(pieces), 2)
         assert stage.steps_done == 2
         assert [stage_step(model, stage, step) for step in (2, 3)] == expected  # Rule 1
@@ -270,7 +270,7 @@ def refilled(addresses, others, rank):
         extents = stage.extents()
         kept = Kept([stage.piece(extent) for extent in extents])
         expected = take_steps(model, stage, rank, [2, 3])
-        stage.load(exchange(kept, stage.wanted(), links), 2)
+        stage.load(exchange(kept, stage.needed(), links), 2)
         again = take_steps(model, stage, rank, [2, 3])
         assert placed.committed_step >= 2
     model, placed = in_servers(addresses, rank)  # what was loaded rests there
@@ -281,7 +281,7 @@ def refilled(addresses, others, rank):
     model, placed = in_servers(others, rank)
     with placed:
         stage = PlacedStage(placed)
-        stage.load(exchange(kept, stage.wanted(), links), 2)
+        stage.load(exchange(kept, stage.needed(), links), 2)
         elsewhere = take_steps(model, stage, rank, [2, 3])
     return expected, again, resumed, elsewhere
 

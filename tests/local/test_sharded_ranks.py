@@ -111,7 +111,7 @@ def shard_child(case, overlap, micro, rank, whole=False):
     kept = sum(array.numel() for state in optimizer.states for array in state.arrays)
     out = losses, values(model), kept, len(optimizer.states), said
     if whole:  # what is told is a share, what is taken is all: it is gone on with as it was
-        optimizer.load([optimizer.piece(one) for one in optimizer.wanted()], STEPS)
+        optimizer.load([optimizer.piece(one) for one in optimizer.needed()], STEPS)
         assert same(values(model), out[1])
         out += ([(one.name, one.start, one.stop) for one in optimizer.extents()],)
     optimizer.close()

@@ -581,7 +581,7 @@ def sharded(rank, degree, told, steps):
     options = ShardedOptions(bucket_bytes=8 << 10, split=split)
     optimizer = ShardedOptimizer(model, user, data, options=options)
     if told:
-        optimizer.load(wanted_of(told, optimizer.wanted()), 2)
+        optimizer.load(wanted_of(told, optimizer.needed()), 2)
     norms = []
     for step in range(optimizer.steps_done, optimizer.steps_done + steps):
         own = range(rank // degree, MICRO_BATCHES, width)

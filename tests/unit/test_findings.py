@@ -162,18 +162,18 @@ def test_ranks_that_mean_different_starts(other, reason) -> None:
 
 def test_hosts_of_one_name_are_told_apart() -> None:
     a, b = host("box", 1), replace(host("box", 2), identity="another")
-    assert [one.name for one in meeting.named([a, a, b])] == [
+    assert [one.name for one in meeting.unique_names([a, a, b])] == [
         "box at 10.1.0.1",
         "box at 10.1.0.1",
         "box at 10.1.0.2",
     ]
-    assert [one.name for one in meeting.named([a, a])] == ["box", "box"]
+    assert [one.name for one in meeting.unique_names([a, a])] == ["box", "box"]
     # what both have (as virtual machines' own networks) tells nobody apart
     common = HostCard("virbr0", "192.168.122.1", 24)
     c, d = (replace(one, cards=(common, *one.cards)) for one in (a, b))
-    assert [one.name for one in meeting.named([c, d])] == ["box at 10.1.0.1", "box at 10.1.0.2"]
+    assert [one.name for one in meeting.unique_names([c, d])] == ["box at 10.1.0.1", "box at 10.1.0.2"]
     alone = [replace(one, cards=(common,)) for one in (a, b)]
-    assert len({one.name for one in meeting.named(alone)}) == 2
+    assert len({one.name for one in meeting.unique_names(alone)}) == 2
 
 
 def test_clusters_are_the_fast_fabrics() -> None:
@@ -321,7 +321,7 @@ def test_a_verdict_is_waited_for_once(monkeypatch) -> None:  # Rule 5
     async def open_doors(_):
         yield doors
 
-    store, doors = dist.HashStore(), probes.Doors("00", {"10.1.0.1": 1, "10.1.0.3": 1})
+    store, doors = dist.HashStore(), probes.ProbePorts("00", {"10.1.0.1": 1, "10.1.0.3": 1})
     for name in "ac":
         meeting.put(store, f"doors/{name}", doors)
     monkeypatch.setattr(preflight, "serving", open_doors)

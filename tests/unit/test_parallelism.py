@@ -116,7 +116,7 @@ def talk(
     while todo:
         stage, run = todo.pop(pick(len(todo)))
         done.append((stage, run))
-        to = machines[stage].goes(run)
+        to = machines[stage].consumer(run)
         todo += [(stage, other) for other in machines[stage].ended(run)]
         if to is not None:
             todo += [
@@ -172,7 +172,7 @@ def test_the_bubble_is_the_papers(stages: int, turns: int, parts: int) -> None:
         begin(stage, machine.start())
     while ends:
         now, _, stage, run = heapq.heappop(ends)
-        to = machines[stage].goes(run)
+        to = machines[stage].consumer(run)
         if to is not None:
             begin(to[0], machines[to[0]].arrived(run.what, run.micro, to[1]))
         begin(stage, machines[stage].ended(run))

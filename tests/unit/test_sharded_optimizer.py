@@ -561,7 +561,7 @@ def test_a_stage_may_have_nothing_that_trains(made):
         model(x).sum().backward()
         assert optimizer.sum_squares() == 0
         optimizer.step()
-    assert optimizer.extents() == optimizer.wanted()
+    assert optimizer.extents() == optimizer.needed()
     pieces = [optimizer.piece(extent) for extent in optimizer.extents()]
     with torch.no_grad():
         before = [p.clone() for p in model.parameters()]

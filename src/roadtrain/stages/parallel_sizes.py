@@ -30,12 +30,12 @@ from roadtrain.stages.parallel_parts import (
 from roadtrain.stages.parallel_training import ParallelTraining
 from roadtrain.stages.piece_exchange import exchange
 from roadtrain.stages.pipeline import StepTimes
-from roadtrain.stages.protocol.drift import OFFERED, DriftWatch
+from roadtrain.stages.protocol.drift import MIN_GAIN, DriftWatch
 from roadtrain.stages.protocol.stage_memory import StageMemory
 from roadtrain.stages.protocol.stage_sizes import compare_sizes
 from roadtrain.stages.protocol.step_model import StepWork
 from roadtrain.stages.sharded_optimizer import ShardedOptimizer
-from roadtrain.stages.stage_buffers import adopt_buffers, gather_buffers, told_buffers
+from roadtrain.stages.stage_buffers import adopt_buffers, gather_buffers, own_buffers
 from roadtrain.stages.stage_model import MicroBatch, StageModel
 from roadtrain.stages.stage_part import LossFunction
 from roadtrain.stages.stage_speeds import (
@@ -93,7 +93,7 @@ class StageSizes:
             sizes = self._sizes()
         if sizes != self._sizes() and not self._move_or_say(sizes):
             sizes = self._sizes()
-        gain = joined.options.resize_stages or OFFERED
+        gain = joined.options.resize_stages or MIN_GAIN
         self._watch = DriftWatch(work, sizes, memory.fits, gain)
 
     def own_pass_s(self, times: StepTimes) -> float:
@@ -192,7 +192,7 @@ class StageSizes:
         joined = replace(old, groups=groups, layout=layout)
         source, steps_done = training.optimizer, training.steps_done
         source.settle()
-        had = told_buffers(training.stage_model)
+        had = own_buffers(training.stage_model)
         buffers = gather_buffers(training.stage_model, old.control)
         was = training.stage_model
         was.restore()
@@ -205,7 +205,7 @@ class StageSizes:
         optimizer = make_stage_optimizer(
             joined, stage_model, self._users.keep(stage_model.model), silent
         )
-        optimizer.load(exchange(source, optimizer.wanted(), joined.control), steps_done)
+        optimizer.load(exchange(source, optimizer.needed(), joined.control), steps_done)
         adopt_buffers(buffers, had, stage_model)
         source.close()
         for name, p in stage_model.whole.items():  # others may have asked for them until now

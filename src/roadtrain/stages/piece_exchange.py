@@ -26,7 +26,7 @@ PIECE_ELEMENTS = 1 << 20  # of one piece at most: 16 MiB with four arrays of fp3
 
 def exchange(
     source: PieceSource,
-    wanted: Iterable[Extent],
+    requested: Iterable[Extent],
     control: ControlLinks,
     *,
     most_elements: int = PIECE_ELEMENTS,
@@ -37,7 +37,7 @@ def exchange(
 
     Raises GoneError for elements that nobody has, DeadlineError, LostError; at the end, where a
     source failed, its error, and a LostError with its sentence on who wanted of it."""
-    mine = msgspec.json.encode({"haves": source.extents(), "wants": list(wanted)})
+    mine = msgspec.json.encode({"haves": source.extents(), "wants": list(requested)})
     told = control.gather(mine, "what each has and wants")
     every = [msgspec.json.decode(one, type=dict[str, list[Extent]]) for one in told]
     haves, wants = ([one[key] for one in every] for key in ("haves", "wants"))
@@ -58,9 +58,9 @@ def _carry_out(
         if transfer.source == control.rank:
             found = _read(source, extent)
             if transfer.target != control.rank:
-                _give(found, control, transfer.target, what)
+                _send_piece(found, control, transfer.target, what)
         else:
-            found = _take(extent, control, transfer.source, what)
+            found = _receive_piece(extent, control, transfer.source, what)
         if not isinstance(found, Piece):
             wrong = wrong or found
         elif transfer.target == control.rank:
@@ -76,7 +76,7 @@ def _read(source: PieceSource, extent: Extent) -> Piece | RoadtrainError:
         return error
 
 
-def _give(found: Piece | RoadtrainError, control: ControlLinks, target: int, what: str) -> None:
+def _send_piece(found: Piece | RoadtrainError, control: ControlLinks, target: int, what: str) -> None:
     if not isinstance(found, Piece):
         control.send_bytes(json.dumps({"error": str(found)}).encode(), target, what)
         return
@@ -86,7 +86,7 @@ def _give(found: Piece | RoadtrainError, control: ControlLinks, target: int, wha
         control.send(array.contiguous(), target, what)
 
 
-def _take(extent: Extent, control: ControlLinks, source: int, what: str) -> Piece | LostError:
+def _receive_piece(extent: Extent, control: ControlLinks, source: int, what: str) -> Piece | LostError:
     """A LostError is what the source says; that it is gone is raised."""
     head = json.loads(control.receive_bytes(source, what))
     if "error" in head:

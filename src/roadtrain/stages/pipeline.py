@@ -100,7 +100,7 @@ class Pipeline:
                     buffer.detach().copy_(x)
             out = part.run_forward(run.micro, batch(run.micro))
             part.drop()
-            peer, transfer = machine.goes(run), machine.transfer(run)
+            peer, transfer = machine.consumer(run), machine.transfer(run)
             if peer is None:
                 assert isinstance(out, torch.Tensor)
                 total += float(out) / self.shape.num_microbatches
@@ -135,7 +135,7 @@ class Pipeline:
             self.times.backward += time.perf_counter() - then
         if (transfer := step.machine.transfer(run)) is not None:
             self.links.send(transfer, sends)
-        elif (peer := step.machine.goes(run)) is not None:
+        elif (peer := step.machine.consumer(run)) is not None:
             self._hand_over(step, run, peer.part, sends)
 
     def _forward(

@@ -162,7 +162,7 @@ class PlacedStage:
         sizes = ((spec.name, spec.numel) for spec in self.placed.params)
         return even_shares(sizes, self.placed.group.rank, self.width)
 
-    def wanted(self) -> list[Extent]:
+    def needed(self) -> list[Extent]:
         """See StageOptimizer. The stage's first rank fills the servers."""
         if self.placed.group.rank:
             return []
@@ -204,20 +204,20 @@ class PlacedStage:
         placed.flush()
         self._record = None
         same = placed.steps_done == steps_done
-        taken = TakenPieces(placed.params, placed.rules, placed.scratch)
+        taken = StagedPieces(placed.params, placed.rules, placed.scratch)
         for piece in pieces:
             same = same and self._holds(piece)
-            taken.take(piece)
+            taken.add(piece)
         first = placed.group.rank == 0
         if first:
             taken.check(f"the stage at step {steps_done}")
         if not same:
-            self._check_all_know(steps_done)
+            self._refuse_other_values(steps_done)
             values, state = (taken.values(), taken.state()) if first else ({}, {})
             placed.take_values(steps_done, values, state)
         self._record = None
 
-    def _check_all_know(self, steps_done: int) -> None:
+    def _refuse_other_values(self, steps_done: int) -> None:
         """The other ranks of the stage see only which step it is."""
         if self.width > 1 and self.placed.steps_done == steps_done:
             raise StaleError(
@@ -238,7 +238,7 @@ class PlacedStage:
         )
 
 
-class TakenPieces:
+class StagedPieces:
     """Values and state that come in pieces, in any order, until a store takes them all. They lie in
     a scratch file (storage/scratch.py), so a stage larger than memory can be loaded.
 
@@ -255,10 +255,10 @@ class TakenPieces:
                 self._at[i, key] = nbytes
                 nbytes += round_up(spec.numel * 4, PAGE)
         self._scratch = Scratch(where, nbytes)
-        self._came = list[Extent]()
+        self._received = list[Extent]()
         self._scalars = dict[int, Mapping[str, float]]()  # of parameters that have a state
 
-    def take(self, piece: Piece) -> None:
+    def add(self, piece: Piece) -> None:
         """Raises ForeignError for the state of another rule."""
         name, start = piece.extent.name, piece.extent.start
         index = self._index[name]
@@ -267,7 +267,7 @@ class TakenPieces:
         if spec.trainable and piece.has_state(self._rules[spec.group]):
             arrays = self._rules[spec.group].arrays
             self._scalars[index] = piece.scalars
-        self._came.append(piece.extent)
+        self._received.append(piece.extent)
         for key in (VALUE, *arrays):
             values = piece.arrays[key].numpy()
             self._scratch.write(values.view(np.uint8).data, self._at[index, key] + 4 * start)
@@ -275,7 +275,7 @@ class TakenPieces:
     def check(self, who: str) -> None:
         """Raises StoreError where something has not come."""
         wanted = [Extent(spec.name, 0, spec.numel) for spec in self._params]
-        check_covered(self._came, wanted, who)
+        check_covered(self._received, wanted, who)
 
     def values(self) -> dict[int, torch.Tensor]:
         """By index: fp32 where it is trained, else in its own dtype."""

@@ -28,7 +28,7 @@ from roadtrain.stages.networks import (
     NamedRanks,
     choose_networks,
 )
-from roadtrain.stages.probes import Doors, probe, serving
+from roadtrain.stages.probes import ProbePorts, probe, serving
 from roadtrain.stages.rank_meeting import (
     MeetingAnswer,
     RankMeeting,
@@ -40,7 +40,7 @@ from roadtrain.stages.rank_meeting import (
     refusal,
 )
 
-DOORS_S = 10.0  # from the meeting on, until all hosts listen
+LISTEN_S = 10.0  # from the meeting on, until all hosts listen
 PROBE_S = 11.0  # from then on, until all have reported
 Links = Mapping[CardLink, tuple[HostCard, HostCard]]
 
@@ -82,21 +82,21 @@ async def _test_host(meeting: RankMeeting, me: str, links: Links) -> dict[str, R
             addresses = [link.source_address for link in own]
             doors = await until_verdict.enter_async_context(serving(addresses))
             put(meeting.store, f"doors/{me}", doors)
-            until = time.monotonic() + DOORS_S
-            targets = {link: _doors_of(meeting, me, link.target, until) for link in own}
+            until = time.monotonic() + LISTEN_S
+            targets = {link: _ports_of(meeting, me, link.target, until) for link in own}
             report = Report(me, *await probe(doors, targets))
         except (OSError, DeadlineError) as error:
             report = Report(me, (), failed=str(error))
         put(meeting.store, f"report/{me}", report)
-        return await asyncio.to_thread(_judged, meeting, me, links)
+        return await asyncio.to_thread(_decide, meeting, me, links)
 
 
-def _doors_of(meeting: RankMeeting, me: str, host: str, until: float) -> Doors:
+def _ports_of(meeting: RankMeeting, me: str, host: str, until: float) -> ProbePorts:
     waiting = f"host {me} waited for host {host} to listen"
-    return get(meeting.store, f"doors/{host}", Doors, until - time.monotonic(), waiting)
+    return get(meeting.store, f"doors/{host}", ProbePorts, until - time.monotonic(), waiting)
 
 
-def _judged(meeting: RankMeeting, me: str, links: Links) -> dict[str, Report]:
+def _decide(meeting: RankMeeting, me: str, links: Links) -> dict[str, Report]:
     """Wait for the verdict, which rank 0 gives once all hosts have reported."""
     if meeting.rank:
         _verdict(meeting, me).check()
@@ -115,4 +115,4 @@ def _judged(meeting: RankMeeting, me: str, links: Links) -> dict[str, Report]:
 
 def _verdict(meeting: RankMeeting, me: str) -> MeetingAnswer:
     who = f"rank {meeting.rank} of host {me}"
-    return read(meeting.store, "verdict", MeetingAnswer, DOORS_S + PROBE_S + 5.0, who)
+    return read(meeting.store, "verdict", MeetingAnswer, LISTEN_S + PROBE_S + 5.0, who)

@@ -37,7 +37,7 @@ PIECE = bytes(64 * KIB)
 
 
 @dataclass(frozen=True)
-class Doors:
+class ProbePorts:
     """Where a host listens: of each of its addresses, the port. `token` opens them."""
 
     token: str
@@ -45,7 +45,7 @@ class Doors:
 
 
 @contextlib.asynccontextmanager
-async def serving(addresses: Iterable[str]) -> AsyncIterator[Doors]:
+async def serving(addresses: Iterable[str]) -> AsyncIterator[ProbePorts]:
     """Answer the tests of other hosts. Raises OSError for an address that is not this host's."""
     token, tasks = secrets.token_bytes(TOKEN_NBYTES), set[asyncio.Task[None]]()
 
@@ -66,7 +66,7 @@ async def serving(addresses: Iterable[str]) -> AsyncIterator[Doors]:
         for address in dict.fromkeys(addresses):
             servers.append(await asyncio.start_server(serve, address, 0, backlog=128))
             ports[address] = servers[-1].sockets[0].getsockname()[1]
-        yield Doors(token.hex(), ports)
+        yield ProbePorts(token.hex(), ports)
     finally:
         for server in servers:
             server.close()
@@ -76,7 +76,7 @@ async def serving(addresses: Iterable[str]) -> AsyncIterator[Doors]:
 
 
 async def probe(
-    doors: Doors, targets: Mapping[CardLink, Doors]
+    doors: ProbePorts, targets: Mapping[CardLink, ProbePorts]
 ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
     """Test all links of this host, whose own doors are `doors`: each target's doors are open.
     Returns the findings, and the addresses whose connections this host could not answer."""
@@ -99,7 +99,7 @@ async def _answer(token: bytes, reader: asyncio.StreamReader, writer: asyncio.St
         if what == PING:
             writer.write(CLOCK.pack(time.time()))
         elif what == SEND:
-            writer.write(CLOCK.pack(await _take(reader)))
+            writer.write(CLOCK.pack(await _receive_rate(reader)))
         elif what == FETCH:
             writer.write(bytes(LARGE))
         else:
@@ -107,7 +107,7 @@ async def _answer(token: bytes, reader: asyncio.StreamReader, writer: asyncio.St
         await writer.drain()
 
 
-async def _take(reader: asyncio.StreamReader) -> float:
+async def _receive_rate(reader: asyncio.StreamReader) -> float:
     """Reads pieces until one of no length; bytes a second, past what queues swallow."""
     total, begin, first = 0, time.monotonic(), 0
     while length := LENGTH.unpack(await reader.readexactly(LENGTH.size))[0]:
@@ -123,13 +123,13 @@ async def _take(reader: asyncio.StreamReader) -> float:
     return (total - first) / max(time.monotonic() - begin, 1e-6)
 
 
-async def _listen_for_half_open(doors: Doors, heard: set[str]) -> None:
+async def _listen_for_half_open(doors: ProbePorts, heard: set[str]) -> None:
     while True:
         await asyncio.sleep(0.25)
         heard |= half_open(*doors.ports.values())
 
 
-async def _test(link: CardLink, doors: Doors) -> Finding:
+async def _test(link: CardLink, doors: ProbePorts) -> Finding:
     step = Trouble.CANNOT_CONNECT
     try:
         async with _connected(link, doors) as (reader, writer):
@@ -153,7 +153,7 @@ async def _test(link: CardLink, doors: Doors) -> Finding:
     return Finding(link, None, "", latency_s=seconds / 2, ahead_s=ahead_s)
 
 
-async def _rate(finding: Finding, doors: Doors) -> Finding:
+async def _rate(finding: Finding, doors: ProbePorts) -> Finding:
     """With the rate, where it can be had: a link that fails here has passed every test, and a
     host that went away does not report."""
     begin = time.monotonic()
@@ -183,7 +183,7 @@ async def _ping(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> t
 
 @contextlib.asynccontextmanager
 async def _connected(
-    link: CardLink, doors: Doors
+    link: CardLink, doors: ProbePorts
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     address = link.target_address
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

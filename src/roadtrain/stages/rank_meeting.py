@@ -148,7 +148,7 @@ def meet(
     if launch.rank == 0:
         own = dist.PrefixStore(f"meeting/{number}", store)
         until = max(until, time.monotonic() + 1.0)
-        answer = _Arrivals(store, own, number, launch, hello, until).answered()
+        answer = _Arrivals(store, own, number, launch, hello, until).answer_all()
     else:
         met_as = _meeting_of(store, number, hello, deadline_s + GRACE_S)
         own = dist.PrefixStore(f"meeting/{met_as}", store)
@@ -168,10 +168,10 @@ def _meeting_of(store: dist.Store, number: int, hello: RankHello, patience_s: fl
         raise
 
 
-def publish(store: dist.Store, key: str, said: object, readers: int) -> None:
+def publish(store: dist.Store, key: str, value: object, readers: int) -> None:
     """Rank 0 says something to all; returns when the others, `readers`, have read it, or have had
     the time to: the store may end with rank 0."""
-    put(store, key, said)
+    put(store, key, value)
     _wait_for(store, f"{key}/read", readers)
 
 
@@ -191,8 +191,8 @@ def read(store: dist.Store, key: str, kind: type[T], patience_s: float, who: str
     return said
 
 
-def put(store: dist.Store, key: str, said: object) -> None:
-    store.set(key, msgspec.json.encode(said).decode())
+def put(store: dist.Store, key: str, value: object) -> None:
+    store.set(key, msgspec.json.encode(value).decode())
 
 
 def get(store: dist.Store, key: str, kind: type[T], patience_s: float, waiting: str) -> T:
@@ -292,28 +292,28 @@ class _Arrivals:
     ) -> None:
         self.store, self.own, self.number = store, own, number
         self.launch, self.mine, self.until = launch, mine, until
-        self.first = self.heard = _heard(store)
+        self.first = self.seen = _count_seen(store)
 
-    def answered(self) -> MeetingAnswer:
+    def answer_all(self) -> MeetingAnswer:
         """What all are told; they have read it, or have had the time to."""
-        answer = self._collected()
+        answer = self._collect()
         if not answer.refused:
             self.store.set("last", str(len(answer.hosts)))
         put(self.own, "met", answer)
-        for number in range(self.first + 1, self.heard + 1):
+        for number in range(self.first + 1, self.seen + 1):
             put(self.store, f"meeting of/{number}", self.number)
-        while answer.refused and self.heard - self.first < self.launch.world_size:
+        while answer.refused and self.seen - self.first < self.launch.world_size:
             try:
                 self._next()
             except DeadlineError:
                 break
             except WireError:
                 pass  # it is told that the others were refused
-            put(self.store, f"meeting of/{self.heard}", self.number)
-        _wait_for(self.own, "met/read", self.heard - self.first - 1)
+            put(self.store, f"meeting of/{self.seen}", self.number)
+        _wait_for(self.own, "met/read", self.seen - self.first - 1)
         return answer
 
-    def _collected(self) -> MeetingAnswer:
+    def _collect(self) -> MeetingAnswer:
         found: dict[int, RankHello] = {}
         try:
             while len(found) < self.launch.world_size:
@@ -329,27 +329,27 @@ class _Arrivals:
         except (ConfigError, PeerError) as error:
             return refusal(error)
         hosts = [found[rank].host for rank in range(self.launch.world_size)]
-        return MeetingAnswer(hosts=named(hosts))
+        return MeetingAnswer(hosts=unique_names(hosts))
 
     def _next(self) -> RankHello:
         """Of the next one who still waits. Raises DeadlineError, WireError."""
         while True:
-            key, left = f"hello/{self.heard + 1}", self.until - time.monotonic()
+            key, left = f"hello/{self.seen + 1}", self.until - time.monotonic()
             try:
                 hello = get(self.store, key, RankHello, left, "rank 0 waited for others")
             except WireError:
                 self._count()
                 raise
             self._count()
-            if not self.store.check([f"gone/{self.heard}"]):
+            if not self.store.check([f"gone/{self.seen}"]):
                 return hello
 
     def _count(self) -> None:
-        self.heard += 1
-        self.store.set("heard", str(self.heard))
+        self.seen += 1
+        self.store.set("heard", str(self.seen))
 
 
-def _heard(store: dist.Store) -> int:
+def _count_seen(store: dist.Store) -> int:
     """How many of those who came rank 0 has heard, in this start and those before."""
     return int(store.get("heard")) if store.check(["heard"]) else 0
 
@@ -403,7 +403,7 @@ def _too_many(hello: RankHello, world_size: int) -> ConfigError:
 def late(meeting: RankMeeting) -> RoadtrainError | None:
     """Why a rank that came after all were there is one too many."""
     store = meeting.arrivals
-    for number in range(_heard(store) + 1, store.add("arrived", 0) + 1):
+    for number in range(_count_seen(store) + 1, store.add("arrived", 0) + 1):
         with suppress(DeadlineError):
             hello = get(store, f"hello/{number}", RankHello, GRACE_S, "rank 0 read who is late")
             if not store.check([f"gone/{number}"]):
@@ -411,7 +411,7 @@ def late(meeting: RankMeeting) -> RoadtrainError | None:
     return None
 
 
-def named(hosts: Sequence[HostCards]) -> tuple[HostCards, ...]:
+def unique_names(hosts: Sequence[HostCards]) -> tuple[HostCards, ...]:
     """`hosts` of which no two have one name: where they have, an address is added that only one
     of them has."""
     by_name: dict[str, dict[str, HostCards]] = {}

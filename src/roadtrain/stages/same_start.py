@@ -46,7 +46,7 @@ def differ(largest: Sequence[Sequence[int]]) -> list[bool]:
     return [value != -negative for value, negative in largest]
 
 
-def begin_alike(
+def sync_start(
     group: RanksTogether,
     who: str,
     layout: str,

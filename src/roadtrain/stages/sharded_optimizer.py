@@ -44,7 +44,7 @@ from roadtrain.stages.forward_waits import ForwardWaits
 from roadtrain.stages.gradient_hooks import GradientHooks
 from roadtrain.stages.gradient_sum import GradientSum
 from roadtrain.stages.pieces import Extent, Piece
-from roadtrain.stages.same_start import begin_alike, differ, digest, pair
+from roadtrain.stages.same_start import sync_start, differ, digest, pair
 from roadtrain.stages.tensor import TensorParallel
 from roadtrain.stages.tensor_pieces import TensorPieces
 from roadtrain.units import MIB
@@ -116,7 +116,7 @@ class ShardedOptimizer:
         self.hooks = GradientHooks(self.layout, params, self._grad_views, self._reduce, self._wait)
         numbers = dict(zip(params, self.layout.buckets_of))
         self.waits = ForwardWaits(model, blocks, numbers, self._wait)
-        self._say_what_differs(report)
+        self._report_exceptions(report)
 
     def _make_memory(
         self, masters: Mapping[str, torch.Tensor], report: Callable[[str], None]
@@ -126,7 +126,7 @@ class ShardedOptimizer:
         values = self.parameters.flatten(layout)
         trainable, frozen = self.parameters.trainable, self.parameters.frozen
         wide = {name: masters[name].reshape(-1) for name in trainable if name in masters}
-        self._begin_alike(values, wide, report)
+        self._sync_start(values, wide, report)
         grads = [torch.zeros(run.numel, device=device) for run in layout.runs]
         self._grad_views = views_of_all(layout, grads)
         hypers = self._hyperparameters()
@@ -154,7 +154,7 @@ class ShardedOptimizer:
         largest = max((b.numel for b in layout.buckets), default=0) * exchanges
         self._arriving = [torch.empty(largest, device=device) for _ in range(UNDER_WAY + 1)]
 
-    def _begin_alike(
+    def _sync_start(
         self,
         values: Sequence[torch.Tensor],
         wide: Mapping[str, torch.Tensor],
@@ -167,14 +167,14 @@ class ShardedOptimizer:
         shapes = repr([(n, p.shape, p.dtype) for n, p in (*frozen.items(), *wide.items())])
         everything = [*values, *frozen.values(), *wide.values()]
         who = f"{self.options.label}, {self.group}"
-        begin_alike(self.group, who, layout.describe() + shapes, everything, report)
+        sync_start(self.group, who, layout.describe() + shapes, everything, report)
         for i, (names, copies) in enumerate(self.links):
             common = [values[run] for run in layout.shared_runs(i)]
             common += [wide[name] for name in names if name in wide]
             who = f"{self.options.label}, copies of {names[0]!r}"
-            begin_alike(copies, who, layout.describe(i), common, report)
+            sync_start(copies, who, layout.describe(i), common, report)
 
-    def _say_what_differs(self, report: Callable[[str], None]) -> None:
+    def _report_exceptions(self, report: Callable[[str], None]) -> None:
         """What is not as it may be expected (Rules 1 and 6)."""
         label, device = self.options.label, self.parameters.device
         if self.sums is None and not self.group.exact:
@@ -415,9 +415,9 @@ class ShardedOptimizer:
         """See StageOptimizer. Frozen parameters are cut evenly over the ranks."""
         return self.pieces.extents()
 
-    def wanted(self) -> list[Extent]:
+    def needed(self) -> list[Extent]:
         """See StageOptimizer. Frozen parameters are wanted whole by every rank."""
-        return self.pieces.wanted()
+        return self.pieces.needed()
 
     def piece(self, extent: Extent) -> Piece:
         """See StageOptimizer. Raises StoreError for what this rank does not keep."""

@@ -80,7 +80,7 @@ class Choice:
     be said. `dropped`: committed ones that do not count any more. `before`: the one before, which
     is kept beside it."""
 
-    counts: Description | None
+    snapshot: Description | None
     notes: tuple[str, ...] = ()
     dropped: tuple[SnapshotKey, ...] = ()
     before: SnapshotKey | None = None
@@ -132,20 +132,20 @@ def check_model(theirs: Sequence[ParamEntry], ours: Sequence[ParamEntry]) -> Non
         a, b = held.get(name), here.get(name)
         if a != b:
             raise ForeignError(
-                f"the snapshot is of another model: {name!r} is {_told(a)} there and {_told(b)}"
+                f"the snapshot is of another model: {name!r} is {_entry_text(a)} there and {_entry_text(b)}"
                 " here (shape, dtype, update rule)",
                 hint="give the same model and optimizer, or another run directory",
             )
 
 
-def merged(tables: Sequence[Sequence[ParamEntry]]) -> tuple[ParamEntry, ...]:
+def merge_params(tables: Sequence[Sequence[ParamEntry]]) -> tuple[ParamEntry, ...]:
     """The parameters of all ranks by name. ForeignError where two mean different ones by one."""
     out: dict[str, ParamEntry] = {}
     for table in tables:
         for one in table:
             if out.setdefault(one.name, one) != one:
                 raise ForeignError(
-                    f"{one.name!r} is {_told(one)} on one rank and {_told(out[one.name])} on"
+                    f"{one.name!r} is {_entry_text(one)} on one rank and {_entry_text(out[one.name])} on"
                     " another"
                 )
     return tuple(out[name] for name in sorted(out))
@@ -198,5 +198,5 @@ def _way_out(older: Sequence[SnapshotKey]) -> str:
     return f"{back}; going back to step {older[0].step} has to be asked for ({asked})"
 
 
-def _told(entry: ParamEntry | None) -> str:
+def _entry_text(entry: ParamEntry | None) -> str:
     return "absent" if entry is None else f"({entry.shape}, {entry.dtype}, {entry.rule or 'none'})"

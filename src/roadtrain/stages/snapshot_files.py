@@ -130,8 +130,8 @@ class PartWriter:
         os.close(self._fd)
 
 
-def write_marker(home: Path, rank: int, told: Description) -> None:
-    replace_file(home / f"rank-{rank}.{MARKER}", sealed(msgspec.json.encode(told)), "committing")
+def write_marker(home: Path, rank: int, description: Description) -> None:
+    replace_file(home / f"rank-{rank}.{MARKER}", sealed(msgspec.json.encode(description)), "committing")
 
 
 class PartReader:
@@ -144,7 +144,7 @@ class PartReader:
         self._at = dict[str, list[tuple[int, int, int, StoredPiece]]]()  # start, stop, rank, piece
         self._last: tuple[StoredPiece, Piece] | None = None
         for path in sorted(home.glob(f"rank-*.{TABLE}")):
-            self._take(path)
+            self._add_part(path)
         for entries in self._at.values():
             entries.sort(key=lambda entry: entry[:3])
 
@@ -198,7 +198,7 @@ class PartReader:
                     out[name] = self._read(rank, array, name).view(np.uint8).tobytes()
         return out
 
-    def _take(self, path: Path) -> None:
+    def _add_part(self, path: Path) -> None:
         """The part that `path` tells of, where it is whole."""
         try:
             table = msgspec.json.decode(_unsealed(path), type=PartTable)
@@ -227,7 +227,7 @@ class PartReader:
         return data if at.nbytes % 4 else data.view(np.float32)
 
 
-def look(directory: Path) -> dict[SnapshotKey, PartReader]:
+def list_snapshots(directory: Path) -> dict[SnapshotKey, PartReader]:
     """What lies in a directory of snapshots."""
     if not directory.is_dir():
         return {}

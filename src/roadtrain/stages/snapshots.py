@@ -40,12 +40,12 @@ from roadtrain.stages.snapshot_choice import (
     SnapshotKey,
     check_model,
     choose,
-    merged,
+    merge_params,
 )
 from roadtrain.stages.snapshot_files import (
     PartReader,
     PartWriter,
-    look,
+    list_snapshots,
     remove_snapshot,
     set_snapshot_aside,
     write_marker,
@@ -80,9 +80,9 @@ class FoundSnapshot:
     source: PieceSource
     links: ControlLinks
 
-    def pieces(self, wanted: Iterable[Extent]) -> Iterator[Piece]:
+    def pieces(self, requested: Iterable[Extent]) -> Iterator[Piece]:
         """Collective; read to the end by all. Raises GoneError, DamagedError, LostError."""
-        return exchange(self.source, wanted, self.links)
+        return exchange(self.source, requested, self.links)
 
 
 class JobSnapshots:
@@ -106,7 +106,7 @@ class JobSnapshots:
         self._report = report if links.rank == 0 else lambda line: None
         told = links.gather(msgspec.json.encode(tuple(params)), "the parameters of each stage")
         tables = [msgspec.json.decode(one, type=tuple[ParamEntry, ...]) for one in told]
-        self._params = merged(tables)
+        self._params = merge_params(tables)
         other_of = buddies(links.places) if options.replicas > 1 else ()
         self._copies_of = [rank for rank, other in enumerate(other_of) if other == links.rank]
         self._job, self._history = "", tuple[HistoryLink, ...]()
@@ -131,12 +131,12 @@ class JobSnapshots:
         """The snapshot that this start goes on from; None: from the beginning. What does not count
         is removed or set aside, and said. Raises GoneError where the newest one is not whole,
         ForkedError, ForeignError (also for another model), StaleError (by the mark)."""
-        here = self._links.together(self._look, "looking for snapshots")
+        here = self._links.together(self._list, "looking for snapshots")
         mine = msgspec.json.encode([one.seen() for _, one in sorted(here.items())])
         every = self._links.gather(mine, "the snapshots of each host")
         seen = [msgspec.json.decode(one, type=tuple[SeenSnapshot, ...]) for one in every]
         choice = choose(seen, go_back=self.options.go_back)
-        told = choice.counts
+        told = choice.snapshot
         if told is not None:
             check_model(told.params, self._params)
         self._check_mark(told)
@@ -151,11 +151,11 @@ class JobSnapshots:
             told.step, self._blobs_of(reader), told.parallelism, reader, self._links
         )
 
-    def _look(self) -> dict[SnapshotKey, PartReader]:
+    def _list(self) -> dict[SnapshotKey, PartReader]:
         """The directory is durable too: whoever made the run's may not have seen to that."""
         make_directory(self.directory)
         sync_directory(self.directory.parent.parent)
-        return look(self.directory)
+        return list_snapshots(self.directory)
 
     def _check_mark(self, told: Description | None) -> None:
         def check() -> None:
@@ -169,7 +169,7 @@ class JobSnapshots:
         """Nothing is left but what counts and the one before it, so that a half which filled the
         disk is gone first. A marker that is there may be in the system's memory only, since its
         writer was killed: what counts is marked anew."""
-        told = choice.counts
+        told = choice.snapshot
         kept = (choice.before, None if told is None else told.key)
         keep = [key for key in kept if key is not None]
 

@@ -21,7 +21,7 @@ from roadtrain.streaming import plain
 _NAME = "buffers of stage {:06}"
 
 
-def told_buffers(stage_model: StageModel) -> dict[str, torch.Tensor]:
+def own_buffers(stage_model: StageModel) -> dict[str, torch.Tensor]:
     """Those that this stage tells, by name."""
     held = persistent_buffers(stage_model.model)
     return {n: b for n, b in held.items() if stage_model.runs_first(n.rpartition(".")[0])}
@@ -29,7 +29,7 @@ def told_buffers(stage_model: StageModel) -> dict[str, torch.Tensor]:
 
 def buffers_blob(stage_model: StageModel, stage: int) -> dict[str, bytes]:
     """What a snapshot is given; nothing where the stage tells none."""
-    told = told_buffers(stage_model)
+    told = own_buffers(stage_model)
     return {_NAME.format(stage): plain.encode(told, "the buffers")} if told else {}
 
 
@@ -59,7 +59,7 @@ def restore_buffers(blobs: Mapping[str, bytes], stage_model: StageModel) -> None
 
 def gather_buffers(stage_model: StageModel, control: ControlLinks) -> dict[str, torch.Tensor]:
     """What all stages tell. Collective. Raises PeerError."""
-    mine = plain.encode(told_buffers(stage_model), "the buffers")
+    mine = plain.encode(own_buffers(stage_model), "the buffers")
     found: dict[str, torch.Tensor] = {}
     for one in reversed(control.gather(mine, "the buffers of each stage")):
         found |= plain.decode(one)
@@ -71,6 +71,6 @@ def adopt_buffers(
     gathered: Mapping[str, torch.Tensor], had: Collection[str], stage_model: StageModel
 ) -> None:
     """After blocks have moved: what this stage tells now and did not tell before."""
-    for name, buffer in told_buffers(stage_model).items():
+    for name, buffer in own_buffers(stage_model).items():
         if name not in had:
             buffer.copy_(gathered[name])

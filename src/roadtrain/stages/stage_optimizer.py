@@ -48,7 +48,7 @@ class StageOptimizer(PieceSource, Protocol):
     def piece(self, extent: Extent) -> Piece:
         """Waits for the last step."""
 
-    def wanted(self) -> list[Extent]:
+    def needed(self) -> list[Extent]:
         """What `load` must be given on this rank."""
 
     def load(self, pieces: Iterable[Piece], steps_done: int) -> None:

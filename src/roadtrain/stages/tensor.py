@@ -141,7 +141,7 @@ def tensor_parallel(
     names = dict(model.named_parameters())
     shapes = {name: tuple(p.shape) for name, p in names.items()}
     _check_no_gradient(names)
-    _start_alike(model, mesh)
+    _broadcast_start(model, mesh)
     parallelize_module(model, mesh, {name: style.within(group) for name, style in styles.items()})
     own = {name: splits[p] for name, p in names.items() if p in splits}
     return TensorParallel(mesh, shapes, own)
@@ -227,7 +227,7 @@ def _splits(
     return out
 
 
-def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
+def _broadcast_start(model: nn.Module, mesh: DeviceMesh) -> None:
     """Rank 0's values and random state on all ranks of the group, a parameter at a time."""
     device = device_of(mesh)
     for value in (*model.parameters(), *model.buffers()):

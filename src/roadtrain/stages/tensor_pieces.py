@@ -28,7 +28,7 @@ CHUNK_ELEMENTS = 1 << 20  # of one rank, read at once
 class LocalPieces(PieceSource, Protocol):
     """What keeps one tensor rank's parameters and their state."""
 
-    def wanted(self) -> list[Extent]: ...
+    def needed(self) -> list[Extent]: ...
     def take(self, pieces: Iterable[Piece], hypers: Sequence[tuple[float, ...]]) -> None: ...
 
 
@@ -58,10 +58,10 @@ class TensorPieces:
         own = slice(local.start - read.extent.start, local.stop - read.extent.start)
         return Piece(extent, {k: x[own].clone() for k, x in read.arrays.items()}, read.scalars)
 
-    def wanted(self) -> list[Extent]:
+    def needed(self) -> list[Extent]:
         """Runs of the whole parameters that hold all that this rank needs; of a layer split by
         columns also the columns of others."""
-        return [run for local in self.inner.wanted() for run in self._around_whole(local)]
+        return [run for local in self.inner.needed() for run in self._around_whole(local)]
 
     def take(self, pieces: Iterable[Piece], hypers: Sequence[tuple[float, ...]]) -> None:
         """As inner's, of whole parameters."""
@@ -131,7 +131,7 @@ class TensorPieces:
             yield Piece(local, {key: torch.zeros(local.numel) for key in keys}, scalars)
 
     def _padding(self) -> Iterator[Extent]:
-        for local in self.inner.wanted():
+        for local in self.inner.needed():
             split = self.split.splits.get(local.name)
             real = local.stop if split is None else split.real(self.split.rank)
             if real < local.stop:

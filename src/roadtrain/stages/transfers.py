@@ -44,16 +44,16 @@ class _Holders:
         for name, spans in found.items():
             self._cuts[name], self._ranks[name] = _between_cuts(spans)
 
-    def parts(self, wanted: Extent) -> Iterator[tuple[Extent, tuple[int, ...]]]:
+    def parts(self, needed: Extent) -> Iterator[tuple[Extent, tuple[int, ...]]]:
         """`wanted`, cut where an extent begins or ends, and who has each part."""
-        cuts, ranks = self._cuts.get(wanted.name, []), self._ranks.get(wanted.name, [])
-        at = wanted.start
-        while at < wanted.stop:
+        cuts, ranks = self._cuts.get(needed.name, []), self._ranks.get(needed.name, [])
+        at = needed.start
+        while at < needed.stop:
             k = bisect_right(cuts, at) - 1
             inside = 0 <= k < len(ranks)
-            after = cuts[k + 1] if k + 1 < len(cuts) else wanted.stop
-            stop = min(after, wanted.stop)
-            yield Extent(wanted.name, at, stop), ranks[k] if inside else ()
+            after = cuts[k + 1] if k + 1 < len(cuts) else needed.stop
+            stop = min(after, needed.stop)
+            yield Extent(needed.name, at, stop), ranks[k] if inside else ()
             at = stop
 
 
@@ -113,15 +113,15 @@ def cut_up(extent: Extent, most_elements: int) -> Iterator[Extent]:
         yield Extent(extent.name, start, min(start + most_elements, extent.stop))
 
 
-def uncovered(haves: Sequence[Iterable[Extent]], wanted: Iterable[Extent]) -> list[Extent]:
+def uncovered(haves: Sequence[Iterable[Extent]], needed: Iterable[Extent]) -> list[Extent]:
     """The parts of `wanted` that nobody has."""
     holders = _Holders(haves)
-    return [part for extent in wanted for part, ranks in holders.parts(extent) if not ranks]
+    return [part for extent in needed for part, ranks in holders.parts(extent) if not ranks]
 
 
-def check_covered(came: Iterable[Extent], wanted: Iterable[Extent], who: str) -> None:
+def check_covered(received: Iterable[Extent], needed: Iterable[Extent], who: str) -> None:
     """Raises StoreError where a part of `wanted` has not come."""
-    if lacking := uncovered([came], wanted):
+    if lacking := uncovered([received], needed):
         first = lacking[0]
         raise StoreError(
             f"{who}: {sum(part.numel for part in lacking)} elements of its state are lacking,"

@@ -19,7 +19,7 @@ from roadtrain.stages.protocol.stage_sizes import Fits, FoundSizes, always, best
 from roadtrain.stages.protocol.step_model import StepModel, StepWork
 from roadtrain.units import show_seconds
 
-OFFERED = 0.1  # the share of a step that other sizes save at least, where nobody says another
+MIN_GAIN = 0.1  # the share of a step that other sizes save at least, where nobody says another
 WINDOW = 9  # steps of whose seconds the median is a stage's speed
 # steps in a row for which other sizes are better; more than half a window, as so few slow steps
 # make the median slow for no longer than half a window
@@ -27,7 +27,7 @@ HOLD = 5
 REST = 50  # steps after an offer without another
 GRAIN = 1.02  # speeds closer than this are the same: sizes are not searched for anew
 MOST_LOOKED_AT = 20_000  # as of `best_sizes`: about half a second, while training waits
-MOST_KNOWN = 64  # speeds whose best sizes are remembered
+MOST_CACHED = 64  # speeds whose best sizes are remembered
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class DriftWatch:
     work: StepWork
     sizes: tuple[int, ...]
     fits: Fits = always
-    gain: float = OFFERED
+    gain: float = MIN_GAIN
     # of each stage, the seconds of the last WINDOW steps
     _seen: list[deque[float]] = field(init=False)
     _better_for: int = field(init=False, default=0)  # steps in a row
     _resting: int = field(init=False, default=0)  # steps that are left without an offer
     # speeds, rounded to GRAIN -> the best sizes for them
-    _known: dict[tuple[int, ...], FoundSizes | None] = field(init=False, default_factory=dict)
+    _cache: dict[tuple[int, ...], FoundSizes | None] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._seen = [deque(maxlen=WINDOW) for _ in self.work.stages]
@@ -96,7 +96,7 @@ class DriftWatch:
     def moved(self, offer: SizesOffer) -> None:
         """The stages have the sizes of `offer` from the next step on."""
         self.work, self.sizes = self._work_at(offer.passes_s), offer.after
-        self._known.clear()
+        self._cache.clear()
         for seen in self._seen:
             seen.clear()
 
@@ -104,13 +104,13 @@ class DriftWatch:
         """Where other sizes gain enough at these speeds."""
         work = self._work_at(passes_s)
         key = tuple(round(math.log(one, GRAIN)) for one in passes_s)
-        if key not in self._known:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            self._known[key] = best_sizes(
-                work, fits=self.fits, known=[self.sizes], most_looked_at=MOST_LOOKED_AT
+        if key not in self._cache:
+            if len(self._cache) >= MOST_CACHED:
+                self._cache.clear()
+            self._cache[key] = best_sizes(
+                work, fits=self.fits, candidates=[self.sizes], most_looked_at=MOST_LOOKED_AT
             )
-        best = self._known[key]
+        best = self._cache[key]
         if best is None or best.sizes == self.sizes:
             return None
         before_s, after_s = StepModel(work).seconds_of_all([self.sizes, best.sizes]).tolist()

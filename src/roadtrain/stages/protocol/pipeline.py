@@ -163,11 +163,11 @@ class StageStateMachine:
     def start(self) -> list[RunBlocks]:
         return self._next()
 
-    def goes(self, run: RunBlocks) -> Peer | None:
+    def consumer(self, run: RunBlocks) -> Peer | None:
         """Who needs what `run` leaves; None: nobody, or this stage's own backward of the loss."""
         return self._beside(run, 1 if run.what == FORWARD else -1)
 
-    def comes(self, run: RunBlocks) -> Peer | None:
+    def producer(self, run: RunBlocks) -> Peer | None:
         """Whose run leaves what `run` needs; None: nobody's, it is the batch or the loss."""
         return self._beside(run, -1 if run.what == FORWARD else 1)
 
@@ -190,11 +190,11 @@ class StageStateMachine:
 
     def transfer(self, run: RunBlocks) -> Transfer | None:
         """The message that `run` leaves for another rank; None: there is none."""
-        return _between(run, self._own(run), self.goes(run))
+        return _between(run, self._own(run), self.consumer(run))
 
     def arrival(self, run: RunBlocks) -> Transfer | None:
         """The message of another rank that `run` needs; None: there is none."""
-        return _between(run, self.comes(run), self._own(run))
+        return _between(run, self.producer(run), self._own(run))
 
     def _own(self, run: RunBlocks) -> Peer:
         return Peer(self.shape.stage, run.part, self.shape.replica)
@@ -203,7 +203,7 @@ class StageStateMachine:
         assert run == self.running
         self.running = None
         self.ran[run.what] += 1
-        if run.what == FORWARD and self.goes(run) is None:
+        if run.what == FORWARD and self.consumer(run) is None:
             self.here[BACKWARD].add((run.micro, run.part))  # the loss
         return self._next()
 

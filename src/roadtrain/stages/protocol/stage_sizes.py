@@ -73,16 +73,16 @@ def best_sizes(
     work: StepWork,
     *,
     fits: Fits = always,
-    known: Sequence[Sequence[int]] = (),
+    candidates: Sequence[Sequence[int]] = (),
     most_looked_at: int = MOST_LOOKED_AT,
 ) -> FoundSizes | None:
     """The sizes with the shortest step among those that fit; the most even ones where they are as
     good. known: sizes than which it is never worse. None where none fit."""
-    return _SizeSearch(work, fits).run(known, most_looked_at)
+    return _SizeSearch(work, fits).run(candidates, most_looked_at)
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
+class _Prefix:
     """The sizes of the first parts."""
 
     sizes: tuple[int, ...]
@@ -106,23 +106,23 @@ class _SizeSearch:
         ]
         self.lightest = min(work.weights)
         self.best: tuple[float, tuple[int, ...]] | None = None
-        self._find_rests()
+        self._find_bounds()
 
-    def run(self, known: Sequence[Sequence[int]], most_looked_at: int) -> FoundSizes | None:
+    def run(self, candidates: Sequence[Sequence[int]], most_looked_at: int) -> FoundSizes | None:
         flat = even(self.blocks, self.parts)
-        self._try([sizes for sizes in (flat, *map(tuple, known)) if self._all_fit(sizes)])
+        self._try([sizes for sizes in (flat, *map(tuple, candidates)) if self._all_fit(sizes)])
         self._improve()
-        left_s = self._go_through(most_looked_at)
+        left_s = self._search(most_looked_at)
         if self.best is None:
             return None
         step_s, sizes = self.best
         return FoundSizes(sizes, step_s, min(step_s, left_s))
 
-    def _go_through(self, most_looked_at: int) -> float:
+    def _search(self, most_looked_at: int) -> float:
         """The beginnings of sizes, the least bound first, until none is better or enough were
         looked at and some fit. The bound of what is left."""
         numbers = itertools.count()
-        start = _Begun((), 0, (0.0,), (0.0,) * self.stages)
+        start = _Prefix((), 0, (0.0,), (0.0,) * self.stages)
         heap = [(self.ends[0][0], next(numbers), start)]
         whole: list[tuple[int, ...]] = []
         at_once = 1
@@ -171,7 +171,7 @@ class _SizeSearch:
                 if not self._is_no_better(step_s):
                     self.best = step_s, sizes
 
-    def _longer(self, begun: _Begun) -> Iterator[_Begun]:
+    def _longer(self, begun: _Prefix) -> Iterator[_Prefix]:
         """With one part more, of each size that fits and leaves the others a block each."""
         part = len(begun.sizes)
         left = self.parts - part - 1
@@ -187,7 +187,7 @@ class _SizeSearch:
             passes = list(begun.passes)
             passes[stage] += seconds
             ways = (*begun.ways, begun.ways[-1] + seconds + self._link_s(part))
-            yield _Begun(sizes, stop, ways, tuple(passes))
+            yield _Prefix(sizes, stop, ways, tuple(passes))
 
     def _pass_s(self, part: int, begin: int, stop: int) -> float:
         speed = self.work.stages[part % self.stages]
@@ -200,7 +200,7 @@ class _SizeSearch:
         speed = self.work.boundaries[part % self.stages]
         return speed.activations_s + speed.gradients_s
 
-    def _bound(self, begun: _Begun) -> float:
+    def _bound(self, begun: _Prefix) -> float:
         done = len(begun.sizes)
         after = begun.ways[-1]
         bound = after + self.ends[done][begun.stop]
@@ -214,7 +214,7 @@ class _SizeSearch:
                 bound = max(bound, begun.ways[stage] + self.rounds[stage] * round_s)
         return bound
 
-    def _find_rests(self) -> None:
+    def _find_bounds(self) -> None:
         """For the parts from each one on and the blocks from each one on, over all sizes that fit
         each stage alone: `ends`, the least time from the first forward to the last backward;
         `rests`, the least seconds of a micro-batch's way through them and back."""
@@ -240,7 +240,7 @@ class _SizeSearch:
             self.rests.insert(0, rests)
 
 
-def papers_sizes(
+def paper_sizes(
     work: StepWork, clusters: Sequence[str], *, fits: Fits = always, alpha: float = ALPHA
 ) -> tuple[int, ...] | None:
     """Yang et al. (Holmes), section 3.3: blocks of a cluster in proportion to its speed, times
@@ -339,8 +339,8 @@ def compare_sizes(
     model, flat = StepModel(work), even(len(work.weights), work.parts)
     sizes_of = {"even": flat if all_fit(flat, len(work.stages), fits) else None}
     if work.virtual_stages == 1:
-        sizes_of["paper"] = papers_sizes(work, clusters, fits=fits)
+        sizes_of["paper"] = paper_sizes(work, clusters, fits=fits)
     others = {n: (own, model.seconds(own)) if own else None for n, own in sizes_of.items()}
     known = [own for own in sizes_of.values() if own]
-    best = best_sizes(work, fits=fits, known=known, most_looked_at=most_looked_at)
+    best = best_sizes(work, fits=fits, candidates=known, most_looked_at=most_looked_at)
     return None if best is None else SizesTable(best, others)

@@ -160,7 +160,7 @@ def _ordered(work: StepWork) -> _Order:
         needs = last.get(key), came.get((run.what, key, run.micro, run.part))
         row = work.parts * (run.what == BACKWARD) + run.part * stages + key[0]
         last[key] = number = order.add(row, iter(needs))
-        to = machines[key].goes(run)
+        to = machines[key].consumer(run)
         todo += [(key, other) for other in machines[key].ended(run)]
         if to is None:
             continue
