@@ -171,7 +171,10 @@ def test_hosts_of_one_name_are_told_apart() -> None:
     # what both have (as virtual machines' own networks) tells nobody apart
     common = HostCard("virbr0", "192.168.122.1", 24)
     c, d = (replace(one, cards=(common, *one.cards)) for one in (a, b))
-    assert [one.name for one in meeting.unique_names([c, d])] == ["box at 10.1.0.1", "box at 10.1.0.2"]
+    assert [one.name for one in meeting.unique_names([c, d])] == [
+        "box at 10.1.0.1",
+        "box at 10.1.0.2",
+    ]
     alone = [replace(one, cards=(common,)) for one in (a, b)]
     assert len({one.name for one in meeting.unique_names(alone)}) == 2
 

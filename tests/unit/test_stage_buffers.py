@@ -12,8 +12,8 @@ from roadtrain.stages.stage_buffers import (
     adopt_buffers,
     buffers_blob,
     gather_buffers,
-    restore_buffers,
     own_buffers,
+    restore_buffers,
 )
 from roadtrain.stages.stage_model import MicroBatch, StageModel
 

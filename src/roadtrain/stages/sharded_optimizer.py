@@ -44,7 +44,7 @@ from roadtrain.stages.forward_waits import ForwardWaits
 from roadtrain.stages.gradient_hooks import GradientHooks
 from roadtrain.stages.gradient_sum import GradientSum
 from roadtrain.stages.pieces import Extent, Piece
-from roadtrain.stages.same_start import sync_start, differ, digest, pair
+from roadtrain.stages.same_start import differ, digest, pair, sync_start
 from roadtrain.stages.tensor import TensorParallel
 from roadtrain.stages.tensor_pieces import TensorPieces
 from roadtrain.units import MIB

@@ -130,8 +130,8 @@ class PartWriter:
         os.close(self._fd)
 
 
-def write_marker(home: Path, rank: int, description: Description) -> None:
-    replace_file(home / f"rank-{rank}.{MARKER}", sealed(msgspec.json.encode(description)), "committing")
+def write_marker(home: Path, rank: int, about: Description) -> None:
+    replace_file(home / f"rank-{rank}.{MARKER}", sealed(msgspec.json.encode(about)), "committing")
 
 
 class PartReader:

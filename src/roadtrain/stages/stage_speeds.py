@@ -49,10 +49,10 @@ def measure_messages(
             many = _messages(shape, what, boundary, sender, receiver)
             if shape.stage == sender:
                 mine = [one for one in many if one.sender.replica == shape.replica]
-                _send_timed(links, mine, nbytes, device)
+                _reply(links, mine, nbytes, device)
             if shape.stage == receiver:
                 mine = [one for one in many if one.receiver.replica == shape.replica]
-                found[boundary, what] = _time_receive(links, mine, nbytes, device)
+                found[boundary, what] = _time(links, mine, nbytes, device)
     return found
 
 
@@ -72,7 +72,7 @@ def _request(one: Transfer) -> Transfer:
     return Transfer(other, one.micro, one.boundary, one.receiver, one.sender)
 
 
-def _time_receive(links: StageLinks, mine: Sequence[Transfer], nbytes: int, device: torch.device) -> float:
+def _time(links: StageLinks, mine: Sequence[Transfer], nbytes: int, device: torch.device) -> float:
     """On the receiver: the shortest of some times from the requests to the last message."""
     arriving = [_message(nbytes, device) for _ in mine]
     took = []
@@ -89,7 +89,7 @@ def _time_receive(links: StageLinks, mine: Sequence[Transfer], nbytes: int, devi
     return min(took[1:])
 
 
-def _send_timed(links: StageLinks, mine: Sequence[Transfer], nbytes: int, device: torch.device) -> None:
+def _reply(links: StageLinks, mine: Sequence[Transfer], nbytes: int, device: torch.device) -> None:
     """On the sender."""
     message = _message(nbytes, device)
     for _ in range(TIMED_MESSAGES + 1):
