@@ -523,7 +523,7 @@ def test_ranks_that_differ_are_refused():  # Rule 6
 
 def test_other_first_values_become_the_first_ranks():
     first, second = run(2, partial(differing_child, "values"))
-    assert first[0] == second[0] and "those of its first rank are taken" in first[0][0]
+    assert first[0] == second[0] and "those of the first rank are used" in first[0][0]
     assert same(first[1], second[1])
 
 
@@ -572,7 +572,7 @@ def absent_child(rank):
 def test_a_rank_that_never_starts_is_named():  # Rule 5
     kind, words = first_of(2, absent_child)
     assert kind is DeadlineError, words
-    assert words.startswith("stage 3, the group of ranks 0, 1: the comparison of first values")
+    assert words.startswith("stage 3, the group of ranks 0, 1: the comparison of initial values")
 
 
 def leave(how):

@@ -150,7 +150,7 @@ def hello(rank, world_size=4, name="a", job="", needed=0):
         ),
         (hello(1, 4, "b", needed=8), "parallelism has 8 ranks, and 4 were started"),
         (hello(0, 4, "b"), "host a and host b both have rank 0"),
-        (hello(1, 4, "b", job="x"), "rank 0 of host a and rank 1 of host b do not mean the same"),
+        (hello(1, 4, "b", job="x"), "rank 0 of host a and rank 1 of host b do not have the same"),
     ],
 )
 def test_ranks_that_mean_different_starts(other, reason) -> None:
@@ -253,7 +253,7 @@ def test_every_rank_that_came_says_the_same_of_one_that_did_not() -> None:  # Ru
     met = all_meet(3, absent={1}, deadline_s=6.0)
     assert {type(one) for one in met.values()} == {DeadlineError}
     assert len({str(one) for one in met.values()}) == 1
-    assert "2 of 3 ranks have come" in str(met[0])
+    assert "2 of 3 ranks have reached" in str(met[0])
     assert "(of a, c), rank 1 has not" in str(met[0])
 
 
@@ -284,7 +284,7 @@ def test_starts_after_each_other_on_one_store(agent, monkeypatch) -> None:
     assert again[1].hosts == tuple(HOSTS[:2]) and not again[1].store.check(["verdict"])
     # rank 1 ends; what it began again ends too, while rank 0 still computes
     alone = all_meet(2, {1: {"attempt": "1"}}, absent={0}, deadline_s=1.0, agent=agent)
-    assert "rank 1 of host b came when all 2 ranks were there" in str(alone[1])
+    assert "rank 1 of host b arrived after all 2 ranks had met" in str(alone[1])
     third = all_meet(2, {0: {"attempt": "1"}, 1: {"attempt": "2", "late_s": 0.3}}, agent=agent)
     assert third[1].hosts == tuple(HOSTS[:2]) and meeting.late(third[0]) is None
 
@@ -298,7 +298,7 @@ def test_who_was_started_again_waits_until_the_others_notice(agent) -> None:
 
 @pytest.mark.parametrize(
     ("size", "reason"),
-    [(2, "rank 0 of host a was started as one of 2 ranks"), (1, "came when all 1 ranks were")],
+    [(2, "rank 0 of host a was started as one of 2 ranks"), (1, "arrived after all 1 ranks had")],
 )
 def test_a_rank_too_many_is_found_later(size, reason) -> None:
     store = dist.HashStore()
@@ -331,7 +331,7 @@ def test_a_verdict_is_waited_for_once(monkeypatch) -> None:  # Rule 5
     monkeypatch.setattr(preflight, "_verdict", nobody)
     monkeypatch.setattr(preflight, "probe", probed)
     met = meeting.RankMeeting(launch(1, 3), store, tuple(HOSTS), dist.HashStore())
-    with pytest.raises(DeadlineError, match="nothing came"):
+    with pytest.raises(DeadlineError, match="no answer within"):
         preflight.preflight(met, [], HOSTS)
     assert len(waits) == 1
 
@@ -385,7 +385,7 @@ def test_nobody_at_the_rendezvous(monkeypatch) -> None:  # Rule 5
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(meeting.socket, "getaddrinfo", unknown)
-    with pytest.raises(ConfigError, match="knows no address of MASTER_ADDR nowhere: Name or"):
+    with pytest.raises(ConfigError, match="cannot resolve MASTER_ADDR nowhere: Name or"):
         meeting.meet(launch(1, 2, address="nowhere"), deadline_s=0.5, host=HOSTS[0])
 
 

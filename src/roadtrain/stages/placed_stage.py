@@ -137,7 +137,7 @@ class PlacedStage:
 
     def _sum_copies(self, name: str, p: torch.nn.Parameter, copies: SharedCopies) -> None:
         """Sum a shared parameter's gradient over all ranks of all stages that have a copy, in rank
-        order and in fp32. Each stage's first replica keeps the total and the other replicas zeros,
+        order and in fp32. Each stage's first rank keeps the total and its other ranks get zeros,
         so that the servers of every stage get the same bits. Raises PeerError."""
         grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
         flat = grad.view(-1)
