@@ -498,7 +498,7 @@ def test_a_group_that_comes_later_is_refused(made):
     user.add_param_group({"params": list(model[1].parameters())})
     optimizer.begin_step(1)
     model(torch.ones(2, 4)).sum().backward()
-    with pytest.raises(LoopError, match=r"have \[2, 2\] parameters, they had \[2\]"):
+    with pytest.raises(LoopError, match=r"have \[2, 2\] parameters, but had \[2\]"):
         optimizer.step()
 
 
