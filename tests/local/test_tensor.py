@@ -421,13 +421,13 @@ REFUSED = {
         Decoder,
         2,
         {},
-        r"Decoder are not known, .* tp 2 .*\nhint: known are Llama, .*GPT-2, OPT",
+        r"tp 2 cannot split .*Decoder: its layers are not known\nhint: use Llama, .*GPT-2, OPT",
     ),
     "unknown of transformers": (
         partial(built, "bloom", {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32}),
         2,
         {},
-        r"BloomForCausalLM are not known",
+        r"BloomForCausalLM: its layers are not known",
     ),
     "a pattern": (
         Decoder,
@@ -439,7 +439,7 @@ REFUSED = {
         Decoder,
         2,
         {"plan": {"layers.*.attention": LocalHeads("kv_heads")}},
-        r"layers.0.attention: a Attention counts no kv_heads",
+        r"layers.0.attention: a Attention has no integer attribute kv_heads",
     ),
     "a width": (
         partial(Decoder, vocabulary=30, width=6, heads=1),
@@ -457,7 +457,7 @@ REFUSED = {
         Decoder,
         2,
         {"plan": {"layers.*.norm": SequenceParallel()}},
-        r"SequenceParallel.* of a LayerNorm is not known here",
+        r"SequenceParallel.* of a LayerNorm is not supported",
     ),
     "one of two": (
         tied,
@@ -469,7 +469,7 @@ REFUSED = {
         Decoder,
         2,
         {"plan": {"head": Column(gather=True)}, "blocks": ["layers.1"]},
-        r"nothing of block 'layers.1' is split",
+        r"no layer of block 'layers.1' is split",
     ),
 }
 

@@ -236,8 +236,7 @@ def _store(launch: Launch, host: str, deadline_s: float) -> dist.Store:
         raise PeerError(
             f"{me} cannot {'open' if own else 'reach'} the rendezvous at {where} (MASTER_ADDR"
             f" {launch.address}) within {deadline_s:.0f} s: {str(error).splitlines()[0]}",
-            hint="check that rank 0's host is up, that MASTER_ADDR is its address, and that no"
-            " firewall blocks the port",
+            hint="check that rank 0's host is up, MASTER_ADDR is right and no firewall interferes",
         ) from error
 
 
@@ -274,7 +273,7 @@ def _only_loopback(addresses: Sequence[str]) -> bool:
 
 def _loopback_error(launch: Launch, addresses: Sequence[str]) -> ConfigError:
     return ConfigError(
-        f"MASTER_ADDR {launch.address} resolves to {addresses[0]}, which is loopback (lo): the other"
+        f"MASTER_ADDR {launch.address} resolves to {addresses[0]}, which is loopback (lo): other"
         " hosts would look for rank 0 on themselves",
         hint=f"map {launch.address} to its card's address in /etc/hosts of every host, or set"
         " MASTER_ADDR to that address",
@@ -444,7 +443,7 @@ def _missing(launch: Launch, found: Mapping[int, RankHello]) -> RoadtrainError:
     which = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))}"
     unanswered = sorted(half_open(launch.port))
     blocked = (
-        f"; packets from {', '.join(unanswered)} arrive here, but the replies do not arrive there: a"
+        f"; packets from {', '.join(unanswered)} arrive here, but replies do not arrive there: a"
         " firewall blocks one direction"
         if unanswered
         else ""
