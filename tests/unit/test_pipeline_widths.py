@@ -265,6 +265,6 @@ def test_what_passes_inside_a_rank_is_no_transfer() -> None:
 
 def test_interleaved_micro_batches_divide() -> None:
     with pytest.raises(
-        ConfigError, match=r"6 micro-batches go through 2 stages of 2 parts each, in 2 rep"
+        ConfigError, match=r"6 micro-batches cannot be divided over 2 stages of 2 parts"
     ):
         PipelineShape(0, 0, (2, 2), 2, 6).order()

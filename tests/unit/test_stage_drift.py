@@ -85,8 +85,8 @@ def test_offers_respect_memory() -> None:
 def test_the_offers_sentence() -> None:
     offer = SizesOffer((6, 6), (8, 4), 10.0, 8.0, (0.3, 0.5), (0.3, 0.3))
     assert str(offer) == (
-        "stage 1 computes at 60% of its speed: stages of 8 + 4 blocks instead of 6 + 6 would take"
-        " 8 s a step instead of 10 s"
+        "stage 1 computes at 60% of its earlier speed: with 8 + 4 blocks per stage instead of 6 + 6,"
+        " a step would take 8 s instead of 10 s"
     )
 
 
@@ -118,7 +118,7 @@ def test_memories_that_fit_nothing() -> None:
         max(small.need(0, (range(k),)) - 500, small.need(1, (range(k, 8),)) - 400)
         for k in range(1, 8)
     ]
-    assert f"{min(lacking):.0f} B more on each would fit" in e.value.hint
+    assert f"{min(lacking):.0f} B more on each device" in e.value.hint
 
 
 def test_the_gain_that_is_offered_is_the_models() -> None:
