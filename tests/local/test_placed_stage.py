@@ -30,7 +30,7 @@ from roadtrain.stages.data_group import SharedCopies
 from roadtrain.stages.parallelism import Parallelism
 from roadtrain.stages.piece_exchange import exchange
 from roadtrain.stages.pieces import VALUE, Extent, Piece
-from roadtrain.stages.placed_stage import PlacedStage, times
+from roadtrain.stages.placed_stage import PlacedStage, for_mean
 from roadtrain.stages.stage_model import MicroBatch, StageModel
 
 MICROS = 4
@@ -182,8 +182,8 @@ def test_gradients_that_no_update_took_are_refused():
 def test_the_mean_of_the_servers_is_undone_exactly(width):
     for i in range(200):
         scale = 1.0 / (1 + 0.37 * i)
-        assert times(scale, width) / width in (scale, float(torch.tensor(scale)))
-    assert times(1.0, width) / width == 1.0
+        assert for_mean(scale, width) / width in (scale, float(torch.tensor(scale)))
+    assert for_mean(1.0, width) / width == 1.0
 
 
 def in_servers(addresses, rank):

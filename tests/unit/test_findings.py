@@ -246,7 +246,7 @@ def all_meet(world_size, changes=None, absent=(), deadline_s=8.0, agent=None):
 def test_all_ranks_meet() -> None:
     met = all_meet(4)
     assert all(one.hosts == (*HOSTS, HOSTS[0]) for one in met.values()), met
-    assert meeting.late(met[0]) is None
+    assert meeting.late_error(met[0]) is None
 
 
 def test_every_rank_that_came_says_the_same_of_one_that_did_not() -> None:  # Rule 5
@@ -286,7 +286,7 @@ def test_starts_after_each_other_on_one_store(agent, monkeypatch) -> None:
     alone = all_meet(2, {1: {"attempt": "1"}}, absent={0}, deadline_s=1.0, agent=agent)
     assert "rank 1 of host b arrived after all 2 ranks had met" in str(alone[1])
     third = all_meet(2, {0: {"attempt": "1"}, 1: {"attempt": "2", "late_s": 0.3}}, agent=agent)
-    assert third[1].hosts == tuple(HOSTS[:2]) and meeting.late(third[0]) is None
+    assert third[1].hosts == tuple(HOSTS[:2]) and meeting.late_error(third[0]) is None
 
 
 def test_who_was_started_again_waits_until_the_others_notice(agent) -> None:
@@ -306,7 +306,7 @@ def test_a_rank_too_many_is_found_later(size, reason) -> None:
     store.add("arrived", 2)
     meeting.put(store, "hello/2", hello(0, size))
     met = meeting.RankMeeting(launch(0, 1), dist.HashStore(), (HOSTS[0],), store)
-    assert reason in str(meeting.late(met))
+    assert reason in str(meeting.late_error(met))
 
 
 def test_a_verdict_is_waited_for_once(monkeypatch) -> None:  # Rule 5

@@ -11,8 +11,9 @@ Names: x parameter, g gradient x scale, `coupled` weight decay added to the grad
 lr x decoupled weight decay, `keep`/`intake` = beta / 1 - beta, `step_size` is negative. `rest` is
 None while intake < 0.5 (see `mix`). Scalars are float32, computed in float64 by the caller.
 
-Note one-divide: the kernel multiplies by 1 / sqrt(bias correction 2) where torch divides. Division
-throughput limits AdamW on an AVX2 core, and the difference stays below 2 ulp of the update.
+Note "one divide": the kernel multiplies by 1 / sqrt(bias correction 2) where torch divides.
+Division throughput limits AdamW on an AVX2 core, and the difference stays below 2 ulp of the
+update.
 
 Assumes: contiguous arrays of one length that do not overlap. Does NOT count steps, choose
 hyperparameters or start threads.

@@ -7,7 +7,7 @@ memory, or on servers that all ranks of the stage share.
 Servers average gradients over their workers but a stage needs the sum, so gradients are scaled by
 the number of ranks. Gradients are sent after each backward; updates wait for `step`.
 
-Note store-commits: the store commits each step on its own, so it may be ahead of or behind the
+Note "store commits": the store commits each step on its own, so it may be ahead of or behind the
 job's snapshot. `load` compares them: a store that already holds the loaded values is kept, any
 other store is overwritten. The stage's first rank fills the servers.
 
@@ -95,7 +95,7 @@ class PlacedStage:
     def step(self, scale: float = 1.0) -> None:
         """See StageOptimizer."""
         self._finish_gradients()
-        factor = times(scale, self.width)
+        factor = for_mean(scale, self.width)
         for p in self._parameters():
             if isinstance(p.grad, PlacedGrad):
                 p.grad.mul_(factor)
@@ -200,7 +200,7 @@ class PlacedStage:
         return self._record[2]
 
     def load(self, pieces: Iterable[Piece], steps_done: int) -> None:
-        """See StageOptimizer, and Note store-commits. Raises StaleError if the servers hold other
+        """See StageOptimizer, and Note "store commits". Raises StaleError if the servers hold other
         values of the same step, StoreError if a piece is missing, LoopError if the store cannot be
         overwritten."""
         placed = self.placed
@@ -305,7 +305,7 @@ class StagedPieces:
         return flat.view(spec.shape)
 
 
-def times(scale: float, width: int) -> float:
+def for_mean(scale: float, width: int) -> float:
     """Return a float that gives exactly `scale` when divided by `width`. If there is none, `scale`
     is rounded to fp32 first, for which the product is exact."""
     if (scale * width) / width == scale or scale != scale:

@@ -33,7 +33,7 @@ from roadtrain.stages.rank_meeting import (
     MeetingAnswer,
     RankMeeting,
     get,
-    late,
+    late_error,
     publish,
     put,
     read,
@@ -107,7 +107,7 @@ def _decide(meeting: RankMeeting, me: str, links: Links) -> dict[str, Report]:
         with suppress(DeadlineError):  # `problem` names a host without a report
             key, left_s = f"report/{host}", until - time.monotonic()
             reports[host] = get(meeting.store, key, Report, left_s, host)
-    error = late(meeting) or problem(reports, links)
+    error = late_error(meeting) or problem(reports, links)
     verdict = refusal(error) if error else MeetingAnswer(hosts=meeting.hosts)
     publish(meeting.store, "verdict", verdict, meeting.world_size - 1)
     verdict.check()

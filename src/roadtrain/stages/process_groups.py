@@ -4,7 +4,7 @@ its network modules through the group's options. No environment variable is set.
 Operations of a group time out after `deadline_s` (Rule 5). gloo is bound through torch's public API
 for custom backends (`register_backend`, `new_group(pg_options=...)`).
 
-Note nccl-networks: a communicator can choose only between "IB" (InfiniBand and RoCE) and "Socket"
+Note "NCCL networks": a communicator can choose only between "IB" (InfiniBand and RoCE) and "Socket"
 (`NCCLConfig.net_name`). The card is chosen per process (NCCL_IB_HCA, NCCL_SOCKET_IFNAME), so all
 InfiniBand or RoCE groups of a rank share their cards. If these variables do not name the chosen
 card, `NcclNetwork.unbound` reports it; roadtrain never sets them.

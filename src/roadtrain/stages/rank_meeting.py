@@ -6,7 +6,7 @@ nothing is unpickled (Rule 8). Rank 0 collects the hellos of the other ranks and
 at once. So all ranks that arrived end with the same error if a rank is missing or has another job
 (Rule 5). A rank that cannot reach the store reports only its own error.
 
-Note restarts: if an agent owns the store, the store outlives a start, and agents count restarts
+Note "restarts": if an agent owns the store, the store outlives a start, and agents count restarts
 differently: an agent that failed increases its count, an agent told to begin again does not. So
 ranks are numbered in the order of arrival, rank 0 reads each hello once, and it tells each rank the
 number of its meeting, which is the arrival number of rank 0.
@@ -405,7 +405,7 @@ def _too_many(hello: RankHello, world_size: int) -> ConfigError:
     )
 
 
-def late(meeting: RankMeeting) -> RoadtrainError | None:
+def late_error(meeting: RankMeeting) -> RoadtrainError | None:
     """Return an error if a rank arrived after the meeting was complete, else None."""
     store = meeting.arrivals
     for number in range(_count_seen(store) + 1, store.add("arrived", 0) + 1):

@@ -1,12 +1,13 @@
 """Choose the snapshot from which a start continues, among those on its hosts. Pure functions.
 
-Note committed: a rank writes its marker once the parts of all ranks are on disk, so a single marker
-proves that the snapshot was complete at that time. The snapshot is announced once every rank has
-written its marker. A start therefore chooses the newest snapshot with any marker. If that snapshot
-is incomplete by now, the start is refused, with one exception: if a rank holds a part of it without
-a marker, it was never announced, and the start continues from the previous snapshot and reports it.
+Note "committed": a rank writes its marker once the parts of all ranks are on disk, so a single
+marker proves that the snapshot was complete at that time. The snapshot is announced once every rank
+has written its marker. A start therefore chooses the newest snapshot with any marker. If that
+snapshot is incomplete by now, the start is refused, with one exception: if a rank holds a part of
+it without a marker, it was never announced, and the start continues from the previous snapshot and
+reports it.
 
-Note forked: every start that writes a snapshot adds a link to the history. Of two histories, one
+Note "forked": every start that writes a snapshot adds a link to the history. Of two histories, one
 must be a prefix of the other and have no snapshot after the step at which the other continued. Any
 other pair means that two starts continued from the same step independently (storage/history.py).
 """

@@ -253,7 +253,7 @@ class JobSnapshots:
             self._mark.advance(step, now=True)
         seconds = time.monotonic() - begun
         self._report(
-            f"snapshot of step {step}: {show_bytes(nbytes)} of this rank in {seconds:.1f} s"
+            f"snapshot of step {step}: this rank wrote {show_bytes(nbytes)} in {seconds:.1f} s"
         )
 
     def _share(self, blobs: Mapping[str, bytes], what: str) -> dict[str, bytes]:

@@ -13,10 +13,10 @@ so optimizers need no changes. Activations cross the group as DTensors. As in Sh
 section 3, the forward of a Row runs one all-reduce, and so does the backward of the Columns before
 it.
 
-Note random-numbers: while all ranks of a group have the same activations, they draw the same random
-numbers. Between a Column and a Row each rank has its own activations (attention dropout), and draws
-from its own seed. All ranks draw that seed from their common state, so activation checkpointing,
-which repeats a forward from the same random state, gets the same numbers.
+Note "random numbers": while all ranks of a group have the same activations, they draw the same
+random numbers. Between a Column and a Row each rank has its own activations (attention dropout),
+and draws from its own seed. All ranks draw that seed from their common state, so activation
+checkpointing, which repeats a forward from the same random state, gets the same numbers.
 
 Assumes: all ranks of the group get the same input, except for a Row's. Does NOT split the sequence.
 """
@@ -83,7 +83,7 @@ class TensorGroup:
             return self.summed(x)
 
     def draw_own(self, device: torch.device) -> None:
-        """Switch to random numbers of this rank; see Note random-numbers."""
+        """Switch to random numbers of this rank; see Note "random numbers"."""
         if self._outside is not None:
             return
         seed = int(torch.randint(_SEEDS, ())) + self.rank
