@@ -403,7 +403,7 @@ REFUSED = {
         partial(built, "llama", LLAMA | {"num_key_value_heads": 2}),
         4,
         {},
-        r"ConfigError: 2 key-value heads .* over tp 4\nhint: tp divides 2",
+        r"ConfigError: 2 key-value heads .* over tp 4\nhint: set tp to a divisor of 2",
     ),
     "units": (
         partial(built, "opt", OPT | {"ffn_dim": 50}),
