@@ -1,5 +1,5 @@
-"""Codecs: encode gradients in fewer bytes, and keep track of the loss. The codecs for gradients
-that are summed over the network are registered in sums/formats.py.
+"""Codecs: encode gradients in fewer bytes, and keep track of the encoding error. The codecs for
+gradients that are summed over the network are registered in sums/formats.py.
 
     gradient + residual -> encode -> (network) -> decode
 
@@ -67,7 +67,7 @@ class TopKCodec(Codec):
     name = "topk"
 
     def __init__(self, argument: str | float, dtype: str = "fp32") -> None:
-        """`dtype`: the dtype of the values that `encode` reads and writes."""
+        """Parse the fraction. `dtype`: the dtype of the values that `encode` reads and writes."""
         self.keep, self.dtype = float(argument), dtype
         if not 0 < self.keep < 1:
             raise ValueError("needs a fraction between 0 and 1")

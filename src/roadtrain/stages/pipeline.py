@@ -50,8 +50,8 @@ class _Step:
 
 
 class Pipeline:
-    """Runs this rank's segments. parts: part k belongs to virtual stage k of this stage. seed: the
-    seed of the random numbers in forwards (dropout)."""
+    """The runner of this rank's segments. parts: part k belongs to virtual stage k of this stage.
+    seed: the seed of the random numbers in forwards (dropout)."""
 
     def __init__(
         self, shape: PipelineShape, parts: Sequence[StagePart], links: StageLinks, seed: int = 0

@@ -70,8 +70,8 @@ class PartTable(msgspec.Struct, frozen=True):
 
 
 class PartWriter:
-    """Writes the part of `rank` into the directory `home`; durable once `finish` returns. A context
-    manager."""
+    """The writer of the part of `rank` in the directory `home`, which is durable once `finish`
+    returns. A context manager."""
 
     def __init__(self, home: Path, job: str, key: SnapshotKey, rank: int) -> None:
         self._home, self._about = home, (job, key, rank)

@@ -70,8 +70,8 @@ class RandomStart:
 
 
 class _SegmentEnds(BaseException):
-    """Raised to leave the model's forward after the segment's last block. A BaseException, so that
-    an `except Exception` in the model's code does not catch it."""
+    """The exception that leaves the model's forward after the segment's last block. A
+    BaseException, so that an `except Exception` in the model's code does not catch it."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

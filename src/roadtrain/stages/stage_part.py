@@ -34,9 +34,9 @@ class _Slot:
 
 
 class StagePart:
-    """Runs one segment of the stage. wire_dtype: the dtype in which wider activations and their
-    gradients are sent; None: unchanged (16 bits are lossy, so they are a choice, Rule 2). slots:
-    micro-batches held at once."""
+    """One segment of the stage, with its micro-batches in flight. wire_dtype: the dtype in which
+    wider activations and their gradients are sent; None: unchanged (16 bits are lossy, so they are
+    a choice, Rule 2). slots: micro-batches held at once."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ class LocalPieces(PieceSource, Protocol):
 
 
 class TensorPieces:
-    """Provides the pieces of `inner`, which has the parameters of one tensor rank, as pieces of
+    """The pieces of `inner`, which has the parameters of one tensor rank, as pieces of
     whole parameters. Parameters that are not split are passed through."""
 
     def __init__(

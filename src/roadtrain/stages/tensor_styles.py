@@ -201,9 +201,9 @@ class TensorStyle(ParallelStyle):
 
 
 class Column(TensorStyle):
-    """Splits the outputs of a linear layer. parts: the number of matrices that the layer
-    concatenates (3 for queries, keys and values), each split separately. gather: gather all outputs
-    on all ranks (for logits), which the degree need not divide."""
+    """A style that splits the outputs of a linear layer. parts: the number of matrices that the
+    layer concatenates (3 for queries, keys and values), each split separately. gather: gather all
+    outputs on all ranks (for logits), which the degree need not divide."""
 
     def __init__(self, parts: int = 1, gather: bool = False) -> None:
         self.parts, self.gather = parts, gather
@@ -230,7 +230,7 @@ class Column(TensorStyle):
 
 
 class Row(TensorStyle):
-    """Splits the inputs of a linear layer; every rank has the whole bias."""
+    """A style that splits the inputs of a linear layer; every rank has the whole bias."""
 
     def splits(self, module: Any, degree: int) -> dict[str, TensorSplit]:
         dim = 0 if _transposed(module) else 1
@@ -241,7 +241,7 @@ class Row(TensorStyle):
 
 
 class Vocabulary(TensorStyle):
-    """Splits the rows of an embedding, which the degree need not divide."""
+    """A style that splits the rows of an embedding, which the degree need not divide."""
 
     def splits(self, module: Any, degree: int) -> dict[str, TensorSplit]:
         if not isinstance(module, nn.Embedding):
@@ -260,7 +260,7 @@ class Vocabulary(TensorStyle):
 
 
 class Summed(TensorStyle):
-    """Sums the gradients of a whole layer over the group."""
+    """A style that sums the gradients of a whole layer over the group."""
 
     def change(self, module: Any) -> None:
         for p in module.parameters():
@@ -269,7 +269,7 @@ class Summed(TensorStyle):
 
 
 class LocalHeads(TensorStyle):
-    """Divides the module's integer attributes `names` by the degree."""
+    """A style that divides the module's integer attributes `names` by the degree."""
 
     def __init__(self, *names: str) -> None:
         self.names = names

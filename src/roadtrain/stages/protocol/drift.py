@@ -59,8 +59,8 @@ class SizesOffer:
 
 @dataclass
 class DriftWatch:
-    """Watches the speeds of stages. work: the step, with the speeds for which `sizes` were chosen.
-    fits: as in `best_sizes`. gain: the least share of a step that other sizes must save."""
+    """A watch over the speeds of stages. work: the step, with the speeds for which `sizes` were
+    chosen. fits: as in `best_sizes`. gain: the least share of a step that other sizes must save."""
 
     work: StepWork
     sizes: tuple[int, ...]

@@ -146,7 +146,7 @@ class StageStateMachine:
     inputs have arrived."""
 
     def __init__(self, shape: PipelineShape) -> None:
-        """Raises ConfigError as `PipelineShape.order` does."""
+        """Prepare the step. Raises ConfigError as `PipelineShape.order` does."""
         self.shape = shape
         self.order = shape.order()
         self.at = 0  # the index in `order` of the next run

@@ -77,7 +77,8 @@ def best_sizes(
     most_looked_at: int = MOST_LOOKED_AT,
 ) -> FoundSizes | None:
     """Return the sizes with the shortest step among those that fit, preferring even sizes if they
-    are as good; None if no sizes fit. candidates: sizes that the search also tries."""
+    are as good; None if no sizes fit. candidates: sizes to try first; the result is never worse
+    than any of them that fits."""
     return _SizeSearch(work, fits).run(candidates, most_looked_at)
 
 

@@ -100,7 +100,7 @@ class _Order:
 
 
 class StepModel:
-    """Computes the seconds of a step of `work` for any sizes of the stages."""
+    """The seconds of a step of `work` as a function of the stages' sizes."""
 
     def __init__(self, work: StepWork) -> None:
         self.work = work
