@@ -33,7 +33,7 @@ SENTENCES = {
         "host a0: eth0 (infiniband, 10.1.0.1) exchanges small messages with 10.1.0.2",
         "carries smaller frames only",
     ),
-    "missing host": ("3 of 4 ranks have come", "(of a0, a1, b0), rank 3 has not"),
+    "missing host": ("3 of 4 ranks have reached", "(of a0, a1, b0), rank 3 has not"),
     "name that resolves to loopback": ("MASTER_ADDR a0 resolves to 127.0.1.1, which is loopback",),
 }
 

@@ -16,7 +16,7 @@ import roadtrain
 from roadtrain import MicroBatch, Parallelism, ParallelOptions
 from roadtrain.errors import ConfigError
 from roadtrain.stages.snapshots import SnapshotOptions
-from roadtrain.stages.stage_buffers import told_buffers
+from roadtrain.stages.stage_buffers import own_buffers
 from roadtrain.stages.tensor_styles import Column, Row
 
 STEPS = 3
@@ -464,7 +464,7 @@ def unusual_stages(rank):
             training.sizes.move(sizes)
             losses.append(training.step(partial(rows, 10 * step)).loss)
         training.sizes.move((1, 3))
-        own = told_buffers(training.stage_model)
+        own = own_buffers(training.stage_model)
         return losses, {name: value.tolist() for name, value in own.items()}
 
 

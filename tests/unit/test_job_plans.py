@@ -204,7 +204,7 @@ def test_served_workers_are_as_many_on_each_host() -> None:
 @pytest.mark.parametrize(
     ("config", "degree", "sentence"),
     [
-        ({"model_type": "gemma"}, 2, "the layers of a GemmaForCausalLM are not known"),
+        ({"model_type": "gemma"}, 2, "cannot split a GemmaForCausalLM: its layers are not known"),
         ({"model_type": "llama", "num_key_value_heads": 1}, 2, "1 key-value heads"),
         ({"model_type": "llama", "num_key_value_heads": 2}, 2, ""),
     ],

@@ -189,7 +189,7 @@ def test_what_nccl_can_be_told() -> None:
     ib, socket = nccl_network(chosen["dp"], 0, {}), nccl_network(chosen["pp"], 2, {})
     assert (ib.net_name, socket.net_name) == ("IB", "Socket")
     assert "NCCL_IB_HCA is not set" in ib.unbound  # Rule 6
-    assert "eth1 cannot be said per group: NCCL_SOCKET_IFNAME is not set" in socket.unbound
+    assert "eth1 cannot be set per group: NCCL_SOCKET_IFNAME is not set" in socket.unbound
     assert not nccl_network(chosen["pp"], 2, {"NCCL_SOCKET_IFNAME": "=eth1"}).unbound
     assert "'eth9'" in nccl_network(chosen["pp"], 2, {"NCCL_SOCKET_IFNAME": "eth9"}).unbound
 

@@ -500,7 +500,7 @@ def test_a_group_that_comes_later_is_refused(made):
     user.add_param_group({"params": list(model[1].parameters())})
     optimizer.begin_step(1)
     model(torch.ones(2, 4)).sum().backward()
-    with pytest.raises(LoopError, match=r"have \[2, 2\] parameters, they had \[2\]"):
+    with pytest.raises(LoopError, match=r"have \[2, 2\] parameters, but had \[2\]"):
         optimizer.step()
 
 
@@ -563,7 +563,7 @@ def test_a_stage_may_have_nothing_that_trains(made):
         model(x).sum().backward()
         assert optimizer.sum_squares() == 0
         optimizer.step()
-    assert optimizer.extents() == optimizer.wanted()
+    assert optimizer.extents() == optimizer.needed()
     pieces = [optimizer.piece(extent) for extent in optimizer.extents()]
     with torch.no_grad():
         before = [p.clone() for p in model.parameters()]
@@ -688,7 +688,7 @@ def test_a_state_that_lacks_something_is_refused(made):
     model = Mixed()
     optimizer = made(model, adamw(model))
     pieces = [optimizer.piece(extent) for extent in optimizer.extents()]
-    with pytest.raises(StoreError, match="elements of its state are lacking"):
+    with pytest.raises(StoreError, match="elements of its state are missing"):
         optimizer.load(pieces[1:], 1)
     own = Mixed()
     sgd = made(own, torch.optim.SGD(own.parameters(), lr=1.0))

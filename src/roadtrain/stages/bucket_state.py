@@ -219,7 +219,7 @@ class ShardedPieces:
         frozen = ((name, p.numel()) for name, p in self._frozen.items())
         return [*self._shares, *even_shares(frozen, self._rank, self._width)]
 
-    def wanted(self) -> list[Extent]:
+    def needed(self) -> list[Extent]:
         """See StageOptimizer."""
         frozen = [Extent(name, 0, p.numel()) for name, p in self._frozen.items() if p.numel()]
         own = [extent for kept in self._kept.values() for _, _, extent in kept]
@@ -253,7 +253,7 @@ class ShardedPieces:
                     frozen.copy_(flat.view(frozen.shape))
             for state, i, _ in self._kept.get(extent.name, ()):
                 state.take(i, piece, hypers[state.bucket.group])
-        check_covered(loaded, self.wanted(), self._who)
+        check_covered(loaded, self.needed(), self._who)
 
 
 def _extent(name: str, span: Span) -> Extent:

@@ -30,12 +30,12 @@ from roadtrain.stages.parallel_parts import (
 from roadtrain.stages.parallel_training import ParallelTraining
 from roadtrain.stages.piece_exchange import exchange
 from roadtrain.stages.pipeline import StepTimes
-from roadtrain.stages.protocol.drift import OFFERED, DriftWatch
+from roadtrain.stages.protocol.drift import MIN_GAIN, DriftWatch
 from roadtrain.stages.protocol.stage_memory import StageMemory
 from roadtrain.stages.protocol.stage_sizes import compare_sizes
 from roadtrain.stages.protocol.step_model import StepWork
 from roadtrain.stages.sharded_optimizer import ShardedOptimizer
-from roadtrain.stages.stage_buffers import adopt_buffers, gather_buffers, told_buffers
+from roadtrain.stages.stage_buffers import adopt_buffers, gather_buffers, own_buffers
 from roadtrain.stages.stage_model import MicroBatch, StageModel
 from roadtrain.stages.stage_part import LossFunction
 from roadtrain.stages.stage_speeds import (
@@ -93,7 +93,7 @@ class StageSizes:
             sizes = self._sizes()
         if sizes != self._sizes() and not self._try_move(sizes):
             sizes = self._sizes()
-        gain = context.options.resize_stages or OFFERED
+        gain = context.options.resize_stages or MIN_GAIN
         self._watch = DriftWatch(work, sizes, memory.fits, gain)
 
     def own_pass_s(self, times: StepTimes) -> float:
@@ -193,7 +193,7 @@ class StageSizes:
         context = replace(old, groups=groups, layout=layout)
         source, steps_done = training.optimizer, training.steps_done
         source.settle()
-        old_buffers = told_buffers(training.stage_model)
+        old_buffers = own_buffers(training.stage_model)
         buffers = gather_buffers(training.stage_model, old.control)
         old_model = training.stage_model
         old_model.restore()
@@ -206,7 +206,7 @@ class StageSizes:
         optimizer = make_stage_optimizer(
             context, stage_model, self._users.keep(stage_model.model), silent
         )
-        optimizer.load(exchange(source, optimizer.wanted(), context.control), steps_done)
+        optimizer.load(exchange(source, optimizer.needed(), context.control), steps_done)
         adopt_buffers(buffers, old_buffers, stage_model)
         source.close()
         for name, p in stage_model.whole.items():  # only now: other ranks may have fetched them

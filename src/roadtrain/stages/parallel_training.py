@@ -189,7 +189,7 @@ class ParallelTraining:
                 # a placed stage commits on its own, so a snapshot must exist to fall back to
                 self._snapshots.save(self.steps_done, self.optimizer, self._buffers())
             return {}
-        self.optimizer.load(found.pieces(self.optimizer.wanted()), found.step)
+        self.optimizer.load(found.pieces(self.optimizer.needed()), found.step)
         restore_buffers(found.blobs, self.stage_model)
         self.committed_step = found.step
         report(f"resumed at step {found.step}, saved with {found.parallelism}")
