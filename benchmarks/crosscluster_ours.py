@@ -70,10 +70,10 @@ class Ours:
     def settle(self) -> None:
         optimizer = self.training.optimizer
         optimizer.piece(optimizer.extents()[0])  # waits for the last step
-        self.training.joined.control.agree(None, "the end of what is measured")
+        self.training.context.control.agree(None, "the end of what is measured")
 
     def told(self) -> dict[str, Any]:
-        layout = self.training.joined.layout
+        layout = self.training.context.layout
         return {
             "notes": self.notes,
             "stages": [segment.stop - segment.begin for segment in layout.segments],

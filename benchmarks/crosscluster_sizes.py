@@ -10,7 +10,7 @@ from statistics import median
 
 from benchmarks.report import Row
 from roadtrain.stages.parallelism import even
-from roadtrain.stages.protocol.stage_sizes import best_sizes, papers_sizes
+from roadtrain.stages.protocol.stage_sizes import best_sizes, paper_sizes
 from roadtrain.stages.protocol.step_model import BoundarySpeed, StageSpeed, StepModel, StepWork
 
 AS_GOOD = 1 + 1e-9
@@ -27,7 +27,7 @@ def rows(quick: bool = False) -> list[Row]:
         assert best is not None
         flat = even(len(work.weights), work.parts)
         uniforms.append(model.seconds(flat) / best.step_s)
-        if (formula := papers_sizes(work, clusters)) is not None:
+        if (formula := paper_sizes(work, clusters)) is not None:
             papers.append(model.seconds(formula) / best.step_s)
     case = f"stage sizes of {count} clusters drawn by chance, by the step model"
     return [*_beside(case, papers, PAPER), *_beside(case, uniforms, UNIFORM)]

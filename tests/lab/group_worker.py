@@ -10,7 +10,7 @@ import torch.distributed as dist
 from roadtrain.config.job import load_job
 from roadtrain.environment import launch_of
 from roadtrain.stages.host_ranks import DataGroups
-from roadtrain.stages.networks import CONTROL, stated
+from roadtrain.stages.networks import CONTROL, override
 from roadtrain.stages.preflight import preflight
 from roadtrain.stages.process_groups import make_process_groups, start_processes
 from roadtrain.stages.rank_groups import GroupKind, Groups
@@ -23,7 +23,7 @@ def main(job: str) -> None:
     asked = load_job(job).parallelism
     met = meet(launch_of(os.environ), deadline_s=60)
     parallelism = asked.degrees(met.world_size)
-    hosts = stated(met.hosts, asked.networks)
+    hosts = override(met.hosts, asked.networks)
     groups = Groups.of(parallelism, met.host_devices(hosts), data_groups=DataGroups.IN_ONE_CLUSTER)
     networks = preflight(met, groups.to_create, hosts, say=lambda _: None)
     start_processes(networks[CONTROL], met.store, met.rank, met.world_size, 60.0)

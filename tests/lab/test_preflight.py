@@ -17,11 +17,11 @@ pytestmark = [
 SENTENCES = {
     "wrong interface": (
         "host a1: eth0 (ethernet, 10.1.0.2) cannot reach",
-        "is eth0 the right interface of a1",
+        "if eth0 of a1 or",
     ),
     "one-way firewall": (
         "host a1: eth1 (ethernet, 10.2.1.2) cannot reach 10.2.1.4 (eth1) of host b1",
-        "packets of b1 arrive at a1, those of a1 do not arrive at b1",
+        "packets from b1 arrive at a1, but packets from a1 do not arrive at b1",
     ),
     "mixed kinds": ("which is infiniband, and eth0 of host b", "NCCL would hang there"),
     "wrong world size": (
@@ -33,7 +33,7 @@ SENTENCES = {
         "host a0: eth0 (infiniband, 10.1.0.1) exchanges small messages with 10.1.0.2",
         "carries smaller frames only",
     ),
-    "missing host": ("3 of 4 ranks have come", "(of a0, a1, b0), rank 3 has not"),
+    "missing host": ("3 of 4 ranks have reached", "(of a0, a1, b0), rank 3 has not"),
     "name that resolves to loopback": ("MASTER_ADDR a0 resolves to 127.0.1.1, which is loopback",),
 }
 

@@ -63,7 +63,7 @@ def broken(rank):
 def test_a_source_that_fails_says_why_to_who_waits():
     found = world.run(2, broken)
     assert found[1] == "DamagedError: second.weight is damaged"
-    assert found[0].startswith("LostError: rank 1 (stage 1, host host1, cluster b) could not give")
+    assert found[0].startswith("LostError: rank 1 (stage 1, host host1, cluster b) could not read")
     assert "second.weight is damaged" in found[0]
 
 
@@ -89,4 +89,4 @@ def test_who_does_not_come_is_named_by_all_within_the_deadline(who):  # Rule 5
     for rank, said in enumerate(found):
         if rank != who:
             assert f"rank {who} (stage {who}" in said, found
-            assert "what each has and wants" in said
+            assert "the pieces that each rank has and needs" in said

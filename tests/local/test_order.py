@@ -10,7 +10,7 @@ from models import Case, Net, contents, new_scaler, place, run
 
 import roadtrain
 from roadtrain import TopK
-from roadtrain.device.copies import AfterCopies, HostBuffer
+from roadtrain.device.copies import CopyCallbacks, HostBuffer
 from roadtrain.servers.protocol import messages
 from roadtrain.servers.worker import Worker
 
@@ -59,7 +59,7 @@ def slow_copies(monkeypatch):
     def started(self, *args, **options):
         made(self, *args, **options)
         self._after = {
-            of: AfterCopies(f"worker {of}", self._copy_failed) for of in ("push", "pull")
+            of: CopyCallbacks(f"worker {of}", self._copy_failed) for of in ("push", "pull")
         }
         workers.append(self)
 

@@ -158,7 +158,7 @@ class OneOf:
 
     def __init__(self, rank=0, steps_done=0, told=("",), stop=False):
         self.rank, self.steps_done, self.committed_step = rank, steps_done, steps_done
-        self.joined = SimpleNamespace(
+        self.context = SimpleNamespace(
             options=SimpleNamespace(num_microbatches=5),
             position=SimpleNamespace(stage=0, replica=0),
             control=SimpleNamespace(agree=lambda mine, what: [mine, *told]),
@@ -284,7 +284,7 @@ def test_a_job_in_stages_goes_on_with_other_stages(job, tmp_path):
     assert "stages of 2, 2 blocks" in said and "a snapshot to files" in said  # Rule 3
     more = ("--parallelism.pp", "2", "--parallelism.widths", "2,1", "--parallelism.stages", "3,1")
     said = torchrun(staged, 3, *more, "--run.steps", "6")
-    assert "resumed at step 3, which ran as dp 1 x tp 1 x pp 2" in said
+    assert "resumed at step 3, saved with dp 1 x tp 1 x pp 2" in said
     train(load_job(plain), report=lambda _: None)
     assert losses(staged) == pytest.approx(losses(plain), rel=1e-5)
     assert losses(staged)[:3] == losses(plain)[:3]  # one rank a stage: the same bits (Rule 1)

@@ -16,7 +16,7 @@ import roadtrain
 from roadtrain import MicroBatch, Parallelism, ParallelOptions
 from roadtrain.errors import ConfigError
 from roadtrain.stages.snapshots import SnapshotOptions
-from roadtrain.stages.stage_buffers import told_buffers
+from roadtrain.stages.stage_buffers import own_buffers
 from roadtrain.stages.tensor_styles import Column, Row
 
 STEPS = 3
@@ -335,9 +335,9 @@ def test_blocks_move_between_steps(kind, parallelism, num_microbatches, options)
     ("options", "words"),
     [
         ({"stages": "best"}, "`stages` cannot be 'best'"),
-        ({"stages": "measured", "stores": {0: roadtrain.Memory()}}, "1 placed stages"),
-        ({"stores": {2: roadtrain.Memory()}}, "stage 2, there are 2"),
-        ({"activations": torch.float32}, "travel as torch.float32"),
+        ({"stages": "measured", "stores": {0: roadtrain.Memory()}}, "1 stores"),
+        ({"stores": {2: roadtrain.Memory()}}, "stage 2, but pp is 2"),
+        ({"activations": torch.float32}, "activations cannot be torch.float32"),
     ],
 )
 def test_options_that_cannot_be(options, words):
@@ -346,13 +346,13 @@ def test_options_that_cannot_be(options, words):
 
 
 def test_a_store_of_several_ranks_is_of_servers():
-    with pytest.raises(ConfigError, match="2 data-parallel ranks, and Files is of one"):
+    with pytest.raises(ConfigError, match="2 data-parallel ranks, but a Files store supports 1"):
         ParallelOptions(Parallelism(pp=2, dp=2), 4, stores={0: roadtrain.Files("somewhere")})
 
 
 def test_lossy_activations_are_printed():  # Rule 2
     options = ParallelOptions(Parallelism(pp=2), 2, activations=torch.bfloat16)
-    assert options.say_lossy() == ["lossy: activations travel as torch.bfloat16"]
+    assert options.lossy_notes() == ["lossy: activations are sent as torch.bfloat16"]
 
 
 def seeded_differently(rank):
@@ -464,7 +464,7 @@ def unusual_stages(rank):
             training.sizes.move(sizes)
             losses.append(training.step(partial(rows, 10 * step)).loss)
         training.sizes.move((1, 3))
-        own = told_buffers(training.stage_model)
+        own = own_buffers(training.stage_model)
         return losses, {name: value.tolist() for name, value in own.items()}
 
 

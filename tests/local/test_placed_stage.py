@@ -30,7 +30,7 @@ from roadtrain.stages.data_group import SharedCopies
 from roadtrain.stages.parallelism import Parallelism
 from roadtrain.stages.piece_exchange import exchange
 from roadtrain.stages.pieces import VALUE, Extent, Piece
-from roadtrain.stages.placed_stage import PlacedStage, times
+from roadtrain.stages.placed_stage import PlacedStage, for_mean
 from roadtrain.stages.stage_model import MicroBatch, StageModel
 
 MICROS = 4
@@ -145,7 +145,7 @@ def test_state_moves_to_another_placement(one, other, frozen, tmp_path):
     model, placed = staged(stores[other], frozen=frozen)
     with placed:
         stage = PlacedStage(placed)
-        assert [e.name for e in stage.wanted()] == [e.name for e in stage.extents()]
+        assert [e.name for e in stage.needed()] == [e.name for e in stage.extents()]
         stage.load(iter(pieces), 2)
         assert stage.steps_done == 2
         assert [stage_step(model, stage, step) for step in (2, 3)] == expected  # Rule 1
@@ -174,7 +174,7 @@ def test_gradients_that_no_update_took_are_refused():
     with placed:
         stage = PlacedStage(placed)
         loss_of(model, 0, 0).backward()
-        with pytest.raises(LoopError, match="gradients that no update took"):
+        with pytest.raises(LoopError, match="gradients that no update has used"):
             stage.begin_step(1)
 
 
@@ -182,8 +182,8 @@ def test_gradients_that_no_update_took_are_refused():
 def test_the_mean_of_the_servers_is_undone_exactly(width):
     for i in range(200):
         scale = 1.0 / (1 + 0.37 * i)
-        assert times(scale, width) / width in (scale, float(torch.tensor(scale)))
-    assert times(1.0, width) / width == 1.0
+        assert for_mean(scale, width) / width in (scale, float(torch.tensor(scale)))
+    assert for_mean(1.0, width) / width == 1.0
 
 
 def in_servers(addresses, rank):
@@ -270,7 +270,7 @@ def refilled(addresses, others, rank):
         extents = stage.extents()
         kept = Kept([stage.piece(extent) for extent in extents])
         expected = take_steps(model, stage, rank, [2, 3])
-        stage.load(exchange(kept, stage.wanted(), links), 2)
+        stage.load(exchange(kept, stage.needed(), links), 2)
         again = take_steps(model, stage, rank, [2, 3])
         assert placed.committed_step >= 2
     model, placed = in_servers(addresses, rank)  # what was loaded rests there
@@ -281,7 +281,7 @@ def refilled(addresses, others, rank):
     model, placed = in_servers(others, rank)
     with placed:
         stage = PlacedStage(placed)
-        stage.load(exchange(kept, stage.wanted(), links), 2)
+        stage.load(exchange(kept, stage.needed(), links), 2)
         elsewhere = take_steps(model, stage, rank, [2, 3])
     return expected, again, resumed, elsewhere
 

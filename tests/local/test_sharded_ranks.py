@@ -111,7 +111,7 @@ def shard_child(case, overlap, micro, rank, whole=False):
     kept = sum(array.numel() for state in optimizer.states for array in state.arrays)
     out = losses, values(model), kept, len(optimizer.states), said
     if whole:  # what is told is a share, what is taken is all: it is gone on with as it was
-        optimizer.load([optimizer.piece(one) for one in optimizer.wanted()], STEPS)
+        optimizer.load([optimizer.piece(one) for one in optimizer.needed()], STEPS)
         assert same(values(model), out[1])
         out += ([(one.name, one.start, one.stop) for one in optimizer.extents()],)
     optimizer.close()
@@ -523,7 +523,7 @@ def test_ranks_that_differ_are_refused():  # Rule 6
 
 def test_other_first_values_become_the_first_ranks():
     first, second = run(2, partial(differing_child, "values"))
-    assert first[0] == second[0] and "those of its first rank are taken" in first[0][0]
+    assert first[0] == second[0] and "those of the first rank are used" in first[0][0]
     assert same(first[1], second[1])
 
 
@@ -572,7 +572,7 @@ def absent_child(rank):
 def test_a_rank_that_never_starts_is_named():  # Rule 5
     kind, words = first_of(2, absent_child)
     assert kind is DeadlineError, words
-    assert words.startswith("stage 3, the group of ranks 0, 1: the comparison of first values")
+    assert words.startswith("stage 3, the group of ranks 0, 1: the comparison of initial values")
 
 
 def leave(how):

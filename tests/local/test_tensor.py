@@ -403,7 +403,7 @@ REFUSED = {
         partial(built, "llama", LLAMA | {"num_key_value_heads": 2}),
         4,
         {},
-        r"ConfigError: 2 key-value heads .* over tp 4\nhint: tp divides 2",
+        r"ConfigError: 2 key-value heads .* over tp 4\nhint: set tp to a divisor of 2",
     ),
     "units": (
         partial(built, "opt", OPT | {"ffn_dim": 50}),
@@ -421,13 +421,13 @@ REFUSED = {
         Decoder,
         2,
         {},
-        r"Decoder are not known, .* tp 2 .*\nhint: known are Llama, .*GPT-2, OPT",
+        r"tp 2 cannot split .*Decoder: its layers are not known\nhint: use Llama, .*GPT-2, OPT",
     ),
     "unknown of transformers": (
         partial(built, "bloom", {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32}),
         2,
         {},
-        r"BloomForCausalLM are not known",
+        r"BloomForCausalLM: its layers are not known",
     ),
     "a pattern": (
         Decoder,
@@ -439,7 +439,7 @@ REFUSED = {
         Decoder,
         2,
         {"plan": {"layers.*.attention": LocalHeads("kv_heads")}},
-        r"layers.0.attention: a Attention counts no kv_heads",
+        r"layers.0.attention: a Attention has no integer attribute kv_heads",
     ),
     "a width": (
         partial(Decoder, vocabulary=30, width=6, heads=1),
@@ -457,7 +457,7 @@ REFUSED = {
         Decoder,
         2,
         {"plan": {"layers.*.norm": SequenceParallel()}},
-        r"SequenceParallel.* of a LayerNorm is not known here",
+        r"SequenceParallel.* of a LayerNorm is not supported",
     ),
     "one of two": (
         tied,
@@ -469,7 +469,7 @@ REFUSED = {
         Decoder,
         2,
         {"plan": {"head": Column(gather=True)}, "blocks": ["layers.1"]},
-        r"nothing of block 'layers.1' is split",
+        r"no layer of block 'layers.1' is split",
     ),
 }
 
@@ -581,7 +581,7 @@ def sharded(rank, degree, told, steps):
     options = ShardedOptions(bucket_bytes=8 << 10, split=split)
     optimizer = ShardedOptimizer(model, user, data, options=options)
     if told:
-        optimizer.load(wanted_of(told, optimizer.wanted()), 2)
+        optimizer.load(wanted_of(told, optimizer.needed()), 2)
     norms = []
     for step in range(optimizer.steps_done, optimizer.steps_done + steps):
         own = range(rank // degree, MICRO_BATCHES, width)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from roadtrain.errors import ConfigError, LoopError, ModelError
-from roadtrain.stages.cuts import Cuts, Returned, Segment
+from roadtrain.stages.cuts import BlockOutput, Cuts, Segment
 from roadtrain.stages.layout import StageLayout
 from roadtrain.stages.parallelism import Parallelism
 from roadtrain.stages.protocol.pipeline import BACKWARD
@@ -71,7 +71,7 @@ def in_stages(model, cuts, stages, batch):
         own.attach()
         ended, value = own.run(segment, received, batch)
         if not ended:
-            received = tuple(x.detach() for x in Returned.of(value).tensors)
+            received = tuple(x.detach() for x in BlockOutput.of(value).tensors)
     assert ended
     return value
 
@@ -150,7 +150,7 @@ def test_what_has_no_gradient_counts_too() -> None:  # Rule 6: not NaN, not the 
 
 def test_what_bypasses_a_cut_without_a_gradient_is_refused() -> None:  # Rule 6
     cuts = Cuts(WithoutGradient("mask"), (torch.zeros(2, 4),), {})
-    with pytest.raises(ModelError, match=r"blocks 3 to 3 use what 'blocks\.1' computed past"):
+    with pytest.raises(ModelError, match=r"blocks 3 to 3 use a result of 'blocks\.1'"):
         cuts.parameters(Segment(3, 4))
     assert "limit" not in cuts.parameters(Segment(2, 4))
 
@@ -234,7 +234,7 @@ def test_parts_without_blocks_are_refused() -> None:
 
 def test_what_bypasses_a_cut_is_refused() -> None:  # Rule 6
     cuts = Cuts(Chain(skip=True), (torch.zeros(2, 4),), {})
-    with pytest.raises(ModelError, match=r"blocks 2 to 3 use what 'blocks\.0' computed past"):
+    with pytest.raises(ModelError, match=r"blocks 2 to 3 use a result of 'blocks\.0'"):
         cuts.parameters(Segment(2, 4))
     assert "head.weight" in cuts.parameters(Segment(1, 4))  # nothing bypasses this cut
 
@@ -301,7 +301,7 @@ def test_models_that_cannot_be_recorded() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) if self.scale.sum() > 0 else x
 
-    with pytest.raises(ModelError, match="forward failed on meta"):
+    with pytest.raises(ModelError, match="forward failed on the meta device"):
         Cuts(ByValue(), (torch.zeros(2, 4),), {})
 
 

@@ -13,7 +13,7 @@ import torch
 
 from roadtrain.device import copies as module
 from roadtrain.device.buffers import Buffer
-from roadtrain.device.copies import HostBuffer, beside_accelerator, own_device
+from roadtrain.device.copies import HostBuffer, idle_accelerator, own_device
 from roadtrain.errors import ConfigError
 from roadtrain.kernels import gpu
 from roadtrain.kernels.rules import SgdRule
@@ -149,7 +149,7 @@ def test_a_worker_on_another_ones_device_is_told(cuda):
     assert own_device("cuda:0", said.append, launched(1, 2)) == torch.device("cuda", 0)
     # Rule 6
     assert said[0].startswith(
-        "worker 1 of the 2 of this host computes on cuda:0, which another one may use"
+        "worker 1 of 2 on this host computes on cuda:0, which another worker may use"
     )
     own_device("cuda:1", said.append, launched(1, 2))
     own_device("cuda:0", said.append, launched(0, 1))
@@ -164,10 +164,10 @@ def test_a_device_that_the_program_set_is_kept(cuda):
 @pytest.mark.parametrize(
     ("asked", "environ", "says"),
     [
-        ("cuda", launched(2, 3), r"LOCAL_RANK is 2, torch sees 2 cuda devices"),
+        ("cuda", launched(2, 3), r"LOCAL_RANK is 2, but torch sees 2 cuda devices"),
         ("cuda", launched("x"), r"LOCAL_RANK is no number"),
-        ("cuda:5", launched(0), r"cuda:5 is asked for, torch sees 2"),
-        ("xpu", launched(0), r"blocks run on cuda or on the cpu"),
+        ("cuda:5", launched(0), r"cuda:5 is requested, but torch sees 2"),
+        ("xpu", launched(0), r"xpu is not supported, only cuda and cpu are"),
     ],
 )
 def test_a_device_that_is_not_there_is_refused(cuda, asked, environ, says):
@@ -176,7 +176,7 @@ def test_a_device_that_is_not_there_is_refused(cuda, asked, environ, says):
 
 
 def test_without_cuda_it_is_refused():
-    with pytest.raises(ConfigError, match=r"cuda:0 is asked for, torch sees 0 cuda device"):
+    with pytest.raises(ConfigError, match=r"cuda:0 is requested, but torch sees 0 cuda device"):
         own_device("cuda", environ=launched(0))
 
 
@@ -184,16 +184,14 @@ def test_workers_that_each_see_one_device_are_told(monkeypatch):
     monkeypatch.setattr(module, "torch", Torch(1))
     said = []
     assert own_device("cuda", said.append, launched(3, 4)) == torch.device("cuda", 0)
-    assert said == [
-        "this host has 4 workers and each sees 1 cuda device: it computes on the one that it sees"
-    ]
+    assert said == ["this host has 4 workers and this one sees 1 cuda device, which it uses"]
 
 
 def test_a_model_on_the_cpu_beside_an_accelerator_is_one_line(cuda, monkeypatch):
-    assert "this host has 2 cuda device(s)" in beside_accelerator(torch.device("cpu"))  # Rule 6
-    assert not beside_accelerator(ONE)
+    assert "this host has 2 cuda device(s)" in idle_accelerator(torch.device("cpu"))  # Rule 6
+    assert not idle_accelerator(ONE)
     monkeypatch.setattr(module, "torch", torch)
-    assert torch.accelerator.is_available() or not beside_accelerator(torch.device("cpu"))
+    assert torch.accelerator.is_available() or not idle_accelerator(torch.device("cpu"))
 
 
 def test_a_buffers_streams_and_events_are_those_of_its_device(cuda):

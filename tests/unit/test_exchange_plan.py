@@ -112,7 +112,7 @@ def test_equal_sources_share_the_giving() -> None:
 def test_what_nobody_has_is_named() -> None:
     haves = [[Extent("a", 0, 10)], [Extent("a", 15, 20)]]
     wants = [[], [Extent("a", 5, 18)]]
-    with pytest.raises(GoneError, match=r"elements 10 to 15 of 'a', which rank 1 wants"):
+    with pytest.raises(GoneError, match=r"elements 10 to 15 of 'a', which rank 1 needs"):
         plan_transfers(haves, wants, lambda s, t: 1.0, 1000)
     assert uncovered(haves, [Extent("a", 0, 25), Extent("z", 0, 1)]) == [
         Extent("a", 10, 15),
@@ -138,6 +138,6 @@ def test_after_a_source_failed_all_ranks_are_at_the_same_place() -> None:  # Rul
 
     for said, came in run_ranks([RankPlace("c", "h", "stage 0")] * 3, rank):
         assert said[1] == "first.weight is damaged"
-        sentence = "rank 1 (stage 0, host h, cluster c) could not give first.weight"
+        sentence = "rank 1 (stage 0, host h, cluster c) could not read first.weight"
         assert all(sentence in said[i] for i in (0, 2))
         assert came == {"first.bias", "second.weight"}

@@ -18,7 +18,15 @@ from roadtrain.errors import ConfigError, DeadlineError, PeerError
 from roadtrain.options.schema import checked
 from roadtrain.stages import preflight, probes
 from roadtrain.stages import rank_meeting as meeting
-from roadtrain.stages.findings import CardLink, Finding, Report, Trouble, links_of, matrix, problem
+from roadtrain.stages.findings import (
+    CardLink,
+    Finding,
+    LinkFault,
+    Report,
+    links_of,
+    matrix,
+    problem,
+)
 from roadtrain.stages.job_parallelism import ParallelismSection
 from roadtrain.stages.networks import HostCard, HostCards, choose_networks
 from roadtrain.stages.rank_meeting import (
@@ -74,7 +82,7 @@ def test_every_pair_of_every_group_once() -> None:
 
 
 def test_links_that_do_not_connect() -> None:
-    closed = Trouble.CANNOT_CONNECT
+    closed = LinkFault.CANNOT_CONNECT
     assert "host b: eth0 (ethernet, 10.1.0.2) cannot reach 10.1.0.3 (eth0) of host c: nothing" in (
         said(reports(b_c=closed, c_b=closed))
     )
@@ -82,7 +90,7 @@ def test_links_that_do_not_connect() -> None:
     assert "although a reaches c: one direction is closed" in one_way
     both = {"c_a": closed, "a_c": closed}
     # a's connections arrive at c; what c answers does not arrive at a
-    assert "those of c do not arrive at a" in said(reports(heard={"c": ("10.1.0.1",)}, **both))
+    assert "packets from c do not arrive at a" in said(reports(heard={"c": ("10.1.0.1",)}, **both))
     # the host that most of the links that fail end at is named first
     all_of_c = reports(c_a=closed, a_c=closed, c_b=closed, b_c=closed)
     assert said(all_of_c).startswith("host c: eth0")
@@ -93,7 +101,7 @@ def test_addresses_of_different_subnets_are_said() -> None:
     far = [HOSTS[0], host("b", 2, net=9)]
     links = links_of([*choose_networks([], far).values()])
     found = {
-        name: Report(name, tuple(Finding(one, Trouble.CANNOT_CONNECT, "x") for one in links
+        name: Report(name, tuple(Finding(one, LinkFault.CANNOT_CONNECT, "x") for one in links
                                  if one.source == name))
         for name in "ab"
     }  # fmt: skip
@@ -101,14 +109,14 @@ def test_addresses_of_different_subnets_are_said() -> None:
 
 
 def test_what_comes_first_explains_the_rest() -> None:
-    lost, closed = Trouble.LARGE_LOST, Trouble.CANNOT_CONNECT
+    lost, closed = LinkFault.LARGE_LOST, LinkFault.CANNOT_CONNECT
     assert "a large payload to it is lost (MTU 1500 here, 1500 there)" in said(reports(a_b=lost))
     assert "cannot reach" in said(reports(a_b=lost, b_c=closed, ahead={"c": 99.0}))
-    assert "gets no answer" in said(reports(a_b=Trouble.NO_ANSWER, b_a=lost))
-    assert "from it is lost" in said(reports(a_b=Trouble.LARGE_LOST_BACK))
+    assert "gets no answer" in said(reports(a_b=LinkFault.NO_ANSWER, b_a=lost))
+    assert "from it is lost" in said(reports(a_b=LinkFault.LARGE_LOST_BACK))
     absent = reports(b_c=closed) | {"a": Report("a", (), failed="a waited for c")}
     del absent["c"]
-    assert "host c came to the rendezvous and has not reported" in said(absent)
+    assert "host c came to the rendezvous, but did not report" in said(absent)
     failed = reports() | {"b": Report("b", (), failed="eth0 is gone")}
     assert said(failed) == "host b: eth0 is gone"
 
@@ -123,7 +131,7 @@ def test_a_clock_that_differs_is_named(host, ahead) -> None:
 
 
 def test_the_matrix() -> None:
-    lines = matrix(reports(b_c=Trouble.NO_ANSWER), ["a", "b", "c"], NETWORKS)
+    lines = matrix(reports(b_c=LinkFault.NO_ANSWER), ["a", "b", "c"], NETWORKS)
     assert lines[0].split() == ["from", "\\", "to", "a", "b", "c"]
     assert "ethernet 100 us 50 MB/s" in lines[1]
     assert "ethernet no answer" in lines[2]
@@ -148,9 +156,9 @@ def hello(rank, world_size=4, name="a", job="", needed=0):
             hello(1, 6, "b"),
             "rank 1 of host b was started as one of 6 ranks .*, rank 0 of host a as one of 4",
         ),
-        (hello(1, 4, "b", needed=8), "parallelism has 8 ranks, and 4 were started"),
+        (hello(1, 4, "b", needed=8), "parallelism has 8 ranks, but 4 were started"),
         (hello(0, 4, "b"), "host a and host b both have rank 0"),
-        (hello(1, 4, "b", job="x"), "rank 0 of host a and rank 1 of host b do not mean the same"),
+        (hello(1, 4, "b", job="x"), "rank 0 of host a and rank 1 of host b do not have the same"),
     ],
 )
 def test_ranks_that_mean_different_starts(other, reason) -> None:
@@ -162,18 +170,21 @@ def test_ranks_that_mean_different_starts(other, reason) -> None:
 
 def test_hosts_of_one_name_are_told_apart() -> None:
     a, b = host("box", 1), replace(host("box", 2), identity="another")
-    assert [one.name for one in meeting.named([a, a, b])] == [
+    assert [one.name for one in meeting.unique_names([a, a, b])] == [
         "box at 10.1.0.1",
         "box at 10.1.0.1",
         "box at 10.1.0.2",
     ]
-    assert [one.name for one in meeting.named([a, a])] == ["box", "box"]
+    assert [one.name for one in meeting.unique_names([a, a])] == ["box", "box"]
     # what both have (as virtual machines' own networks) tells nobody apart
     common = HostCard("virbr0", "192.168.122.1", 24)
     c, d = (replace(one, cards=(common, *one.cards)) for one in (a, b))
-    assert [one.name for one in meeting.named([c, d])] == ["box at 10.1.0.1", "box at 10.1.0.2"]
+    assert [one.name for one in meeting.unique_names([c, d])] == [
+        "box at 10.1.0.1",
+        "box at 10.1.0.2",
+    ]
     alone = [replace(one, cards=(common,)) for one in (a, b)]
-    assert len({one.name for one in meeting.named(alone)}) == 2
+    assert len({one.name for one in meeting.unique_names(alone)}) == 2
 
 
 def test_clusters_are_the_fast_fabrics() -> None:
@@ -243,14 +254,14 @@ def all_meet(world_size, changes=None, absent=(), deadline_s=8.0, agent=None):
 def test_all_ranks_meet() -> None:
     met = all_meet(4)
     assert all(one.hosts == (*HOSTS, HOSTS[0]) for one in met.values()), met
-    assert meeting.late(met[0]) is None
+    assert meeting.late_error(met[0]) is None
 
 
 def test_every_rank_that_came_says_the_same_of_one_that_did_not() -> None:  # Rule 5
     met = all_meet(3, absent={1}, deadline_s=6.0)
     assert {type(one) for one in met.values()} == {DeadlineError}
     assert len({str(one) for one in met.values()}) == 1
-    assert "2 of 3 ranks have come" in str(met[0])
+    assert "2 of 3 ranks have reached" in str(met[0])
     assert "(of a, c), rank 1 has not" in str(met[0])
 
 
@@ -281,9 +292,9 @@ def test_starts_after_each_other_on_one_store(agent, monkeypatch) -> None:
     assert again[1].hosts == tuple(HOSTS[:2]) and not again[1].store.check(["verdict"])
     # rank 1 ends; what it began again ends too, while rank 0 still computes
     alone = all_meet(2, {1: {"attempt": "1"}}, absent={0}, deadline_s=1.0, agent=agent)
-    assert "rank 1 of host b came when all 2 ranks were there" in str(alone[1])
+    assert "rank 1 of host b arrived after all 2 ranks had met" in str(alone[1])
     third = all_meet(2, {0: {"attempt": "1"}, 1: {"attempt": "2", "late_s": 0.3}}, agent=agent)
-    assert third[1].hosts == tuple(HOSTS[:2]) and meeting.late(third[0]) is None
+    assert third[1].hosts == tuple(HOSTS[:2]) and meeting.late_error(third[0]) is None
 
 
 def test_who_was_started_again_waits_until_the_others_notice(agent) -> None:
@@ -295,7 +306,7 @@ def test_who_was_started_again_waits_until_the_others_notice(agent) -> None:
 
 @pytest.mark.parametrize(
     ("size", "reason"),
-    [(2, "rank 0 of host a was started as one of 2 ranks"), (1, "came when all 1 ranks were")],
+    [(2, "rank 0 of host a was started as one of 2 ranks"), (1, "arrived after all 1 ranks had")],
 )
 def test_a_rank_too_many_is_found_later(size, reason) -> None:
     store = dist.HashStore()
@@ -303,7 +314,7 @@ def test_a_rank_too_many_is_found_later(size, reason) -> None:
     store.add("arrived", 2)
     meeting.put(store, "hello/2", hello(0, size))
     met = meeting.RankMeeting(launch(0, 1), dist.HashStore(), (HOSTS[0],), store)
-    assert reason in str(meeting.late(met))
+    assert reason in str(meeting.late_error(met))
 
 
 def test_a_verdict_is_waited_for_once(monkeypatch) -> None:  # Rule 5
@@ -321,7 +332,7 @@ def test_a_verdict_is_waited_for_once(monkeypatch) -> None:  # Rule 5
     async def open_doors(_):
         yield doors
 
-    store, doors = dist.HashStore(), probes.Doors("00", {"10.1.0.1": 1, "10.1.0.3": 1})
+    store, doors = dist.HashStore(), probes.ProbePorts("00", {"10.1.0.1": 1, "10.1.0.3": 1})
     for name in "ac":
         meeting.put(store, f"doors/{name}", doors)
     monkeypatch.setattr(preflight, "serving", open_doors)
@@ -348,9 +359,9 @@ def test_a_link_whose_rate_cannot_be_had_has_passed(monkeypatch) -> None:
         async with probes.serving([link.source_address]) as doors:
             return await probes.probe(doors, {link: doors})
 
-    monkeypatch.setattr(probes, "_take", once)
+    monkeypatch.setattr(probes, "_receive_rate", once)
     found, heard = asyncio.run(both())
-    assert [(one.trouble, one.bytes_per_s) for one in found] == [(None, 0.0)] and not heard
+    assert [(one.fault, one.bytes_per_s) for one in found] == [(None, 0.0)] and not heard
 
 
 @pytest.mark.parametrize("kind", [ConfigError, PeerError, DeadlineError])
@@ -382,7 +393,7 @@ def test_nobody_at_the_rendezvous(monkeypatch) -> None:  # Rule 5
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(meeting.socket, "getaddrinfo", unknown)
-    with pytest.raises(ConfigError, match="knows no address of MASTER_ADDR nowhere: Name or"):
+    with pytest.raises(ConfigError, match="cannot resolve MASTER_ADDR nowhere: Name or"):
         meeting.meet(launch(1, 2, address="nowhere"), deadline_s=0.5, host=HOSTS[0])
 
 
@@ -421,7 +432,7 @@ def test_how_many_ranks_must_meet() -> None:
     ("placements", "reason"),
     [
         ([{"stage": 0, "memory": True}, {"stage": 0, "files": "x"}], "stage 0 has 2 placements"),
-        ([{"stage": 1, "files": "x", "token_file": "t"}], "token_file is for servers"),
+        ([{"stage": 1, "files": "x", "token_file": "t"}], "token_file needs servers"),
     ],
 )
 def test_placements_that_contradict_each_other(placements, reason) -> None:  # Rule 6
@@ -437,7 +448,7 @@ def test_all_is_well_only_where_the_job_would_run(monkeypatch) -> None:
     proven = []
     monkeypatch.setattr(preflight_command, "launch_of", lambda _: met.launch)
     monkeypatch.setattr(preflight_command, "meet", lambda *_, **__: met)
-    monkeypatch.setattr(preflight_command, "stated", lambda hosts, _: hosts)
+    monkeypatch.setattr(preflight_command, "override", lambda hosts, _: hosts)
     monkeypatch.setattr(preflight_command, "preflight", lambda *words: proven.append(words))
     monkeypatch.setattr(preflight_command, "load_job", lambda *_, **__: Ranks("", ()))
     monkeypatch.setattr(Ranks, "parallelism", asked(dp=2), raising=False)

@@ -158,14 +158,16 @@ def test_widths_that_say_nothing_are_refused(fields: dict, said: str) -> None:
 
 
 def test_what_needs_one_width_says_so() -> None:
-    with pytest.raises(ConfigError, match="widths 4, 2 have no number of replicas in common"):
+    with pytest.raises(ConfigError, match="equal widths, widths are 4, 2"):
         _ = Parallelism(pp=2, widths=(4, 2)).replicas
     with pytest.raises(ConfigError, match="3 micro-batches a step are fewer than the 4 replicas"):
         Parallelism(pp=2, widths=(4, 2)).check_micro_batches(3)
-    with pytest.raises(ConfigError, match="6 micro-batches a step go through 2 stages of 2 parts"):
+    with pytest.raises(
+        ConfigError, match="6 micro-batches a step do not suit 2 stages of 2 virtual"
+    ):
         Parallelism(dp=2, pp=2, virtual_stages=2).check_micro_batches(6)
     Parallelism(dp=2, pp=2, virtual_stages=2).check_micro_batches(8)
-    with pytest.raises(ConfigError, match="rank 6 is none of the 6"):
+    with pytest.raises(ConfigError, match="rank 6 is out of range"):
         Parallelism(pp=2, widths=(4, 2)).position(6)
 
 
@@ -189,22 +191,22 @@ def test_what_needs_one_width_says_so() -> None:
             Parallelism(dp=1, tp=3, pp=2),
             TWO_AND_ONE,
             r"tensor group 0 \(ranks 0 to 2\) crosses hosts 'a0' and 'a1': tp is 3, host 'a0' has 2",
-            "tp divides the devices of every host",
+            "tp must divide the number of devices of every host",
         ),
         (
             Parallelism(dp=3, pp=2),
             TWO_AND_ONE,
             r"data group of stage 1 \(ranks 3 to 5\) mixes clusters: 1 of 'a' and 2 of 'b'",
-            "widths gives each stage its own number of ranks",
+            "sets the number of ranks of each stage",
         ),
         (
             Parallelism(pp=2, widths=(4, 2)),
             [("a0", "a", 2), ("a0", "b", 4)],
             "host 'a0' is in cluster 'a' and in 'b'",
-            "a name of its own",
+            "a unique name",
         ),
         (Parallelism(), [("a0", "a", 0)], "host 'a0' of cluster 'a' has 0 devices", "leave"),
-        (Parallelism(pp=6), TWO_AND_ONE, "4 layers cannot be 6 stages", "pp is at most"),
+        (Parallelism(pp=6), TWO_AND_ONE, "4 layers cannot be 6 stages", "set pp to at most 4"),
     ],
 )
 def test_what_cannot_work_is_refused(
@@ -265,9 +267,14 @@ def test_the_fewest_stages_come_first() -> None:
 @pytest.mark.parametrize(
     ("hosts", "blocks", "asked", "said"),
     [
-        (TWO_AND_ONE, 1, {}, "2 clusters need a stage each, the model has 1 blocks"),
+        (TWO_AND_ONE, 1, {}, "2 clusters need at least one block each, the model has 1 blocks"),
         (TWO_AND_ONE, 12, {"tp": 4}, "tp 4 does not divide the 2 devices of host 'a0'"),
-        ([("x", "a", 1), ("y", "b", 1), ("z", "a", 1)], 9, {}, "cluster 'a' are 2 runs"),
+        (
+            [("x", "a", 1), ("y", "b", 1), ("z", "a", 1)],
+            9,
+            {},
+            "cluster 'a' are split into 2 ranges",
+        ),
         ([], 9, {}, "0 hosts"),
     ],
 )

@@ -204,7 +204,7 @@ def test_served_workers_are_as_many_on_each_host() -> None:
 @pytest.mark.parametrize(
     ("config", "degree", "sentence"),
     [
-        ({"model_type": "gemma"}, 2, "the layers of a GemmaForCausalLM are not known"),
+        ({"model_type": "gemma"}, 2, "cannot split a GemmaForCausalLM: its layers are not known"),
         ({"model_type": "llama", "num_key_value_heads": 1}, 2, "1 key-value heads"),
         ({"model_type": "llama", "num_key_value_heads": 2}, 2, ""),
     ],
@@ -235,7 +235,7 @@ def test_a_tensor_degree_is_one_that_train_takes(
             {"parallelism": {"dp": 2, "resize_stages": 0.1}},
             "zero1",
             {"parallelism": Parallelism(dp=2, tp=2)},
-            "are measured, with tensor groups of 2",
+            "cannot be combined with tp 2",
         ),
         ({"servers": {"addresses": ["a:1"]}}, "server", {}, "the job says servers.addresses"),
         (
@@ -277,7 +277,7 @@ def test_files_and_gradients_that_do_not_travel() -> None:
 
 
 def test_auto_leaves_all_degrees_to_the_plan() -> None:
-    with pytest.raises(ConfigError, match="auto leaves all degrees to the plan, and pp is given"):
+    with pytest.raises(ConfigError, match="auto takes all degrees from the plan, but pp is set"):
         job(parallelism={"auto": True, "pp": 2})
 
 

@@ -99,7 +99,7 @@ def test_interleaved_is_the_papers() -> None:
     text = " ".join(run.what[0] + str(run.micro + 1) + "'" * run.part for run in order)
     assert text.startswith("F1 F2 F3 F4 F1' B1' F2' B2' F3' B3' F4' B4' F5 B1 F6 B2")
     assert text.endswith("F8' B8' B5 B6 B7 B8")
-    with pytest.raises(ConfigError, match="6 micro-batches go through 4 stages of 2 parts"):
+    with pytest.raises(ConfigError, match="6 micro-batches cannot be divided over 4 stages"):
         PipelineShape(0, 0, (1,) * 4, 2, 6).order()
 
 
@@ -116,7 +116,7 @@ def talk(
     while todo:
         stage, run = todo.pop(pick(len(todo)))
         done.append((stage, run))
-        to = machines[stage].goes(run)
+        to = machines[stage].consumer(run)
         todo += [(stage, other) for other in machines[stage].ended(run)]
         if to is not None:
             todo += [
@@ -172,7 +172,7 @@ def test_the_bubble_is_the_papers(stages: int, turns: int, parts: int) -> None:
         begin(stage, machine.start())
     while ends:
         now, _, stage, run = heapq.heappop(ends)
-        to = machines[stage].goes(run)
+        to = machines[stage].consumer(run)
         if to is not None:
             begin(to[0], machines[to[0]].arrived(run.what, run.micro, to[1]))
         begin(stage, machines[stage].ended(run))

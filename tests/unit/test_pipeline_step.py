@@ -98,6 +98,6 @@ def test_what_ranks_must_have_alike(tmp_path) -> None:  # Rule 6
         ParallelOptions(Parallelism(pp=2), 4, resize_stages=0.1),
         ParallelOptions(Parallelism(pp=2), 4, stages="measured"),
     ]
-    told = [one.told() for one in (options, *others)]
+    told = [one.describe() for one in (options, *others)]
     assert len({*told}) == len(told)
-    assert replace(options, weights=str(tmp_path), deadline_s=5.0).told() == told[0]
+    assert replace(options, weights=str(tmp_path), deadline_s=5.0).describe() == told[0]

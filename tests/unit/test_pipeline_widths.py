@@ -70,7 +70,7 @@ class Pipeline:
         machine = self.machines[rank]
         self.ran.append((rank, run))
         self.held[rank] -= run.what == BACKWARD
-        to = machine.goes(run)
+        to = machine.consumer(run)
         if to is not None:
             self.after(delay, "arrived", (to.stage, to.replica), (run, to))
             boundary = rank[0] if run.what == FORWARD else to.stage
@@ -230,10 +230,10 @@ def test_every_stage_is_busy(widths: list[int], turns: int) -> None:
 def test_a_rank_knows_its_peers() -> None:
     """Two replicas before three: micro-batch 4 goes from the first to the second."""
     machine = StageStateMachine(PipelineShape(0, 0, (2, 3), 1, 6))
-    assert machine.goes(RunBlocks(FORWARD, 4)) == Peer(1, 0, 1)
-    assert machine.comes(RunBlocks(FORWARD, 4)) is None
-    assert machine.comes(RunBlocks(BACKWARD, 4)) == Peer(1, 0, 1)
-    assert machine.goes(RunBlocks(BACKWARD, 4)) is None
+    assert machine.consumer(RunBlocks(FORWARD, 4)) == Peer(1, 0, 1)
+    assert machine.producer(RunBlocks(FORWARD, 4)) is None
+    assert machine.producer(RunBlocks(BACKWARD, 4)) == Peer(1, 0, 1)
+    assert machine.consumer(RunBlocks(BACKWARD, 4)) is None
     assert machine.receives() == [
         Transfer(BACKWARD, i, 0, Peer(1, 0, i % 3), Peer(0, 0, 0)) for i in (0, 2, 4)
     ]
@@ -260,11 +260,11 @@ def test_a_stage_is_finished_once_its_last_run_has_ended() -> None:
 def test_what_passes_inside_a_rank_is_no_transfer() -> None:
     machine = StageStateMachine(PipelineShape(0, 0, (1,), 3, 4))
     assert machine.sends() == machine.receives() == []
-    assert machine.goes(RunBlocks(FORWARD, 1, part=0)) == Peer(0, 1, 0)
+    assert machine.consumer(RunBlocks(FORWARD, 1, part=0)) == Peer(0, 1, 0)
 
 
 def test_interleaved_micro_batches_divide() -> None:
     with pytest.raises(
-        ConfigError, match=r"6 micro-batches go through 2 stages of 2 parts each, in 2 rep"
+        ConfigError, match=r"6 micro-batches cannot be divided over 2 stages of 2 parts"
     ):
         PipelineShape(0, 0, (2, 2), 2, 6).order()

@@ -10,8 +10,8 @@ from torch import nn
 from roadtrain.errors import LoopError, ModelError, RuleError, StoreError
 from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.stages.bucket_state import BucketState
-from roadtrain.stages.courier import SideStream
-from roadtrain.stages.parallel_parts import bring
+from roadtrain.stages.op_queue import SideStream
+from roadtrain.stages.parallel_parts import cast_and_move
 from roadtrain.stages.pieces import VALUE, Extent, Piece
 from roadtrain.stages.sharded_optimizer import ShardedOptimizer, ShardedOptions
 from roadtrain.streaming.split import split
@@ -381,8 +381,10 @@ def test_parameters_that_were_narrowed_keep_their_first_values(made):  # Rule 1
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(True)
     model[1].bias.requires_grad_(False)
     wide = {name: p.detach().clone().view(-1) for name, p in model.named_parameters()}
-    masters = bring(model, torch.device("cpu"), torch.bfloat16)
-    assert model[0].weight.dtype == torch.bfloat16 and not bring(model, torch.device("cpu"), None)
+    masters = cast_and_move(model, torch.device("cpu"), torch.bfloat16)
+    assert model[0].weight.dtype == torch.bfloat16 and not cast_and_move(
+        model, torch.device("cpu"), None
+    )
     optimizer = made(model, momentum(model), masters=masters)
     kept = {e.name: optimizer.piece(e).arrays[VALUE] for e in optimizer.extents()}
     assert torch.equal(kept.pop("1.bias"), model[1].bias.detach().float())  # nothing updates it
@@ -498,7 +500,7 @@ def test_a_group_that_comes_later_is_refused(made):
     user.add_param_group({"params": list(model[1].parameters())})
     optimizer.begin_step(1)
     model(torch.ones(2, 4)).sum().backward()
-    with pytest.raises(LoopError, match=r"have \[2, 2\] parameters, they had \[2\]"):
+    with pytest.raises(LoopError, match=r"have \[2, 2\] parameters, but had \[2\]"):
         optimizer.step()
 
 
@@ -521,8 +523,8 @@ def test_sums_begin_during_the_last_backward_in_its_order(made, monkeypatch):
     optimizer = made(model, adamw(model), options=ShardedOptions(bucket_bytes=4096))
     assert len(optimizer.states) == 5
     begun = []
-    do = optimizer.courier.do
-    monkeypatch.setattr(optimizer.courier, "do", lambda job: (begun.append(job.what), do(job)))
+    put = optimizer.queue.put
+    monkeypatch.setattr(optimizer.queue, "put", lambda job: (begun.append(job.what), put(job)))
     # the first step shows how often a backward adds to a weight, later ones overlap
     for step, (before, after) in enumerate([(0, 0), (0, 5), (0, 5)]):
         begun.clear()
@@ -561,7 +563,7 @@ def test_a_stage_may_have_nothing_that_trains(made):
         model(x).sum().backward()
         assert optimizer.sum_squares() == 0
         optimizer.step()
-    assert optimizer.extents() == optimizer.wanted()
+    assert optimizer.extents() == optimizer.needed()
     pieces = [optimizer.piece(extent) for extent in optimizer.extents()]
     with torch.no_grad():
         before = [p.clone() for p in model.parameters()]
@@ -641,7 +643,7 @@ def test_what_cannot_be_is_refused():
     quiet = {"report": lambda line: None}
     with pytest.raises(RuleError, match="LBFGS"):
         ShardedOptimizer(model, torch.optim.LBFGS(model.parameters()), **quiet)
-    with pytest.raises(ModelError, match="1 parameters that the stage has not"):
+    with pytest.raises(ModelError, match="1 parameters that are not in the stage"):
         strange = [*model.parameters(), nn.Parameter(torch.zeros(1))]
         ShardedOptimizer(model, torch.optim.SGD(strange, lr=1.0), **quiet)
     with pytest.raises(ModelError, match=r"torch\.float64"):
@@ -686,11 +688,11 @@ def test_a_state_that_lacks_something_is_refused(made):
     model = Mixed()
     optimizer = made(model, adamw(model))
     pieces = [optimizer.piece(extent) for extent in optimizer.extents()]
-    with pytest.raises(StoreError, match="elements of its state are lacking"):
+    with pytest.raises(StoreError, match="elements of its state are missing"):
         optimizer.load(pieces[1:], 1)
     own = Mixed()
     sgd = made(own, torch.optim.SGD(own.parameters(), lr=1.0))
     with pytest.raises(StoreError, match="sgd keeps none"):
         sgd.load(pieces, 1)
-    with pytest.raises(StoreError, match="not in one of its extents"):
+    with pytest.raises(StoreError, match="not kept on this rank"):
         optimizer.piece(Extent("head.weight", 0, 10**6))

@@ -12,8 +12,8 @@ from roadtrain.stages.stage_buffers import (
     adopt_buffers,
     buffers_blob,
     gather_buffers,
+    own_buffers,
     restore_buffers,
-    told_buffers,
 )
 from roadtrain.stages.stage_model import MicroBatch, StageModel
 
@@ -95,7 +95,7 @@ def test_each_buffer_is_told_by_the_stage_that_changes_it(sizes):  # Rule 3
     (again,) = staged(Model(), Segment(0, 3))
     restore_buffers(blobs_of(stages), again)
     same(persistent(again.model), persistent(whole))
-    told = [name for stage in stages for name in told_buffers(stage)]
+    told = [name for stage in stages for name in own_buffers(stage)]
     assert sorted(told) == sorted(persistent(whole))
     later = staged(Model(), Segment(0, 2), Segment(2, 3))
     for stage in later:
@@ -124,7 +124,7 @@ def test_blocks_that_move_keep_their_buffers():
     gathered = gather_buffers(stages[0], Together(stages))
     moved = []
     for old, segment in zip(stages, (Segment(0, 2), Segment(2, 3)), strict=True):
-        had = told_buffers(old)
+        had = own_buffers(old)
         old.restore()
         new = StageModel(old.model, old.cuts, [segment])
         new.attach()
@@ -144,5 +144,5 @@ def test_none_is_nothing_and_another_shape_is_refused():
     (three,) = staged(Model(), Segment(0, 3))
     wide = Model(4)
     four = StageModel(wide, Cuts(wide, (torch.zeros(2, 4),), {}), [Segment(0, 3)])
-    with pytest.raises(ForeignError, match=r"is \(3,\) in the snapshot, \(4,\) here"):
+    with pytest.raises(ForeignError, match=r"is \(3,\) in the snapshot, but \(4,\) in"):
         restore_buffers(buffers_blob(three, 0), four)

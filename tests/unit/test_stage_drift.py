@@ -9,7 +9,7 @@ import pytest
 from step_works import still_work
 
 from roadtrain.errors import BudgetError
-from roadtrain.stages.protocol.drift import HOLD, OFFERED, REST, WINDOW, DriftWatch, SizesOffer
+from roadtrain.stages.protocol.drift import HOLD, MIN_GAIN, REST, WINDOW, DriftWatch, SizesOffer
 from roadtrain.stages.protocol.stage_memory import BlockMemory, StageMemory
 from roadtrain.stages.protocol.stage_sizes import best_sizes
 from roadtrain.stages.protocol.step_model import StageSpeed, StepModel, StepWork
@@ -17,7 +17,7 @@ from roadtrain.stages.protocol.step_model import StageSpeed, StepModel, StepWork
 WORK = still_work((StageSpeed(0.1, 0.2),) * 2, 12, 16)
 
 
-def watch(work: StepWork = WORK, gain: float = OFFERED) -> DriftWatch:
+def watch(work: StepWork = WORK, gain: float = MIN_GAIN) -> DriftWatch:
     best = best_sizes(work)
     assert best is not None
     return DriftWatch(work, best.sizes, gain=gain)
@@ -53,7 +53,7 @@ def test_a_throttle_is_answered_within_steps(stage: int, seed: int) -> None:
     assert len(offers) == 1
     offer = offers[0]
     assert offer.after == ((4, 8) if stage == 0 else (8, 4)) or offer.after in ((5, 7), (7, 5))
-    assert offer.gain > OFFERED
+    assert offer.gain > MIN_GAIN
     assert f"stage {stage} computes at " in str(offer) and "instead of 6 + 6" in str(offer)
     one.moved(offer)
     assert one.sizes == offer.after
@@ -85,8 +85,8 @@ def test_offers_respect_memory() -> None:
 def test_the_offers_sentence() -> None:
     offer = SizesOffer((6, 6), (8, 4), 10.0, 8.0, (0.3, 0.5), (0.3, 0.3))
     assert str(offer) == (
-        "stage 1 computes at 60% of its speed: stages of 8 + 4 blocks instead of 6 + 6 would take"
-        " 8 s a step instead of 10 s"
+        "stage 1 computes at 60% of its earlier speed: with 8 + 4 blocks per stage instead of 6 + 6,"
+        " a step would take 8 s instead of 10 s"
     )
 
 
@@ -118,7 +118,7 @@ def test_memories_that_fit_nothing() -> None:
         max(small.need(0, (range(k),)) - 500, small.need(1, (range(k, 8),)) - 400)
         for k in range(1, 8)
     ]
-    assert f"{min(lacking):.0f} B more on each would fit" in e.value.hint
+    assert f"{min(lacking):.0f} B more on each device" in e.value.hint
 
 
 def test_the_gain_that_is_offered_is_the_models() -> None:

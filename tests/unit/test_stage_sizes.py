@@ -27,7 +27,7 @@ from roadtrain.stages.protocol.stage_sizes import (
     best_sizes,
     blocks_of,
     compare_sizes,
-    papers_sizes,
+    paper_sizes,
 )
 from roadtrain.stages.protocol.step_model import BoundarySpeed, StageSpeed, StepModel, StepWork
 
@@ -62,7 +62,7 @@ def played(work: StepWork, sizes: tuple[int, ...]) -> float:
             begin(now, key, machines[key].arrived(run.what, run.micro, to.part))
             continue
         ended[key[0]] = now
-        to = machines[key].goes(run)
+        to = machines[key].consumer(run)
         begin(now, key, machines[key].ended(run))
         if to is None:
             continue
@@ -206,12 +206,12 @@ def paper_work(layers: int, *speeds: float) -> StepWork:
 def test_the_papers_formula() -> None:
     """Yang et al. (Holmes), section 3.3 with alpha = 1.05 and 1, the speeds of its Table 3."""
     clusters = ["ib", "roce"]
-    assert papers_sizes(paper_work(30, 197, 160), clusters) == (17, 13)
-    assert papers_sizes(paper_work(30, 197, 160), clusters, alpha=1) == (16, 14)
-    assert papers_sizes(paper_work(36, 189, 185), clusters) == (19, 17)
-    assert papers_sizes(paper_work(36, 189, 185), clusters, alpha=1) == (18, 18)
+    assert paper_sizes(paper_work(30, 197, 160), clusters) == (17, 13)
+    assert paper_sizes(paper_work(30, 197, 160), clusters, alpha=1) == (16, 14)
+    assert paper_sizes(paper_work(36, 189, 185), clusters) == (19, 17)
+    assert paper_sizes(paper_work(36, 189, 185), clusters, alpha=1) == (18, 18)
     four = paper_work(30, 197, 197, 160, 160)
-    assert papers_sizes(four, ["ib", "ib", "roce", "roce"]) == (9, 8, 7, 6)
+    assert paper_sizes(four, ["ib", "ib", "roce", "roce"]) == (9, 8, 7, 6)
 
 
 def test_the_papers_formula_under_memory() -> None:
@@ -221,9 +221,9 @@ def test_the_papers_formula_under_memory() -> None:
     def at_most(*most: int):
         return lambda stage, blocks: sum(map(len, blocks)) <= most[stage]
 
-    assert papers_sizes(work, clusters, fits=at_most(15, 20)) == (15, 15)
-    assert papers_sizes(work, clusters, fits=at_most(20, 11)) == (19, 11)
-    assert papers_sizes(work, clusters, fits=at_most(15, 14)) is None
+    assert paper_sizes(work, clusters, fits=at_most(15, 20)) == (15, 15)
+    assert paper_sizes(work, clusters, fits=at_most(20, 11)) == (19, 11)
+    assert paper_sizes(work, clusters, fits=at_most(15, 14)) is None
     assert best_sizes(work, fits=at_most(15, 14)) is None
     assert compare_sizes(work, clusters, fits=at_most(15, 14)) is None
 

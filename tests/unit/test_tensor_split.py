@@ -100,7 +100,7 @@ class Kept:
                 out.append(Extent(name, a, b))
         return out
 
-    def wanted(self):
+    def needed(self):
         return self.extents()
 
     def piece(self, extent):
@@ -176,7 +176,7 @@ def test_what_others_told_is_loaded(to, cut):
             x.fill_(99.0)
 
         def pieces(stage=stage):
-            for extent in reversed(stage.wanted()):
+            for extent in reversed(stage.needed()):
                 for start in range(extent.start, extent.stop, cut):
                     stop = min(start + cut, extent.stop)
                     value = whole[extent.name].flatten()[start:stop].clone()
@@ -184,8 +184,8 @@ def test_what_others_told_is_loaded(to, cut):
                     yield Piece(Extent(extent.name, start, stop), arrays, {"step": 3.0})
 
         stage.take(pieces(), ())
-        assert inner.loaded == sum(e.numel for e in inner.wanted()), "each element once"
-        for extent in inner.wanted():
+        assert inner.loaded == sum(e.numel for e in inner.needed()), "each element once"
+        for extent in inner.needed():
             own = slice(extent.start, extent.stop)
             assert torch.equal(inner.values[extent.name][own], right[extent.name][own])
             assert torch.equal(inner.state[extent.name][own], -right[extent.name][own])
@@ -230,7 +230,7 @@ def test_a_snapshot_is_read_with_another_degree(tmp_path, to, replicas):
         for x in (*stage.inner.values.values(), *stage.inner.state.values()):
             x.fill_(99.0)
         found = kept(links).find()
-        stage.take(found.pieces(stage.wanted()), ())
+        stage.take(found.pieces(stage.needed()), ())
         return stage
 
     def run(ranks, work):
@@ -243,7 +243,7 @@ def test_a_snapshot_is_read_with_another_degree(tmp_path, to, replicas):
 
     run(4, save)
     for stage, right in zip(run(to[0] * to[1], resume), stages(*to)):
-        for extent in stage.inner.wanted():
+        for extent in stage.inner.needed():
             own = slice(extent.start, extent.stop)
             for now, before in (
                 (stage.inner.values, right.inner.values),

@@ -1,4 +1,4 @@
-"""What an accelerator does: memory under a budget, copies, pinned host memory.
+"""Device memory: page-aligned buffers, pinned host memory, copies between host and device.
 
-On a CPU the same lines run without copies. Read `buffers.py` first, then `copies.py`.
+On the CPU the same code runs without copies. Read `buffers.py` first, then `copies.py`.
 """

@@ -1,16 +1,14 @@
-"""Buffer: anonymous memory that direct I/O is fast on.
+"""Buffer: anonymous memory for fast direct I/O.
 
-Huge pages decide the rate that direct I/O reaches, so a buffer starts on a 2 MiB boundary and asks
-for huge pages; only for the whole ones inside it, so that a small buffer does not cost 2 MiB.
-Memory is counted by `nbytes`.
+The rate of direct I/O depends on huge pages, so a buffer starts on a 2 MiB boundary and requests
+huge pages for the whole 2 MiB pages inside it; a small buffer does not cost 2 MiB. `nbytes` is the
+memory that counts against a budget. Does NOT pin memory for a device, and does NOT pool buffers.
 
-NOTE fork. A forked process (a DataLoader's worker) does not get the bytes of the buffers: shared
-with it until one side writes, a page would be copied for that writer while a device still reads or
-writes the old one, and what a device read would be lost. The child keeps the addresses, which
-nobody may touch there: who does gets SIGSEGV, and no wrong bytes. (Without the addresses, as
-MADV_DONTFORK leaves it, the child would map something else there, and the end of a buffer that it
-inherited would unmap that.) Does NOT pin memory for a device, and does NOT pool: whoever allocates
-keeps.
+NOTE fork. A forked process (a DataLoader's worker) does not inherit the bytes of buffers. With
+copy-on-write, a page written by the parent would be copied while a device still accesses the old
+page, and data read by the device would be lost. The child keeps the address ranges, but any access
+raises SIGSEGV instead of returning wrong bytes. (MADV_DONTFORK would free the ranges in the child,
+which could then map other memory there, and unmap it when an inherited buffer is freed.)
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # the memory of all buf
 
 
 def _forbid_in_child() -> None:
-    """In a forked child: nobody reads zeros where the parent has a buffer."""
+    """Make all buffers inaccessible in a forked child, which would read zeros from them."""
     for memory in _mapped:
         address = np.frombuffer(memory, np.uint8, 1).ctypes.data
         _libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(len(memory)), _PROT_NONE)
@@ -46,7 +44,8 @@ os.register_at_fork(after_in_child=_forbid_in_child)
 
 
 class Buffer:
-    """`view`: writable bytes, page-padded to `nbytes`, zero at first."""
+    """A page-aligned buffer. `view`: its writable bytes, initially zero. `nbytes`: its size, a
+    multiple of the page size."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = round_up(max(nbytes, 1), PAGE)
@@ -60,24 +59,23 @@ class Buffer:
         self.view = memoryview(memory)[start : start + self.nbytes]
 
     def close(self) -> None:
-        """Give the memory back; where an array or view of it is still alive, with the last of
-        them."""
+        """Release the memory. It is freed when the last array or view of it is."""
         self.view = memoryview(bytearray())
 
 
 def array_in(view: memoryview, dtype: str, offset: int, count: int) -> np.ndarray[Any, Any]:
-    """`count` elements from byte `offset`, not copied; bf16 and fp16 as uint16."""
+    """View `count` elements from byte `offset` as an array; bf16 and fp16 are uint16."""
     return np.frombuffer(view, NUMPY[dtype], count, offset)
 
 
 class Heap:
-    """Keeps what torch's own temporaries leave behind in the C heap from growing with the number of
-    blocks (Rule 4).
+    """Keeps the C heap from growing with the number of blocks, due to fragmentation by torch's
+    temporaries (Rule 4).
 
-    Each block leaves a few small objects between its freed temporaries, so that glibc's heap grows
-    by some megabytes a block and gives nothing back (measured: 700 MB at 128 blocks of width 512).
-    `trim`, called after each block, gives free pages back once the process has grown by `slack`
-    bytes since the last time; where that is what one block needs, and no waste, `slack` doubles.
+    Each block leaves a few small objects between its freed temporaries, so glibc's heap grows by
+    some megabytes per block and returns no pages (measured: 700 MB at 128 blocks of width 512).
+    Call `trim` after each block: it returns free pages to the system when the process has grown by
+    `slack` bytes since the last time. If a single block needs that much, `slack` is doubled.
     Without glibc or /proc it does nothing.
     """
 

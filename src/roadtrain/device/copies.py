@@ -1,14 +1,12 @@
-"""Which device a worker computes on, and HostBuffer: bytes that a server writes or reads, and their
-device copy on it.
+"""Choice of a worker's device, and HostBuffer: host memory with a copy on the device.
 
-On the CPU the two are the same memory. On CUDA the host side is registered as pinned memory of
+On the CPU both sides are the same memory. On CUDA the host side is registered as pinned memory of
 exactly its size (torch's pinned allocator rounds up to powers of two), copies run on one side
-stream a device, and events order them against compute. Every stream and event is asked of the
-buffer's own device: threads that deliver messages have another current device than the one that
-trains.
+stream per device, and events order them with compute. Streams and events always name the buffer's
+device, because threads that deliver messages have another current device than the training thread.
 
-Does NOT wait for an event, but in `wait_unused`, `copy_rate` and `close`, and on the threads of
-AfterCopies: the rest may be called with a lock.
+Only `wait_unused`, `copy_rate`, `close` and the threads of CopyCallbacks wait for the device; all
+other functions may be called with a lock held.
 """
 
 from __future__ import annotations
@@ -28,29 +26,29 @@ from roadtrain.device.buffers import Buffer
 from roadtrain.environment import local_rank_of
 from roadtrain.errors import ConfigError, ModelError
 
-PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, not for the current one alone
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices, not only for the current one
 
 
 def own_device(
-    asked: torch.device | str,
+    requested: torch.device | str,
     report: Callable[[str], None] = lambda _: None,
     environ: Mapping[str, str] = os.environ,
 ) -> torch.device:
-    """`asked` with its index. `cuda` without one is this process's own device: the current one
-    where the program chose it (torch.cuda.set_device), else that of LOCAL_RANK, which becomes
-    the current one. Raises ConfigError for a device that is not there."""
+    """Resolve `requested` to a device with an index. `cuda` without an index is this process's own
+    device: the current device if the program has set it (torch.cuda.set_device), else the one of
+    LOCAL_RANK, which becomes current. Raises ConfigError for a missing device."""
     try:
-        device = torch.device(asked)
+        device = torch.device(requested)
     except RuntimeError as error:
         raise ConfigError(
-            f"`device` cannot be {asked!r}", hint="`device` must be 'cuda', 'cuda:N' or 'cpu'"
+            f"`device` cannot be {requested!r}", hint="`device` must be 'cuda', 'cuda:N' or 'cpu'"
         ) from error
     if device.type in ("cpu", "meta"):
         return torch.device("cpu")
     if device.type != "cuda":
         raise ConfigError(
-            f"device {device}: blocks run on cuda or on the cpu",
-            hint="device='cuda' or device='cpu'",
+            f"device {device} is not supported, only cuda and cpu are",
+            hint="use device='cuda' or device='cpu'",
         )
     count = torch.accelerator.device_count() if torch.cuda.is_available() else 0
     index = (
@@ -58,19 +56,19 @@ def own_device(
     )
     if index >= count:
         raise ConfigError(
-            f"device cuda:{index} is asked for, torch sees {count} cuda device(s) here",
-            hint="CUDA_VISIBLE_DEVICES hides devices; device='cpu' computes on the processors",
+            f"device cuda:{index} is requested, but torch sees {count} cuda device(s) here",
+            hint="check CUDA_VISIBLE_DEVICES, which hides devices, or use device='cpu'",
         )
     if device.index is None:
         torch.accelerator.set_device_index(index)
     elif count > 1:
         rank, workers = local_rank_of(environ)
-        # as where a script says model.cuda() in each of its processes
+        # for example if each process of a script calls model.cuda()
         if workers > 1 and rank != index:
             report(
-                f"worker {rank} of the {workers} of this host computes on cuda:{index}, which"
-                " another one may use: device='cuda' gives each its own,"
-                f" torch.cuda.set_device({rank}) does for the whole program"
+                f"worker {rank} of {workers} on this host computes on cuda:{index}, which another"
+                " worker may use, too: device='cuda' gives each worker its own device, and"
+                f" torch.cuda.set_device({rank}) sets it for the whole program"
             )
     return torch.device("cuda", index)
 
@@ -79,58 +77,55 @@ def _own_index(count: int, report: Callable[[str], None], environ: Mapping[str, 
     rank, workers = local_rank_of(environ)
     if chosen := torch.accelerator.current_device_index():
         return chosen
-    if count == 1:  # a launcher may show each worker a device of its own
+    if count == 1:  # a launcher may make a different device visible to each worker
         if workers > 1:
             report(
-                f"this host has {workers} workers and each sees 1 cuda device: it computes on the"
-                " one that it sees"
+                f"this host has {workers} workers and this one sees 1 cuda device, which it uses"
             )
         return 0
     if not 0 <= rank < count:
         raise ConfigError(
-            f"LOCAL_RANK is {rank}, torch sees {count} cuda devices here",
-            hint=(
-                "start as many workers a host as it has devices, or name a device (device='cuda:0')"
-            ),
+            f"LOCAL_RANK is {rank}, but torch sees {count} cuda devices here",
+            hint="start one worker per device on each host, or name a device (device='cuda:0')",
         )
     return rank
 
 
 def device_of(
-    model: nn.Module, asked: torch.device | str | None, report: Callable[[str], None]
+    model: nn.Module, requested: torch.device | str | None, report: Callable[[str], None]
 ) -> torch.device:
-    """Where the blocks of `model` run: on `asked`, else where the model is. Raises ConfigError,
-    ModelError."""
-    if asked is not None:
-        return own_device(asked, report)
+    """The device that the blocks of `model` run on: `requested`, or the device of the model's
+    parameters if None. Raises ConfigError, ModelError."""
+    if requested is not None:
+        return own_device(requested, report)
     found = {p.device for p in model.parameters()} - {torch.device("meta")}
     if len(found) > 1:
         raise ModelError(
-            f"the model's parameters are on {sorted(map(str, found))}", hint="put it on one device"
+            f"the model's parameters are on {sorted(map(str, found))}",
+            hint="move the model to one device",
         )
     device = next(iter(found), torch.device("cpu"))
-    if line := beside_accelerator(device):
+    if line := idle_accelerator(device):
         report(line)
     return own_device(device, report)
 
 
-def beside_accelerator(device: torch.device) -> str:
-    """A line for people where a model computes on the CPU of a host that has an accelerator,
-    else nothing."""
+def idle_accelerator(device: torch.device) -> str:
+    """A warning if the model computes on the CPU of a host with an accelerator, else ""."""
     if device.type != "cpu" or not torch.accelerator.is_available():
         return ""
     kind, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
     return (
-        f"the model computes on the CPU, and this host has {count} {kind} device(s): place(...,"
-        " device='cuda') or model.to('cuda') uses them, device='cpu' says that the CPU is meant"
+        f"the model computes on the CPU, but this host has {count} {kind} device(s): place(...,"
+        " device='cuda') or model.to('cuda') uses them, device='cpu' turns this warning off"
     )
 
 
 class HostBuffer:
-    """`view`: host bytes, page-aligned. `tensor`: uint8 on the compute device. On CPU `tensor`
-    is `view`."""
+    """Host memory with a copy on the device. `view`: page-aligned host bytes. `tensor`: uint8
+    tensor on the device; on the CPU it is the same memory as `view`."""
 
-    # one side stream a device, made at its first buffer
+    # one side stream per device, created with its first buffer
     _copy_streams: dict[torch.device, Any] = {}
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -153,20 +148,21 @@ class HostBuffer:
             self.tensor = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
             if device not in HostBuffer._copy_streams:
                 HostBuffer._copy_streams[device] = torch.cuda.Stream(device)
-        self.record_use()  # the memory may be one that compute still reads, freed a moment ago
+        self.record_use()  # torch may reuse freed memory that queued kernels still read
 
     def wait_unused(self) -> None:
-        """Before the host side is written: the last copy to the device must have read it. Not to
-        be called with a lock: `copying` says what to wait for."""
+        """Wait until the last copy to the device has read the host side, which may then be
+        written. Must not be called with a lock held; `copying` gives the event to wait for."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def copying(self) -> Any:
-        """The event of a copy that still reads the host side, None where there is none."""
+        """The event of a copy that is still reading the host side, or None."""
         return None if self._copied is None or self._copied.query() else self._copied
 
     def to_device(self, nbytes: int) -> None:
-        """Host -> device on the side stream, after the last compute that used the device side."""
+        """Start a copy to the device on the side stream, after the last recorded use of the device
+        side."""
         if self._cuda and nbytes:
             stream = HostBuffer._copy_streams[self._device]
             if self._used is not None:
@@ -177,8 +173,7 @@ class HostBuffer:
                 self._copied.record(stream)
 
     def copy_rate(self) -> float:
-        """Bytes a second from host to device, measured now; infinite where the two sides are
-        one."""
+        """Measure the copy rate from host to device, in bytes per second; infinite on the CPU."""
         if not self._cuda:
             return math.inf
         self.wait_unused()
@@ -188,21 +183,21 @@ class HostBuffer:
         return self.nbytes / (time.perf_counter() - start)
 
     def on_device(self) -> torch.Tensor:
-        """The device side, ordered after its copy on the caller's stream."""
+        """Return the device side; the caller's stream waits for its copy."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
         return self.tensor
 
     def record_use(self) -> None:
-        """The caller's stream has launched its last read of the device side."""
+        """Record that the caller's stream has launched its last read of the device side."""
         if self._cuda:
             self._used = torch.cuda.Event()
             self._used.record(torch.cuda.current_stream(self._device))
 
     def from_device(self, nbytes: int) -> Any:
-        """Device -> host on the side stream, after what the caller's stream has launched.
-        Returns an event to synchronise on before the host side is read, None where the two sides
-        are one."""
+        """Start a copy to the host on the side stream, after all work launched on the caller's
+        stream. Returns an event to synchronise with before reading the host side; None on the
+        CPU."""
         if not self._cuda:
             return None
         stream = HostBuffer._copy_streams[self._device]
@@ -218,13 +213,12 @@ class HostBuffer:
             self.wait_unused()
             cudart: Any = torch.cuda.cudart()
             cudart.cudaHostUnregister(self._host.data_ptr())
-        del self._host, self.tensor, self.view  # the memory goes with the last view of it
+        del self._host, self.tensor, self.view  # freed with the last view
 
 
-class AfterCopies:
-    """A thread that waits for events of a device, one after the other, and does after each what
-    was to come after it: so that nobody waits for a device with a lock. `failed` hears what goes
-    wrong."""
+class CopyCallbacks:
+    """A thread that runs callbacks after events of a device, in order, so that no other thread
+    waits for a device with a lock held. `failed` is called with any exception."""
 
     def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
         self._todo: queue.SimpleQueue[tuple[Any, Callable[[], None]] | None] = queue.SimpleQueue()

@@ -1,5 +1,5 @@
-"""Buffers of one size, allocated once: for what comes over a link, for sums. Does NOT know what
-is in them."""
+"""A pool of buffers of one size, allocated once, for received messages and for sums. Does NOT know
+their contents."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import threading
 from roadtrain.device.buffers import Buffer
 from roadtrain.errors import DeadlineError, LostError
 
-POOL_S = 600.0  # for a buffer to be free
+POOL_S = 600.0  # timeout of waiting for a free buffer
 
 
 class BufferPool:
-    """Buffers of one size. `get` waits for one: that is the back-pressure on whoever sends."""
+    """Buffers of one size. `get` waits until a buffer is free, which is the back-pressure on the
+    sender."""
 
     def __init__(self, count: int, nbytes: int) -> None:
         self.buffers = [Buffer(nbytes) for _ in range(count)]
@@ -29,9 +30,8 @@ class BufferPool:
                 raise LostError("the session has ended")
             if not there:
                 raise DeadlineError(
-                    f"a server waited {POOL_S:.0f} s for one of {len(self.buffers)} buffers to be"
-                    " free",
-                    hint="a worker or a device hangs",
+                    f"waited {POOL_S:.0f} s for one of {len(self.buffers)} buffers to become free",
+                    hint="find the worker or storage device that hangs",
                 )
             return self._free.pop()
 

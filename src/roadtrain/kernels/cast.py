@@ -1,15 +1,14 @@
 """Conversions between fp32 and the two 16-bit formats, alone and inside other kernels' loops.
 
-Flat contiguous arrays. 16-bit values travel as uint16 in the interface. Inside the kernels the
-*array's type* says the format, so that one kernel source compiles to one loop per format: float32 =
-fp32, uint16 = bf16, int16 = fp16 (`typed`), and a second dimension of one says that it is written
-past the cache (`uncached`: nobody reads it soon, and its lines need not be fetched first). Rounding
-is to nearest even, overflow goes to infinity, subnormals are exact, a NaN stays a NaN (its payload
-is dropped).
+Arrays are flat and contiguous. Callers pass 16-bit values as uint16. Inside the kernels the
+*array's type* encodes the format, so one kernel source compiles to one loop per format: float32 =
+fp32, uint16 = bf16, int16 = fp16 (`typed`). A second dimension of size 1 marks an output written
+with nontemporal stores (`uncached`), which bypass the cache because the values are not read soon.
+Rounding is to nearest even, overflow gives infinity, subnormals are exact, and a NaN stays a NaN
+without its payload.
 
-Assumes little endian. Does NOT start threads or hold the GIL. numba's cache notices a
-change of a kernel's own file only: after editing `widen` or `put` here, remove `__pycache__`.
-"""
+Assumes little endian. Does NOT start threads or hold the GIL. numba's cache only notices changes in
+a kernel's own file: after editing `widen` or `put` here, remove `__pycache__`."""
 
 from __future__ import annotations
 
@@ -27,37 +26,38 @@ NUMPY_OF = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.uint16}
 
 
 def kernel(function: Any) -> Any:
-    """Compile for the host: no GIL, cached on disk, IEEE rules (no fast math, no contraction,
-    x/0 = inf)."""
+    """Compile for the host: without the GIL, cached on disk, IEEE arithmetic (no fast math, no
+    contraction, x/0 = inf)."""
     return njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)(function)
 
 
 def typed(array: np.ndarray, dtype: str) -> np.ndarray:
-    """The same memory under the type that names its format to the kernels (no copy)."""
+    """View the array under the type that tells the kernels its format (no copy)."""
     if dtype not in NUMPY_OF or array.dtype != NUMPY_OF[dtype]:
         raise RuleError(
-            f"an array of {array.dtype} does not hold {dtype}",
-            hint="float32 is fp32, uint16 the others",
+            f"an array of {array.dtype} cannot hold {dtype}",
+            hint="pass float32 for fp32, uint16 for bf16 and fp16",
         )
     return array.view(np.int16) if dtype == "fp16" else array
 
 
 def uncached(array: np.ndarray) -> np.ndarray:
-    """A typed 16-bit array [N] as [N, 1] for `put`, where its alignment allows; `fence` when
-    all of it is written."""
+    """Mark a typed 16-bit array [N] for nontemporal stores, as [N, 1], if its alignment allows.
+    Call `fence` after writing all of it."""
     return array.reshape(-1, 1) if array.ctypes.data % 32 == 0 and array.itemsize == 2 else array
 
 
 @intrinsic
 def _store_uncached(typing: Any, out: Any, i: Any, x: Any) -> Any:
-    """A 16-bit store with LLVM's nontemporal mark. The alignment stated is that of the vectors
-    that the loop becomes; in its scalar rest the store is an ordinary one, which needs none."""
+    """Emit a 16-bit store with LLVM's nontemporal mark. The alignment is that of the vectors into
+    which LLVM turns the loop; in the scalar tail the store is an ordinary store, which needs none.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])
         store = builder.store(args[2], builder.gep(array.data, [args[1]]), align=32)
-        one = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
-        store.set_metadata("nontemporal", one)
+        mark = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        store.set_metadata("nontemporal", mark)
         return context.get_dummy_value()
 
     return types.void(out, types.intp, out.dtype), generate
@@ -70,12 +70,12 @@ def _fence(typing: Any) -> Any:
 
 @kernel
 def fence() -> Any:
-    """What this thread wrote past the cache is visible to others from here on."""
+    """Make this thread's nontemporal stores visible to other threads."""
     _fence()  # type: ignore[call-arg]
 
 
 @kernel
-def _f32(bits: Any) -> Any:  # uint32 -> the float32 with these bits
+def _f32(bits: Any) -> Any:  # uint32 -> the float32 with the same bits
     return np.uint32(bits).view(np.float32)
 
 
@@ -118,9 +118,9 @@ def _to_fp16(x: Any) -> Any:
     sign = np.uint32(np.uint32(bits & np.uint32(0x80000000)) >> np.uint32(16))
     u = np.uint32(bits & np.uint32(0x7FFFFFFF))
     odd = np.uint32(np.uint32(u >> np.uint32(13)) & np.uint32(1))
-    # rounded
+    # round to nearest even
     normal = np.uint32(np.uint32(u + np.uint32(np.uint32(0xC8000FFF) + odd)) >> np.uint32(13))
-    # the adder rounds for us
+    # subnormal: the floating-point addition does the rounding
     small = np.uint32(_bits(_f32(u) + _f32(np.uint32(126 << 23))) - np.uint32(126 << 23))
     special = np.uint32(0x7E00) if u > np.uint32(0x7F800000) else np.uint32(0x7C00)
     finite = small if u < np.uint32(113 << 23) else normal
@@ -129,7 +129,7 @@ def _to_fp16(x: Any) -> Any:
 
 
 def widen(x: Any) -> Any:
-    """An element of a typed array as float32 (inside kernels only)."""
+    """Convert an element of a typed array to float32 (inside kernels only)."""
     raise NotImplementedError
 
 
@@ -145,7 +145,7 @@ def _widen(x):  # type: ignore[no-untyped-def]
 
 
 def put(out: Any, i: Any, x: Any) -> Any:
-    """out[i] = float32 x, rounded to the format of the typed array `out` (inside kernels only)."""
+    """Store float32 x in out[i], rounded to the format of the typed array (inside kernels only)."""
     raise NotImplementedError
 
 
@@ -168,16 +168,16 @@ def _cast(src: Any, dst: Any) -> Any:
 
 
 def cast(src: np.ndarray, src_dtype: str, dst: np.ndarray, dst_dtype: str) -> None:
-    """dst = src, element by element. src, dst: [N]. Raises RuleError where array and name
-    disagree."""
+    """Convert src to dst, element by element. src, dst: [N]. Raises RuleError if an array does not
+    match its dtype name or the lengths differ."""
     if src.size != dst.size:
-        raise RuleError(f"cast of {src.size} elements into {dst.size}")
+        raise RuleError(f"cannot cast {src.size} elements into an array of {dst.size}")
     _cast(typed(src, src_dtype), typed(dst, dst_dtype))
 
 
 def cast_in_place(view: memoryview, numel: int, old: str, new: str) -> np.ndarray:
-    """The `numel` values at the start of `view`, which has room for both dtypes, in place;
-    returns them. Piece by piece in the order in which none is overwritten before it was read."""
+    """Convert the `numel` values at the start of `view` in place and return them. `view` must have
+    room for both dtypes. Segments are converted in an order in which none is overwritten unread."""
     src = np.frombuffer(view, NUMPY_OF[old], numel)
     dst = np.frombuffer(view, NUMPY_OF[new], numel)
     pieces = range(0, numel, SEGMENT)
@@ -187,7 +187,7 @@ def cast_in_place(view: memoryview, numel: int, old: str, new: str) -> np.ndarra
 
 
 def reference_widen(array: np.ndarray, dtype: str) -> np.ndarray:
-    """[N] of `dtype` -> new float32 [N], plainly."""
+    """Convert [N] of `dtype` to a new float32 [N] with numpy only."""
     if dtype == "fp32":
         return array.astype(np.float32)
     if dtype == "bf16":
@@ -199,7 +199,7 @@ def reference_widen(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def reference_downcast(x: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 [N] -> new array of `dtype`, plainly."""
+    """Convert float32 [N] to a new array of `dtype` with numpy only."""
     if dtype == "fp32":
         return x.copy()
     bits = x.view(np.uint32)

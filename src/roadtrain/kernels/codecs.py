@@ -1,16 +1,15 @@
-"""Codecs: how the values of a gradient are written in fewer bytes, and what that loses. Those that
-a sum's gradients travel in are a registry (sums/formats.py).
+"""Codecs: encode gradients in fewer bytes, and keep track of the encoding error. The codecs for
+gradients that are summed over the network are registered in sums/formats.py.
 
     gradient + residual -> encode -> (network) -> decode
 
-With error feedback (Karimireddy et al. 2019) what one encoding loses is kept, and added to the next
-gradient of the same elements (`encode_with_feedback`). A push to a server is a block's gradient,
-compressed a chunk at a time or as one (`Compressor`, Smart-Infinity's SmartComp), or whole in 16
-bits (`downcast_in_place`).
+With error feedback (Karimireddy et al. 2019) the encoding error is kept and added to the next
+gradient of the same elements (`encode_with_feedback`). A block's gradient that is pushed to a
+server is compressed per chunk or per block (`Compressor`, Smart-Infinity's SmartComp), or sent in
+full in 16 bits (`downcast_in_place`).
 
-Flat arrays. Lossy: off by default (Rule 2). Does NOT know tensors, rounds or links, nor where
-residuals rest (servers/residuals.py).
-"""
+Works on flat arrays. Lossy, so off by default (Rule 2). Does NOT handle tensors, rounds or links,
+and does not store residuals (servers/residuals.py)."""
 
 from __future__ import annotations
 
@@ -28,34 +27,34 @@ from roadtrain.options.lossy import TopK
 
 
 class Codec:
-    """One way to write n values, from NAME or NAME:ARGUMENT. A new one needs `nbytes`, `encode`
-    and `decode`."""
+    """An encoding of n float32 values, chosen as NAME or NAME:ARGUMENT. Subclasses implement
+    `nbytes`, `encode` and `decode`."""
 
     name = ""
     feedback = True
 
     def __init__(self, argument: str) -> None:
-        """Raises ValueError for an argument it does not take."""
+        """Parse the argument. Raises ValueError if it is invalid."""
         if argument:
             raise ValueError("takes no argument")
 
     def nbytes(self, n: int) -> int:
-        """Of n encoded values; not less for a larger n."""
-        raise TypeError(f"the format {self.name} says no nbytes")
+        """Return the encoded size of n values, which never decreases with n."""
+        raise TypeError(f"the format {self.name} does not implement nbytes")
 
     def encode(self, values: np.ndarray, out: np.ndarray, seed: int) -> None:
-        """values: float32 [n]. out: uint8 [nbytes(n)], all of it is sent. `seed`: other for
-        every call."""
-        raise TypeError(f"the format {self.name} has no encode")
+        """Encode float32 [n] into `out`, uint8 [nbytes(n)], all of which is sent. `seed` differs
+        in every call."""
+        raise TypeError(f"the format {self.name} does not implement encode")
 
     def decode(self, raw: np.ndarray, out: np.ndarray) -> None:
-        """raw: uint8 [nbytes(n)], from the network: anything may stand in it, ValueError if it
-        cannot be. out: float32 [n]."""
-        raise TypeError(f"the format {self.name} has no decode")
+        """Decode uint8 [nbytes(n)] into `out`, float32 [n]. `raw` comes from the network and may
+        hold any bytes. Raises ValueError if they are invalid."""
+        raise TypeError(f"the format {self.name} does not implement decode")
 
     def take_out(self, raw: np.ndarray, residual: np.ndarray) -> None:
-        """`residual` minus what `raw` says, in place: what this codec has not sent. A codec may
-        do without memory for the decoded values."""
+        """Subtract the values encoded in `raw` from `residual` in place, leaving the unsent part.
+        Subclasses may override this to avoid a buffer for the decoded values."""
         sent = np.empty_like(residual)
         self.decode(raw, sent)
         with np.errstate(all="ignore"):
@@ -63,21 +62,21 @@ class Codec:
 
 
 class TopKCodec(Codec):
-    """topk:FRACTION: the largest by magnitude, as indices and values."""
+    """topk:FRACTION keeps the values of largest magnitude, as indices and values."""
 
     name = "topk"
 
     def __init__(self, argument: str | float, dtype: str = "fp32") -> None:
-        """`dtype`: of the values that `encode` takes and writes."""
+        """Parse the fraction. `dtype`: the dtype of the values that `encode` reads and writes."""
         self.keep, self.dtype = float(argument), dtype
         if not 0 < self.keep < 1:
-            raise ValueError("keeps a fraction between 0 and 1")
+            raise ValueError("needs a fraction between 0 and 1")
 
     def nbytes(self, n: int) -> int:
         return min(n, max(1, round(self.keep * n))) * (4 + ITEMSIZE[self.dtype])
 
     def pairs(self, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The indices (uint32 [k]) and the values ([k]) that lie in `raw`."""
+        """View the indices (uint32 [k]) and the values ([k]) inside `raw`."""
         k = raw.size // (4 + ITEMSIZE[self.dtype])
         return raw[: 4 * k].view(np.uint32), raw[4 * k :].view(NUMPY_OF[self.dtype])
 
@@ -88,7 +87,7 @@ class TopKCodec(Codec):
     def decode(self, raw: np.ndarray, out: np.ndarray) -> None:
         indices, values = self.pairs(raw)
         if indices.size and int(indices.max()) >= out.size:
-            raise ValueError(f"an index {int(indices.max())} of {out.size} values")
+            raise ValueError(f"index {int(indices.max())} is outside {out.size} values")
         scatter(np.sort(indices), values[np.argsort(indices, kind="stable")], out)
 
     def take_out(self, raw: np.ndarray, residual: np.ndarray) -> None:
@@ -103,9 +102,9 @@ def encode_with_feedback(
     out: np.ndarray,
     seed: int = 0,
 ) -> None:
-    """values: [n] of `dtype`. out: uint8, as many as `codec` writes. With a residual (float32 [n],
-    changed in place) both are added first, and what is not sent stays there; 0 where that is not
-    finite, as nothing could be added to it any more."""
+    """Encode `values`, [n] of `dtype`, into `out`, uint8 of the size that `codec` writes. A
+    residual (float32 [n], changed in place) is added first and then holds the unsent part. Elements
+    of it that are not finite become 0: they would make all later sums inf or NaN."""
     if residual is None:
         codec.encode(values, out, seed)
         return
@@ -116,7 +115,7 @@ def encode_with_feedback(
 
 
 class Compressor:
-    """Top-k of the blocks that one worker pushes to servers."""
+    """Top-k compression of the gradients that one worker pushes to servers."""
 
     def __init__(self, options: TopK) -> None:
         self.keep, self.per_block = options.keep, options.per_block
@@ -125,23 +124,24 @@ class Compressor:
     def compress(
         self, chunks: Sequence[Chunk], view: memoryview, residual: np.ndarray | None
     ) -> Iterator[tuple[Chunk, Any, Any]]:
-        """(chunk, (indices, values), sums of squares before compression) of a block's trainable
-        `chunks`, whose gradient lies in the flat `view`. `residual`: float32, with the same element
-        offsets, changed in place. Raises ConfigError for several dtypes where `per_block`."""
+        """Yield (chunk, (indices, values), sums of squares before compression) for each of a
+        block's trainable `chunks`, whose gradient lies in the flat `view`. `residual`: float32,
+        with the same element offsets, changed in place. Raises ConfigError if `per_block` is set
+        and the dtypes differ."""
         for cut in [chunks] if self.per_block and chunks else [[c] for c in chunks]:
             yield from self._select(cut, view, residual)
 
     def _select(
         self, chunks: Sequence[Chunk], view: memoryview, residual: np.ndarray | None
     ) -> Iterator[tuple[Chunk, Any, Any]]:
-        dtype, one = chunks[0].dtype, "one dtype among a block's trainable parameters"
+        dtype, needs = chunks[0].dtype, "one dtype for all trainable parameters of a block"
         if any(c.dtype != dtype for c in chunks):
-            raise ConfigError(f"top-k per block needs {one}")
+            raise ConfigError(f"top-k per block needs {needs}")
         starts = [c.push_offset // ITEMSIZE[dtype] for c in chunks]
         n = starts[-1] + chunks[-1].numel - starts[0]
         grad = np.frombuffer(view, NUMPY_OF[dtype], n, chunks[0].push_offset)
         inside = [slice(at - starts[0], at - starts[0] + c.numel) for at, c in zip(starts, chunks)]
-        # of the gradient alone, which `residual` may be added to
+        # of the gradient alone, before `residual` is added
         sums = [sums_of_squares(grad[at], dtype, c.segments) for at, c in zip(inside, chunks)]
         codec = TopKCodec(self.keep, dtype if residual is None else "fp32")
         elements = sum(s.stop - s.start for c in chunks for s in c.spans)  # without the padding
@@ -156,8 +156,9 @@ class Compressor:
 
 
 def downcast_in_place(chunks: Sequence[Chunk], view: memoryview, dtype: str) -> list[str]:
-    """What the gradient of each of `chunks` travels as ("": as it is). With a `dtype`, fp32 ones
-    become that: each lies in the first half of its place in the flat `view` then."""
+    """Convert the fp32 gradients of `chunks` to `dtype` in place and return the new dtype of each
+    ("": unchanged). A converted gradient fills the first half of its range in the flat `view`. An
+    empty `dtype` converts nothing."""
     to = [dtype if chunk.dtype == "fp32" else "" for chunk in chunks]
     for chunk, new in zip(chunks, to):
         if new:

@@ -1,14 +1,14 @@
-"""TorchRule: any other elementwise torch optimizer, run on flat slices; and the checks of rules
-that we did not write.
+"""TorchRule: run any other elementwise torch optimizer on flat slices; and check rules that
+roadtrain did not write.
 
-The user's optimizer class is rebuilt around one flat parameter that is a view of the slice, its
-state are views of the state arrays, its scalars are restored from the row; `step()` runs; what it
-replaced instead of changing is copied back. Which state there is, is found by running it on a small
-parameter for some steps.
+For each update the user's optimizer is rebuilt around one flat parameter, a view of the slice. Its
+state tensors are views of the state arrays and its scalars come from the row. After `step()`,
+tensors that the optimizer replaced rather than modified are copied back. A trial run on a small
+parameter finds out which state the class keeps.
 
 Assumes: state lives in `optimizer.state[p]` as fp32 tensors shaped like p and as single numbers.
-That the class is elementwise is not assumed but checked, bit for bit: whole shaped parameters in
-one optimizer against flat pieces. Does NOT run closures, sparse or complex parameters, or 8-bit
+`check_elementwise` verifies that the class is elementwise: whole parameters in one optimizer must
+give the same bits as flat pieces. Does NOT run closures, sparse or complex parameters, or 8-bit
 state.
 """
 
@@ -33,13 +33,13 @@ from roadtrain.kernels.rule import Array, Arrays, Hyper, Rule
 from roadtrain.units import show_rate
 
 HINT = "use one of torch's elementwise optimizers, or write a Rule (roadtrain check-rule)"
-# options that do not change the numbers meant
+# options that affect speed but not results
 SPEED_ONLY = ("foreach", "fused", "capturable", "differentiable")
 NOT_OPTIONS = ("params", "param_names")
-# the last: schedulers'
+# the last two belong to schedulers
 NOT_ATTRIBUTES = ("defaults", "state", "param_groups", "step", "_opt_called", "_step_count")
 PROBE_STEPS = 8
-SAMPLE = 1 << 18  # elements of the slice that the speed of a generic rule is measured on
+SAMPLE = 1 << 18  # elements of the slice on which the speed of a generic rule is measured
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,16 @@ class Field:
     kind: str
     dtype: Any  # torch dtype of a tensor, Python type of a number
     shape: tuple[int, ...]
-    nullable: bool  # it is None where it is absent
+    nullable: bool  # the entry exists with the value None before it is first set
 
 
 class TorchRule(Rule):
-    """`cls` with the options `defaults`; `attributes` are what else its `__init__` kept on the
-    instance. The last scalar, "present", has a bit for each state entry that exists by now (0: the
-    first step is yet to come).
+    """A rule that runs the torch optimizer `cls` with the options `defaults`. `attributes` are the
+    other attributes that its `__init__` set. The last scalar, "present", is a bitmap of the state
+    entries that exist (0 before the first step).
     """
 
-    name = ""  # this and the next two: what a probe of the class finds
+    name = ""  # this and the next two are set by a trial run of the class
     arrays: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
 
@@ -80,7 +80,7 @@ class TorchRule(Rule):
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> TorchRule:
-        """The rule of one group of the user's optimizer."""
+        """Build the rule for one parameter group of the user's optimizer."""
         kept = {
             key: value
             for key, value in vars(optimizer).items()
@@ -95,15 +95,15 @@ class TorchRule(Rule):
             now = _plain(group[key]) if key not in SPEED_ONLY else value
             if len(_numbers(now)) != len(_numbers(value)) or (not _numbers(value) and now != value):
                 raise RuleError(
-                    f"{self.cls.__name__}: {key} was {value!r} at the start, now {now!r}",
-                    hint="keep it",
+                    f"{self.cls.__name__}: {key} changed from {value!r} to {now!r} during training",
+                    hint="keep its value from the start",
                 )
             out.extend(_numbers(now))
         return tuple(out)
 
     def build(self, params: Sequence[torch.Tensor], hyper: Hyper) -> torch.optim.Optimizer:
-        """An instance with the user's options, made as unpickling makes one: what `__init__`
-        wants is unknown."""
+        """Build an instance with the user's options through `__setstate__`, as unpickling does,
+        because the arguments of `__init__` are unknown."""
         group: dict[str, Any] = {"params": list(params)}
         at = iter(hyper)
         for key, value in self.options.items():
@@ -128,7 +128,7 @@ class TorchRule(Rule):
     def reference(self, p, grad, grad_dtype, arrays, row, hyper, grad_scale, copy, copy_dtype):  # type: ignore[no-untyped-def]
         wide = reference_widen(grad, grad_dtype) * np.float32(grad_scale)
         start = row.copy()
-        for i in range(0, max(p.size, 1), 1000):  # the rule is its own reference: in other pieces
+        for i in range(0, max(p.size, 1), 1000):  # the rule itself, cut into other pieces
             row[:] = start
             part = slice(i, i + 1000)
             self._step(p[part], wide[part], [a[part] for a in arrays], row, hyper)
@@ -156,12 +156,13 @@ class TorchRule(Rule):
         self._keep(optimizer.state[param], held, row)
 
     def _keep(self, state: Mapping[str, Any], held: Mapping[str, torch.Tensor], row: Array) -> None:
-        """Bring the state that the step left behind back into arrays and row."""
+        """Copy the state after the step back into the arrays and the row."""
         present = 0
         for key in state.keys() - {f.key for f in self.fields}:
             if state[key] is not None:
                 raise RuleError(
-                    f"{self.cls.__name__} began to keep {key!r} after {PROBE_STEPS} steps",
+                    f"{self.cls.__name__} added the state {key!r} after more than {PROBE_STEPS}"
+                    " steps",
                     hint=HINT,
                 )
         for bit, f in enumerate(self.fields):
@@ -184,7 +185,7 @@ class TorchRule(Rule):
         absent: set[str] = set()
         with _runs(self.cls, "a flat slice"):
             optimizer = self.build([param], self.hyper(self.options))
-            before = _print_of(optimizer, self.attributes)
+            before = _fingerprint(optimizer, self.attributes)
             for _ in range(PROBE_STEPS):
                 param.grad = torch.randn(12, generator=generator)
                 with torch.no_grad():
@@ -192,7 +193,7 @@ class TorchRule(Rule):
                 state = dict(optimizer.state.get(param, {}))
                 absent |= {key for key, value in state.items() if value is None}
                 seen.update({key: value for key, value in state.items() if value is not None})
-        if set(optimizer.state) - {param} or _print_of(optimizer, self.attributes) != before:
+        if set(optimizer.state) - {param} or _fingerprint(optimizer, self.attributes) != before:
             raise RuleError(
                 f"{self.cls.__name__} keeps state outside optimizer.state[parameter]", hint=HINT
             )
@@ -202,8 +203,7 @@ class TorchRule(Rule):
             )
         if len(seen) > 50:
             raise RuleError(
-                f"{self.cls.__name__} keeps {len(seen)} state entries a parameter, 50 are held",
-                hint=HINT,
+                f"{self.cls.__name__} keeps {len(seen)} state entries, at most 50 fit", hint=HINT
             )
         return tuple(self._field(key, value, key in absent) for key, value in seen.items())
 
@@ -219,20 +219,20 @@ class TorchRule(Rule):
         if isinstance(value, (bool, int, float)):
             return Field(key, "number", type(value), (), nullable)
         raise RuleError(
-            f"{self.cls.__name__} keeps {key!r} as {what}; fp32 arrays and numbers can be kept",
+            f"{self.cls.__name__} keeps {key!r} as {what}; only fp32 arrays and numbers work",
             hint=HINT,
         )
 
 
 @contextmanager
 def _runs(cls: type, where: str) -> Iterator[None]:
-    """Raise RuleError for whatever the user's class raises inside."""
+    """Turn any exception of the user's class into RuleError."""
     try:
         yield
     except RuleError:
         raise
     except Exception as error:
-        raise RuleError(f"{cls.__name__} does not run on {where}: {error}", hint=HINT) from error
+        raise RuleError(f"{cls.__name__} failed on {where}: {error}", hint=HINT) from error
 
 
 def _plain(value: Any) -> Any:
@@ -242,15 +242,14 @@ def _plain(value: Any) -> Any:
 
 
 def _numbers(value: Any) -> list[float]:
-    """The numbers inside an option; none where it is a switch, a name or absent."""
+    """Return the numbers inside an option; none for a bool, a string or None."""
     if isinstance(value, tuple):
         return [n for v in value for n in _numbers(v)]
     return [float(value)] if isinstance(value, (int, float)) and not isinstance(value, bool) else []
 
 
 def _filled(value: Any, numbers: Any) -> Any:
-    """`value` with its numbers replaced by the next ones, whole ones staying int where they
-    were."""
+    """Replace the numbers inside `value` with the next of `numbers`; ints stay int if whole."""
     if isinstance(value, tuple):
         return tuple(_filled(v, numbers) for v in value)
     if not _numbers(value):
@@ -265,19 +264,18 @@ def _number(f: Field, value: float) -> Any:
     return f.dtype(value)
 
 
-def _print_of(optimizer: torch.optim.Optimizer, attributes: Mapping[str, Any]) -> bytes:
-    """Something that changes when a step changes the optimizer itself: its attributes or its
-    options."""
+def _fingerprint(optimizer: torch.optim.Optimizer, attributes: Mapping[str, Any]) -> bytes:
+    """Return bytes that change if a step modifies the optimizer's own attributes or options."""
     group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     try:
         return pickle.dumps(({key: vars(optimizer).get(key) for key in attributes}, group))
-    except Exception:  # a lambda, a lock: judge what can be judged
+    except Exception:  # not picklable (a lambda, a lock): compare the options only
         return repr(sorted(group.items(), key=str)).encode()
 
 
 def check_elementwise(rule: TorchRule) -> None:
-    """Shaped parameters together in one optimizer against the rule on flat pieces, bit for bit.
-    Raises RuleError."""
+    """Raise RuleError unless the rule on flat pieces gives the same bits as one torch optimizer
+    over whole parameters."""
     generator = torch.Generator().manual_seed(2)
     shapes = [(29, 67), (131,), (5, 3, 11)]
     whole = [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
@@ -297,15 +295,15 @@ def check_elementwise(rule: TorchRule) -> None:
                 flat = p.detach().numpy().reshape(-1)
                 if not np.array_equal(flat.view(np.uint32), mine.p.view(np.uint32)):
                     raise RuleError(
-                        f"{rule.cls.__name__} is not elementwise: flat pieces differ from the whole"
-                        f" at step {step + 1}",
+                        f"{rule.cls.__name__} is not elementwise: its update of flat pieces differs"
+                        f" from that of whole parameters at step {step + 1}",
                         hint=HINT,
                     )
 
 
 def bytes_per_s(rule: Rule, hyper: Hyper, elements: int, times: int = 5) -> float:
-    """What a step reads and writes with a bf16 gradient and a bf16 copy, a second, on one thread:
-    the median of `times` steps of one slice of `elements`."""
+    """Measure the memory traffic of a step in bytes/s on one thread, with a bf16 gradient and a
+    bf16 copy: the median of `times` steps on a slice of `elements` elements."""
     side = RuleRun(
         rule, np.random.default_rng(4).standard_normal(elements, dtype=np.float32), hyper
     )
@@ -318,21 +316,20 @@ def bytes_per_s(rule: Rule, hyper: Hyper, elements: int, times: int = 5) -> floa
     return elements * (8 + 8 * len(rule.arrays) + 4) / sorted(seconds)[times // 2]
 
 
-def say_generic(rules: Sequence[Rule], report: Callable[[str], None]) -> None:
-    """One line for each optimizer class whose updates are not compiled (Rule 6), with what they
-    cost here."""
+def report_generic(rules: Sequence[Rule], report: Callable[[str], None]) -> None:
+    """Report each optimizer class that has no compiled rule (Rule 6), with its measured speed."""
     generic = {rule.cls.__name__: rule for rule in rules if isinstance(rule, TorchRule)}
     for name, rule in generic.items():
         rate = bytes_per_s(rule, rule.hyper(rule.options), SAMPLE, times=3)
         report(
             f"{name} has no compiled rule: its speed class is generic, torch's own step runs on"
-            f" every slice (measured {show_rate(rate)} on one thread; compiled rules run as fast as"
-            " memory)"
+            f" every slice (measured {show_rate(rate)} on one thread; compiled rules are limited by"
+            " memory bandwidth only)"
         )
 
 
 class RuleRun:
-    """A rule's run on one slice, to be compared with another: parameters, state, row and copy."""
+    """The parameters, state, row and copy of a slice that a rule updates; comparable with `==`."""
 
     def __init__(self, rule: Rule, p: Array, hyper: Hyper) -> None:
         self.p, self.hyper = p.copy(), hyper

@@ -1,10 +1,10 @@
 """The AdamW and SGD updates in Triton, for CUDA tensors, in one pass.
 
-The same operations in the same order as `update.py`, with IEEE division and root and without
-contraction, so that an update has the bits of the CPU kernel.
+The operations and their order are those of `update.py`, with IEEE division and square root and
+without contraction, so an update gives the same bits as the CPU kernel.
 
-Assumes contiguous flat tensors on one device; triton is not a dependency: RuleError where it is
-missing. Tested with triton's interpreter. Does NOT choose between CPU and GPU.
+Assumes contiguous flat tensors on one device. triton is an optional dependency; without it `apply`
+raises RuleError. Tested with triton's interpreter. Does NOT choose between CPU and GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ try:
 except ImportError:
     triton = None
 
-TILE = 1024  # elements a program
+TILE = 1024  # elements per program
 
 
 def _jit(function: Any) -> Any:
@@ -33,7 +33,7 @@ def _jit(function: Any) -> Any:
 
 
 @_jit
-# to nearest even by hand for bf16: the interpreter would cut off
+# bf16 is rounded to nearest even by hand, because the interpreter truncates
 def _rounded(x, kind: tl.constexpr):
     if kind == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
@@ -116,7 +116,7 @@ def _adam(
 
 
 def available() -> bool:
-    """Whether there is a compiler of these kernels."""
+    """Return whether triton is installed."""
     return triton is not None
 
 
@@ -130,12 +130,12 @@ def apply(
     grad_scale: float = 1.0,
     copy: torch.Tensor | None = None,
 ) -> None:
-    """`rule.apply` on tensors. p, arrays: fp32 [N] in place; grad: fp32, bf16 or fp16 [N]; row:
-    float64, on the host; copy: bf16 or fp16 [N]. Raises RuleError for a rule without
-    a GPU kernel."""
+    """Run `rule.apply` on tensors. p, arrays: fp32 [N] in place; grad: fp32, bf16 or fp16 [N]; row:
+    float64, on the host; copy: bf16 or fp16 [N]. Raises RuleError for a rule without a GPU
+    kernel."""
     if not isinstance(rule, (AdamRule, SgdRule)):
         raise RuleError(
-            f"{rule.name} has no GPU kernel", hint="use AdamW, Adam or SGD, or update on the host"
+            f"{rule.name} has no GPU kernel", hint="use AdamW, Adam or SGD, or update on the CPU"
         )
     if triton is None:
         raise RuleError(

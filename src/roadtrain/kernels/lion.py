@@ -1,7 +1,7 @@
-"""Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2) as a plain torch optimizer: torch has
-none.
+"""Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2) as a plain torch optimizer, which torch
+does not include.
 
-One state array instead of Adam's two. Its products are rounded before they are added, so the
+It keeps one state array instead of Adam's two. Products are rounded before they are added, so the
 compiled rule gives the same bits. Does NOT take sparse or complex parameters.
 """
 
@@ -14,8 +14,21 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """p <- p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g);  m <- beta2 m + (1 -
-    beta2) g."""
+    """The Lion optimizer with decoupled weight decay.
+
+        p <- p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g)
+        m <- beta2 m + (1 - beta2) g
+
+    Args:
+        params: Parameters or parameter groups, as for any torch optimizer.
+        lr: Learning rate.
+        betas: Coefficients of the update and of the running average m.
+        weight_decay: Decoupled weight decay coefficient.
+        maximize: Maximize the objective instead of minimizing it.
+
+    Raises:
+        ValueError: `lr` or `weight_decay` is negative, or a beta is outside [0, 1).
+    """
 
     def __init__(
         self,
@@ -27,13 +40,21 @@ class Lion(torch.optim.Optimizer):
         maximize: bool = False,
     ) -> None:
         if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-            given = f"lr {lr}, betas {betas}, weight_decay {weight_decay}"
-            raise ValueError(f"{given}: lr, decay >= 0, betas in [0, 1)")
+            values = f"lr {lr}, betas {betas}, weight_decay {weight_decay}"
+            raise ValueError(f"{values}: lr and weight_decay must be >= 0, betas in [0, 1)")
         options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters.
+
+        Args:
+            closure: Recomputes the loss and the gradients before the update.
+
+        Returns:
+            The closure's loss, or None without a closure.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,7 +1,7 @@
-"""The optimizers that have a short name; each has a compiled rule.
+"""The optimizers that have a short name and a compiled rule.
 
-A new optimizer needs a line here, its formula in update.py and its rule in rules.py. Imports
-nothing heavy: whatever only reads a job needs neither torch nor numba.
+A new optimizer needs a line here, a formula in update.py and a rule in rules.py. Does NOT import
+torch or numba, so that commands that only read a job file start fast.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 class NamedOptimizer(NamedTuple):
     path: str  # MODULE:CLASS
-    state_nbytes: int  # that an update keeps of a parameter, besides the parameter and momentum
+    state_nbytes: int  # state bytes per parameter element, without SGD's optional momentum
 
 
 OPTIMIZERS = {

@@ -1,13 +1,13 @@
-"""Rule: what turns a gradient into new parameters, next to wherever the state rests.
+"""Rule: the update that turns a gradient into new parameters, run where the state is stored.
 
-A rule is a small value: it says which fp32 arrays (as long as the parameters) and which float64
-scalars (a row per parameter) it keeps, reads hyperparameters from a torch parameter group at each
-step, and updates one contiguous range in place. Users write their own by subclassing; `roadtrain
-check-rule` checks it (training/check_rule.py).
+A rule is a small value. It declares the fp32 arrays (as long as the parameters) and the float64
+scalars (a row per parameter) that it needs, reads hyperparameters from a torch parameter group at
+each step, and updates one contiguous range in place. Users write their own by subclassing;
+`roadtrain check-rule` checks it (training/check_rule.py).
 
-Assumes: `apply` is elementwise, so that a range may be cut anywhere, each piece with its own copy
-of the row. A rule is picklable and keeps nothing between calls. Does NOT hold state, read files or
-thread.
+Assumes: `apply` is elementwise, so a range may be cut anywhere, each piece with its own copy of the
+row. A rule is picklable and keeps nothing between calls. Does NOT hold state, read files or start
+threads.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Hyper = Sequence[float]
 
 
 class Rule(ABC):
-    """Arrays and scalars carry torch's own state names ("exp_avg", "step"), so that checkpoints
-    read alike.
-    `reads_state`: the update needs what was there; else the server does not read it."""
+    """An elementwise optimizer update. Arrays and scalars carry torch's own state names ("exp_avg",
+    "step"), so that checkpoints look like torch's."""
 
+    # False: the update does not depend on the old state arrays, and servers do not read them
     reads_state: bool = True
 
     @property
@@ -37,21 +37,21 @@ class Rule(ABC):
     @property
     @abstractmethod
     def arrays(self) -> tuple[str, ...]:
-        """Names of the fp32 state arrays, each [N]. They start as zeros."""
+        """The names of the fp32 state arrays, each [N]. They start as zeros."""
 
     @property
     def scalars(self) -> tuple[str, ...]:
-        """Names of the float64 scalars that a parameter has. They start as zeros; `apply`
-        advances them."""
+        """The names of the float64 scalars of a parameter. They start as zeros; `apply` advances
+        them."""
         return ()
 
     @abstractmethod
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """Plain floats from a torch parameter group, read at each step. Raises RuleError on
-        what cannot be honoured."""
+        """Read the hyperparameters of a torch parameter group as floats; called at each step.
+        Raises RuleError if the rule cannot follow an option's value."""
 
     def start(self, p: Array, arrays: Arrays, row: Array, hyper: Hyper) -> None:
-        """Fill zeroed arrays and row where the rule's state does not start as zeros. p: float32
+        """Initialize zeroed arrays and row if the rule's state does not start as zeros. p: float32
         [N]."""
         return
 
@@ -68,9 +68,9 @@ class Rule(ABC):
         copy: Array | None,
         copy_dtype: str | None,
     ) -> None:
-        """One step. p, arrays: float32 [N] in place. grad: float32 [N], or uint16 [N] holding
+        """Run one step. p, arrays: float32 [N] in place. grad: float32 [N], or uint16 [N] holding
         "bf16" or "fp16"; it is multiplied by grad_scale. row: float64 [len(scalars)] in place.
-        copy: uint16 [N], gets p as "bf16" or "fp16".
+        copy: uint16 [N], receives p as "bf16" or "fp16".
         """
 
     @abstractmethod
@@ -86,4 +86,4 @@ class Rule(ABC):
         copy: Array | None,
         copy_dtype: str | None,
     ) -> None:
-        """The same step, written plainly: `apply` must give the same bits."""
+        """Run the same step in plain numpy; `apply` must give the same bits."""

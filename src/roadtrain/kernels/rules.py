@@ -1,12 +1,12 @@
 """The rules that run as compiled kernels.
 
-Structure (which arrays exist) is fixed when a rule is made; everything else is read from the group
-at each step, so schedulers work. Scalars are computed in float64 as torch does, then rounded once
-to float32.
+The set of state arrays is fixed when a rule is built; everything else is read from the group at
+each step, so schedulers work. Scalars are computed in float64 as torch does, then rounded once to
+float32.
 
-Assumes: torch's option names; `foreach`, `fused`, `capturable`, `differentiable` do not change the
-numbers meant. Does NOT need torch: a server runs these; torch_rules.py makes them of an optimizer.
-"""
+Assumes torch's option names, and that `foreach`, `fused`, `capturable` and `differentiable` do not
+affect results. Does NOT import torch, because servers run these rules; torch_rules.py builds them
+from a torch optimizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from roadtrain.kernels.cast import fence, reference_downcast, reference_widen, t
 from roadtrain.kernels.optimizers import SHORT_NAMES
 from roadtrain.kernels.rule import Array, Arrays, Hyper, Rule
 
-# A formula's arrays (None where it has one that the rule does not keep), sign and scalars.
+# A formula's arrays (None for an array that the rule does not keep), sign and scalars.
 Scaled = tuple[list[np.ndarray | None], float, list[float | None]]
 
 
@@ -32,28 +32,26 @@ def _floats(group: Mapping[str, Any], *names: str) -> tuple[float, ...]:
 
 
 class _Native(Rule):
-    """A rule made of one of update's formulas, compiled or plainly, called with the same
-    scalars."""
+    """A rule that calls a formula of update.py, compiled (`apply`) or plain (`reference`)."""
 
     formula: Any
-    # the optimizers that it does the work of (names of OPTIMIZERS), not their subclasses, which may
-    # step otherwise
+    # names in OPTIMIZERS; subclasses of these optimizers may step differently and are not included
     optimizers: ClassVar[tuple[str, ...]]
 
     @classmethod
     def of(cls, optimizer: str, group: Mapping[str, Any]) -> Rule:
-        """The rule of a parameter group of `optimizer`, one of `optimizers`."""
+        """Build the rule for a parameter group of `optimizer`, one of `optimizers`."""
         return cls()
 
     @abstractmethod
     def scaled(self, arrays: Arrays, row: Array, hyper: Hyper) -> Scaled:
-        """Advance the row; the kernel's arrays (None where it has one that we do not keep),
-        sign, scalars."""
+        """Advance the row and return the formula's arrays (None for an array that the rule does not
+        keep), the gradient's sign and the scalars."""
 
     def _rounded(
         self, arrays: Arrays, row: Array, hyper: Hyper, grad_scale: float
     ) -> tuple[list[Array | None], np.float32, tuple[np.float32 | None, ...]]:
-        """The formula's three arrays; what multiplies the gradient and the scalars, as float32."""
+        """Return the formula's three arrays, and the gradient's factor and scalars as float32."""
         held, sign, scalars = self.scaled(arrays, row, hyper)
         narrow = tuple(None if s is None else np.float32(s) for s in scalars)
         return [*held, None, None, None][:3], np.float32(sign * grad_scale), narrow
@@ -102,8 +100,8 @@ class SgdRule(_Native):
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         if group["momentum"] and not self.momentum:
-            hint = "start with a momentum above 0"
-            raise RuleError("momentum was 0 when training began", hint=hint)
+            hint = "start training with a momentum above 0"
+            raise RuleError("momentum was 0 when training began and cannot be raised", hint=hint)
         return _floats(group, "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 
     def scaled(self, arrays: Arrays, row: Array, hyper: Hyper) -> Scaled:
@@ -120,7 +118,7 @@ class SgdRule(_Native):
 
 @dataclass(frozen=True)
 class AdamRule(_Native):
-    """Adam and AdamW: `decoupled` says which."""
+    """Adam, or AdamW if `decoupled`."""
 
     decoupled: bool = True
     amsgrad: bool = False
@@ -204,7 +202,7 @@ class RmspropRule(_Native):
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         if bool(group["centered"]) != self.centered or (group["momentum"] and not self.momentum):
-            hint = "keep both as at the start"
+            hint = "keep both as they were at the start"
             raise RuleError("centered or momentum changed after training began", hint=hint)
         return _floats(group, "lr", "alpha", "eps", "weight_decay", "momentum", "maximize")
 
@@ -240,28 +238,27 @@ NATIVE: dict[str, type[_Native]] = {
 
 
 def native_rule(optimizer: str, group: Mapping[str, Any]) -> Rule | None:
-    """The compiled rule of a group of the optimizer MODULE:CLASS, if there is one."""
+    """Return the compiled rule for a group of the optimizer MODULE:CLASS, or None."""
     name = SHORT_NAMES.get(optimizer, "")
     kind = next((kind for kind in NATIVE.values() if name in kind.optimizers), None)
     return None if kind is None else kind.of(name, group)
 
 
 def described(rule: Rule) -> list[Any]:
-    """A native rule as plain data: [class, fields]. Raises RuleError for others: code does not
-    travel (Rule 8)."""
+    """Convert a native rule to plain data: [class, fields]. Raises RuleError for any other rule,
+    since code is never sent to servers (Rule 8)."""
     if type(rule).__name__ not in NATIVE:
         raise RuleError(
-            f"{rule.name} cannot run on a server of another process: only roadtrain's own"
-            " rules can",
+            f"{rule.name} cannot run in a server process: only roadtrain's own rules can",
             hint=f"use one of {', '.join(sorted(NATIVE))}, or place the state on this host",
         )
     return [type(rule).__name__, vars(rule)]
 
 
 def rule_of(description: Sequence[Any]) -> Rule:
-    """The rule of `described`. Raises RuleError for what that never gives."""
+    """Rebuild a rule from the output of `described`. Raises RuleError if the data is invalid."""
     try:
         name, fields = description
         return NATIVE[name](**{str(key): bool(value) for key, value in fields.items()})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RuleError(f"no rule is described by {description!r}") from error
+        raise RuleError(f"{description!r} does not describe a rule") from error

@@ -1,13 +1,14 @@
-"""Sums: gradients in their order, k arriving buffers in one pass, the sum of squares for a norm.
+"""Sums of gradients in a fixed order, and sums of squares for gradient norms.
 
-`sum_in_order` is the one place where gradients of several workers are added (docs/decisions/0032).
+`sum_in_order` is the only place where gradients of several workers are added (docs/decisions/0032).
 
 Element-wise sums add in the order of their arguments, in float32. `sum_squares` adds in float64
-into LANES interleaved partial sums (element i goes to lane i mod LANES) that are combined in one
-fixed order: the same bits wherever it runs. The caller fixes the ranges (`Chunk.segments`) and adds
-their results in flat order, so threads do not matter (Rule 1).
+into LANES interleaved partial sums (element i goes to lane i mod LANES), which are combined in a
+fixed order, so the result has the same bits on every machine. The caller fixes the ranges
+(`Chunk.segments`) and adds their results in flat order, so the number of threads does not matter
+(Rule 1).
 
-Assumes contiguous arrays of one length. Does NOT thread or allocate.
+Assumes contiguous arrays of one length. Does NOT start threads or allocate large arrays.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from roadtrain.errors import RuleError
 from roadtrain.kernels.cast import _cast, cast, kernel, typed, widen
 
 LANES = 128
-TILE = 4096  # elements of the sum that stay in the first cache while k buffers pass
+TILE = 4096  # elements of the sum that stay in L1 cache while k buffers are added
 
 
 @kernel
@@ -31,7 +32,7 @@ def _accumulate(acc: Any, grad: Any) -> Any:
 
 
 def accumulate(acc: np.ndarray, grad: np.ndarray, grad_dtype: str) -> None:
-    """acc += grad. acc: float32 [N]; grad: [N] of `grad_dtype`."""
+    """Add grad to acc in place. acc: float32 [N]; grad: [N] of `grad_dtype`."""
     _accumulate(acc, typed(grad, grad_dtype))
 
 
@@ -55,7 +56,7 @@ def combined(lanes: np.ndarray) -> float:
 
 
 def sum_squares(grad: np.ndarray, grad_dtype: str) -> float:
-    """Sum of float32(grad)^2 in float64; inf or NaN when an element is."""
+    """Return the sum of float32(grad)^2 in float64; inf or NaN if an element is."""
     lanes = np.zeros(LANES)
     _sum_squares(typed(grad, grad_dtype), lanes)
     return combined(lanes)
@@ -64,7 +65,7 @@ def sum_squares(grad: np.ndarray, grad_dtype: str) -> float:
 def sums_of_squares(
     grad: np.ndarray, dtype: str, segments: Sequence[tuple[int, int, int]]
 ) -> np.ndarray:
-    """`sum_squares` of each of a chunk's `segments`, in flat order. grad: [N] of `dtype`."""
+    """Return `sum_squares` of each of a chunk's `segments`, in flat order. grad: [N] of `dtype`."""
     return np.array([sum_squares(grad[start:stop], dtype) for _, start, stop in segments])
 
 
@@ -78,18 +79,18 @@ def _sum_k(total: Any, buffers: Any) -> Any:  # buffers: a tuple of arrays of on
 
 
 def sum_k(total: np.ndarray, buffers: Sequence[np.ndarray], dtype: str) -> None:
-    """total = buffers[0] + buffers[1] + ..., left to right, in one pass over memory. total:
+    """Set total to buffers[0] + buffers[1] + ..., left to right, in one pass over memory. total:
     float32 [N]; buffers: [N] of `dtype`; `total` may be buffers[0]."""
     if not buffers or any(b.size != total.size for b in buffers):
-        raise RuleError(f"sum of {[b.size for b in buffers]} elements into {total.size}")
+        raise RuleError(f"cannot sum {[b.size for b in buffers]} elements into {total.size}")
     _sum_k(total, tuple(typed(b, dtype) for b in buffers))
 
 
 def sum_in_order(total: np.ndarray, gradients: Iterable[tuple[np.ndarray, str]]) -> None:
-    """total = the sum of `gradients`, left to right: in the order of workers or of hosts (Rule 1).
-    total: float32 [N], 0 without a gradient; gradients: [N], each with its dtype. A list of one
-    dtype is added in one pass over memory. An iterator may make each when it is asked for, in
-    memory of the one before. The first may lie in `total` itself."""
+    """Set total to the sum of `gradients`, left to right: in the order of workers or hosts (Rule
+    1). total: float32 [N], 0 without a gradient; gradients: [N], each with its dtype. A list with a
+    single dtype is added in one pass over memory. An iterator may reuse one buffer for all
+    gradients. The first gradient may be `total` itself."""
     if isinstance(gradients, list) and len({dtype for _, dtype in gradients}) == 1:
         sum_k(total, [grad for grad, _ in gradients], gradients[0][1])
         return

@@ -1,15 +1,16 @@
-"""Top-k by magnitude: exact count, deterministic, indices ascending; scatter back.
+"""Top-k by magnitude, with an exact count, deterministic and with ascending indices; and the
+scatter that undoes it.
 
-The bits of a float without its sign order as its magnitude does, so all is done on integers. A
-sample guesses a threshold somewhat below the k-th magnitude; one pass keeps what reaches it (a few
-per cent more than k, "candidates"); the exact k-th magnitude is then found by two histograms over
-the candidates alone. Where the guess is bad (many ties, k near N) the same histograms run over the
-whole array: never wrong, only slower.
+The bits of a float without its sign sort like its magnitude, so everything works on integers. A
+sample gives a threshold slightly below the k-th magnitude. One pass collects the elements that
+reach it, the candidates (a few per cent more than k), and two histograms over the candidates find
+the exact k-th magnitude. If the threshold is poor (many ties, k near N), the same histograms run
+over the whole array, which is slower but just as exact.
 
 Ties: lowest index first. NaNs are equal to each other and larger than infinity.
 
-Assumes contiguous arrays of N < 2^32 elements. Does NOT choose k, thread or average over workers.
-"""
+Assumes contiguous arrays of N < 2^32 elements. Does NOT choose k, start threads or average over
+workers."""
 
 from __future__ import annotations
 
@@ -22,12 +23,13 @@ from numba.extending import overload
 from roadtrain.errors import RuleError
 from roadtrain.kernels.cast import kernel, typed
 
-STRIP = 4096  # elements between two looks at the space left
-LOW = 16  # bits of a 32-bit magnitude that the second histogram tells apart
+STRIP = 4096  # elements between two checks of the space left
+LOW = 16  # low bits of a 32-bit magnitude, resolved by the second histogram
 
 
 def magnitude(x: Any) -> Any:
-    """The bits of a typed element without its sign, all NaNs made equal (inside kernels only)."""
+    """Return the bits of a typed element without its sign, the same for all NaNs (inside kernels
+    only)."""
     raise NotImplementedError
 
 
@@ -46,7 +48,7 @@ def _magnitude(x):  # type: ignore[no-untyped-def]
 def _sample(x: Any, keys: Any) -> Any:
     stride = x.size // keys.size
     hashed = np.uint32(1)
-    # one element of each stretch, at a hashed place: no pattern in x can hide
+    # one element per stride, at a hashed position, so that periodic data does not bias the sample
     for i in range(keys.size):
         hashed = np.uint32(hashed * np.uint32(1664525) + np.uint32(1013904223))
         keys[i] = magnitude(x[i * stride + np.int64(hashed >> np.uint32(8)) % stride])
@@ -54,14 +56,14 @@ def _sample(x: Any, keys: Any) -> Any:
 
 @kernel
 def _collect(x: Any, threshold: Any, index: Any, value: Any) -> Any:
-    """Keep what reaches the threshold, in order. Returns how many are kept, and how many came
-    when it was full."""
+    """Collect the elements that reach the threshold, in order. Returns the number collected and the
+    number that no longer fitted."""
     kept = np.uint64(0)
     missed = 0
     for at in range(0, x.size, STRIP):
         strip = x[at : min(at + STRIP, x.size)]
         if kept + np.uint64(STRIP) <= np.uint64(index.size):
-            # stores always, advances sometimes: no branch to mispredict
+            # always store, advance only on a hit: no branch to mispredict
             for i in range(strip.size):
                 index[kept] = np.uint32(at + i)
                 value[kept] = strip[i]
@@ -74,8 +76,8 @@ def _collect(x: Any, threshold: Any, index: Any, value: Any) -> Any:
 
 @kernel
 def _histogram(x: Any, shift: Any, only: Any, counts: Any) -> Any:
-    """Count magnitudes >> shift; with `only` >= 0 the low bits of those whose high bits are
-    `only`."""
+    """Count the magnitudes by their high bits (>> shift). With `only` >= 0, count those whose high
+    bits are `only` by their low bits."""
     for i in range(x.size):
         key = magnitude(x[i])
         if only < 0:
@@ -86,8 +88,8 @@ def _histogram(x: Any, shift: Any, only: Any, counts: Any) -> Any:
 
 @kernel
 def _select(x: Any, candidates: Any, kth: Any, ties: Any, index: Any, value: Any) -> Any:
-    """Write all above the k-th magnitude and the first `ties` equal to it. candidates: indices
-    of x, or None."""
+    """Write all elements above the k-th magnitude and the first `ties` that equal it. candidates:
+    the original indices of x's elements, or None if x is the original array."""
     at = 0
     for i in range(x.size):
         key = magnitude(x[i])
@@ -113,12 +115,12 @@ def _scatter(index: Any, value: Any, out: Any) -> Any:
 
 
 def top_k(x: np.ndarray, dtype: str, k: int, idx_out: np.ndarray, val_out: np.ndarray) -> None:
-    """The k largest magnitudes of x [N]. idx_out: uint32 [k], ascending; val_out: [k] in the
+    """Find the k largest magnitudes of x [N]. idx_out: uint32 [k], ascending; val_out: [k] in the
     dtype of x."""
     if not 0 <= k <= x.size or idx_out.size != k or val_out.size != k or idx_out.dtype != np.uint32:
         raise RuleError(
-            f"top {k} of {x.size} elements into {idx_out.size} {idx_out.dtype} and {val_out.size}"
-            " values"
+            f"cannot write the top {k} of {x.size} elements to {idx_out.size} indices of"
+            f" {idx_out.dtype} and {val_out.size} values"
         )
     if k == 0:
         return
@@ -133,8 +135,8 @@ def top_k(x: np.ndarray, dtype: str, k: int, idx_out: np.ndarray, val_out: np.nd
 
 
 def _candidates(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Indices and values that hold all of the top k and not much else; None where a sample
-    cannot tell."""
+    """Return indices and values that include all of the top k and little else, or None if a sample
+    gives no good threshold."""
     size = min(max(x.size // 64, 4096), 1 << 16)
     rank = int(k / x.size * size + 4 * (k / x.size * size) ** 0.5 + 4)
     if x.size < 4 * size or rank > size // 4:
@@ -150,12 +152,12 @@ def _candidates(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray] | None:
             return None
         if not missed:
             return index[:kept], value[:kept]
-        # more than the sample said: now it is known how much room it takes
+        # more than the sample predicted; the exact number is counted now
         room = kept + missed + STRIP
 
 
 def _bin(x: np.ndarray, k: int, shift: int, only: int) -> tuple[int, int]:
-    """The bin with the k-th largest, and how many are in the bins above it."""
+    """Return the bin of the k-th largest magnitude and the count in the bins above it."""
     counts = np.zeros(1 << 16 if only >= 0 else 1 << 15, np.int64)
     _histogram(x, shift, only, counts)
     from_top = np.cumsum(counts[::-1])
@@ -164,7 +166,8 @@ def _bin(x: np.ndarray, k: int, shift: int, only: int) -> tuple[int, int]:
 
 
 def scatter(idx: np.ndarray, val: np.ndarray, out: np.ndarray) -> None:
-    """out = 0, then out[idx] = val. idx: uint32 [k], ascending; val, out: one type."""
+    """Zero `out`, then set out[idx] = val. idx: uint32 [k], ascending; val and out have one
+    dtype."""
     if idx.size != val.size or val.dtype != out.dtype:
         raise RuleError(f"scatter of {val.size} {val.dtype} at {idx.size} indices into {out.dtype}")
     if idx.size and int(idx[-1]) >= out.size:
@@ -174,7 +177,7 @@ def scatter(idx: np.ndarray, val: np.ndarray, out: np.ndarray) -> None:
 
 @kernel
 def drop_not_finite(residual: Any) -> Any:
-    """0 where an element is not finite."""
+    """Set elements that are not finite to 0."""
     for i in range(residual.size):
         if not np.isfinite(residual[i]):
             residual[i] = np.float32(0)

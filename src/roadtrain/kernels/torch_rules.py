@@ -1,8 +1,8 @@
-"""`rules_for`: a torch optimizer's groups -> their rules, compiled where there is one, else
+"""`rules_for`: find the update rule of each group of a torch optimizer: a compiled rule, else
 torch's own step on flat slices.
 
-Apart from the compiled rules: a server that runs them needs no torch. Does NOT copy state out of a
-torch optimizer.
+A separate file from rules.py because servers that run compiled rules do not import torch. Does NOT
+copy state out of a torch optimizer.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable
 import torch
 
 from roadtrain.errors import RuleError
-from roadtrain.kernels.generic import TorchRule, check_elementwise, say_generic
+from roadtrain.kernels.generic import TorchRule, check_elementwise, report_generic
 from roadtrain.kernels.rule import Rule
 from roadtrain.kernels.rules import native_rule
 
 IMPOSSIBLE = {
     "LBFGS": ("needs all parameters and several passes at once", "use AdamW or SGD"),
-    "SparseAdam": ("wants sparse gradients", "use Adam with dense gradients"),
+    "SparseAdam": ("needs sparse gradients", "use Adam with dense gradients"),
     "Adafactor": (
         "keeps row and column statistics of whole matrices",
         "use AdamW, or Lion with one state array",
@@ -30,8 +30,8 @@ IMPOSSIBLE = {
 def rules_for(
     optimizer: torch.optim.Optimizer, report: Callable[[str], None] | None = None
 ) -> list[Rule]:
-    """One rule per parameter group; `report` hears of those that are not compiled. Raises
-    RuleError where the class cannot run on flat slices."""
+    """Return one rule per parameter group, and report those that are not compiled. Raises RuleError
+    if the optimizer class cannot run on flat slices."""
     cls = type(optimizer)
     for base in cls.__mro__:
         if base.__module__.startswith("torch.optim") and base.__name__ in IMPOSSIBLE:
@@ -46,5 +46,5 @@ def rules_for(
         rule.hyper(group)
         rules.append(rule)
     if report is not None:
-        say_generic(rules, report)
+        report_generic(rules, report)
     return rules

@@ -1,20 +1,22 @@
-"""One pass of an optimizer over flat arrays: gradient in (fp32, bf16, fp16), state in place,
-optional 16-bit copy out.
+"""Optimizer formulas over flat arrays: gradient in (fp32, bf16, fp16), state in place, optional
+16-bit copy out.
 
-Each optimizer is one formula, written once: an element (parameter x, gradient g, state, scalars) to
-its new values. The kernel runs it element by element, compiled; the reference runs it plainly on
-whole numpy arrays. Its order is that of torch's single-tensor paths. An argument that is None
-removes its part at compile time, so no loop branches. Element i depends on elements i only: the
-result depends neither on how a range is cut nor on threads.
+Each optimizer is one formula, written once: it maps an element (parameter x, gradient g, state,
+scalars) to its new values. The kernel is the formula compiled into a loop over elements; the
+reference runs the formula on whole numpy arrays. Operations are ordered as in torch's single-tensor
+implementations. An argument that is None removes its part at compile time, so no loop branches. New
+values of element i depend on element i only, so neither cuts of a range nor threads affect results.
 
 Names: x parameter, g gradient x scale, `coupled` weight decay added to the gradient, `decay` = 1 -
 lr x decoupled weight decay, `keep`/`intake` = beta / 1 - beta, `step_size` is negative. `rest` is
-None while intake < 0.5 (see `mix`). Scalars are float32, computed in float64 by the caller. Note
-one-divide: 1 / sqrt(bias correction 2) is multiplied; torch divides: the divider bounds AdamW on an
-AVX2 core, and the difference stays below 2 ulp of the update.
+None while intake < 0.5 (see `mix`). Scalars are float32, computed in float64 by the caller.
+
+Note "one divide": the kernel multiplies by 1 / sqrt(bias correction 2) where torch divides.
+Division throughput limits AdamW on an AVX2 core, and the difference stays below 2 ulp of the
+update.
 
 Assumes: contiguous arrays of one length that do not overlap. Does NOT count steps, choose
-hyperparameters or thread.
+hyperparameters or start threads.
 """
 
 from __future__ import annotations
@@ -28,21 +30,20 @@ from numba.extending import overload, register_jitable
 
 from roadtrain.kernels.cast import kernel, put, widen
 
-# The arguments of a formula are elements, or whole arrays of them in the reference: numba compiles
-# a loop for each type.
+# Arguments of a formula are elements in a kernel and whole arrays in the reference.
 
 
 @register_jitable
 def _moved(average: Any, x: Any, intake: Any, rest: Any) -> Any:
-    """average += intake * (x - average)."""
+    """Return average + intake * (x - average)."""
     if rest is None:
         return average + intake * (x - average)
     return x - (x - average) * rest
 
 
 def mix(intake: float) -> tuple[float, float | None]:
-    """(intake, rest) of `_moved`. From 0.5 on torch's lerp comes from the other end: exact at
-    intake 1."""
+    """Return the (intake, rest) of `_moved`. From 0.5 on it interpolates backwards from x, as
+    torch's lerp does, which is exact at intake 1."""
     return (intake, None) if intake < 0.5 else (intake, 1 - intake)
 
 
@@ -108,7 +109,7 @@ def lion(x, g, m, _b, _c, decay, keep1, intake1, keep2, intake2, step_size):  # 
 
 
 def at(array: Any, i: Any) -> Any:
-    """array[i], or None of None (inside kernels only)."""
+    """Return array[i], or None if there is no array (inside kernels only)."""
     raise NotImplementedError
 
 

@@ -24,7 +24,7 @@ import torch
 
 from roadtrain.chunks import PAGE, Block, Chunk
 from roadtrain.device.buffers import Heap
-from roadtrain.device.copies import AfterCopies, HostBuffer
+from roadtrain.device.copies import CopyCallbacks, HostBuffer
 from roadtrain.errors import DeadlineError, DivergedError, LoopError, LostError, WireError
 from roadtrain.kernels.codecs import Compressor, downcast_in_place
 from roadtrain.options.budgets import WorkerBudgets
@@ -103,10 +103,10 @@ class Worker:
         self.pull_rate = 0.0  # bytes a second of the last block pulled alone
         self.heap = Heap()
         # what waits for copies from the device (push) and to it (pull)
-        self._after: dict[str, AfterCopies] = {}
+        self._after: dict[str, CopyCallbacks] = {}
         if device.type == "cuda":
             self._after = {
-                of: AfterCopies(f"worker {of}", self._copy_failed) for of in ("push", "pull")
+                of: CopyCallbacks(f"worker {of}", self._copy_failed) for of in ("push", "pull")
             }
 
     @property

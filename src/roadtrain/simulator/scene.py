@@ -314,7 +314,7 @@ class Scene:
 
     def _send(self, stage: SimulatedStage, run: RunBlocks) -> None:
         assert stage.machine is not None
-        if (to := stage.machine.goes(run)) is None:
+        if (to := stage.machine.consumer(run)) is None:
             return
         receiver, lane = self.stage_at[to.stage, to.replica], None
         if self.apart:

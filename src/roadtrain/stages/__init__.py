@@ -1,6 +1,6 @@
-"""Groups and stages: which processes work together, over which network, on which part of the
-model.
+"""Pipeline stages and process groups: which processes work together, over which network, on which
+part of the model.
 
-A pipeline's stages may have different widths and sizes, and each process group a network of its
-own. The bits do not depend on how a model is cut. Read `parallelize.py` first.
+Stages may differ in width and size, and each process group may use its own network. Results are
+the same to the bit however the model is cut. Read `parallelize.py` first.
 """

@@ -1,14 +1,15 @@
-"""BucketState: one bucket's memory on one rank, and the update of what this rank keeps of it: its
-share, or all. ShardedPieces: all of that in pieces, for snapshots and for stages that change.
+"""BucketState: the memory of one bucket on one rank, and the update of the part that this rank
+keeps: its share, or the whole bucket. ShardedPieces: a stage's parameters and their state in
+pieces, for snapshots and for moving blocks between stages.
 
-Bytes a parameter, with d ranks and a rule of k arrays: values in the dtype they compute in, 4 for
-gradients (always fp32: what several micro-batches and ranks give is added in fp32), and (4 k +
-4)/d for the state, of which the fp32 master costs nothing where the values are fp32: it is this
-rank's share of them. Where each rank has the whole sum (`whole`) d is 1: every rank updates all,
-alike.
+Bytes per parameter, with d ranks and an optimizer rule that keeps k arrays: the value in its
+compute dtype, 4 for the gradient (fp32, as gradients of micro-batches and ranks are summed in
+fp32), and (4 k + 4)/d for the state. The fp32 master, 4/d of it, is free where the values are fp32:
+it is a view of this rank's share. With `whole`, d is 1: every rank makes the same update to
+everything.
 
-The state is where the update runs: on the device with a rule that has a kernel there, else on the
-host, to which the share's gradient is copied. Does NOT communicate.
+The state is kept where the update runs: on the device if the rule has a kernel there, else on the
+host, to which the share's gradients are copied. Does NOT communicate.
 """
 
 from __future__ import annotations
@@ -34,15 +35,18 @@ HOST = torch.device("cpu")
 
 
 def update_device(rule: Rule, device: torch.device) -> torch.device:
-    """Where the update of values on `device` runs."""
+    """The device on which the update of values on `device` runs."""
     has_kernel = device.type == "cuda" and gpu.available()
     return device if has_kernel and isinstance(rule, AdamRule | SgdRule) else HOST
 
 
 class BucketState:
-    """values: [numel] of the compute dtype, grads: fp32 [numel], both parts of larger memory.
-    `spans`: what this rank keeps, in elements of that. `share_spans`, `share_grads`: what it counts
-    and tells for the group, which has every element once."""
+    """One bucket on one rank.
+
+    values: [numel] in the compute dtype; grads: fp32 [numel]; both are views of larger memory.
+    `spans`: the spans that this rank keeps, in elements of its kept part. `share_spans` and
+    `share_grads`: this rank's share. Shares are disjoint over the group, so norms and snapshots
+    use them."""
 
     def __init__(
         self,
@@ -62,7 +66,7 @@ class BucketState:
         kept = slice(0, bucket.numel) if whole else bucket.of_rank(rank)
         self.own_values, self.own_grads = values[kept], grads[kept]
         self.where = update_device(rule, values.device)
-        # the fp32 values themselves, where they are here
+        # fp32 values on this device are their own masters
         in_place = self.dtype == "fp32" and self.where == values.device
         self.master = (
             self.own_values if in_place else torch.empty(len(self.own_values), device=self.where)
@@ -71,8 +75,8 @@ class BucketState:
         self.rows = np.zeros((len(self.spans), len(rule.scalars)))
 
     def begin(self, hyper: Sequence[float], masters: Mapping[int, torch.Tensor]) -> None:
-        """Masters, and state as it is before the first step. masters: flat, by `Span.param`; where
-        there is none the values are taken."""
+        """Set the masters, and the state as it is before the first step. masters: flat fp32
+        tensors by `Span.param`; parameters without one start from their current values."""
         if self.master is not self.own_values:
             self.master.copy_(self.own_values)
         for i, span in enumerate(self.spans):
@@ -82,7 +86,7 @@ class BucketState:
             self._start(i, slice(span.start, span.stop), hyper)
 
     def _start(self, span: int, part: slice, hyper: Sequence[float]) -> None:
-        """State as it is before the first step, of a part of the span."""
+        """Reset the state of a part of the span to its value before the first step."""
         arrays = [torch.zeros(part.stop - part.start) for _ in self.arrays]
         self.rows[span] = 0
         master = self.master[part].cpu().numpy()
@@ -91,8 +95,8 @@ class BucketState:
             array[part].copy_(started)
 
     def sum_squares(self, counts: Sequence[bool]) -> float:
-        """Of this rank's share of the summed gradients, in float64. counts: of each of the
-        stage's parameters, whether it is added."""
+        """Sum the squares of this rank's share of the summed gradients, in float64. counts: for
+        each parameter of the stage, whether to include it."""
         parts = [self.share_grads[s.start : s.stop] for s in self.share_spans if counts[s.param]]
         if self.share_grads.device.type != "cpu":
             return float(sum(part.double().square().sum() for part in parts))
@@ -101,7 +105,7 @@ class BucketState:
     def update(
         self, hyper: Sequence[float], scale: float, has_gradient: Callable[[int], bool]
     ) -> None:
-        """Of the parameters with a gradient; what is kept of the values is new after this."""
+        """Update the kept values of the parameters that have a gradient."""
         spans = [i for i, span in enumerate(self.spans) if has_gradient(span.param)]
         if self.where == self.values.device:
             copy = None if self.master is self.own_values else self.own_values
@@ -110,12 +114,12 @@ class BucketState:
         host = torch.empty_like(self.own_values, device=HOST)
         copy = host if self.dtype != "fp32" else None
         if copy is not None:
-            copy.copy_(self.own_values)  # what is not updated
+            copy.copy_(self.own_values)  # for parameters without a gradient
         self._apply(spans, self.own_grads.to(HOST), hyper, scale, copy)
         self.own_values.copy_(self.master if copy is None else copy)
 
     def publish(self) -> None:
-        """What is kept of the values is what the masters are, rounded."""
+        """Set the kept values to the masters, rounded to the compute dtype."""
         if self.master is not self.own_values:
             self.own_values.copy_(self.master)
 
@@ -127,7 +131,7 @@ class BucketState:
         scale: float,
         copy: torch.Tensor | None,
     ) -> None:
-        """copy: gets the masters in the compute dtype."""
+        """Update the masters. copy: receives them in the compute dtype."""
         for i in spans:
             part = slice(self.spans[i].start, self.spans[i].stop)
             master, grad, row = self.master[part], grads[part], self.rows[i]
@@ -149,7 +153,7 @@ class BucketState:
             )
 
     def piece(self, span: int, name: str, start: int, stop: int) -> Piece:
-        """A copy of elements [start, stop) of the parameter, all of them in span `span`."""
+        """Copy elements [start, stop) of the parameter, which all lie in span `span`."""
         at = self.spans[span].start + start - self.spans[span].origin
         part = slice(at, at + stop - start)
         arrays = {VALUE: self.master, **dict(zip(self.rule.arrays, self.arrays))}
@@ -158,8 +162,8 @@ class BucketState:
         return Piece(Extent(name, start, stop), copies, scalars)
 
     def take(self, span: int, piece: Piece, hyper: Sequence[float]) -> None:
-        """Take what of `piece` (of the same parameter) lies in the span. Raises ForeignError for
-        the state of another rule."""
+        """Load the part of `piece` (of the same parameter) that lies in the span. Raises
+        ForeignError for the state of another rule."""
         mine, extent = self.spans[span], piece.extent
         start = max(extent.start, mine.origin)
         stop = min(extent.stop, mine.origin + mine.stop - mine.start)
@@ -178,15 +182,15 @@ class BucketState:
 
 
 class ShardedPieces:
-    """The parameters of a stage, and their state, in pieces: of those that train this rank's
-    shares, of the frozen ones an even part.
+    """The parameters of a stage and their optimizer state, in pieces.
 
-    Every rank has the frozen parameters whole, and where the gradients' sums are whole all that
-    trains too: it tells its share of them, and takes all. Does NOT wait or communicate: the caller
-    sees to it that no update is under way, and publishes what was taken.
+    A rank saves its shares of the trained parameters and an even part of the frozen ones. It loads
+    everything that it keeps: all frozen parameters, and its shares (with `whole`, all) of the
+    trained ones. Does NOT wait or communicate: the caller makes sure that no update is under way,
+    and calls `publish` after `take`.
 
-    states: of the rank's shares. names: of the parameters that train, as `Span.param` counts
-    them. rank, width: in the group; `who`: it is, for errors."""
+    states: one per bucket. names: of the trained parameters, indexed by `Span.param`. rank, width:
+    in the group. who: the name of this rank in errors."""
 
     def __init__(
         self,
@@ -198,31 +202,31 @@ class ShardedPieces:
         who: str,
     ) -> None:
         self._frozen, self._rank, self._width, self._who = frozen, rank, width, who
-        # of each parameter that trains, where this rank has parts of it: spans of buckets
+        # by trained parameter: the spans of it that this rank keeps, as (bucket, span, extent)
         self._kept: dict[str, list[tuple[BucketState, int, Extent]]] = {}
-        told: dict[str, list[Extent]] = {}
+        shares: dict[str, list[Extent]] = {}
         for state in states:
             for i, span in enumerate(state.spans):
                 name = names[span.param]
                 self._kept.setdefault(name, []).append((state, i, _extent(name, span)))
             for span in state.share_spans:
                 name = names[span.param]
-                told.setdefault(name, []).append(_extent(name, span))
-        self._told = [extent for extents in told.values() for extent in extents]
+                shares.setdefault(name, []).append(_extent(name, span))
+        self._shares = [extent for extents in shares.values() for extent in extents]
 
     def extents(self) -> list[Extent]:
         """See StageOptimizer."""
         frozen = ((name, p.numel()) for name, p in self._frozen.items())
-        return [*self._told, *even_shares(frozen, self._rank, self._width)]
+        return [*self._shares, *even_shares(frozen, self._rank, self._width)]
 
-    def wanted(self) -> list[Extent]:
+    def needed(self) -> list[Extent]:
         """See StageOptimizer."""
         frozen = [Extent(name, 0, p.numel()) for name, p in self._frozen.items() if p.numel()]
         own = [extent for kept in self._kept.values() for _, _, extent in kept]
         return [*own, *frozen]
 
     def piece(self, extent: Extent) -> Piece:
-        """See StageOptimizer. Raises StoreError for what this rank does not keep."""
+        """See StageOptimizer. Raises StoreError for an extent that this rank does not keep."""
         if (frozen := self._frozen.get(extent.name)) is not None:
             values = frozen.detach().reshape(-1)[extent.start : extent.stop]
             return Piece(extent, {VALUE: values.to("cpu", torch.float32, copy=True)}, {})
@@ -230,26 +234,26 @@ class ShardedPieces:
             if kept.start <= extent.start and extent.stop <= kept.stop:
                 return state.piece(i, extent.name, extent.start, extent.stop)
         raise StoreError(
-            f"{self._who}: elements [{extent.start}, {extent.stop}) of {extent.name!r} are not in"
-            " one of its extents"
+            f"{self._who}: elements [{extent.start}, {extent.stop}) of {extent.name!r} are not"
+            " kept on this rank"
         )
 
     @torch.no_grad()
     def take(self, pieces: Iterable[Piece], hypers: Sequence[tuple[float, ...]]) -> None:
-        """Masters, state and frozen values of `pieces`. hypers: of each parameter group. Raises
-        ForeignError for the state of another rule, StoreError where a part has not come."""
-        came = list[Extent]()
+        """Load masters, state and frozen values from `pieces`. hypers: of each parameter group.
+        Raises ForeignError for the state of another rule, StoreError if a part is missing."""
+        loaded = list[Extent]()
         for piece in pieces:
             extent = piece.extent
-            came.append(extent)
+            loaded.append(extent)
             if (frozen := self._frozen.get(extent.name)) is not None:
-                flat = frozen.detach().reshape(-1)  # a copy where it is not contiguous
+                flat = frozen.detach().reshape(-1)  # a copy if it is not contiguous
                 flat[extent.start : extent.stop].copy_(piece.arrays[VALUE])
                 if not frozen.is_contiguous():
                     frozen.copy_(flat.view(frozen.shape))
             for state, i, _ in self._kept.get(extent.name, ()):
                 state.take(i, piece, hypers[state.bucket.group])
-        check_covered(came, self.wanted(), self._who)
+        check_covered(loaded, self.needed(), self._who)
 
 
 def _extent(name: str, span: Span) -> Extent:

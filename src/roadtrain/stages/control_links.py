@@ -1,13 +1,13 @@
-"""ControlLinks: what the ranks of a job tell each other beside training: small messages of all to
-all, and tensors from one to another; every wait has a deadline and names whom it waits for (Rule
-5).
+"""ControlLinks: communication between the ranks of a job outside of training: all-gathers of small
+messages, and point-to-point tensors. Every wait has a timeout, and its error names the missing
+rank (Rule 5).
 
-Messages of all go through the first rank: it knows who has not come, and tells the others. It does
-so over a second group, since a group of gloo is of no use once one of its waits was too long.
-Nothing is unpickled (Rule 8): messages are bytes, tensors have shapes that both sides know.
+All-gathers go through rank 0, which can tell which rank is missing and report it to the others. It
+replies over a second group, because a gloo group is unusable after a timeout. Nothing is unpickled
+(Rule 8): messages are bytes, and both sides know the shapes of tensors.
 
-Assumes: a torch process group that moves host tensors (gloo); all its ranks make the same calls in
-the same order. Does NOT choose its network.
+Assumes a torch process group that moves host tensors (gloo), all of whose ranks make the same calls
+in the same order. Does NOT choose its network.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import torch.distributed as dist
 from roadtrain.errors import DeadlineError, LostError, PeerError, RoadtrainError
 
 T = TypeVar("T")
-TELL_S = 2.0  # for a sentence to reach who listens
-GRACE_S = 5.0  # how much longer the others wait for the first rank, which waits for all of them
+ERROR_S = 2.0  # timeout of sending an error to all ranks
+GRACE_S = 5.0  # the other ranks wait this much longer than rank 0, which waits for all of them
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank runs, and what it is called in messages."""
+    """The place of a rank: its cluster, its host, and its role in messages."""
 
     cluster: str
     host: str
@@ -41,9 +41,9 @@ class RankPlace:
 
 
 class ControlLinks:
-    """`places`: of every rank of `group`, the same on all of them. `replies`: another group of the
-    same ranks. `broken`: a message of all did not come through here; what the others have heard is
-    not known."""
+    """Messages between all ranks of `group`. `replies`: another group of the same ranks. `places`:
+    of every rank, the same value on all ranks. `broken`: an all-gather failed on this rank, so the
+    other ranks may or may not have completed it."""
 
     broken = False
 
@@ -59,12 +59,12 @@ class ControlLinks:
         self.places = tuple(places)
 
     def name(self, rank: int) -> str:
-        """For people: "rank 3 (stage 1, replica 0, host b2, cluster b)"."""
+        """Name a rank for messages: "rank 3 (stage 1, replica 0, host b2, cluster b)"."""
         at = self.places[rank]
         return f"rank {rank} ({at.role}, host {at.host}, cluster {at.cluster})"
 
     def distance(self, source: int, target: int) -> float:
-        """0: the same rank, 1: the same host, 2: the same cluster, 3: else."""
+        """0: the same rank, 1: the same host, 2: the same cluster, 3: different clusters."""
         if source == target:
             return 0.0
         a, b = self.places[source], self.places[target]
@@ -73,8 +73,8 @@ class ControlLinks:
         return 2.0 if a.host != b.host else 1.0
 
     def gather(self, message: bytes, what: str) -> list[bytes]:
-        """The messages of all ranks, in their order. `what`: they are about, for errors. Raises
-        DeadlineError or LostError, on every rank naming the one that did not come."""
+        """All-gather: return the messages of all ranks, in rank order. `what`: their subject, for
+        errors. Raises DeadlineError or LostError, which name the missing rank on every rank."""
         try:
             here = self.rank == 0
             return self._gather_here(message, what) if here else self._hand_in(message, what)
@@ -83,36 +83,38 @@ class ControlLinks:
             raise
 
     def agree(self, mine: Any, what: str) -> list[Any]:
-        """As `gather`, of values that JSON has."""
-        return [json.loads(one) for one in self.gather(json.dumps(mine).encode(), what)]
+        """All-gather JSON values: return those of all ranks, in rank order. Raises like
+        `gather`."""
+        return [json.loads(text) for text in self.gather(json.dumps(mine).encode(), what)]
 
     def same(self, call: Callable[[], Any], what: str) -> Any:
-        """The value that `call` returns on the first rank, on all ranks (as JSON has it); what it
-        raises there, all raise. The others do not call."""
+        """Call `call` on rank 0 only and return its (JSON) value on all ranks. If it raises, all
+        ranks raise, as in `together`."""
         mine = self.together(call if self.rank == 0 else lambda: None, what)
         return self.agree(mine, what)[0]
 
     def together(self, call: Callable[[], T], what: str) -> T:
-        """What `call` returns here. Where it raises on any rank all raise, so that all end what
-        they do together: here its error, on the others a LostError with its sentence."""
+        """Call `call` on every rank and return its local value. If it raises on any rank, all ranks
+        raise: the failing rank its own error, the others a LostError with the same text."""
         failed: RoadtrainError | None = None
         try:
             out = call()
         except RoadtrainError as error:
             failed = error
         mine = "" if failed is None else str(failed) or type(failed).__name__
-        told = self.agree(mine, what)
+        sentences = self.agree(mine, what)
         if failed is not None:
             raise failed
-        for rank, sentence in enumerate(told):
+        for rank, sentence in enumerate(sentences):
             if sentence:
                 raise LostError(f"{what}: {self.name(rank)}: {sentence}")
         return out
 
-    # one to another; `reply`: over the second group
+    # point to point; `reply`: over the second group
 
     def send(self, tensor: torch.Tensor, peer: int, what: str, *, reply: bool = False) -> None:
-        """`tensor`: contiguous, on the host. Returns when it may change again."""
+        """Send a contiguous host tensor; it may be changed after the return. Raises DeadlineError,
+        LostError."""
         group = self._replies if reply else self.group
         begin = partial(dist.isend, tensor, group=group, group_dst=peer)
         self._wait(begin, peer, what, self.deadline_s)
@@ -126,7 +128,8 @@ class ControlLinks:
         patience_s: float | None = None,
         reply: bool = False,
     ) -> None:
-        """Into `tensor`: contiguous, on the host, as long as the one that is sent."""
+        """Receive into a contiguous host tensor of the sent shape. `patience_s`: timeout in
+        seconds; None: that of the links. Raises DeadlineError, LostError."""
         group = self._replies if reply else self.group
         begin = partial(dist.irecv, tensor, group=group, group_src=peer)
         self._wait(begin, peer, what, self.deadline_s if patience_s is None else patience_s)
@@ -157,43 +160,43 @@ class ControlLinks:
             waited = time.monotonic() - start
             if waited >= 0.9 * patience_s or "imed out" in str(error):
                 raise DeadlineError(
-                    f"{me} waited {waited:.0f} s for {other}: {what}",
-                    hint="is that host up, and its network? Its own output says what it does",
+                    f"{me} waited {waited:.0f} s for {other} ({what})",
+                    hint="check that its host and network are up, and read its own output",
                 ) from error
             raise LostError(
-                f"{other} is gone, {me} talked with it: {what}",
+                f"{me} lost the connection to {other} ({what})",
                 hint="its own output says why it ended",
             ) from error
 
     def _gather_here(self, message: bytes, what: str) -> list[bytes]:
-        """On the first rank. The others are told who is missing before the error is raised."""
-        told, until = [message], time.monotonic() + self.deadline_s
+        """Gather on rank 0. If a rank is missing, send the error to all others, then raise it."""
+        messages, until = [message], time.monotonic() + self.deadline_s
         for peer in range(1, self.size):
             try:
                 left_s = until - time.monotonic()
-                told.append(self.receive_bytes(peer, what, patience_s=left_s))
+                messages.append(self.receive_bytes(peer, what, patience_s=left_s))
             except (DeadlineError, LostError) as error:
-                self._tell_error(str(error))
+                self._send_error(str(error))
                 raise
-        head = json.dumps({"lengths": [len(one) for one in told], "error": ""}).encode()
+        head = json.dumps({"lengths": [len(m) for m in messages], "error": ""}).encode()
         failed: RoadtrainError | None = None
         for peer in range(1, self.size):
             try:
-                for message in (head, b"".join(told)):
+                for message in (head, b"".join(messages)):
                     self.send_bytes(message, peer, what, reply=True)
             except (DeadlineError, LostError) as error:
                 failed = failed or error
         if failed is not None:
             raise failed
-        return told
+        return messages
 
-    def _tell_error(self, sentence: str) -> None:
-        """To all others at once: who is gone is not waited for."""
+    def _send_error(self, sentence: str) -> None:
+        """Send an error to all other ranks at once, without waiting for lost ranks."""
         head = json.dumps({"lengths": [], "error": sentence}).encode()
         length = torch.tensor([len(head)], dtype=torch.int64)
         body = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         works: list[Any] = []
-        until = time.monotonic() + TELL_S
+        until = time.monotonic() + ERROR_S
         for peer in range(1, self.size):
             with suppress(RuntimeError):
                 works += [

@@ -1,20 +1,20 @@
-"""Cuts: where a model can be cut into stages, what crosses a cut, and which parameters each stage
-uses.
+"""Cuts: where a model can be cut into stages, which tensors cross a cut, and which parameters each
+stage uses.
 
-One forward is recorded; parameters and all that is computed of them are on `meta` (no memory, no
-time), token numbers and masks have their values, since models look at these. A cut lies behind a
-block: what crosses it are the tensors that the block returned. What a stage's results were computed
-of, back to the tensors that came over the cut before it, are just the parameters that the stage
-uses, with or without a gradient: also those that several stages use (tied embeddings), wherever
-they stand in the model. Where that way back leads to a block of an earlier stage, something
-bypasses the cut (a skip connection), which is refused. A parameter that nothing was computed of is
-of the stage that has its block, else of the first.
+One forward is recorded. Parameters and everything computed from them are on `meta`, which takes no
+memory and no time; token numbers and masks keep their values, because models look at them. A cut is
+behind a block, and the tensors that the block returns cross it. The parameters of a stage are found
+by tracing its results back to the tensors that cross the cut before it, with or without gradients.
+This includes parameters that several stages use (tied embeddings), wherever they are in the model.
+If the trace reaches a block of an earlier stage, something bypasses the cut (a skip connection),
+and the cut is refused. An unused parameter belongs to the stage that has its block, else to the
+first stage.
 
-A block whose inner shapes depend on values (experts that sort their tokens) cannot run on `meta`:
-the first one of its kind runs once on zeros on the host, to see what it returns.
+A block whose inner shapes depend on values (experts that sort their tokens) cannot run on `meta`.
+The first block of each such kind runs once on the host, on zeros, to get the shapes it returns.
 
-Assumes: blocks run in the order in which they are recorded, each once; what a block returns has the
-same shapes in every micro-batch. Does NOT run the user's values.
+Assumes that blocks run in the recorded order, each once, and that a block returns the same shapes
+in every micro-batch. Does NOT compute with the values of the user's parameters.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ from roadtrain.streaming.split import split
 
 
 @dataclass(frozen=True)
-class Returned:
-    """What a block returns: the form of it, and its tensors on `meta`."""
+class BlockOutput:
+    """The return value of a block: its tensors, and the structure that they are in."""
 
     tensors: tuple[torch.Tensor, ...]
     leaves: tuple[tuple[int, Any], ...]  # (index of a tensor, None) or (-1, the leaf itself)
     spec: pytree.TreeSpec
 
     @staticmethod
-    def of(value: Any) -> Returned:
+    def of(value: Any) -> BlockOutput:
         leaves, spec = flatten(value)
         tensors, form = distinct(leaves)
-        return Returned(tuple(tensors), tuple(form), spec)
+        return BlockOutput(tuple(tensors), tuple(form), spec)
 
     @property
     def shapes(self) -> tuple[torch.Tensor, ...]:
-        """Of its tensors, on `meta`, each with whether it has a gradient."""
+        """Its tensors as empty ones on `meta`, with the same shape, dtype and requires_grad."""
         return tuple(
             torch.empty(x.shape, dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)
             for x in self.tensors
         )
 
-    def made_of(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The same form with other tensors."""
+    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Put other tensors into the same structure."""
         leaves = [tensors[i] if i >= 0 else leaf for i, leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Blocks [begin, stop) of a model, with all that runs between the cuts around them."""
+    """Blocks [begin, stop) of a model, and everything else that runs between the same two cuts."""
 
     begin: int
     stop: int
@@ -76,23 +76,23 @@ class Segment:
 
 
 class DataFlow(TorchDispatchMode):
-    """Which tensors each tensor of a forward was computed of, with or without gradients: a graph of
-    numbered nodes, of each storage a new one for each operation that wrote to it.
+    """The dataflow graph of a forward, with or without gradients. Nodes are numbered; an operation
+    that writes to a storage adds a new node for it.
 
-    An operation on anything from `meta` is one on `meta`; what is made without it (positions,
-    masks) is made on the host, where its values can be looked at. Values that leave tensors by
-    `item` (which parameters on `meta` refuse) are not followed.
+    An operation with a `meta` argument runs on `meta`. Other tensors (positions, masks) are created
+    on the host, where the model can read their values. Values read with `item` are not traced;
+    `meta` tensors refuse it.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._before: list[tuple[int, ...]] = []  # the nodes that each node was computed of
+        self._before: list[tuple[int, ...]] = []  # the nodes that each node was computed from
         self._node_of: dict[StorageWeakRef, int] = {}
         self._paused = False
         self.draws = False  # whether an operation drew random numbers
 
     def node(self, tensor: torch.Tensor) -> int:
-        """The newest one of the tensor's storage."""
+        """The newest node of the tensor's storage."""
         key = StorageWeakRef(tensor.untyped_storage())
         if key not in self._node_of:
             self._before.append(())
@@ -100,14 +100,14 @@ class DataFlow(TorchDispatchMode):
         return self._node_of[key]
 
     def computed(self, tensors: Iterable[torch.Tensor], of: Iterable[torch.Tensor]) -> None:
-        """`tensors` were computed of others."""
+        """Record that `tensors` were computed from the tensors `of`."""
         before = tuple({self.node(x) for x in of})
         for x in tensors:
             self._before.append(before)
             self._node_of[StorageWeakRef(x.untyped_storage())] = len(self._before) - 1
 
-    def behind(self, ends: Sequence[int], stops: Sequence[int]) -> set[int]:
-        """`ends`, and all that they were computed of, on ways that do not lead through `stops`."""
+    def ancestors(self, ends: Sequence[int], stops: Sequence[int]) -> set[int]:
+        """Return `ends` and all nodes that they were computed from, not tracing past `stops`."""
         todo, found = [*ends], set[int]()
         while todo:
             node = todo.pop()
@@ -118,7 +118,7 @@ class DataFlow(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Operations inside it are none of the forward's."""
+        """Leave the operations inside this context out of the graph."""
         self._paused = True
         try:
             yield
@@ -127,7 +127,7 @@ class DataFlow(TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:  # the name and the arguments are torch's
+    ) -> Any:  # torch calls it
         kwargs = kwargs or {}
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if any(x.is_meta for x in tensors):
@@ -145,8 +145,8 @@ class DataFlow(TorchDispatchMode):
 class Cuts:
     """The recorded forward of `model`.
 
-    blocks: the names of its blocks in the order in which they run. returned: what each returns.
-    begun: of each module, how many blocks had returned when it first ran.
+    blocks: the names of its blocks, in the order in which they run. returned: the output of each
+    block. blocks_before: for each module, how many blocks had returned when it first ran.
     """
 
     def __init__(
@@ -157,21 +157,23 @@ class Cuts:
         blocks: Sequence[str] | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """args, kwargs: of one micro-batch (only shapes and dtypes count). blocks: as in place().
-        dtype: what floating parameters will compute in; None: their own.
-        Raises ModelError for a forward that fails on `meta`, a block that runs twice or not at
-        all, or a result without a gradient; ConfigError for a name that matches nothing."""
+        """Record the forward of one micro-batch.
+
+        args, kwargs: of the micro-batch; only shapes and dtypes matter. blocks: as in `place`.
+        dtype: the compute dtype of floating-point parameters; None: their own.
+        Raises ModelError if the forward fails on `meta`, a block runs twice or not at all, or no
+        result has a gradient; ConfigError for a block name that matches nothing."""
         parts = split(model, blocks)
         self._dtype = dtype
         self._block_of = {name: part.name for part in parts.blocks for name, _ in part.params}
         self._flow = DataFlow()
-        self._name_of: dict[int, str] = {}  # of a parameter, by its node
-        self._of_block: dict[int, int] = {}  # the number of the block that returned the node
-        self._crossed: list[list[int]] = []  # the nodes that each block returned
-        self._alike: dict[Any, Returned] = {}  # what blocks that cannot run on `meta` return
+        self._name_of: dict[int, str] = {}  # parameter names, by node
+        self._of_block: dict[int, int] = {}  # by node: the number of the block that returned it
+        self._crossed: list[list[int]] = []  # by block: the nodes that it returned
+        self._alike: dict[Any, BlockOutput] = {}  # outputs of blocks that fail on `meta`, by kind
         self.blocks: list[str] = []
-        self.returned: list[Returned] = []
-        self.begun: dict[str, int] = {}
+        self.returned: list[BlockOutput] = []
+        self.blocks_before: dict[str, int] = {}
         result = self._record(model, parts.blocks, args, kwargs)
         if missing := [part.name for part in parts.blocks if part.name not in self.blocks]:
             raise ModelError(
@@ -184,7 +186,7 @@ class Cuts:
         self._results = [self._flow.node(x) for x in leaves if x.requires_grad]
         if not self._results:
             raise ModelError(f"{type(model).__name__} returned no tensor that has a gradient")
-        self._unused: dict[str, int] = {}  # parameters, and the number of their block
+        self._unused: dict[str, int] = {}  # unused parameters: the number of their block
         self._unused = {
             name: self._index.get(self._block_of.get(name, ""), 0)
             for name in {*self._name_of.values()} - self.parameters(Segment(0, len(self.blocks)))
@@ -196,28 +198,29 @@ class Cuts:
         return self._flow.draws
 
     def dtype_of(self, p: torch.Tensor) -> torch.dtype:
-        """What a parameter computes in."""
-        wanted = self._dtype if p.is_floating_point() else None
-        return p.dtype if wanted is None else wanted
+        """The compute dtype of a parameter."""
+        cast_to = self._dtype if p.is_floating_point() else None
+        return p.dtype if cast_to is None else cast_to
 
     def crossing(self, cut: int) -> tuple[torch.Tensor, ...]:
-        """The shapes of what crosses the cut behind block `cut` - 1, as tensors on `meta`."""
+        """The tensors that cross the cut behind block `cut` - 1, as empty ones on `meta`."""
         return self.returned[cut - 1].shapes
 
     def parameters(self, segment: Segment) -> frozenset[str]:
-        """Names (the first in named_parameters()) of those that `segment` uses. Raises ModelError
-        where it uses what a block before it computed, other than what crosses the cut."""
+        """The names of the parameters that `segment` uses (a tied parameter under the first name
+        in named_parameters()). Raises ModelError if the segment uses results of an earlier block
+        that do not cross the cut before it."""
         last = segment.stop == len(self.blocks)
         ends = self._results if last else self._crossed[segment.stop - 1]
         stops = self._crossed[segment.begin - 1] if segment.begin else []
-        nodes = self._flow.behind(ends, stops)
+        nodes = self._flow.ancestors(ends, stops)
         names = {self._name_of[node] for node in nodes & self._name_of.keys()}
         past = {self._of_block[node] for node in nodes & self._of_block.keys()}
         past |= {self._index[self._block_of[name]] for name in names & self._block_of.keys()}
         if past := {block for block in past if block < segment.begin}:
             raise ModelError(
-                f"{segment} use what {self.blocks[max(past)]!r} computed past what"
-                f" {self.blocks[segment.begin - 1]!r} returns: the model cannot be cut there",
+                f"{segment} use a result of {self.blocks[max(past)]!r} that is not returned by"
+                f" {self.blocks[segment.begin - 1]!r}: the model cannot be cut between them",
                 hint="keep both in one stage, or cut elsewhere with stages=[...]",
             )
         unused = {n for n, block in self._unused.items() if segment.begin <= block < segment.stop}
@@ -236,21 +239,21 @@ class Cuts:
             copy.requires_grad_(p.is_floating_point())
             values[id(p)] = copy
             self._name_of[self._flow.node(copy)] = name
-        given = pytree.tree_map_only(torch.Tensor, _on_host, (tuple(args), dict(kwargs)))
+        inputs = pytree.tree_map_only(torch.Tensor, _on_host, (tuple(args), dict(kwargs)))
         values |= {id(b): _on_host(b) for b in model.buffers()}
         try:
             with torch.enable_grad(), self._watched(model, parts), _held(model, values), self._flow:
-                return model(*given[0], **given[1])
+                return model(*inputs[0], **inputs[1])
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as cause:
             raise ModelError(
-                f"{type(model).__name__}'s forward failed on meta: {cause}",
-                hint="outside of blocks, no shape and no choice of a model in stages may depend on"
-                " parameters' values",
+                f"{type(model).__name__}'s forward failed on the meta device: {cause}",
+                hint="outside of its blocks, the forward of a model in stages must not use the"
+                " values of parameters for shapes or branches",
             ) from cause
 
     @contextmanager
     def _watched(self, model: nn.Module, parts: Sequence[Any]) -> Iterator[None]:
-        """Hooks of all modules; the model is as before after it."""
+        """Install recording hooks on all modules, and remove them on exit."""
         own = {part.module: part.module.__dict__.get("forward") for part in parts}
         hooks = [m.register_forward_pre_hook(self._begins(n)) for n, m in model.named_modules()]
         for part in parts:
@@ -267,32 +270,32 @@ class Cuts:
                     module.forward = forward
 
     def _begins(self, name: str) -> Any:
-        def hook(module: nn.Module, given: Any) -> None:
-            self.begun.setdefault(name, len(self.blocks))
+        def hook(module: nn.Module, args: Any) -> None:
+            self.blocks_before.setdefault(name, len(self.blocks))
 
         return hook
 
     def _returns(self, name: str) -> Any:
-        def hook(module: nn.Module, given: Any, value: Any) -> Any:
+        def hook(module: nn.Module, args: Any, value: Any) -> Any:
             if name in self.blocks:
                 raise ModelError(
-                    f"block {name!r} runs twice in one forward: it cannot be in a stage",
+                    f"block {name!r} runs twice in one forward, which stages do not support",
                     hint="name larger blocks with blocks=[...]",
                 )
-            found = Returned.of(value)
-            # of their own, also where a block returns what it was given
+            found = BlockOutput.of(value)
+            # copies get nodes of their own, even if the block returns its input
             copies = tuple(x.clone() for x in found.tensors)
             self._crossed.append([self._flow.node(x) for x in copies])
             self._of_block |= dict.fromkeys(self._crossed[-1], len(self.blocks))
             self.blocks.append(name)
-            self.returned.append(Returned(copies, found.leaves, found.spec))
-            return self.returned[-1].made_of(copies)
+            self.returned.append(BlockOutput(copies, found.leaves, found.spec))
+            return self.returned[-1].rebuild(copies)
 
         return hook
 
     def _through(self, block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a block; where it cannot run on `meta`, results like those that it, or
-        one of its kind, gives on the host."""
+        """Run the forward of a block. If it cannot run on `meta`, return outputs with the shapes
+        that this block, or an earlier one of the same kind, returned on the host."""
         try:
             return forward(*args, **kwargs)
         except RuntimeError:
@@ -301,23 +304,23 @@ class Cuts:
             parameters = [*block.parameters()]
             kind = type(block), *((x.shape, x.dtype) for x in (*tensors, *parameters))
             if kind not in self._alike:
-                # a key-value cache is of no use, which the first try has filled
+                # without a key-value cache, which the failed call has already filled
                 rest = [None if hasattr(x, "get_seq_length") else x for x in leaves]
-                given = [_zeros(x) if isinstance(x, torch.Tensor) else x for x in rest]
+                inputs = [_zeros(x) if isinstance(x, torch.Tensor) else x for x in rest]
                 values = {id(x): _zeros(x) for x in (*parameters, *block.buffers())}
-                a, k = pytree.tree_unflatten(given, spec)
+                a, k = pytree.tree_unflatten(inputs, spec)
                 with self._flow.paused(), _held(block, values):
-                    self._alike[kind] = Returned.of(forward(*a, **k))
+                    self._alike[kind] = BlockOutput.of(forward(*a, **k))
             with self._flow.paused():
                 copies = self._alike[kind].shapes
             self._flow.computed(copies, [*tensors, *parameters])
-            return self._alike[kind].made_of(copies)
+            return self._alike[kind].rebuild(copies)
 
 
 @contextmanager
 def _held(module: nn.Module, values: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Inside it parameters and buffers are others. values: by id."""
-    # torch's functional_call leaves a module that has two names with what it was given
+    """Replace parameters and buffers by `values` (by id of the original) inside this context."""
+    # not torch's functional_call, which does not restore a module that has two names
     before = [(held, {**held}) for m in module.modules() for held in (m._parameters, m._buffers)]
     for held, own in before:
         held |= {key: values[id(x)] for key, x in own.items() if x is not None}
@@ -330,19 +333,19 @@ def _held(module: nn.Module, values: Mapping[int, torch.Tensor]) -> Iterator[Non
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """On the host; a tensor that is there already as it is."""
+    """Zeros on the host in place of a `meta` tensor; other tensors are returned unchanged."""
     if not tensor.is_meta:
         return tensor
     return torch.zeros(tensor.shape, dtype=tensor.dtype).requires_grad_(tensor.requires_grad)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, which the model may write to."""
+    """Copy a tensor to the host, so that the model may write to it; `meta` tensors stay."""
     return tensor.detach() if tensor.is_meta else tensor.detach().to("cpu", copy=True)
 
 
 def _only_shape(func: Any) -> bool:
-    """Whether an operation looks at no values, but at shape, dtype and device."""
+    """Check if an operation uses only shape, dtype and device of its arguments."""
     name = func.overloadpacket.__name__
     return name.endswith("_like") or name.startswith("new_")
 

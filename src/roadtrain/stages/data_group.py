@@ -1,22 +1,22 @@
-"""DataGroup: the collective operations of one stage's data-parallel ranks on flat memory.
-SharedCopies: those of stages that have a copy of a parameter each (tied embeddings).
+"""DataGroup: collective operations of one stage's data-parallel ranks on flat memory. SharedCopies:
+collective operations of stages that each have a copy of a parameter (tied embeddings).
 
-On the host gradients are exchanged in messages, one a pair and direction, which move each share
-once, and are summed in the order of the ranks in fp32 (Rule 1). gloo's own reduce-scatter is an
-all-reduce inside and moves twice as much. On an accelerator NCCL's reduce-scatter sums in an order
-of its own, which is said.
+On the host, gradients are exchanged in point-to-point messages, one per pair and direction, which
+move each share once, and are summed in rank order in fp32 (Rule 1). gloo's own reduce-scatter is an
+all-reduce inside and moves twice as many bytes. On an accelerator NCCL's reduce-scatter sums in an
+order of its own, which the optimizer reports.
 
-Note: messages instead of gloo's all-to-all. With large buffers that waits with one direction for
-the other: two ranks with links of 50 Mbit/s get 3.1 to 4.8 MB/s each way, four get 3.9 to 4.9.
-Messages get 6.0, which is what such a link carries, and 5.3.
+Note: gloo's all-to-all is slower than messages, because with large buffers one direction waits for
+the other. On links of 50 Mbit/s it reaches 3.1 to 4.8 MB/s each way between two ranks, 3.9 to 4.9
+between four. Messages reach 6.0, the full rate of such a link, and 5.3.
 
-Note: copies. Each stage has summed its own ranks' gradients and has them in shares. Each rank gets,
-from every other stage, the elements of its own share, wherever that stage has them, so that the
-stages may be of different widths; a gradient crosses a link between two stages once each way. The
-sums of the stages are added in the order of the stages on all of them, so the copies stay equal,
-bit for bit (Rule 1).
+Note on copies: each stage has already summed the gradients of its own ranks, and keeps them in
+shares. Each rank receives the elements of its own share from every other stage, from whichever
+ranks have them, so stages may differ in width. A gradient crosses the link between two stages once
+each way. All stages add the sums in stage order, so the copies stay equal to the bit (Rule 1).
 
-An operation that has begun is returned, to be waited for; a group of one begins none.
+Methods that start an operation return it for the caller to wait for; in a group of one rank they
+return None.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ import torch
 import torch.distributed as dist
 
 from roadtrain.kernels.sum import sum_in_order
-from roadtrain.stages.courier import Pending
 from roadtrain.stages.flat_layout import Bucket, overlaps
+from roadtrain.stages.op_queue import Pending
 
 DEFAULT_DEADLINE_S = 600.0
-# torch 2.13 renames it
+# torch 2.13 renames them
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class RanksTogether:
-    """What all ranks of a group do with small tensors on `device`, in place. `group`: None for one
-    rank alone. `deadline_s`: that the group gives one operation."""
+class RankCollectives:
+    """Collective operations on small tensors on `device`, in place. `group`: None for a single
+    rank. `deadline_s`: the group's timeout of one operation."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -48,36 +48,37 @@ class RanksTogether:
         self.deadline_s = DEFAULT_DEADLINE_S if group is None else deadline_of(group, device)
 
     def __str__(self) -> str:
-        return "a group of one" if self.group is None else ranks_of(self.group)
+        return "a single rank" if self.group is None else ranks_of(self.group)
 
-    def any_of(self, flags: torch.Tensor) -> Pending | None:
-        """Begin: the largest of each element over the ranks."""
+    def all_max(self, flags: torch.Tensor) -> Pending | None:
+        """Start an all-reduce with the maximum."""
         if self.width == 1:
             return None
         return dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
-    def from_first(self, values: torch.Tensor) -> Pending | None:
-        """Begin: those of the group's first rank."""
+    def broadcast(self, values: torch.Tensor) -> Pending | None:
+        """Start a broadcast from the group's first rank."""
         if self.width == 1:
             return None
         return dist.broadcast(values, group=self.group, group_src=0, async_op=True)
 
 
-class DataGroup(RanksTogether):
+class DataGroup(RankCollectives):
     """The data-parallel ranks of a stage."""
 
     @property
     def exact(self) -> bool:
-        """Whether sums are in the order of the ranks."""
+        """Whether sums are in rank order."""
         return self.device.type == "cpu" or self.width == 1
 
     @property
     def exchanges(self) -> bool:
-        """Whether a reduce-scatter needs memory for what arrives."""
+        """Whether a reduce-scatter needs a receive buffer."""
         return self.exact and self.width > 1
 
     def reduce_scatter(self, grads: torch.Tensor, arriving: torch.Tensor) -> Pending | None:
-        """Begin. grads: fp32 [width * share]; arriving: fp32 of the same length, memory to use."""
+        """Start a reduce-scatter. grads: fp32 [width * share]; arriving: fp32 receive buffer of
+        the same length."""
         if self.width == 1:
             return None
         shares = grads.view(self.width, -1)
@@ -89,18 +90,18 @@ class DataGroup(RanksTogether):
         return self._exchange(shares.unbind(), places.unbind())
 
     def sum_arrived(self, grads: torch.Tensor, arriving: torch.Tensor) -> None:
-        """The sum over ranks of the own share, into the own share of `grads`."""
+        """Sum the received shares into this rank's share of `grads`."""
         if self.exchanges:
             own = grads.view(self.width, -1)[self.rank]
             add_in_order(own, [*arriving.view(self.width, -1)])
 
     def all_gather(self, values: torch.Tensor) -> Pending | None:
-        """Begin, in place: each rank's share of `values` [width * share] comes to all."""
+        """Start an in-place all-gather of the shares in `values` [width * share]."""
         if self.width == 1:
             return None
         shares = values.view(self.width, -1)
         own = shares[self.rank]
-        if self.exact and self.width == 2:  # in gloo's ring both directions share a connection
+        if self.exact and self.width == 2:  # gloo's ring uses one connection for both directions
             return self._exchange([own] * 2, shares.unbind())
         return _all_gather(values, own, group=self.group, async_op=True)
 
@@ -109,9 +110,9 @@ class DataGroup(RanksTogether):
         return exchange_messages(sent, arriving, self.group)
 
 
-class SharedCopies(RanksTogether):
-    """`group`: all ranks of the stages that have a copy, stage by stage, replica by replica.
-    `widths`: ranks of each of these stages."""
+class SharedCopies(RankCollectives):
+    """The ranks of all stages that have a copy of the same parameters. `group`: ordered by stage,
+    then by replica. `widths`: the number of ranks of each of these stages."""
 
     group: dist.ProcessGroup
 
@@ -126,21 +127,22 @@ class SharedCopies(RanksTogether):
 
     @property
     def stage(self) -> int:
-        """Which of the stages that have a copy this rank is in."""
+        """The index of this rank's stage among the stages that have a copy."""
         return sum(end <= self.rank for end in accumulate(self.widths))
 
     @property
     def replica(self) -> int:
-        """Which of its stage's ranks this is."""
+        """The index of this rank within its stage."""
         return self.rank - sum(self.widths[: self.stage])
 
     @property
     def counts(self) -> bool:
-        """Of all copies the first stage's counts in what is added up over the job."""
+        """Whether this copy is included in sums over the job: only the first stage's is."""
         return self.stage == 0
 
     def exchange(self, bucket: Bucket, own: torch.Tensor, arriving: torch.Tensor) -> Pending:
-        """Begin. own: fp32 [share], summed over the stage; arriving: fp32 [stages - 1, share]."""
+        """Start exchanging this rank's share with the other stages. own: fp32 [share], summed over
+        the stage; arriving: fp32 [stages - 1, share], receive buffer."""
         others = len(self.widths) - 1
         place = bucket.of_rank(self.replica)
         splits = overlaps(bucket.numel, place.start, place.stop, self.widths)
@@ -157,33 +159,33 @@ class SharedCopies(RanksTogether):
         return work
 
     def sum_arrived(self, own: torch.Tensor, arriving: torch.Tensor) -> None:
-        """own: the sum over all stages in their order. arriving: as exchanged."""
+        """Add the received sums of the other stages into `own`, in stage order."""
         terms = [*arriving[: self.stage], own.clone(), *arriving[self.stage :]]
         add_in_order(own, terms)
 
 
 class Messages:
-    """Messages under way (a Pending)."""
+    """Sends and receives in flight (a Pending)."""
 
-    def __init__(self, under_way: Iterable[dist.Work | None]) -> None:
-        self._under_way = [message for message in under_way if message is not None]
+    def __init__(self, in_flight: Iterable[dist.Work | None]) -> None:
+        self._in_flight = [message for message in in_flight if message is not None]
 
     def wait(self) -> None:
-        """All have been sent and received. Raises torch's error of the first that was not."""
-        for message in self._under_way:
+        """Wait until all are sent and received. Raises torch's error of the first that failed."""
+        for message in self._in_flight:
             message.wait()
 
 
 def exchange_messages(
     sent: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> Messages:
-    """Begin: `sent[r]` goes to rank r of `group`, `arriving[r]` comes from it; each is contiguous
-    and as long as the other side's. Empty ones and a rank's own are left out.
+    """Start sending `sent[r]` to rank r of `group` and receiving `arriving[r]` from it, for every
+    other rank. Tensors are contiguous and as long as on the other side; empty ones are skipped.
 
-    All ranks begin their exchanges in the same order: messages of a pair arrive in the order in
-    which they are sent."""
+    All ranks must start their exchanges in the same order, since the messages between two ranks
+    are matched in the order in which they are sent."""
     rank, width = dist.get_rank(group), dist.get_world_size(group)
-    # each rank begins with another one, so that not all send to the same at first
+    # each rank starts with a different peer, so that the first sends do not all go to one rank
     others = [(rank + step) % width for step in range(1, width)]
     receives = [
         dist.irecv(arriving[other], group=group, group_src=other)
@@ -199,19 +201,20 @@ def exchange_messages(
 
 
 def ranks_of(group: dist.ProcessGroup) -> str:
-    """For people."""
+    """Name a group by its ranks, for messages."""
     return f"the group of ranks {', '.join(map(str, dist.get_process_group_ranks(group)))}"
 
 
 def deadline_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds that the group gives one operation."""
+    """The group's timeout of one operation, in seconds."""
     options = getattr(group._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", None)
     return DEFAULT_DEADLINE_S if timeout is None else float(timeout.total_seconds())
 
 
 def add_in_order(total: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
-    """total = the sum of `terms` (fp32, apart from `total`), left to right, wherever they are."""
+    """Set `total` to the sum of `terms`, left to right, on any device. All are fp32; no term
+    shares memory with `total`."""
     if total.device.type == "cpu":
         sum_in_order(total.numpy(), [(term.numpy(), "fp32") for term in terms])
         return

@@ -1,8 +1,8 @@
-"""What a preflight found, and what that means: the first thing that is wrong, in one sentence, and
-the matrix of hosts. Arithmetic only.
+"""Results of a preflight: the main problem as an error, and the matrix of hosts. Arithmetic only.
 
-Of several troubles the one that explains the others comes first: a host that did not report, a link
-that does not connect, one that does not answer, one that loses large payloads, a clock.
+Of several problems the most fundamental is reported, in this order: a host that did not report, a
+link that does not connect, a link without an answer, a link that loses large payloads, a wrong
+clock.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
 
+import msgspec
+
 from roadtrain.errors import ConfigError, DeadlineError, PeerError, RoadtrainError
 from roadtrain.stages.networks import INSIDE, KINDS, GroupNetwork, HostCard
 from roadtrain.units import show_rate, show_seconds
 
-CLOCK_S = 2.0  # by which clocks may differ: hosts that ask a time server differ by milliseconds
-GROUPS = 24  # that have a line each; above, those of one kind and rate are one line
-MATRIX = 12  # hosts of a matrix that people can read; above, links of one kind are one line
+CLOCK_S = 2.0  # allowed difference of clocks; with a time server it is milliseconds
+GROUPS = 24  # with more groups, all groups of one kind and rate share a line
+MATRIX = 12  # with more hosts, the matrix is replaced by a line for each kind of link
 
 
-class Trouble(StrEnum):
+class LinkFault(StrEnum):
     """The step at which a link failed."""
 
     CANNOT_CONNECT = "cannot connect"
@@ -32,7 +34,7 @@ class Trouble(StrEnum):
 
 @dataclass(frozen=True, order=True)
 class CardLink:
-    """From a host to another, by name, over cards of theirs."""
+    """A link between two hosts (names) over one card of each."""
 
     source: str
     target: str
@@ -47,31 +49,30 @@ class CardLink:
         )
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Of a link, by its source."""
+class Finding(msgspec.Struct, frozen=True):
+    """The result of testing one link, by its source host."""
 
     link: CardLink
-    trouble: Trouble | None
-    why: str  # of the trouble
+    fault: LinkFault | None = msgspec.field(name="trouble")
+    why: str  # cause of the fault
     latency_s: float = 0.0  # one way
-    ahead_s: float = 0.0  # of the target's clock before the source's
+    ahead_s: float = 0.0  # the target's clock minus the source's
     bytes_per_s: float = 0.0  # 0: not measured
 
 
-@dataclass(frozen=True)
-class Report:
-    """Of one host. `heard`: addresses whose connections came and could not be answered."""
+class Report(msgspec.Struct, frozen=True):
+    """The report of one host. `unanswered`: addresses that packets arrived from, but to which no
+    connection could be completed."""
 
     host: str
     findings: tuple[Finding, ...]
-    heard: tuple[str, ...] = ()
-    failed: str = ""  # why it could not test at all
+    unanswered: tuple[str, ...] = msgspec.field(default=(), name="heard")
+    failed: str = ""  # why the host could not test at all
 
 
 def links_of(networks: Sequence[GroupNetwork]) -> dict[CardLink, tuple[HostCard, HostCard]]:
-    """Every pair of hosts of every group over the network chosen for it, both directions, each
-    once, with the cards."""
+    """The links between all pairs of hosts of each group, over the group's network, in both
+    directions and without duplicates; with the cards of each."""
     out: dict[CardLink, tuple[HostCard, HostCard]] = {}
     for network in networks:
         cards = dict(zip(network.hosts, network.cards))
@@ -89,91 +90,92 @@ def problem(
     reports: Mapping[str, Report],
     links: Mapping[CardLink, tuple[HostCard, HostCard]],
 ) -> RoadtrainError | None:
-    """The first thing that is wrong. reports: by host; one that is absent has not reported."""
+    """Return the most important problem as an error, or None. reports: by host; a host that is
+    missing did not report."""
     hosts = dict.fromkeys(link.source for link in links)
     if absent := [host for host in hosts if host not in reports]:
         return DeadlineError(
-            f"host {absent[0]} came to the rendezvous and has not reported what its network does",
+            f"host {absent[0]} came to the rendezvous, but did not report its network tests",
             hint="its own output says why",
         )
     for host in hosts:
         if reports[host].failed:
             return PeerError(f"host {host}: {reports[host].failed}")
-    found = {one.link: one for report in reports.values() for one in report.findings}
-    for trouble in Trouble:
-        failed = [one for one in found.values() if one.trouble is trouble]
+    found = {finding.link: finding for report in reports.values() for finding in report.findings}
+    for fault in LinkFault:
+        failed = [finding for finding in found.values() if finding.fault is fault]
         if failed:
-            ends = [end for one in failed for end in (one.link.source, one.link.target)]
-            worst = max(sorted(set(ends)), key=ends.count)  # an end of most of the links
-            first = min(failed, key=lambda one: (one.link.source != worst, one.link))
-            return _troubled(first, found, reports, links, len(failed))
+            ends = [end for f in failed for end in (f.link.source, f.link.target)]
+            worst = max(sorted(set(ends)), key=ends.count)  # the host with the most failed links
+            first = min(failed, key=lambda finding: (finding.link.source != worst, finding.link))
+            return _fault_error(first, found, reports, links, len(failed))
     return _clocks([*found.values()])
 
 
-def _troubled(
-    one: Finding,
+def _fault_error(
+    finding: Finding,
     found: Mapping[CardLink, Finding],
     reports: Mapping[str, Report],
     links: Mapping[CardLink, tuple[HostCard, HostCard]],
     failures: int,
 ) -> PeerError:
-    link, (own, other) = one.link, links[one.link]
+    link, (own, other) = finding.link, links[finding.link]
     more = f" (and {failures - 1} more such links)" if failures > 1 else ""
     start = f"host {link.source}: {own.interface} ({link.kind}, {own.address})"
     end = f"{other.address} ({other.interface}) of host {link.target}"
-    if one.trouble is Trouble.CANNOT_CONNECT:
-        said, hint = _unreachable(one, found, reports, own, other)
-        return PeerError(f"{start} cannot reach {end}: {one.why}{said}{more}", hint=hint)
-    if one.trouble is Trouble.NO_ANSWER:
+    if finding.fault is LinkFault.CANNOT_CONNECT:
+        detail, hint = _unreachable(finding, found, reports, own, other)
+        return PeerError(f"{start} cannot reach {end}: {finding.why}{detail}{more}", hint=hint)
+    if finding.fault is LinkFault.NO_ANSWER:
         return PeerError(
-            f"{start} connects to {end} and gets no answer: {one.why}{more}",
-            hint="something on the way takes connections not meant for it, or drops what follows",
+            f"{start} connects to {end} and gets no answer: {finding.why}{more}",
+            hint="a device on the way intercepts the connection, or drops packets after it is made",
         )
-    way = "to" if one.trouble is Trouble.LARGE_LOST else "from"
+    way = "to" if finding.fault is LinkFault.LARGE_LOST else "from"
     mtus = f"MTU {own.mtu} here, {other.mtu} there"
     return PeerError(
         f"{start} exchanges small messages with {end}, but a large payload {way} it is lost"
-        f" ({mtus}): something on the way carries smaller frames only{more}",
-        hint=f"give all cards and switches of this network one MTU, or {own.interface} a smaller"
-        " one",
+        f" ({mtus}): a device on the way carries smaller frames only{more}",
+        hint="set the same MTU on all cards and switches of this network, or a smaller one on"
+        f" {own.interface}",
     )
 
 
 def _unreachable(
-    one: Finding,
+    finding: Finding,
     found: Mapping[CardLink, Finding],
     reports: Mapping[str, Report],
     own: HostCard,
     other: HostCard,
 ) -> tuple[str, str]:
-    """What else is known of a link that does not connect, and the hint."""
-    link, back = one.link, found.get(one.link.back)
-    firewall = "look at the firewalls of both hosts, and of what is between them"
-    heard_there = link.source_address in reports[link.target].heard
-    heard_here = link.target_address in reports[link.source].heard
-    if back is not None and back.trouble is not Trouble.CANNOT_CONNECT:
+    """Explain a link that does not connect: the rest of the message, and the hint."""
+    link, back = finding.link, found.get(finding.link.back)
+    firewall = "check the firewalls of both hosts, and any between them"
+    arrived_there = link.source_address in reports[link.target].unanswered
+    arrived_here = link.target_address in reports[link.source].unanswered
+    if back is not None and back.fault is not LinkFault.CANNOT_CONNECT:
         return f", although {link.target} reaches {link.source}: one direction is closed", firewall
-    if heard_there != heard_here:
-        deaf, loud = (link.source, link.target) if heard_there else (link.target, link.source)
+    if arrived_there != arrived_here:
+        deaf, loud = (link.source, link.target) if arrived_there else (link.target, link.source)
         return (
-            f"; packets of {deaf} arrive at {loud}, those of {loud} do not arrive at {deaf}: a"
-            " firewall lets one direction through only",
+            f"; packets from {deaf} arrive at {loud}, but packets from {loud} do not arrive at"
+            f" {deaf}: a firewall passes only one direction",
             firewall,
         )
     if own.subnet != other.subnet:
         return (
-            f"; the addresses are of different subnets, {own.subnet} and {other.subnet}",
-            f"is {own.interface} the right interface of {link.source}, and {other.interface} of"
-            f" {link.target}? `networks` says which cards are of one kind and fabric",
+            f"; the addresses are in different subnets, {own.subnet} and {other.subnet}",
+            f"if {own.interface} of {link.source} or {other.interface} of {link.target} is the"
+            " wrong interface, state the kind and fabric of each card in `networks`",
         )
-    return "", f"is this network up on both hosts? {firewall}"
+    return "", f"check that this network is up on both hosts, and {firewall}"
 
 
 def _clocks(found: Sequence[Finding]) -> RoadtrainError | None:
     if not found:
         return None
-    first = min(one.link.source for one in found)
-    ahead = {one.link.target: one.ahead_s for one in found if one.link.source == first}
+    first = min(finding.link.source for finding in found)
+    ahead = {f.link.target: f.ahead_s for f in found if f.link.source == first}
     ahead[first] = 0.0
     middle = median(ahead.values())
     host = max(ahead, key=lambda name: abs(ahead[name] - middle))
@@ -186,16 +188,16 @@ def _clocks(found: Sequence[Finding]) -> RoadtrainError | None:
     return ConfigError(
         f"the clock of host {host} is {abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} that"
         f" of {other}; {CLOCK_S:g} s are allowed",
-        hint="let a time server set the clocks (chrony, ntpd)",
+        hint="synchronize the clocks with a time server (chrony, ntpd)",
     )
 
 
 def matrix(
     reports: Mapping[str, Report], hosts: Sequence[str], networks: Sequence[GroupNetwork]
 ) -> list[str]:
-    """For people: hosts by hosts, then each group's network."""
-    found = [one for report in reports.values() for one in report.findings]
-    if not found:  # all are on one host
+    """Format the results as lines: a table of hosts by hosts, then the network of each group."""
+    found = [finding for report in reports.values() for finding in report.findings]
+    if not found:  # all ranks are on one host
         lines = []
     else:
         lines = [*_table(found, hosts)] if len(hosts) <= MATRIX else [*_summary(found)]
@@ -216,11 +218,11 @@ def _of_groups(networks: Sequence[GroupNetwork]) -> Iterator[str]:
 
 def _table(found: Sequence[Finding], hosts: Sequence[str]) -> Iterator[str]:
     cells: dict[tuple[str, str], list[str]] = {}
-    for one in sorted(found, key=lambda one: KINDS.index(one.link.kind)):
-        rate = f" {show_rate(one.bytes_per_s)}" if one.bytes_per_s else ""
-        said = one.trouble or f"{show_seconds(one.latency_s)}{rate}"
-        cell = cells.setdefault((one.link.source, one.link.target), [])
-        cell.append(f"{one.link.kind} {said}")
+    for finding in sorted(found, key=lambda finding: KINDS.index(finding.link.kind)):
+        rate = f" {show_rate(finding.bytes_per_s)}" if finding.bytes_per_s else ""
+        result = finding.fault or f"{show_seconds(finding.latency_s)}{rate}"
+        cell = cells.setdefault((finding.link.source, finding.link.target), [])
+        cell.append(f"{finding.link.kind} {result}")
     rows = [["from \\ to", *hosts]]
     for source in hosts:
         row = [", ".join(cells.get((source, target), ["-"])) for target in hosts]
@@ -232,11 +234,11 @@ def _table(found: Sequence[Finding], hosts: Sequence[str]) -> Iterator[str]:
 
 def _summary(found: Sequence[Finding]) -> Iterator[str]:
     for kind in KINDS:
-        own = [one for one in found if one.link.kind == kind]
+        own = [finding for finding in found if finding.link.kind == kind]
         if not own:
             continue
-        latency = median(one.latency_s for one in own)
-        rates = sorted(one.bytes_per_s for one in own if one.bytes_per_s)
+        latency = median(finding.latency_s for finding in own)
+        rates = sorted(finding.bytes_per_s for finding in own if finding.bytes_per_s)
         slowest = f", the slowest {show_rate(rates[0])}" if rates else ""
         rate = f", {show_rate(median(rates))}{slowest}" if rates else ""
         yield f"  {kind}: {len(own)} links, {show_seconds(latency)}{rate}"

@@ -1,13 +1,15 @@
-"""StageParameters: the parameters of a stage that its optimizer updates, under the whole model's
-names. FlatLayout: how these lie in flat memory and are cut for the stage's data-parallel ranks.
+"""StageParameters: the parameters of a stage, trainable and frozen, under the whole model's names.
+FlatLayout: the layout of the trainable ones in flat memory, divided among the stage's data-parallel
+ranks.
 
-Parameters of one dtype and one parameter group form a run, in the model's order. So do those that
-the same other stages have copies of, in the order of their names, which is the same in all of them.
-A run is cut into buckets, which travel one at a time; a bucket is cut into as many equal shares as
-there are ranks, and share r is rank r's. Neither respects the borders of parameters. A run's end is
-padded, so that the last bucket divides, also by the widths of the other stages.
+Parameters of one dtype and one parameter group form a run, in the model's order. Parameters that
+the same set of stages have copies of form a run of their own, ordered by name, so that the order is
+the same in all of these stages. A run is divided into buckets, the unit of communication, and a
+bucket into equal shares, one per rank. Buckets and shares may begin and end inside a parameter. A
+run is padded at its end so that the last bucket divides evenly, also by the widths of the other
+stages.
 
-Assumes that a stage's parameters lie on one device. Does NOT communicate.
+Assumes that a stage's parameters are on one device. Does NOT communicate.
 """
 
 from __future__ import annotations
@@ -27,14 +29,15 @@ from roadtrain.streaming.split import DTYPES, NAMES
 from roadtrain.units import round_up
 
 GRADIENT_ITEMSIZE = 4  # gradients are summed in fp32
-# what fp32 holds exactly
+# dtypes whose values fp32 represents exactly
 FROZEN_DTYPES = (*TRAINABLE, "i8", "u8", "i16", "bool")
 
 
 @dataclass(frozen=True)
 class FlatRun:
-    """Spans are of parameters (`Span.param` is an index into the stage's), in elements of the
-    run. `link`: index of the copies in other stages; None: there are none."""
+    """A run of parameters in flat memory. `spans`: one per parameter (`Span.param` is its index in
+    the stage), in elements of the run. `link`: index of the set of stages that have copies of
+    these parameters; None: no other stage has."""
 
     dtype: str
     group: int
@@ -45,8 +48,8 @@ class FlatRun:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, stop) of run `run`, which is of parameter group `group`; its spans are in
-    elements of the bucket."""
+    """Elements [start, stop) of run `run`, which belongs to parameter group `group`. `spans` are in
+    elements of the bucket, `width` is the number of ranks."""
 
     run: int
     group: int
@@ -62,22 +65,22 @@ class Bucket:
 
     @property
     def share(self) -> int:
-        """Elements of each rank."""
+        """Number of elements in each rank's share."""
         return self.numel // self.width
 
     def of_rank(self, rank: int) -> slice:
-        """The rank's share, in elements of the bucket."""
+        """The share of a rank, in elements of the bucket."""
         return slice(rank * self.share, (rank + 1) * self.share)
 
     def spans_of(self, rank: int) -> tuple[Span, ...]:
-        """In elements of the rank's share."""
+        """The spans in a rank's share, in elements of the share."""
         own = self.of_rank(rank)
         return cut_spans(self.spans, own.start, own.stop)
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """`buckets` are in the order in which a forward needs them."""
+    """The flat layout of a stage. `buckets` are in the order in which a forward needs them."""
 
     params: tuple[ParamSpec, ...]
     runs: tuple[FlatRun, ...]
@@ -85,7 +88,7 @@ class FlatLayout:
 
     @cached_property
     def buckets_of(self) -> tuple[tuple[int, ...], ...]:
-        """Of each parameter."""
+        """The buckets that each parameter is in."""
         out: list[list[int]] = [[] for _ in self.params]
         for index, bucket in enumerate(self.buckets):
             for span in bucket.spans:
@@ -93,18 +96,19 @@ class FlatLayout:
         return tuple(map(tuple, out))
 
     def shared_runs(self, link: int) -> list[int]:
-        """Those of `link`, in an order that is the same in all stages that have it."""
+        """The runs of `link`, in the same order in all stages of the link."""
         own = [i for i, run in enumerate(self.runs) if run.link == link and run.spans]
         return sorted(own, key=lambda i: self.params[self.runs[i].spans[0].param].name)
 
     def shared_buckets(self, link: int) -> list[int]:
-        """Those of `link`, in an order that is the same in all stages that have it."""
+        """The buckets of `link`, in the same order in all stages of the link."""
         place = {run: at for at, run in enumerate(self.shared_runs(link))}
         own = [i for i, bucket in enumerate(self.buckets) if bucket.run in place]
         return sorted(own, key=lambda i: (place[self.buckets[i].run], self.buckets[i].start))
 
     def describe(self, link: int | None = None) -> str:
-        """What ranks must agree on: those of the stage, or of all stages that have `link`."""
+        """Describe the layout, for comparing it over the ranks of the stage (`link` None) or of all
+        stages of a link."""
         if link is None:
             runs, buckets = [*range(len(self.runs))], [*range(len(self.buckets))]
             groups = repr([run.group for run in self.runs])
@@ -128,9 +132,9 @@ def lay_out(
     link_of: Mapping[str, int],
     link_widths: Sequence[Sequence[int]],
 ) -> FlatLayout:
-    """The layout of `params` (trainable ones, in the order of the forward) over `width` ranks.
-    bucket_bytes: of fp32 gradients, rounded up. link_of: parameters that other stages have too, by
-    name; link_widths: ranks of each stage that has a link's parameters."""
+    """Lay out `params` (the trainable ones, in the order of the forward) over `width` ranks.
+    bucket_bytes: size of a bucket's fp32 gradients, rounded up. link_of: the link of each parameter
+    that other stages have too, by name; link_widths: for each link, the widths of its stages."""
     members: dict[tuple[int, str, int], list[int]] = {}
     for i, spec in enumerate(params):
         key = (link_of.get(spec.name, -1), spec.dtype, spec.group)
@@ -158,8 +162,8 @@ def lay_out(
 
 
 def overlaps(numel: int, start: int, stop: int, widths: Sequence[int]) -> list[int]:
-    """How many elements of [start, stop) each rank of stages of these widths has, where each
-    stage cuts `numel` elements into equal shares: stage by stage, rank by rank."""
+    """Count the elements of [start, stop) in the share of every rank of stages of these widths, by
+    stage and rank. Each stage divides the same `numel` elements into equal shares."""
     shares = chain.from_iterable(
         ((r * numel // d, (r + 1) * numel // d) for r in range(d)) for d in widths
     )
@@ -167,16 +171,16 @@ def overlaps(numel: int, start: int, stop: int, widths: Sequence[int]) -> list[i
 
 
 class StageParameters:
-    """`trainable`: what the optimizer has and requires gradients; `frozen`: the rest. Raises
-    ModelError for a parameter that is nowhere, of a dtype that cannot be, or elsewhere than the
-    others; for what the optimizer has and the stage has not. A stage may have nothing that
-    trains."""
+    """The parameters of a stage by name. `trainable`: those in the optimizer that require
+    gradients, possibly none; `frozen`: all others. Raises ModelError for a parameter on `meta`, of
+    an unsupported dtype, or on another device than the others, and for an optimizer that has
+    parameters of other stages."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self.trainable: dict[str, nn.Parameter] = {}
         self.frozen: dict[str, nn.Parameter] = {}
-        # frozen ones that the optimizer has: they cannot begin to train later
+        # frozen parameters in the optimizer; they must stay frozen
         self.late: dict[str, nn.Parameter] = {}
         self.specs: list[ParamSpec] = []
         for name, p in model.named_parameters():
@@ -192,8 +196,8 @@ class StageParameters:
         strangers = sum(p not in own for p in groups)
         if strangers:
             raise ModelError(
-                f"the optimizer has {strangers} parameters that the stage has not",
-                hint="make the optimizer of the stage's own parameters",
+                f"the optimizer has {strangers} parameters that are not in the stage",
+                hint="give the optimizer only the stage's own parameters",
             )
         some = next(iter((*self.trainable.values(), *self.frozen.values())), torch.empty(0))
         self.device = some.device
@@ -203,18 +207,18 @@ class StageParameters:
         if p.is_meta or len(devices) > 1:
             raise ModelError(
                 f"parameter {name!r} is on {p.device}, the stage on {', '.join(map(str, devices))}",
-                hint="bring the stage's parameters to one device first",
+                hint="move all parameters of the stage to one device first",
             )
         allowed = TRAINABLE if trains else FROZEN_DTYPES
         if NAMES.get(p.dtype) not in allowed:
             raise ModelError(
-                f"parameter {name!r} is {p.dtype}, {'updated' if trains else 'kept'} are"
-                f" {', '.join(allowed)}",
+                f"{'trainable' if trains else 'frozen'} parameter {name!r} is {p.dtype}, supported"
+                f" are {', '.join(allowed)}",
                 hint="cast it" if trains else "cast it, or make it a buffer",
             )
 
     def flatten(self, layout: FlatLayout) -> list[torch.Tensor]:
-        """The runs' values; the parameters are views of them from here on."""
+        """Copy the parameters to flat memory, one tensor per run, and make them views of it."""
         params = list(self.trainable.values())
         out = []
         for run in layout.runs:
@@ -229,16 +233,17 @@ class StageParameters:
 def views_of(
     flat: torch.Tensor, run: FlatRun, params: Sequence[ParamSpec]
 ) -> list[tuple[int, torch.Tensor]]:
-    """(index, view) of each of the run's parameters."""
+    """Views of a run's parameters, as (index, view)."""
     return [(s.param, flat[s.start : s.stop].view(params[s.param].shape)) for s in run.spans]
 
 
 def views_of_all(layout: FlatLayout, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Of each parameter of the layout its place in `flats`, the runs' memory."""
+    """Views of all parameters of the layout, in their order, in `flats`, the memory of the runs."""
     held: dict[int, torch.Tensor] = {}
     for flat, run in zip(flats, layout.runs, strict=True):
         held |= views_of(flat, run, layout.params)
     return [
-        held[i] if i in held else torch.empty(spec.shape, device=flats[0].device)  # without any
+        # parameters without elements are in no run
+        held[i] if i in held else torch.empty(spec.shape, device=flats[0].device)
         for i, spec in enumerate(layout.params)
     ]

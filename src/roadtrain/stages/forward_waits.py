@@ -1,15 +1,15 @@
-"""ForwardWaits: a module that is about to run waits for the parameters that it needs.
+"""ForwardWaits: hooks that make a module wait for its parameters before it runs.
 
-A block waits for all of its parameters when it is called, whatever uses them inside. A parameter
-outside of blocks, or in one that is reached into instead of called, is waited for by the module
-that owns it, if the first step showed that this module is called; else by the nearest module around
-it that is (a weight may be used without its owner, as that of a head). A parameter that several
-modules own (a tied head's) is waited for by whatever runs first, since each of them, and what is
-around them, may read it. Before the first step has shown which modules are called, and in
-evaluation, where modules may take other ways, whatever runs first waits for everything.
+A block waits for all of its parameters when it is called. A parameter outside of blocks, or in a
+block that is never called itself, is waited for by the module that owns it, if the first step
+called that module; otherwise by the nearest enclosing module that was called (the weight of a head
+may be used without calling the head). A parameter that several modules own (a tied head's) is
+waited for by the first module that runs, since any of them may read it. Until the first step has
+shown which modules are called, and in evaluation, where other modules may be called, the first
+module that runs waits for all parameters.
 
-Assumes: parameters are used only while the model, or a block of it, runs; reading its state dict
-waits as well. Who reads a parameter elsewhere waits by itself.
+Assumes that parameters are used only while the model, or a block of it, runs. Reading the model's
+state dict waits, too. Other code must wait before it reads a parameter.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 
 class ForwardWaits:
-    """`numbers_of`: what (bucket numbers) each parameter is in. `wait(numbers)`: wait for these,
-    None for all."""
+    """Hooks on all modules of `model`. `numbers_of`: the numbers of the buckets that each parameter
+    is in. `wait(numbers)`: wait for these buckets; None: for all."""
 
     def __init__(
         self,
@@ -35,10 +35,11 @@ class ForwardWaits:
     ) -> None:
         self.model, self.numbers_of, self._wait = model, numbers_of, wait
         self.blocks = {id(block) for block in blocks}
-        self._called: set[int] = set()  # ids of modules, while the model trains
-        # id of a module -> what it waits for; None until it is known which modules are called
+        self._called: set[int] = set()  # ids of modules called in training mode
+        # id of a module -> buckets it waits for; None until a step has shown which are called
         self._needs: dict[int, set[int]] | None = None
-        self._by_all: set[int] = set()  # of parameters that no called module has, or several have
+        # buckets that every module waits for: parameters with several owners, or none called
+        self._by_all: set[int] = set()
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._before, prepend=True)
             for module in model.modules()
@@ -55,7 +56,7 @@ class ForwardWaits:
             self._wait(needed)
 
     def learn(self) -> None:
-        """A whole step has run: which modules are called is known."""
+        """Decide which module waits for which parameters, after the first whole step."""
         if self._needs is not None or not self._called:
             return
         self._needs = {}
@@ -66,8 +67,8 @@ class ForwardWaits:
                 self._need(self._runs(named, name) if owners[p] == 1 else None, p)
 
     def _runs(self, named: Mapping[str, nn.Module], name: str) -> nn.Module | None:
-        """The block around `name` if it is called, else the nearest module around it, or itself,
-        that is."""
+        """The block that contains `name`, if it is called; else the nearest called module, from
+        `name` itself outwards."""
         parts = name.split(".") if name else []
         around = [named[".".join(parts[:n])] for n in range(len(parts), -1, -1)]
         called = [module for module in around if id(module) in self._called]

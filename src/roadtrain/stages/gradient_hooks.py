@@ -1,16 +1,16 @@
-"""GradientHooks: gradients move into flat fp32 memory as backward makes them, and it is known when
-a bucket's are whole.
+"""GradientHooks: move gradients into flat fp32 memory as backward computes them, and report each
+bucket whose gradients are complete.
 
-Note: why they are moved. `p.grad` as a view of the flat memory would save no pass: that memory had
-to be zeroed each step, and a parameter without a gradient could not be told from one of zeros. The
-first gradient of a step is copied while it is in the cache, those of further micro-batches are
-added, in fp32 also where parameters are narrower. And nobody can take for the step's gradient what
-is the sum of one rank.
+Note: `p.grad` as a view of the flat memory would not save a pass. The memory would have to be
+zeroed in every step, and a missing gradient could not be distinguished from a gradient of zeros.
+The first gradient of a step is copied while it is in the cache, and gradients of further
+micro-batches are added, in fp32 even if parameters are narrower. Also, no code can mistake one
+rank's `p.grad` for the gradient of the step.
 
-Counting: after `backwards` gradients a parameter's is whole, or after a multiple of that, where one
-backward adds to it several times (a block in two parts of the stage, reentrant checkpoints). The
-first step shows which multiple, so nothing is handed on before its end. Buckets are handed on in
-one order, that of a backward through the model's parameters. Does NOT communicate.
+Counting: a gradient is complete after `backwards` accumulations, or after a multiple of that if one
+backward accumulates several times (a block in two parts of the stage, reentrant checkpoints). The
+first step measures the multiple, so in that step all buckets are reported at its end. Buckets are
+always reported in the same order, that of a backward through the model. Does NOT communicate.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from roadtrain.stages.flat_layout import FlatLayout
 
 
 class GradientHooks:
-    """`views`: of each parameter's gradient. `ready(bucket)` hands a bucket on; `wait(buckets)`
-    returns when their gradients may be overwritten. `backwards`: of the step; 0: unknown, nothing
-    is whole before `finish`."""
+    """Hooks on the parameters of a stage. `views`: each parameter's place in the gradient memory.
+    `ready(bucket)` is called when a bucket is complete; `wait(buckets)` returns when their
+    gradients may be overwritten. `backwards`: number of backwards in the step; 0: unknown, no
+    bucket is complete before `finish`."""
 
     def __init__(
         self,
@@ -40,9 +41,9 @@ class GradientHooks:
     ) -> None:
         self.layout, self.params, self.views = layout, params, views
         self._ready, self._wait = ready, wait
-        # in which buckets are handed on: a forward's, backwards
+        # order in which buckets are reported: the reverse of the forward's
         self.order: list[int] = list(reversed(range(len(layout.buckets))))
-        # how often one backward adds to each parameter; None until a step has shown it
+        # accumulations per backward, for each parameter; None until measured in the first step
         self._each: list[int] | None = None
         self.forget()
         self._handles = []
@@ -52,12 +53,12 @@ class GradientHooks:
             self._handles.append(p.register_post_accumulate_grad_hook(hook))
 
     def forget(self) -> None:
-        """The step's gradients are used."""
+        """Reset the counters for the next step."""
         self.backwards = 0
-        self.counts = [0] * len(self.params)  # gradients of each parameter in this step
-        # parameters of each bucket that are not whole
-        self._lacking = [len({s.param for s in b.spans}) for b in self.layout.buckets]
-        self._handed_on: set[int] = set()
+        self.counts = [0] * len(self.params)  # accumulations of each parameter in this step
+        # number of parameters in each bucket whose gradients are not complete
+        self._incomplete = [len({s.param for s in b.spans}) for b in self.layout.buckets]
+        self._reported: set[int] = set()
 
     @torch.no_grad()
     def _accumulated(self, i: int, p: nn.Parameter) -> None:
@@ -76,35 +77,35 @@ class GradientHooks:
         self.counts[i] += 1
         if self._each is not None and self.counts[i] == self.backwards * self._each[i]:
             for bucket in own:
-                self._lacking[bucket] -= 1
-            for bucket in self.order[len(self._handed_on) :]:
-                if self._lacking[bucket]:
+                self._incomplete[bucket] -= 1
+            for bucket in self.order[len(self._reported) :]:
+                if self._incomplete[bucket]:
                     break
-                self._hand_on(bucket)
+                self._report(bucket)
 
     def _check_open(self, i: int) -> None:
-        if self._handed_on.isdisjoint(self.layout.buckets_of[i]):
+        if self._reported.isdisjoint(self.layout.buckets_of[i]):
             return
         raise LoopError(
             f"parameter {self.layout.params[i].name!r} gets gradient {self.counts[i] + 1} of a step"
-            f" of {self.backwards} backwards, after its sum has begun",
-            hint="say how many backwards a step has; where that is right, one adds to the parameter"
-            " more often than in the first step: overlap=False",
+            f" of {self.backwards} backwards, after its sum over the ranks has started",
+            hint="check the number of backwards passed to begin_step; if it is right, use"
+            " overlap=False, as backwards differ in how often they add to the parameter",
         )
 
-    def _hand_on(self, bucket: int) -> None:
-        self._handed_on.add(bucket)
+    def _report(self, bucket: int) -> None:
+        self._reported.add(bucket)
         self._ready(bucket)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """No gradient comes any more in this step: hand on the rest, zeros where there is none."""
+        """Report the remaining buckets at the end of a step, with zeros for missing gradients."""
         for i, view in enumerate(self.views):
             if self.counts[i] == 0:
                 self._wait(self.layout.buckets_of[i])
                 view.zero_()
-        for bucket in self.order[len(self._handed_on) :]:
-            self._hand_on(bucket)
+        for bucket in self.order[len(self._reported) :]:
+            self._report(bucket)
         if self._each is None and self.backwards:
             self._each = [max(1, -(-count // self.backwards)) for count in self.counts]
 

@@ -1,8 +1,8 @@
-"""GradientSum: the interface of sums of a stage's gradients outside of its data group, which give
-every rank the whole sum, and the look-up of its implementation.
+"""GradientSum: the interface for summing a stage's gradients outside of its data group, so that
+every rank gets the whole sum, and the look-up of its implementation.
 
-An entry point names a function that is called as below and returns a GradientSum, or None where
-there is nothing to sum; `service` is the summation service (sums/service_sums.py):
+An entry point names a function that takes the arguments below and returns a GradientSum, or None if
+there is nothing to sum. `service` is the summation service (sums/service_sums.py):
 
     [project.entry-points."roadtrain.gradient_sums"]
     service = "roadtrain.sums.service_sums:connect_sums"
@@ -21,30 +21,30 @@ from roadtrain.transport.plugins import load
 
 
 class SumUnderWay(Protocol):
-    """One tensor's sum."""
+    """The sum of one tensor, in flight."""
 
     def wait(self) -> torch.Tensor:
-        """The sum, on the tensor's device; valid until the same number is summed again. Raises
-        PeerError, DifferError."""
+        """Wait for the sum and return it, on the tensor's device. It is valid until the next sum
+        with the same number. Raises PeerError, DifferError."""
 
 
 class GradientSum(Protocol):
-    """One rank's side. Sums are in the order of the ranks, or host by host in that order."""
+    """One rank's side of the sums. Terms are added in rank order, or host by host in that order."""
 
     def sum(self, number: int, identity: str, tensor: torch.Tensor) -> SumUnderWay:
-        """Begin a sum. All ranks call it with the same numbers and the same `identity` (which says
-        in words what is summed), in one order. tensor: fp32, flat, not to be changed before its sum
-        is there."""
+        """Start a sum. All ranks make the same calls in the same order, with the same `number` and
+        `identity` (a description of the sum). tensor: flat fp32; it must not be changed until its
+        sum has arrived."""
 
     def close(self) -> None:
-        """Wait a little for the other ranks, who may still need what sums on this one."""
+        """Wait briefly for other ranks that may still need this rank's part of the summation."""
 
 
 def connect_gradient_sum(
     options: ParallelOptions, control: ControlLinks, address: str, report: Callable[[str], None]
 ) -> GradientSum | None:
-    """The sum of this rank's gradients with those of all ranks of the job by the summation service.
-    address: this host's, as the other ranks reach it. Collective. Raises ConfigError, PeerError."""
+    """Connect to the summation service, which sums the gradients of all ranks of the job. address:
+    this host's address on the data group's network. Collective. Raises ConfigError, PeerError."""
     connect = load("roadtrain.gradient_sums", "service")
     found: GradientSum | None = connect(
         options.reducers,

@@ -1,8 +1,9 @@
-"""What cards this host has, as the system says: interfaces with addresses, kinds and rates.
+"""Network cards of this host, read from the system: interfaces with addresses, kinds and rates.
 
-A kind is certain where there is an RDMA device (/sys/class/infiniband, by its link layer) or an
-InfiniBand interface; all else is Ethernet unless the user states otherwise. Left out: interfaces
-that are down, loopback, bridges without a card (what containers hang on), link-local addresses.
+The kind is certain for an RDMA device (/sys/class/infiniband, by its link layer) and for an
+InfiniBand interface; any other card counts as Ethernet unless the user states otherwise. Left out
+are interfaces that are down, loopback, bridges without a card (container networks), and link-local
+addresses.
 
 Assumes Linux. Does NOT choose among cards (stages/networks.py).
 """
@@ -34,7 +35,7 @@ class RdmaPort:
 
 
 def this_host(sys: Path = Path("/sys")) -> HostCards:
-    """This host with all its cards. sys: where sysfs is mounted."""
+    """Describe this host with all its cards. sys: the mount point of sysfs."""
     ports = rdma_ports(sys)
     states = psutil.net_if_stats()
     cards = []
@@ -65,7 +66,7 @@ def this_host(sys: Path = Path("/sys")) -> HostCards:
 
 
 def rdma_ports(sys: Path) -> dict[str, RdmaPort]:
-    """By the network interface that each belongs to."""
+    """Ports of the host's RDMA devices, by the name of their network interface."""
     found = {}
     for link_layer in sorted(sys.glob("class/infiniband/*/ports/*/link_layer")):
         port = link_layer.parent
@@ -81,7 +82,7 @@ def rdma_ports(sys: Path) -> dict[str, RdmaPort]:
 
 
 def _read(path: Path) -> str:
-    """ "" where it cannot be read: unused entries of sysfs answer with an error."""
+    """Read a file of sysfs; "" if that fails, as it does for unused entries."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -89,33 +90,33 @@ def _read(path: Path) -> str:
 
 
 def _addresses(addresses: list[psutil._common.snicaddr]) -> list[tuple[str, int]]:
-    """Each with the length of its prefix; of IPv6 the first, where there is no IPv4."""
+    """All IPv4 addresses with their prefix lengths; without any, the first IPv6 address."""
     found: dict[int, list[tuple[str, int]]] = {4: [], 6: []}
-    for one in addresses:
-        if one.family not in (socket.AF_INET, socket.AF_INET6) or not one.netmask:
+    for entry in addresses:
+        if entry.family not in (socket.AF_INET, socket.AF_INET6) or not entry.netmask:
             continue
-        address = ipaddress.ip_address(one.address.partition("%")[0])
+        address = ipaddress.ip_address(entry.address.partition("%")[0])
         if not (address.is_loopback or address.is_link_local):
-            mask = int(ipaddress.ip_address(one.netmask))
+            mask = int(ipaddress.ip_address(entry.netmask))
             found[address.version].append((str(address), mask.bit_count()))
     return found[4] or found[6][:1]
 
 
 def _in_sysfs(sys: Path, interface: str, addresses: list[psutil._common.snicaddr]) -> Path | None:
-    """What sysfs says of the interface; None where sysfs shows another network namespace's."""
+    """Return the interface's directory in sysfs; None if sysfs shows another network namespace."""
     path = sys / "class" / "net" / interface
-    own = next((one.address for one in addresses if one.family == psutil.AF_LINK), "")
+    own = next((entry.address for entry in addresses if entry.family == psutil.AF_LINK), "")
     return path if _read(path / "address").lower() == own.lower() != "" else None
 
 
 def _has_card(sys: Path, bridge: Path) -> bool:
-    """Whether a card, or a bond of cards, is a port of the bridge."""
+    """Check if a card, or a bond of cards, is a port of the bridge."""
     ports = [sys / "class" / "net" / port.name for port in (bridge / "brif").glob("*")]
     return any((port / "device").exists() or (port / "bonding").exists() for port in ports)
 
 
 def _kind(ours: Path | None, port: RdmaPort | None) -> str:
-    """ "" where the system is not sure."""
+    """The kind of a card, as far as the system knows it, else ""."""
     if port is not None:
         return port.kind
     return INFINIBAND if ours and _read(ours / "type") == ARPHRD_INFINIBAND else ""

@@ -1,10 +1,11 @@
-"""On which hosts the ranks of a parallelism are, whether it can work there, and which parallelism
-suits given clusters.
+"""Mapping of ranks to hosts: check that a parallelism fits given hosts, and propose parallelisms
+that do.
 
-Ranks are numbered host by host. A tensor group lies inside one host. A data group lies inside one
-cluster, as the slow networks between clusters would hold up every sum of gradients: only pipelines
-cross (Yang et al. (Holmes), sections 2.4 and 3.2). Clusters may differ in hosts, and hosts in
-devices. Arithmetic only. Does NOT know which network a group uses, nor how fast a device is.
+Ranks are numbered host by host. A tensor group is inside one host. A data group is inside one
+cluster, because the slow networks between clusters would delay every sum of gradients; only
+pipelines cross clusters (Yang et al. (Holmes), sections 2.4 and 3.2). Clusters may differ in their
+number of hosts, and hosts in their number of devices. Arithmetic only. Does NOT know which network
+a group uses, nor how fast a device is.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from roadtrain.stages.parallelism import Parallelism
 
 
 class HostDevices(NamedTuple):
-    """A host whose `devices` are the next ranks."""
+    """A host and its number of devices, which are consecutive ranks."""
 
     host: str
     cluster: str
@@ -27,7 +28,7 @@ class HostDevices(NamedTuple):
 
 
 class DataGroups(StrEnum):
-    """Where the ranks of one data group may be."""
+    """Allowed placement of the ranks of one data group."""
 
     IN_ONE_CLUSTER = "in one cluster"
     ANYWHERE = "anywhere"
@@ -37,21 +38,22 @@ Hosts = Sequence[tuple[str, str, int]]  # HostDevices, or such tuples
 
 
 def hosts_of_ranks(hosts: Hosts) -> list[HostDevices]:
-    """The host of each rank. Raises ConfigError for a host of no devices or of two clusters."""
+    """List the host of each rank. Raises ConfigError for a host without devices or in two
+    clusters."""
     clusters: dict[str, str] = {}
     out: list[HostDevices] = []
-    for one in (HostDevices(*host) for host in hosts):
-        if one.devices < 1:
+    for at in (HostDevices(*host) for host in hosts):
+        if at.devices < 1:
             raise ConfigError(
-                f"host {one.host!r} of cluster {one.cluster!r} has {one.devices} devices",
-                hint="leave a host out that computes nothing",
+                f"host {at.host!r} of cluster {at.cluster!r} has {at.devices} devices",
+                hint="leave out hosts that compute nothing",
             )
-        if clusters.setdefault(one.host, one.cluster) != one.cluster:
+        if clusters.setdefault(at.host, at.cluster) != at.cluster:
             raise ConfigError(
-                f"host {one.host!r} is in cluster {clusters[one.host]!r} and in {one.cluster!r}",
-                hint="give each host a name of its own",
+                f"host {at.host!r} is in cluster {clusters[at.host]!r} and in {at.cluster!r}",
+                hint="give each host a unique name",
             )
-        out += [one] * one.devices
+        out += [at] * at.devices
     return out
 
 
@@ -62,8 +64,8 @@ def check_ranks(
     blocks: int | None = None,
     data_groups: DataGroups = DataGroups.IN_ONE_CLUSTER,
 ) -> list[HostDevices]:
-    """The host of each rank. `blocks`: of the model, to be divided into stages. Raises ConfigError
-    where the parallelism cannot work on these hosts: the first reason, with both numbers."""
+    """Check that a parallelism fits the hosts, and list the host of each rank. `blocks`: number of
+    blocks of the model, checked against the stages. Raises ConfigError if it does not fit."""
     host_of = hosts_of_ranks(hosts)
     _check_world(parallelism, len(host_of), len(hosts))
     _check_tensor_groups(parallelism, host_of)
@@ -75,17 +77,17 @@ def check_ranks(
 
 
 def _check_world(parallelism: Parallelism, world: int, hosts: int) -> None:
-    there = f"{hosts} hosts have {world} devices"
+    available = f"{hosts} hosts have {world} devices"
     for stage, (first, following) in enumerate(itertools.pairwise(parallelism.first_ranks)):
         if first >= world:
             raise ConfigError(
-                f"stage {stage} (ranks {first} to {following - 1}) has no host: {there}",
+                f"stage {stage} (ranks {first} to {following - 1}) has no host: {available}",
                 hint=f"start {parallelism.devices} ranks for {parallelism}, or lower pp or dp",
             )
     if parallelism.devices != world:
         raise ConfigError(
-            f"{parallelism} is {parallelism.devices} ranks, {there}",
-            hint="the widths of all stages, times tp, add up to the number of devices",
+            f"{parallelism} is {parallelism.devices} ranks, {available}",
+            hint="the widths of all stages, times tp, must add up to the number of devices",
         )
 
 
@@ -98,58 +100,58 @@ def _check_tensor_groups(parallelism: Parallelism, host_of: Sequence[HostDevices
                 f"tensor group {number} (ranks {group[0]} to {group[-1]}) crosses hosts"
                 f" {' and '.join(map(repr, names))}: tp is {parallelism.tp}, host {first.host!r}"
                 f" has {first.devices} devices",
-                hint="tp divides the devices of every host",
+                hint="tp must divide the number of devices of every host",
             )
 
 
 def _check_data_groups(parallelism: Parallelism, host_of: Sequence[HostDevices]) -> None:
-    clusters = [one.cluster for one in host_of]
+    clusters = [at.cluster for at in host_of]
     for group in parallelism.data_groups():
         names = list(dict.fromkeys(clusters[rank] for rank in group))
         if len(names) > 1:
             counts = [sum(clusters[rank] == name for rank in group) for name in names]
             stage = parallelism.position(group[0]).stage
-            said = " and ".join(f"{n} of {name!r}" for n, name in zip(counts, names))
+            mixed = " and ".join(f"{n} of {name!r}" for n, name in zip(counts, names))
             raise ConfigError(
                 f"the data group of stage {stage} (ranks {group[0]} to {group[-1]}) mixes clusters:"
-                f" {said}",
-                hint="let every border between clusters be one between stages (widths gives each"
-                " stage its own number of ranks), or say that data groups may be anywhere",
+                f" {mixed}",
+                hint="keep each stage inside one cluster (`widths` sets the number of ranks of each"
+                " stage), or allow data groups across clusters",
             )
 
 
 def _replicas(hosts: Hosts, tp: int) -> list[int]:
-    """How many tensor groups each cluster's devices make, in rank order. Raises ConfigError where
-    tp does not divide a host's devices, or a cluster's hosts do not follow each other."""
+    """Count the tensor groups of each cluster, in rank order. Raises ConfigError if tp does not
+    divide a host's devices, or a cluster's hosts are not consecutive."""
     host_of = hosts_of_ranks(hosts)
-    for one in host_of:
-        if one.devices % tp:
+    for at in host_of:
+        if at.devices % tp:
             raise ConfigError(
-                f"tp {tp} does not divide the {one.devices} devices of host {one.host!r}",
-                hint="a tensor group lies inside one host",
+                f"tp {tp} does not divide the {at.devices} devices of host {at.host!r}",
+                hint="choose a tp that divides the devices of every host",
             )
-    clusters = [one.cluster for one in host_of]
+    clusters = [at.cluster for at in host_of]
     if not clusters:
-        raise ConfigError("there are 0 hosts with devices, 1 is needed", hint="give the hosts")
+        raise ConfigError("there are 0 hosts, 1 is needed", hint="list the hosts")
     names = [name for name, _ in itertools.groupby(clusters)]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(
-            f"the ranks of cluster {twice!r} are {names.count(twice)} runs with others between",
-            hint="number the hosts of a cluster one after another",
+            f"the ranks of cluster {twice!r} are split into {names.count(twice)} ranges",
+            hint="list the hosts of each cluster one after another",
         )
     return [clusters.count(name) // tp for name in names]
 
 
 def suited_parallelisms(hosts: Hosts, blocks: int, *, tp: int = 1) -> Iterator[Parallelism]:
-    """Every pipeline with one or several stages of one width in each cluster, so that all data
-    groups are as `check_ranks` demands: the fewest stages first, of those the most even widths.
-    `blocks`: of the model, which are at least as many as stages. Raises ConfigError where tp does
-    not divide a host's devices, or clusters are more than blocks."""
+    """Propose all pipelines with one or more stages of equal width per cluster, which pass
+    `check_ranks`. The fewest stages come first, among them the most even widths. `blocks`: the
+    number of blocks of the model, which limits the stages. Raises ConfigError if tp does not divide
+    a host's devices, or there are more clusters than blocks."""
     replicas = _replicas(hosts, tp)
     if len(replicas) > blocks:
         raise ConfigError(
-            f"{len(replicas)} clusters need a stage each, the model has {blocks} blocks",
-            hint="use fewer clusters, or smaller blocks",
+            f"{len(replicas)} clusters need at least one block each, the model has {blocks} blocks",
+            hint="use fewer clusters, or divide the model into smaller blocks",
         )
     divisors = [[n for n in range(1, own + 1) if own % n == 0] for own in replicas]
     found = [

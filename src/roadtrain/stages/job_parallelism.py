@@ -1,5 +1,5 @@
-"""The `[parallelism]` of a job: degrees, stages, networks, where a stage's state rests, and who
-adds up gradients."""
+"""The `[parallelism]` table of a job file: degrees, stages, networks, storage of stages, and
+reducers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roadtrain.stages.host_ranks import DataGroups
 from roadtrain.stages.networks import NetworkStatement
 from roadtrain.stages.parallelism import Parallelism
 
-# name -> where nothing is said
+# defaults
 DEGREES: Mapping[str, object] = {
     "dp": None,
     "tp": 1,
@@ -27,10 +27,10 @@ DEGREES: Mapping[str, object] = {
 ADDRESS = re.compile(r"[^/\s]+:\d+")
 
 
-def _as_addresses(given: object) -> object:
-    """Addresses that stand alone, with commas between; other words are a file's path."""
-    texts = given.split(",") if isinstance(given, str) else []
-    return texts if texts and all(map(ADDRESS.fullmatch, texts)) else given
+def _as_addresses(value: object) -> object:
+    """Split a comma-separated list of addresses; any other text is the path of a file."""
+    texts = value.split(",") if isinstance(value, str) else []
+    return texts if texts and all(map(ADDRESS.fullmatch, texts)) else value
 
 
 FileOrAddresses = Annotated[str | list[str], BeforeValidator(_as_addresses)]
@@ -38,8 +38,8 @@ Stages = list[Whole] | Literal["even", "measured", "paper"]
 
 
 class StagePlacement(Section):
-    """Where one stage's parameters and optimizer state rest, instead of beside its ranks: files,
-    servers, or memory alone."""
+    """Storage of one stage's parameters and optimizer state in files, on servers, or in host
+    memory, instead of on its ranks."""
 
     stage: Whole
     files: Texts = []
@@ -56,70 +56,70 @@ class StagePlacement(Section):
         if bool(self.files) + bool(self.servers) + self.memory != 1:
             raise ValueError(f"stage {self.stage}: give one of files, servers and memory = true")
         if self.token_file and not self.servers:
-            raise ValueError(f"stage {self.stage}: token_file is for servers, and none are given")
+            raise ValueError(f"stage {self.stage}: token_file needs servers")
         return self
 
 
 class ParallelismSection(Section):
     auto: Flag = False
-    """`parallelism = "auto"` instead of the table: it is that of the plan that `roadtrain launch`
-    runs"""
+    """`parallelism = "auto"` instead of the table: use the parallelism of the plan that `roadtrain
+    launch` runs"""
     dp: Count | None = None
-    """data-parallel ranks of each stage; default: what the processes give"""
+    """data-parallel ranks of each stage; default: number of processes / (pp x tp)"""
     tp: Count = 1
-    """tensor-parallel ranks, of one host"""
+    """tensor-parallel ranks, on one host"""
     pp: Count = 1
     """pipeline stages"""
     widths: list[Count] = []
-    """data-parallel ranks of each stage, where they differ"""
+    """data-parallel ranks of each stage, if they differ"""
     stages: Stages = "even"
-    """blocks of each stage; or: as even as can be, exactly by measured speeds, or by the formula of
-    Yang et al. (Holmes)"""
+    """blocks of each stage; or "even", "measured": the fastest by measured speeds, "paper": by the
+    formula of Yang et al. (Holmes)"""
     virtual_stages: Count = 1
-    """parts of the model that a stage has (interleaved)"""
+    """parts of the model in each stage (interleaved schedule)"""
     num_microbatches: Count | None = None
-    """of a step, over all replicas; default: optimizer.accumulate of each replica of the widest
-    stage"""
+    """micro-batches of a step, over all replicas; default: optimizer.accumulate x replicas of the
+    widest stage"""
     activations: Literal["bf16", "fp16"] | None = None
-    """what activations travel as between stages; default: as they are"""
+    """dtype of activations sent between stages; default: unchanged"""
     across_clusters: Flag = False
-    """a stage's ranks may be in several clusters: a slow network carries gradients"""
+    """allow the ranks of a stage in several clusters, so that a slow network carries gradients"""
     overlap: Flag = True
-    """a stage's gradients and new parameters travel while it computes"""
+    """send gradients and new parameters of a stage while it computes"""
     resize_stages: Number | None = Field(default=None, gt=0)
-    """divide the stages anew where that shortens a step by this fraction"""
+    """move blocks between stages when that shortens a step by this fraction"""
     snapshot_every: Count = 50
-    """steps between snapshots of what rests beside the ranks"""
+    """steps between snapshots of state on the ranks"""
     snapshot_replicas: Count = Field(default=1, le=2)
-    """2: each part of a snapshot also on a host of another cluster"""
+    """2: keep each part of a snapshot also on a host of another cluster"""
     deadline: Number = Field(default=600.0, gt=0)
-    """seconds that a wait may take"""
+    """timeout of any wait, in seconds"""
     networks: list[NetworkStatement] = []
-    """what is known of network cards; the rest is found"""
+    """properties of network cards; others are detected"""
     placements: list[StagePlacement] = []
-    """stages whose state rests elsewhere than beside their ranks"""
+    """stages whose state is not kept on their ranks"""
     reducers: FileOrAddresses = ""
-    """`roadtrain serve --sum` that add up the gradients: a list of HOST:PORT; or a file with a line
-    HOST:PORT [RATE] each, which the first process reads again and again while training ({run}: the
-    run directory)"""
+    """`roadtrain serve --sum` processes that sum the gradients: a list of HOST:PORT; or a file with
+    lines HOST:PORT [RATE], which the first process re-reads during training ({run}: the run
+    directory)"""
     reducers_token_file: str | None = None
-    """file with the reducers' token, needed beyond this host ({run}: as above)"""
+    """file with the reducers' token, needed if one is on another host ({run}: as above)"""
     reducers_alone: Flag = False
-    """the workers add up nothing themselves while a reducer is there (placement
+    """the ranks sum no gradients themselves while a reducer is available (placement
     parameter-server)"""
 
     def check_known(self) -> None:
-        """Raises ConfigError where a plan says it."""
+        """Raise ConfigError if the parallelism is left to a plan."""
         if self.auto:
             raise ConfigError(
-                'parallelism = "auto" is that of a plan, and there is none here',
+                'parallelism = "auto" needs a plan, and there is none',
                 hint="roadtrain plan CLUSTER.toml --job JOB.toml, then roadtrain launch plan.toml"
                 " JOB.toml",
             )
 
     @model_validator(mode="after")
     def _one_placement_a_stage(self) -> Self:
-        stages = [one.stage for one in self.placements]
+        stages = [placement.stage for placement in self.placements]
         if twice := [stage for stage in stages if stages.count(stage) > 1]:
             raise ValueError(f"stage {twice[0]} has {len(twice)} placements, give it one")
         return self
@@ -127,14 +127,14 @@ class ParallelismSection(Section):
     @model_validator(mode="after")
     def _reducers_are_named(self) -> Self:
         if not self.reducers and (self.reducers_token_file or self.reducers_alone):
-            raise ValueError("reducers_token_file and reducers_alone are of reducers: name some")
+            raise ValueError("reducers_token_file and reducers_alone need reducers")
         return self
 
     @model_validator(mode="after")
     def _auto_alone(self) -> Self:
         stated = [name for name in DEGREES if getattr(self, name) != DEGREES[name]]
         if self.auto and stated:
-            raise ValueError(f"auto leaves all degrees to the plan, and {stated[0]} is given")
+            raise ValueError(f"auto takes all degrees from the plan, but {stated[0]} is set")
         return self
 
     @property
@@ -143,12 +143,12 @@ class ParallelismSection(Section):
 
     @property
     def used(self) -> bool:
-        """Whether the job is one of stages and groups."""
+        """Whether the job runs in stages, with `parallelize`."""
         several = self.pp > 1 or self.tp > 1 or self.dp is not None
         return several or bool(self.widths) or bool(self.placements) or bool(self.reducers)
 
     def of_run(self, directory: str) -> Self:
-        """With paths that name the run directory."""
+        """Replace {run} in paths by the run directory."""
         reducers, token = self.reducers, self.reducers_token_file
         if isinstance(reducers, str):
             reducers = reducers.replace("{run}", directory)
@@ -156,7 +156,7 @@ class ParallelismSection(Section):
         return self.model_copy(update={"reducers": reducers, "reducers_token_file": token})
 
     def degrees(self, processes: int) -> Parallelism:
-        """For so many processes. Raises ConfigError where they do not divide."""
+        """The Parallelism for a number of processes. Raises ConfigError if they do not divide."""
         dp = self.dp
         if dp is None and not self.widths:
             dp, rest = divmod(processes, self.pp * self.tp)
@@ -164,7 +164,7 @@ class ParallelismSection(Section):
                 raise ConfigError(
                     f"{processes} processes do not divide into {self.pp} stages of {self.tp}"
                     " tensor-parallel ranks",
-                    hint="start a multiple of pp x tp, or give widths",
+                    hint="start a multiple of pp x tp processes, or set widths",
                 )
         stated = tuple(self.stages) if isinstance(self.stages, list) else ()
         return Parallelism(

@@ -1,5 +1,5 @@
-"""StageLayout: which segments of a model each stage has, which parameters, and which of them
-several stages have; for every rank the same value."""
+"""StageLayout: the segments and parameters of each stage, and the parameters shared by several
+stages. Every rank computes the same value."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from roadtrain.stages.rank_groups import GroupKind, RankGroup
 
 @dataclass(frozen=True)
 class StageLayout:
-    """parallelism: with the blocks of each stage stated. segments: in the model's order, one a
-    virtual stage. names: the parameters of each segment."""
+    """The division of a model into stages. parallelism: its degrees. segments: one per virtual
+    stage, in the model's order. names: the parameters of each segment."""
 
     parallelism: Parallelism
     segments: tuple[Segment, ...]
@@ -24,14 +24,14 @@ class StageLayout:
 
     @staticmethod
     def of(parallelism: Parallelism, cuts: Cuts) -> StageLayout:
-        """Raises ConfigError where stages and blocks do not add up, ModelError where the model
-        cannot be cut there."""
+        """Divide the model. Raises ConfigError if stages and blocks do not add up, ModelError if
+        the model cannot be cut there."""
         counts = parallelism.layers(len(cuts.blocks))
         if not all(counts):
             raise ConfigError(
-                f"stages of {', '.join(map(str, counts))} blocks: a part without any is simulated"
-                " only",
-                hint="a block or more in each",
+                f"stages of {', '.join(map(str, counts))} blocks: a stage without blocks can be"
+                " simulated, but not trained",
+                hint="give each stage at least one block",
             )
         segments = tuple(Segment(*ends) for ends in pairwise(accumulate(counts, initial=0)))
         return StageLayout(parallelism, segments, tuple(map(cuts.parameters, segments)))
@@ -40,7 +40,7 @@ class StageLayout:
         return ", ".join(str(s.stop - s.begin) for s in self.segments) + " blocks"
 
     def numbers(self, stage: int) -> list[int]:
-        """Of the segments of `stage`."""
+        """The numbers of the segments of `stage`."""
         return list(range(stage, len(self.segments), self.parallelism.pp))
 
     def segments_of(self, stage: int) -> list[Segment]:
@@ -50,11 +50,11 @@ class StageLayout:
         return frozenset().union(*(self.names[number] for number in self.numbers(stage)))
 
     def stages_of(self, name: str) -> tuple[int, ...]:
-        """Which stages have the parameter `name`, each a copy."""
+        """The stages that have a copy of the parameter `name`."""
         return tuple(s for s in range(self.parallelism.pp) if name in self.names_of(s))
 
     def shared(self) -> dict[tuple[int, ...], tuple[str, ...]]:
-        """Stages that have parameters in common -> the names of these."""
+        """Sets of stages that share parameters -> the names of these."""
         found: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for name in sorted(frozenset().union(*self.names)):
             stages = self.stages_of(name)
@@ -63,12 +63,12 @@ class StageLayout:
         return {stages: tuple(names) for stages, names in found.items()}
 
     def shared_groups(self) -> list[RankGroup]:
-        """For each set of stages that have parameters in common and each tensor index."""
+        """The groups for shared parameters, one per set of stages and tensor index."""
         tensors = range(self.parallelism.tp)
         return [self.shared_group(stages, tensor) for stages in self.shared() for tensor in tensors]
 
     def shared_group(self, stages: tuple[int, ...], tensor: int) -> RankGroup:
-        """The ranks of all these stages, stage by stage, replica by replica."""
+        """The group of all ranks of these stages with this tensor index, by stage and replica."""
         ranks = tuple(
             self.parallelism.rank(RankPosition(stage, replica, tensor))
             for stage in stages

@@ -1,9 +1,9 @@
-"""StageLinks: messages between stages: activations forward, their gradients back.
+"""StageLinks: messages between stages, activations forward and their gradients back.
 
-Each boundary and direction has a process group of its own, on the network that was chosen for it
-(`process_groups`); messages between two ranks of a group come in the order in which they were sent.
-A send returns at once and its tensors are kept until it is done; receives are posted ahead. Every
-wait has a deadline, and an error that says who waits for what from whom (Rule 5).
+Each boundary and direction has its own process group, on the network chosen for it
+(`process_groups`). Messages between two ranks of a group arrive in the order in which they are
+sent. A send returns at once and keeps its tensors until it is done; receives are posted ahead.
+Every wait has a timeout, and its error names both ranks and the message (Rule 5).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from roadtrain.stages.protocol.pipeline import FORWARD, Peer, Transfer
 from roadtrain.stages.rank_groups import Groups
 
 Channel = tuple[int, str]  # a boundary, and FORWARD or BACKWARD
-WORDS = {True: "the activations", False: "the gradient of the activations"}
+PAYLOAD = {True: "the activations", False: "the gradient of the activations"}
 
 
 @dataclass
 class _Sent:
-    """A message that may still be on its way."""
+    """A sent message that may still be in flight."""
 
     works: list[Any]
     tensors: list[torch.Tensor]
@@ -50,20 +50,20 @@ class StageLinks:
         self._at = groups.position(rank)
         self._sent: list[_Sent] = []
         self._receiving: dict[Transfer, list[Any]] = {}
-        self.step = 0  # for messages of errors
-        self.wait_s = 0.0
+        self.step = 0  # for error messages
+        self.wait_s = 0.0  # seconds spent in `wait` and `flush`
 
     def send(self, transfer: Transfer, tensors: Sequence[torch.Tensor]) -> None:
-        """tensors: kept until they are sent; nobody may write to them."""
+        """Start sending. tensors: kept until they are sent; they must not be changed before."""
         group, to = self._group(transfer), self._rank_of(transfer.receiver)
         whole = [x.detach().contiguous() for x in tensors]
         with self._translated(transfer, sending=True):
             works = [distributed.isend(x, to, group) for x in whole]
-        self._sent = [one for one in self._sent if not all(w.is_completed() for w in one.works)]
+        self._sent = [s for s in self._sent if not all(w.is_completed() for w in s.works)]
         self._sent.append(_Sent(works, whole, transfer))
 
     def post(self, transfer: Transfer, buffers: Sequence[torch.Tensor]) -> None:
-        """From now on the message may arrive in `buffers`."""
+        """Post the receive of a message into `buffers`."""
         group, sender = self._group(transfer), self._rank_of(transfer.sender)
         with self._translated(transfer, sending=False):
             self._receiving[transfer] = [
@@ -71,7 +71,7 @@ class StageLinks:
             ]
 
     def wait(self, transfer: Transfer) -> None:
-        """Until the message is in its buffers. Raises DeadlineError, LostError."""
+        """Wait until the message is in its buffers. Raises DeadlineError, LostError."""
         then = time.monotonic()
         works = self._receiving.pop(transfer)
         with self._translated(transfer, sending=False):
@@ -80,11 +80,11 @@ class StageLinks:
         self.wait_s += time.monotonic() - then
 
     def flush(self) -> None:
-        """Until all that was sent has left. Raises as `wait`."""
+        """Wait until all sends are done. Raises like `wait`."""
         then = time.monotonic()
-        for one in self._sent:
-            with self._translated(one.transfer, sending=True):
-                for work in one.works:
+        for sent in self._sent:
+            with self._translated(sent.transfer, sending=True):
+                for work in sent.works:
                     work.wait(timedelta(seconds=self._deadline_s))
         self._sent.clear()
         self.wait_s += time.monotonic() - then
@@ -98,8 +98,8 @@ class StageLinks:
 
     @contextmanager
     def _translated(self, transfer: Transfer, *, sending: bool) -> Iterator[None]:
-        """Inside it torch's errors of a peer become ours, with who, what, which step and from
-        whom."""
+        """Translate torch's errors about a peer to DeadlineError or LostError, with both ranks, the
+        message and the step."""
         then = time.monotonic()
         try:
             yield
@@ -107,17 +107,18 @@ class StageLinks:
             took, sentence = time.monotonic() - then, self._sentence(transfer, sending)
             if took >= 0.9 * self._deadline_s:
                 raise DeadlineError(
-                    f"{sentence}: nothing for {took:.1f} s, the deadline is"
-                    f" {self._deadline_s:.1f} s"
+                    f"{sentence}: timed out after {took:.1f} s, the deadline is"
+                    f" {self._deadline_s:.1f} s",
+                    hint="check that its host and network are up, and read its own output",
                 ) from error
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise LostError(f"{sentence}, who is gone: {first}") from error
+            raise LostError(f"{sentence}, which was lost: {first}") from error
 
     def _sentence(self, transfer: Transfer, sending: bool) -> str:
         own = f"stage {self._at.stage}, replica {self._at.replica}"
         peer = transfer.receiver if sending else transfer.sender
         rank = self._rank_of(peer)
         other = f"stage {peer.stage} (rank {rank} on {self._groups.host(rank)})"
-        what = f"{WORDS[transfer.what == FORWARD]} of micro-batch {transfer.micro}"
+        what = f"{PAYLOAD[transfer.what == FORWARD]} of micro-batch {transfer.micro}"
         way = "sends" if sending else "waits for"
         return f"{own} {way} {what} of step {self.step} {'to' if sending else 'from'} {other}"

@@ -1,13 +1,13 @@
-"""Networks: which cards of several hosts reach each other, and by which a group of ranks talks.
+"""Networks: choose the network of each group of ranks.
 
-A group that is on one host talks inside it (NVLink, shared memory, loopback). Else it takes the
-fastest cards of one kind by which all its members reach each other from end to end; else Ethernet;
-else it is refused. Yang et al. (Holmes), section 3.2, print a special case: RDMA for data groups
+A group on one host communicates inside it (NVLink, shared memory, loopback). Any other group uses
+the fastest cards of one kind that connect all of its hosts, else Ethernet; a group without either
+is refused. The rule of Yang et al. (Holmes), section 3.2, is a special case: RDMA for data groups
 inside a cluster, Ethernet between stages.
 
-Cards of one kind reach each other where they have one fabric: the name that the user gave it, else
-the subnet of the address. Ethernet is routed between subnets, the others are not. That it is so is
-proven by the preflight, not here. Arithmetic only.
+Cards of one kind are assumed to reach each other if they are on the same fabric: the name stated by
+the user, else the subnet of the address. Ethernet is routed between subnets, the other kinds are
+not. The preflight tests these assumptions; this module is arithmetic only.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from roadtrain.errors import ConfigError
 from roadtrain.options.schema import Flag, RateText, Section, Texts
 from roadtrain.units import parse_rate, show_rate
 
-# the fastest first, where rates are the same or not known
+# in order of preference if rates are equal or unknown
 KINDS = ("infiniband", "roce", "ethernet")
 INFINIBAND, ROCE, ETHERNET = KINDS
-CONTROL = "control"  # the group of all ranks
+CONTROL = "control"  # name of the group of all ranks
 INSIDE = "inside a host"  # NVLink, PCIe, shared memory or loopback
 LOOPBACK = "127.0.0.1"
 
@@ -43,13 +43,13 @@ C = TypeVar("C", bound=HasKind)
 def fastest_common(
     hosts: Sequence[Sequence[C]], fabric: Callable[[C], str], bytes_per_s: Callable[[C], float]
 ) -> tuple[C, ...] | None:
-    """One card of each host, in order, all of one kind and one fabric, of which the slowest is as
-    fast as can be; None where hosts have no such cards in common. Where a rate is not known (0),
-    kinds decide before rates."""
+    """Choose a card of each host, all of one kind and fabric, such that the slowest of them is as
+    fast as possible. Returns None if the hosts have no kind and fabric in common. If any rate is
+    unknown (0), kinds are compared before rates."""
     ways: list[tuple[float, int, tuple[C, ...]]] = []
     for first in hosts[0]:
         found = [
-            [one for one in cards if one.kind == first.kind and fabric(one) == fabric(first)]
+            [c for c in cards if c.kind == first.kind and fabric(c) == fabric(first)]
             for cards in hosts
         ]
         if all(found):
@@ -57,39 +57,40 @@ def fastest_common(
             ways.append((min(map(bytes_per_s, way)), -KINDS.index(first.kind), way))
     if not ways:
         return None
-    known = all(rate for rate, _, _ in ways)
-    return max(ways, key=lambda way: way[:2] if known else (way[1], way[0]))[2]
+    rated = all(rate for rate, _, _ in ways)
+    return max(ways, key=lambda way: way[:2] if rated else (way[1], way[0]))[2]
 
 
 class NetworkStatement(Section):
-    """What the user knows of some cards. The first statement that matches a card counts."""
+    """User-stated properties of some network cards. The first statement that matches a card
+    applies."""
 
     hosts: Texts = ["*"]
-    """names of hosts, as `a*`"""
+    """names or patterns of hosts, such as `a*`"""
     interface: str = "*"
-    """name of the interface, as `eth0` or `ib*`"""
+    """name or pattern of interfaces, such as `eth0` or `ib*`"""
     subnet: str = ""
-    """that its address is in, as `10.1.0.0/16`"""
+    """subnet of the card's address, such as `10.1.0.0/16`"""
     kind: Literal["infiniband", "roce", "ethernet"] | None = None
-    """default: what the system says"""
+    """default: as detected"""
     rate: RateText | None = None
-    """default: what the system says"""
+    """default: as detected"""
     fabric: str = ""
-    """cards of one kind and fabric reach each other; default: those of one subnet"""
+    """cards of the same kind and fabric reach each other; default: the subnet"""
     use: Flag = True
-    """whether training goes by it"""
+    """whether training uses the card"""
 
     @field_validator("subnet")
     @classmethod
     def _is_subnet(cls, subnet: str) -> str:
         if subnet:
-            ipaddress.ip_network(subnet)  # its ValueError says why
+            ipaddress.ip_network(subnet)  # raises ValueError with the reason
         return subnet
 
     @model_validator(mode="after")
     def _says_which(self) -> Self:
         if self.hosts == ["*"] and self.interface == "*" and not self.subnet:
-            raise ValueError("give hosts, interface or subnet: this would be about every card")
+            raise ValueError("give hosts, interface or subnet: this would match every card")
         return self
 
     def __str__(self) -> str:
@@ -98,36 +99,36 @@ class NetworkStatement(Section):
         where += [f"hosts {', '.join(self.hosts)}"] if self.hosts != ["*"] else []
         return " of ".join(where)
 
-    def about_host(self, host: str) -> bool:
+    def matches_host(self, host: str) -> bool:
         return any(fnmatchcase(host, pattern) for pattern in self.hosts)
 
-    def about(self, host: str, card: HostCard) -> bool:
+    def matches(self, host: str, card: HostCard) -> bool:
         inside = not self.subnet or ipaddress.ip_address(card.address) in ipaddress.ip_network(
             self.subnet
         )
-        return self.about_host(host) and fnmatchcase(card.interface, self.interface) and inside
+        return self.matches_host(host) and fnmatchcase(card.interface, self.interface) and inside
 
 
 @dataclass(frozen=True)
 class HostCard:
-    """An interface of a host, with one address."""
+    """A network interface of a host, with one address."""
 
     interface: str
     address: str
-    prefix: int  # bits of the address that are the subnet's
-    kind: str = ETHERNET  # of KINDS
-    bytes_per_s: float = 0.0  # 0: not known
-    mtu: int = 0  # 0: not known
-    fabric: str = ""  # as the user calls it; "": the subnet
-    found: str = ""  # the kind that the system is sure of; "": it is not
-    device: str = ""  # its name among RDMA devices, as mlx5_0; "": it is none
+    prefix: int  # bits of the subnet in the address
+    kind: str = ETHERNET  # one of KINDS
+    bytes_per_s: float = 0.0  # 0: unknown
+    mtu: int = 0  # 0: unknown
+    fabric: str = ""  # name stated by the user; "": the subnet
+    found: str = ""  # the kind if it was detected for certain, else ""
+    device: str = ""  # name of the RDMA device, such as mlx5_0; "": not an RDMA device
 
     @property
     def subnet(self) -> str:
         return str(ipaddress.ip_interface(f"{self.address}/{self.prefix}").network)
 
     @property
-    def meets(self) -> str:
+    def fabric_id(self) -> str:
         return self.fabric or self.subnet
 
     def __str__(self) -> str:
@@ -137,8 +138,7 @@ class HostCard:
 
 @dataclass(frozen=True)
 class HostCards:
-    """A host as its ranks see it. `identity`: the same for processes that share memory and
-    network."""
+    """A host and its cards. `identity`: equal for processes that share memory and network."""
 
     identity: str
     name: str
@@ -150,18 +150,18 @@ class HostCards:
 
 @dataclass(frozen=True)
 class GroupNetwork:
-    """By what a group of ranks talks. `cards`: of each rank, in the order of `ranks`."""
+    """The network of a group of ranks. `hosts` and `cards` are in the order of `ranks`."""
 
     group: str
     ranks: tuple[int, ...]
-    hosts: tuple[str, ...]  # of each rank
-    kind: str  # of KINDS, or INSIDE
+    hosts: tuple[str, ...]  # host names
+    kind: str  # one of KINDS, or INSIDE
     cards: tuple[HostCard, ...]
-    passed_over: str = ""  # faster cards that do not reach each other, for people
+    passed_over: str = ""  # a note on faster cards that do not reach each other
 
     @property
     def bytes_per_s(self) -> float:
-        """Of the slowest card; 0 where one is not known."""
+        """The rate of the slowest card; 0 if any rate is unknown."""
         return min(card.bytes_per_s for card in self.cards)
 
     def card_of(self, rank: int) -> HostCard:
@@ -180,7 +180,7 @@ class GroupNetwork:
 
 
 class NamedRanks(Protocol):
-    """A group of ranks, of whatever kind."""
+    """A named group of ranks of any kind."""
 
     @property
     def name(self) -> str: ...
@@ -191,61 +191,62 @@ class NamedRanks(Protocol):
 LOOPBACK_CARD = HostCard("lo", LOOPBACK, 8, kind=INSIDE)
 
 
-def stated(
+def override(
     hosts: Sequence[HostCards], statements: Sequence[NetworkStatement]
 ) -> tuple[HostCards, ...]:
-    """`hosts` with what the user stated, without the cards that are not to be used, and without
-    addresses that several hosts have (each host's own bridge for containers). Raises ConfigError
-    for a statement about an interface that is not there, or that the system contradicts."""
+    """Apply the user's statements to the detected cards of `hosts`. Cards with `use = false` are
+    removed, and so are addresses that several hosts have (container bridges). Raises ConfigError
+    for a statement about a missing interface, or one that contradicts the detected kind."""
     for statement in statements:
-        _check_there(statement, hosts)
+        _check_exists(statement, hosts)
     every = {host.identity: host for host in hosts}.values()
     addresses = [card.address for host in every for card in host.cards]
     out = []
     for host in hosts:
         cards = []
         for card in host.cards:
-            said = next((one for one in statements if one.about(host.name, card)), None)
-            if addresses.count(card.address) == 1 and (said is None or said.use):
-                cards.append(card if said is None else _as_stated(host.name, card, said))
+            found = next((s for s in statements if s.matches(host.name, card)), None)
+            if addresses.count(card.address) == 1 and (found is None or found.use):
+                cards.append(card if found is None else _apply(host.name, card, found))
         out.append(replace(host, cards=tuple(cards)))
     return tuple(out)
 
 
-def _check_there(statement: NetworkStatement, hosts: Sequence[HostCards]) -> None:
-    """Every host that is meant has it, where it is named without a pattern; else one has."""
-    meant = [host for host in hosts if statement.about_host(host.name)]
+def _check_exists(statement: NetworkStatement, hosts: Sequence[HostCards]) -> None:
+    """Check that the statement matches a card: on every matching host if the interface is named
+    without a pattern, else on at least one host."""
+    meant = [host for host in hosts if statement.matches_host(host.name)]
     named = not set(statement.interface) & set("*?[")
     for host in meant:
         if named and not any(card.interface == statement.interface for card in host.cards):
             raise ConfigError(
-                f"host {host.name} has no interface {statement.interface} with an address that is"
-                f" up; `networks` calls it {statement.kind or 'a network'}: {host}",
-                hint="name the interface that it has, or say in `hosts` which hosts have this one",
+                f"host {host.name} has no interface {statement.interface} that is up and has an"
+                f" address, but `networks` names it: {host}",
+                hint="name an interface of that host, or list in `hosts` the hosts that have it",
             )
-    if not any(statement.about(host.name, card) for host in meant for card in host.cards):
+    if not any(statement.matches(host.name, card) for host in meant for card in host.cards):
         raise ConfigError(
-            f"`networks` speaks of {statement}, and no host has it:"
+            f"`networks` names {statement}, which no host has:"
             f" {'; '.join(map(str, meant or hosts))}",
-            hint="name interfaces and subnets as `ip addr` shows them",
+            hint="name interfaces and subnets as shown by `ip addr`",
         )
 
 
-def _as_stated(host: str, card: HostCard, said: NetworkStatement) -> HostCard:
-    kind = said.kind or card.kind
+def _apply(host: str, card: HostCard, statement: NetworkStatement) -> HostCard:
+    kind = statement.kind or card.kind
     if card.found and kind != card.found and ETHERNET not in (kind, card.found):
         raise ConfigError(
-            f"`networks` calls {card.interface} of host {host} {kind}, and its link layer is"
+            f"`networks` calls {card.interface} of host {host} {kind}, but its link layer is"
             f" {card.found}",
-            hint="InfiniBand and RoCE cards cannot talk to each other",
+            hint=f"state the kind {card.found}, or leave it out",
         )
-    rate = parse_rate(said.rate) if said.rate else card.bytes_per_s
-    return replace(card, kind=kind, bytes_per_s=rate, fabric=said.fabric)
+    rate = parse_rate(statement.rate) if statement.rate else card.bytes_per_s
+    return replace(card, kind=kind, bytes_per_s=rate, fabric=statement.fabric)
 
 
 def pick(group: NamedRanks, host_of: Mapping[int, HostCards]) -> GroupNetwork:
-    """By what the group talks. host_of: of each rank. Raises ConfigError where its hosts do not
-    reach each other, with the reason."""
+    """Choose the network of a group. host_of: the host of each rank. Raises ConfigError with the
+    reason if the group's hosts cannot reach each other."""
     ranks = tuple(group.ranks)
     members = [host_of[rank] for rank in ranks]
     hosts = {host.identity: host for host in members}
@@ -253,9 +254,9 @@ def pick(group: NamedRanks, host_of: Mapping[int, HostCards]) -> GroupNetwork:
     if len(hosts) == 1:
         return GroupNetwork(group.name, ranks, names, INSIDE, (LOOPBACK_CARD,) * len(ranks))
     _refuse_mixed_fabric(group.name, [*hosts.values()])
-    way = _way([*hosts.values()])
+    way = _common_cards([*hosts.values()])
     if way is None:
-        raise _no_way(group.name, [*hosts.values()])
+        raise _unreachable(group.name, [*hosts.values()])
     by_host = dict(zip(hosts, way))
     cards = tuple(by_host[host.identity] for host in members)
     passed = _passed_over([*hosts.values()], way)
@@ -263,7 +264,7 @@ def pick(group: NamedRanks, host_of: Mapping[int, HostCards]) -> GroupNetwork:
 
 
 @dataclass(frozen=True)
-class _Everyone:
+class _AllRanks:
     ranks: tuple[int, ...]
     name: str = CONTROL
 
@@ -271,20 +272,20 @@ class _Everyone:
 def choose_networks(
     groups: Sequence[NamedRanks], hosts: Sequence[HostCards]
 ) -> dict[str, GroupNetwork]:
-    """The network of each group by its name, and of CONTROL, the group of all ranks. hosts: of
-    each rank. Raises ConfigError (`pick`)."""
+    """Choose the network of each group, by its name, and of CONTROL, the group of all ranks.
+    hosts: of each rank. Raises ConfigError like `pick`."""
     host_of = dict(enumerate(hosts))
-    every = (*groups, _Everyone(tuple(host_of)))
+    every = (*groups, _AllRanks(tuple(host_of)))
     return {group.name: pick(group, host_of) for group in every}
 
 
-def _way(hosts: Sequence[HostCards]) -> tuple[HostCard, ...] | None:
+def _common_cards(hosts: Sequence[HostCards]) -> tuple[HostCard, ...] | None:
     def fastest(
         of: Sequence[Sequence[HostCard]], fabric: Callable[[HostCard], str]
     ) -> tuple[HostCard, ...] | None:
         return fastest_common(of, fabric, lambda card: card.bytes_per_s)
 
-    # a RoCE card is an Ethernet card too, for what is in its subnet
+    # a RoCE card is also an Ethernet card in its subnet
     plain = [
         [replace(card, kind=ETHERNET) for card in host.cards if card.kind != INFINIBAND]
         for host in hosts
@@ -293,14 +294,14 @@ def _way(hosts: Sequence[HostCards]) -> tuple[HostCard, ...] | None:
         [card for card in host.cards if card.kind == ETHERNET and not card.fabric] for host in hosts
     ]
     return (
-        fastest([host.cards for host in hosts], lambda card: card.meets)
-        or fastest(plain, lambda card: card.meets)
+        fastest([host.cards for host in hosts], lambda card: card.fabric_id)
+        or fastest(plain, lambda card: card.fabric_id)
         or fastest(routed, lambda card: "")
     )
 
 
 def _refuse_mixed_fabric(group: str, hosts: Sequence[HostCards]) -> None:
-    """One fabric is of InfiniBand or of RoCE."""
+    """Raise ConfigError if a fabric has both InfiniBand and RoCE cards."""
     fabrics = {card.fabric for host in hosts for card in host.cards if card.fabric}
     for fabric in sorted(fabrics):
         found = {
@@ -310,17 +311,17 @@ def _refuse_mixed_fabric(group: str, hosts: Sequence[HostCards]) -> None:
             if card.fabric == fabric
         }
         if INFINIBAND in found and ROCE in found:
-            (one, card), (other, its) = found[INFINIBAND], found[ROCE]
+            (host, card), (other, its) = found[INFINIBAND], found[ROCE]
             raise ConfigError(
-                f"{group}: fabric {fabric} has {card.interface} of host {one}, which is"
+                f"{group}: fabric {fabric} has {card.interface} of host {host}, which is"
                 f" infiniband, and {its.interface} of host {other}, which is roce: they cannot talk"
                 " to each other, and NCCL would hang there",
-                hint="give each kind a fabric of its own",
+                hint="give InfiniBand and RoCE cards different fabric names",
             )
 
 
-def _no_way(group: str, hosts: Sequence[HostCards]) -> ConfigError:
-    said = "; ".join(map(str, hosts))
+def _unreachable(group: str, hosts: Sequence[HostCards]) -> ConfigError:
+    cards = "; ".join(map(str, hosts))
     kinds = [{card.kind for card in host.cards} for host in hosts]
     mixed = {INFINIBAND} in kinds and {ROCE} in kinds
     why = (
@@ -330,11 +331,11 @@ def _no_way(group: str, hosts: Sequence[HostCards]) -> ConfigError:
         else "they have no network in common"
     )
     names = ", ".join(host.name for host in hosts)
-    return ConfigError(f"{group}: hosts {names} cannot reach each other, {why}: {said}")
+    return ConfigError(f"{group}: hosts {names} cannot reach each other, {why}: {cards}")
 
 
 def _passed_over(hosts: Sequence[HostCards], way: Sequence[HostCard]) -> str:
-    """What is said where every member has a faster kind of card than the group can use."""
+    """A note for the report if every host has a faster kind of card than the group can use."""
     best = [min((card.kind for card in host.cards), key=KINDS.index) for host in hosts]
     if way[0].kind != ETHERNET or ETHERNET in best:
         return ""
@@ -346,6 +347,6 @@ def _passed_over(hosts: Sequence[HostCards], way: Sequence[HostCard]) -> str:
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """For people."""
+    """Join names for messages, at most `most` of them."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return " ".join(names[:most]) + more

@@ -1,4 +1,4 @@
-"""ParallelOptions: what parallelize() was asked for, in one value that checks itself."""
+"""ParallelOptions: the options of `parallelize`, checked when the value is made."""
 
 from __future__ import annotations
 
@@ -24,36 +24,43 @@ StageStore = Files | Memory | Servers
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """Raises ConfigError for values that do not go together.
+    """Options of `parallelize`.
 
-    parallelism: degrees, and where they are stated the blocks of each stage.
-    num_microbatches: of a step, over all replicas.
-    stages: how blocks are divided where parallelism does not say it: evenly, by measured speeds
-    (exact), or by the formula of Yang et al. (Holmes).
-    resize_stages: speeds are watched, and blocks move between stages where that makes a step
-    shorter by this fraction; None: they stay.
-    stores: of a stage by its number: where its parameters and optimizer state rest, instead of
-    beside the stage's ranks.
-    reducers: `roadtrain serve --sum` that add up the gradients beside the ranks: a list of
-    HOST:PORT, or the path of a file with a line HOST:PORT [RATE] each, which the first process
-    reads again and again: reducers come, go and die without a restart. Every rank keeps the whole
-    state. RATE: of its link, where a rank's is 1.
-    reducers_token_file: of the reducers' token, needed beyond this host.
-    reducers_alone: ranks sum nothing themselves while a reducer is there.
-    networks: what the user knows of cards.
-    data_groups: whether a stage's ranks may be in several clusters, whose slow network then
-    carries gradients.
-    activations: what activations and their gradients travel as between stages; None: as they are.
-    overlap: a stage's sums and new parameters travel while it computes.
-    blocks: names or patterns of the blocks; None: found, as in place().
-    tensor_plan: styles by patterns of layer names, where tp is above 1; None: what is known of the
-    architecture (stages/tensor_families.py).
-    dtype: what parameters compute in; None: their own. Masters and state are fp32.
-    weights: a directory of safetensors that the first values come from.
-    init: initialises a module of a model built on `meta`; None: the model's own.
-    seed: of first values and dropout.
-    deadline_s: after which a wait is an error that says for whom (Rule 5).
-    job: what else must be the same on all processes, in words; a line each.
+    Args:
+        parallelism: Degrees of parallelism, and optionally the blocks of each stage.
+        num_microbatches: Micro-batches of a step, over all replicas.
+        stages: Division of blocks into stages if `parallelism` does not state it: "even",
+            "measured" (the fastest by measured speeds), or "paper" (by the formula of Yang et al.
+            (Holmes)).
+        resize_stages: Move blocks between stages during training when that shortens a step by this
+            fraction; None: never.
+        stores: Storage of a stage's parameters and optimizer state, by stage number. Other stages
+            keep them on their ranks.
+        reducers: `roadtrain serve --sum` processes that sum the gradients: a list of HOST:PORT, or
+            the path of a file with lines HOST:PORT [RATE], which the first process re-reads, so
+            that reducers can be added and removed without a restart. RATE is the rate of the
+            reducer's link relative to that of a rank. With reducers every rank keeps the whole
+            optimizer state.
+        reducers_token_file: File with the reducers' token, needed if one is on another host.
+        reducers_alone: Ranks sum no gradients themselves while a reducer is available.
+        networks: Properties of network cards; others are detected.
+        data_groups: Whether a stage's ranks may be in several clusters, so that the slow network
+            between them carries gradients.
+        activations: dtype of activations and their gradients sent between stages (bfloat16 or
+            float16); None: unchanged.
+        overlap: Send gradients and new parameters of a stage while it computes.
+        blocks: Names or patterns of the blocks; None: found as in `place`.
+        tensor_plan: Tensor-parallel styles by patterns of layer names, for tp above 1; None: the
+            built-in styles of the architecture.
+        dtype: Compute dtype of the parameters; None: their own. Masters and state are fp32.
+        weights: Directory of safetensors files with the initial values.
+        init: Function that initialises a module of a model built on `meta`; None: the model's own.
+        seed: Seed of initial values and dropout.
+        deadline_s: Timeout of any wait, in seconds; the error names the missing rank (Rule 5).
+        job: Further settings that must be equal on all processes, as text, one per line.
+
+    Raises:
+        ConfigError: Values are invalid or cannot be combined.
     """
 
     parallelism: Parallelism
@@ -79,66 +86,66 @@ class ParallelOptions:
 
     def __post_init__(self) -> None:
         check_options(ParallelOptions, vars(self))
-        given = self.parallelism
-        if given.cp > 1 or given.ep > 1:
+        degrees = self.parallelism
+        if degrees.cp > 1 or degrees.ep > 1:
             raise ConfigError(
-                f"context groups of {given.cp} and expert groups of {given.ep} are simulated only",
-                hint="cp = 1 and ep = 1",
+                f"cp {degrees.cp} and ep {degrees.ep} can be simulated, but not trained",
+                hint="set cp = 1 and ep = 1",
             )
-        given.check_micro_batches(self.num_microbatches)
+        degrees.check_micro_batches(self.num_microbatches)
         measured = self.stages != "even" or self.resize_stages is not None
-        if measured and (given.tp > 1 or self.stores or given.stages):
+        if measured and (degrees.tp > 1 or self.stores or degrees.stages):
             raise ConfigError(
-                f"stages {self.stages!r} are measured, with tensor groups of {given.tp},"
-                f" {len(self.stores)} placed stages and sizes {given.stages or 'not stated'}",
-                hint="blocks move between stages of plain layers whose state is beside their ranks,"
-                " where no sizes are stated; else leave stages and resize_stages out",
+                f"stages {self.stages!r} or resize_stages cannot be combined with tp {degrees.tp},"
+                f" {len(self.stores)} stores and stage sizes {degrees.stages or 'not stated'}",
+                hint="measured stages need tp = 1, no stores and no stated sizes; else leave stages"
+                " and resize_stages out",
             )
         for stage, store in self.stores.items():
             self._check_store(stage, store)
-        if self.reducers and (given.pp > 1 or given.tp > 1 or self.stores):
+        if self.reducers and (degrees.pp > 1 or degrees.tp > 1 or self.stores):
             raise ConfigError(
-                f"reducers sum for one stage of whole layers, there are {given.pp} stages, tensor"
-                f" groups of {given.tp} and {len(self.stores)} placed stages",
-                hint="pp = 1, tp = 1 and no placements; or leave reducers out",
+                f"reducers cannot be combined with pp {degrees.pp}, tp {degrees.tp} and"
+                f" {len(self.stores)} stores",
+                hint="set pp = 1 and tp = 1 without stores, or leave reducers out",
             )
         if self.activations not in (None, torch.bfloat16, torch.float16):
             raise ConfigError(
-                f"activations travel as {self.activations}", hint="torch.bfloat16 or torch.float16"
+                f"activations cannot be {self.activations}", hint="torch.bfloat16 or torch.float16"
             )
 
     def _check_store(self, stage: int, store: StageStore) -> None:
         widths = self.parallelism.replicas_of
         if not 0 <= stage < self.parallelism.pp:
             raise ConfigError(
-                f"a store for stage {stage}, there are {self.parallelism.pp}",
-                hint="stages count from 0",
+                f"there is a store for stage {stage}, but pp is {self.parallelism.pp}",
+                hint="stages are numbered from 0",
             )
         if self.parallelism.tp > 1:
             raise ConfigError(
-                f"stage {stage} has a store and tensor groups of {self.parallelism.tp}",
-                hint="tp = 1, or leave the stage's state beside its ranks",
+                f"stage {stage} has a store, which needs tp 1; tp is {self.parallelism.tp}",
+                hint="set tp = 1, or remove the store",
             )
         if widths[stage] > 1 and not isinstance(store, Servers):
             raise ConfigError(
-                f"stage {stage} has {widths[stage]} data-parallel ranks, and"
-                f" {type(store).__name__} is of one",
-                hint="Servers, which add up the gradients of several ranks, or a width of 1",
+                f"stage {stage} has {widths[stage]} data-parallel ranks, but a"
+                f" {type(store).__name__} store supports 1",
+                hint="use Servers, which sum the gradients of several ranks, or a width of 1",
             )
 
-    def told(self) -> str:
-        """What must be the same on all ranks, in words; a line each."""
-        apart = {"weights", "init", "deadline_s", "job", "reducers_token_file"}  # each rank's own
-        said = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
-        said["stores"] = {n: type(store).__name__ for n, store in sorted(self.stores.items())}
-        said["reducers"] = "of a file" if isinstance(self.reducers, str) else [*self.reducers]
-        said["networks"] = [one.model_dump_json() for one in self.networks]
-        said["parallelism"] = repr(self.parallelism)
-        said["tensor_plan"] = sorted(self.tensor_plan or ())
-        return "\n".join([*(f"{key} = {value}" for key, value in said.items()), self.job])
+    def describe(self) -> str:
+        """Describe the options that must be equal on all ranks, one per line."""
+        own = {"weights", "init", "deadline_s", "job", "reducers_token_file"}  # may differ
+        common = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
+        common["stores"] = {n: type(store).__name__ for n, store in sorted(self.stores.items())}
+        common["reducers"] = "of a file" if isinstance(self.reducers, str) else [*self.reducers]
+        common["networks"] = [network.model_dump_json() for network in self.networks]
+        common["parallelism"] = repr(self.parallelism)
+        common["tensor_plan"] = sorted(self.tensor_plan or ())
+        return "\n".join([*(f"{key} = {value}" for key, value in common.items()), self.job])
 
-    def say_lossy(self) -> list[str]:
-        """Rule 2: what is lossy, for printing."""
+    def lossy_notes(self) -> list[str]:
+        """Lines that report lossy options (Rule 2)."""
         if self.activations is None:
             return []
-        return [f"lossy: activations travel as {self.activations}"]
+        return [f"lossy: activations are sent as {self.activations}"]

@@ -1,5 +1,5 @@
-"""What a process's part of a parallel training is made of: process groups over chosen networks, the
-stage's optimizer, the pipeline."""
+"""The parts of a parallel training on one process: process groups over the chosen networks, the
+stage's optimizer, and the pipeline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from roadtrain.stages.data_group import SharedCopies
 from roadtrain.stages.gradient_sum import connect_gradient_sum
 from roadtrain.stages.layout import StageLayout
 from roadtrain.stages.links import Channel, StageLinks
-from roadtrain.stages.networks import CONTROL, stated
+from roadtrain.stages.networks import CONTROL, override
 from roadtrain.stages.parallel_options import ParallelOptions
 from roadtrain.stages.parallelism import RankPosition
 from roadtrain.stages.pipeline import Pipeline
@@ -39,12 +39,12 @@ from roadtrain.stages.stage_part import LossFunction, StagePart
 from roadtrain.stages.tensor import TensorParallel, tensor_parallel
 
 Report = Callable[[str], None]
-WHAT = {GroupKind.ACTIVATIONS: FORWARD, GroupKind.GRADIENTS: BACKWARD}
+DIRECTION = {GroupKind.ACTIVATIONS: FORWARD, GroupKind.GRADIENTS: BACKWARD}
 
 
 @dataclass(frozen=True)
-class Joined:
-    """A process among the others of a job."""
+class RankContext:
+    """The context of one rank of a job: its groups, its connections and its options."""
 
     rank: int
     groups: Groups
@@ -53,8 +53,8 @@ class Joined:
     control: ControlLinks
     options: ParallelOptions
     device: torch.device
-    rule: str  # the name of the optimizer's class, which a snapshot tells
-    start: str  # the name of this start, another one for each
+    rule: str  # class name of the optimizer, saved in snapshots
+    start: str  # unique id of this start of the job
 
     @property
     def position(self) -> RankPosition:
@@ -69,15 +69,15 @@ def join(
     device: torch.device,
     rule: str,
     report: Report,
-) -> Joined:
-    """Choose a network for every group, prove that it works, make the process groups and the links
-    of all processes to all, and give this start a name. rule: as in Joined. Collective. Raises
-    ConfigError where a group has no network in common, PeerError where one does not work."""
+) -> RankContext:
+    """Choose a network for every group and test it, create the process groups and control links,
+    and agree on an id of this start. rule: as in RankContext. Collective. Raises ConfigError if the
+    hosts of a group have no network in common, PeerError if a network does not work."""
     every = [*groups.to_create, *layout.shared_groups()]
-    hosts = stated(meeting.hosts, options.networks)
+    hosts = override(meeting.hosts, options.networks)
     networks = preflight(meeting, every, hosts, say=report)
-    deadline_s = options.deadline_s
-    start_processes(networks[CONTROL], meeting.store, meeting.rank, meeting.world_size, deadline_s)
+    me, deadline_s = meeting.rank, options.deadline_s
+    start_processes(networks[CONTROL], meeting.store, me, meeting.world_size, deadline_s)
     processes = make_process_groups(
         every, networks, deadline_s, device_type=device.type, say=report
     )
@@ -87,14 +87,14 @@ def join(
         role = f"stage {at.stage}, replica {at.replica}"
         places.append(RankPlace(groups.cluster(rank), groups.host(rank), role))
     control = ControlLinks(processes.control, processes.replies, places, deadline_s)
-    start = control.same(lambda: uuid.uuid4().hex, "the name of this start")  # agents have none
-    return Joined(meeting.rank, groups, layout, processes, control, options, device, rule, start)
+    start = control.same(lambda: uuid.uuid4().hex, "the id of this start")  # launchers give none
+    return RankContext(me, groups, layout, processes, control, options, device, rule, start)
 
 
 class UserOptimizer:
-    """The user's optimizer, and the parameters of the whole model that its groups were made of.
-    Raises ConfigError for one of other parameters, and one that has taken steps, also later, where
-    it loads the state of such a one."""
+    """The user's optimizer, and the parameters that its groups had for the whole model. Raises
+    ConfigError if the optimizer has other parameters or has taken steps; `load_state_dict` raises
+    it for the state of an optimizer that has taken steps."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, report: Report) -> None:
         groups_of(model, optimizer, report)
@@ -105,7 +105,8 @@ class UserOptimizer:
         optimizer.register_load_state_dict_post_hook(self._loaded)
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """torch has put other groups in the place of those that the stages read."""
+        """Copy loaded groups back into the original dicts, which the stages read; torch has
+        replaced them."""
         for group, loaded in zip(self._groups, optimizer.param_groups, strict=True):
             group.update(loaded)
         optimizer.param_groups = self._groups
@@ -116,7 +117,7 @@ class UserOptimizer:
         return type(self.optimizer).__name__
 
     def keep(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer, whose groups have those parameters that `model` has."""
+        """Reduce the optimizer's groups to the parameters of `model`, and return the optimizer."""
         own = set(model.parameters())
         for group, whole in zip(self.optimizer.param_groups, self._whole, strict=True):
             group["params"] = [p for p in whole if p in own]
@@ -124,33 +125,34 @@ class UserOptimizer:
 
 
 def make_stage_optimizer(
-    joined: Joined,
+    context: RankContext,
     stage_model: StageModel,
     optimizer: torch.optim.Optimizer,
     report: Report,
 ) -> StageOptimizer:
-    """What updates this rank's stage: placed, or with its state cut over the data group."""
-    stage = joined.position.stage
-    if stage in joined.options.stores:
-        return placed_stage(joined, stage_model, optimizer)
-    split = split_layers(joined, stage_model)
+    """Make the optimizer of this rank's stage: a PlacedStage if the stage has a store, else a
+    ShardedOptimizer over the data group."""
+    stage = context.position.stage
+    if stage in context.options.stores:
+        return placed_stage(context, stage_model, optimizer)
+    split = split_layers(context, stage_model)
     if split is not None:
         report(f"stage {stage}: {split}")
-    sums, group = None, joined.groups.group_of(GroupKind.DATA, joined.rank)
-    if joined.options.reducers:
-        address = joined.processes.networks[group.name].card_of(joined.rank).address
-        sums = connect_gradient_sum(joined.options, joined.control, address, report)
-    masters = bring(stage_model.model, joined.device, joined.options.dtype)
+    sums, group = None, context.groups.group_of(GroupKind.DATA, context.rank)
+    if context.options.reducers:
+        address = context.processes.networks[group.name].card_of(context.rank).address
+        sums = connect_gradient_sum(context.options, context.control, address, report)
+    masters = cast_and_move(stage_model.model, context.device, context.options.dtype)
     return ShardedOptimizer(
         stage_model.model,
         optimizer,
-        joined.processes[group],
-        shared=shared_copies(joined),
+        context.processes[group],
+        shared=shared_copies(context),
         blocks=stage_model.own_modules,
         masters=masters,
         options=ShardedOptions(
             sums=sums,
-            overlap=joined.options.overlap,
+            overlap=context.options.overlap,
             label=f"stage {stage}",
             split=split,
         ),
@@ -159,68 +161,69 @@ def make_stage_optimizer(
 
 
 def placed_stage(
-    joined: Joined, stage_model: StageModel, optimizer: torch.optim.Optimizer
+    context: RankContext, stage_model: StageModel, optimizer: torch.optim.Optimizer
 ) -> PlacedStage:
-    """The stage's state rests where the options say. Each stage says itself where that is."""
-    at, options = joined.position, joined.options
-    width = joined.groups.parallelism.replicas_of[at.stage]
+    """Place the stage in its store. The first rank of the stage prints its reports."""
+    at, options = context.position, context.options
+    width = context.groups.parallelism.replicas_of[at.stage]
     placed = place(
         stage_model.model,
         optimizer,
         store=options.stores[at.stage],
         dtype=options.dtype,
         blocks=stage_model.own_names,
-        device=joined.device,
+        device=context.device,
         deadline_s=options.deadline_s,
-        report=partial(_of_stage, at.stage) if at.replica == 0 else silent,
-        group=WorkerGroup(session=joined.start).of_stage(at.stage, at.replica, width),
+        report=partial(_print_line, at.stage) if at.replica == 0 else silent,
+        group=WorkerGroup(session=context.start).of_stage(at.stage, at.replica, width),
     )
-    return PlacedStage(placed, shared_copies(joined))
+    return PlacedStage(placed, shared_copies(context))
 
 
-def _of_stage(stage: int, line: str) -> None:
+def _print_line(stage: int, line: str) -> None:
     print(f"stage {stage}: {line}", flush=True)
 
 
 def silent(_: str) -> None: ...
 
 
-def split_layers(joined: Joined, stage_model: StageModel) -> TensorParallel | None:
-    """Every layer in parts over the replica's tensor group, where there are several ranks."""
-    if joined.groups.parallelism.tp == 1:
+def split_layers(context: RankContext, stage_model: StageModel) -> TensorParallel | None:
+    """Split the layers over the replica's tensor group; None if tp is 1."""
+    if context.groups.parallelism.tp == 1:
         return None
-    group = joined.processes[joined.groups.group_of(GroupKind.TENSOR, joined.rank)]
-    mesh = DeviceMesh.from_group(group, joined.device.type, mesh_dim_names=("tp",))
-    plan = joined.options.tensor_plan
+    group = context.processes[context.groups.group_of(GroupKind.TENSOR, context.rank)]
+    mesh = DeviceMesh.from_group(group, context.device.type, mesh_dim_names=("tp",))
+    plan = context.options.tensor_plan
     return tensor_parallel(stage_model.model, mesh, stage_model.own_names, plan)
 
 
-def shared_copies(joined: Joined) -> list[tuple[tuple[str, ...], SharedCopies]]:
-    """Names of parameters that this stage has in common with others, for each set of stages, in an
-    order that is the same on all of them. Raises ConfigError where some of these stages are placed
-    and some are not: they sum gradients in other ways."""
-    at, out = joined.position, list[tuple[tuple[str, ...], SharedCopies]]()
-    widths = joined.groups.parallelism.replicas_of
-    for stages, names in joined.layout.shared().items():
-        placed = [stage for stage in stages if stage in joined.options.stores]
+def shared_copies(context: RankContext) -> list[tuple[tuple[str, ...], SharedCopies]]:
+    """Names and group of the parameters that this stage shares, for each set of stages, in the same
+    order on all of these stages. Raises ConfigError if only some of the stages have a store, since
+    stages with and without a store sum gradients differently."""
+    at, out = context.position, list[tuple[tuple[str, ...], SharedCopies]]()
+    widths = context.groups.parallelism.replicas_of
+    for stages, names in context.layout.shared().items():
+        placed = [stage for stage in stages if stage in context.options.stores]
         if placed and len(placed) < len(stages):
             raise ConfigError(
-                f"stages {', '.join(map(str, stages))} share {names[0]!r}, and of these only"
-                f" {', '.join(map(str, placed))} have a store",
-                hint="give all of them a store, or none",
+                f"stages {', '.join(map(str, stages))} share {names[0]!r}, but only"
+                f" {', '.join(map(str, placed))} of these have a store",
+                hint="give a store to all of these stages, or to none",
             )
         if at.stage in stages:
-            group = joined.processes[joined.layout.shared_group(stages, at.tensor)]
-            copies = SharedCopies(group, tuple(widths[s] for s in stages), joined.device)
+            group = context.processes[context.layout.shared_group(stages, at.tensor)]
+            copies = SharedCopies(group, tuple(widths[s] for s in stages), context.device)
             out.append((names, copies))
     return out
 
 
-def bring(
+def cast_and_move(
     model: nn.Module, device: torch.device, dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
-    """Parameters in `dtype` (None: their own), and buffers, to the device. Returns the fp32 values
-    of those that are narrower now, by name and where they were."""
+    """Cast floating-point parameters to `dtype` (None: unchanged), and move all parameters and
+    buffers to the device. Returns the fp32 values of parameters that are narrower now, by name, on
+    their old device."""
     masters = {}
     for name, p in model.named_parameters():
         floating = dtype if dtype is not None and p.is_floating_point() else p.dtype
@@ -232,10 +235,10 @@ def bring(
     return masters
 
 
-def make_pipeline(joined: Joined, stage_model: StageModel, loss: LossFunction) -> Pipeline:
-    """This rank's segments and its links to the stages beside it."""
-    at, options, layout = joined.position, joined.options, joined.layout
-    parallelism = joined.groups.parallelism
+def make_pipeline(context: RankContext, stage_model: StageModel, loss: LossFunction) -> Pipeline:
+    """Make the pipeline of this rank: its segments, and its links to neighbouring stages."""
+    at, options, layout = context.position, context.options, context.layout
+    parallelism = context.groups.parallelism
     shape = PipelineShape(
         at.stage,
         at.replica,
@@ -247,23 +250,23 @@ def make_pipeline(joined: Joined, stage_model: StageModel, loss: LossFunction) -
         StagePart(stage_model, segment, loss, options.activations, shape.slots)
         for segment in layout.segments_of(at.stage)
     ]
-    return Pipeline(shape, parts, stage_links(joined), options.seed)
+    return Pipeline(shape, parts, stage_links(context), options.seed)
 
 
-def stage_links(joined: Joined) -> StageLinks:
-    groups, channels = joined.groups, dict[Channel, Any]()
-    for number, group in enumerate(groups.boundaries):  # one for each direction
-        if group in joined.processes:
-            channels[number // len(WHAT), WHAT[group.kind]] = joined.processes[group]
-    return StageLinks(channels, groups, joined.rank, joined.options.deadline_s)
+def stage_links(context: RankContext) -> StageLinks:
+    groups, channels = context.groups, dict[Channel, Any]()
+    for number, group in enumerate(groups.boundaries):  # two groups a boundary, one per direction
+        if group in context.processes:
+            channels[number // len(DIRECTION), DIRECTION[group.kind]] = context.processes[group]
+    return StageLinks(channels, groups, context.rank, context.options.deadline_s)
 
 
-def say_start(joined: Joined, cuts: Cuts, say: Report) -> None:
-    """What the job is, and what of it is not as in one process (Rule 2)."""
-    parallelism, micro = joined.groups.parallelism, joined.options.num_microbatches
-    say(f"parallel: {parallelism}, {micro} micro-batches a step, stages of {joined.layout}")
+def report_start(context: RankContext, cuts: Cuts, say: Report) -> None:
+    """Report the parallelism, and any difference of results from a single process (Rule 2)."""
+    parallelism, micro = context.groups.parallelism, context.options.num_microbatches
+    say(f"parallel: {parallelism}, {micro} micro-batches a step, stages of {context.layout}")
     if parallelism.tp > 1 and cuts.draws:
         say(
             f"tensor: the model draws random numbers (dropout), and each of the {parallelism.tp}"
-            " tensor ranks draws its own inside split layers: losses are not those of another tp"
+            " tensor ranks draws its own inside split layers: losses depend on tp"
         )

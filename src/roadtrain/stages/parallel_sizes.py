@@ -1,11 +1,11 @@
-"""StageSizes: how many blocks each stage has, by measured speeds; and blocks move between stages at
-a step's end, where devices have become slower or faster.
+"""StageSizes: choose the number of blocks of each stage by measured speeds, and move blocks between
+stages at the end of a step if devices have become slower or faster.
 
     measured speeds -> sizes -> the model is cut anew -> values and state move -> the next step
 
-Nothing is lost: the parts of every parameter go from the rank that has them to the one that is to
-have them (stages/piece_exchange.py). Does NOT search for sizes (stages/protocol/stage_sizes.py) or
-say when speeds have changed (stages/protocol/drift.py).
+No state is lost: each part of a parameter is sent from the rank that has it to the rank that needs
+it (stages/piece_exchange.py). Does NOT search for sizes (stages/protocol/stage_sizes.py) or detect
+changed speeds (stages/protocol/drift.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from roadtrain.errors import ConfigError, UserError
 from roadtrain.stages.block_times import block_parameters, block_weights, measure_blocks
 from roadtrain.stages.layout import StageLayout
 from roadtrain.stages.parallel_parts import (
-    Joined,
+    RankContext,
     UserOptimizer,
     make_pipeline,
     make_stage_optimizer,
@@ -30,12 +30,12 @@ from roadtrain.stages.parallel_parts import (
 from roadtrain.stages.parallel_training import ParallelTraining
 from roadtrain.stages.piece_exchange import exchange
 from roadtrain.stages.pipeline import StepTimes
-from roadtrain.stages.protocol.drift import OFFERED, DriftWatch
+from roadtrain.stages.protocol.drift import MIN_GAIN, DriftWatch
 from roadtrain.stages.protocol.stage_memory import StageMemory
 from roadtrain.stages.protocol.stage_sizes import compare_sizes
 from roadtrain.stages.protocol.step_model import StepWork
 from roadtrain.stages.sharded_optimizer import ShardedOptimizer
-from roadtrain.stages.stage_buffers import adopt_buffers, gather_buffers, told_buffers
+from roadtrain.stages.stage_buffers import adopt_buffers, gather_buffers, own_buffers
 from roadtrain.stages.stage_model import MicroBatch, StageModel
 from roadtrain.stages.stage_part import LossFunction
 from roadtrain.stages.stage_speeds import (
@@ -50,7 +50,7 @@ Report = Callable[[str], None]
 
 
 class StageSizes:
-    """The sizes of `training`'s stages. Collective, as all its methods."""
+    """The sizes of the stages of `training`. All methods are collective."""
 
     def __init__(
         self,
@@ -64,43 +64,43 @@ class StageSizes:
         counts, _ = block_parameters(training.stage_model.cuts, self._numels)
         self._weights = block_weights(counts)
         self._watch: DriftWatch | None = None
-        self._ends = (0.0, 0.0)  # weights of what comes before and after the blocks
+        self._ends = (0.0, 0.0)  # weights of the layers before and after all blocks
 
     def begin(self, example: MicroBatch) -> None:
-        """Measure, choose, and move blocks where other sizes are better. Raises BudgetError where
-        no sizes fit (Rule 4), PeerError."""
-        training, joined = self._training, self._training.joined
+        """Measure speeds, choose sizes, and move blocks if the sizes change. Raises BudgetError if
+        no sizes fit in memory (Rule 4), PeerError."""
+        training, context = self._training, self._training.context
         times = measure_blocks(training.stage_model, example, self._loss, self._weights)
         links, shape = training.pipeline.links, training.pipeline.shape
-        messages = measure_messages(links, shape, self._message_bytes(), joined.device)
+        messages = measure_messages(links, shape, self._message_bytes(), context.device)
         own = msgspec.msgpack.encode(MeasuredRank(times, messages, self._room()))
-        encoded = joined.control.gather(own, "speeds of all ranks")
-        told = [msgspec.msgpack.decode(one, type=MeasuredRank) for one in encoded]
-        work = measured_work(joined.groups, told, joined.options.num_microbatches, self._weights)
+        encoded = context.control.gather(own, "speeds of all ranks")
+        every = [msgspec.msgpack.decode(message, type=MeasuredRank) for message in encoded]
+        work = measured_work(context.groups, every, context.options.num_microbatches, self._weights)
         self._ends = work.ends
-        memory = self._memory(told, work)
-        ranks = [joined.groups.stage_ranks(stage)[0] for stage in range(len(work.stages))]
-        clusters = [joined.groups.cluster(rank) for rank in ranks]
+        memory = self._memory(every, work)
+        ranks = [context.groups.stage_ranks(stage)[0] for stage in range(len(work.stages))]
+        clusters = [context.groups.cluster(rank) for rank in ranks]
         table = compare_sizes(work, clusters, fits=memory.fits)
         if table is None:
             raise memory.refusal()
-        self._report(f"blocks of each stage, and what a step should take:\n{table}")
+        self._report(f"blocks of each stage, and expected time of a step:\n{table}")
         sizes = table.best.sizes
-        if joined.options.stages == "paper":
+        if context.options.stages == "paper":
             paper = table.others.get("paper")
             sizes = paper[0] if paper else sizes
-        elif joined.options.stages == "even":
+        elif context.options.stages == "even":
             sizes = self._sizes()
-        if sizes != self._sizes() and not self._move_or_say(sizes):
+        if sizes != self._sizes() and not self._try_move(sizes):
             sizes = self._sizes()
-        gain = joined.options.resize_stages or OFFERED
+        gain = context.options.resize_stages or MIN_GAIN
         self._watch = DriftWatch(work, sizes, memory.fits, gain)
 
     def own_pass_s(self, times: StepTimes) -> float:
-        """Seconds in which this rank ran a block of weight 1 forward and backward for one
-        micro-batch, in the step of `times`."""
-        joined = self._training.joined
-        own = joined.layout.segments_of(joined.position.stage)
+        """Seconds that this rank took for one micro-batch through a block of weight 1, forward and
+        backward, in the step of `times`."""
+        context = self._training.context
+        own = context.layout.segments_of(context.position.stage)
         last = len(self._training.stage_model.cuts.blocks)
         weight = sum(self._weights[block] for s in own for block in range(s.begin, s.stop))
         weight += self._ends[0] * any(s.begin == 0 for s in own)
@@ -109,12 +109,12 @@ class StageSizes:
         return (times.forward + times.backward) / (passes * weight)
 
     def step(self, passes_s: Sequence[float]) -> None:
-        """After each step. passes_s: what every rank's `own_pass_s` was. Moves blocks, or says
-        that it would be worth it."""
+        """Move blocks, or report that moving them would pay off, if speeds have changed. Call it
+        after each step. passes_s: `own_pass_s` of every rank."""
         if self._watch is None:
             return
-        joined = self._training.joined
-        groups = joined.groups
+        context = self._training.context
+        groups = context.groups
         of_stages = [
             max(passes_s[rank] for rank in groups.stage_ranks(stage))
             for stage in range(groups.parallelism.pp)
@@ -122,105 +122,106 @@ class StageSizes:
         offer = self._watch.step(of_stages)
         if offer is None:
             return
-        if joined.options.resize_stages is None:
-            self._report(f"stages: {offer}; parallelism.resize_stages lets them move")
+        if context.options.resize_stages is None:
+            self._report(f"stages: {offer}; set parallelism.resize_stages to move blocks")
             return
-        self._report(f"stages: {offer}; they move before the next step")
-        if self._move_or_say(offer.after):
+        self._report(f"stages: {offer}; blocks move before the next step")
+        if self._try_move(offer.after):
             self._watch.moved(offer)
 
-    def _move_or_say(self, sizes: tuple[int, ...]) -> bool:
-        """Whether blocks moved; where the model cannot be cut so, all ranks stay as they are."""
+    def _try_move(self, sizes: tuple[int, ...]) -> bool:
+        """Move blocks and return True. If the model cannot be cut so, report it and return
+        False."""
         try:
             layout = self._layout(sizes)
         except UserError as why:
             self._report(
-                f"stages of {', '.join(map(str, sizes))} blocks cannot be, they stay: {why}"
+                f"cannot use stages of {', '.join(map(str, sizes))} blocks, none move: {why}"
             )
             return False
         self._move(layout)
         return True
 
     def _sizes(self) -> tuple[int, ...]:
-        return tuple(s.stop - s.begin for s in self._training.joined.layout.segments)
+        return tuple(s.stop - s.begin for s in self._training.context.layout.segments)
 
     def _message_bytes(self) -> int:
-        """Of what crosses a cut, the largest."""
+        """Size of the largest message between stages, over all ranks."""
         own = max(part.message_nbytes for part in self._training.pipeline.parts)
-        return max(self._training.joined.control.agree(own, "sizes"))
+        return max(self._training.context.control.agree(own, "sizes"))
 
-    def _memory(self, told: Sequence[MeasuredRank], work: StepWork) -> StageMemory:
-        cuts, joined = self._training.stage_model.cuts, self._training.joined
+    def _memory(self, measured: Sequence[MeasuredRank], work: StepWork) -> StageMemory:
+        cuts, context = self._training.stage_model.cuts, self._training.context
         optimizer = self._training.optimizer
         assert isinstance(optimizer, ShardedOptimizer)  # measured stages are neither placed nor cut
         whole = self._training.stage_model.whole.values()
         nbytes = sum(p.numel() * cuts.dtype_of(p).itemsize for p in whole)
         each = nbytes / sum(p.numel() for p in whole)
-        # fp32 arrays of the rule, and masters of parameters in 16 bits
+        # bytes of a parameter's state: fp32 arrays of the rule, and the master of a 16-bit value
         kept = 4.0 * (max(len(rule.arrays) for rule in optimizer.rules) + (each < 4))
         of = {"parameter_bytes": each, "state_bytes": kept}
-        return measured_memory(joined.groups, told, work, cuts, self._numels, **of)
+        return measured_memory(context.groups, measured, work, cuts, self._numels, **of)
 
     def _room(self) -> float:
-        """Bytes that this rank's stage may take: what is free, and what it has taken."""
-        joined = self._training.joined
-        taken = 4.0 * sum(p.nbytes for p in self._training.model.parameters())
-        if joined.device.type == "cpu":
-            host = joined.groups.host(joined.rank)
-            ranks = range(joined.groups.world_size)
-            here = sum(joined.groups.host(rank) == host for rank in ranks)
-            return float(psutil.virtual_memory().available / here + taken)
-        free, _ = torch.accelerator.get_memory_info(joined.device)
-        return float(free + taken)
+        """Bytes of memory for this rank's stage: the free memory plus the stage's current use."""
+        context = self._training.context
+        used = 4.0 * sum(p.nbytes for p in self._training.model.parameters())
+        if context.device.type == "cpu":
+            host = context.groups.host(context.rank)
+            ranks = range(context.groups.world_size)
+            here = sum(context.groups.host(rank) == host for rank in ranks)
+            return float(psutil.virtual_memory().available / here + used)
+        free, _ = torch.accelerator.get_memory_info(context.device)
+        return float(free + used)
 
     def move(self, sizes: tuple[int, ...]) -> None:
-        """Cut the model anew, and bring every parameter and its state to where it is now. Raises
-        ModelError, ConfigError where it cannot be cut so; nothing has changed then."""
+        """Cut the model into stages of these sizes, and move parameters and state accordingly.
+        Raises ModelError or ConfigError if it cannot be cut so, and then changes nothing."""
         self._move(self._layout(sizes))
 
     def _layout(self, sizes: tuple[int, ...]) -> StageLayout:
-        """Raises as `move`, on all ranks alike."""
-        joined = self._training.joined
-        parallelism = replace(joined.groups.parallelism, stages=sizes)
+        """The layout with these sizes. Raises like `move`, on all ranks alike."""
+        context = self._training.context
+        parallelism = replace(context.groups.parallelism, stages=sizes)
         layout = StageLayout.of(parallelism, self._training.stage_model.cuts)
-        check_shared(joined, layout)
+        check_shared(context, layout)
         return layout
 
     def _move(self, layout: StageLayout) -> None:
-        training, old = self._training, self._training.joined
+        training, old = self._training, self._training.context
         groups = replace(old.groups, parallelism=layout.parallelism)
-        joined = replace(old, groups=groups, layout=layout)
+        context = replace(old, groups=groups, layout=layout)
         source, steps_done = training.optimizer, training.steps_done
         source.settle()
-        had = told_buffers(training.stage_model)
+        old_buffers = own_buffers(training.stage_model)
         buffers = gather_buffers(training.stage_model, old.control)
-        was = training.stage_model
-        was.restore()
-        segments = layout.segments_of(joined.position.stage)
-        stage_model = StageModel(was.model, was.cuts, segments, joined.device)
-        for name in stage_model.names - was.names:  # zeros until they are loaded
+        old_model = training.stage_model
+        old_model.restore()
+        segments = layout.segments_of(context.position.stage)
+        stage_model = StageModel(old_model.model, old_model.cuts, segments, context.device)
+        for name in stage_model.names - old_model.names:  # zeros until they are loaded
             p = stage_model.whole[name]
-            dtype = was.cuts.dtype_of(p)
-            p.data = torch.zeros(p.shape, dtype=dtype, device=joined.device)
+            dtype = old_model.cuts.dtype_of(p)
+            p.data = torch.zeros(p.shape, dtype=dtype, device=context.device)
         optimizer = make_stage_optimizer(
-            joined, stage_model, self._users.keep(stage_model.model), silent
+            context, stage_model, self._users.keep(stage_model.model), silent
         )
-        optimizer.load(exchange(source, optimizer.wanted(), joined.control), steps_done)
-        adopt_buffers(buffers, had, stage_model)
+        optimizer.load(exchange(source, optimizer.needed(), context.control), steps_done)
+        adopt_buffers(buffers, old_buffers, stage_model)
         source.close()
-        for name, p in stage_model.whole.items():  # others may have asked for them until now
+        for name, p in stage_model.whole.items():  # only now: other ranks may have fetched them
             if name not in stage_model.names:
                 drop(p)
-        pipeline = make_pipeline(joined, stage_model, self._loss)
-        training.adopt(joined, stage_model, optimizer, pipeline)
+        pipeline = make_pipeline(context, stage_model, self._loss)
+        training.adopt(context, stage_model, optimizer, pipeline)
         self._report(f"stages of {layout} from step {steps_done + 1} on")
 
 
-def check_shared(joined: Joined, layout: StageLayout) -> None:
-    """Raises ConfigError where stages would share parameters that have no process group."""
+def check_shared(context: RankContext, layout: StageLayout) -> None:
+    """Raise ConfigError if stages would share parameters without a process group for them."""
     for group in layout.shared_groups():
-        if group.name not in joined.processes.networks:
+        if group.name not in context.processes.networks:
             raise ConfigError(
                 f"with {layout} there would be {group.name}, for which there is no process group",
-                hint="state the sizes with stages=[...] at the next start",
+                hint="set these sizes with stages=[...] at the next start",
             )

@@ -1,5 +1,5 @@
-"""ParallelTraining: what parallelize() returns: one process's part of a model that is trained in
-stages, and the step that all processes take together."""
+"""ParallelTraining: one process's part of a model that is trained in stages, returned by
+`parallelize`, and the step that all processes take together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import distributed, nn
 
 from roadtrain.errors import LoopError, StaleError
-from roadtrain.stages.parallel_parts import Joined
+from roadtrain.stages.parallel_parts import RankContext
 from roadtrain.stages.pipeline import Pipeline, StepTimes
 from roadtrain.stages.snapshot_choice import ParamEntry
 from roadtrain.stages.snapshots import JobSnapshots, SnapshotOptions
@@ -30,51 +30,62 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of one step, the same on all ranks but for `times`, which are of this rank. loss: mean over
-    the micro-batches. grad_norm: global, before clipping."""
+    """Result of one step, equal on all ranks except for `times`. `float(result)` is the loss.
+
+    Attributes:
+        loss: Mean over all micro-batches of the step.
+        grad_norm: Global norm of the gradients, before clipping.
+        times: Seconds of the phases of the step on this rank.
+        stop: Whether any rank requested to stop after this step.
+    """
 
     loss: float
     grad_norm: float
     times: StepTimes
-    stop: bool  # whether any rank asked to stop after this step
+    stop: bool
 
     def __float__(self) -> float:
         return self.loss
 
 
 class WatchedSizes(Protocol):
-    """What moves blocks between stages (stages/parallel_sizes.py)."""
+    """The interface of StageSizes (stages/parallel_sizes.py), which moves blocks between stages."""
 
     def own_pass_s(self, times: StepTimes) -> float: ...
     def step(self, passes_s: Sequence[float]) -> None: ...
 
 
 class ParallelTraining:
-    """`optimizer.param_groups` are the user's optimizer's; a scheduler made of that one works."""
+    """One process's part of a model that is trained in stages; made by `parallelize`.
+
+    Use it as a context manager, or call `close` at the end and `abandon` after an error.
+    `optimizer.param_groups` are those of the user's optimizer, so learning-rate schedulers of that
+    optimizer work.
+    """
 
     def __init__(
         self,
-        joined: Joined,
+        context: RankContext,
         stage_model: StageModel,
         optimizer: StageOptimizer,
         pipeline: Pipeline,
     ) -> None:
         self.committed_step = 0
-        self.sizes: WatchedSizes | None = None  # where speeds are measured
+        self.sizes: WatchedSizes | None = None  # None: speeds are not measured
         self._snapshots: JobSnapshots | None = None
         self._closed = False
-        self._failed = ""  # what ended with an error here, in the midst of the others' work
-        self._begun = False  # a step has begun here
-        self.adopt(joined, stage_model, optimizer, pipeline)
+        self._failed = ""  # name of the collective operation that failed on this process
+        self._begun = False  # whether any step has started
+        self.adopt(context, stage_model, optimizer, pipeline)
 
     @property
     def model(self) -> nn.Module:
-        """The user's model, with this stage's parameters."""
+        """The user's model, with the parameters of this stage only."""
         return self.stage_model.model
 
     @property
     def rank(self) -> int:
-        return self.joined.rank
+        return self.context.rank
 
     @property
     def steps_done(self) -> int:
@@ -83,28 +94,36 @@ class ParallelTraining:
     def step(
         self, batch: Batch, clip_norm: float | None = None, *, stop: bool = False
     ) -> StepResult:
-        """One step of the whole job; every process calls it.
+        """Run one training step of the whole job. Collective: every process calls it.
 
-        batch: the micro-batch of a number, 0 to num_microbatches - 1; asked for those that this
-        process runs. clip_norm: the most that the global norm of the gradients may be. stop: this
-        process wants this step to be the last; every process hears whether one did. Raises
-        PeerError where another process is gone or late (Rule 5); the step has no effect then, and
-        none follows it, whatever the error was.
+        Args:
+            batch: Function from the number of a micro-batch (0 to num_microbatches - 1) to the
+                micro-batch. It is called for the micro-batches of this process only.
+            clip_norm: Maximum global norm of the gradients; None: no clipping.
+            stop: Request that this step is the last. `StepResult.stop` is True on all processes if
+                any process requested it.
+
+        Returns:
+            The loss, the gradient norm and timings of the step.
+
+        Raises:
+            PeerError: Another process ended or timed out (Rule 5). The step has no effect. After
+                any error, no further step can run.
         """
-        with self._in_time(f"step {self.steps_done}"):
+        with self._collective(f"step {self.steps_done}"):
             return self._step(batch, clip_norm, stop)
 
     @contextlib.contextmanager
-    def _in_time(self, what: str) -> Iterator[None]:
-        """What all processes do together. After an error in the midst of it their messages would
-        be taken for others (Rule 6)."""
+    def _collective(self, what: str) -> Iterator[None]:
+        """Guard a collective operation. After an error in it the ranks are out of sync, and no
+        other may start, as messages could be mistaken for each other (Rule 6)."""
         if self._closed:
             raise LoopError("this training is closed")
         if self._failed:
             raise LoopError(
-                f"{self._failed} ended with an error on this process, which is out of time with"
-                " the others since then",
-                hint="end all processes and start again, from the last snapshot",
+                f"{self._failed} ended with an error on this process, which is out of sync with"
+                " the other processes since then",
+                hint="end all processes and restart from the last snapshot",
             )
         try:
             yield
@@ -116,35 +135,46 @@ class ParallelTraining:
         if not self._begun:
             self._check_same_step()
             self._begun = True
-        at = self.joined.position
-        total = self.joined.options.num_microbatches
-        own = self.joined.groups.parallelism.micro_batches(at.stage, at.replica, total)
+        at = self.context.position
+        total = self.context.options.num_microbatches
+        own = self.context.groups.parallelism.micro_batches(at.stage, at.replica, total)
         self.optimizer.begin_step(len(own))
         loss = self.pipeline.step(self.steps_done, batch)
-        # every tensor rank of the last stage has the same loss
+        # all tensor ranks of the last stage have the same loss: only rank 0's is added
         squares = self.optimizer.sum_squares()
         pass_s = 0.0 if self.sizes is None else self.sizes.own_pass_s(self.pipeline.times)
-        told = self._told([loss if at.tensor == 0 else 0.0, squares, float(stop), pass_s])
-        sums = [math.fsum(one) for one in zip(*told, strict=True)]
+        rows = self._gather([loss if at.tensor == 0 else 0.0, squares, float(stop), pass_s])
+        sums = [math.fsum(column) for column in zip(*rows, strict=True)]
         norm = math.sqrt(sums[1]) if sums[1] >= 0 else math.nan
         scale = 1.0
         if clip_norm is not None and norm > clip_norm:
-            scale = clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+            scale = clip_norm / (norm + 1e-6)  # like torch.nn.utils.clip_grad_norm_
         self.optimizer.step(scale)
         if self.sizes is not None:
-            self.sizes.step([one[3] for one in told])
+            self.sizes.step([row[3] for row in rows])
         return StepResult(sums[0], norm, self.pipeline.times, sums[2] > 0)
 
     def keep(
         self, directory: Path, options: SnapshotOptions, mark: Mark | None, report: Report
     ) -> Mapping[str, bytes]:
-        """From now on `snapshot` writes into the run directory; what is committed there is
-        loaded. Returns what else the step consisted of, as `snapshot` was given it. Raises
-        StoreError where what is there cannot be gone on with."""
-        parallelism = str(self.joined.groups.parallelism)
+        """Enable snapshots, and load the last committed one. Collective.
+
+        Args:
+            directory: Run directory of the snapshots.
+            options: Interval and replication of snapshots.
+            mark: Record of the job in the run directory, on the first process; None: no record.
+            report: Called with each line of the log.
+
+        Returns:
+            The blobs passed to `snapshot` at the loaded step; empty if there is no snapshot.
+
+        Raises:
+            StoreError: The directory has snapshots, but the job cannot resume from them.
+        """
+        parallelism = str(self.context.groups.parallelism)
         self._snapshots = JobSnapshots(
             directory,
-            self.joined.control,
+            self.context.control,
             self._entries(),
             options,
             parallelism=parallelism,
@@ -155,50 +185,57 @@ class ParallelTraining:
         found = self._snapshots.find()
         if found is None:
             self._check_same_step()
-            if self.joined.options.stores:
-                # a placed stage commits by itself: there is always a snapshot that it can go
-                # back to
+            if self.context.options.stores:
+                # a placed stage commits on its own, so a snapshot must exist to fall back to
                 self._snapshots.save(self.steps_done, self.optimizer, self._buffers())
             return {}
-        self.optimizer.load(found.pieces(self.optimizer.wanted()), found.step)
+        self.optimizer.load(found.pieces(self.optimizer.needed()), found.step)
         restore_buffers(found.blobs, self.stage_model)
         self.committed_step = found.step
-        report(f"resumed at step {found.step}, which ran as {found.parallelism}")
+        report(f"resumed at step {found.step}, saved with {found.parallelism}")
         return found.blobs
 
     def due(self) -> bool:
-        """Whether a snapshot is to be written after this step."""
+        """Whether `snapshot` should be called after this step, by the interval of snapshots."""
         return self._snapshots is not None and self._snapshots.due(self.steps_done)
 
     def snapshot(self, blobs: Mapping[str, bytes]) -> None:
-        """Commit the step on all ranks. blobs: what else it consists of. Raises StoreError."""
+        """Save and commit the current step on all ranks. Collective.
+
+        Args:
+            blobs: Further state of the job, by name; returned by `keep` after a restart.
+
+        Raises:
+            LoopError: `keep` was not called.
+            StoreError: The snapshot cannot be written.
+        """
         if self._snapshots is None:
-            raise LoopError("no directory for snapshots was given", hint="call keep() first")
+            raise LoopError("there is no directory for snapshots", hint="call keep() first")
         if self.steps_done != self.committed_step:
             self._snapshots.save(self.steps_done, self.optimizer, {**blobs, **self._buffers()})
             self.committed_step = self.steps_done
 
     def _buffers(self) -> dict[str, bytes]:
-        """Of this stage; every stage's are in a snapshot."""
-        return buffers_blob(self.stage_model, self.joined.position.stage)
+        """The model's buffers on this stage, which are saved for each stage."""
+        return buffers_blob(self.stage_model, self.context.position.stage)
 
     def _check_same_step(self) -> None:
-        """Raises StaleError where a stage's store has steps that the others do not."""
-        steps = self.joined.control.agree(self.steps_done, "the step at which each rank is")
+        """Raise StaleError if the stores of stages are at different steps."""
+        steps = self.context.control.agree(self.steps_done, "the step at which each rank is")
         if len({*steps}) > 1:
-            where = (f"{self.joined.control.name(r)} at step {n}" for r, n in enumerate(steps))
+            where = (f"{self.context.control.name(r)} at step {n}" for r, n in enumerate(steps))
             raise StaleError(
-                f"no snapshot is gone on from, and the stages are at several steps:"
+                f"there is no snapshot to resume from, and the stages are at different steps:"
                 f" {', '.join(where)}",
-                hint="give placed stages the run directory that they were trained with, or empty"
+                hint="use the run directory that the placed stages were trained with, or empty"
                 " directories and servers",
             )
 
     def _entries(self) -> list[ParamEntry]:
-        """This stage's parameters, as the whole model calls them."""
+        """The parameters of this stage, under their names in the whole model."""
         rules: dict[nn.Parameter, str] = {}
         for group in self.optimizer.param_groups:
-            rules |= dict.fromkeys(group["params"], self.joined.rule)
+            rules |= dict.fromkeys(group["params"], self.context.rule)
         shapes = self.stage_model.shapes  # before layers were split
         return [
             ParamEntry(name, shapes[name], NAMES[p.dtype], rules.get(p, ""))
@@ -207,28 +244,39 @@ class ParallelTraining:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> float:
-        """The mean loss over num_microbatches micro-batches; nothing is trained."""
+        """Compute the mean loss over num_microbatches micro-batches in eval mode. Collective.
+
+        Args:
+            batch: As in `step`.
+
+        Returns:
+            The mean loss, equal on all ranks.
+
+        Raises:
+            PeerError: Another process ended or timed out.
+        """
         modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:
-            with self._in_time(f"the evaluation after step {self.steps_done}"):
+            with self._collective(f"the evaluation after step {self.steps_done}"):
                 loss = self.pipeline.evaluate(batch)
-                own = loss if self.joined.position.tensor == 0 else 0.0
-                return math.fsum(one[0] for one in self._told([own]))
+                own = loss if self.context.position.tensor == 0 else 0.0
+                return math.fsum(row[0] for row in self._gather([own]))
         finally:
             for module, training in modes.items():
                 module.training = training
 
     def abandon(self) -> None:
-        """After an error: end without waiting for others, who may be gone; they hear of it when
-        this process ends. What is committed stays."""
+        """End after an error, without waiting for other processes, which notice when this process
+        ends. Committed snapshots stay."""
         if not self._closed:
             self._closed = True
             self.stage_model.detach()
             self.optimizer.abandon()
 
     def close(self) -> None:
-        """End threads and process groups; the model's parameters stay as they are."""
+        """Finish pending work, and end threads and process groups. The model's parameters stay as
+        they are."""
         if self._closed:
             return
         self._closed = True
@@ -248,18 +296,18 @@ class ParallelTraining:
         else:
             self.abandon()
 
-    def _told(self, values: list[float]) -> list[list[float]]:
-        """Of all ranks, in their order."""
-        return self.joined.control.agree(values, f"sums of step {self.steps_done}")
+    def _gather(self, values: list[float]) -> list[list[float]]:
+        """All-gather a list of floats, in rank order."""
+        return self.context.control.agree(values, f"sums of step {self.steps_done}")
 
     def adopt(
         self,
-        joined: Joined,
+        context: RankContext,
         stage_model: StageModel,
         optimizer: StageOptimizer,
         pipeline: Pipeline,
     ) -> None:
-        """Another part of the model is this process's, from the next step on."""
-        self.joined, self.stage_model = joined, stage_model
+        """Switch this process to another part of the model, from the next step on."""
+        self.context, self.stage_model = context, stage_model
         self.optimizer, self.pipeline = optimizer, pipeline
         stage_model.attach()

@@ -1,22 +1,23 @@
-"""Parallelism: which devices form which parallel groups, and which layers each pipeline stage has.
-Arithmetic only.
+"""Parallelism: the degrees of parallelism, the groups of devices, and the layers of each pipeline
+stage. Arithmetic only.
 
 Devices are numbered host by host, from 0, in the order of the clusters. With t tensor-, p pipeline-
-and d data-parallel ranks (d p t = N), as in Yang et al. (Holmes), equations 1 to 3, here from 0:
+and d data-parallel ranks (d p t = N), groups are as in Yang et al. (Holmes), equations 1 to 3, with
+indices from 0:
 
     tensor group i     i t + j                                   j < t     inside one host
-    pipeline group i   i + j t d                                 j < p     a stage is t d devices
-                                                                 that follow each other
+    pipeline group i   i + j t d                                 j < p     a stage is t d
+                                                                           consecutive devices
     data group i       i mod t + (i div t) d t + j t             j < d     inside one stage
 
-Stages may have numbers of data-parallel ranks of their own (`widths`). Devices are numbered stage
-by stage then, inside a stage replica by replica, inside a replica the tensor ranks: where all
-widths are d that is the same. Micro-batch i of a step goes through replica i mod d_s of each stage
-s; the devices that it passes are a pipeline group, and a device of a narrow stage is in several.
+Stages may differ in their number of data-parallel ranks (`widths`). Devices are then numbered by
+stage, replica and tensor rank, which gives the same numbers if all widths are d. Micro-batch i of a
+step goes through replica i mod d_s of each stage s. The devices that it passes form a pipeline
+group; a device of a narrow stage is in several pipeline groups.
 
-Context-parallel ranks have a part of each sequence, and the same parameters: d here is dp x cp, and
-the ranks of a context group follow each other in a data group. So do those of an expert group,
-which has each expert once.
+Context-parallel ranks process parts of each sequence with the same parameters, so d here is
+dp x cp. The ranks of a context group are consecutive in a data group, and so are the ranks of an
+expert group, which together have every expert once.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from roadtrain.options.schema import Count, Whole, refusing, value
 
 @dataclass(frozen=True, slots=True)
 class RankPosition:
-    """Where a rank is in the pipeline. `replica`: of those of its stage, context-parallel ranks
-    counted too."""
+    """The position of a rank in the pipeline. `replica`: its index in its stage, where every
+    context-parallel rank counts as a replica."""
 
     stage: int
     replica: int
@@ -45,20 +46,31 @@ class RankPosition:
 
 @value
 class Parallelism:
-    """Degrees of data, tensor, pipeline, context and expert parallelism. Widths that are all the
-    same are kept as `dp`."""
+    """Degrees of data, tensor, pipeline, context and expert parallelism.
 
-    dp: Count = 1  # of every stage; left at 1 where `widths` says it
+    Args:
+        dp: Data-parallel ranks of every stage; leave it out if `widths` is set.
+        tp: Tensor-parallel ranks.
+        pp: Pipeline stages.
+        stages: Layers of each pipeline stage, or of each virtual stage in the model's order;
+            empty: divided as evenly as possible.
+        cp: Context-parallel ranks (simulation only).
+        ep: Expert-parallel ranks (simulation only); divides dp x cp.
+        virtual_stages: Parts of the model in each pipeline stage (interleaved schedule). Part k of
+            every stage is before part k + 1 of any stage.
+        widths: Data-parallel ranks of each stage, if they differ; equal widths are stored as `dp`.
+
+    Raises:
+        ConfigError: The degrees do not fit together.
+    """
+
+    dp: Count = 1
     tp: Count = 1
     pp: Count = 1
-    # layers of each pipeline stage, or of each virtual stage in the model's order; none: as even
-    # as can be
     stages: tuple[Whole, ...] = ()
     cp: Count = 1
-    ep: Count = 1  # divides dp x cp
-    # parts of the model that a pipeline stage has, part k of all stages before part k + 1 of any
+    ep: Count = 1
     virtual_stages: Count = 1
-    # data-parallel ranks of each stage, where they differ; none: dp everywhere
     widths: tuple[Count, ...] = ()
 
     @model_validator(mode="after")
@@ -66,23 +78,23 @@ class Parallelism:
     def _widths_fit(self) -> Self:
         if not self.widths:
             return self
-        said = f"widths {', '.join(map(str, self.widths))}"
+        widths = f"widths {', '.join(map(str, self.widths))}"
         if len(self.widths) != self.pp:
             raise ConfigError(
-                f"{said} are {len(self.widths)}, pp is {self.pp}", hint="one number a stage"
+                f"{widths} are {len(self.widths)}, pp is {self.pp}", hint="give one width per stage"
             )
         if self.dp != 1 and set(self.widths) != {self.dp}:
             raise ConfigError(
-                f"dp {self.dp} and {said} contradict each other",
-                hint="leave dp out where widths says it",
+                f"dp {self.dp} and {widths} contradict each other",
+                hint="leave out dp if widths is set",
             )
         if len(set(self.widths)) == 1:
             object.__setattr__(self, "dp", self.widths[0])
             object.__setattr__(self, "widths", ())
         elif self.virtual_stages > 1:
             raise ConfigError(
-                f"{said} differ and virtual_stages is {self.virtual_stages}",
-                hint="interleaved stages take turns in one order, so they have one width; give dp",
+                f"{widths} differ and virtual_stages is {self.virtual_stages}",
+                hint="interleaved stages need equal widths: set dp instead of widths",
             )
         return self
 
@@ -91,27 +103,26 @@ class Parallelism:
     def _experts_fit(self) -> Self:
         for stage, width in enumerate(self.widths or (self.dp,)):
             if width * self.cp % self.ep:
-                said = f"width {width}" if self.widths else f"dp {width}"
+                degree = f"width {width}" if self.widths else f"dp {width}"
                 where = f" of stage {stage}" if self.widths else ""
                 raise ConfigError(
-                    f"ep {self.ep} does not divide {said} x cp {self.cp}{where}",
-                    hint="every expert group is a part of a data group",
+                    f"ep {self.ep} does not divide {degree} x cp {self.cp}{where}",
+                    hint="choose an ep that divides dp x cp of every stage",
                 )
         return self
 
     @property
     def replicas_of(self) -> tuple[int, ...]:
-        """Of each stage: ranks that have the same parameters, but for experts."""
+        """Number of replicas of each stage: ranks with the same parameters, except for experts."""
         return tuple(width * self.cp for width in self.widths or (self.dp,) * self.pp)
 
     @property
     def replicas(self) -> int:
-        """Of every stage. Raises ConfigError where they differ."""
+        """Number of replicas of every stage. Raises ConfigError if stages differ."""
         if self.widths:
             raise ConfigError(
-                f"stages of widths {', '.join(map(str, self.widths))} have no number of replicas"
-                " in common",
-                hint="this needs the same dp for all stages",
+                f"this needs stages of equal widths, widths are {', '.join(map(str, self.widths))}",
+                hint="set dp instead of widths",
             )
         return self.dp * self.cp
 
@@ -121,20 +132,20 @@ class Parallelism:
 
     @property
     def first_ranks(self) -> tuple[int, ...]:
-        """Of each stage; and what follows the last."""
+        """The first rank of each stage, and the number of devices at the end."""
         return tuple(itertools.accumulate((n * self.tp for n in self.replicas_of), initial=0))
 
     @property
     def boundaries(self) -> tuple[tuple[int, int], ...]:
-        """(stage, stage after it) that activations go between; with virtual stages also from the
-        last to the first."""
+        """Pairs (stage, next stage) that activations are sent between; with virtual stages also
+        from the last stage to the first."""
         last = ((self.pp - 1, 0),) if self.virtual_stages > 1 and self.pp > 1 else ()
         return (*itertools.pairwise(range(self.pp)), *last)
 
     def position(self, rank: int) -> RankPosition:
-        """Raises ConfigError for a rank that is none of `devices`."""
+        """Return the position of a rank. Raises ConfigError if it is out of range."""
         if not 0 <= rank < self.devices:
-            raise ConfigError(f"rank {rank} is none of the {self.devices} of {self}")
+            raise ConfigError(f"rank {rank} is out of range: {self} has {self.devices} ranks")
         first = self.first_ranks
         stage = next(s for s in range(self.pp) if rank < first[s + 1])
         return RankPosition(stage, *divmod(rank - first[stage], self.tp))
@@ -143,25 +154,25 @@ class Parallelism:
         return self.first_ranks[at.stage] + at.replica * self.tp + at.tensor
 
     def micro_batches(self, stage: int, replica: int, total: int) -> range:
-        """Which of a step's `total` micro-batches this replica runs. Those of a context group
-        run the same."""
+        """The numbers of the micro-batches that a replica runs, of `total` in a step. The ranks of
+        a context group run the same ones."""
         return range(replica // self.cp, total, self.replicas_of[stage] // self.cp)
 
     def check_micro_batches(self, total: int) -> None:
-        """Raises ConfigError where a replica of a step of `total` would have none, or those of
-        interleaved stages do not take turns."""
+        """Raise ConfigError if a replica would have none of `total` micro-batches, or their number
+        does not suit interleaved stages."""
         widest = max(self.widths or (self.dp,))
         if total < widest:
             raise ConfigError(
                 f"{total} micro-batches a step are fewer than the {widest} replicas of a stage",
-                hint=f"give at least {widest} micro-batches",
+                hint=f"set at least {widest} micro-batches",
             )
         turn = self.dp * self.pp
         if self.virtual_stages > 1 and total % turn:
             raise ConfigError(
-                f"{total} micro-batches a step go through {self.pp} stages of"
-                f" {self.virtual_stages} parts each on {self.dp} replicas",
-                hint=f"with virtual_stages above 1 they are a multiple of {turn}",
+                f"{total} micro-batches a step do not suit {self.pp} stages of"
+                f" {self.virtual_stages} virtual stages each with dp {self.dp}",
+                hint=f"with virtual_stages above 1, use a multiple of dp x pp = {turn}",
             )
 
     def __str__(self) -> str:
@@ -181,7 +192,8 @@ class Parallelism:
         return [list(range(i, i + self.tp)) for i in range(0, self.devices, self.tp)]
 
     def pipeline_groups(self) -> list[list[int]]:
-        """As many as there are different ways through the stages, times tp: each once."""
+        """List every distinct path of a micro-batch through the stages, for each context and tensor
+        rank."""
         turns = math.lcm(*(n // self.cp for n in self.replicas_of))
 
         def passed(way: int, context: int, tensor: int) -> list[int]:
@@ -196,7 +208,7 @@ class Parallelism:
         ]
 
     def data_groups(self) -> list[list[int]]:
-        """Stage by stage, inside a stage tensor rank by tensor rank."""
+        """List the data groups by stage and tensor rank."""
         return [
             list(range(first + tensor, following, self.tp))
             for first, following in itertools.pairwise(self.first_ranks)
@@ -204,9 +216,9 @@ class Parallelism:
         ]
 
     def layers(self, layers: int) -> tuple[int, ...]:
-        """Of each stage, or of each part in the model's order (the first and the last of which
-        may have only what comes before and after the layers). Raises ConfigError where they do
-        not add up."""
+        """Divide `layers` layers: the number of each stage, or of each virtual stage in the model's
+        order. The first and the last stage may have 0 layers (embedding or head only). Raises
+        ConfigError if `stages` does not add up."""
         count = self.pp * self.virtual_stages
         if not self.stages:
             return even(layers, count)
@@ -215,17 +227,17 @@ class Parallelism:
             raise ConfigError(
                 f"stages of {', '.join(map(str, self.stages))} layers are {len(self.stages)} with "
                 f"{sum(self.stages)} layers in all, the model has {layers} for {count} stages",
-                hint="one number a stage, each 1 or more, adding up to the model's layers",
+                hint="give one number per stage, each at least 1, adding up to the model's layers",
             )
         return self.stages
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage, the first ones one more where it does not divide. Raises ConfigError
-    for more stages than layers."""
+    """Divide layers evenly; the first stages have one more if there is a remainder. Raises
+    ConfigError for more stages than layers."""
     if not 0 < stages <= layers:
         raise ConfigError(
-            f"{layers} layers cannot be {stages} stages", hint="pp is at most the number of layers"
+            f"{layers} layers cannot be {stages} stages", hint=f"set pp to at most {layers}"
         )
     return tuple(layers // stages + (i < layers % stages) for i in range(stages))
 
@@ -237,14 +249,15 @@ def balanced(
     ends: tuple[float, float] = (0.0, 0.0),
     fits: Callable[[int, int, int], bool] = lambda stage, begin, stop: True,
 ) -> tuple[int, ...] | None:
-    """Layers of each stage, so that the slowest takes as short as can be: `weights` (FLOPs) of each
-    layer over `speeds` of each stage. `ends`: of what comes before the first layer and after the
-    last. `fits(stage, begin, stop)`: whether these layers fit its memory (and so do fewer). None
-    where they fit nowhere.
+    """Divide layers so that the slowest stage is as fast as possible. The time of a stage is the
+    sum of its layers' `weights` (FLOPs) divided by its speed in `speeds`. `ends`: weights of the
+    parts before the first layer and after the last. `fits(stage, begin, stop)`: whether layers
+    [begin, stop) fit in the stage's memory; then fewer layers must fit, too. Returns the number of
+    layers of each stage, or None if no division fits.
 
-    Exact: the best of all first stages up to each layer, stage after stage; those slower than a
-    bound are left out, which grows until there is an answer. Even stages are taken where they
-    are as fast."""
+    The result is exact: dynamic programming over stages and layers, without stages slower than a
+    bound, which is raised until there is a solution. Even stages are preferred if they are as
+    fast."""
     before = [0.0, *itertools.accumulate(weights)]
     total, n = len(weights), len(speeds)
 
@@ -265,8 +278,8 @@ def balanced(
                         break
                     if begin in best:
                         slowest, squares, stages = best[begin]
-                        one = max(slowest, seconds), squares + seconds**2, (*stages, stop - begin)
-                        following[stop] = min(following.get(stop, one), one)
+                        new = max(slowest, seconds), squares + seconds**2, (*stages, stop - begin)
+                        following[stop] = min(following.get(stop, new), new)
             best = following
         return (best[total][0], best[total][2]) if total in best else None
 

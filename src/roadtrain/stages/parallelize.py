@@ -1,5 +1,5 @@
-"""parallelize(): a model trained over several hosts or clusters, in stages. The user's model keeps
-its forward and its names, their optimizer its class and groups.
+"""parallelize(): train a model in stages over several hosts or clusters. The model keeps its
+forward and its names, the optimizer its class and groups.
 
     options = ParallelOptions(Parallelism(pp=2, dp=2), num_microbatches=8)
     training = roadtrain.parallelize(model, optimizer, options,
@@ -24,14 +24,14 @@ from roadtrain.environment import launch_of
 from roadtrain.options.check import check_options
 from roadtrain.stages.cuts import Cuts
 from roadtrain.stages.layout import StageLayout
-from roadtrain.stages.networks import stated
+from roadtrain.stages.networks import override
 from roadtrain.stages.parallel_options import ParallelOptions
 from roadtrain.stages.parallel_parts import (
     UserOptimizer,
     join,
     make_pipeline,
     make_stage_optimizer,
-    say_start,
+    report_start,
     silent,
 )
 from roadtrain.stages.parallel_sizes import StageSizes
@@ -56,52 +56,63 @@ def parallelize(
     device: torch.device | str | None = None,
     report: Report = print,
 ) -> ParallelTraining:
-    """Cut `model` into stages and train this process's part of it.
+    """Divide `model` into stages and prepare this process's part of the training. Collective.
 
-    model: whole, best built on `meta`; this process keeps its own stage's parameters. optimizer:
-    the user's own, over the model's parameters. example: a micro-batch; its shapes are those of
-    all. loss: of the model's result and the micro-batch, a scalar: the mean over the micro-batch.
-    device: where this process computes ("cuda": its own, by LOCAL_RANK; None: CUDA where there is
-    one). report: hears each line, on the first process; what another stage has to say of itself
-    is printed by the first process of that stage.
+    Args:
+        model: The whole model, preferably built on `meta`. This process keeps the parameters of
+            its own stage only.
+        optimizer: An optimizer over the model's parameters that has taken no steps.
+        options: Degrees of parallelism and other options.
+        example: A micro-batch with the shapes and dtypes of all micro-batches.
+        loss: Function of the model's result and the micro-batch that returns the mean loss over
+            the micro-batch, a scalar tensor. Default: the loss computed by the model itself.
+        device: Device of this process; "cuda" selects the device of LOCAL_RANK. None: CUDA if
+            available, else the CPU.
+        report: Called with each line of the log on the first process. Lines about another stage
+            are printed by the first process of that stage.
 
-    Raises ConfigError, ModelError before anything is trained, DeadlineError where a process or a
-    network does not come (Rule 5).
+    Returns:
+        The training, whose `step` every process calls.
+
+    Raises:
+        ConfigError: Options are invalid, or do not fit the hosts, the networks or the model.
+        ModelError: The model cannot be divided into these stages.
+        DeadlineError: A process did not arrive, or a network did not work, in time (Rule 5).
     """
     check_options(parallelize, locals())
-    # 1. what was asked for, on this process's device
+    # 1. options, and the device of this process
     launch = launch_of(os.environ)
     say = report if launch.rank == 0 else silent
-    for line in options.say_lossy():
+    for line in options.lossy_notes():
         say(line)
     users = UserOptimizer(model, optimizer, say)
     at = own_device(device or ("cuda" if torch.cuda.is_available() else "cpu"), say)
-    # 2. all processes meet, or every one that came says who did not
+    # 2. rendezvous of all processes; if one is missing, all others report it
     parallelism = options.parallelism
     meeting = meet(
-        launch, job=options.told(), needed=parallelism.devices, notice_s=options.deadline_s
+        launch, job=options.describe(), needed=parallelism.devices, notice_s=options.deadline_s
     )
-    # 3. where the model is cut, who works with whom, which parameters each stage has
+    # 3. the cuts of the model, the groups of ranks, the parameters of each stage
     parts = split(model, options.blocks)
     cuts = Cuts(model, example.args, example.kwargs or {}, options.blocks, options.dtype)
-    hosts = meeting.host_devices(stated(meeting.hosts, options.networks))
+    hosts = meeting.host_devices(override(meeting.hosts, options.networks))
     groups = Groups.of(parallelism, hosts, blocks=len(cuts.blocks), data_groups=options.data_groups)
     layout = StageLayout.of(parallelism, cuts)
-    # 4. a network for each group, tried before the process groups are made
-    joined = join(meeting, groups, layout, options, at, users.rule, say)
-    # 5. this stage's first values, and the model without the other stages
-    own = joined.position
+    # 4. the network of each group, tested before the process groups are created
+    context = join(meeting, groups, layout, options, at, users.rule, say)
+    # 5. the initial values of this stage; the model loses the parameters of other stages
+    own = context.position
     torch.manual_seed(options.seed)
     fill(model, parts, layout.names_of(own.stage), options.weights, options.init)
     stage_model = StageModel(model, cuts, layout.segments_of(own.stage), at)
-    # 6. what updates the stage, and what runs its micro-batches
-    speaks = (own.replica, own.tensor) == (0, 0)  # for its stage
-    of_stage = say if launch.rank == 0 else partial(print, flush=True) if speaks else silent
-    stage_optimizer = make_stage_optimizer(joined, stage_model, users.keep(model), of_stage)
-    pipeline = make_pipeline(joined, stage_model, loss)
-    say_start(joined, cuts, say)
-    training = ParallelTraining(joined, stage_model, stage_optimizer, pipeline)
-    # 7. sizes of stages by measured speeds, where they are asked for
+    # 6. the optimizer of the stage, and its pipeline
+    is_first = (own.replica, own.tensor) == (0, 0)  # of its stage: it reports
+    of_stage = say if launch.rank == 0 else partial(print, flush=True) if is_first else silent
+    stage_optimizer = make_stage_optimizer(context, stage_model, users.keep(model), of_stage)
+    pipeline = make_pipeline(context, stage_model, loss)
+    report_start(context, cuts, say)
+    training = ParallelTraining(context, stage_model, stage_optimizer, pipeline)
+    # 7. sizes of stages by measured speeds, if requested
     if options.stages != "even" or options.resize_stages is not None:
         training.sizes = StageSizes(training, users, loss, say)
         training.sizes.begin(example)

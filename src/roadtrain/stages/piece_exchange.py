@@ -1,11 +1,11 @@
-"""exchange(): every rank says what it has and what it wants, and gets it, piece by piece.
+"""exchange(): ranks announce the pieces that they have and need, and send them to each other.
 
-For stages that move at a step boundary, and for a start where each host has its own disk. Memory is
-bounded: of one piece, whatever the size of the model. A rank gives while it takes, so it reads its
-pieces to their end before it does anything else with the others.
+Used when blocks move between stages at a step boundary, and when each host has its own disk at
+start. Memory is bounded by one piece, whatever the size of the model. A rank sends pieces while it
+receives, so every rank must exhaust its iterator before it communicates with others again.
 
-Assumes: what a rank has does not change while the exchange lasts. Does NOT pass on what it got: two
-ranks that want the same elements of a third one get them each.
+Assumes: the pieces of a rank do not change during the exchange. Does NOT forward received pieces:
+two ranks that need the same elements each get them from the source.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from roadtrain.stages.control_links import ControlLinks
 from roadtrain.stages.pieces import Extent, Piece, PieceSource
 from roadtrain.stages.transfers import PieceTransfer, plan_transfers
 
-PIECE_ELEMENTS = 1 << 20  # of one piece at most: 16 MiB with four arrays of fp32
+PIECE_ELEMENTS = 1 << 20  # the most in one piece: 16 MiB with four fp32 arrays
 
 
 def exchange(
     source: PieceSource,
-    wanted: Iterable[Extent],
+    requested: Iterable[Extent],
     control: ControlLinks,
     *,
     most_elements: int = PIECE_ELEMENTS,
 ) -> Iterator[Piece]:
-    """The pieces of `wanted`, cut as they come: from this rank where it has them, else from the
-    nearest one (`ControlLinks.distance`). Collective: the plan is made on return, the iterator is
-    read to its end by all.
+    """Iterate over the pieces of `requested`, cut to at most `most_elements`. Each piece comes from
+    this rank if it has it, else from the nearest rank that does (`ControlLinks.distance`).
+    Collective: the plan is complete on return, and every rank must exhaust the iterator.
 
-    Raises GoneError for elements that nobody has, DeadlineError, LostError; at the end, where a
-    source failed, its error, and a LostError with its sentence on who wanted of it."""
-    mine = msgspec.json.encode({"haves": source.extents(), "wants": list(wanted)})
-    told = control.gather(mine, "what each has and wants")
-    every = [msgspec.json.decode(one, type=dict[str, list[Extent]]) for one in told]
-    haves, wants = ([one[key] for one in every] for key in ("haves", "wants"))
+    Raises GoneError for elements that no rank has, DeadlineError, LostError. If a source cannot
+    read a piece, it raises its own error at the end of the iteration, and its receivers a LostError
+    with the same message."""
+    mine = msgspec.json.encode({"haves": source.extents(), "wants": list(requested)})
+    every = control.gather(mine, "the pieces that each rank has and needs")
+    lists = [msgspec.json.decode(message, type=dict[str, list[Extent]]) for message in every]
+    haves, wants = ([own[key] for own in lists] for key in ("haves", "wants"))
     plan = plan_transfers(haves, wants, control.distance, most_elements)
     own = [t for t in plan if control.rank in (t.source, t.target)]
     return _carry_out(own, source, control)
@@ -49,8 +50,8 @@ def exchange(
 def _carry_out(
     plan: Sequence[PieceTransfer], source: PieceSource, control: ControlLinks
 ) -> Iterator[Piece]:
-    """What a source cannot give is raised at the end: until then others wait for the rest of it,
-    and afterwards all ranks are at the same place."""
+    """Do this rank's transfers of the plan in order and yield the pieces received. Read errors are
+    raised at the end, because other ranks wait for the remaining pieces of this rank."""
     wrong: RoadtrainError | None = None
     for transfer in plan:
         extent = transfer.extent
@@ -58,9 +59,9 @@ def _carry_out(
         if transfer.source == control.rank:
             found = _read(source, extent)
             if transfer.target != control.rank:
-                _give(found, control, transfer.target, what)
+                _send(found, control, transfer.target, what)
         else:
-            found = _take(extent, control, transfer.source, what)
+            found = _receive(extent, control, transfer.source, what)
         if not isinstance(found, Piece):
             wrong = wrong or found
         elif transfer.target == control.rank:
@@ -76,7 +77,7 @@ def _read(source: PieceSource, extent: Extent) -> Piece | RoadtrainError:
         return error
 
 
-def _give(found: Piece | RoadtrainError, control: ControlLinks, target: int, what: str) -> None:
+def _send(found: Piece | RoadtrainError, control: ControlLinks, target: int, what: str) -> None:
     if not isinstance(found, Piece):
         control.send_bytes(json.dumps({"error": str(found)}).encode(), target, what)
         return
@@ -86,11 +87,12 @@ def _give(found: Piece | RoadtrainError, control: ControlLinks, target: int, wha
         control.send(array.contiguous(), target, what)
 
 
-def _take(extent: Extent, control: ControlLinks, source: int, what: str) -> Piece | LostError:
-    """A LostError is what the source says; that it is gone is raised."""
+def _receive(extent: Extent, control: ControlLinks, source: int, what: str) -> Piece | LostError:
+    """Receive a piece, or return a LostError if the source reports a failed read. Raises PeerError
+    if the source is lost."""
     head = json.loads(control.receive_bytes(source, what))
     if "error" in head:
-        return LostError(f"{control.name(source)} could not give {what}: {head['error']}")
+        return LostError(f"{control.name(source)} could not read {what}: {head['error']}")
     arrays = dict[str, torch.Tensor]()
     for key in head["arrays"]:
         arrays[str(key)] = torch.empty(extent.numel, dtype=torch.float32)

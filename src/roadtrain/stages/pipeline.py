@@ -1,9 +1,9 @@
-"""Pipeline: one rank's part of a pipelined step: forwards and backwards of its segments in
-`protocol.pipeline`'s order, on what the stages beside it send.
+"""Pipeline: run one rank's part of a pipelined step: the forwards and backwards of its segments, in
+the order of `protocol.pipeline`, on tensors received from the neighbouring stages.
 
-A micro-batch's loss is divided by the number of micro-batches of the whole step, over all replicas;
-gradients are summed over a stage's ranks. So they are weighted rightly where stages have different
-widths. Does NOT update parameters.
+A micro-batch's loss is divided by the number of micro-batches of the whole step, over all replicas,
+and gradients are summed over a stage's ranks. So gradients are weighted correctly even if stages
+have different widths. Does NOT update parameters.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from roadtrain.stages.stage_part import StagePart
 
 @dataclass
 class StepTimes:
-    """Seconds of one step on this rank."""
+    """Seconds that this rank spent in one step, by activity."""
 
     forward: float = 0.0
     backward: float = 0.0
-    waiting: float = 0.0
+    waiting: float = 0.0  # for messages of other stages
 
 
 @dataclass
 class _Step:
-    """A step under way."""
+    """The state of a step in progress."""
 
     machine: StageStateMachine
-    # messages that are not posted yet, by channel and in order
+    # receives that are not posted yet, in order
     due: dict[Channel, deque[Transfer]] = field(default_factory=dict)
     posted: dict[tuple[str, int, int], Transfer] = field(default_factory=dict)  # what, part, micro
-    losses: dict[int, torch.Tensor] = field(default_factory=dict)  # by micro, until their backward
-    total: float = 0.0
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)  # by micro, until its backward
+    total: float = 0.0  # the sum of this rank's losses
 
 
 class Pipeline:
-    """parts: this rank's segments, part k of the model's virtual stages at k. seed: of the random
-    numbers that forwards draw."""
+    """The runner of this rank's segments. parts: part k belongs to virtual stage k of this stage.
+    seed: the seed of the random numbers in forwards (dropout)."""
 
     def __init__(
         self, shape: PipelineShape, parts: Sequence[StagePart], links: StageLinks, seed: int = 0
@@ -60,12 +60,13 @@ class Pipeline:
         self.times = StepTimes()
 
     def step(self, number: int, batch: Callable[[int], MicroBatch]) -> float:
-        """All micro-batches of step `number`, forward and backward; gradients are in the
-        parameters then, of this rank's micro-batches.
+        """Run this rank's micro-batches of step `number` forward and backward, which leaves their
+        gradients in the parameters.
 
-        batch: the micro-batch of that number (0 to num_microbatches - 1); asked for this rank's
-        own. Returns the sum of this rank's losses, each divided by num_microbatches: 0.0 before
-        the last stage. Raises PeerError (DeadlineError, LostError).
+        batch: returns the micro-batch of a number (0 to num_microbatches - 1); called only for this
+        rank's micro-batches. Returns the sum of this rank's losses, each divided by
+        num_microbatches; 0.0 on all stages but the last. Raises PeerError (DeadlineError,
+        LostError).
         """
         self.times, self.links.step, self.links.wait_s = StepTimes(), number, 0.0
         step = _Step(StageStateMachine(self.shape))
@@ -86,8 +87,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batch: Callable[[int], MicroBatch]) -> float:
-        """All micro-batches forward. Returns the sum of this rank's losses, each divided by
-        num_microbatches: 0.0 before the last stage. Raises as `step`."""
+        """Run this rank's micro-batches forward only. Returns and raises as `step` does."""
         machine, total = StageStateMachine(self.shape), 0.0
         handed: dict[tuple[int, int], list[torch.Tensor]] = {}
         for run in (run for run in machine.order if run.what == FORWARD):
@@ -95,25 +95,25 @@ class Pipeline:
             if arrival is not None:
                 self.links.post(arrival, part.buffers(FORWARD, run.micro))
                 self.links.wait(arrival)
-            elif given := handed.pop((run.part, run.micro), None):
-                for buffer, x in zip(part.buffers(FORWARD, run.micro), given, strict=True):
+            elif inputs := handed.pop((run.part, run.micro), None):
+                for buffer, x in zip(part.buffers(FORWARD, run.micro), inputs, strict=True):
                     buffer.detach().copy_(x)
             out = part.run_forward(run.micro, batch(run.micro))
             part.drop()
-            peer, transfer = machine.goes(run), machine.transfer(run)
+            peer, transfer = machine.consumer(run), machine.transfer(run)
             if peer is None:
                 assert isinstance(out, torch.Tensor)
                 total += float(out) / self.shape.num_microbatches
             elif transfer is None:
                 handed[peer.part, run.micro] = list(out)
             else:
-                # copies, since a block may return what it got, whose buffer is filled again
+                # cloned, because a block may return its input, whose buffer is reused
                 self.links.send(transfer, [x.clone() for x in out])
         self.links.flush()
         return total
 
     def _runs(self, step: _Step) -> Iterator[RunBlocks]:
-        """What the machine says, each after what it needs is here."""
+        """Yield the runs that the state machine starts, each once its inputs have arrived."""
         machine = step.machine
         ready = machine.start()
         while not machine.finished:
@@ -135,7 +135,7 @@ class Pipeline:
             self.times.backward += time.perf_counter() - then
         if (transfer := step.machine.transfer(run)) is not None:
             self.links.send(transfer, sends)
-        elif (peer := step.machine.goes(run)) is not None:
+        elif (peer := step.machine.consumer(run)) is not None:
             self._hand_over(step, run, peer.part, sends)
 
     def _forward(
@@ -161,7 +161,8 @@ class Pipeline:
     def _hand_over(
         self, step: _Step, run: RunBlocks, part: int, tensors: Sequence[torch.Tensor]
     ) -> None:
-        """The next part is on this rank too: what `run` leaves is copied into its buffers."""
+        """Copy the outputs of `run` into the buffers of the next part, which is on this rank
+        too."""
         buffers = self.parts[part].buffers(run.what, run.micro)
         with torch.no_grad():
             for buffer, tensor in zip(buffers, tensors, strict=True):
@@ -169,7 +170,7 @@ class Pipeline:
         step.machine.here[run.what].add((run.micro, part))
 
     def _post(self, step: _Step) -> None:
-        """Post the receives whose buffers are free, each channel's in order."""
+        """Post the receives whose buffers are free, in order on each channel."""
         for waiting in step.due.values():
             while waiting and self._may_arrive(waiting[0]):
                 transfer = waiting.popleft()

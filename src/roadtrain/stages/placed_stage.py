@@ -1,15 +1,15 @@
-"""PlacedStage: a stage of a pipeline whose parameters and optimizer state are placed: on this
-host's files or memory, or with servers that all ranks of the stage share.
+"""PlacedStage: a pipeline stage whose parameters and optimizer state are in this host's files or
+memory, or on servers that all ranks of the stage share.
 
     placed = roadtrain.place(stage.model, optimizer, store=..., group=group.of_stage(1, 0, 2))
     stage_optimizer = PlacedStage(placed)
 
-Servers take the mean over their workers, a stage wants the sum: gradients are scaled by the number
-of ranks. Gradients leave after each backward, updates wait for `step`.
+Servers average gradients over their workers but a stage needs the sum, so gradients are scaled by
+the number of ranks. Gradients are sent after each backward; updates wait for `step`.
 
-Note "what is committed": the store commits each step by itself, and may so be ahead of, or behind,
-the job's snapshot. `load` compares: a store that holds just what is loaded is left as it is, any
-other one is made anew. Servers are filled by the stage's first rank.
+Note "store commits": the store commits each step on its own, so it may be ahead of or behind the
+job's snapshot. `load` compares them: a store that already holds the loaded values is kept, any
+other store is overwritten. The stage's first rank fills the servers.
 
 Assumes: nothing else takes steps with the placed optimizer. Does NOT move blocks (streaming/).
 """
@@ -30,8 +30,8 @@ from roadtrain.errors import ConfigError, LoopError, RoadtrainError, StaleError
 from roadtrain.kernels.cast import cast
 from roadtrain.kernels.rule import Rule
 from roadtrain.placement.optimizer import PlacedOptimizer
-from roadtrain.stages.courier import typed
 from roadtrain.stages.data_group import SharedCopies, ranks_of
+from roadtrain.stages.op_queue import typed
 from roadtrain.stages.pieces import VALUE, Extent, Piece, even_shares
 from roadtrain.stages.transfers import check_covered
 from roadtrain.storage.convert import MASTER, RecordView
@@ -40,12 +40,13 @@ from roadtrain.streaming.grads import PlacedGrad
 from roadtrain.streaming.split import DTYPES
 from roadtrain.units import round_up
 
-SUM_ELEMENTS = 1 << 20  # of a shared parameter's gradient that are summed at once
+SUM_ELEMENTS = 1 << 20  # elements of a shared parameter's gradient that are summed at a time
 
 
 class PlacedStage:
-    """A StageOptimizer (stages/stage_optimizer.py). `shared`: names of parameters of which other
-    stages have copies, for each set of stages; those stages are placed too. Raises ConfigError."""
+    """The StageOptimizer (stages/stage_optimizer.py) of a placed stage. `shared`: for each set of
+    stages that share parameters, the names of the parameters and the group of their copies; those
+    stages are placed too. Raises ConfigError."""
 
     def __init__(
         self,
@@ -61,12 +62,12 @@ class PlacedStage:
         self._copies = {name: root[name] for name in sorted(self._shared) if name in root}
         if absent := [n for n in self._shared if n in self._names and n not in root]:
             raise ConfigError(
-                f"{absent[0]!r} is shared by several stages, and lies in a block that is fetched",
-                hint="name the blocks (blocks=...) so that shared parameters lie outside of them",
+                f"{absent[0]!r} is shared by several stages, but lies in a block that is fetched",
+                hint="choose the blocks (blocks=...) so that shared parameters lie outside of them",
             )
         placed.root_waits = True
-        self._finished = False  # the step's gradients have left, all of them
-        self._record: tuple[int, int, RecordView] | None = None  # step, chunk
+        self._finished = False  # all gradients of the step have been sent
+        self._record: tuple[int, int, RecordView] | None = None  # the record of (step, chunk)
 
     @property
     def steps_done(self) -> int:
@@ -75,15 +76,16 @@ class PlacedStage:
     # a step
 
     def begin_step(self, backwards: int) -> None:
-        """See StageOptimizer. Blocks are fetched as they run."""
+        """See StageOptimizer. Each block is fetched when it runs."""
         if self._finished or any(p.grad is not None for p in self._parameters()):
             raise LoopError(
-                f"step {self.steps_done + 1} begins with gradients that no update took",
-                hint="call step() once a step",
+                f"step {self.steps_done + 1} begins with gradients that no update has used",
+                hint="call step() once per step",
             )
 
     def sum_squares(self) -> float:
-        """See StageOptimizer. The stage's first rank tells the sum of all of them."""
+        """See StageOptimizer. The stage's first rank returns the sum over all of its ranks, the
+        others 0."""
         self._finish_gradients()
         sums = self.placed.square_sums()
         if self.placed.group.rank:
@@ -93,7 +95,7 @@ class PlacedStage:
     def step(self, scale: float = 1.0) -> None:
         """See StageOptimizer."""
         self._finish_gradients()
-        factor = times(scale, self.width)
+        factor = for_mean(scale, self.width)
         for p in self._parameters():
             if isinstance(p.grad, PlacedGrad):
                 p.grad.mul_(factor)
@@ -102,7 +104,7 @@ class PlacedStage:
         self._finished = False
 
     def abandon(self) -> None:
-        """See StageOptimizer. What the store has committed stays."""
+        """See StageOptimizer. Steps that the store has committed stay committed."""
         self.placed.abandon()
         with contextlib.suppress(RoadtrainError, RuntimeError):
             self.placed.close()
@@ -124,7 +126,7 @@ class PlacedStage:
 
     @torch.no_grad()
     def _finish_gradients(self) -> None:
-        """All gradients have left to the servers."""
+        """Send the remaining gradients to the servers."""
         if self._finished:
             return
         for name, p in self._copies.items():
@@ -134,8 +136,9 @@ class PlacedStage:
         self._finished = True
 
     def _sum_copies(self, name: str, p: torch.nn.Parameter, copies: SharedCopies) -> None:
-        """The first rank of each stage has the sum over all ranks of all of them, in their order
-        and in fp32, the others zero: so each stage sums to the same bits. Raises PeerError."""
+        """Sum a shared parameter's gradient over all ranks of all stages that have a copy, in rank
+        order and in fp32. Each stage's first rank keeps the total and its other ranks get zeros,
+        so that the servers of every stage get the same bits. Raises PeerError."""
         grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
         flat = grad.view(-1)
         for start in range(0, flat.numel(), SUM_ELEMENTS):
@@ -156,20 +159,20 @@ class PlacedStage:
     # state
 
     def extents(self) -> list[Extent]:
-        """See StageOptimizer. The ranks of a stage have a share each of what all of them reach.
-        Waits for the commit of the last step, which needs all of them."""
+        """See StageOptimizer. Every rank can read the whole store, so each provides an even share.
+        Waits for the commit of the last step, in which all ranks take part."""
         self.placed.flush()
         sizes = ((spec.name, spec.numel) for spec in self.placed.params)
         return even_shares(sizes, self.placed.group.rank, self.width)
 
-    def wanted(self) -> list[Extent]:
+    def needed(self) -> list[Extent]:
         """See StageOptimizer. The stage's first rank fills the servers."""
         if self.placed.group.rank:
             return []
         return [Extent(spec.name, 0, spec.numel) for spec in self.placed.params if spec.numel]
 
     def piece(self, extent: Extent) -> Piece:
-        """See StageOptimizer. Only after `extents`."""
+        """See StageOptimizer. Call `extents` first."""
         spec = self.placed.params[self._names[extent.name]]
         rule = self.placed.rules[spec.group] if spec.trainable else None
         whats = {VALUE: MASTER} | {key: key for key in (rule.arrays if rule else ())}
@@ -189,7 +192,7 @@ class PlacedStage:
         return Piece(extent, {key: torch.from_numpy(array) for key, array in out.items()}, scalars)
 
     def _record_of(self, chunk: Any) -> RecordView:
-        """The last one that was read is at hand: pieces are smaller than chunks."""
+        """Read a chunk's record; the last one is cached, because pieces are smaller than chunks."""
         key = (self.steps_done, chunk.id)
         if self._record is None or self._record[:2] != key:
             view = self.placed.session.servers.record_of(chunk, "")
@@ -197,33 +200,34 @@ class PlacedStage:
         return self._record[2]
 
     def load(self, pieces: Iterable[Piece], steps_done: int) -> None:
-        """See StageOptimizer, and Note "what is committed". Raises StaleError where servers hold
-        other values of that very step, StoreError where a piece did not come, LoopError where the
-        store cannot take other values."""
+        """See StageOptimizer, and Note "store commits". Raises StaleError if the servers hold other
+        values of the same step, StoreError if a piece is missing, LoopError if the store cannot be
+        overwritten."""
         placed = self.placed
         placed.flush()
         self._record = None
         same = placed.steps_done == steps_done
-        taken = TakenPieces(placed.params, placed.rules, placed.scratch)
+        staged = StagedPieces(placed.params, placed.rules, placed.scratch)
         for piece in pieces:
             same = same and self._holds(piece)
-            taken.take(piece)
+            staged.add(piece)
         first = placed.group.rank == 0
         if first:
-            taken.check(f"the stage at step {steps_done}")
+            staged.check(f"the stage at step {steps_done}")
         if not same:
-            self._check_all_know(steps_done)
-            values, state = (taken.values(), taken.state()) if first else ({}, {})
+            self._refuse_other_values(steps_done)
+            values, state = (staged.values(), staged.state()) if first else ({}, {})
             placed.take_values(steps_done, values, state)
         self._record = None
 
-    def _check_all_know(self, steps_done: int) -> None:
-        """The other ranks of the stage see only which step it is."""
+    def _refuse_other_values(self, steps_done: int) -> None:
+        """Raise StaleError if servers shared by several ranks are at the same step: the other ranks
+        compare steps only, and would not notice that the values change."""
         if self.width > 1 and self.placed.steps_done == steps_done:
             raise StaleError(
-                f"the servers of this stage hold other values of step {steps_done} than the job's"
+                f"the servers of this stage hold other values for step {steps_done} than the job's"
                 " snapshot",
-                hint="give this stage the servers of this run, or empty ones",
+                hint="give this stage the servers of this run, or empty servers",
             )
 
     def _holds(self, piece: Piece) -> bool:
@@ -238,16 +242,16 @@ class PlacedStage:
         )
 
 
-class TakenPieces:
-    """Values and state that come in pieces, in any order, until a store takes them all. They lie in
-    a scratch file (storage/scratch.py), so a stage larger than memory can be loaded.
+class StagedPieces:
+    """Values and state received as pieces in any order, collected until a store loads them. They
+    are kept in a scratch file (storage/scratch.py), so a stage larger than memory can be loaded.
 
-    `params`: of the store; `rules`: of its parameter groups. `where`: a directory."""
+    `params`: the store's parameters; `rules`: one per parameter group. `where`: a directory."""
 
     def __init__(self, params: Sequence[ParamSpec], rules: Sequence[Rule], where: Path) -> None:
         self._params, self._rules = params, rules
         self._index = {spec.name: i for i, spec in enumerate(params)}
-        self._at = dict[tuple[int, str], int]()
+        self._at = dict[tuple[int, str], int]()  # (parameter, array) -> byte offset in the file
         nbytes = 0
         for i, spec in enumerate(params):
             arrays = rules[spec.group].arrays if spec.trainable else ()
@@ -255,11 +259,11 @@ class TakenPieces:
                 self._at[i, key] = nbytes
                 nbytes += round_up(spec.numel * 4, PAGE)
         self._scratch = Scratch(where, nbytes)
-        self._came = list[Extent]()
-        self._scalars = dict[int, Mapping[str, float]]()  # of parameters that have a state
+        self._received = list[Extent]()
+        self._scalars = dict[int, Mapping[str, float]]()  # only of parameters with state
 
-    def take(self, piece: Piece) -> None:
-        """Raises ForeignError for the state of another rule."""
+    def add(self, piece: Piece) -> None:
+        """Write a piece to the scratch file. Raises ForeignError for the state of another rule."""
         name, start = piece.extent.name, piece.extent.start
         index = self._index[name]
         spec = self._params[index]
@@ -267,18 +271,19 @@ class TakenPieces:
         if spec.trainable and piece.has_state(self._rules[spec.group]):
             arrays = self._rules[spec.group].arrays
             self._scalars[index] = piece.scalars
-        self._came.append(piece.extent)
+        self._received.append(piece.extent)
         for key in (VALUE, *arrays):
             values = piece.arrays[key].numpy()
             self._scratch.write(values.view(np.uint8).data, self._at[index, key] + 4 * start)
 
     def check(self, who: str) -> None:
-        """Raises StoreError where something has not come."""
-        wanted = [Extent(spec.name, 0, spec.numel) for spec in self._params]
-        check_covered(self._came, wanted, who)
+        """Raise StoreError if a part of a parameter was not received."""
+        needed = [Extent(spec.name, 0, spec.numel) for spec in self._params]
+        check_covered(self._received, needed, who)
 
     def values(self) -> dict[int, torch.Tensor]:
-        """By index: fp32 where it is trained, else in its own dtype."""
+        """Return the values by parameter index: trainable ones in fp32, frozen ones in their
+        dtype."""
         out = {}
         for i, spec in enumerate(self._params):
             if spec.numel:
@@ -287,7 +292,7 @@ class TakenPieces:
         return out
 
     def state(self) -> dict[int, dict[str, torch.Tensor | float]]:
-        """By index, of parameters that were updated before."""
+        """Return the optimizer state by parameter index, for parameters that have state."""
         out = dict[int, dict[str, torch.Tensor | float]]()
         for i, scalars in self._scalars.items():
             arrays = self._rules[self._params[i].group].arrays
@@ -300,9 +305,9 @@ class TakenPieces:
         return flat.view(spec.shape)
 
 
-def times(scale: float, width: int) -> float:
-    """What gives `scale` again when it is divided by `width`; where no number does, `scale` is
-    rounded to fp32 first, for which one does."""
+def for_mean(scale: float, width: int) -> float:
+    """Return a float that gives exactly `scale` when divided by `width`. If there is none, `scale`
+    is rounded to fp32 first, for which the product is exact."""
     if (scale * width) / width == scale or scale != scale:
         return scale * width
     return float(np.float32(scale)) * width
@@ -315,6 +320,6 @@ def _widen(values: np.ndarray[Any, Any], spec: ParamSpec, into: np.ndarray[Any, 
         cast(values, spec.dtype, into, "fp32")
     else:
         raise ConfigError(
-            f"frozen parameter {spec.name!r} is {spec.dtype}, which has no exact fp32",
-            hint="keep it as a buffer",
+            f"frozen parameter {spec.name!r} is {spec.dtype}, which fp32 cannot represent exactly",
+            hint="register it as a buffer",
         )

@@ -1,15 +1,15 @@
-"""preflight(): before process groups are made, every pair of hosts of every group proves that it
-reaches each other over the network that was chosen; or every rank ends with the same sentence,
-within 30 s, naming host, card and reason (Rule 5).
+"""preflight(): before process groups are created, test that every pair of hosts in every group can
+reach each other over the chosen network. If a pair cannot, every rank raises the same error within
+30 s, naming the host, the card and the reason (Rule 5).
 
-    choose networks -> open doors -> test every link (probes.py) -> report to rank 0
-    rank 0: the first trouble in one sentence, or the matrix (findings.py) -> verdict to all
+    choose networks -> open test ports -> test every link (probes.py) -> report to rank 0
+    rank 0: the first problem as one message, or the matrix (findings.py) -> verdict to all
 
-One rank of each host tests, the others wait. Control goes through the store of the rendezvous, the
-tests over plain sockets that are bound to the cards. `roadtrain preflight` runs it alone
+One rank per host runs the tests while the others wait. Control messages go through the rendezvous
+store, tests through plain sockets bound to the cards. `roadtrain preflight` runs only this
 (training/preflight_command.py).
 
-What it cannot prove: RDMA itself. An InfiniBand or RoCE card is tested by the address it has.
+It cannot test RDMA itself: an InfiniBand or RoCE card is tested through its IP address.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from roadtrain.stages.networks import (
     NamedRanks,
     choose_networks,
 )
-from roadtrain.stages.probes import Doors, probe, serving
+from roadtrain.stages.probes import ProbePorts, probe, serving
 from roadtrain.stages.rank_meeting import (
     MeetingAnswer,
     RankMeeting,
     get,
-    late,
+    late_error,
     publish,
     put,
     read,
     refusal,
 )
 
-DOORS_S = 10.0  # from the meeting on, until all hosts listen
-PROBE_S = 11.0  # from then on, until all have reported
+LISTEN_S = 10.0  # from the end of the meeting until all hosts listen
+PROBE_S = 11.0  # from then until all hosts have reported
 Links = Mapping[CardLink, tuple[HostCard, HostCard]]
 
 
@@ -52,11 +52,11 @@ def preflight(
     *,
     say: Callable[[str], None] = print,
 ) -> dict[str, GroupNetwork]:
-    """Choose the network of each group, and of CONTROL, and test it. Collective.
+    """Choose and test the network of each group and of CONTROL. Collective.
 
-    groups: of all ranks; on every rank the same, as all that follows from them. hosts: of each
-    rank of the job, with what the user states (`stated`). say: gets the matrix, on rank 0. Raises
-    ConfigError or PeerError, on every rank the same.
+    groups: all groups of the job, the same on every rank. hosts: the host of each rank, with the
+    user's own entries merged in (`override`). say: called with the lines of the matrix on rank 0.
+    Raises the same ConfigError or PeerError on every rank.
     """
     networks = choose_networks(groups, hosts)
     chosen, reports = [*networks.values()], dict[str, Report]()
@@ -74,39 +74,40 @@ def preflight(
 
 
 async def _test_host(meeting: RankMeeting, me: str, links: Links) -> dict[str, Report]:
-    """Test the links of this host, and serve the tests of others until the verdict is there.
-    Returns the reports of all hosts, on rank 0; raises what is wrong, on every rank."""
+    """Test the links of this host, and answer the tests of others until the verdict arrives.
+    Returns the reports of all hosts on rank 0; raises the first problem on every rank."""
     own = [link for link in links if link.source == me]
     async with AsyncExitStack() as until_verdict:
         try:
             addresses = [link.source_address for link in own]
-            doors = await until_verdict.enter_async_context(serving(addresses))
-            put(meeting.store, f"doors/{me}", doors)
-            until = time.monotonic() + DOORS_S
-            targets = {link: _doors_of(meeting, me, link.target, until) for link in own}
-            report = Report(me, *await probe(doors, targets))
+            ports = await until_verdict.enter_async_context(serving(addresses))
+            put(meeting.store, f"doors/{me}", ports)
+            until = time.monotonic() + LISTEN_S
+            targets = {link: _ports_of(meeting, me, link.target, until) for link in own}
+            report = Report(me, *await probe(ports, targets))
         except (OSError, DeadlineError) as error:
             report = Report(me, (), failed=str(error))
         put(meeting.store, f"report/{me}", report)
-        return await asyncio.to_thread(_judged, meeting, me, links)
+        return await asyncio.to_thread(_decide, meeting, me, links)
 
 
-def _doors_of(meeting: RankMeeting, me: str, host: str, until: float) -> Doors:
+def _ports_of(meeting: RankMeeting, me: str, host: str, until: float) -> ProbePorts:
     waiting = f"host {me} waited for host {host} to listen"
-    return get(meeting.store, f"doors/{host}", Doors, until - time.monotonic(), waiting)
+    return get(meeting.store, f"doors/{host}", ProbePorts, until - time.monotonic(), waiting)
 
 
-def _judged(meeting: RankMeeting, me: str, links: Links) -> dict[str, Report]:
-    """Wait for the verdict, which rank 0 gives once all hosts have reported."""
+def _decide(meeting: RankMeeting, me: str, links: Links) -> dict[str, Report]:
+    """Wait for the verdict of rank 0; on rank 0, collect the reports of all hosts and publish
+    it."""
     if meeting.rank:
         _verdict(meeting, me).check()
         return {}
     reports, until = dict[str, Report](), time.monotonic() + PROBE_S
     for host in dict.fromkeys(host.name for host in meeting.hosts):
-        with suppress(DeadlineError):  # `problem` names it
+        with suppress(DeadlineError):  # `problem` names a host without a report
             key, left_s = f"report/{host}", until - time.monotonic()
             reports[host] = get(meeting.store, key, Report, left_s, host)
-    error = late(meeting) or problem(reports, links)
+    error = late_error(meeting) or problem(reports, links)
     verdict = refusal(error) if error else MeetingAnswer(hosts=meeting.hosts)
     publish(meeting.store, "verdict", verdict, meeting.world_size - 1)
     verdict.check()
@@ -115,4 +116,4 @@ def _judged(meeting: RankMeeting, me: str, links: Links) -> dict[str, Report]:
 
 def _verdict(meeting: RankMeeting, me: str) -> MeetingAnswer:
     who = f"rank {meeting.rank} of host {me}"
-    return read(meeting.store, "verdict", MeetingAnswer, DOORS_S + PROBE_S + 5.0, who)
+    return read(meeting.store, "verdict", MeetingAnswer, LISTEN_S + PROBE_S + 5.0, who)

@@ -1,11 +1,11 @@
-"""probe(): one host tests its links to others over the addresses that training will use.
+"""probe(): test the links of one host to the others over the addresses that training will use.
 
-Of each link, in both directions: a connection, an answer, a payload larger than any frame (so that
-a frame size that is lost on the way is found), the difference of the clocks; then, one link after
-the other, the rate roughly. One asyncio loop, plain sockets bound to the chosen addresses. Who
-connects shows a token that only ranks of this start know (Rule 8).
+For each link it tests a connection, a reply, and in both directions a payload larger than any frame
+(to find networks that drop large frames), and measures the clock difference. Then it measures a
+rough rate, one link at a time. It uses one asyncio loop and plain sockets bound to the chosen
+addresses. A client must send a token that only ranks of this start know (Rule 8).
 
-Does NOT decide what is wrong (findings.py).
+Does NOT interpret the results (findings.py).
 """
 
 from __future__ import annotations
@@ -19,34 +19,35 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from roadtrain.stages.findings import CardLink, Finding, Trouble
+from roadtrain.stages.findings import CardLink, Finding, LinkFault
 from roadtrain.stages.rank_meeting import half_open
 from roadtrain.units import KIB, MIB
 
-STEP_S = 4.0  # of connecting, of the answer, of the large payload each
-RATE_S = 0.1  # of measuring one link
-RATED = 8  # links of a host whose rate is measured: a start stays short on large clusters
+STEP_S = 4.0  # the limit for each of connecting, the reply and the large payload
+RATE_S = 0.1  # how long to send when measuring a link's rate
+RATED = 8  # links per host whose rate is measured, so that a start stays short on large clusters
 LARGE = 192 * KIB  # larger than the largest MTU, 64 KiB
-FIRST = 256 * KIB  # of a measurement: what queues on the way swallow at once
+FIRST = 256 * KIB  # initial bytes that buffers on the way absorb and that the rate leaves out
 MOST = 4 * MIB
 TOKEN_NBYTES = 16
 PINGS = 3
-PING, SEND, FETCH = b"P", b"S", b"F"  # what a client asks for, one byte each
+PING, SEND, FETCH = b"P", b"S", b"F"  # a client's requests, one byte each
 CLOCK, LENGTH = struct.Struct("!d"), struct.Struct("!Q")
 PIECE = bytes(64 * KIB)
 
 
 @dataclass(frozen=True)
-class Doors:
-    """Where a host listens: of each of its addresses, the port. `token` opens them."""
+class ProbePorts:
+    """The test ports of a host, and the token that its clients must send."""
 
-    token: str
-    ports: dict[str, int]
+    token: str  # hex
+    ports: dict[str, int]  # by address
 
 
 @contextlib.asynccontextmanager
-async def serving(addresses: Iterable[str]) -> AsyncIterator[Doors]:
-    """Answer the tests of other hosts. Raises OSError for an address that is not this host's."""
+async def serving(addresses: Iterable[str]) -> AsyncIterator[ProbePorts]:
+    """Answer the tests of other hosts. Raises OSError for an address that this host does not
+    have."""
     token, tasks = secrets.token_bytes(TOKEN_NBYTES), set[asyncio.Task[None]]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -56,7 +57,7 @@ async def serving(addresses: Iterable[str]) -> AsyncIterator[Doors]:
         try:
             await _answer(token, reader, writer)
         except (OSError, EOFError, asyncio.CancelledError):
-            pass  # the peer says what it saw
+            pass  # the peer reports the failure
         finally:
             tasks.discard(task)
             writer.close()
@@ -66,7 +67,7 @@ async def serving(addresses: Iterable[str]) -> AsyncIterator[Doors]:
         for address in dict.fromkeys(addresses):
             servers.append(await asyncio.start_server(serve, address, 0, backlog=128))
             ports[address] = servers[-1].sockets[0].getsockname()[1]
-        yield Doors(token.hex(), ports)
+        yield ProbePorts(token.hex(), ports)
     finally:
         for server in servers:
             server.close()
@@ -76,22 +77,23 @@ async def serving(addresses: Iterable[str]) -> AsyncIterator[Doors]:
 
 
 async def probe(
-    doors: Doors, targets: Mapping[CardLink, Doors]
+    ports: ProbePorts, targets: Mapping[CardLink, ProbePorts]
 ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
-    """Test all links of this host, whose own doors are `doors`: each target's doors are open.
-    Returns the findings, and the addresses whose connections this host could not answer."""
-    heard: set[str] = set()
-    listening = asyncio.create_task(_listen_for_half_open(doors, heard))
+    """Test all links of this host. ports: its own; targets: the ports at the other end of each
+    link, already open. Returns the findings, and the addresses whose connections this host could
+    not answer."""
+    unanswered: set[str] = set()
+    listening = asyncio.create_task(_watch_half_open(ports, unanswered))
     findings = await asyncio.gather(*(_test(*target) for target in targets.items()))
     listening.cancel()
-    passed = [i for i, finding in enumerate(findings) if finding.trouble is None]
+    passed = [i for i, finding in enumerate(findings) if finding.fault is None]
     for i in passed[:RATED]:
         findings[i] = await _rate(findings[i], targets[findings[i].link])
-    return tuple(findings), tuple(sorted(heard))
+    return tuple(findings), tuple(sorted(unanswered))
 
 
 async def _answer(token: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """What one client asks for, until it leaves."""
+    """Serve the requests of one client until it disconnects."""
     async with asyncio.timeout(STEP_S):
         if not secrets.compare_digest(await reader.readexactly(TOKEN_NBYTES), token):
             return
@@ -99,7 +101,7 @@ async def _answer(token: bytes, reader: asyncio.StreamReader, writer: asyncio.St
         if what == PING:
             writer.write(CLOCK.pack(time.time()))
         elif what == SEND:
-            writer.write(CLOCK.pack(await _take(reader)))
+            writer.write(CLOCK.pack(await _receive_rate(reader)))
         elif what == FETCH:
             writer.write(bytes(LARGE))
         else:
@@ -107,8 +109,9 @@ async def _answer(token: bytes, reader: asyncio.StreamReader, writer: asyncio.St
         await writer.drain()
 
 
-async def _take(reader: asyncio.StreamReader) -> float:
-    """Reads pieces until one of no length; bytes a second, past what queues swallow."""
+async def _receive_rate(reader: asyncio.StreamReader) -> float:
+    """Read length-prefixed pieces until an empty one, and return the rate in bytes/s after the
+    first FIRST bytes."""
     total, begin, first = 0, time.monotonic(), 0
     while length := LENGTH.unpack(await reader.readexactly(LENGTH.size))[0]:
         left = min(length, MOST)
@@ -123,42 +126,42 @@ async def _take(reader: asyncio.StreamReader) -> float:
     return (total - first) / max(time.monotonic() - begin, 1e-6)
 
 
-async def _listen_for_half_open(doors: Doors, heard: set[str]) -> None:
+async def _watch_half_open(ports: ProbePorts, unanswered: set[str]) -> None:
     while True:
         await asyncio.sleep(0.25)
-        heard |= half_open(*doors.ports.values())
+        unanswered |= half_open(*ports.ports.values())
 
 
-async def _test(link: CardLink, doors: Doors) -> Finding:
-    step = Trouble.CANNOT_CONNECT
+async def _test(link: CardLink, ports: ProbePorts) -> Finding:
+    step = LinkFault.CANNOT_CONNECT
     try:
-        async with _connected(link, doors) as (reader, writer):
-            step = Trouble.NO_ANSWER
+        async with _connected(link, ports) as (reader, writer):
+            step = LinkFault.NO_ANSWER
             async with asyncio.timeout(STEP_S):
                 pings = [await _ping(reader, writer) for _ in range(PINGS)]
-            step = Trouble.LARGE_LOST
+            step = LinkFault.LARGE_LOST
             async with asyncio.timeout(STEP_S):
                 writer.write(SEND + _framed(bytes(LARGE)) + LENGTH.pack(0))
                 await writer.drain()
                 await reader.readexactly(CLOCK.size)
-            step = Trouble.LARGE_LOST_BACK
+            step = LinkFault.LARGE_LOST_BACK
             async with asyncio.timeout(STEP_S):
                 writer.write(FETCH)
                 await reader.readexactly(LARGE)
     except (OSError, EOFError) as error:
         late = isinstance(error, TimeoutError)
-        why = f"nothing within {STEP_S:.0f} s" if late else "the connection ended"
+        why = f"no reply within {STEP_S:.0f} s" if late else "the connection ended"
         return Finding(link, step, getattr(error, "strerror", "") or why)
     seconds, ahead_s = min(pings)
     return Finding(link, None, "", latency_s=seconds / 2, ahead_s=ahead_s)
 
 
-async def _rate(finding: Finding, doors: Doors) -> Finding:
-    """With the rate, where it can be had: a link that fails here has passed every test, and a
-    host that went away does not report."""
+async def _rate(finding: Finding, ports: ProbePorts) -> Finding:
+    """Add the link's rate to a finding, or return the finding unchanged if the measurement fails. A
+    failure is no error here: the link has passed its tests, and a lost host sends no report."""
     begin = time.monotonic()
     try:
-        async with _connected(finding.link, doors) as (reader, writer), asyncio.timeout(STEP_S):
+        async with _connected(finding.link, ports) as (reader, writer), asyncio.timeout(STEP_S):
             writer.write(SEND)
             sent = 0
             while sent < MOST and time.monotonic() - begin < RATE_S:
@@ -173,7 +176,7 @@ async def _rate(finding: Finding, doors: Doors) -> Finding:
 
 
 async def _ping(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[float, float]:
-    """(seconds there and back, seconds by which the other clock is ahead)."""
+    """Return (round-trip seconds, seconds by which the other host's clock is ahead)."""
     sent, begin = time.time(), time.monotonic()
     writer.write(PING)
     (there,) = CLOCK.unpack(await reader.readexactly(CLOCK.size))
@@ -183,7 +186,7 @@ async def _ping(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> t
 
 @contextlib.asynccontextmanager
 async def _connected(
-    link: CardLink, doors: Doors
+    link: CardLink, ports: ProbePorts
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     address = link.target_address
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -192,11 +195,11 @@ async def _connected(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 128 * KIB)
         async with asyncio.timeout(STEP_S):
             sock.bind((link.source_address, 0))
-            there = address, doors.ports[address]
+            there = address, ports.ports[address]
             await asyncio.get_running_loop().sock_connect(sock, there)
             reader, writer = await asyncio.open_connection(sock=sock, limit=MIB)
         try:
-            writer.write(bytes.fromhex(doors.token))
+            writer.write(bytes.fromhex(ports.token))
             yield reader, writer
         finally:
             writer.transport.abort()

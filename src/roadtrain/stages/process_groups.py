@@ -1,16 +1,16 @@
-"""Process groups, each over a network of its own: gloo bound to an address, NCCL to one of its
-network modules, in the group's own options. No environment variable is set.
+"""Create process groups, each over its own network: gloo is bound to an address and NCCL to one of
+its network modules through the group's options. No environment variable is set.
 
-A group's operations wait for `deadline_s` at most (Rule 5). gloo is bound through torch's public
-way for a backend with options of its own (`register_backend`, `new_group(pg_options=...)`).
+Operations of a group time out after `deadline_s` (Rule 5). gloo is bound through torch's public API
+for custom backends (`register_backend`, `new_group(pg_options=...)`).
 
-Note: what NCCL can choose per communicator. `NCCLConfig.net_name` chooses "IB" (InfiniBand and
-RoCE) or "Socket"; the card is of the process (NCCL_IB_HCA, NCCL_SOCKET_IFNAME), so that a rank's
-InfiniBand, or RoCE, groups share their cards. Where these variables do not name the card that was
-chosen, `NcclNetwork.unbound` says so; nothing is set silently.
+Note "NCCL networks": a communicator can choose only between "IB" (InfiniBand and RoCE) and "Socket"
+(`NCCLConfig.net_name`). The card is chosen per process (NCCL_IB_HCA, NCCL_SOCKET_IFNAME), so all
+InfiniBand or RoCE groups of a rank share their cards. If these variables do not name the chosen
+card, `NcclNetwork.unbound` reports it; roadtrain never sets them.
 
 Assumes: every rank makes the same calls in the same order. Does NOT choose networks
-(stages/networks.py) nor prove that they work (preflight.py).
+(stages/networks.py) or test them (preflight.py).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from torch.distributed import ProcessGroup
 from roadtrain.errors import LostError
 from roadtrain.stages.networks import CONTROL, ETHERNET, INSIDE, GroupNetwork, NamedRanks
 
-GLOO = "roadtrain_gloo"  # gloo whose groups have an address each
+GLOO = "roadtrain_gloo"  # a gloo backend with an address per group
 
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """This rank's process groups, by the names of their groups."""
+    """This rank's process groups, and the networks of all groups."""
 
-    control: ProcessGroup  # of all ranks, gloo: moves host tensors
-    replies: ProcessGroup  # another one like it, for what comes back
-    of: Mapping[str, ProcessGroup]  # those that this rank is in
-    networks: Mapping[str, GroupNetwork]  # of all groups
+    control: ProcessGroup  # gloo over all ranks, for host tensors
+    replies: ProcessGroup  # a second such group, for replies
+    of: Mapping[str, ProcessGroup]  # by name, only the groups that this rank is in
+    networks: Mapping[str, GroupNetwork]  # by name, of all groups
 
     def __getitem__(self, group: NamedRanks) -> ProcessGroup:
         return self.of[group.name]
@@ -49,17 +49,17 @@ class ProcessGroups:
 
 @dataclass(frozen=True)
 class NcclNetwork:
-    """What NCCL is told about a group, and what it cannot be told."""
+    """The NCCL settings of a group."""
 
-    net_name: str | None  # of NCCLConfig; None: it chooses, inside a host
-    unbound: str  # a line for people; "": all is as chosen
+    net_name: str | None  # for NCCLConfig; None inside a host, where NCCL chooses
+    unbound: str  # a warning if NCCL may use another card than the chosen one, else ""
 
 
 def start_processes(
     network: GroupNetwork, store: dist.Store, rank: int, world_size: int, deadline_s: float
 ) -> None:
-    """Makes the default process group, of all ranks, over `network` by gloo. network: of all
-    ranks. Raises LostError."""
+    """Create the default process group of all ranks with gloo over `network`. Raises LostError if
+    the ranks do not connect in time."""
     _register_gloo()
     with _connecting(network, deadline_s):
         dist.init_process_group(
@@ -80,13 +80,13 @@ def make_process_groups(
     device_type: str = "cpu",
     say: Callable[[str], None] = print,
 ) -> ProcessGroups:
-    """Makes every group, in order. Collective over all ranks of the default process group, which
-    is there already (`start_processes`, or the user's own).
+    """Create all groups, in order. Collective over all ranks of the default process group, which
+    must exist (`start_processes`, or the user's own).
 
-    networks: by group name, and one called CONTROL that all ranks are in; every rank gives the
-    same. device_type: "cpu" (gloo) or "cuda" (NCCL; the control group is gloo). say: gets a line
-    for each group whose network is not wholly as chosen. Raises LostError where a group's ranks do
-    not connect within the deadline.
+    networks: by group name, including CONTROL for all ranks; the same on every rank. device_type:
+    "cpu" (gloo) or "cuda" (NCCL; the control group is gloo). say: called with a warning for each
+    group that may not use the chosen card. Raises LostError if a group's ranks do not connect
+    within the deadline.
     """
     rank, made = dist.get_rank(), dict[str, ProcessGroup]()
     control, replies = (_gloo_group(networks[CONTROL], deadline_s) for _ in range(2))
@@ -108,7 +108,8 @@ def make_process_groups(
 
 
 def nccl_network(network: GroupNetwork, rank: int, environment: Mapping[str, str]) -> NcclNetwork:
-    """For a group that `rank` is in; else only the name. environment: the process's."""
+    """Return the NCCL settings of a group; without a warning if `rank` is not in it. environment:
+    the process's environment variables."""
     if network.kind == INSIDE:
         return NcclNetwork(None, "")
     net_name, variable = (
@@ -118,14 +119,14 @@ def nccl_network(network: GroupNetwork, rank: int, environment: Mapping[str, str
         return NcclNetwork(net_name, "")
     card = network.card_of(rank)
     bound = environment.get(variable, "")
-    wanted = card.interface if net_name == "Socket" else card.device
-    if wanted and bound.lstrip("=").partition(":")[0] == wanted:
+    chosen = card.interface if net_name == "Socket" else card.device
+    if chosen and bound.lstrip("=").partition(":")[0] == chosen:
         return NcclNetwork(net_name, "")
-    has = f"is {bound!r}" if bound else "is not set, so that it takes what it finds"
+    has = f"is {bound!r}" if bound else "is not set, so NCCL chooses a card by itself"
     return NcclNetwork(
         net_name,
-        f"{network.group}: NCCL goes by {net_name}; that its card is"
-        f" {wanted or card.interface} cannot be said per group: {variable} {has}",
+        f"{network.group}: NCCL uses {net_name}, but its card {chosen or card.interface} cannot be"
+        f" set per group: {variable} {has}",
     )
 
 
@@ -151,7 +152,7 @@ def _new_group(network: GroupNetwork, backend: str, options: Any, deadline_s: fl
 def _connecting(network: GroupNetwork, deadline_s: float) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:  # torch's own errors too
+    except RuntimeError as error:  # includes torch's own errors
         who = ", ".join(
             f"rank {rank} at {card.address} of {host}"
             for rank, host, card in zip(network.ranks, network.hosts, network.cards)
@@ -159,7 +160,7 @@ def _connecting(network: GroupNetwork, deadline_s: float) -> Iterator[None]:
         raise LostError(
             f"{network.group} did not connect within {deadline_s:.0f} s over {network.kind}"
             f" ({who}): {str(error).splitlines()[0]}",
-            hint="`roadtrain preflight` tests every pair",
+            hint="`roadtrain preflight` tests every pair of hosts",
         ) from error
 
 
@@ -169,7 +170,8 @@ def _register_gloo() -> None:
 
 
 def _make_gloo(options: Any, address: str) -> Any:
-    """A torch backend. options: torch's for any backend: store, ranks, timeout."""
+    """Create gloo bound to `address`. options: torch's options for any backend: store, ranks,
+    timeout."""
     gloo = dist.ProcessGroupGloo
     own: Any = gloo._Options()  # type: ignore[attr-defined]
     own._devices = [gloo.create_device(hostname=address)]

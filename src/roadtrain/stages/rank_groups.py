@@ -1,8 +1,8 @@
-"""Groups: which ranks work together, as a value: every rank's host, cluster, stage, replica and
-tensor index, and from them the data, tensor and boundary groups of one job.
+"""Groups: a value that describes which ranks of a job work together. From every rank's host,
+cluster, stage, replica and tensor index it derives the data, tensor and boundary groups.
 
-Each rank makes the same value from the same job, so that all create the same process groups in
-the same order. Does NOT create process groups, nor choose their networks.
+Each rank derives the same value from the same job, so all ranks create the same process groups in
+the same order. Does NOT create process groups or choose their networks.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from roadtrain.stages.parallelism import Parallelism, RankPosition
 
 
 class GroupKind(StrEnum):
-    """What the ranks of a group do together."""
+    """The purpose of a group."""
 
-    TENSOR = "tp"  # parts of each matrix of one replica of a stage
-    DATA = "dp"  # sums of the gradients of a stage
-    ACTIVATIONS = "activations"  # from a stage to the one after it
-    GRADIENTS = "gradients"  # of activations, from a stage to the one before it
-    SHARED = "shared"  # sums of gradients of parameters that several stages have
+    TENSOR = "tp"  # splits the matrices of one replica of a stage
+    DATA = "dp"  # sums the gradients of a stage
+    ACTIVATIONS = "activations"  # sends activations to the next stage
+    GRADIENTS = "gradients"  # sends gradients of activations to the previous stage
+    SHARED = "shared"  # sums the gradients of parameters shared by several stages
 
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """`name` is unique among a job's groups and the same on every rank. `ranks` ascend."""
+    """The ranks of one group, in ascending order. `name` is unique in the job and the same on every
+    rank."""
 
     kind: GroupKind
     name: str
@@ -35,10 +36,10 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of one job. Make it with `of`, which checks it."""
+    """The groups of one job. Create it with `of`, which validates the arguments."""
 
     parallelism: Parallelism
-    host_of: tuple[HostDevices, ...]  # of each rank
+    host_of: tuple[HostDevices, ...]  # by rank
 
     @classmethod
     def of(
@@ -49,9 +50,9 @@ class Groups:
         blocks: int | None = None,
         data_groups: DataGroups = DataGroups.IN_ONE_CLUSTER,
     ) -> Groups:
-        """hosts: (host name, cluster name, devices) in the order of ranks. blocks: of the model,
-        to be divided into stages. Raises ConfigError where it cannot work: the first reason, with
-        both numbers."""
+        """Create the groups. hosts: (host name, cluster name, number of devices) in rank order.
+        blocks: the number of blocks of the model, to be divided into stages. Raises ConfigError
+        with the first mismatch and both numbers."""
         host_of = check_ranks(parallelism, hosts, blocks=blocks, data_groups=data_groups)
         return cls(parallelism, tuple(host_of))
 
@@ -74,7 +75,7 @@ class Groups:
 
     @property
     def tensor(self) -> tuple[RankGroup, ...]:
-        """One a replica of a stage, in rank order."""
+        """The tensor groups, one for each replica of a stage, in rank order."""
         return tuple(
             RankGroup(GroupKind.TENSOR, f"tp stage {at.stage} replica {at.replica}", tuple(ranks))
             for ranks in self.parallelism.tensor_groups()
@@ -83,7 +84,7 @@ class Groups:
 
     @property
     def data(self) -> tuple[RankGroup, ...]:
-        """One a tensor index of a stage, stage by stage."""
+        """The data groups, one for each tensor index of a stage, stage by stage."""
         return tuple(
             RankGroup(GroupKind.DATA, f"dp stage {at.stage} tensor index {at.tensor}", tuple(ranks))
             for ranks in self.parallelism.data_groups()
@@ -92,9 +93,9 @@ class Groups:
 
     @property
     def boundaries(self) -> tuple[RankGroup, ...]:
-        """All ranks of two stages that send to each other, for each of the parallelism's
-        boundaries: a group for activations, then one for their gradients. Each direction has its
-        own, so that the messages of one never wait for those of the other."""
+        """The groups of each boundary, with all ranks of the two stages: one for activations, then
+        one for their gradients. Each direction has its own group, so that messages of one direction
+        never wait for those of the other."""
         out = []
         for stage, after in self.parallelism.boundaries:
             ranks = tuple(sorted((*self.stage_ranks(stage), *self.stage_ranks(after))))
@@ -107,10 +108,10 @@ class Groups:
 
     @property
     def to_create(self) -> tuple[RankGroup, ...]:
-        """Every group that needs a process group, in the order in which all ranks create them.
-        A pipeline needs none: its stages talk over their boundaries."""
+        """The groups that need a process group, in the order in which all ranks create them. There
+        is none for a whole pipeline, whose stages communicate over their boundaries."""
         return (*self.data, *self.tensor, *self.boundaries)
 
     def group_of(self, kind: GroupKind, rank: int) -> RankGroup:
-        """The tensor or data group that `rank` is in."""
-        return next(one for one in self.to_create if one.kind is kind and rank in one.ranks)
+        """Return the tensor or data group of `rank`."""
+        return next(g for g in self.to_create if g.kind is kind and rank in g.ranks)

@@ -1,16 +1,17 @@
-"""meet(): the ranks of a start find each other, and every rank learns who is there, or why not.
+"""meet(): the ranks of a start find each other. Every rank learns the host of every other rank, or
+why the start failed.
 
-All goes through the TCPStore of torchrun (MASTER_ADDR, MASTER_PORT), as JSON with known fields:
-nothing is unpickled (Rule 8). Rank 0 collects what the others say of themselves and answers all of
-them at once, so that every rank that has come ends with the same sentence where somebody is missing
-or means another job (Rule 5). A rank that cannot reach the store can only say so itself.
+All messages go through torchrun's TCPStore (MASTER_ADDR, MASTER_PORT), as JSON with fixed fields;
+nothing is unpickled (Rule 8). Rank 0 collects the hellos of the other ranks and answers all of them
+at once. So all ranks that arrived end with the same error if a rank is missing or has another job
+(Rule 5). A rank that cannot reach the store reports only its own error.
 
-Note: starts after each other. The store outlives a start where an agent has it, and agents do not
-count restarts alike: one that fails counts, one that is told to begin again does not. So ranks are
-numbered as they come, rank 0 hears each of them once, and says to each which meeting it is in: the
-one that has the number of rank 0.
+Note "restarts": if an agent owns the store, the store outlives a start, and agents count restarts
+differently: an agent that failed increases its count, an agent told to begin again does not. So
+ranks are numbered in the order of arrival, rank 0 reads each hello once, and it tells each rank the
+number of its meeting, which is the arrival number of rank 0.
 
-Does NOT make process groups, nor test the networks that they will use (preflight.py).
+Does NOT create process groups or test their networks (preflight.py).
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ from roadtrain.stages.host_cards import this_host
 from roadtrain.stages.networks import KINDS, HostCards
 
 T = TypeVar("T")
-GRACE_S = 3.0  # how much longer the others wait for rank 0, and it for them to read its answer
-MEET_S = 18.0  # from the import of torch on: hosts begin together
+GRACE_S = 3.0  # the others' extra wait for rank 0's answer, and rank 0's wait until they read it
+MEET_S = 18.0  # the default deadline of a meeting; all hosts start at about the same time
 POLL_S = 0.02
-TRY_S = 3.0  # of one attempt to connect to the store
+TRY_S = 3.0  # the timeout of one attempt to connect to the store
 
 
 @dataclass(frozen=True)
 class RankHello:
-    """What a rank says of itself. `job`: what must be the same on all ranks, a line each. `needed`:
-    the ranks that the job's parallelism has, 0 where it has none."""
+    """The first message of a rank. `job`: lines that must be the same on all ranks. `needed`: the
+    number of ranks of the job's parallelism, 0 without one."""
 
     rank: int
     world_size: int
@@ -66,24 +67,24 @@ class RankHello:
 
 @dataclass(frozen=True)
 class MeetingAnswer:
-    """Rank 0's, to all. `hosts`: of each rank; none where `refused` says why not."""
+    """Rank 0's answer to all ranks: the host of each rank, or an error."""
 
-    hosts: tuple[HostCards, ...] = ()
-    refused: str = ""
-    error: str = ""  # the class of the error
+    hosts: tuple[HostCards, ...] = ()  # empty if refused
+    refused: str = ""  # the message of the error, "" for none
+    error: str = ""  # the name of its class
     hint: str = ""
 
     def check(self) -> None:
-        """Raises the error that the answer is."""
+        """Raise the error in the answer, if there is one."""
         if self.refused:
             errors: dict[str, type[RoadtrainError]] = {
-                one.__name__: one for one in (ConfigError, DeadlineError, PeerError)
+                kind.__name__: kind for kind in (ConfigError, DeadlineError, PeerError)
             }
             raise errors.get(self.error, PeerError)(self.refused, hint=self.hint)
 
 
 def refusal(error: RoadtrainError) -> MeetingAnswer:
-    """An answer that raises such an error on every rank."""
+    """Return an answer that raises `error` on every rank."""
     return MeetingAnswer(
         refused=str(error).partition("\nhint: ")[0], error=type(error).__name__, hint=error.hint
     )
@@ -91,12 +92,12 @@ def refusal(error: RoadtrainError) -> MeetingAnswer:
 
 @dataclass(frozen=True)
 class RankMeeting:
-    """Ranks that have met. `hosts`: of each rank, as its system says; names are unique."""
+    """The result of a meeting."""
 
     launch: Launch
-    store: dist.Store  # of this meeting alone; lives as long as rank 0, or its agent
-    hosts: tuple[HostCards, ...]
-    arrivals: dist.Store  # where ranks come, those of other starts too
+    store: dist.Store  # this meeting's part of the store; lives as long as rank 0 or its agent
+    hosts: tuple[HostCards, ...]  # the host of each rank, with unique names
+    arrivals: dist.Store  # the part with the hellos of this and other starts
 
     @property
     def rank(self) -> int:
@@ -107,18 +108,19 @@ class RankMeeting:
         return len(self.hosts)
 
     def host_devices(self, hosts: Sequence[HostCards] = ()) -> list[tuple[str, str, int]]:
-        """(host, cluster, ranks there), in the order of ranks. A cluster is the hosts that have
-        one fast fabric. hosts: with what the user states (`stated`); default: as they are."""
+        """Return (host, cluster, number of ranks) for each host, in rank order. Hosts with the same
+        fast fabric are a cluster. hosts: the hosts with the user's own entries merged in
+        (`override`); default: `self.hosts`."""
         by_host = groupby(hosts or self.hosts, lambda host: host.name)
         return [(name, cluster_of(first), 1 + len(rest)) for name, (first, *rest) in by_host]
 
 
 def cluster_of(host: HostCards) -> str:
-    """Named by the fabric of its fastest kind of card; "ethernet" where it has no faster one."""
-    card = min(host.cards, key=lambda one: (KINDS.index(one.kind), one.meets), default=None)
+    """Return the host's cluster name: the fabric of its fastest kind of card, or "ethernet"."""
+    card = min(host.cards, key=lambda c: (KINDS.index(c.kind), c.fabric_id), default=None)
     if card is None or card.kind == KINDS[-1]:
         return KINDS[-1]
-    return f"{card.kind} {card.meets}"
+    return f"{card.kind} {card.fabric_id}"
 
 
 def meet(
@@ -130,12 +132,12 @@ def meet(
     notice_s: float = 0.0,
     host: HostCards | None = None,
 ) -> RankMeeting:
-    """Waits for all ranks, at most `deadline_s`. Collective.
+    """Wait for all ranks, at most `deadline_s` seconds. Collective.
 
-    job, needed: see RankHello. notice_s: how much longer a rank waits that was started again: the
-    others have so much time to notice that it was gone. host: this one; default: as the system
-    says. Raises ConfigError for ranks that mean different things, DeadlineError where some do not
-    come (which, and from where the others came), PeerError where the store cannot be reached.
+    job, needed: see RankHello. notice_s: extra seconds that a restarted rank waits, in which the
+    others notice that its predecessor ended. host: this host; default: detected. Raises ConfigError
+    if ranks disagree, DeadlineError if some do not arrive (naming the missing ranks and the hosts
+    of the others), PeerError if the store cannot be reached.
     """
     if launch.attempt != "0":
         deadline_s += notice_s
@@ -148,7 +150,7 @@ def meet(
     if launch.rank == 0:
         own = dist.PrefixStore(f"meeting/{number}", store)
         until = max(until, time.monotonic() + 1.0)
-        answer = _Arrivals(store, own, number, launch, hello, until).answered()
+        answer = _Arrivals(store, own, number, launch, hello, until).answer_all()
     else:
         met_as = _meeting_of(store, number, hello, deadline_s + GRACE_S)
         own = dist.PrefixStore(f"meeting/{met_as}", store)
@@ -158,7 +160,7 @@ def meet(
 
 
 def _meeting_of(store: dist.Store, number: int, hello: RankHello, patience_s: float) -> int:
-    """The number of the meeting that the rank is in which came as `number`."""
+    """Wait for the meeting number of the rank with arrival number `number`."""
     try:
         return get(store, f"meeting of/{number}", int, patience_s, f"{hello} waited for rank 0")
     except DeadlineError as error:
@@ -168,10 +170,10 @@ def _meeting_of(store: dist.Store, number: int, hello: RankHello, patience_s: fl
         raise
 
 
-def publish(store: dist.Store, key: str, said: object, readers: int) -> None:
-    """Rank 0 says something to all; returns when the others, `readers`, have read it, or have had
-    the time to: the store may end with rank 0."""
-    put(store, key, said)
+def publish(store: dist.Store, key: str, value: object, readers: int) -> None:
+    """Publish a value from rank 0. Wait until the `readers` other ranks have read it, at most
+    GRACE_S, because the store may end with rank 0."""
+    put(store, key, value)
     _wait_for(store, f"{key}/read", readers)
 
 
@@ -182,32 +184,33 @@ def _wait_for(store: dist.Store, key: str, readers: int) -> None:
 
 
 def read(store: dist.Store, key: str, kind: type[T], patience_s: float, who: str) -> T:
-    """What rank 0 says. Raises DeadlineError, LostError."""
-    said = get(store, key, kind, patience_s, f"{who} waited for rank 0: {key}")
+    """Read a value published by rank 0. Raises DeadlineError, LostError."""
+    value = get(store, key, kind, patience_s, f"{who} waited for rank 0: {key}")
     try:
         store.add(f"{key}/read", 1)
-    except RuntimeError:  # it has not waited: what it said counts
+    except RuntimeError:  # rank 0 did not wait for readers; the value is valid
         pass
-    return said
+    return value
 
 
-def put(store: dist.Store, key: str, said: object) -> None:
-    store.set(key, msgspec.json.encode(said).decode())
+def put(store: dist.Store, key: str, value: object) -> None:
+    store.set(key, msgspec.json.encode(value).decode())
 
 
 def get(store: dist.Store, key: str, kind: type[T], patience_s: float, waiting: str) -> T:
-    """A value of the store. Raises DeadlineError and LostError, which say `waiting`."""
+    """Wait for a value of the store. Raises DeadlineError, LostError or WireError, whose messages
+    begin with `waiting`."""
     try:
         store.wait([key], timedelta(seconds=max(patience_s, POLL_S)))
         data = store.get(key)
     except dist.DistStoreError as error:
-        raise DeadlineError(f"{waiting}: nothing came within {patience_s:.0f} s") from error
+        raise DeadlineError(f"{waiting}: no answer within {patience_s:.0f} s") from error
     except RuntimeError as error:
-        raise LostError(f"{waiting}: the store of the rendezvous is gone") from error
+        raise LostError(f"{waiting}: the rendezvous store was closed") from error
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.DecodeError as error:
-        raise WireError(f"{waiting}: what came is not valid: {error}") from error
+        raise WireError(f"{waiting}: the message is invalid: {error}") from error
 
 
 def _store(launch: Launch, host: str, deadline_s: float) -> dist.Store:
@@ -233,13 +236,13 @@ def _store(launch: Launch, host: str, deadline_s: float) -> dist.Store:
         raise PeerError(
             f"{me} cannot {'open' if own else 'reach'} the rendezvous at {where} (MASTER_ADDR"
             f" {launch.address}) within {deadline_s:.0f} s: {str(error).splitlines()[0]}",
-            hint="is rank 0's host up, is MASTER_ADDR its address, does a firewall stop the port?",
+            hint="check that rank 0's host is up, MASTER_ADDR is right and no firewall interferes",
         ) from error
 
 
 def _unanswered(address: str, port: int, patience_s: float) -> str:
-    """ "" when something listens there, else why not within `patience_s`. torch's store would wait
-    longer than it is told, and print what it tries."""
+    """Try to connect for `patience_s` seconds; return "" on success, else the reason. torch's store
+    is not used for this, because it exceeds its timeout and prints its attempts."""
     until, why = time.monotonic() + patience_s, ""
     while (left := until - time.monotonic()) > 0:
         try:
@@ -252,34 +255,34 @@ def _unanswered(address: str, port: int, patience_s: float) -> str:
 
 
 def _resolved(launch: Launch, me: str) -> list[str]:
-    """The addresses of the store, those beyond this host before its own. Raises ConfigError."""
+    """Resolve the address of the store; loopback addresses come last. Raises ConfigError."""
     try:
         found = socket.getaddrinfo(launch.address, launch.port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(
-            f"{me} knows no address of MASTER_ADDR {launch.address}: {error.strerror or error}",
-            hint="put it into the name server or /etc/hosts, or give an address",
+            f"{me} cannot resolve MASTER_ADDR {launch.address}: {error.strerror or error}",
+            hint="add the name to DNS or /etc/hosts, or set MASTER_ADDR to an IP address",
         ) from error
-    addresses = [str(one[4][0]).partition("%")[0] for one in found]
-    return sorted(addresses, key=lambda one: ipaddress.ip_address(one).is_loopback)
+    addresses = [str(entry[4][0]).partition("%")[0] for entry in found]
+    return sorted(addresses, key=lambda address: ipaddress.ip_address(address).is_loopback)
 
 
 def _only_loopback(addresses: Sequence[str]) -> bool:
-    return all(ipaddress.ip_address(one).is_loopback for one in addresses)
+    return all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
 def _loopback_error(launch: Launch, addresses: Sequence[str]) -> ConfigError:
     return ConfigError(
-        f"MASTER_ADDR {launch.address} resolves to {addresses[0]}, which is loopback (lo): a host"
-        " that takes it for that looks for rank 0 in itself, and finds no one",
-        hint=f"give {launch.address} the address of its card in /etc/hosts of every host, or give"
-        " the address as MASTER_ADDR",
+        f"MASTER_ADDR {launch.address} resolves to {addresses[0]}, which is loopback (lo): other"
+        " hosts would look for rank 0 on themselves",
+        hint=f"map {launch.address} to its card's address in /etc/hosts of every host, or set"
+        " MASTER_ADDR to that address",
     )
 
 
 class _Arrivals:
-    """Rank 0's: hears the ranks that come, one after another, until `until`, and answers all of
-    them in the store `own`, of the meeting `number`."""
+    """Rank 0's side of a meeting: read the hellos in order of arrival until the time `until`, and
+    answer all of them in `own`, the store of the meeting `number`."""
 
     def __init__(
         self,
@@ -292,28 +295,30 @@ class _Arrivals:
     ) -> None:
         self.store, self.own, self.number = store, own, number
         self.launch, self.mine, self.until = launch, mine, until
-        self.first = self.heard = _heard(store)
+        self.first = self.seen = _count_seen(store)
 
-    def answered(self) -> MeetingAnswer:
-        """What all are told; they have read it, or have had the time to."""
-        answer = self._collected()
+    def answer_all(self) -> MeetingAnswer:
+        """Answer all ranks. Return the answer once they have read it or their time to do so is
+        over.
+        """
+        answer = self._collect()
         if not answer.refused:
             self.store.set("last", str(len(answer.hosts)))
         put(self.own, "met", answer)
-        for number in range(self.first + 1, self.heard + 1):
+        for number in range(self.first + 1, self.seen + 1):
             put(self.store, f"meeting of/{number}", self.number)
-        while answer.refused and self.heard - self.first < self.launch.world_size:
+        while answer.refused and self.seen - self.first < self.launch.world_size:
             try:
                 self._next()
             except DeadlineError:
                 break
             except WireError:
-                pass  # it is told that the others were refused
-            put(self.store, f"meeting of/{self.heard}", self.number)
-        _wait_for(self.own, "met/read", self.heard - self.first - 1)
+                pass  # this rank gets the same refusal as the others
+            put(self.store, f"meeting of/{self.seen}", self.number)
+        _wait_for(self.own, "met/read", self.seen - self.first - 1)
         return answer
 
-    def _collected(self) -> MeetingAnswer:
+    def _collect(self) -> MeetingAnswer:
         found: dict[int, RankHello] = {}
         try:
             while len(found) < self.launch.world_size:
@@ -323,48 +328,48 @@ class _Arrivals:
                     return refusal(_missing(self.launch, found))
                 before = found.get(hello.rank)
                 if before and before.attempt != hello.attempt and before.host == hello.host:
-                    del found[hello.rank]  # it has ended, and was started again
+                    del found[hello.rank]  # the earlier process ended, and this is its restart
                 check_same(self.mine, found, hello)
                 found[hello.rank] = hello
         except (ConfigError, PeerError) as error:
             return refusal(error)
         hosts = [found[rank].host for rank in range(self.launch.world_size)]
-        return MeetingAnswer(hosts=named(hosts))
+        return MeetingAnswer(hosts=unique_names(hosts))
 
     def _next(self) -> RankHello:
-        """Of the next one who still waits. Raises DeadlineError, WireError."""
+        """Read the next hello whose rank still waits. Raises DeadlineError, WireError."""
         while True:
-            key, left = f"hello/{self.heard + 1}", self.until - time.monotonic()
+            key, left = f"hello/{self.seen + 1}", self.until - time.monotonic()
             try:
-                hello = get(self.store, key, RankHello, left, "rank 0 waited for others")
+                hello = get(self.store, key, RankHello, left, "rank 0 waited for other ranks")
             except WireError:
                 self._count()
                 raise
             self._count()
-            if not self.store.check([f"gone/{self.heard}"]):
+            if not self.store.check([f"gone/{self.seen}"]):
                 return hello
 
     def _count(self) -> None:
-        self.heard += 1
-        self.store.set("heard", str(self.heard))
+        self.seen += 1
+        self.store.set("heard", str(self.seen))
 
 
-def _heard(store: dist.Store) -> int:
-    """How many of those who came rank 0 has heard, in this start and those before."""
+def _count_seen(store: dist.Store) -> int:
+    """Return the number of hellos that rank 0 has read, in this and earlier starts."""
     return int(store.get("heard")) if store.check(["heard"]) else 0
 
 
 def check_same(mine: RankHello, found: Mapping[int, RankHello], hello: RankHello) -> None:
-    """Raises ConfigError where a rank that comes means another start than rank 0, whose `mine`
-    is: the first difference."""
-    here, there = (f"rank {one.rank} of host {one.host.name}" for one in (mine, hello))
+    """Raise ConfigError with the first difference between a rank's hello and `mine`, that of rank
+    0."""
+    here, there = (f"rank {h.rank} of host {h.host.name}" for h in (mine, hello))
     if hello.world_size != mine.world_size:
         raise _other_size(hello, mine.world_size, here)
     if hello.needed and hello.needed != hello.world_size:
         raise ConfigError(
-            f"the job's parallelism has {hello.needed} ranks, and {hello.world_size} were started"
+            f"the job's parallelism has {hello.needed} ranks, but {hello.world_size} were started"
             f" (WORLD_SIZE of {there})",
-            hint="one rank a device: nnodes times nproc-per-node is dp x tp x pp",
+            hint="start one rank per device: nnodes times nproc-per-node must be dp x tp x pp",
         )
     if hello.rank in found:
         raise ConfigError(
@@ -374,10 +379,10 @@ def check_same(mine: RankHello, found: Mapping[int, RankHello], hello: RankHello
         )
     if hello.job != mine.job:
         lines = zip_longest(mine.job.splitlines(), hello.job.splitlines(), fillvalue="nothing")
-        one, other = next(pair for pair in lines if pair[0] != pair[1])
+        first, second = next(pair for pair in lines if pair[0] != pair[1])
         raise ConfigError(
-            f"{here} and {there} do not mean the same job: {one}, and {other}",
-            hint="give all ranks the same job",
+            f"{here} and {there} do not have the same job: {first}, and {second}",
+            hint="start all ranks with the same job",
         )
 
 
@@ -386,34 +391,34 @@ def _other_size(hello: RankHello, world_size: int, other: str = "rank 0") -> Con
     return ConfigError(
         f"{hello} was started as one of {hello.world_size} ranks (WORLD_SIZE), {other} as one of"
         f" {world_size}{needed}",
-        hint="give torchrun the same --nnodes and --nproc-per-node on all hosts",
+        hint="pass the same --nnodes and --nproc-per-node to torchrun on all hosts",
     )
 
 
 def _too_many(hello: RankHello, world_size: int) -> ConfigError:
-    """For a rank that came when all others had met."""
+    """Return the error for a rank that arrived after the meeting was complete."""
     if hello.world_size != world_size:
         return _other_size(hello, world_size)
     return ConfigError(
-        f"{hello} came when all {world_size} ranks were there",
-        hint="give each host its own --node-rank; if it was started again, start all others too",
+        f"{hello} arrived after all {world_size} ranks had met",
+        hint="give each host its own --node-rank; after a restart of one host, restart the others",
     )
 
 
-def late(meeting: RankMeeting) -> RoadtrainError | None:
-    """Why a rank that came after all were there is one too many."""
+def late_error(meeting: RankMeeting) -> RoadtrainError | None:
+    """Return an error if a rank arrived after the meeting was complete, else None."""
     store = meeting.arrivals
-    for number in range(_heard(store) + 1, store.add("arrived", 0) + 1):
+    for number in range(_count_seen(store) + 1, store.add("arrived", 0) + 1):
         with suppress(DeadlineError):
-            hello = get(store, f"hello/{number}", RankHello, GRACE_S, "rank 0 read who is late")
+            hello = get(store, f"hello/{number}", RankHello, GRACE_S, "rank 0 read a late hello")
             if not store.check([f"gone/{number}"]):
                 return _too_many(hello, meeting.world_size)
     return None
 
 
-def named(hosts: Sequence[HostCards]) -> tuple[HostCards, ...]:
-    """`hosts` of which no two have one name: where they have, an address is added that only one
-    of them has."""
+def unique_names(hosts: Sequence[HostCards]) -> tuple[HostCards, ...]:
+    """Make host names unique: if different hosts share a name, append an address that only one of
+    them has."""
     by_name: dict[str, dict[str, HostCards]] = {}
     for host in hosts:
         by_name.setdefault(host.name, {})[host.identity] = host
@@ -422,8 +427,8 @@ def named(hosts: Sequence[HostCards]) -> tuple[HostCards, ...]:
         alike = by_name[host.name].values()
         if len(alike) == 1:
             return host
-        known = [card.address for one in alike for card in one.cards]
-        own = (card.address for card in host.cards if known.count(card.address) == 1)
+        addresses = [card.address for other in alike for card in other.cards]
+        own = (card.address for card in host.cards if addresses.count(card.address) == 1)
         return replace(host, name=f"{host.name} at {next(own, host.identity)}")
 
     return tuple(map(unique, hosts))
@@ -432,28 +437,28 @@ def named(hosts: Sequence[HostCards]) -> tuple[HostCards, ...]:
 def _missing(launch: Launch, found: Mapping[int, RankHello]) -> RoadtrainError:
     absent = [rank for rank in range(launch.world_size) if rank not in found]
     hosts = dict.fromkeys(found[rank].host.name for rank in sorted(found))
-    resolved = [str(one[4][0]) for one in socket.getaddrinfo(launch.address, launch.port)]
+    resolved = [str(entry[4][0]) for entry in socket.getaddrinfo(launch.address, launch.port)]
     if _only_loopback(resolved) and len(hosts) == 1:
         return _loopback_error(launch, resolved)
     which = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))}"
     unanswered = sorted(half_open(launch.port))
-    heard = (
-        f"; packets of {', '.join(unanswered)} arrive here, and the answers do not arrive there: a"
-        " firewall lets one direction through only"
+    blocked = (
+        f"; packets from {', '.join(unanswered)} arrive here, but replies do not arrive there: a"
+        " firewall blocks one direction"
         if unanswered
         else ""
     )
     return DeadlineError(
-        f"{len(found)} of {launch.world_size} ranks have come to {launch.address}:{launch.port}"
-        f" (of {', '.join(hosts)}), {which} {'has' if len(absent) == 1 else 'have'} not{heard}",
-        hint="is the missing host up, can it reach this address, and what does it say itself?",
+        f"{len(found)} of {launch.world_size} ranks have reached {launch.address}:{launch.port}"
+        f" (of {', '.join(hosts)}), {which} {'has' if len(absent) == 1 else 'have'} not{blocked}",
+        hint="check that the missing host is up and can reach this address, and read its output",
     )
 
 
 def half_open(*ports: int) -> set[str]:
-    """Addresses that ask for connections to `ports` of this host and do not get its answers."""
+    """Return the addresses that try to connect to `ports` but do not get this host's replies."""
     return {
-        one.raddr.ip.removeprefix("::ffff:")
-        for one in psutil.net_connections("tcp")
-        if one.status == psutil.CONN_SYN_RECV and one.laddr.port in ports
+        link.raddr.ip.removeprefix("::ffff:")
+        for link in psutil.net_connections("tcp")
+        if link.status == psutil.CONN_SYN_RECV and link.laddr.port in ports
     }

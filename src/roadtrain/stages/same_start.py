@@ -1,8 +1,8 @@
-"""How the ranks of a stage, and the copies in other stages, begin with the same parameters.
+"""Make the ranks of a stage, and the copies of its parameters in other stages, start alike.
 
-Ranks that laid their parameters out differently are refused: their sums would mean nothing. Where
-values differ those of the first rank (for copies: of the first stage) are taken, as torch's DDP
-does, and that is said.
+Ranks with different layouts of their parameters are refused, because their sums would be
+meaningless. If values differ, those of the first rank (for copies: of the first stage) are used, as
+in torch's DDP, and the difference is reported.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 import xxhash
 
 from roadtrain.errors import ModelError
-from roadtrain.stages.courier import Pending, typed
-from roadtrain.stages.data_group import RanksTogether
+from roadtrain.stages.data_group import RankCollectives
+from roadtrain.stages.op_queue import Pending, typed
 
-BITS = 62  # of a digest: it and its negative are int64
+BITS = 62  # of a digest, so that it and its negative fit into int64
 
 
 def digest(*parts: Any) -> int:
@@ -32,49 +32,51 @@ def digest_of(values: Sequence[torch.Tensor]) -> int:
 
 
 def _bytes(value: torch.Tensor) -> torch.Tensor:
-    """The tensor's own memory where it is contiguous, else a copy."""
+    """View the tensor as bytes; a copy if it is not contiguous."""
     return value.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def pair(*digests: int) -> torch.Tensor:
-    """What, taken the largest of over ranks, says whether they are the same on all (`differ`)."""
+    """Return int64 [digests, 2], each digest with its negative. The maximum of this over all ranks
+    shows whether a digest is the same on all of them (`differ`)."""
     return torch.tensor([[value, -value] for value in digests], dtype=torch.int64)
 
 
 def differ(largest: Sequence[Sequence[int]]) -> list[bool]:
-    """Of each pair."""
+    """Return for each digest whether it differs between ranks. largest: the maximum of `pair`."""
     return [value != -negative for value, negative in largest]
 
 
-def begin_alike(
-    group: RanksTogether,
+def sync_start(
+    group: RankCollectives,
     who: str,
     layout: str,
     values: Sequence[torch.Tensor],
     report: Callable[[str], None],
 ) -> None:
-    """who: the ranks of `group` are, for people. layout: how the rank has laid out `values`.
-    Collective. Raises ModelError, PeerError."""
+    """Check that all ranks of `group` have the same `layout`, and give them the first rank's
+    `values`, in place. Collective. who: the group's name in messages. layout: a description of how
+    the rank arranges `values`. Raises ModelError, PeerError."""
 
     def wait(begin: Callable[[torch.Tensor], Pending | None], tensor: torch.Tensor) -> None:
         try:
             if (work := begin(tensor)) is not None:
                 work.wait()
         except RuntimeError as error:
-            told = typed(error, f"{who}: the comparison of first values", group.deadline_s)
-            raise told from error
+            what = f"{who}: the comparison of initial values"
+            raise typed(error, what, group.deadline_s) from error
 
-    said = pair(digest(layout.encode()), digest_of(values)).to(group.device)
-    wait(group.any_of, said)
-    other_layout, other_values = differ(said.tolist())
+    digests = pair(digest(layout.encode()), digest_of(values)).to(group.device)
+    wait(group.all_max, digests)
+    other_layout, other_values = differ(digests.tolist())
     if other_layout:
         raise ModelError(
-            f"{who}: ranks have different parameters, dtypes, parameter groups or sizes of buckets",
-            hint="they build the same model and optimizer, with the same options",
+            f"{who}: ranks have different parameters, dtypes, parameter groups or bucket sizes",
+            hint="build the same model and optimizer, with the same options, on all ranks",
         )
     if other_values:
-        report(f"{who}: parameters differ at the start; those of its first rank are taken")
+        report(f"{who}: parameters differ at the start; those of the first rank are used")
         for value in values:
             first = _bytes(value).to(group.device)
-            wait(group.from_first, first)
+            wait(group.broadcast, first)
             value.copy_(first.view(value.dtype).view(value.shape))

@@ -1,25 +1,26 @@
-"""ShardedOptimizer: a stage's optimizer, its state cut over the stage's data-parallel ranks, its
-communication beside the computing (ZeRO stage 1 with overlap; Rajbhandari et al., 2020; Yang et
+"""ShardedOptimizer: a stage's optimizer with its state sharded over the stage's data-parallel ranks
+and its communication overlapped with computation (ZeRO stage 1; Rajbhandari et al., 2020; Yang et
 al., section 4.1).
 
     optimizer = ShardedOptimizer(stage_model, torch.optim.AdamW(...), group)
     optimizer.begin_step(backwards=4)      # then four forwards and backwards
     optimizer.step(scale)                  # the next forward may begin at once
 
-Gradients are gathered in flat fp32 memory as backward makes them; `p.grad` is None between
-backwards. When the last backward has made all of a bucket, its reduce-scatter begins; after `step`
-each rank updates its share by the rules of roadtrain's servers, and the all-gather of the new
-values begins. A block of the next forward waits for its own parameters. The first step shows how
-often a backward adds to each parameter, and does not overlap. A parameter that got no gradient on
-any rank is left as it is, as by torch.
+Backward accumulates gradients in flat fp32 memory; `p.grad` is None between backwards. When the
+last backward has completed a bucket, its reduce-scatter begins. After `step` each rank updates its
+shard with the rules that roadtrain's servers use, and the all-gather of the new values begins. A
+block of the next forward waits for its own parameters only. The first step does not overlap: it
+counts how often a backward adds to each parameter. As in torch, a parameter without a gradient on
+any rank is not updated.
 
-With `sums` gradients are summed elsewhere and every rank gets the whole sum of a bucket: each keeps
-all of the state and updates all, so there is no all-gather (placement `summation`, simulated so).
-What a rank counts and tells is its share still: norms and snapshots are the same, bit for bit.
+With `sums`, gradients are summed elsewhere and every rank receives the whole sum of a bucket. Each
+rank then keeps all of the state and updates everything, so there is no all-gather (placement
+`summation`; the simulator models the same). A rank still reports only its shard in norms and
+snapshots, so both are the same bit for bit.
 
-Without overlap the same operations run inside `step`, with the same bits. With two and more ranks
-on the host sums are in rank order (Rule 1). An infinite or NaN gradient is applied, as by torch;
-`sum_squares` shows it. Does NOT clip, average, or know about schedules.
+Without overlap the same operations run inside `step`, with the same bits. On the host, gradients
+are summed in rank order (Rule 1). As in torch, an infinite or NaN gradient is applied;
+`sum_squares` reveals it. Does NOT clip, average or schedule learning rates.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from torch import nn
 from roadtrain.errors import LoopError, StoreError
 from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.stages.bucket_state import BucketState, ShardedPieces
-from roadtrain.stages.courier import UNDER_WAY, Courier, CourierJob, Pending, SideStream
-from roadtrain.stages.data_group import DataGroup, RanksTogether, SharedCopies
+from roadtrain.stages.data_group import DataGroup, RankCollectives, SharedCopies
 from roadtrain.stages.flat_layout import StageParameters, lay_out, views_of_all
 from roadtrain.stages.forward_waits import ForwardWaits
 from roadtrain.stages.gradient_hooks import GradientHooks
 from roadtrain.stages.gradient_sum import GradientSum
+from roadtrain.stages.op_queue import DEPTH, CollectiveQueue, Pending, QueuedCollective, SideStream
 from roadtrain.stages.pieces import Extent, Piece
-from roadtrain.stages.same_start import begin_alike, differ, digest, pair
+from roadtrain.stages.same_start import differ, digest, pair, sync_start
 from roadtrain.stages.tensor import TensorParallel
 from roadtrain.stages.tensor_pieces import TensorPieces
 from roadtrain.units import MIB
@@ -52,10 +53,11 @@ from roadtrain.units import MIB
 
 @dataclass(frozen=True)
 class ShardedOptions:
-    """`bucket_bytes`: of fp32 gradients that travel at once. `overlap`: communication runs beside
-    the computing, else inside `step`. `label`: this stage's name in errors. `split`: how layers
-    are split over a tensor group, whose ranks have some gradients alike, which one of them counts.
-    `sums`: sum gradients instead of the group."""
+    """The options of a ShardedOptimizer. `bucket_bytes`: bytes of fp32 gradients per collective
+    operation. `overlap`: overlap communication with computation, else communicate inside `step`.
+    `label`: this stage's name in errors. `split`: the tensor parallelism of the layers; only one
+    rank of a tensor group counts gradients that all of its ranks have. `sums`: sums the gradients
+    in place of the group."""
 
     bucket_bytes: int = 16 * MIB
     overlap: bool = True
@@ -65,16 +67,18 @@ class ShardedOptions:
 
 
 class ShardedOptimizer:
-    """A StageOptimizer (stage_optimizer.py).
+    """The StageOptimizer (stage_optimizer.py) of a stage whose parameters stay on the device.
 
-    model: the stage, with the whole model's names. optimizer: the user's own, of this stage's
-    parameters; its groups are read at each step and its own step is never run. group: the stage's
-    data-parallel ranks; None: there is one. shared: names of parameters that other stages have
-    copies of, for each set of stages, in the same order on all of them. blocks: modules that wait
-    for their parameters as one. masters: by name, fp32 values of parameters that are narrower.
+    model: the stage, with the whole model's names. optimizer: the user's optimizer over this
+    stage's parameters; its groups are read at each step, but its own `step` never runs. group: the
+    stage's data-parallel ranks; None for a single rank. shared: for each set of stages that share
+    parameters, the parameters' names and the group of their copies, in the same order on all ranks.
+    blocks: modules that wait for all of their parameters at once. masters: by name, fp32 values of
+    parameters with a narrower dtype.
 
-    Collective over the group. Raises RuleError for an optimizer that is not elementwise,
-    ModelError for parameters that cannot be or that differ, ConfigError for a group that cannot.
+    Collective over the group. Raises RuleError for an optimizer that is not elementwise, ModelError
+    for parameters that are unsupported or differ between ranks, ConfigError for an unsupported
+    group.
     """
 
     def __init__(
@@ -108,25 +112,25 @@ class ShardedOptimizer:
         )
         self._make_memory(masters, report)
         self.side = SideStream(self.parameters.device)
-        self.courier = Courier(options.label, self.group.deadline_s, self.side.running)
-        self.away: set[int] = set()  # buckets whose new values are not here yet
-        self._reduced = False  # the step's gradients were handed on, all of them
-        self._has_gradient: list[bool] = []  # of the step, on any rank
+        self.queue = CollectiveQueue(options.label, self.group.deadline_s, self.side.running)
+        self.away: set[int] = set()  # buckets whose new values have not arrived yet
+        self._reduced = False  # all gradients of the step have been queued for summation
+        self._has_gradient: list[bool] = []  # by parameter: has a gradient on any rank in this step
         params = list(self.parameters.trainable.values())
         self.hooks = GradientHooks(self.layout, params, self._grad_views, self._reduce, self._wait)
         numbers = dict(zip(params, self.layout.buckets_of))
         self.waits = ForwardWaits(model, blocks, numbers, self._wait)
-        self._say_what_differs(report)
+        self._report_exceptions(report)
 
     def _make_memory(
         self, masters: Mapping[str, torch.Tensor], report: Callable[[str], None]
     ) -> None:
-        """Values, gradients, what arrives, and the state of this rank's shares."""
+        """Allocate values, gradients, receive buffers and the state of this rank's shards."""
         layout, device = self.layout, self.parameters.device
         values = self.parameters.flatten(layout)
         trainable, frozen = self.parameters.trainable, self.parameters.frozen
         wide = {name: masters[name].reshape(-1) for name in trainable if name in masters}
-        self._begin_alike(values, wide, report)
+        self._sync_start(values, wide, report)
         grads = [torch.zeros(run.numel, device=device) for run in layout.runs]
         self._grad_views = views_of_all(layout, grads)
         hypers = self._hyperparameters()
@@ -152,55 +156,54 @@ class ShardedOptimizer:
         self.pieces = own if split is None else TensorPieces(own, split)
         exchanges = self.group.exchanges and self.sums is None
         largest = max((b.numel for b in layout.buckets), default=0) * exchanges
-        self._arriving = [torch.empty(largest, device=device) for _ in range(UNDER_WAY + 1)]
+        self._arriving = [torch.empty(largest, device=device) for _ in range(DEPTH + 1)]
 
-    def _begin_alike(
+    def _sync_start(
         self,
         values: Sequence[torch.Tensor],
         wide: Mapping[str, torch.Tensor],
         report: Callable[[str], None],
     ) -> None:
-        """All ranks of the stage, and of stages with copies, have the same first values. values: of
-        the runs; wide: fp32 values of narrower parameters."""
+        """Make the initial values the same on all ranks of the stage and of stages with copies.
+        values: the flat memory of each run; wide: fp32 values of narrower parameters."""
         layout = self.layout
         frozen = {n: p.detach() for n, p in self.parameters.frozen.items() if p.numel()}
         shapes = repr([(n, p.shape, p.dtype) for n, p in (*frozen.items(), *wide.items())])
         everything = [*values, *frozen.values(), *wide.values()]
         who = f"{self.options.label}, {self.group}"
-        begin_alike(self.group, who, layout.describe() + shapes, everything, report)
+        sync_start(self.group, who, layout.describe() + shapes, everything, report)
         for i, (names, copies) in enumerate(self.links):
             common = [values[run] for run in layout.shared_runs(i)]
             common += [wide[name] for name in names if name in wide]
             who = f"{self.options.label}, copies of {names[0]!r}"
-            begin_alike(copies, who, layout.describe(i), common, report)
+            sync_start(copies, who, layout.describe(i), common, report)
 
-    def _say_what_differs(self, report: Callable[[str], None]) -> None:
-        """What is not as it may be expected (Rules 1 and 6)."""
+    def _report_exceptions(self, report: Callable[[str], None]) -> None:
+        """Report sums and updates that do not run as users may expect (Rules 1 and 6)."""
         label, device = self.options.label, self.parameters.device
         if self.sums is None and not self.group.exact:
-            report(f"{label}: gradients are summed in the order of the device's own library")
+            report(f"{label}: the device's own library determines the order of gradient sums")
         here = {s.rule.name for s in self.states if s.where != device}
         if here:
             report(
-                f"{label}: updates of {', '.join(sorted(here))} run on the host, where their state"
-                f" is: there is no kernel for {device}"
+                f"{label}: updates with {', '.join(sorted(here))} run on the host, which also holds"
+                f" their state: there is no kernel for {device}"
             )
 
     # a step
 
     def begin_step(self, backwards: int) -> None:
-        """See StageOptimizer. backwards: of each part of the stage, on this rank. Raises LoopError
-        where the last step's gradients were not used."""
+        """See StageOptimizer. Raises LoopError if the last step's gradients were not used."""
         if any(self.hooks.counts) or self._reduced:
             raise LoopError(
-                f"{self._step}: it begins again with gradients that no update took",
-                hint="call step() once a step",
+                f"{self._step}: it begins again with gradients that no update has used",
+                hint="call step() once per step",
             )
         self.hooks.backwards = backwards if self.options.overlap else 0
 
     def sum_squares(self) -> float:
-        """See StageOptimizer. In float64; of copies the first stage's counts. Infinite or NaN
-        where a gradient is."""
+        """See StageOptimizer. Computed in float64; shared parameters are counted by the first of
+        their stages. Infinite or NaN if a gradient is."""
         self._finish_gradients()
         self._settle("the sum of the gradients")
         split = self.options.split
@@ -208,7 +211,7 @@ class ShardedOptimizer:
         return sum(state.sum_squares(own) for state in self.states if self._counts(state))
 
     def step(self, scale: float = 1.0) -> None:
-        """See StageOptimizer. What goes wrong later is raised by what waits for it."""
+        """See StageOptimizer. Later errors are raised by the call that waits for the result."""
         self._refuse_strays()
         hypers = self._hyperparameters()
         self._finish_gradients()
@@ -227,7 +230,8 @@ class ShardedOptimizer:
             self.wait_parameters()
 
     def wait_parameters(self) -> None:
-        """The last step's parameters are here, also for who reads them outside of a forward."""
+        """Wait until all parameters of the last step have arrived. Needed before reading them
+        outside of a forward."""
         self._wait(None)
 
     def settle(self) -> None:
@@ -236,8 +240,8 @@ class ShardedOptimizer:
         self.wait_parameters()
 
     def _settle(self, what: str) -> None:
-        """All that was handed in has ended; what the caller's thread does now comes after it."""
-        self.courier.wait_all(f"{self._step}: {what}")
+        """Wait for all queued operations, and order the calling thread's stream after them."""
+        self.queue.wait_all(f"{self._step}: {what}")
         self.side.join()
 
     @property
@@ -254,42 +258,42 @@ class ShardedOptimizer:
     def _refuse_strays(self) -> None:
         if (now := _group_sizes(self.optimizer)) != self._group_sizes:
             raise LoopError(
-                f"{self._step}: the optimizer's groups have {now} parameters, they had"
+                f"{self._step}: the optimizer's groups have {now} parameters, but had"
                 f" {self._group_sizes} when training began",
-                hint="give the optimizer all parameters at the start, and freeze some of them",
+                hint="pass all parameters to the optimizer at the start, and freeze some of them",
             )
         for name, p in self.parameters.late.items():
             if p.grad is not None:
                 raise LoopError(
-                    f"{self._step}: parameter {name!r} was frozen when training began and has a"
+                    f"{self._step}: parameter {name!r} was frozen when training began but has a"
                     " gradient now",
-                    hint="let it require gradients at the start, and freeze it after that",
+                    hint="let it require gradients at the start, and freeze it afterwards",
                 )
         for name, p in self.parameters.trainable.items():
             if p.grad is not None:
                 raise LoopError(
-                    f"{self._step}: the gradient of {name!r} was set by hand, and is in no sum",
-                    hint="gradients come from backward()",
+                    f"{self._step}: the gradient of {name!r} was set by hand and is in no sum",
+                    hint="let backward() compute the gradients",
                 )
 
     def _wait(self, buckets: Collection[int] | None) -> None:
-        self.courier.check()
+        self.queue.check()
         if not self.away and not self.side.marks:
             return
-        wanted = set(range(len(self.states)) if buckets is None else buckets)
-        if not self.away.isdisjoint(wanted):
+        needed = set(range(len(self.states)) if buckets is None else buckets)
+        if not self.away.isdisjoint(needed):
             what = f"step {self.steps_done - 1}: its parameters"
-            self.courier.wait(lambda: self.away.isdisjoint(wanted), what)
-        self.side.wait_for(wanted)
+            self.queue.wait(lambda: self.away.isdisjoint(needed), what)
+        self.side.wait_for(needed)
 
     # gradients
 
-    def _name(self, operation: str, index: int, over: RanksTogether) -> str:
+    def _name(self, operation: str, index: int, over: RankCollectives) -> str:
         bucket = f"bucket {index} of {len(self.states)}"
         return f"{self._step}: the {operation} of {bucket} over {over}"
 
     def _reduce(self, index: int) -> None:
-        """The bucket's gradients are whole on this rank."""
+        """Queue the sum of a bucket whose gradients are complete on this rank."""
         if self.sums is not None:
             self._sum(index, self.sums)
             return
@@ -303,10 +307,10 @@ class ShardedOptimizer:
             self.group.sum_arrived(state.grads, arrived)
             self._arriving.append(memory)
 
-        self.courier.do(CourierJob(self._name("reduce-scatter", index, self.group), run()))
+        self.queue.put(QueuedCollective(self._name("reduce-scatter", index, self.group), run()))
 
     def _sum(self, index: int, sums: GradientSum) -> None:
-        """As `_reduce`, and every rank gets all of it."""
+        """Queue the sum of a bucket with `sums`, from which every rank receives the whole sum."""
         grads, made = self.states[index].grads, self.side.mark()
         identity = f"the gradients of bucket {index} of {self.options.label}"
 
@@ -314,12 +318,13 @@ class ShardedOptimizer:
             self.side.after(made)
             under_way = sums.sum(index, identity, grads)
             yield under_way
-            grads.copy_(under_way.wait())  # the next step overwrites them, not the sum
+            grads.copy_(under_way.wait())  # a copy: the next step overwrites `grads`
 
-        self.courier.do(CourierJob(self._name("sum", index, self.group), run()))
+        self.queue.put(QueuedCollective(self._name("sum", index, self.group), run()))
 
     def _finish_gradients(self) -> None:
-        """Hand on what backward left; which parameters have a gradient; copies of other stages."""
+        """Queue the remaining sums, the exchange with stages that share parameters, and an
+        agreement on which parameters have a gradient."""
         if self._reduced:
             return
         self._reduced = True
@@ -331,9 +336,10 @@ class ShardedOptimizer:
                 self._exchange(index, copies)
 
     def _agree_on_gradients(self, has: list[bool]) -> None:
-        """Of a parameter that any rank has a gradient of, or any copy's."""
+        """Queue an update of `has`: a parameter has a gradient if it has one on any rank, or in any
+        stage with a copy."""
         positions = {spec.name: i for i, spec in enumerate(self.layout.params)}
-        groups: list[tuple[RanksTogether, list[int]]] = [(self.group, list(range(len(has))))]
+        groups: list[tuple[RankCollectives, list[int]]] = [(self.group, list(range(len(has))))]
         groups += [(copies, [positions[n] for n in names]) for names, copies in self.links]
         for group, own in groups:
             if not own:
@@ -354,50 +360,52 @@ class ShardedOptimizer:
         what: str,
         values: Callable[[], torch.Tensor],
         end: Callable[[list[Any]], None],
-        over: RanksTogether | None = None,
+        over: RankCollectives | None = None,
     ) -> None:
-        """`end` of the largest of `values()` over the ranks (None: of the stage's group)."""
+        """Queue a call of `end` with the maximum of `values()` over the ranks of `over` (None: the
+        stage's group)."""
 
         def run() -> Iterator[Pending | None]:
-            # made here: memory belongs to the stream of the thread that makes it
+            # allocated here: memory belongs to the stream of the thread that allocates it
             made = values().to(self.parameters.device)
-            yield (over or self.group).any_of(made)
+            yield (over or self.group).all_max(made)
             end(made.tolist())
 
-        self.courier.do(CourierJob(what, run(), alone=True))
+        self.queue.put(QueuedCollective(what, run(), alone=True))
 
     def _exchange(self, index: int, copies: SharedCopies) -> None:
         bucket, own = self.states[index].bucket, self.states[index].own_grads
 
         def run() -> Iterator[Pending]:
-            # made here: memory belongs to the stream of the thread that makes it
+            # allocated here: memory belongs to the stream of the thread that allocates it
             arrived = torch.empty(len(copies.widths) - 1, own.numel(), device=own.device)
             yield copies.exchange(bucket, own, arrived)
             copies.sum_arrived(own, arrived)
 
         what = self._name("exchange between stages", index, copies)
-        self.courier.do(CourierJob(what, run(), alone=True))
+        self.queue.put(QueuedCollective(what, run(), alone=True))
 
     # updates
 
     def _agree_on_step(self, hypers: Sequence[tuple[float, ...]], scale: float) -> None:
-        """Ranks that updated their shares differently would train two models."""
-        step, said = self._step, digest(repr((hypers, scale)).encode())
+        """Queue a check that all ranks update with the same hyperparameters and scale, without
+        which their shards would belong to different models."""
+        step, own = self._step, digest(repr((hypers, scale)).encode())
 
         def end(largest: list[list[int]]) -> None:
             if any(differ(largest)):
                 raise LoopError(
                     f"{step}: the ranks of {self.group} have different hyperparameters or scales;"
-                    f" this one has {hypers} and {scale}",
-                    hint="every rank runs the same loop; clip by the norm of the whole job",
+                    f" this rank has {hypers} and {scale}",
+                    hint="run the same loop on every rank; clip by the norm of the whole job",
                 )
 
         what = f"{step}: the agreement on hyperparameters over {self.group}"
-        self._agree(what, lambda: pair(said), end)
+        self._agree(what, lambda: pair(own), end)
 
     def _gather(self, index: int, made: torch.Event | None, prepare: Callable[[], None]) -> None:
-        """After `prepare`, which needs what was `made`, this rank's share of the bucket is new;
-        bring the others'."""
+        """Queue `prepare`, which updates this rank's shard of a bucket, and then the all-gather of
+        the bucket. made: the event after which `prepare` may run."""
         self.away.add(index)
 
         def run() -> Iterator[Pending | None]:
@@ -407,56 +415,56 @@ class ShardedOptimizer:
             self.side.leave_mark(index)
             self.away.discard(index)
 
-        self.courier.do(CourierJob(self._name("all-gather", index, self.group), run()))
+        self.queue.put(QueuedCollective(self._name("all-gather", index, self.group), run()))
 
     # state
 
     def extents(self) -> list[Extent]:
-        """See StageOptimizer. Frozen parameters are cut evenly over the ranks."""
+        """See StageOptimizer. Frozen parameters are divided evenly over the ranks."""
         return self.pieces.extents()
 
-    def wanted(self) -> list[Extent]:
-        """See StageOptimizer. Frozen parameters are wanted whole by every rank."""
-        return self.pieces.wanted()
+    def needed(self) -> list[Extent]:
+        """See StageOptimizer. Every rank needs the whole of frozen parameters."""
+        return self.pieces.needed()
 
     def piece(self, extent: Extent) -> Piece:
-        """See StageOptimizer. Raises StoreError for what this rank does not keep."""
+        """See StageOptimizer. Raises StoreError for elements that this rank does not keep."""
         self._settle(f"the state of {extent.name!r}")
         return self.pieces.piece(extent)
 
     def load(self, pieces: Iterable[Piece], steps_done: int) -> None:
-        """See StageOptimizer. Pieces of values alone begin with the state of a first step. Raises
-        StoreError on all ranks where one lacks a part."""
+        """See StageOptimizer. Pieces without state get the initial state. Raises StoreError on all
+        ranks if a piece is missing on any rank."""
         self._settle("the load of a state")
         wrong: StoreError | None = None
         try:
             self.pieces.take(pieces, self._hyperparameters())
         except StoreError as error:
             wrong = error
-            with contextlib.suppress(StoreError):  # others wait for what this rank gives
+            with contextlib.suppress(StoreError):  # other ranks wait for this rank's pieces
                 deque(pieces, maxlen=0)
         what, failed = f"the load of step {steps_done} over {self.group}", [wrong is not None]
         self._agree(what, lambda: torch.tensor(failed, dtype=torch.uint8), failed.extend)
         self._settle(what)
         if failed[-1]:
-            raise wrong or StoreError(f"{what}: another rank lacks a part of its state")
-        taken = self.side.mark()
+            raise wrong or StoreError(f"{what}: a part of another rank's state is missing")
+        loaded = self.side.mark()
         for index, state in enumerate(self.states):
-            self._gather(index, taken, state.publish)
+            self._gather(index, loaded, state.publish)
         self.wait_parameters()
         self.steps_done = steps_done
 
     def abandon(self) -> None:
-        """See StageOptimizer. The thread ends with what it waits for, or with the process."""
+        """See StageOptimizer. The thread ends after its current wait, or with the process."""
         self.hooks.close()
         self.waits.close()
-        self.courier.abandon()
+        self.queue.abandon()
 
     def close(self) -> None:
-        """See StageOptimizer. Raises what went wrong, if nobody heard of it."""
+        """See StageOptimizer. Raises an error of the queue that was not raised before."""
         self.hooks.close()
         self.waits.close()
-        self.courier.close()
+        self.queue.close()
         self.side.join()
         if self.sums is not None:
             self.sums.close()

@@ -1,14 +1,15 @@
-"""Which snapshot a start goes on from, of those that its hosts hold together. Pure.
+"""Choose the snapshot from which a start continues, among those on its hosts. Pure functions.
 
-Note "committed": a rank's marker is written once every rank has its part on its disk, so one
-marker proves the snapshot whole at that moment, on all hosts together. It is announced once every
-rank has its marker. So a start takes the newest of which anybody has a marker; where that is not
-whole any more it is refused, unless some who hold parts of it have no marker: then it was never
-announced, and the one before may be gone on from, which is said.
+Note "committed": a rank writes its marker once the parts of all ranks are on disk, so a single
+marker proves that the snapshot was complete at that time. The snapshot is announced once every rank
+has written its marker. A start therefore chooses the newest snapshot with any marker. If that
+snapshot is incomplete by now, the start is refused, with one exception: if a rank holds a part of
+it without a marker, it was never announced, and the start continues from the previous snapshot and
+reports it.
 
-Note "forked": every start that makes a snapshot adds a link to the history. Of two histories one
-must be the beginning of the other, and hold no snapshot after the step at which the other went on;
-else two starts went on without each other (storage/history.py).
+Note "forked": every start that writes a snapshot adds a link to the history. Of two histories, one
+must be a prefix of the other and have no snapshot after the step at which the other continued. Any
+other pair means that two starts continued from the same step independently (storage/history.py).
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class ParamEntry(msgspec.Struct, frozen=True):
 
     name: str
     shape: tuple[int, ...]
-    dtype: str  # that the model computes in
-    rule: str  # that updates it, "" for none
+    dtype: str  # of the computation
+    rule: str  # the name of its update rule, "" for none
 
     @property
     def numel(self) -> int:
@@ -39,24 +40,24 @@ class ParamEntry(msgspec.Struct, frozen=True):
 
 
 class SnapshotKey(msgspec.Struct, frozen=True, order=True):
-    """Which snapshot: of which step, by which start of the run."""
+    """The identity of a snapshot: its step and the start of the run that wrote it."""
 
     step: int
-    start: str  # the identity of the last link of its history
+    start: str  # the id of the last link of its history
 
     def __str__(self) -> str:
         return f"step-{self.step:010}.{self.start}"
 
 
 class Description(msgspec.Struct, frozen=True):
-    """What a marker says of its snapshot: the same on every rank."""
+    """The content of a marker, the same on every rank."""
 
     job: str  # uuid
     step: int
     history: tuple[HistoryLink, ...]
-    ranks: tuple[str, ...]  # that wrote it, as people call them
+    ranks: tuple[str, ...]  # the display names of the ranks that wrote it
     params: tuple[ParamEntry, ...]
-    parallelism: str = ""  # for people
+    parallelism: str = ""  # for display
     format: int = 1
 
     @property
@@ -65,138 +66,138 @@ class Description(msgspec.Struct, frozen=True):
 
 
 class SeenSnapshot(msgspec.Struct, frozen=True):
-    """What a rank of this start sees of a snapshot in its directory."""
+    """The files of a snapshot that a rank of this start finds in its directory."""
 
     key: SnapshotKey
     marker: Description | None  # of any rank
-    extents: tuple[Extent, ...] = ()  # that are there whole
-    parts: tuple[int, ...] = ()  # the ranks whose parts are there whole
-    notes: tuple[str, ...] = ()  # about files that do not count
+    extents: tuple[Extent, ...] = ()  # in the complete parts
+    parts: tuple[int, ...] = ()  # the ranks whose parts are complete
+    notes: tuple[str, ...] = ()  # about ignored files
 
 
 @dataclass(frozen=True)
 class Choice:
-    """`counts`: the snapshot that a start goes on from, None: there is none. `notes`: what is to
-    be said. `dropped`: committed ones that do not count any more. `before`: the one before, which
-    is kept beside it."""
+    """The result of `choose`."""
 
-    counts: Description | None
-    notes: tuple[str, ...] = ()
-    dropped: tuple[SnapshotKey, ...] = ()
-    before: SnapshotKey | None = None
+    snapshot: Description | None  # from which the start continues; None: from the beginning
+    notes: tuple[str, ...] = ()  # to be reported
+    dropped: tuple[SnapshotKey, ...] = ()  # newer committed snapshots that are given up
+    before: SnapshotKey | None = None  # the next older snapshot, which is kept too
 
 
 def choose(seen: Sequence[Sequence[SeenSnapshot]], *, go_back: bool = False) -> Choice:
-    """`seen`: of every rank of this start. `go_back`: a person says that the newest snapshot is
-    lost. Raises ForeignError, ForkedError, GoneError; see the notes."""
-    committed = {one.key: one.marker for rank in seen for one in rank if one.marker is not None}
-    halves = {one.key for rank in seen for one in rank} - committed.keys()
-    notes = list(dict.fromkeys(note for rank in seen for one in rank for note in one.notes))
+    """Choose the snapshot to continue from. `seen`: the snapshots found by each rank of this start.
+    `go_back`: the user declares the newest snapshot lost. Raises ForeignError, ForkedError,
+    GoneError; see the notes."""
+    found = [s for rank in seen for s in rank]
+    committed = {s.key: s.marker for s in found if s.marker is not None}
+    partial = {s.key for s in found} - committed.keys()
+    notes = list(dict.fromkeys(note for s in found for note in s.notes))
     notes += [
-        f"the snapshot of step {key.step} was not committed when its run ended: it does not count"
-        for key in sorted(halves)
+        f"the snapshot of step {key.step} was not committed when its run ended: it is ignored"
+        for key in sorted(partial)
     ]
     if not committed:
         return Choice(None, tuple(notes))
-    _refuse_strangers([*committed.values()])
+    _check_histories([*committed.values()])
     dropped = list[SnapshotKey]()
     order = sorted(committed, reverse=True)
     for i, key in enumerate(order):
-        told = committed[key]
-        assert told is not None
-        lacking = _lacking(told, seen)
+        newest = committed[key]
+        assert newest is not None
+        own = [s for s in found if s.key == key]
+        lacking = _lacking(newest, own)
         if not lacking:
             return Choice(
-                told, tuple(notes), tuple(dropped), order[i + 1] if i + 1 < len(order) else None
+                newest, tuple(notes), tuple(dropped), order[i + 1] if i + 1 < len(order) else None
             )
-        own = [one for rank in seen for one in rank if one.key == key]
-        announced = all(one.marker is not None for one in own)  # by all who see something of it
+        announced = all(s.marker is not None for s in own)  # every holder of a part has a marker
         if i + 1 == len(order) or (announced and not go_back):
             raise GoneError(
-                f"the newest committed snapshot, of step {key.step}, is not whole: {lacking}",
-                hint=_way_out(order[i + 1 :]),
+                f"the newest committed snapshot, of step {key.step}, is incomplete: {lacking}",
+                hint=_hint(order[i + 1 :]),
             )
-        why = "a person said so" if announced else "it was not committed on every host"
+        why = "go_back is set" if announced else "it was not committed on every host"
         dropped.append(key)
         notes.append(
-            f"the snapshot of step {key.step} is not whole ({lacking}) and is given up, since {why}"
+            f"the snapshot of step {key.step} is incomplete ({lacking}) and is ignored, since {why}"
         )
-    raise AssertionError("the last one is returned or refused")
+    raise AssertionError("the oldest snapshot is returned or refused")
 
 
 def check_model(theirs: Sequence[ParamEntry], ours: Sequence[ParamEntry]) -> None:
-    """Raises ForeignError that names the first difference between the snapshot's model and this
-    one."""
-    held, here = ({one.name: one for one in params} for params in (theirs, ours))
+    """Raise ForeignError with the first difference between the snapshot's model and this model."""
+    held, here = ({param.name: param for param in params} for params in (theirs, ours))
     for name in [*held, *here]:
         a, b = held.get(name), here.get(name)
         if a != b:
             raise ForeignError(
-                f"the snapshot is of another model: {name!r} is {_told(a)} there and {_told(b)}"
+                f"the snapshot is of another model: {name!r} is {_text(a)} there and {_text(b)}"
                 " here (shape, dtype, update rule)",
-                hint="give the same model and optimizer, or another run directory",
+                hint="use the same model and optimizer, or another run directory",
             )
 
 
-def merged(tables: Sequence[Sequence[ParamEntry]]) -> tuple[ParamEntry, ...]:
-    """The parameters of all ranks by name. ForeignError where two mean different ones by one."""
+def merge_params(tables: Sequence[Sequence[ParamEntry]]) -> tuple[ParamEntry, ...]:
+    """Combine the parameters of all ranks by name. Raises ForeignError if two ranks have different
+    parameters under one name."""
     out: dict[str, ParamEntry] = {}
     for table in tables:
-        for one in table:
-            if out.setdefault(one.name, one) != one:
+        for param in table:
+            if out.setdefault(param.name, param) != param:
                 raise ForeignError(
-                    f"{one.name!r} is {_told(one)} on one rank and {_told(out[one.name])} on"
+                    f"{param.name!r} is {_text(param)} on one rank and {_text(out[param.name])} on"
                     " another"
                 )
     return tuple(out[name] for name in sorted(out))
 
 
-def _refuse_strangers(told: Sequence[Description | None]) -> None:
-    found = [one for one in told if one is not None]
-    longest = max(found, key=lambda one: (len(one.history), one.step))
-    for one in found:
-        if one.job != longest.job:
+def _check_histories(descriptions: Sequence[Description | None]) -> None:
+    found = [d for d in descriptions if d is not None]
+    longest = max(found, key=lambda d: (len(d.history), d.step))
+    for other in found:
+        if other.job != longest.job:
             raise ForeignError(
                 f"snapshots of two runs: step {longest.step} of {longest.job} and step"
-                f" {one.step} of {one.job}",
-                hint="give every host the same run directory; move the other one's away",
+                f" {other.step} of {other.job}",
+                hint="give every host the same run directory; move the other run's snapshots away",
             )
-        known = longest.history[: len(one.history)]
-        later = longest.history[len(one.history) :]
-        if known != one.history or (later and one.step > later[0].step):
+        common = longest.history[: len(other.history)]
+        later = longest.history[len(other.history) :]
+        if common != other.history or (later and other.step > later[0].step):
             raise ForkedError(
-                f"the snapshot of step {one.step} (start {one.history[-1].id}) and that of step"
-                f" {longest.step} (start {longest.history[-1].id}) go on from the same step"
-                " without each other",
-                hint="move the snapshots away that are not meant; nothing was changed",
+                f"the snapshot of step {other.step} (start {other.history[-1].id}) and that of step"
+                f" {longest.step} (start {longest.history[-1].id}) continue from the same step"
+                " independently",
+                hint="move the unwanted snapshots away; nothing was changed",
             )
 
 
-def _lacking(told: Description, seen: Sequence[Sequence[SeenSnapshot]]) -> str:
-    """What no host has of a snapshot, for people; "" where it is whole."""
-    here = [one for rank in seen for one in rank if one.key == told.key]
+def _lacking(snapshot: Description, found: Sequence[SeenSnapshot]) -> str:
+    """Describe the elements of a snapshot that no host has; "" if it is complete. found: its files
+    on each rank."""
     missing = uncovered(
-        [one.extents for one in here], [Extent(p.name, 0, p.numel) for p in told.params]
+        [s.extents for s in found], [Extent(p.name, 0, p.numel) for p in snapshot.params]
     )
     if not missing:
         return ""
-    whole = {part for one in here for part in one.parts}
-    absent = [name for rank, name in enumerate(told.ranks) if rank not in whole]
+    whole = {part for s in found for part in s.parts}
+    absent = [name for rank, name in enumerate(snapshot.ranks) if rank not in whole]
     first = missing[0]
     return (
         f"{sum(e.numel for e in missing)} elements are on no host, the first of"
-        f" {first.name!r} [{first.start}:{first.stop}]; absent is what"
-        f" {', '.join(absent) or 'nobody'} wrote"
+        f" {first.name!r} [{first.start}:{first.stop}]; the missing parts were written by"
+        f" {', '.join(absent) or 'no rank'}"
     )
 
 
-def _way_out(older: Sequence[SnapshotKey]) -> str:
-    back = "start with the hosts that hold it, or bring back their run directories"
+def _hint(older: Sequence[SnapshotKey]) -> str:
+    back = "start with the hosts that hold it, or restore their run directories"
     if not older:
         return back
-    asked = "go_back, --new-store of a job"
-    return f"{back}; going back to step {older[0].step} has to be asked for ({asked})"
+    option = "go_back, or --new-store of a job"
+    return f"{back}; to go back to step {older[0].step} instead, set {option}"
 
 
-def _told(entry: ParamEntry | None) -> str:
+def _text(entry: ParamEntry | None) -> str:
     return "absent" if entry is None else f"({entry.shape}, {entry.dtype}, {entry.rule or 'none'})"

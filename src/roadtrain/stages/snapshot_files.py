@@ -1,8 +1,8 @@
-"""What a rank has of a snapshot, in files: its pieces one after the other in `rank-R.pieces`, what
-they are in `rank-R.json`, and a marker, `rank-R.committed`, once all ranks have theirs.
+"""The files of one rank's part of a snapshot: its pieces in `rank-R.pieces`, their table in
+`rank-R.json`, and the marker `rank-R.committed`, written once all parts are durable.
 
-Every array has a checksum, and so have the two small files; all are verified when they are read.
-Memory: one piece. Does NOT know the other ranks.
+Every array has a checksum, and so have the table and the marker; all are verified when read. At
+most one piece is in memory. Does NOT communicate with other ranks.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _HINT = "restore this file from a copy; the disk may be failing"
 
 
 class StoredArray(msgspec.Struct, frozen=True):
-    """`nbytes` at `offset` of the pieces' file; xxh3_64 of them."""
+    """The location of an array in the pieces file, and its checksum."""
 
     offset: int
     nbytes: int
-    sum: int
+    sum: int  # xxh3_64
 
 
 class StoredPiece(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ class StoredPiece(msgspec.Struct, frozen=True):
 
 
 class PartTable(msgspec.Struct, frozen=True):
-    """What a rank wrote of a snapshot. `blobs`: what else a step consists of, by name."""
+    """The table of a rank's part of a snapshot. `blobs`: the rest of the job's state, by name."""
 
     job: str
     key: SnapshotKey
@@ -70,7 +70,8 @@ class PartTable(msgspec.Struct, frozen=True):
 
 
 class PartWriter:
-    """Writes the part of `rank` into `home`; durable once `finish` returns. Used with `with`."""
+    """The writer of the part of `rank` in the directory `home`, which is durable once `finish`
+    returns. A context manager."""
 
     def __init__(self, home: Path, job: str, key: SnapshotKey, rank: int) -> None:
         self._home, self._about = home, (job, key, rank)
@@ -94,7 +95,8 @@ class PartWriter:
         )
 
     def add_all(self, pieces: Iterable[Piece]) -> None:
-        """They are read to their end even where writing fails: others wait for what they give."""
+        """Write all pieces. On an error the iterator is still exhausted, because other ranks wait
+        for pieces that it sends."""
         failed: StoreError | None = None
         for piece in pieces:
             try:
@@ -130,13 +132,13 @@ class PartWriter:
         os.close(self._fd)
 
 
-def write_marker(home: Path, rank: int, told: Description) -> None:
-    replace_file(home / f"rank-{rank}.{MARKER}", sealed(msgspec.json.encode(told)), "committing")
+def write_marker(home: Path, rank: int, about: Description) -> None:
+    replace_file(home / f"rank-{rank}.{MARKER}", sealed(msgspec.json.encode(about)), "committing")
 
 
 class PartReader:
-    """The parts of one snapshot that lie in `home`, as a source of pieces. `notes`: about what is
-    there and does not count."""
+    """The PieceSource of the parts of one snapshot in the directory `home`. `notes`: messages about
+    ignored files."""
 
     def __init__(self, home: Path, key: SnapshotKey) -> None:
         self.home, self.key, self.notes = home, key, list[str]()
@@ -144,20 +146,21 @@ class PartReader:
         self._at = dict[str, list[tuple[int, int, int, StoredPiece]]]()  # start, stop, rank, piece
         self._last: tuple[StoredPiece, Piece] | None = None
         for path in sorted(home.glob(f"rank-*.{TABLE}")):
-            self._take(path)
+            self._add_part(path)
         for entries in self._at.values():
             entries.sort(key=lambda entry: entry[:3])
 
     def marker(self) -> Description | None:
+        """Return the content of the first valid marker."""
         for path in sorted(self.home.glob(f"rank-*.{MARKER}")):
             try:
-                told = msgspec.json.decode(_unsealed(path), type=Description)
+                found = msgspec.json.decode(_unsealed(path), type=Description)
             except (StoreError, ValueError) as error:
-                self.notes.append(f"{path}: does not count ({error})")
+                self.notes.append(f"{path}: ignored ({error})")
                 continue
-            if told.key == self.key and told.format == 1:
-                return told
-            self.notes.append(f"{path}: does not count (it is of {told.key}, format {told.format})")
+            if found.key == self.key and found.format == 1:
+                return found
+            self.notes.append(f"{path}: ignored (it is of {found.key}, format {found.format})")
         return None
 
     def seen(self) -> SeenSnapshot:
@@ -169,12 +172,12 @@ class PartReader:
         return sorted(found, key=lambda e: (e.name, e.start, e.stop))
 
     def extents_of(self, name: str) -> list[Extent]:
-        """Of one parameter."""
+        """Return the extents of one parameter."""
         spans = sorted({(a, b) for a, b, _, _ in self._at.get(name, ())})
         return [Extent(name, a, b) for a, b in spans]
 
     def piece(self, extent: Extent) -> Piece:
-        """Raises DamagedError that names the file."""
+        """See PieceSource. Raises DamagedError, naming the file, if a checksum does not match."""
         entries = self._at[extent.name]
         at = bisect_right(entries, extent.start, key=lambda entry: entry[0])
         start, _, rank, stored = next(
@@ -198,23 +201,23 @@ class PartReader:
                     out[name] = self._read(rank, array, name).view(np.uint8).tobytes()
         return out
 
-    def _take(self, path: Path) -> None:
-        """The part that `path` tells of, where it is whole."""
+    def _add_part(self, path: Path) -> None:
+        """Add the part whose table is at `path`, unless it is incomplete."""
         try:
             table = msgspec.json.decode(_unsealed(path), type=PartTable)
             if table.key != self.key or table.format != 1:
                 raise ValueError(f"it is of {table.key}, format {table.format}")
             if (size := _size(path.with_suffix(f".{PIECES}"))) != table.nbytes:
-                raise ValueError(f"its pieces have {size} bytes, {table.nbytes} were written")
+                raise ValueError(f"its pieces have {size} bytes, but {table.nbytes} were written")
         except (StoreError, ValueError) as error:
-            self.notes.append(f"{path}: does not count ({error})")
+            self.notes.append(f"{path}: ignored ({error})")
             return
         self.parts[table.rank] = table
         for piece in table.pieces:
             self._at.setdefault(piece.name, []).append((piece.start, piece.stop, table.rank, piece))
 
     def _read(self, rank: int, at: StoredArray, what: str) -> np.ndarray:
-        """fp32 where its length allows it, else bytes."""
+        """Read an array: float32 if its length is a multiple of 4 bytes, else uint8."""
         path = self.home / f"rank-{rank}.{PIECES}"
         with typed_errors(path, f"reading {what}"):
             data = np.fromfile(path, np.uint8, at.nbytes, offset=at.offset)
@@ -227,8 +230,8 @@ class PartReader:
         return data if at.nbytes % 4 else data.view(np.float32)
 
 
-def look(directory: Path) -> dict[SnapshotKey, PartReader]:
-    """What lies in a directory of snapshots."""
+def list_snapshots(directory: Path) -> dict[SnapshotKey, PartReader]:
+    """Open all snapshots of a directory."""
     if not directory.is_dir():
         return {}
     found = ((_key_of(home.name), home) for home in directory.iterdir() if home.is_dir())
@@ -238,15 +241,15 @@ def look(directory: Path) -> dict[SnapshotKey, PartReader]:
 
 
 def remove_snapshot(home: Path) -> None:
-    """The files that we make, markers first, so that no kill leaves half of it committed; then the
-    directory where nothing else is in it. Ranks that share it do so together."""
+    """Remove a snapshot's files, markers first, so that no kill leaves an incomplete snapshot
+    committed; then the directory, if it is empty. Several ranks may do this at the same time."""
     with typed_errors(home, "removing"):
         for path in sorted(_files_of(home), key=lambda path: path.suffix != f".{MARKER}"):
             path.unlink(missing_ok=True)
         try:
             home.rmdir()
         except FileNotFoundError:
-            pass  # another rank did it
+            pass  # another rank removed it
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
@@ -255,8 +258,8 @@ def remove_snapshot(home: Path) -> None:
 
 
 def set_snapshot_aside(home: Path) -> None:
-    """It is renamed, so that it counts for nothing and is lost to nobody."""
-    # absent: another rank did it
+    """Rename a snapshot's directory, so that it is ignored but not deleted."""
+    # not found: another rank renamed it
     with typed_errors(home, "renaming"), contextlib.suppress(FileNotFoundError):
         home.rename(home.with_name(f"{home.name}.aside"))
     sync_directory(home.parent)
@@ -265,12 +268,12 @@ def set_snapshot_aside(home: Path) -> None:
 def _key_of(name: str) -> SnapshotKey | None:
     head, _, start = name.partition(".")
     step = head.removeprefix("step-")
-    known = head != step and step.isdigit() and start.isalnum()
-    return SnapshotKey(int(step), start) if known else None
+    valid = head != step and step.isdigit() and start.isalnum()
+    return SnapshotKey(int(step), start) if valid else None
 
 
 def _files_of(home: Path) -> list[Path]:
-    """None where `home` is absent, also where another rank removes it meanwhile."""
+    """List a snapshot's files; empty if `home` does not exist or another rank has removed it."""
     try:
         names = os.listdir(home)
     except FileNotFoundError:

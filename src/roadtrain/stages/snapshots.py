@@ -1,17 +1,18 @@
-"""JobSnapshots: a job whose ranks hold its state in memory, as files of a step (Rule 3).
+"""JobSnapshots: snapshots on disk of a job whose ranks hold its state in memory (Rule 3).
 
     RUN/snapshots/step-N.START/rank-R.pieces, rank-R.json, rank-R.committed
 
-Each rank writes what it has into its own host's directory, in pieces under the parameters' names.
-A snapshot is committed when every rank's part is durable (snapshot_choice.py), so a kill at any
-moment leaves the one before. Two are kept. Any other start of the job can read it: with other
-stages, widths and placements, on hosts that share a directory or have one each (piece_exchange.py).
+Each rank writes its pieces, under the parameters' names, into the directory of its own host. A
+snapshot is committed once every rank's part is durable (snapshot_choice.py), so a kill at any time
+leaves the previous snapshot intact. Two are kept. Later starts of the job may read it with other
+stages, widths and placements, on hosts that share a directory or have their own
+(piece_exchange.py).
 
-With `replicas` 2 each part lies on a host of another cluster as well (of another host, where there
-is one cluster), so that the run goes on when one of them is lost with its disks.
+With `replicas` 2 each part is also written to a host of another cluster (or to another host if
+there is only one cluster), so the run can continue after the loss of a host with its disks.
 
-Assumes: training waits while a snapshot is written, so no second copy of the state is in memory.
-Does NOT know optimizers: they give and take pieces.
+Assumes: training waits while a snapshot is written, so the state is in memory only once. Does NOT
+depend on optimizers, which only provide and load pieces.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from roadtrain.stages.snapshot_choice import (
     SnapshotKey,
     check_model,
     choose,
-    merged,
+    merge_params,
 )
 from roadtrain.stages.snapshot_files import (
     PartReader,
     PartWriter,
-    look,
+    list_snapshots,
     remove_snapshot,
     set_snapshot_aside,
     write_marker,
@@ -61,8 +62,9 @@ FOLDER = "snapshots"  # in the run directory
 
 @value
 class SnapshotOptions:
-    """`every`: steps from one to the next. `replicas`: hosts that hold each part. `go_back`: a
-    person says that the newest snapshot is lost. Raises ConfigError."""
+    """The options of snapshots. `every`: steps between two snapshots. `replicas`: hosts that store
+    each part. `go_back`: continue from an older snapshot if the newest is incomplete. Raises
+    ConfigError."""
 
     every: Count = 100
     replicas: Annotated[int, Field(ge=1, le=2)] = 1
@@ -71,8 +73,8 @@ class SnapshotOptions:
 
 @dataclass(frozen=True)
 class FoundSnapshot:
-    """What a start goes on from. `blobs`: what else the step consists of, as `save` was given
-    it."""
+    """The snapshot from which a start continues. `blobs`: the rest of the job's state, as passed to
+    `save`."""
 
     step: int
     blobs: Mapping[str, bytes]
@@ -80,15 +82,18 @@ class FoundSnapshot:
     source: PieceSource
     links: ControlLinks
 
-    def pieces(self, wanted: Iterable[Extent]) -> Iterator[Piece]:
-        """Collective; read to the end by all. Raises GoneError, DamagedError, LostError."""
-        return exchange(self.source, wanted, self.links)
+    def pieces(self, requested: Iterable[Extent]) -> Iterator[Piece]:
+        """Iterate over the pieces of `requested`. Collective; every rank must exhaust the iterator.
+        Raises GoneError, DamagedError, LostError."""
+        return exchange(self.source, requested, self.links)
 
 
 class JobSnapshots:
-    """`directory`: this host's run directory. `params`: of this rank's stage. `mark`: what the run
-    directory knows, on the first rank (storage/mark.py). Collective, as all its methods. Invariant:
-    `_kept` are committed, oldest first, two at most."""
+    """The snapshots of a job. Creating it and all methods are collective.
+
+    `directory`: this host's run directory. `params`: the parameters of this rank's stage. `mark`:
+    the run directory's record of the last step, on the first rank (storage/mark.py). Invariant:
+    `_kept` are the committed snapshots, oldest first, two at most."""
 
     def __init__(
         self,
@@ -104,22 +109,22 @@ class JobSnapshots:
         self.directory, self.options = directory / FOLDER, options
         self._links, self._parallelism, self._mark = links, parallelism, mark
         self._report = report if links.rank == 0 else lambda line: None
-        told = links.gather(msgspec.json.encode(tuple(params)), "the parameters of each stage")
-        tables = [msgspec.json.decode(one, type=tuple[ParamEntry, ...]) for one in told]
-        self._params = merged(tables)
+        every = links.gather(msgspec.json.encode(tuple(params)), "the parameters of each stage")
+        tables = [msgspec.json.decode(table, type=tuple[ParamEntry, ...]) for table in every]
+        self._params = merge_params(tables)
         other_of = buddies(links.places) if options.replicas > 1 else ()
         self._copies_of = [rank for rank, other in enumerate(other_of) if other == links.rank]
         self._job, self._history = "", tuple[HistoryLink, ...]()
         self._kept = list[SnapshotKey]()
 
     def describe(self) -> str:
-        """What a state in memory is worth, for people (Rule 3)."""
+        """Describe for users how safe the state in memory is (Rule 3)."""
         where = "RAM" if in_ram(self.directory) else "files"
         copies = ", each part on two hosts" if self.options.replicas > 1 else ""
         return (
             f"state in RAM, a snapshot to {where} in {self.directory} every {self.options.every}"
-            f" steps{copies}: a crash loses the steps since the last one; training waits while it"
-            " is written"
+            f" steps{copies}: a crash loses the steps since the last snapshot; training pauses for"
+            " each snapshot"
         )
 
     def due(self, step: int) -> bool:
@@ -128,49 +133,50 @@ class JobSnapshots:
     # a start
 
     def find(self) -> FoundSnapshot | None:
-        """The snapshot that this start goes on from; None: from the beginning. What does not count
-        is removed or set aside, and said. Raises GoneError where the newest one is not whole,
-        ForkedError, ForeignError (also for another model), StaleError (by the mark)."""
-        here = self._links.together(self._look, "looking for snapshots")
-        mine = msgspec.json.encode([one.seen() for _, one in sorted(here.items())])
+        """Find the snapshot from which this start continues; None if it starts from the beginning.
+        Other snapshots are removed or set aside, and reported. Raises GoneError if the newest is
+        incomplete, ForkedError, ForeignError (also for another model), StaleError (from the
+        mark)."""
+        here = self._links.together(self._list, "looking for snapshots")
+        mine = msgspec.json.encode([reader.seen() for _, reader in sorted(here.items())])
         every = self._links.gather(mine, "the snapshots of each host")
-        seen = [msgspec.json.decode(one, type=tuple[SeenSnapshot, ...]) for one in every]
+        seen = [msgspec.json.decode(found, type=tuple[SeenSnapshot, ...]) for found in every]
         choice = choose(seen, go_back=self.options.go_back)
-        told = choice.counts
-        if told is not None:
-            check_model(told.params, self._params)
-        self._check_mark(told)
+        chosen = choice.snapshot
+        if chosen is not None:
+            check_model(chosen.params, self._params)
+        self._check_mark(chosen)
         for note in choice.notes:
             self._report(note)
         self._clear(here, choice)
-        self._begin(told)
-        if told is None:
+        self._begin(chosen)
+        if chosen is None:
             return None
-        reader = here.get(told.key) or PartReader(self.directory / str(told.key), told.key)
+        reader = here.get(chosen.key) or PartReader(self.directory / str(chosen.key), chosen.key)
         return FoundSnapshot(
-            told.step, self._blobs_of(reader), told.parallelism, reader, self._links
+            chosen.step, self._blobs_of(reader), chosen.parallelism, reader, self._links
         )
 
-    def _look(self) -> dict[SnapshotKey, PartReader]:
-        """The directory is durable too: whoever made the run's may not have seen to that."""
+    def _list(self) -> dict[SnapshotKey, PartReader]:
+        """List the snapshots, after making the directory and the run directory durable."""
         make_directory(self.directory)
         sync_directory(self.directory.parent.parent)
-        return look(self.directory)
+        return list_snapshots(self.directory)
 
-    def _check_mark(self, told: Description | None) -> None:
+    def _check_mark(self, chosen: Description | None) -> None:
         def check() -> None:
             if self._mark is not None:
-                job, step = ("", -1) if told is None else (told.job, told.step)
+                job, step = ("", -1) if chosen is None else (chosen.job, chosen.step)
                 self._mark.check(job, step, str(self.directory))
 
-        self._links.same(check, "which snapshot the run directory knows")
+        self._links.same(check, "the last step that the run directory records")
 
     def _clear(self, here: Mapping[SnapshotKey, PartReader], choice: Choice) -> None:
-        """Nothing is left but what counts and the one before it, so that a half which filled the
-        disk is gone first. A marker that is there may be in the system's memory only, since its
-        writer was killed: what counts is marked anew."""
-        told = choice.counts
-        kept = (choice.before, None if told is None else told.key)
+        """Remove all snapshots but the chosen and the previous one, which also frees the space of
+        an incomplete snapshot on a full disk. The chosen snapshot's marker is written again: if its
+        writer was killed, it may be only in the page cache."""
+        chosen = choice.snapshot
+        kept = (choice.before, None if chosen is None else chosen.key)
         keep = [key for key in kept if key is not None]
 
         def clear() -> None:
@@ -179,49 +185,51 @@ class JobSnapshots:
                     set_snapshot_aside(reader.home)
                 elif key not in keep:
                     remove_snapshot(reader.home)
-            if told is not None and told.key in here:
-                write_marker(here[told.key].home, self._links.rank, told)
+            if chosen is not None and chosen.key in here:
+                write_marker(here[chosen.key].home, self._links.rank, chosen)
 
         self._links.together(clear, "removing older snapshots")
         self._kept = keep
 
-    def _begin(self, told: Description | None) -> None:
-        """One more link of the history, of the job that `told` is of or of a new one."""
+    def _begin(self, chosen: Description | None) -> None:
+        """Add a link to the history of the job of `chosen`, or begin a new job."""
 
         def link() -> list[str | int]:
-            job = told.job if told is not None else str(uuid.uuid4())
+            job = chosen.job if chosen is not None else str(uuid.uuid4())
             start = uuid.uuid4().hex[:16]
             if self._mark is not None:
-                self._mark.adopt(job, -1 if told is None else told.step, start)
+                self._mark.adopt(job, -1 if chosen is None else chosen.step, start)
             return [job, start, int(time.time())]
 
         job, start, now = self._links.same(link, "the identity of this start")
-        before = () if told is None else told.history
-        step = -1 if told is None else told.step
+        before = () if chosen is None else chosen.history
+        step = -1 if chosen is None else chosen.step
         members = tuple(range(self._links.size))
         self._job, self._history = job, (*before, HistoryLink(start, step, members, now))
 
     def _blobs_of(self, reader: PartReader) -> dict[str, bytes]:
-        """From the first rank that sees any part: each part has all of them."""
-        able = self._links.agree(bool(reader.parts), "who has the state of the job")
-        giver = able.index(True)
-        told = self._links.together(
-            lambda: msgspec.msgpack.encode(reader.blobs()) if giver == self._links.rank else b"",
+        """Return the blobs of the first rank that has any part; each part contains all blobs."""
+        able = self._links.agree(bool(reader.parts), "which rank has the state of the job")
+        source = able.index(True)
+        blobs = self._links.together(
+            lambda: msgspec.msgpack.encode(reader.blobs()) if source == self._links.rank else b"",
             "the state of the job",
         )
-        whole = self._links.gather(told, "the state of the job")[giver]
+        whole = self._links.gather(blobs, "the state of the job")[source]
         return msgspec.msgpack.decode(whole, type=dict[str, bytes])
 
     # a snapshot
 
     def save(self, step: int, source: PieceSource, blobs: Mapping[str, bytes]) -> None:
-        """All of `source`, of `step`, committed on return. `blobs`: what else the step consists of;
-        of a name that several ranks give the first one's counts. Raises FullError and others
-        where it failed, and LostError with the same sentence on the other ranks; the snapshots
-        before are as they were. Where ranks cannot talk, some may hear that all parts are durable
-        and others not: what is written stays then, and the next start judges it."""
+        """Write all of `source` as the snapshot of `step`; it is committed on return.
+
+        `blobs`: the rest of the job's state; if several ranks pass the same name, the first rank's
+        blob is used. On an error the rank raises FullError or another StoreError, the other ranks
+        LostError with the same message, and earlier snapshots are unchanged. If communication
+        fails, ranks may disagree on whether all parts are durable; the files are then kept and the
+        next start decides."""
         begun = time.monotonic()
-        told = Description(
+        description = Description(
             self._job,
             step,
             self._history,
@@ -229,31 +237,31 @@ class JobSnapshots:
             self._params,
             self._parallelism,
         )
-        home, what = self.directory / str(told.key), f"the snapshot of step {step}"
+        home, what = self.directory / str(description.key), f"the snapshot of step {step}"
         shared = self._share(blobs, what)
         try:
-            nbytes = self._write(home, told.key, source, shared, what)
+            nbytes = self._write(home, description.key, source, shared, what)
         except RoadtrainError:
             if not self._links.broken:
                 remove_snapshot(home)
             raise
         self._links.together(
-            lambda: write_marker(home, self._links.rank, told), f"committing {what}"
+            lambda: write_marker(home, self._links.rank, description), f"committing {what}"
         )
-        self._forget(told.key)
+        self._forget(description.key)
         if self._mark is not None:
             self._mark.advance(step, now=True)
         seconds = time.monotonic() - begun
         self._report(
-            f"snapshot of step {step}: {show_bytes(nbytes)} of this rank in {seconds:.1f} s"
+            f"snapshot of step {step}: this rank wrote {show_bytes(nbytes)} in {seconds:.1f} s"
         )
 
     def _share(self, blobs: Mapping[str, bytes], what: str) -> dict[str, bytes]:
-        """All ranks' blobs, which every part holds."""
-        told = self._links.gather(msgspec.msgpack.encode(dict(blobs)), f"{what}, state of the job")
+        """Return the blobs of all ranks, which every part contains."""
+        every = self._links.gather(msgspec.msgpack.encode(dict(blobs)), f"{what}, state of the job")
         shared: dict[str, bytes] = {}
-        for one in told:
-            for name, blob in msgspec.msgpack.decode(one, type=dict[str, bytes]).items():
+        for own in every:
+            for name, blob in msgspec.msgpack.decode(own, type=dict[str, bytes]).items():
                 shared.setdefault(name, blob)
         return shared
 
@@ -265,7 +273,8 @@ class JobSnapshots:
         blobs: Mapping[str, bytes],
         what: str,
     ) -> int:
-        """This rank's part, and with replicas copies of others; on return all have theirs."""
+        """Write this rank's part, including copies of other ranks' pieces with replicas. Returns
+        its bytes once the parts of all ranks are durable."""
         together = self._links.together
         with contextlib.ExitStack() as open_:
             job, rank = self._job, self._links.rank
@@ -278,24 +287,24 @@ class JobSnapshots:
             return part.nbytes
 
     def _copies(self, source: PieceSource, mine: Sequence[Extent], what: str) -> Iterator[Piece]:
-        """What this rank keeps of others."""
-        told = self._links.gather(msgspec.json.encode(mine), f"{what}, what each one has")
-        every = [msgspec.json.decode(one, type=list[Extent]) for one in told]
+        """Receive the pieces of other ranks that this rank stores as copies."""
+        lists = self._links.gather(msgspec.json.encode(mine), f"{what}, the pieces of each rank")
+        every = [msgspec.json.decode(extents, type=list[Extent]) for extents in lists]
         has, of_others = set(mine), (e for rank in self._copies_of for e in every[rank])
-        wanted = dict.fromkeys(one for one in of_others if one not in has)
-        return exchange(source, wanted, self._links)
+        needed = dict.fromkeys(extent for extent in of_others if extent not in has)
+        return exchange(source, needed, self._links)
 
     def _forget(self, key: SnapshotKey) -> None:
-        """The one before the one before, now that all ranks have committed `key`."""
+        """Note that all ranks have committed `key`, and remove all but the two newest snapshots."""
         self._kept.append(key)
         while len(self._kept) > 2:
             remove_snapshot(self.directory / str(self._kept.pop(0)))
 
 
 def buddies(places: Sequence[RankPlace]) -> tuple[int, ...]:
-    """Of each rank, the one that keeps a copy of its part: of the next cluster, or of the next host
-    where there is one cluster. Raises ConfigError where there is one host."""
-    for kinds in ([one.cluster for one in places], [one.host for one in places]):
+    """Return for each rank the rank that stores a copy of its part: in the next cluster, or on the
+    next host if there is only one cluster. Raises ConfigError if there is only one host."""
+    for kinds in ([place.cluster for place in places], [place.host for place in places]):
         names = list(dict.fromkeys(kinds))
         if len(names) == 1:
             continue
@@ -306,6 +315,6 @@ def buddies(places: Sequence[RankPlace]) -> tuple[int, ...]:
             out.append(following[ranks[kind].index(rank) % len(following)])
         return tuple(out)
     raise ConfigError(
-        f"replicas = 2 and all {len(places)} ranks are on one host",
-        hint="leave replicas out: both copies would be lost with that host",
+        f"replicas = 2 needs two hosts, but all {len(places)} ranks are on one host",
+        hint="remove replicas: both copies would be lost with that host",
     )

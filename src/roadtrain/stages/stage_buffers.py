@@ -1,9 +1,9 @@
-"""Buffers of a model in stages (running means, counters): they are no parameters, so no optimizer
-has them; a snapshot holds those of each stage as one named blob.
+"""Save and restore the buffers of a model in stages (running means, counters). They are not
+parameters, so no optimizer holds them; a snapshot stores the buffers of each stage as a named blob.
 
-A buffer outside of the blocks, which every stage has, is told by the first stage that runs its
-module: no other one's changes as the model trains. Of a stage's replicas the first one's counts.
-Does NOT average what replicas have counted.
+Every stage has the buffers outside of the blocks. Such a buffer belongs to the first stage that
+runs its module, because only there it changes as the model trains. The first replica of a stage
+saves them. Does NOT average the buffers of replicas.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from roadtrain.streaming import plain
 _NAME = "buffers of stage {:06}"
 
 
-def told_buffers(stage_model: StageModel) -> dict[str, torch.Tensor]:
-    """Those that this stage tells, by name."""
+def own_buffers(stage_model: StageModel) -> dict[str, torch.Tensor]:
+    """Return the buffers that belong to this stage, by name."""
     held = persistent_buffers(stage_model.model)
     return {n: b for n, b in held.items() if stage_model.runs_first(n.rpartition(".")[0])}
 
 
 def buffers_blob(stage_model: StageModel, stage: int) -> dict[str, bytes]:
-    """What a snapshot is given; nothing where the stage tells none."""
-    told = told_buffers(stage_model)
-    return {_NAME.format(stage): plain.encode(told, "the buffers")} if told else {}
+    """Return the stage's blob for a snapshot; empty if the stage has no buffers."""
+    own = own_buffers(stage_model)
+    return {_NAME.format(stage): plain.encode(own, "the buffers")} if own else {}
 
 
 def buffers_in(blobs: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
-    """Of a snapshot, by name; of a buffer that several stages told the first one's."""
+    """Return a snapshot's buffers by name. The earliest stage wins if several saved a buffer."""
     prefix, found = _NAME.partition("{")[0], dict[str, torch.Tensor]()
     for name in sorted((n for n in blobs if n.startswith(prefix)), reverse=True):
         found |= plain.decode(blobs[name])
@@ -43,26 +43,26 @@ def buffers_in(blobs: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def restore_buffers(blobs: Mapping[str, bytes], stage_model: StageModel) -> None:
-    """`blobs`: of all stages of the snapshot, whatever these were. Raises ForeignError where one
-    has another shape."""
+    """Restore this stage's buffers from the blobs of a snapshot, which may have been cut into other
+    stages. Raises ForeignError if a shape differs."""
     here = persistent_buffers(stage_model.model)
     for key, value in buffers_in(blobs).items():
         if key not in here:
             continue
         if here[key].shape != value.shape:
             raise ForeignError(
-                f"buffer {key!r} is {tuple(value.shape)} in the snapshot,"
-                f" {tuple(here[key].shape)} here"
+                f"buffer {key!r} is {tuple(value.shape)} in the snapshot, but"
+                f" {tuple(here[key].shape)} in the model"
             )
         here[key].copy_(value)
 
 
 def gather_buffers(stage_model: StageModel, control: ControlLinks) -> dict[str, torch.Tensor]:
-    """What all stages tell. Collective. Raises PeerError."""
-    mine = plain.encode(told_buffers(stage_model), "the buffers")
+    """Return the buffers of all stages, by name. Collective. Raises PeerError."""
+    mine = plain.encode(own_buffers(stage_model), "the buffers")
     found: dict[str, torch.Tensor] = {}
-    for one in reversed(control.gather(mine, "the buffers of each stage")):
-        found |= plain.decode(one)
+    for blob in reversed(control.gather(mine, "the buffers of each stage")):
+        found |= plain.decode(blob)
     return found
 
 
@@ -70,7 +70,8 @@ def gather_buffers(stage_model: StageModel, control: ControlLinks) -> dict[str, 
 def adopt_buffers(
     gathered: Mapping[str, torch.Tensor], had: Collection[str], stage_model: StageModel
 ) -> None:
-    """After blocks have moved: what this stage tells now and did not tell before."""
-    for name, buffer in told_buffers(stage_model).items():
+    """Take over the buffers that belong to this stage since blocks moved. had: the names of those
+    that belonged to it before."""
+    for name, buffer in own_buffers(stage_model).items():
         if name not in had:
             buffer.copy_(gathered[name])

@@ -1,17 +1,16 @@
-"""A model of which this rank has a stage: the model's own forward runs, from the cut before the
-stage to the cut behind it.
+"""StageModel: a model cut down to one stage. The model's own forward runs, from the cut before the
+stage to the cut after it.
 
-Blocks of other stages are replaced by stubs without parameters, parameters of what lies outside the
-blocks and is used elsewhere by NaN that takes no memory. The stub of the block before the stage
-returns what came over the cut; the stage's last block ends the forward with what it returned. What
-the model computes before the first stub's turn (masks, positions) it computes on every stage.
-Modules and parameters keep their names, so that optimizers, snapshots and users find them.
+Blocks of other stages are replaced by stubs without parameters. Parameters outside of the blocks
+that only other stages use are replaced by NaN values that take no memory. The stub before the stage
+returns the tensors received over the cut, and the stage's last block ends the forward with its own
+result. Code of the model that runs before the first stub (masks, positions) runs on every stage.
+Modules and parameters keep their names, so optimizers, snapshots and users find them.
 
-A block's random numbers (dropout) start from the job's seed, the step, the micro-batch and the
-block, so they do not depend on how the model is cut or on which replica runs the micro-batch.
+A block's random numbers (dropout) are seeded from the job's seed, the step, the micro-batch and the
+block, so they do not depend on the cuts or on the replica that runs the micro-batch.
 
-Assumes: the stage's parameters have their values, or get them before the first `run`.
-Does NOT communicate.
+Assumes: the stage's parameters have values before the first `run`. Does NOT communicate.
 """
 
 from __future__ import annotations
@@ -33,7 +32,16 @@ from roadtrain.streaming.released import released_value
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What the model is called with, and what the loss needs beside its result."""
+    """The arguments of one call of the model, and the target of the loss.
+
+    Args:
+        args: Positional arguments of the model.
+        kwargs: Keyword arguments of the model.
+        target: Passed on to the loss function, which gets it with the model's result.
+
+    Raises:
+        ConfigError: A field has the wrong type.
+    """
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] | None = None
@@ -45,25 +53,25 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class RandomStart:
-    """The start of every random stream of one micro-batch; `micro` counts over all replicas."""
+    """The seed of all random numbers of one micro-batch; `micro` counts over all replicas."""
 
     seed: int
     step: int
     micro: int
 
     def block(self, number: int) -> None:
-        """Seed torch for block `number` and what runs between it and the block before it."""
+        """Seed torch for block `number` and the code between the previous block and it."""
         key = f"{self.seed} {self.step} {self.micro} {number}".encode()
         torch.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()))
 
     def batch(self) -> None:
-        """Seed torch for whatever produces the micro-batch, alike on every stage."""
+        """Seed torch for the code that produces the micro-batch, the same on every stage."""
         self.block(-1)
 
 
 class _SegmentEnds(BaseException):
-    """Leaves the model's forward behind the segment's last block. No `except Exception` of a
-    model's own code keeps it."""
+    """The exception that leaves the model's forward after the segment's last block. A
+    BaseException, so that an `except Exception` in the model's code does not catch it."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -71,7 +79,7 @@ class _SegmentEnds(BaseException):
 
 @dataclass(frozen=True)
 class _Running:
-    """A forward under way."""
+    """The state of a forward in progress."""
 
     segment: Segment
     received: tuple[torch.Tensor, ...]
@@ -83,8 +91,8 @@ class _Running:
 
 
 class _Stub(nn.Module):
-    """Stands where a block of another stage stood. It has the block's plain attributes, which
-    models read (as the kind of attention of a layer)."""
+    """The replacement of a block of another stage. It keeps the block's plain attributes, because
+    models read them (such as a layer's kind of attention)."""
 
     def __init__(self, block: nn.Module, value: Callable[[], Any]) -> None:
         super().__init__()
@@ -100,8 +108,8 @@ class _Stub(nn.Module):
 
 
 class StageModel:
-    """`model` cut down to `segments`, which this rank runs. `names`: its parameters, as in the
-    whole model."""
+    """A model cut down to the segments that this rank runs. `names`: the names of its parameters in
+    the whole model."""
 
     def __init__(
         self,
@@ -110,15 +118,15 @@ class StageModel:
         segments: Sequence[Segment],
         device: torch.device | str = "cpu",
     ) -> None:
-        """Changes `model` in place; it will compute in the dtype of `cuts`. Raises ModelError where
-        it cannot be cut so; nothing has changed then."""
+        """Cut `model` down in place; it then computes in the dtype of `cuts`. Raises ModelError if
+        it cannot be cut at these segments, and leaves it unchanged."""
         self.model, self.cuts, self.segments = model, cuts, tuple(segments)
         self.device = torch.device(device)
         self.names = frozenset().union(*(cuts.parameters(s) for s in segments))
         self._running: _Running | None = None
         self._own_forwards: dict[nn.Module, Any] = {}
         self._blocks = {i: model.get_submodule(name) for i, name in enumerate(cuts.blocks)}
-        self.whole = dict(model.named_parameters())  # those of other stages hold no values
+        self.whole = dict(model.named_parameters())  # parameters of other stages have no values
         self.shapes = {name: tuple(p.shape) for name, p in self.whole.items()}
         self._whole_parameters = {m: dict(m._parameters) for m in model.modules()}
         self._drop_parameters()
@@ -126,7 +134,7 @@ class StageModel:
 
     @property
     def own(self) -> list[int]:
-        """Numbers of the blocks that this rank has."""
+        """The numbers of this rank's blocks."""
         return [i for s in self.segments for i in range(s.begin, s.stop)]
 
     @property
@@ -138,15 +146,17 @@ class StageModel:
         return [self.cuts.blocks[i] for i in self.own]
 
     def runs_first(self, module: str) -> bool:
-        """Whether this is the first stage that runs the module of that name: one of an own block,
-        or one outside of blocks. What no forward calls is the first stage's."""
+        """Return whether this is the first stage that runs the module of that name, which is inside
+        one of its blocks or outside of all blocks. Modules that no forward calls belong to the
+        first stage."""
         if any(f"{module}.".startswith(f"{block}.") for block in self.own_names):
             return True
-        at, last = self.cuts.begun.get(module, 0), len(self.cuts.blocks)
+        at, last = self.cuts.blocks_before.get(module, 0), len(self.cuts.blocks)
         return any(s.begin <= at < s.stop or at == s.stop == last for s in self.segments)
 
     def attach(self) -> None:
-        """Take over the blocks' forwards; after whatever else wraps them (`place` does)."""
+        """Replace the blocks' forwards; call this after other wrappers of them (such as
+        `place`)."""
         for number in self.own:
             block = self._blocks[number]
             original = block.forward
@@ -154,7 +164,7 @@ class StageModel:
             block.forward = partial(self._run_block, number, original)
 
     def detach(self) -> None:
-        """Give the blocks the forwards back that they had."""
+        """Restore the blocks' own forwards."""
         for block, before in self._own_forwards.items():
             block.__dict__.pop("forward", None)
             if before is not None:
@@ -162,8 +172,8 @@ class StageModel:
         self._own_forwards.clear()
 
     def restore(self) -> None:
-        """The model has all blocks and parameters again, those of other stages without values; so
-        it can be cut anew."""
+        """Put back all blocks and parameters, so that the model can be cut again. Those of other
+        stages have no values."""
         self.detach()
         for number, block in self._blocks.items():
             self._replace_block(number, block)
@@ -180,10 +190,10 @@ class StageModel:
         batch: MicroBatch,
         random: RandomStart | None = None,
     ) -> tuple[bool, Any]:
-        """The forward of `segment`. received: what crossed the cut before it, in its own dtypes.
-        random: where random numbers start; None leaves torch's random state alone.
-        Returns whether the model's forward came to its end, and what it returned; else what the
-        segment's last block returned."""
+        """Run the forward of `segment`. received: the tensors that crossed the cut before it, in
+        the model's dtypes. random: the seeds; None leaves torch's random state unchanged. Returns
+        (True, the model's result) if the forward reached its end, else (False, the result of the
+        segment's last block)."""
         self._running = _Running(segment, tuple(received), random)
         try:
             self._running.seed(0)
@@ -194,7 +204,7 @@ class StageModel:
             self._running = None
 
     def _run_block(self, number: int, original: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._current_graph_task_id() != -1:  # in backward: a checkpoint's recomputation
+        if torch._C._current_graph_task_id() != -1:  # in backward: checkpointing reruns the block
             return original(*args, **kwargs)
         running = self._now()
         segment = running.segment
@@ -207,18 +217,19 @@ class StageModel:
         return value
 
     def _before(self, number: int) -> Any:
-        """What block `number`, before the running segment, is taken to return."""
+        """Return the replacement for the result of block `number`, which is before the running
+        segment: the received tensors for the last such block, placeholders for earlier ones."""
         running, returned = self._now(), self.cuts.returned[number]
         if number >= running.segment.stop:
             raise ModelError(
                 f"block {self.cuts.blocks[number]!r} ran before {running.segment}: the order of"
                 " blocks changes between micro-batches",
-                hint="a pipeline needs a forward that runs the same blocks in the same order",
+                hint="make the forward run the same blocks in the same order each time",
             )
         if number == running.segment.begin - 1:
             running.seed(number + 1)
-            return returned.made_of(running.received)
-        return returned.made_of(
+            return returned.rebuild(running.received)
+        return returned.rebuild(
             [released_value(t.shape, t.dtype, self.device) for t in returned.shapes]
         )
 
@@ -226,7 +237,7 @@ class StageModel:
         if self._running is None:
             names = ", ".join(map(str, self.segments))
             raise LoopError(
-                f"this rank has only {names} of the model, which was called as a whole",
+                f"this rank has only {names} of the model, but the whole model was called",
                 hint="train it with the pipeline's step(), which runs all stages",
             )
         return self._running
@@ -241,7 +252,7 @@ class StageModel:
         setattr(self.model.get_submodule(above), key, module)
 
     def _drop_parameters(self) -> None:
-        """Those of modules that stay and that no own segment uses."""
+        """Replace the parameters that no segment of this rank uses, in the modules that stay."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         for module in self.model.modules():
             for key, p in list(module._parameters.items()):

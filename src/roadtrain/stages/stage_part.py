@@ -1,10 +1,10 @@
-"""StagePart: a segment of the model as a function from what crossed the cut before it to what
-crosses the cut behind it, or to the micro-batch's loss; and the micro-batches between their forward
-and their backward.
+"""StagePart: a segment of the model as a function. It maps the tensors that crossed the cut before
+it to those that cross the cut after it, or to the loss, and holds micro-batches between their
+forward and their backward.
 
-The order is `protocol.pipeline`'s, which the simulator drives too (Rule 7). As many micro-batches
-as that order holds at once have a slot; its buffers, in which messages of the stages beside it
-arrive, are used again (Rule 4).
+The order of runs is that of `protocol.pipeline`, which the simulator uses too (Rule 7). There are
+as many slots as that order holds micro-batches at once. The buffers of a slot receive the messages
+of the neighbouring stages and are reused (Rule 4).
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from roadtrain.stages.protocol.pipeline import FORWARD
 from roadtrain.stages.stage_model import MicroBatch, RandomStart, StageModel
 from roadtrain.streaming.leaves import distinct, flatten
 
-LossFunction = Callable[[Any, MicroBatch], torch.Tensor]  # of the model's result: a scalar
+LossFunction = Callable[[Any, MicroBatch], torch.Tensor]  # (the model's result, batch) -> a scalar
 
 
 @dataclass
 class _Slot:
-    """One micro-batch. The buffers stay; `results` is what its forward returned, with the graph."""
+    """The memory of one micro-batch. The buffers are reused."""
 
-    arriving: list[torch.Tensor]  # what crosses the cut before the segment
-    gradients: list[torch.Tensor]  # of those results that have any
-    results: Sequence[torch.Tensor] = ()
+    arriving: list[torch.Tensor]  # buffers for the tensors that cross the cut before the segment
+    gradients: list[torch.Tensor]  # buffers for the gradients of results that require them
+    results: Sequence[torch.Tensor] = ()  # of the forward, with their graph, until the backward
 
 
 class StagePart:
-    """wire_dtype: what activations of wider floating dtypes travel as, and so their gradients;
-    None: as they are (Rule 2: 16 bits are a choice). slots: micro-batches held at once."""
+    """One segment of the stage, with its micro-batches in flight. wire_dtype: the dtype in which
+    wider activations and their gradients are sent; None: unchanged (16 bits are lossy, so they are
+    a choice, Rule 2). slots: micro-batches held at once."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class StagePart:
         self._arrives = cuts.crossing(segment.begin) if segment.begin else ()
         self._leaves = () if self.is_last else cuts.crossing(segment.stop)
         own = (stage_model.whole[name] for name in cuts.parameters(segment))
-        # whether a gradient has to come back from what leaves
+        # whether the segment's results must have gradients
         self._trains = segment.begin > 0 or any(p.requires_grad for p in own)
         if not self.is_last:
             self._trains = self._trains and any(x.requires_grad for x in self._leaves)
@@ -68,31 +69,30 @@ class StagePart:
 
     @property
     def message_nbytes(self) -> int:
-        """Bytes of what crosses the larger one of the segment's cuts."""
+        """The bytes of a micro-batch's tensors that cross the larger of the segment's two cuts."""
         slot = self._free[0]
         leaving = (self._buffer(x, "meta") for x in self._leaves)
         return max(sum(x.nbytes for x in many) for many in (slot.arriving, leaving))
 
     @property
     def has_room(self) -> bool:
-        """Whether a slot is free."""
         return bool(self._free)
 
     def holds(self, micro: int) -> bool:
         return micro in self._held
 
     def buffers(self, what: str, micro: int) -> list[torch.Tensor]:
-        """The buffers of what arrives for a micro-batch, which has a slot from then on: FORWARD,
-        what crosses the cut before the segment; BACKWARD, the gradients of what left over the cut
-        behind it that have any."""
+        """Return the receive buffers of a micro-batch and reserve its slot. FORWARD: the tensors
+        that cross the cut before the segment; BACKWARD: the gradients of the tensors that crossed
+        the cut after it, of those that require gradients."""
         slot = self._slot(micro)
         return slot.arriving if what == FORWARD else slot.gradients
 
     def run_forward(
         self, micro: int, batch: MicroBatch, random: RandomStart | None = None
     ) -> torch.Tensor | list[torch.Tensor]:
-        """Return what leaves over the cut behind the segment, or the loss. random: as
-        `StageModel.run`."""
+        """Run the forward. Returns the tensors that cross the cut after the segment, or the loss.
+        random: as in `StageModel.run`."""
         slot = self._slot(micro)
         own = [x.to(shape.dtype) for x, shape in zip(slot.arriving, self._arrives, strict=True)]
         ended, value = self._stage_model.run(self.segment, own, batch, random)
@@ -102,13 +102,13 @@ class StagePart:
             return loss
         tensors, _ = distinct(flatten(value)[0])
         self._check_shapes(tensors)
-        self._check_gradient(tensors, f"what block {self._last!r} returned")
+        self._check_gradient(tensors, f"the result of block {self._last!r}")
         slot.results = [x.to(self._on_wire(x.dtype)) for x in tensors]
         return [x.detach() for x in slot.results]
 
     def run_backward(self, micro: int, loss: torch.Tensor | None) -> list[torch.Tensor]:
-        """Gradients of what came over the cut before the segment; the slot is free then. loss: of
-        the last segment."""
+        """Run the backward and free the slot. Returns the gradients of the tensors that crossed the
+        cut before the segment. loss: set only for the last segment."""
         slot = self._held.pop(micro)
         if loss is None:
             leaving = zip(slot.results, self._leaves, strict=True)
@@ -128,7 +128,7 @@ class StagePart:
         return found
 
     def drop(self) -> None:
-        """Forget all micro-batches under way."""
+        """Discard all micro-batches in flight."""
         for slot in self._held.values():
             slot.results = ()
         self._free += self._held.values()
@@ -145,42 +145,42 @@ class StagePart:
         )
 
     def _on_wire(self, dtype: torch.dtype) -> torch.dtype:
-        """What tensors of `dtype` travel as."""
+        """Return the dtype in which tensors of `dtype` are sent."""
         wire = self._wire_dtype
         if wire is None or not dtype.is_floating_point or dtype.itemsize <= wire.itemsize:
             return dtype
         return wire
 
     def _check_shapes(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raises ModelError for what the next stage has no buffers for."""
-        told, recorded = (
+        """Raise ModelError if the results do not fit the buffers of the next stage."""
+        found, recorded = (
             ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in many)
             for many in (tensors, self._leaves)
         )
-        if told != recorded:
+        if found != recorded:
             raise ModelError(
-                f"block {self._last!r} returned {told}, and {recorded} for the example micro-batch",
-                hint="micro-batches have the example's shapes; a dtype in the options stands for"
-                " autocast",
+                f"block {self._last!r} returned {found}, but {recorded} for the example batch",
+                hint="use micro-batches of the example's shapes, and a dtype in the options instead"
+                " of autocast",
             )
 
     def _check_gradient(self, tensors: Sequence[torch.Tensor], what: str) -> None:
-        """Raises ModelError where the segment would silently not be trained."""
+        """Raise ModelError if the segment would silently not be trained."""
         if torch.is_grad_enabled() and self._trains and not any(x.requires_grad for x in tensors):
             raise ModelError(
                 f"{what} has no gradient: {self.segment} would not be trained",
-                hint="checkpoints with use_reentrant=False; no detach() or no_grad()",
+                hint="use checkpointing with use_reentrant=False, and no detach() or no_grad()",
             )
 
 
 def own_loss(result: Any, batch: MicroBatch) -> torch.Tensor:
-    """The loss that the model itself returns, as models of transformers do."""
+    """Return the loss that the model itself computes, as transformers' models do."""
     loss = getattr(result, "loss", None)
     if loss is None and isinstance(result, torch.Tensor) and result.dim() == 0:
         loss = result
     if not isinstance(loss, torch.Tensor):
         raise ModelError(
             f"the model returned a {type(result).__name__} without a loss",
-            hint="give parallelize(loss=...), a function of its result and the micro-batch",
+            hint="pass parallelize(loss=...), a function of the result and the micro-batch",
         )
     return loss

@@ -1,7 +1,7 @@
-"""What sizes of stages are chosen from: every rank's own speed, the time of messages between
-stages, and the room of each device.
+"""Collect the measurements from which the sizes of stages are chosen: every rank's speed, the time
+of messages between stages, and the free memory of each device.
 
-All ranks make the same calls and come to the same values. Does NOT cut a model nor move blocks.
+All ranks make the same calls and compute the same values. Does NOT cut a model or move blocks.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from roadtrain.stages.protocol.stage_memory import StageMemory
 from roadtrain.stages.protocol.step_model import BoundarySpeed, StageSpeed, StepWork
 from roadtrain.stages.rank_groups import Groups
 
-TIMED_MESSAGES = 2  # after one that is not timed, since it may open a connection
+TIMED_MESSAGES = 2  # after an untimed message, which may open a connection
 
 Channels = dict[tuple[int, str], float]  # boundary, FORWARD or BACKWARD -> seconds of a message
 
 
 @dataclass(frozen=True)
 class MeasuredRank:
-    """What one rank measured of itself and of the messages that it received."""
+    """One rank's measurements of itself and of the messages that it receives."""
 
     times: RankTimes
     messages: Channels
-    room: float = math.inf  # bytes of its device that training may take; inf: nobody says
+    room: float = math.inf  # bytes of device memory that training may use; inf: unknown
 
 
 def measure_messages(
     links: StageLinks, shape: PipelineShape, nbytes: int, device: torch.device
 ) -> Channels:
-    """Seconds in which a message of `nbytes` arrives here, for each boundary and direction in
-    which this rank receives; all replicas send theirs at once, as in a step. `links` are idle.
+    """Measure the seconds that a message of `nbytes` takes to this rank, for each boundary and
+    direction in which it receives. All replicas send at once, as in a step; `links` must be idle.
     Raises PeerError (Rule 5)."""
     found: Channels = {}
     stages = shape.stages
@@ -48,11 +48,11 @@ def measure_messages(
         for what, (sender, receiver) in ((FORWARD, ends), (BACKWARD, ends[::-1])):
             many = _messages(shape, what, boundary, sender, receiver)
             if shape.stage == sender:
-                mine = [one for one in many if one.sender.replica == shape.replica]
-                _answer(links, mine, nbytes, device)
+                mine = [m for m in many if m.sender.replica == shape.replica]
+                _reply(links, mine, nbytes, device)
             if shape.stage == receiver:
-                mine = [one for one in many if one.receiver.replica == shape.replica]
-                found[boundary, what] = _ask(links, mine, nbytes, device)
+                mine = [m for m in many if m.receiver.replica == shape.replica]
+                found[boundary, what] = _time(links, mine, nbytes, device)
     return found
 
 
@@ -66,39 +66,41 @@ def _messages(
     ]
 
 
-def _request(one: Transfer) -> Transfer:
-    """That the receiver is ready: a message of one byte the other way."""
-    other = BACKWARD if one.what == FORWARD else FORWARD
-    return Transfer(other, one.micro, one.boundary, one.receiver, one.sender)
+def _request(message: Transfer) -> Transfer:
+    """Return the request for a message: one byte in the opposite direction, sent by the receiver
+    when it is ready."""
+    other = BACKWARD if message.what == FORWARD else FORWARD
+    return Transfer(other, message.micro, message.boundary, message.receiver, message.sender)
 
 
-def _ask(links: StageLinks, mine: Sequence[Transfer], nbytes: int, device: torch.device) -> float:
-    """On the receiver: the shortest of some times from the requests to the last message."""
+def _time(links: StageLinks, mine: Sequence[Transfer], nbytes: int, device: torch.device) -> float:
+    """Request messages repeatedly, and return the shortest time from the requests to the arrival of
+    the last message. Runs on the receiver."""
     arriving = [_message(nbytes, device) for _ in mine]
     took = []
     for _ in range(TIMED_MESSAGES + 1):
-        for one, buffer in zip(mine, arriving, strict=True):
-            links.post(one, [buffer])
+        for transfer, buffer in zip(mine, arriving, strict=True):
+            links.post(transfer, [buffer])
         then = finished_at(device)
-        for one in mine:
-            links.send(_request(one), [_message(1, device)])
-        for one in mine:
-            links.wait(one)
+        for transfer in mine:
+            links.send(_request(transfer), [_message(1, device)])
+        for transfer in mine:
+            links.wait(transfer)
         took.append(finished_at(device) - then)
         links.flush()
     return min(took[1:])
 
 
-def _answer(links: StageLinks, mine: Sequence[Transfer], nbytes: int, device: torch.device) -> None:
-    """On the sender."""
+def _reply(links: StageLinks, mine: Sequence[Transfer], nbytes: int, device: torch.device) -> None:
+    """Answer the requests of `_time`. Runs on the sender."""
     message = _message(nbytes, device)
     for _ in range(TIMED_MESSAGES + 1):
-        for one in mine:
-            links.post(_request(one), [_message(1, device)])
-        for one in mine:
-            links.wait(_request(one))
-        for one in mine:
-            links.send(one, [message])
+        for transfer in mine:
+            links.post(_request(transfer), [_message(1, device)])
+        for transfer in mine:
+            links.wait(_request(transfer))
+        for transfer in mine:
+            links.send(transfer, [message])
         links.flush()
 
 
@@ -112,21 +114,22 @@ def measured_work(
     num_microbatches: int,
     weights: Sequence[float],
 ) -> StepWork:
-    """Of each stage its slowest rank; of each boundary and direction its slowest message."""
+    """Build the work of a step from the slowest rank of each stage and the slowest message of each
+    boundary and direction. measured: by rank; weights: by block."""
     parallelism = groups.parallelism
     speeds, messages = [], Channels()
     for stage in range(parallelism.pp):
         ranks = [measured[rank].times for rank in groups.stage_ranks(stage)]
-        slowest = max(ranks, key=lambda one: one.forward_s + one.backward_s)
+        slowest = max(ranks, key=lambda times: times.forward_s + times.backward_s)
         speeds.append(StageSpeed(slowest.forward_s, slowest.backward_s))
-    for one in measured:
-        for key, seconds in one.messages.items():
+    for rank in measured:
+        for key, seconds in rank.messages.items():
             messages[key] = max(seconds, messages.get(key, 0.0))
     boundaries = tuple(
         BoundarySpeed(messages.get((i, FORWARD), 0.0), messages.get((i, BACKWARD), 0.0))
         for i in range(len(parallelism.boundaries))
     )
-    ends = max(one.times.before for one in measured), max(one.times.after for one in measured)
+    ends = max(m.times.before for m in measured), max(m.times.after for m in measured)
     widths = tuple(n // parallelism.cp for n in parallelism.replicas_of)
     return StepWork(
         tuple(speeds),
@@ -147,9 +150,11 @@ def measured_memory(
     parameters: Mapping[str, int],
     **nbytes: float,
 ) -> StageMemory:
-    """Of each stage the device with the least room. parameters: elements of each of the whole
-    model's, by name. nbytes: those of StageMemory, a parameter's."""
-    blocks, ends = block_memories(cuts, parameters, [one.times for one in measured])
+    """Build the memory model of the stages, with the smallest device of each stage. parameters: the
+    elements of each parameter of the whole model, by name. nbytes: StageMemory's bytes per
+    parameter.
+    """
+    blocks, ends = block_memories(cuts, parameters, [m.times for m in measured])
     rooms = [
         min(measured[rank].room for rank in groups.stage_ranks(s))
         for s in range(groups.parallelism.pp)

@@ -1,10 +1,10 @@
-"""The first values of a stage: those that one process alone would begin with, of its parameters.
+"""Initialize a stage's parameters with the values that they would have in a single process.
 
-A model on `meta` is initialised a block at a time in its own order, and what is not this stage's is
-dropped at once, so that the whole model never exists and every stage draws the same numbers.
-Weights in Hugging Face layout are read for this stage's parameters only.
+A model on `meta` is initialized one block at a time in the model's order, and parameters of other
+stages are dropped at once. So the whole model is never in memory, and every stage draws the same
+random numbers. Weights in Hugging Face layout are read for this stage's parameters only.
 
-Assumes: all ranks have the same seed set. Does NOT move anything to a device.
+Assumes: all ranks set the same seed. Does NOT move anything to a device.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ def fill(
     weights: str | Path | None = None,
     init: Callable[[nn.Module], None] | None = None,
 ) -> None:
-    """Give the parameters named in `own`, and all buffers, their first values. weights: a
-    directory of safetensors; init: of a module, None: the model's own. Raises ModelError naming
-    what is left without a value, ConfigError where the weights do not fit."""
+    """Initialize the parameters named in `own`, and all buffers. weights: a directory of
+    safetensors. init: initializes a module; None: the model's own initialization. Raises ModelError
+    naming a parameter without a value, ConfigError if the weights do not fit the model."""
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name in own}
-    given = {} if weights is None else open_weights(weights, shapes)
+    loaded = {} if weights is None else open_weights(weights, shapes)
     on_meta = any(x.is_meta for x in (*model.parameters(), *model.buffers()))
     for part in (parts.root, *parts.blocks):
         if on_meta:
-            materialize(part, parts, init, values=not given, given=given)
+            materialize(part, parts, init, values=not loaded, given=loaded)
         for name, p in part.params:
             if name not in own:
                 drop(p)
-            elif given:
-                raw = torch.from_numpy(given[name].read(0, p.numel()).copy())
-                settle(p, raw.view(DTYPES[given[name].dtype]).reshape(p.shape).to(p.dtype))
+            elif loaded:
+                raw = torch.from_numpy(loaded[name].read(0, p.numel()).copy())
+                settle(p, raw.view(DTYPES[loaded[name].dtype]).reshape(p.shape).to(p.dtype))
 
 
 def drop(p: nn.Parameter) -> None:
-    """Its values take no memory any more."""
+    """Free the memory of the parameter's values."""
     if not p.is_meta:
         p.data = p.data.new_empty(()).expand(p.shape)

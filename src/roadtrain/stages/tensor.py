@@ -1,16 +1,17 @@
-"""Tensor parallelism: the layers of one replica are split over the ranks of a tensor group.
+"""Tensor parallelism: split the layers of one replica over the ranks of a tensor group.
 
     group = init_device_mesh("cuda", (2,), mesh_dim_names=("tensor",))
     split = tensor_parallel(model, group)
     loss = model(tokens, labels=tokens).loss          # as before, and equal on both ranks
     whole = split.whole_value("lm_head.weight", model.lm_head.weight)
 
-Each rank's parameters are plain tensors under the model's own names: its part of those that are
-split, all of the others. They stay the same objects, so optimizers and stages need not know. The
-others (norms, positions, biases of rows) have equal gradients on all ranks of the group.
+Each rank's parameters are plain tensors under the model's own names. A rank has its part of each
+split parameter and the whole of all others. Parameters stay the same objects, so optimizers and
+stages need no changes. Parameters that are not split (norms, positions, biases of Row layers) have
+equal gradients on all ranks of the group.
 
-Assumes: all ranks of the group get the same micro-batch. The model is that of tensor rank 0: its
-values and its random state go to the others. Does NOT split the sequence, nor layers over hosts.
+Assumes: all ranks of the group get the same micro-batch. Values and random state of tensor rank 0
+are copied to the others. Does NOT split the sequence, or layers over hosts.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ TensorPlan = Mapping[str, ParallelStyle]
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """What a tensor group made of a model.
+    """The splits of a model's parameters over a tensor group.
 
-    mesh: of the group. shapes: of all whole parameters, by name. splits: of those that are split;
-    every other is whole on every rank."""
+    mesh: the group's device mesh. shapes: the whole shapes of all parameters, by name. splits: the
+    splits of the split parameters, by name; every rank has the whole of the others."""
 
     mesh: DeviceMesh
     shapes: Mapping[str, tuple[int, ...]]
@@ -55,7 +56,7 @@ class TensorParallel:
 
     @property
     def rank(self) -> int:
-        """In the group."""
+        """This rank's index in the group."""
         return int(self.mesh.get_local_rank())
 
     @property
@@ -64,30 +65,30 @@ class TensorParallel:
 
     def __str__(self) -> str:
         whole = sum(math.prod(shape) for shape in self.shapes.values())
-        split = sum(one.numel for one in self.splits.values())
+        split = sum(s.numel for s in self.splits.values())
         return (
             f"{len(self.splits)} of {len(self.shapes)} parameters, {split / whole:.1%} of their"
             f" elements, are split over {self.degree} ranks"
         )
 
     def counts(self, name: str) -> bool:
-        """Whether this rank counts the gradient of parameter `name` in a norm over all ranks:
-        what all ranks have alike is counted by the first."""
+        """Return whether this rank counts the gradient of parameter `name` in a norm over all
+        ranks. Only the first rank counts parameters that all ranks have."""
         return name in self.splits or self.rank == 0
 
     def local_value(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """A copy of what this rank has of parameter `name` (or of something of its shape).
-        Raises ConfigError for another shape than the whole parameter has."""
+        """Copy this rank's part of parameter `name` (or of a tensor of its shape). Raises
+        ConfigError if the shape is not that of the whole parameter."""
         if tuple(whole.shape) != self.shapes[name]:
             raise ConfigError(
-                f"{name} is {tuple(whole.shape)}, the whole parameter is {self.shapes[name]}"
+                f"{name} is {tuple(whole.shape)}, but the whole parameter is {self.shapes[name]}"
             )
         split = self.splits.get(name)
         return whole.clone() if split is None else split.local_value(whole, self.rank)
 
     def whole_value(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """The whole of what each rank has of parameter `name`, or of its gradient. Collective
-        over the group, on the mesh's device."""
+        """Gather the parts of parameter `name`, or of its gradient, into the whole. Collective over
+        the group, on the mesh's device."""
         split = self.splits.get(name)
         if split is None:
             return local.detach().clone()
@@ -97,8 +98,8 @@ class TensorParallel:
         return split.whole_value(found).to(local.device)
 
     def check_random_state(self) -> None:
-        """Raise DifferError where the ranks of the group would draw different random numbers
-        (dropout would differ where their activations agree). Collective over the group."""
+        """Raise DifferError if the ranks of the group would draw different random numbers, so that
+        dropout of their common activations would differ. Collective over the group."""
         device = device_of(self.mesh)
         states = map(random_state, _random_devices(device))
         digest = hashlib.sha256(b"".join(x.numpy().tobytes() for x in states))
@@ -109,7 +110,7 @@ class TensorParallel:
             if not torch.equal(other, found[0]):
                 raise DifferError(
                     f"tensor ranks 0 and {rank} of a replica draw different random numbers",
-                    hint="seed all ranks of a tensor group alike",
+                    hint="set the same seed on all ranks of a tensor group",
                 )
 
 
@@ -119,15 +120,15 @@ def tensor_parallel(
     blocks: Sequence[str] | None = None,
     plan: TensorPlan | None = None,
 ) -> TensorParallel:
-    """Split `model` in place over the ranks of `mesh`, which has one dimension. Collective.
+    """Split `model` in place over the ranks of the one-dimensional `mesh`. Collective.
 
-    blocks: names of those that are here, where the model is cut into stages. plan: a style for
-    each pattern of layer names, one pattern part a name part (`layers.*.attn.out`); None for what
-    is known of the architecture. Layers that it does not name stay whole.
+    blocks: the names of this stage's blocks, if the model is cut into stages. plan: a style for
+    each pattern of layer names, where each part of a pattern matches one part of a name
+    (`layers.*.attn.out`); None uses the table of architectures. Other layers are not split.
 
-    Raises ModelError for an architecture that is not known, a layer that cannot be split or a
-    block of which nothing is; ConfigError for heads or widths that do not divide and patterns
-    that match nothing; LoopError where a parameter has a gradient. The model is as it was then.
+    Raises ModelError for an unknown architecture, a layer that cannot be split or a block without
+    any split layer; ConfigError for heads or widths that tp does not divide and patterns that match
+    nothing; LoopError if a parameter has a gradient. The model is unchanged after an error.
     """
     group = TensorGroup(mesh)
     styles = (
@@ -141,7 +142,7 @@ def tensor_parallel(
     names = dict(model.named_parameters())
     shapes = {name: tuple(p.shape) for name, p in names.items()}
     _check_no_gradient(names)
-    _start_alike(model, mesh)
+    _broadcast_start(model, mesh)
     parallelize_module(model, mesh, {name: style.within(group) for name, style in styles.items()})
     own = {name: splits[p] for name, p in names.items() if p in splits}
     return TensorParallel(mesh, shapes, own)
@@ -150,8 +151,8 @@ def tensor_parallel(
 def _named_styles(
     model: nn.Module, plan: TensorPlan, *, whole: bool
 ) -> Iterator[tuple[str, TensorStyle]]:
-    """Layers that the plan's patterns name, the first that does. Raises ConfigError where the
-    `whole` model is here and a pattern names none."""
+    """Yield each layer that a pattern of the plan matches, with the style of the first match.
+    Raises ConfigError for a pattern without a match if the `whole` model is on this rank."""
     modules = dict(model.named_modules())
     unused = set(plan)
     for name, module in modules.items():
@@ -163,17 +164,17 @@ def _named_styles(
     if whole and unused:
         wrong = min(unused)
         raise ConfigError(
-            f"no layer is called {wrong!r}", hint=did_you_mean(wrong, modules) or "see the plan"
+            f"no layer is called {wrong!r}", hint=did_you_mean(wrong, modules) or "check the plan"
         )
 
 
 def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
 def _is_here(module: nn.Module) -> bool:
-    """Whether this stage has its parameters; a layer of which it has none is not split."""
+    """Return whether the layer's parameters are on this stage; other layers are not split."""
     own = [p for p in module._parameters.values() if p is not None]
     return bool(own) or not hasattr(module, "weight")
 
@@ -182,7 +183,7 @@ def _check_no_gradient(names: Mapping[str, nn.Parameter]) -> None:
     for name, p in names.items():
         if p.grad is not None:
             raise LoopError(
-                f"parameter {name!r} has a gradient of the whole shape",
+                f"parameter {name!r} already has a gradient of the whole shape",
                 hint="split the model before its first backward",
             )
 
@@ -191,7 +192,7 @@ def _check_blocks(blocks: Sequence[str], styles: Mapping[str, TensorStyle]) -> N
     for block in blocks:
         if not any(name == block or name.startswith(block + ".") for name in styles):
             raise ModelError(
-                f"nothing of block {block!r} is split by tensor parallelism",
+                f"no layer of block {block!r} is split by tensor parallelism",
                 hint="name its layers in a plan: {name pattern: style}",
             )
 
@@ -199,27 +200,27 @@ def _check_blocks(blocks: Sequence[str], styles: Mapping[str, TensorStyle]) -> N
 def _splits(
     model: nn.Module, styles: Mapping[str, TensorStyle], degree: int
 ) -> dict[nn.Parameter, TensorSplit]:
-    """How each parameter is split that is. Raises as the styles do, and ModelError where layers
-    that share a parameter do not agree."""
+    """Return the split of each split parameter. Raises the errors of the styles, and ModelError if
+    layers that share a parameter split it differently."""
     owners: dict[nn.Parameter, list[tuple[str, str]]] = {}
     for name, module in model.named_modules():
         for inside, p in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(p, []).append((name, inside))
-    wanted: dict[tuple[str, str], TensorSplit] = {}
+    found: dict[tuple[str, str], TensorSplit] = {}
     for name, style in styles.items():
         try:
-            found = style.splits(model.get_submodule(name), degree)
+            own = style.splits(model.get_submodule(name), degree)
         except UserError as cause:
             raise type(cause)(f"{name}: {cause}") from cause
-        wanted |= {(name, inside): split for inside, split in found.items()}
+        found |= {(name, inside): split for inside, split in own.items()}
     out = {}
     for p, places in owners.items():
-        first = wanted.get(places[0])
+        first = found.get(places[0])
         for place in places[1:]:
-            if wanted.get(place) != first:
+            if found.get(place) != first:
                 raise ModelError(
-                    f"{'.'.join(places[0])} and {'.'.join(place)} are one parameter, which tensor"
-                    " parallelism would split in one of them or otherwise",
+                    f"{'.'.join(places[0])} and {'.'.join(place)} are one parameter, but tensor"
+                    " parallelism would split it in only one of the layers, or differently",
                     hint="name both layers in the plan, or neither",
                 )
         if first is not None:
@@ -227,8 +228,8 @@ def _splits(
     return out
 
 
-def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Rank 0's values and random state on all ranks of the group, a parameter at a time."""
+def _broadcast_start(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Copy rank 0's values and random state to all ranks of the group, one parameter at a time."""
     device = device_of(mesh)
     for value in (*model.parameters(), *model.buffers()):
         if not value.is_meta:
@@ -239,21 +240,21 @@ def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _from_first(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Rank 0's `value`, on the device where the own is."""
+    """Broadcast rank 0's `value`; the result is on the same device as this rank's `value`."""
     sent = value.to(device_of(mesh), copy=True).contiguous()
     first = int(mesh.mesh.flatten()[0])
-    # as bytes: not every backend knows every dtype
+    # as bytes, because not every backend supports every dtype
     dist.broadcast(sent.flatten().view(torch.uint8), first, group=mesh.get_group())
     return sent.to(value.device)
 
 
 def _random_devices(device: torch.device) -> list[torch.device]:
-    """The host and `device`: each has a random generator."""
+    """Return the devices with a random generator: the host and `device`."""
     return list(dict.fromkeys((torch.device("cpu"), device)))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """This rank's own of the mesh's kind."""
+    """Return this rank's device of the mesh's type."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     index = torch.get_device_module(mesh.device_type).current_device()

@@ -1,8 +1,8 @@
-"""Which layers of known architectures are split over a tensor group, and how: a table of module
-types, one entry a family.
+"""The table of architectures that tensor parallelism knows: which of their layers are split over a
+tensor group, and how.
 
-A type of module -> the layers inside it, by their names there. Modules that are not here (blocks of
-other stages) match nothing, whatever they are called in the whole model.
+Each family maps types of modules to the names and styles of layers inside them. Only modules on
+this rank are matched; blocks of other stages are not.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Styles = Mapping[str, TensorStyle]
 
 @dataclass(frozen=True)
 class SplitFamily:
-    """models: types of whole models, of which any names the family. layers: type of module ->
-    names in it -> styles. counts: keys of the config that tp divides, in the words of people.
-    Types are the names of classes of transformers, or of their bases."""
+    """A family of architectures. models: class names that identify the family. layers: module class
+    name -> layer name inside the module -> style. counts: config keys whose values tp must divide,
+    with their names for messages. Class names are those of transformers' classes or their bases."""
 
     name: str
     models: tuple[str, ...]
@@ -39,7 +39,7 @@ _GROUPED_HEADS = {
 
 
 def _gated(name: str, prefix: str, more: Styles | None = None) -> SplitFamily:
-    """Llama, and those that are built as it is."""
+    """Build the entry of an architecture with Llama's layer names."""
     layer = {
         "self_attn.q_proj": Column(),
         "self_attn.k_proj": Column(),
@@ -108,16 +108,15 @@ FAMILIES = (
 
 
 def family_plan(model: nn.Module, degree: int) -> dict[str, TensorStyle]:
-    """Name of a layer -> its style, for all layers of `model` that are here. Raises ModelError
-    for an architecture that is not known, or whose layers have other names; ConfigError where its
-    heads do not divide."""
+    """Return the style of each split layer of `model` on this rank, by layer name. Raises
+    ModelError for an unknown architecture or unexpected layer names; ConfigError if `degree` does
+    not divide the heads."""
     found = _family(model)
     if found is None:
         raise ModelError(
-            f"the layers of a {type(model).__name__} are not known, so that tp {degree} cannot"
-            " split them",
-            hint=f"known are {', '.join(family.name for family in FAMILIES)} of transformers;"
-            " or give a plan of your own: {name pattern: style}",
+            f"tp {degree} cannot split a {type(model).__name__}: its layers are not known",
+            hint=f"use {', '.join(family.name for family in FAMILIES)} of transformers, or"
+            " pass your own plan: {name pattern: style}",
         )
     family, top = found
     _check_counts(family, top, degree)
@@ -145,7 +144,7 @@ def _check_counts(family: SplitFamily, top: nn.Module, degree: int) -> None:
         if count is not None and count % degree:
             raise ConfigError(
                 f"{count} {words} ({key}) cannot be split over tp {degree}",
-                hint=f"tp divides {count}",
+                hint=f"set tp to a divisor of {count}",
             )
 
 
@@ -160,7 +159,7 @@ def _styles(model: nn.Module, family: SplitFamily) -> Iterator[tuple[str, Tensor
                     module.get_submodule(inside)
                 except AttributeError as cause:
                     raise ModelError(
-                        f"{name or kind} has no layer {inside!r}, as a {kind} has",
-                        hint="give a plan of your own: {name pattern: style}",
+                        f"{name or kind} has no layer {inside!r}, which a {kind} should have",
+                        hint="pass your own plan: {name pattern: style}",
                     ) from cause
                 yield f"{name}.{inside}" if name else inside, style

@@ -1,14 +1,15 @@
-"""TensorPieces: what updates one rank's part of split layers, told in pieces of whole parameters.
+"""TensorPieces: convert pieces of one tensor rank's parameters to pieces of whole parameters, and
+back.
 
-The optimizer knows parameters of the rank's own shape and their flat elements. Here the same
-elements stand where they are in the whole parameter, so that snapshots and exchanges need not know
-of tensor parallelism, and its degree may change between two starts.
+The optimizer works with parameters of the rank's own shape and their flat elements. Here the same
+elements get their positions in the whole parameter. So snapshots and exchanges do not depend on
+tensor parallelism, and its degree may change between two starts.
 
-A layer that is split by columns has a short run of each row on each rank: its pieces are these
-runs, so that nobody has to be asked.
+If a layer is split by columns, each rank has a short run of each row. These runs are its pieces, so
+no communication is needed.
 
-What all ranks have alike (norms) is told by each in its part: of t ranks the first tells the first
-t-th.
+Parameters that all ranks have (norms) are divided: the first of t ranks provides the first t-th,
+and so on.
 """
 
 from __future__ import annotations
@@ -22,34 +23,34 @@ from roadtrain.stages.pieces import VALUE, Extent, Piece, PieceSource
 from roadtrain.stages.tensor import TensorParallel
 from roadtrain.stages.tensor_split import TensorSplit
 
-CHUNK_ELEMENTS = 1 << 20  # of one rank, read at once
+CHUNK_ELEMENTS = 1 << 20  # elements of the inner source that are read at once
 
 
 class LocalPieces(PieceSource, Protocol):
-    """What keeps one tensor rank's parameters and their state."""
+    """The source and destination of one tensor rank's pieces."""
 
-    def wanted(self) -> list[Extent]: ...
+    def needed(self) -> list[Extent]: ...
     def take(self, pieces: Iterable[Piece], hypers: Sequence[tuple[float, ...]]) -> None: ...
 
 
 class TensorPieces:
-    """The pieces of `inner`, whose parameters are those of one tensor rank, as pieces of whole
-    parameters. Those that are not split are inner's as they are."""
+    """The pieces of `inner`, which has the parameters of one tensor rank, as pieces of
+    whole parameters. Parameters that are not split are passed through."""
 
     def __init__(
         self, inner: LocalPieces, split: TensorParallel, chunk_elements: int = CHUNK_ELEMENTS
     ) -> None:
         self.inner, self.split, self.chunk_elements = inner, split, chunk_elements
-        self._read: Piece | None = None  # what was read last of `inner`, since `extents`
+        self._read: Piece | None = None  # the last piece read from `inner` since `extents`
 
     def extents(self) -> list[Extent]:
-        """Runs of the whole parameters that this rank tells; a rank's own columns are one run a
-        row. `piece` tells the values that are there now."""
+        """Return the runs of the whole parameters that this rank provides; for a layer split by
+        columns, one run per row. Also clears the cache, so that `piece` returns current values."""
         self._read = None
         return [run for local in self.inner.extents() for run in self._runs(local)]
 
     def piece(self, extent: Extent) -> Piece:
-        """Of (a part of) one of `extents`."""
+        """Copy the values of an extent that lies inside one of `extents`."""
         split = self.split.splits.get(extent.name)
         if split is None:
             return self.inner.piece(extent)
@@ -58,17 +59,17 @@ class TensorPieces:
         own = slice(local.start - read.extent.start, local.stop - read.extent.start)
         return Piece(extent, {k: x[own].clone() for k, x in read.arrays.items()}, read.scalars)
 
-    def wanted(self) -> list[Extent]:
-        """Runs of the whole parameters that hold all that this rank needs; of a layer split by
-        columns also the columns of others."""
-        return [run for local in self.inner.wanted() for run in self._around_whole(local)]
+    def needed(self) -> list[Extent]:
+        """Return runs of the whole parameters that include all elements of this rank; for a layer
+        split by columns also the columns of other ranks."""
+        return [run for local in self.inner.needed() for run in self._around_whole(local)]
 
     def take(self, pieces: Iterable[Piece], hypers: Sequence[tuple[float, ...]]) -> None:
-        """As inner's, of whole parameters."""
+        """Load pieces of whole parameters into `inner`."""
         self.inner.take(self._locals(pieces), hypers)
 
     def _runs(self, local: Extent) -> Iterator[Extent]:
-        """Where the elements of `local`, of inner, stand in the whole."""
+        """Yield the runs of the whole that the elements of `local`, an extent of inner, occupy."""
         name, rank, degree = local.name, self.split.rank, self.split.degree
         split = self.split.splits.get(name)
         if split is None:
@@ -85,14 +86,14 @@ class TensorPieces:
             at = following
 
     def _local(self, split: TensorSplit, extent: Extent) -> Extent:
-        """This rank's elements of a run of the whole."""
+        """Return the extent of this rank's elements inside a run of the whole."""
         rank = self.split.rank
         return Extent(
             extent.name, split.before(rank, extent.start), split.before(rank, extent.stop)
         )
 
     def _around(self, local: Extent) -> Piece:
-        """What inner has of `local`, and of what comes after it, up to a chunk."""
+        """Return a cached piece of inner that contains `local`, or read one, up to a chunk long."""
         read = self._read
         if read is None or not _inside(local, read.extent):
             home = next(e for e in self.inner.extents() if _inside(local, e))
@@ -101,8 +102,8 @@ class TensorPieces:
         return read
 
     def _around_whole(self, local: Extent) -> Iterator[Extent]:
-        """The run of the whole from the first element of `local` to its last that is no padding;
-        none where all of it is."""
+        """Yield the run of the whole from the first to the last element of `local` that is not
+        padding; nothing if all of `local` is padding."""
         rank, split = self.split.rank, self.split.splits.get(local.name)
         if split is None:
             yield local
@@ -111,11 +112,11 @@ class TensorPieces:
             yield Extent(local.name, first, last + 1)
 
     def _locals(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        """Pieces of the whole as pieces of inner, and zeros for its padding."""
-        came: dict[str, tuple[list[str], dict[str, float]]] = {}
+        """Convert pieces of the whole to pieces of inner, and add zeros for its padding."""
+        layouts: dict[str, tuple[list[str], dict[str, float]]] = {}
         for piece in pieces:
             name, split = piece.extent.name, self.split.splits.get(piece.extent.name)
-            came[name] = list(piece.arrays), dict(piece.scalars)
+            layouts[name] = list(piece.arrays), dict(piece.scalars)
             if split is None:
                 yield piece
                 continue
@@ -126,12 +127,12 @@ class TensorPieces:
             places -= piece.extent.start
             yield Piece(local, {k: x[places] for k, x in piece.arrays.items()}, piece.scalars)
         for local in self._padding():
-            # a rank with nothing but padding gets no piece, and begins with a first step's state
-            keys, scalars = came.get(local.name, ([VALUE], {}))
+            # a rank with only padding receives no piece and starts with the initial state
+            keys, scalars = layouts.get(local.name, ([VALUE], {}))
             yield Piece(local, {key: torch.zeros(local.numel) for key in keys}, scalars)
 
     def _padding(self) -> Iterator[Extent]:
-        for local in self.inner.wanted():
+        for local in self.inner.needed():
             split = self.split.splits.get(local.name)
             real = local.stop if split is None else split.real(self.split.rank)
             if real < local.stop:

@@ -1,12 +1,12 @@
-"""TensorSplit: which elements of one parameter each rank of a tensor group has.
+"""TensorSplit: the elements of one parameter that each rank of a tensor group has.
 
-The whole parameter is seen as [outer, parts, degree, width, inner]: the split dimension is `parts`
-equal parts (queries, keys and values that a layer holds in one matrix), and of each part every rank
-has `width`. A rank's elements keep the order that they have in the whole, so that a run of the
-flattened whole holds one run of each rank's own.
+The whole parameter is viewed as [outer, parts, degree, width, inner]: the split dimension consists
+of `parts` equal parts (such as queries, keys and values in one matrix), and each rank has `width`
+of each part. A rank's elements keep their order in the whole, so a run of the flattened whole
+contains one run of each rank's elements.
 
-Rows of a vocabulary need not divide: every rank then has as many rows as the first, and those
-beyond the vocabulary are padding of zeros, which no token ever looks up.
+The rows of a vocabulary may be indivisible. Every rank then has as many rows as the first; rows
+beyond the vocabulary are padding of zeros, which no token looks up.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ Place = TypeVar("Place", int, torch.Tensor)
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """How a parameter of `shape` is split in dimension `dim` over `degree` ranks. Raises
-    ConfigError where that does not divide."""
+    """The split of a parameter of `shape` in dimension `dim` over `degree` ranks. Raises
+    ConfigError if the dimension cannot be divided."""
 
     shape: tuple[int, ...]
     dim: int
     degree: int
-    parts: int = 1  # of the dimension, each split for itself
-    padded: bool = False  # the last ranks may have padding; only in dimension 0 and one part
+    parts: int = 1  # equal parts of the dimension, each split separately
+    padded: bool = False  # the last ranks may have padding; only for dim 0 and a single part
 
     def __post_init__(self) -> None:
         assert not self.padded or (self.dim == 0 and self.parts == 1)
         if not self.padded and self.size % (self.parts * self.degree):
             raise ConfigError(
                 f"{self.size // self.parts} rows or columns cannot be split over tp {self.degree}",
-                hint=f"tp divides {self.size // self.parts}",
+                hint=f"set tp to a divisor of {self.size // self.parts}",
             )
 
     @property
     def size(self) -> int:
-        """Of the split dimension in the whole."""
+        """The length of the split dimension in the whole."""
         return self.shape[self.dim]
 
     @property
     def width(self) -> int:
-        """Of one part's split dimension on each rank, padding included."""
+        """The length of the split dimension per part and rank, including padding."""
         return -(-self.size // (self.parts * self.degree))
 
     @property
@@ -62,17 +62,17 @@ class TensorSplit:
 
     @property
     def numel(self) -> int:
-        """Of the whole."""
+        """The number of elements of the whole."""
         return math.prod(self.shape)
 
     @property
     def row(self) -> int:
-        """Elements of the whole that one index of `outer` has."""
+        """The number of elements of the whole per index of `outer`."""
         return self.size * self.inner
 
     @property
     def local_row(self) -> int:
-        """Elements of one rank that one index of `outer` has, padding included."""
+        """The number of a rank's elements per index of `outer`, including padding."""
         return self.parts * self.width * self.inner
 
     @property
@@ -80,12 +80,12 @@ class TensorSplit:
         return (*self.shape[: self.dim], self.parts * self.width, *self.shape[self.dim + 1 :])
 
     def real(self, rank: int) -> int:
-        """Elements that `rank` has without padding; they come before all of its padding."""
+        """Return the number of elements of `rank` without padding, which follows them."""
         rows = min(max(self.size - rank * self.width, 0), self.width) if self.padded else None
         return self.outer * self.local_row if rows is None else rows * self.inner
 
     def local_value(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """A copy of what `rank` has of `whole`, of local_shape; padding is 0."""
+        """Copy the part of `rank` from `whole`, with the shape local_shape; padding is 0."""
         assert tuple(whole.shape) == self.shape
         if self.padded:
             own = whole[rank * self.width : (rank + 1) * self.width]
@@ -96,15 +96,15 @@ class TensorSplit:
         return seen[:, :, rank].clone().reshape(self.local_shape)
 
     def whole_value(self, locals_: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole, of what each rank has, in the order of ranks."""
+        """Join the parts of all ranks, in rank order, into the whole."""
         if self.padded:
             return torch.cat(list(locals_))[: self.size]
         rows = [x.reshape(self.outer, self.parts, self.width, self.inner) for x in locals_]
         return torch.stack(rows, dim=2).reshape(self.shape)
 
     def before(self, rank: int, position: int) -> int:
-        """How many of `rank`'s elements stand before `position` in the flattened whole: the
-        local place of the first that does not."""
+        """Return the number of elements of `rank` before `position` in the flattened whole, which
+        is the local index of its first element at or after `position`."""
         rows, rest = divmod(position, self.row)
         parts, rest = divmod(rest, self.row // self.parts)
         own = self.width * self.inner
@@ -112,13 +112,14 @@ class TensorSplit:
         return min(rows * self.local_row + parts * own + inside, self.real(rank))
 
     def positions(self, rank: int, start: int, stop: int) -> torch.Tensor:
-        """Where `rank`'s elements [start, stop) stand in the flattened whole: int64 [stop -
-        start], rising. Padding has no place there."""
+        """Return the positions of `rank`'s elements [start, stop) in the flattened whole, as int64
+        [stop - start], ascending. The range must not include padding."""
         assert 0 <= start <= stop <= self.real(rank)
         return self.position(rank, torch.arange(start, stop))
 
     def position(self, rank: int, place: Place) -> Place:
-        """Where `rank`'s element `place` (or each of many) stands in the flattened whole."""
+        """Return the position of `rank`'s element `place` (an index or a tensor of indices) in the
+        flattened whole."""
         own = self.width * self.inner
         rows, part, inside = place // self.local_row, place // own % self.parts, place % own
         return rows * self.row + part * (self.row // self.parts) + rank * own + inside

@@ -1,23 +1,24 @@
-"""How single layers are split over a tensor group: styles for torch's `parallelize_module`.
+"""Styles for torch's `parallelize_module`, which split single layers over a tensor group.
 
-    Column      outputs are split: y_j = x W_j. Backward sums the gradient of x over the group.
-    Row         inputs are split: y = sum of x_j W_j, and the bias is added once, to the sum.
-    Vocabulary  rows of an embedding are split: a rank looks up its own tokens, the group sums.
-    Summed      a whole layer between a Column and a Row: it sees a rank's own heads, so that its
+    Column      splits the outputs: y_j = x W_j. Backward sums the gradient of x over the group.
+    Row         splits the inputs: y = sum of x_j W_j. The bias is added once, to the sum.
+    Vocabulary  splits the rows of an embedding: each rank looks up its own tokens, then the group
+                sums the results.
+    Summed      a whole layer between a Column and a Row. It only sees its rank's heads, so its
                 gradients are summed over the group.
-    LocalHeads  attributes of a module that count heads or their width become the rank's own.
+    LocalHeads  divides attributes of a module that count heads, or their width, by the degree.
 
-Parameters stay plain tensors under their own names, each rank has its part (TensorSplit): whatever
-updates them needs not know. Activations cross the group as DTensors. As in Shoeybi et al. (2019),
-section 3: an all-reduce in the forward of a Row, one in the backward of the Columns before it.
+Parameters stay plain tensors under their own names, of which each rank has its part (TensorSplit),
+so optimizers need no changes. Activations cross the group as DTensors. As in Shoeybi et al. (2019),
+section 3, the forward of a Row runs one all-reduce, and so does the backward of the Columns before
+it.
 
-Random numbers: the ranks of a group draw the same ones where they all have the same activations,
-and each draws its own between a Column and a Row, where each has other ones (dropout of attention).
-The own ones are seeded by a number that all draw, so that a forward that is repeated from the same
-random state, for activation checkpointing, repeats them.
+Note "random numbers": while all ranks of a group have the same activations, they draw the same
+random numbers. Between a Column and a Row each rank has its own activations (attention dropout),
+and draws from its own seed. All ranks draw that seed from their common state, so activation
+checkpointing, which repeats a forward from the same random state, gets the same numbers.
 
-Assumes: a layer's input is the same on all ranks of the group, but for a Row's.
-Does NOT split the sequence.
+Assumes: all ranks of the group get the same input, except for a Row's. Does NOT split the sequence.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ _SEEDS = 1 << 62
 
 
 class TensorGroup:
-    """The ranks of one replica that split their layers, and what goes between them.
+    """The ranks that share the layers of one replica, and their communication.
 
-    mesh: of one dimension. cut: parameters that are this rank's part by now: one of two layers
-    (tied embeddings) is cut once."""
+    mesh: a one-dimensional device mesh. cut: the parameters already cut to this rank's part, so
+    that a parameter of two layers (tied embeddings) is cut only once."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -53,8 +54,8 @@ class TensorGroup:
         self.cut: set[nn.Parameter] = set()
 
     def copied(self, x: torch.Tensor) -> torch.Tensor:
-        """x; backward sums its gradient over the group. Layers that take the same x in turn
-        (queries, keys and values) share one, so that backward sums once."""
+        """Return x; backward sums its gradient over the group. Consecutive calls with the same x
+        (for queries, keys and values) return the same tensor, so that backward sums once."""
         if self._copied is not None and self._copied[0] is x:
             return self._copied[1]
         out = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False).to_local(
@@ -67,22 +68,22 @@ class TensorGroup:
         self._copied = None
 
     def summed(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of x over the group; backward passes the gradient on as it is."""
+        """Return the sum of x over the group; backward passes the gradient through unchanged."""
         partial = DTensor.from_local(x, self.mesh, [Partial()], run_check=False)
         return partial.redistribute(placements=[Replicate()]).to_local()
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """The last dimensions of all ranks behind each other; backward takes the own part."""
+        """Concatenate x of all ranks in the last dimension; backward returns this rank's part."""
         local = DTensor.from_local(x, self.mesh, [Shard(-1)], run_check=False)
         return local.redistribute(placements=[Replicate()]).to_local()
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of x over the group, without autograd."""
+        """Return the sum of x over the group, without autograd."""
         with torch.no_grad():
             return self.summed(x)
 
     def draw_own(self, device: torch.device) -> None:
-        """Random numbers are the rank's own from now on."""
+        """Switch to random numbers of this rank; see Note "random numbers"."""
         if self._outside is not None:
             return
         seed = int(torch.randint(_SEEDS, ())) + self.rank
@@ -93,7 +94,7 @@ class TensorGroup:
             torch.get_device_module(device).manual_seed(seed)
 
     def draw_alike(self) -> None:
-        """Random numbers are the same on all ranks again."""
+        """Switch back to random numbers that are the same on all ranks."""
         if self._outside is None:
             return
         device, state = self._outside
@@ -101,15 +102,15 @@ class TensorGroup:
         set_random_state(state, device)
 
     def keep_own_part(self, p: nn.Parameter, split: TensorSplit) -> None:
-        """p holds this rank's part of its values from now on; it stays the same object, which
-        optimizers know."""
+        """Cut p to this rank's part of its values; p stays the same object, which optimizers
+        hold."""
         if p not in self.cut:
             self.cut.add(p)
             p.data = split.local_value(p.data, self.rank)
 
 
 def random_state(device: torch.device) -> torch.Tensor:
-    """uint8, on the host."""
+    """Return the state of the device's generator: uint8, on the host."""
     if device.type == "cpu":
         return torch.get_rng_state()
     state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
@@ -124,15 +125,15 @@ def set_random_state(state: torch.Tensor, device: torch.device) -> None:
 
 
 class SplitLayer(nn.Module):
-    """What the classes below add to a layer's own class."""
+    """The base of the classes below, which are mixed into a layer's own class."""
 
     group: TensorGroup  # the ranks that share the layer
     weight: nn.Parameter
     bias: nn.Parameter | None
-    transposed: bool  # the weight is [inputs, outputs], as transformers' Conv1D has it
-    outputs: int | None  # of the whole layer, where they are gathered
-    padding_idx: int | None  # of an embedding: a token without a gradient
-    num_embeddings: int  # of an embedding: tokens of the whole vocabulary
+    transposed: bool  # the weight is [inputs, outputs], as in transformers' Conv1D
+    outputs: int | None  # outputs of the whole layer if they are gathered, else None
+    padding_idx: int | None  # of an embedding: the token without a gradient
+    num_embeddings: int  # of an embedding: the size of the whole vocabulary
 
 
 class ColumnLayer(SplitLayer):
@@ -165,14 +166,15 @@ class VocabularyLayer(SplitLayer):
         padding = None if self.padding_idx is None else self.padding_idx - first
         if padding is not None and not 0 <= padding < len(self.weight):
             padding = None
-        known = (tokens >= 0) & (tokens < self.num_embeddings)
-        # -1: torch refuses what is in no vocabulary, as it does in the whole layer (Rule 6)
-        rows = F.embedding(places.where(own, 0).where(known, -1), self.weight, padding)
+        valid = (tokens >= 0) & (tokens < self.num_embeddings)
+        # -1 makes torch refuse a token outside of the vocabulary, as the whole layer does (Rule 6)
+        rows = F.embedding(places.where(own, 0).where(valid, -1), self.weight, padding)
         return self.group.summed(rows.where(own.unsqueeze(-1), 0))
 
 
 class TensorStyle(ParallelStyle):
-    """One of the styles of this file. They are values; `within` gives one that torch applies."""
+    """The base of the styles. They are plain values; `within` binds one to a group, after which
+    torch can apply it."""
 
     group: TensorGroup
 
@@ -182,9 +184,9 @@ class TensorStyle(ParallelStyle):
         return bound
 
     def splits(self, module: Any, degree: int) -> dict[str, TensorSplit]:
-        """How its parameters are split, by their names in `module`; those left out stay whole.
-        Raises ModelError for a layer that cannot be split so, ConfigError where it does not
-        divide. Changes nothing."""
+        """Return the splits of the module's parameters, by their names in it; the others stay
+        whole. Changes nothing. Raises ModelError if the style cannot split such a layer,
+        ConfigError if `degree` does not divide it."""
         return {}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -194,13 +196,14 @@ class TensorStyle(ParallelStyle):
         return module
 
     def change(self, module: Any) -> None:
-        """Make `module`, whose parameters are the rank's own by now, work on them."""
+        """Adapt `module` to its parameters, which are already cut to the rank's part."""
         raise NotImplementedError
 
 
 class Column(TensorStyle):
-    """parts: matrices that the layer holds behind each other (3 for queries, keys and values),
-    each split for itself. gather: all outputs on all ranks (logits); these need not divide."""
+    """A style that splits the outputs of a linear layer. parts: the number of matrices that the
+    layer concatenates (3 for queries, keys and values), each split separately. gather: gather all
+    outputs on all ranks (for logits), which the degree need not divide."""
 
     def __init__(self, parts: int = 1, gather: bool = False) -> None:
         self.parts, self.gather = parts, gather
@@ -209,7 +212,8 @@ class Column(TensorStyle):
         dim = 1 if _transposed(module) else 0
         if self.gather and (dim == 1 or self.parts > 1):
             raise ModelError(
-                "only the outputs of an nn.Linear of one part are gathered", hint="Column() and Row"
+                "only the outputs of an nn.Linear of one part can be gathered",
+                hint="use Column() and Row()",
             )
 
         def split(p: torch.Tensor, dim: int) -> TensorSplit:
@@ -226,7 +230,7 @@ class Column(TensorStyle):
 
 
 class Row(TensorStyle):
-    """The bias is whole on every rank."""
+    """A style that splits the inputs of a linear layer; every rank has the whole bias."""
 
     def splits(self, module: Any, degree: int) -> dict[str, TensorSplit]:
         dim = 0 if _transposed(module) else 1
@@ -237,17 +241,17 @@ class Row(TensorStyle):
 
 
 class Vocabulary(TensorStyle):
-    """Rows of an embedding; they need not divide."""
+    """A style that splits the rows of an embedding, which the degree need not divide."""
 
     def splits(self, module: Any, degree: int) -> dict[str, TensorSplit]:
         if not isinstance(module, nn.Embedding):
             raise ModelError(
-                f"a {type(module).__name__} has no vocabulary", hint="an nn.Embedding has"
+                f"a {type(module).__name__} has no vocabulary", hint="use it for an nn.Embedding"
             )
         if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
             raise ModelError(
                 "an embedding with max_norm, sparse or scale_grad_by_freq cannot be split",
-                hint="leave it whole: take it out of the plan",
+                hint="remove it from the plan, so that it stays whole",
             )
         return {"weight": TensorSplit(tuple(module.weight.shape), 0, degree, padded=True)}
 
@@ -256,6 +260,8 @@ class Vocabulary(TensorStyle):
 
 
 class Summed(TensorStyle):
+    """A style that sums the gradients of a whole layer over the group."""
+
     def change(self, module: Any) -> None:
         for p in module.parameters():
             if p.requires_grad:
@@ -263,7 +269,7 @@ class Summed(TensorStyle):
 
 
 class LocalHeads(TensorStyle):
-    """names: attributes of the module, each of which is divided by the degree."""
+    """A style that divides the module's integer attributes `names` by the degree."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -272,11 +278,10 @@ class LocalHeads(TensorStyle):
         for name in self.names:
             count = getattr(module, name, None)
             if not isinstance(count, int):
-                raise ModelError(f"a {type(module).__name__} counts no {name}")
+                raise ModelError(f"a {type(module).__name__} has no integer attribute {name}")
             if count % degree:
-                raise ConfigError(
-                    f"{name} {count} cannot be split over tp {degree}", hint=f"tp divides {count}"
-                )
+                hint = f"set tp to a divisor of {count}"
+                raise ConfigError(f"{name} {count} cannot be split over tp {degree}", hint=hint)
         return {}
 
     def change(self, module: Any) -> None:
@@ -285,8 +290,8 @@ class LocalHeads(TensorStyle):
 
 
 def own_style(style: ParallelStyle, module: nn.Module) -> TensorStyle:
-    """A style of this file that does what torch's own `style` does to `module`. Raises ModelError
-    for one that has no such."""
+    """Return the style of this file that is equivalent to torch's `style` for `module`. Raises
+    ModelError if there is none."""
     if isinstance(style, TensorStyle):
         return style
     plain = (Shard(-1),), (Replicate(),)
@@ -299,18 +304,19 @@ def own_style(style: ParallelStyle, module: nn.Module) -> TensorStyle:
         if style.input_layouts == plain[0]:
             return Row()
     raise ModelError(
-        f"{style} of a {type(module).__name__} is not known here",
-        hint="known are Column, Row, Vocabulary, Summed and LocalHeads of"
-        " roadtrain.stages.tensor_styles, and ColwiseParallel and RowwiseParallel of torch with"
-        " their own layouts",
+        f"{style} of a {type(module).__name__} is not supported",
+        hint="use Column, Row, Vocabulary, Summed or LocalHeads of"
+        " roadtrain.stages.tensor_styles, or torch's ColwiseParallel or RowwiseParallel with"
+        " default layouts",
     )
 
 
 def _transposed(module: nn.Module) -> bool:
-    """Whether its weight is [inputs, outputs]. Raises ModelError for what is no linear layer."""
+    """Return whether the layer's weight is [inputs, outputs]. Raises ModelError if it is not a
+    linear layer."""
     if isinstance(module, SplitLayer):
         raise ModelError(
-            "the layer is split already", hint="name it in one pattern, call tensor_parallel once"
+            "the layer is split already", hint="match it by one pattern, call tensor_parallel once"
         )
     if isinstance(module, nn.Linear):
         return False
@@ -318,12 +324,12 @@ def _transposed(module: nn.Module) -> bool:
         return True
     raise ModelError(
         f"a {type(module).__name__} cannot be split by rows or columns",
-        hint="an nn.Linear or transformers' Conv1D can",
+        hint="split an nn.Linear or transformers' Conv1D",
     )
 
 
 def _become(module: nn.Module, kind: type[SplitLayer], group: TensorGroup, **more: Any) -> None:
-    """Its class becomes one of both, under its own name; it stays an instance of its own."""
+    """Change the module's class to a subclass of its own class and `kind`, under its own name."""
     own = type(module)
     module.__class__ = type(own.__name__, (kind, own), {"__module__": own.__module__})
     for name, value in {"group": group, **more}.items():

@@ -1,10 +1,10 @@
-"""Which piece goes from whom to whom, so that every rank gets what it wants. Arithmetic only.
+"""Plan the transfers that bring every rank the pieces it needs. Arithmetic only.
 
-What a rank has itself costs nothing; else the source with the least cost gives, among those the one
-that gives least so far, among those the first. Transfers are cut to a size, and taken target by
-target in turn, so that many pairs are busy at once. All ranks make the same plan of the same
-haves and wants, and do their parts of it in its order: the first transfer that is not done always
-has both of its ranks at it or on the way to it, so none waits in a circle.
+A rank uses its own elements if it has them. Otherwise the cheapest source sends them; ties go to
+the source with the fewest elements to send so far, then to the lowest rank. Transfers are cut to a
+maximum size and interleaved over the targets, so many pairs are busy at once. All ranks compute the
+same plan and carry out their transfers in its order. No deadlock is possible: both ranks of the
+first unfinished transfer are working on it or on their way to it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from roadtrain.errors import GoneError, StoreError
 from roadtrain.stages.pieces import Extent
 
-Cost = Callable[[int, int], float]  # source, target -> what an element costs
+Cost = Callable[[int, int], float]  # (source, target) -> cost per element
 
 
 @dataclass(frozen=True)
 class PieceTransfer:
-    """`extent` goes from rank `source` to rank `target`, which may be the same."""
+    """Elements that rank `source` sends to rank `target`, which may be the same rank."""
 
     extent: Extent
     source: int
@@ -31,7 +31,8 @@ class PieceTransfer:
 
 
 class _Holders:
-    """By parameter, the cuts of all extents, and who has what lies between two cuts."""
+    """An index of the ranks that hold each element: per parameter, the bounds of all extents, and
+    the ranks that hold the elements between two neighbouring bounds."""
 
     def __init__(self, haves: Sequence[Iterable[Extent]]) -> None:
         found: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
@@ -44,23 +45,23 @@ class _Holders:
         for name, spans in found.items():
             self._cuts[name], self._ranks[name] = _between_cuts(spans)
 
-    def parts(self, wanted: Extent) -> Iterator[tuple[Extent, tuple[int, ...]]]:
-        """`wanted`, cut where an extent begins or ends, and who has each part."""
-        cuts, ranks = self._cuts.get(wanted.name, []), self._ranks.get(wanted.name, [])
-        at = wanted.start
-        while at < wanted.stop:
+    def parts(self, needed: Extent) -> Iterator[tuple[Extent, tuple[int, ...]]]:
+        """Cut `needed` at the bounds of all extents, and yield each part with its holders."""
+        cuts, ranks = self._cuts.get(needed.name, []), self._ranks.get(needed.name, [])
+        at = needed.start
+        while at < needed.stop:
             k = bisect_right(cuts, at) - 1
             inside = 0 <= k < len(ranks)
-            after = cuts[k + 1] if k + 1 < len(cuts) else wanted.stop
-            stop = min(after, wanted.stop)
-            yield Extent(wanted.name, at, stop), ranks[k] if inside else ()
+            after = cuts[k + 1] if k + 1 < len(cuts) else needed.stop
+            stop = min(after, needed.stop)
+            yield Extent(needed.name, at, stop), ranks[k] if inside else ()
             at = stop
 
 
 def _between_cuts(
     spans: Sequence[tuple[int, int, int]],
 ) -> tuple[list[int], list[tuple[int, ...]]]:
-    """`spans`: (start, stop, rank). Ranks of each run from one cut to the next."""
+    """Return the sorted bounds of `spans`, (start, stop, rank), and the ranks between each two."""
     begins: dict[int, list[int]] = defaultdict(list)
     ends: dict[int, list[int]] = defaultdict(list)
     for start, stop, rank in spans:
@@ -82,49 +83,49 @@ def plan_transfers(
     cost: Cost,
     most_elements: int,
 ) -> list[PieceTransfer]:
-    """`haves`, `wants`: of every rank. `most_elements`: of one transfer. Raises GoneError, naming
-    the first elements that nobody has."""
-    holders, given = _Holders(haves), defaultdict[int, int](int)
+    """Plan the transfers. `haves`, `wants`: the extents that each rank has and needs.
+    `most_elements`: the most in one transfer. Raises GoneError if no rank has some elements."""
+    holders, load = _Holders(haves), defaultdict[int, int](int)
     of_target = list[list[PieceTransfer]]()
-    for target, wanted in enumerate(wants):
+    for target, needed in enumerate(wants):
         transfers = list[PieceTransfer]()
-        for extent in wanted:
+        for extent in needed:
             for part, ranks in holders.parts(extent):
                 if not ranks:
                     raise GoneError(
-                        f"elements {part.start} to {part.stop} of {part.name!r}, which rank"
-                        f" {target} wants, are with no rank",
-                        hint="a host with a part of the state is absent, or this is the state of"
-                        " another model",
+                        f"no rank has elements {part.start} to {part.stop} of {part.name!r}, which"
+                        f" rank {target} needs",
+                        hint="start the host that has this part of the state too, or check that the"
+                        " state is of this model",
                     )
-                source = min(ranks, key=lambda r: (r != target, cost(r, target), given[r], r))
-                given[source] += part.numel if source != target else 0
+                source = min(ranks, key=lambda r: (r != target, cost(r, target), load[r], r))
+                load[source] += part.numel if source != target else 0
                 transfers += [
                     PieceTransfer(cut, source, target) for cut in cut_up(part, most_elements)
                 ]
         of_target.append(transfers)
     turns = itertools.zip_longest(*of_target)
-    return [one for turn in turns for one in turn if one is not None]
+    return [transfer for turn in turns for transfer in turn if transfer is not None]
 
 
 def cut_up(extent: Extent, most_elements: int) -> Iterator[Extent]:
-    """`extent` in parts of `most_elements`, the last one of what is left."""
+    """Cut `extent` into parts of `most_elements`; the last part may be smaller."""
     for start in range(extent.start, extent.stop, most_elements):
         yield Extent(extent.name, start, min(start + most_elements, extent.stop))
 
 
-def uncovered(haves: Sequence[Iterable[Extent]], wanted: Iterable[Extent]) -> list[Extent]:
-    """The parts of `wanted` that nobody has."""
+def uncovered(haves: Sequence[Iterable[Extent]], needed: Iterable[Extent]) -> list[Extent]:
+    """Return the parts of `needed` that are in none of `haves`."""
     holders = _Holders(haves)
-    return [part for extent in wanted for part, ranks in holders.parts(extent) if not ranks]
+    return [part for extent in needed for part, ranks in holders.parts(extent) if not ranks]
 
 
-def check_covered(came: Iterable[Extent], wanted: Iterable[Extent], who: str) -> None:
-    """Raises StoreError where a part of `wanted` has not come."""
-    if lacking := uncovered([came], wanted):
+def check_covered(received: Iterable[Extent], needed: Iterable[Extent], who: str) -> None:
+    """Raise StoreError if a part of `needed` was not received."""
+    if lacking := uncovered([received], needed):
         first = lacking[0]
         raise StoreError(
-            f"{who}: {sum(part.numel for part in lacking)} elements of its state are lacking,"
+            f"{who}: {sum(part.numel for part in lacking)} elements of its state are missing,"
             f" first [{first.start}, {first.stop}) of {first.name!r}",
-            hint="the pieces cover every parameter of the stage",
+            hint="load pieces that cover every parameter of the stage",
         )

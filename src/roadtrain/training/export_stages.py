@@ -17,7 +17,7 @@ from roadtrain.config.job import Job
 from roadtrain.errors import ConfigError, GoneError
 from roadtrain.stages.pieces import VALUE, Extent
 from roadtrain.stages.snapshot_choice import Description, ParamEntry
-from roadtrain.stages.snapshot_files import PartReader, look
+from roadtrain.stages.snapshot_files import PartReader, list_snapshots
 from roadtrain.stages.snapshots import FOLDER
 from roadtrain.stages.stage_buffers import buffers_in
 from roadtrain.stages.transfers import uncovered
@@ -52,7 +52,7 @@ def export_of(job: Job, masters: bool) -> tuple[int, list[Item]]:
 
 def newest(folder: Path) -> tuple[PartReader, Description]:
     """The newest committed snapshot. Raises ConfigError where there is none."""
-    found = look(folder) if folder.is_dir() else {}
+    found = list_snapshots(folder) if folder.is_dir() else {}
     for _, reader in sorted(found.items(), reverse=True):
         if (told := reader.marker()) is not None:
             return reader, told

@@ -18,7 +18,7 @@ from roadtrain.errors import ConfigError
 from roadtrain.stages.host_cards import this_host
 from roadtrain.stages.host_ranks import DataGroups, check_ranks
 from roadtrain.stages.job_parallelism import ParallelismSection
-from roadtrain.stages.networks import NamedRanks, stated
+from roadtrain.stages.networks import NamedRanks, override
 from roadtrain.stages.preflight import preflight
 from roadtrain.stages.rank_groups import Groups
 from roadtrain.stages.rank_meeting import MEET_S, meet
@@ -57,7 +57,7 @@ def command(
     asked.check_known()
     needed = needed_ranks(asked, per_rank)
     meeting = meet(launch, job=in_lines(asked, per_rank), needed=needed, deadline_s=patience)
-    of_ranks = [host for host in stated(meeting.hosts, asked.networks) for _ in range(per_rank)]
+    of_ranks = [host for host in override(meeting.hosts, asked.networks) for _ in range(per_rank)]
     places = meeting.host_devices(of_ranks)
     parallelism = asked.degrees(len(of_ranks)) if asked.used else None
     groups: Sequence[NamedRanks] = ()

@@ -112,7 +112,7 @@ class StagedJob:
 
     @property
     def num_microbatches(self) -> int:
-        return self.training.joined.options.num_microbatches
+        return self.training.context.options.num_microbatches
 
     def is_away(self, lines: Path) -> bool:
         return was_away(lines, self.steps_done)
@@ -125,7 +125,7 @@ class StagedJob:
         if not self.stopped:
             return ""
         own = stop.why()
-        told = self.training.joined.control.agree(own, "why training ends")
+        told = self.training.context.control.agree(own, "why training ends")
         if INTERRUPTED in told:
             return own if own == INTERRUPTED else "another process was interrupted"
         return str(max(told))
@@ -139,7 +139,7 @@ class StagedJob:
             return micro_batch(*self.tokens.batch(number, micro, rows, length), self.device)
 
         result = training.step(batch, job.optimizer.clip_norm, stop=bool(stop.why()))
-        self.stopped, times, at = result.stop, result.times, training.joined.position
+        self.stopped, times, at = result.stop, result.times, training.context.position
         seconds = {"Forward": times.forward, "Backward": times.backward, "Wait": times.waiting}
         return StepRecord(
             result.loss,

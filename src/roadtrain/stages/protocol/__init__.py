@@ -1,1 +1,1 @@
-"""What stages decide, and the arithmetic of their sizes, memory and traffic (Rule 7)."""
+"""The pure logic of pipeline stages: order of runs, sizes, memory and step times (Rule 7)."""

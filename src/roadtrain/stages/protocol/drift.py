@@ -1,10 +1,10 @@
-"""DriftWatch: says when stages should get other sizes, since devices have become slower or faster
-(heat, neighbours).
+"""DriftWatch: propose new sizes of stages when devices have become slower or faster (because of
+heat or other load).
 
-Each step every stage's seconds are given; the median of the last ones is taken for its speed, so
-that single slow steps count for nothing. Other sizes are offered when they would have made each of
-some steps in a row shorter by more than a threshold; after that, sizes are left alone for a while.
-Pure: the same seconds give the same offers on every rank. Does NOT measure, nor move blocks.
+It receives the seconds of every stage after each step and uses the median of the last ones, so
+single slow steps have no effect. It offers other sizes once they would have shortened each of
+several consecutive steps by more than a threshold, and then makes no offer for a while. Pure: the
+same seconds give the same offers on every rank. Does NOT measure times or move blocks.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from roadtrain.stages.protocol.stage_sizes import Fits, FoundSizes, always, best
 from roadtrain.stages.protocol.step_model import StepModel, StepWork
 from roadtrain.units import show_seconds
 
-OFFERED = 0.1  # the share of a step that other sizes save at least, where nobody says another
-WINDOW = 9  # steps of whose seconds the median is a stage's speed
-# steps in a row for which other sizes are better; more than half a window, as so few slow steps
-# make the median slow for no longer than half a window
+MIN_GAIN = 0.1  # default for the least share of a step that other sizes must save
+WINDOW = 9  # steps in the median that gives a stage's speed
+# consecutive steps in which other sizes must be better: more than half of WINDOW, because a few
+# slow steps can raise the median for half a window at most
 HOLD = 5
-REST = 50  # steps after an offer without another
-GRAIN = 1.02  # speeds closer than this are the same: sizes are not searched for anew
-MOST_LOOKED_AT = 20_000  # as of `best_sizes`: about half a second, while training waits
-MOST_KNOWN = 64  # speeds whose best sizes are remembered
+REST = 50  # steps without an offer after an offer
+GRAIN = 1.02  # speeds within this factor are treated as equal, and sizes are not searched again
+MOST_LOOKED_AT = 20_000  # for `best_sizes`: about half a second, during which training waits
+MOST_CACHED = 64  # speeds whose best sizes are cached
 
 
 @dataclass(frozen=True)
 class SizesOffer:
-    """Other sizes, and the step's seconds before and after, both with the speeds of now."""
+    """Proposed sizes of stages. The seconds of a step before and after use the current speeds."""
 
-    before: tuple[int, ...]
-    after: tuple[int, ...]
+    before: tuple[int, ...]  # the current sizes
+    after: tuple[int, ...]  # the proposed sizes
     before_s: float
     after_s: float
-    passes_s: tuple[float, ...]  # of each stage now: a block of weight 1, forward and backward
-    were_s: tuple[float, ...]  # of each stage when the sizes of now were chosen
+    passes_s: tuple[float, ...]  # by stage: forward plus backward of a block of weight 1, now
+    were_s: tuple[float, ...]  # the same when the current sizes were chosen
 
     @property
     def gain(self) -> float:
+        """The share of a step that the proposed sizes save."""
         return 1 - self.after_s / self.before_s
 
     def __str__(self) -> str:
@@ -50,37 +51,37 @@ class SizesOffer:
         stage = max(range(len(changes)), key=lambda i: abs(math.log(changes[i])))
         old, new = (" + ".join(map(str, sizes)) for sizes in (self.before, self.after))
         return (
-            f"stage {stage} computes at {1 / changes[stage]:.0%} of its speed: stages of {new}"
-            f" blocks instead of {old} would take {show_seconds(self.after_s)} a step instead of"
-            f" {show_seconds(self.before_s)}"
+            f"stage {stage} computes at {1 / changes[stage]:.0%} of its earlier speed: with {new}"
+            f" blocks per stage instead of {old}, a step would take {show_seconds(self.after_s)}"
+            f" instead of {show_seconds(self.before_s)}"
         )
 
 
 @dataclass
 class DriftWatch:
-    """work: with the speeds that `sizes` were chosen for. fits: as for `best_sizes`. gain: the
-    share of a step that other sizes save at least."""
+    """A watch over the speeds of stages. work: the step, with the speeds for which `sizes` were
+    chosen. fits: as in `best_sizes`. gain: the least share of a step that other sizes must save."""
 
     work: StepWork
     sizes: tuple[int, ...]
     fits: Fits = always
-    gain: float = OFFERED
-    # of each stage, the seconds of the last WINDOW steps
+    gain: float = MIN_GAIN
+    # by stage, the seconds of the last WINDOW steps
     _seen: list[deque[float]] = field(init=False)
-    _better_for: int = field(init=False, default=0)  # steps in a row
-    _resting: int = field(init=False, default=0)  # steps that are left without an offer
-    # speeds, rounded to GRAIN -> the best sizes for them
-    _known: dict[tuple[int, ...], FoundSizes | None] = field(init=False, default_factory=dict)
+    _better_for: int = field(init=False, default=0)  # consecutive steps
+    _resting: int = field(init=False, default=0)  # remaining steps without an offer
+    # speeds rounded to GRAIN -> the best sizes for them
+    _cache: dict[tuple[int, ...], FoundSizes | None] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._seen = [deque(maxlen=WINDOW) for _ in self.work.stages]
 
     def step(self, passes_s: Sequence[float]) -> SizesOffer | None:
-        """After each step. passes_s: of each stage, the seconds in which its slowest replica ran
-        a block of weight 1 forward and backward for one micro-batch. An offer is None where the
-        sizes should stay."""
-        for seen, one in zip(self._seen, passes_s, strict=True):
-            seen.append(one)
+        """Record a step and return an offer, or None if the sizes should stay. passes_s: for each
+        stage, the seconds in which its slowest replica ran a block of weight 1 forward and backward
+        for one micro-batch."""
+        for seen, pass_s in zip(self._seen, passes_s, strict=True):
+            seen.append(pass_s)
         if self._resting:
             self._resting -= 1
             return None
@@ -94,23 +95,23 @@ class DriftWatch:
         return offer
 
     def moved(self, offer: SizesOffer) -> None:
-        """The stages have the sizes of `offer` from the next step on."""
+        """Note that the stages have the sizes of `offer` from the next step on."""
         self.work, self.sizes = self._work_at(offer.passes_s), offer.after
-        self._known.clear()
+        self._cache.clear()
         for seen in self._seen:
             seen.clear()
 
     def _offer(self, passes_s: tuple[float, ...]) -> SizesOffer | None:
-        """Where other sizes gain enough at these speeds."""
+        """Return the best sizes at these speeds as an offer, if they save enough."""
         work = self._work_at(passes_s)
-        key = tuple(round(math.log(one, GRAIN)) for one in passes_s)
-        if key not in self._known:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            self._known[key] = best_sizes(
-                work, fits=self.fits, known=[self.sizes], most_looked_at=MOST_LOOKED_AT
+        key = tuple(round(math.log(pass_s, GRAIN)) for pass_s in passes_s)
+        if key not in self._cache:
+            if len(self._cache) >= MOST_CACHED:
+                self._cache.clear()
+            self._cache[key] = best_sizes(
+                work, fits=self.fits, candidates=[self.sizes], most_looked_at=MOST_LOOKED_AT
             )
-        best = self._known[key]
+        best = self._cache[key]
         if best is None or best.sizes == self.sizes:
             return None
         before_s, after_s = StepModel(work).seconds_of_all([self.sizes, best.sizes]).tolist()
@@ -119,7 +120,7 @@ class DriftWatch:
         return offer if offer.gain > self.gain else None
 
     def _work_at(self, passes_s: Sequence[float]) -> StepWork:
-        """Forwards and backwards keep their ratio; what follows the last backward its time."""
+        """Scale each stage's forward and backward to its new speed, keeping their ratio."""
         stages = tuple(
             replace(
                 stage,

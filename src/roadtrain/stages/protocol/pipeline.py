@@ -1,27 +1,28 @@
-"""In which order a rank of a pipeline stage runs its micro-batches, and with whom it exchanges what
-passes between stages: one forward, one backward, with a flush at the step's end.
+"""The pipeline schedule: the order in which a rank of a stage runs its micro-batches (one forward,
+one backward, with a flush at the end of a step), and the ranks with which it exchanges tensors.
 
-Stage s of p: min(m, p - 1 - s) forwards, then a forward and a backward in turn, then the backwards
-that are left (PipeDream-Flush; Narayanan et al., 2021). At most p - s micro-batches' activations
-are held.
+Stage s of p runs min(m, p - 1 - s) forwards, then alternates a forward and a backward, then runs
+the remaining backwards (PipeDream-Flush; Narayanan et al., 2021). It holds the activations of at
+most p - s of the m micro-batches.
 
-Stage s may have a width d_s: so many replicas, of which replica r runs the micro-batches i with
-i mod d_s = r, in the same order among its own. Its forwards before the first backward are chosen
-from the last stage backwards, so that all of the stage behind can be busy:
+Stage s may have a width d_s, which is its number of replicas. Replica r runs the micro-batches i
+with i mod d_s = r, in the same order. The number of forwards before the first backward is derived
+from the last stage backwards, so that all replicas of the next stage can be busy:
 
-    w_{p-1} = 0        w_s = ceil((w_{s+1} + 1) d_{s+1} / d_s)        never more than it has
+    w_{p-1} = 0        w_s = ceil((w_{s+1} + 1) d_{s+1} / d_s)        at most its micro-batches
 
-No rank waits for ever: the backward of micro-batch i in stage s + 1 needs that stage's forwards up
-to i + w_{s+1} d_{s+1}, which stage s runs after the backward of i + w_{s+1} d_{s+1} - (w_s + 1) d_s
-at most. That one is before i, as (w_s + 1) d_s > w_{s+1} d_{s+1}. Equal widths give the order
-above.
+Deadlock is impossible. The backward of micro-batch i in stage s + 1 needs that stage's forwards up
+to i + w_{s+1} d_{s+1}. Stage s runs those after the backward of i + w_{s+1} d_{s+1} - (w_s + 1) d_s
+at the latest, which is before i because (w_s + 1) d_s > w_{s+1} d_{s+1}. Equal widths give the
+order above.
 
-A stage may have v parts of the model, part k of stage s after all of parts k - 1 (interleaved; the
-same paper, section 2.2): the idle time (p - 1) (f + b) of a step shrinks to 1 / v of it. Forwards
-go p micro-batches at a time through a stage's parts, backwards the same with its last part first; 2
-(p - 1 - s) + (v - 1) p forwards come before the first backward. m is a multiple of p then, and the
-widths are equal. Pure: events in, actions out; the runtime and the simulator drive the same state
-machine.
+A stage may have v parts of the model, where part k of any stage follows all parts k - 1
+(interleaved; same paper, section 2.2). This divides the idle time (p - 1) (f + b) of a step by v.
+Forwards run p micro-batches at a time through the parts of a stage, backwards likewise from the
+last part; 2 (p - 1 - s) + (v - 1) p forwards precede the first backward. It requires that m is a
+multiple of p and that all widths are equal.
+
+Pure: events in, actions out. The runtime and the simulator drive the same state machine.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ SPARE_SLOTS = 1  # micro-batches that may arrive before the order needs them
 
 @dataclass(frozen=True, slots=True)
 class RunBlocks:
-    """Run the blocks of the stage's `part` for `micro`. `last`: their gradients are whole after
-    this."""
+    """The action of running the blocks of the stage's `part` for micro-batch `micro`. `last`: their
+    gradients are complete after this run."""
 
     what: str
     micro: int
@@ -47,7 +48,7 @@ class RunBlocks:
 
 
 class Peer(NamedTuple):
-    """A replica of a stage, and the part of the model that it runs there."""
+    """A replica of a stage and one of its parts."""
 
     stage: int
     part: int
@@ -56,11 +57,12 @@ class Peer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What a run leaves for another rank: activations (FORWARD), or their gradient (BACKWARD)."""
+    """A message from one rank to another: activations (FORWARD) or their gradient (BACKWARD)."""
 
     what: str
     micro: int
-    # boundary s is between stage s and the one after it; the one after the last is the first
+    # boundary s is between stage s and the next stage, where the last stage is followed by the
+    # first
     boundary: int
     sender: Peer
     receiver: Peer
@@ -68,10 +70,10 @@ class Transfer:
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """A replica of a stage, and the step that it takes part in.
+    """A replica of a stage in a step of the pipeline.
 
-    widths: replicas of each stage. virtual_stages: parts of the model that each stage has.
-    num_microbatches: of the step, over all replicas.
+    widths: the number of replicas of each stage. virtual_stages: the parts of each stage.
+    num_microbatches: the micro-batches of the step, over all replicas.
     """
 
     stage: int
@@ -86,12 +88,12 @@ class PipelineShape:
 
     @property
     def own(self) -> range:
-        """The micro-batches that run here."""
+        """The micro-batches of this replica."""
         return range(self.replica, self.num_microbatches, self.widths[self.stage])
 
     @property
     def first_forwards(self) -> int:
-        """Forwards of one part before those that take turns with a backward."""
+        """The number of forwards before forwards and backwards alternate."""
         if self.virtual_stages > 1:
             warm = 2 * (self.stages - 1 - self.stage) + (self.virtual_stages - 1) * self.stages
         else:
@@ -102,24 +104,24 @@ class PipelineShape:
 
     @property
     def ahead(self) -> int:
-        """Most passes of one part of which this rank holds the activations at once."""
+        """The most forwards, over all parts, whose activations this rank holds at once."""
         return min(len(self.own) * self.virtual_stages, self.first_forwards + 1)
 
     @property
     def slots(self) -> int:
-        """Micro-batches of one part for which a rank has buffers."""
+        """The number of micro-batches per part for which a rank has buffers."""
         return max(1, min(len(self.own), self.ahead + SPARE_SLOTS))
 
     def order(self) -> list[RunBlocks]:
-        """The whole order of the step on this rank. Raises ConfigError where parts take turns and
-        micro-batches do not divide."""
+        """Return all runs of the step on this rank, in order. Raises ConfigError if interleaved
+        parts do not divide the micro-batches."""
         own, parts = self.own, range(self.virtual_stages)
         if len(parts) > 1 and self.num_microbatches % (self.stages * self.widths[0]):
             raise ConfigError(
-                f"{self.num_microbatches} micro-batches go through {self.stages} stages of"
-                f" {len(parts)} parts each, in {self.widths[0]} replicas",
-                hint="with virtual_stages above 1 micro-batches are a multiple of the stages times"
-                " their width",
+                f"{self.num_microbatches} micro-batches cannot be divided over {self.stages} stages"
+                f" of {len(parts)} parts each, in {self.widths[0]} replicas",
+                hint="with virtual_stages above 1, num_microbatches must be a multiple of stages x"
+                " width",
             )
         turns = [own[first : first + self.stages] for first in range(0, len(own), self.stages)]
         if self.virtual_stages == 1:
@@ -139,36 +141,38 @@ class PipelineShape:
 
 
 class StageStateMachine:
-    """One replica of a stage in one step. Invariants (`check`): forwards begun are at most `ahead`
-    of backwards ended; each runs once, after what it needs has come."""
+    """The state machine of one replica of a stage in one step. Invariants (`check`): at most
+    `ahead` more forwards have begun than backwards have ended; each run happens once, after its
+    inputs have arrived."""
 
     def __init__(self, shape: PipelineShape) -> None:
-        """Raises ConfigError as `PipelineShape.order`."""
+        """Prepare the step. Raises ConfigError as `PipelineShape.order` does."""
         self.shape = shape
         self.order = shape.order()
-        self.at = 0  # the index in `order` of what is begun next
+        self.at = 0  # the index in `order` of the next run
         self.running: RunBlocks | None = None
-        # (micro, part) whose input, or whose output's gradient, is here and not used yet
+        # the (micro, part) whose input, or whose output's gradient, has arrived and is unused
         self.here: dict[str, set[tuple[int, int]]] = {FORWARD: set(), BACKWARD: set()}
         if shape.stage == 0:
             self.here[FORWARD] = {(i, 0) for i in shape.own}
         self.ran: dict[str, int] = {FORWARD: 0, BACKWARD: 0}
 
     def arrived(self, what: str, micro: int, part: int = 0) -> list[RunBlocks]:
-        """The activations (for FORWARD) or the gradient of them (for BACKWARD) of `micro` are
-        here for `part`."""
+        """Note that the activations (for FORWARD) or their gradient (for BACKWARD) of `micro` have
+        arrived for `part`."""
         self.here[what].add((micro, part))
         return self._next()
 
     def start(self) -> list[RunBlocks]:
         return self._next()
 
-    def goes(self, run: RunBlocks) -> Peer | None:
-        """Who needs what `run` leaves; None: nobody, or this stage's own backward of the loss."""
+    def consumer(self, run: RunBlocks) -> Peer | None:
+        """Return the receiver of the result of `run`; None if there is none (the last forward's
+        loss stays here, and the first stage's gradient is not needed)."""
         return self._beside(run, 1 if run.what == FORWARD else -1)
 
-    def comes(self, run: RunBlocks) -> Peer | None:
-        """Whose run leaves what `run` needs; None: nobody's, it is the batch or the loss."""
+    def producer(self, run: RunBlocks) -> Peer | None:
+        """Return the sender of the input of `run`; None if its input is the batch or the loss."""
         return self._beside(run, -1 if run.what == FORWARD else 1)
 
     def _beside(self, run: RunBlocks, step: int) -> Peer | None:
@@ -179,22 +183,22 @@ class StageStateMachine:
         return Peer(stage, part, run.micro % self.shape.widths[stage])
 
     def sends(self) -> list[Transfer]:
-        """What goes from here to other ranks in this step, in order."""
+        """Return the messages to other ranks in this step, in order."""
         return [found for run in self.order if (found := self.transfer(run)) is not None]
 
     def receives(self) -> list[Transfer]:
-        """What comes here from other ranks in this step, in the order in which it is needed, so
-        that receives can be posted ahead. On one boundary and direction the transfers between two
-        ranks are in the order of the sender's `sends`."""
+        """Return the messages from other ranks in this step, in the order in which they are needed,
+        so that receives can be posted ahead. Between two ranks, on one boundary and direction, this
+        is the order of the sender's `sends`."""
         return [found for run in self.order if (found := self.arrival(run)) is not None]
 
     def transfer(self, run: RunBlocks) -> Transfer | None:
-        """The message that `run` leaves for another rank; None: there is none."""
-        return _between(run, self._own(run), self.goes(run))
+        """Return the message to another rank with the result of `run`, or None."""
+        return _between(run, self._own(run), self.consumer(run))
 
     def arrival(self, run: RunBlocks) -> Transfer | None:
-        """The message of another rank that `run` needs; None: there is none."""
-        return _between(run, self.comes(run), self._own(run))
+        """Return the message from another rank that `run` needs, or None."""
+        return _between(run, self.producer(run), self._own(run))
 
     def _own(self, run: RunBlocks) -> Peer:
         return Peer(self.shape.stage, run.part, self.shape.replica)
@@ -203,7 +207,7 @@ class StageStateMachine:
         assert run == self.running
         self.running = None
         self.ran[run.what] += 1
-        if run.what == FORWARD and self.goes(run) is None:
+        if run.what == FORWARD and self.consumer(run) is None:
             self.here[BACKWARD].add((run.micro, run.part))  # the loss
         return self._next()
 
@@ -233,7 +237,8 @@ class StageStateMachine:
 
 
 def _between(run: RunBlocks, sender: Peer | None, receiver: Peer | None) -> Transfer | None:
-    """None where nothing passes between them, or they are on one rank."""
+    """Return the message between two runs, or None if there is none or both are on the same
+    rank."""
     if sender is None or receiver is None:
         return None
     if (sender.stage, sender.replica) == (receiver.stage, receiver.replica):

@@ -1,8 +1,8 @@
-"""What a pipeline stage of given blocks needs of a device's memory, and whether that fits.
+"""Compute the device memory that a pipeline stage needs, and whether it fits.
 
-Parameters and gradients of the stage are whole on each replica; the optimizer's state may be split
-over them. The activations of `PipelineShape.ahead` micro-batches wait for a backward. Arithmetic
-only. Does NOT measure what there is.
+Each replica has all parameters and gradients of the stage; the optimizer's state may be sharded
+over the replicas. The activations of `PipelineShape.ahead` micro-batches are held until their
+backwards. Arithmetic only. Does NOT measure memory.
 """
 
 from __future__ import annotations
@@ -17,48 +17,50 @@ from roadtrain.stages.protocol.stage_sizes import blocks_of
 from roadtrain.stages.protocol.step_model import StepWork
 from roadtrain.units import show_bytes
 
-HALVINGS = 50  # of the range in which the least lacking bytes are
+HALVINGS = 50  # steps of the bisection for the least missing bytes
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMemory:
-    """parameters: how many. activation_bytes: that a micro-batch leaves until its backward."""
+    """The memory of one block."""
 
-    parameters: int
-    activation_bytes: int
+    parameters: int  # their number
+    activation_bytes: int  # held for a micro-batch until its backward
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The memories of a pipeline's stages that do `work`. `fits` is what `best_sizes` asks."""
+    """A memory model of a pipeline's stages. `fits` is passed to `best_sizes`."""
 
     work: StepWork
-    rooms: tuple[float, ...]  # bytes, of each stage: of its device with the least
+    rooms: tuple[float, ...]  # by stage: free bytes of its smallest device
     blocks: tuple[BlockMemory, ...]
-    # what comes before and after all blocks
+    # the code before and after all blocks
     ends: tuple[BlockMemory, BlockMemory] = (BlockMemory(0, 0), BlockMemory(0, 0))
-    parameter_bytes: float = 4.0  # of each parameter of the stage, on each replica
-    gradient_bytes: float = 4.0
-    state_bytes: float = 8.0  # of each parameter once over the replicas; 0: state is elsewhere
+    parameter_bytes: float = 4.0  # per parameter on each replica
+    gradient_bytes: float = 4.0  # per parameter on each replica
+    state_bytes: float = 8.0  # per parameter, sharded over the replicas; 0: state is elsewhere
 
     @property
     def stages(self) -> int:
         return len(self.rooms)
 
     def need(self, stage: int, blocks: Sequence[range]) -> float:
-        """Bytes. blocks: of each of the stage's parts, or of those that are known."""
+        """Return the bytes that a stage needs. blocks: the blocks of each of its parts, or of the
+        first parts."""
         parts = [self._of_part(part * self.stages + stage, own) for part, own in enumerate(blocks)]
         whole = self.parameter_bytes + self.gradient_bytes
         state = self.state_bytes / self.work.widths[stage]
-        kept = sum(one.parameters for one in parts) * (whole + state)
-        largest = max((one.activation_bytes for one in parts), default=0)
+        kept = sum(part.parameters for part in parts) * (whole + state)
+        largest = max((part.activation_bytes for part in parts), default=0)
         return kept + self._ahead(stage) * largest
 
     def fits(self, stage: int, blocks: Sequence[range]) -> bool:
         return self.need(stage, blocks) <= self.rooms[stage]
 
     def refusal(self) -> BudgetError:
-        """For memories that no sizes fit: the stages that lack least."""
+        """Return the error for the case that no sizes fit. It reports the division that is short of
+        the fewest bytes."""
         sizes = self._with_more(self._least_lacking()) or even(len(self.blocks), self.work.parts)
         own = blocks_of(sizes, self.stages)
         needs = [self.need(stage, blocks) for stage, blocks in enumerate(own)]
@@ -68,12 +70,12 @@ class StageMemory:
             f"no division of {len(self.blocks)} blocks into {self.stages} stages fits: stage"
             f" {worst} with {sum(map(len, own[worst]))} blocks needs {show_bytes(needs[worst])} on"
             f" each device, {show_bytes(self.rooms[worst])} are free",
-            hint=f"{show_bytes(lacks)} more on each would fit; or take more stages, smaller"
+            hint=f"free {show_bytes(lacks)} more on each device; or use more stages, smaller"
             " micro-batches, activation checkpointing, or a placement that keeps state elsewhere",
         )
 
     def _least_lacking(self) -> float:
-        """Bytes that each device would have to have more, at least."""
+        """Return the least number of additional bytes per device with which some sizes fit."""
         total = range(len(self.blocks))
         low, high = 0.0, max(self.need(s, (total,)) for s in range(self.stages))
         for _ in range(HALVINGS):
@@ -82,8 +84,8 @@ class StageMemory:
         return high
 
     def _with_more(self, nbytes: float) -> tuple[int, ...] | None:
-        """Sizes that fit with so much more on each device: as many blocks to each part as go,
-        from the first on."""
+        """Return sizes that fit with `nbytes` more on each device, or None. Each part, from the
+        first, gets as many blocks as fit."""
         sizes: list[int] = []
         for part in range(self.work.parts):
             stage, begin = part % self.stages, sum(sizes)
@@ -100,7 +102,7 @@ class StageMemory:
         return tuple(sizes) if sum(sizes) == len(self.blocks) else None
 
     def _ahead(self, stage: int) -> int:
-        """Passes whose activations are held at once."""
+        """Return the number of forwards whose activations are held at once."""
         work = self.work
         shape = PipelineShape(stage, 0, work.widths, work.virtual_stages, work.num_microbatches)
         return shape.ahead
@@ -110,5 +112,5 @@ class StageMemory:
         found += [self.ends[0]] * (part == 0)
         found += [self.ends[1]] * (part == self.work.parts - 1)
         return BlockMemory(
-            sum(one.parameters for one in found), sum(one.activation_bytes for one in found)
+            sum(block.parameters for block in found), sum(block.activation_bytes for block in found)
         )

@@ -1,20 +1,20 @@
-"""How many blocks each stage of a pipeline has, so that a step is as short as can be: exactly, by
-the published formula, and all alike.
+"""Choose the number of blocks of each pipeline stage for the shortest step: by an exact search, by
+the formula of the paper, or evenly.
 
-The exact search begins with good sizes: the others', with blocks given from stage to stage as long
-as that helps. Then it goes through all sizes by a bound, the least first, and runs those that are
-whole through the step model, until no bound is below the best. Where that takes too long (deep
-pipelines over slow links, many interleaved parts), it ends and says how much better sizes could be
-at most. With the pass of a stage its forward and
-backward of one micro-batch, no step is shorter than any of:
+The exact search starts from good sizes: the candidates and even sizes, improved by moving single
+blocks between parts while that helps. Then it runs a best-first branch and bound: it extends
+partial sizes in the order of their lower bounds, and evaluates complete sizes with the step model,
+until no bound is below the best step. If that takes too long (deep pipelines over slow links, many
+interleaved parts), it stops and returns a lower bound on any step. A pass of a stage is the forward
+and backward of one micro-batch. A step is at least as long as each of:
 
-    the way of the first micro-batch to a stage and of the last one back, and between them all
-    passes of the stage's busiest replica
-    that way, and one round from the stage to the last one and back for each time that its
-    activations' slots are used anew
+    the time until the first micro-batch reaches a stage, plus all passes of the stage's busiest
+    replica, plus the time of the last micro-batch's return
+    the same travel time, plus one round trip from the stage to the last stage and back for each
+    time that its activation slots are reused
 
-For stages that are not decided, the least that any sizes of theirs give, over all remaining blocks,
-found from the last stage backwards. Pure arithmetic.
+For stages that are still open, the bound uses the least value over all sizes of the remaining
+blocks, computed from the last stage backwards. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from roadtrain.stages.protocol.pipeline import PipelineShape
 from roadtrain.stages.protocol.step_model import StepModel, StepWork
 from roadtrain.units import show_seconds
 
-ALPHA = 1.05  # Yang et al. (Holmes), Figure 5: what faster clusters take over their share
-MOST_LOOKED_AT = 200_000  # beginnings of sizes, before the search says that it is not through
-AS_GOOD = 1e-9  # relative: what rounding may make of the same seconds
-MOST_RUNS = 256  # sizes that run through the step model together
+ALPHA = 1.05  # Yang et al. (Holmes), Figure 5: the factor on the share of faster clusters
+MOST_LOOKED_AT = 200_000  # partial sizes that are examined before the search stops early
+AS_GOOD = 1e-9  # the relative difference below which two times are equal (rounding)
+MOST_RUNS = 256  # sizes that are evaluated with the step model in one batch
 
-# whether a stage's memory has room for these blocks; where it has not, neither has it for more
+# (stage, its blocks) -> whether they fit into the stage's memory; False also holds for more blocks
 Fits = Callable[[int, tuple[range, ...]], bool]
 
 
@@ -45,8 +45,8 @@ def always(stage: int, blocks: tuple[range, ...]) -> bool:
 
 @dataclass(frozen=True)
 class FoundSizes:
-    """sizes: blocks of each part in the model's order. at_least_s: no sizes that fit have a
-    shorter step."""
+    """The result of a search. sizes: blocks of each part, in the model's order. at_least_s: a lower
+    bound on the step of any sizes that fit."""
 
     sizes: tuple[int, ...]
     step_s: float
@@ -54,12 +54,12 @@ class FoundSizes:
 
     @property
     def proven(self) -> bool:
-        """Whether no other sizes are better."""
+        """Whether the sizes are proven to be optimal."""
         return self.step_s <= self.at_least_s * (1 + AS_GOOD)
 
 
 def blocks_of(sizes: Sequence[int], stages: int) -> list[tuple[range, ...]]:
-    """Of each stage: the blocks of its parts."""
+    """Return the blocks of each part of each stage."""
     stops = [*itertools.accumulate(sizes, initial=0)]
     ranges = [range(begin, stop) for begin, stop in itertools.pairwise(stops)]
     return [tuple(ranges[stage::stages]) for stage in range(stages)]
@@ -73,23 +73,24 @@ def best_sizes(
     work: StepWork,
     *,
     fits: Fits = always,
-    known: Sequence[Sequence[int]] = (),
+    candidates: Sequence[Sequence[int]] = (),
     most_looked_at: int = MOST_LOOKED_AT,
 ) -> FoundSizes | None:
-    """The sizes with the shortest step among those that fit; the most even ones where they are as
-    good. known: sizes than which it is never worse. None where none fit."""
-    return _SizeSearch(work, fits).run(known, most_looked_at)
+    """Return the sizes with the shortest step among those that fit, preferring even sizes if they
+    are as good; None if no sizes fit. candidates: sizes to try first; the result is never worse
+    than any of them that fits."""
+    return _SizeSearch(work, fits).run(candidates, most_looked_at)
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
-    """The sizes of the first parts."""
+class _Prefix:
+    """The sizes of the first parts: a node of the search tree."""
 
     sizes: tuple[int, ...]
-    stop: int  # the first block that is not in them
-    # seconds of a micro-batch's way to each of these parts and back, and to the one after them
+    stop: int  # the first block after these parts
+    # seconds of a micro-batch's way to each of these parts and back, and to the part after them
     ways: tuple[float, ...]
-    passes: tuple[float, ...]  # seconds of a pass of each stage, of these parts
+    passes: tuple[float, ...]  # by stage: seconds of a pass through these parts
 
 
 class _SizeSearch:
@@ -106,39 +107,39 @@ class _SizeSearch:
         ]
         self.lightest = min(work.weights)
         self.best: tuple[float, tuple[int, ...]] | None = None
-        self._find_rests()
+        self._find_bounds()
 
-    def run(self, known: Sequence[Sequence[int]], most_looked_at: int) -> FoundSizes | None:
+    def run(self, candidates: Sequence[Sequence[int]], most_looked_at: int) -> FoundSizes | None:
         flat = even(self.blocks, self.parts)
-        self._try([sizes for sizes in (flat, *map(tuple, known)) if self._all_fit(sizes)])
+        self._try([sizes for sizes in (flat, *map(tuple, candidates)) if self._all_fit(sizes)])
         self._improve()
-        left_s = self._go_through(most_looked_at)
+        left_s = self._search(most_looked_at)
         if self.best is None:
             return None
         step_s, sizes = self.best
         return FoundSizes(sizes, step_s, min(step_s, left_s))
 
-    def _go_through(self, most_looked_at: int) -> float:
-        """The beginnings of sizes, the least bound first, until none is better or enough were
-        looked at and some fit. The bound of what is left."""
+    def _search(self, most_looked_at: int) -> float:
+        """Search by branch and bound, until no bound is better than the best step, or sizes that
+        fit are found and enough were examined. Returns the lower bound of the unexamined sizes."""
         numbers = itertools.count()
-        start = _Begun((), 0, (0.0,), (0.0,) * self.stages)
+        start = _Prefix((), 0, (0.0,), (0.0,) * self.stages)
         heap = [(self.ends[0][0], next(numbers), start)]
         whole: list[tuple[int, ...]] = []
         at_once = 1
         while heap:
-            bound, _, begun = heap[0]
+            bound, _, prefix = heap[0]
             if self._is_no_better(bound) or bound == math.inf:
                 break
             if self.best is not None and next(numbers) >= most_looked_at:
                 break
             heapq.heappop(heap)
-            if len(begun.sizes) == self.parts:
-                whole.append(begun.sizes)
-            for one in self._longer(begun):
-                number, least = next(numbers), max(bound, self._bound(one))
+            if len(prefix.sizes) == self.parts:
+                whole.append(prefix.sizes)
+            for longer in self._longer(prefix):
+                number, least = next(numbers), max(bound, self._bound(longer))
                 if not self._is_no_better(least):
-                    heapq.heappush(heap, (least, -number, one))
+                    heapq.heappush(heap, (least, -number, longer))
             if len(whole) >= at_once:
                 self._try(whole)
                 whole, at_once = [], min(2 * at_once, MOST_RUNS)
@@ -146,8 +147,8 @@ class _SizeSearch:
         return heap[0][0] if heap else math.inf
 
     def _improve(self) -> None:
-        """Gives blocks from one part to another, as long as that is better: a good beginning, of
-        which the search has less to look at."""
+        """Move single blocks between parts while that shortens the step. A good best step lets the
+        search examine fewer sizes."""
         before = None
         while self.best is not None and self.best != before:
             before = self.best
@@ -171,53 +172,57 @@ class _SizeSearch:
                 if not self._is_no_better(step_s):
                     self.best = step_s, sizes
 
-    def _longer(self, begun: _Begun) -> Iterator[_Begun]:
-        """With one part more, of each size that fits and leaves the others a block each."""
-        part = len(begun.sizes)
+    def _longer(self, prefix: _Prefix) -> Iterator[_Prefix]:
+        """Extend a prefix by one part, of each size that fits and leaves a block for each other
+        part.
+        """
+        part = len(prefix.sizes)
         left = self.parts - part - 1
         if left < 0:
             return
         stage = part % self.stages
-        stops = range(begun.stop + 1, self.blocks - left + 1) if left else (self.blocks,)
+        stops = range(prefix.stop + 1, self.blocks - left + 1) if left else (self.blocks,)
         for stop in stops:
-            sizes = (*begun.sizes, stop - begun.stop)
+            sizes = (*prefix.sizes, stop - prefix.stop)
             if not self.fits(stage, blocks_of(sizes, self.stages)[stage]):
                 return
-            seconds = self._pass_s(part, begun.stop, stop)
-            passes = list(begun.passes)
+            seconds = self._pass_s(part, prefix.stop, stop)
+            passes = list(prefix.passes)
             passes[stage] += seconds
-            ways = (*begun.ways, begun.ways[-1] + seconds + self._link_s(part))
-            yield _Begun(sizes, stop, ways, tuple(passes))
+            ways = (*prefix.ways, prefix.ways[-1] + seconds + self._link_s(part))
+            yield _Prefix(sizes, stop, ways, tuple(passes))
 
     def _pass_s(self, part: int, begin: int, stop: int) -> float:
         speed = self.work.stages[part % self.stages]
         return self.work.weight(part, begin, stop) * speed.pass_s
 
     def _link_s(self, part: int) -> float:
-        """Over the boundary after a part and back."""
+        """Return the seconds of a micro-batch over the boundary after a part and back."""
         if part == self.parts - 1 or self.stages == 1:
             return 0.0
         speed = self.work.boundaries[part % self.stages]
         return speed.activations_s + speed.gradients_s
 
-    def _bound(self, begun: _Begun) -> float:
-        done = len(begun.sizes)
-        after = begun.ways[-1]
-        bound = after + self.ends[done][begun.stop]
+    def _bound(self, prefix: _Prefix) -> float:
+        """Return a lower bound on the step of all sizes that begin with `prefix`."""
+        done = len(prefix.sizes)
+        after = prefix.ways[-1]
+        bound = after + self.ends[done][prefix.stop]
         for stage in range(min(done, self.stages)):
             to_come = sum(part % self.stages == stage for part in range(done, self.parts))
             least = to_come * self.lightest * self.work.stages[stage].pass_s
-            runs_s = self.runs[stage] * (begun.passes[stage] + least)
-            bound = max(bound, begun.ways[stage] + runs_s)
+            runs_s = self.runs[stage] * (prefix.passes[stage] + least)
+            bound = max(bound, prefix.ways[stage] + runs_s)
             if self.work.virtual_stages == 1:
-                round_s = after + self.rests[done][begun.stop] - begun.ways[stage]
-                bound = max(bound, begun.ways[stage] + self.rounds[stage] * round_s)
+                round_s = after + self.rests[done][prefix.stop] - prefix.ways[stage]
+                bound = max(bound, prefix.ways[stage] + self.rounds[stage] * round_s)
         return bound
 
-    def _find_rests(self) -> None:
-        """For the parts from each one on and the blocks from each one on, over all sizes that fit
-        each stage alone: `ends`, the least time from the first forward to the last backward;
-        `rests`, the least seconds of a micro-batch's way through them and back."""
+    def _find_bounds(self) -> None:
+        """Compute `ends[part][block]` and `rests[part][block]` for the parts from `part` on with
+        the blocks from `block` on, over all sizes that fit each stage alone. `ends`: the least
+        seconds from their first forward to their last backward; `rests`: the least seconds of a
+        micro-batch's way through them and back."""
         none = [math.inf] * self.blocks
         self.ends = [[*none, 0.0]]
         self.rests = [[*none, 0.0]]
@@ -240,21 +245,21 @@ class _SizeSearch:
             self.rests.insert(0, rests)
 
 
-def papers_sizes(
+def paper_sizes(
     work: StepWork, clusters: Sequence[str], *, fits: Fits = always, alpha: float = ALPHA
 ) -> tuple[int, ...] | None:
-    """Yang et al. (Holmes), section 3.3: blocks of a cluster in proportion to its speed, times
-    `alpha` for clusters faster than the mean, rounded down; the last takes the rest. Inside a
-    cluster all stages alike. Where a cluster's memory has no room it gets fewer, or where it is the
-    last, the first that has room gets more. None where that does not help, and for interleaved
-    stages, of which the paper says nothing.
+    """Return the sizes of Yang et al. (Holmes), section 3.3. A cluster gets blocks in proportion to
+    its speed, times `alpha` if it is faster than the mean, rounded down; the last cluster gets the
+    rest. Inside a cluster the sizes are even. A cluster whose memory is too small gives blocks to
+    the last cluster, and the last cluster gives blocks to the first that has room. None if that
+    does not help, and for interleaved stages, which the paper does not cover.
 
-    clusters: of each stage, those of one cluster beside each other.
+    clusters: the cluster of each stage; stages of one cluster are adjacent.
     """
     if work.virtual_stages > 1:
         return None
     names = list(dict.fromkeys(clusters))
-    counts = [sum(one == name for one in clusters) for name in names]
+    counts = [sum(cluster == name for cluster in clusters) for name in names]
     sizes = _by_formula(work, clusters, names, alpha)
     sizes = _with_room_for_all(sizes, counts)
     for _ in range(len(work.weights) * len(names) + 1):
@@ -279,7 +284,8 @@ def papers_sizes(
 def _by_formula(
     work: StepWork, clusters: Sequence[str], names: Sequence[str], alpha: float
 ) -> list[int]:
-    """Blocks of each cluster. Its speed: of all its devices."""
+    """Return the blocks of each cluster by the paper's formula. A cluster's speed is that of all
+    its devices together."""
     speed = dict.fromkeys(names, 0.0)
     for name, stage, width in zip(clusters, work.stages, work.widths, strict=True):
         speed[name] += width / stage.pass_s
@@ -293,7 +299,7 @@ def _by_formula(
 
 
 def _with_room_for_all(sizes: list[int], counts: Sequence[int]) -> list[int]:
-    """With at least a block a stage, taken from the cluster that has most."""
+    """Give each cluster at least one block per stage, taken from the cluster with the most."""
     sizes = list(sizes)
     while any(own < count for own, count in zip(sizes, counts)):
         short = next(i for i, own in enumerate(sizes) if own < counts[i])
@@ -305,8 +311,8 @@ def _with_room_for_all(sizes: list[int], counts: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class SizesTable:
-    """The exact search beside the paper's formula and even stages. others: by name, their sizes
-    and seconds a step; None: they do not fit."""
+    """A comparison of the exact search with the paper's formula and even stages. others: by name,
+    their sizes and the seconds of a step; None if they do not fit."""
 
     best: FoundSizes
     others: Mapping[str, tuple[tuple[int, ...], float] | None]
@@ -316,13 +322,13 @@ class SizesTable:
         texts = [" + ".join(map(str, row[0])) if row else "-" for row in rows.values()]
         lines = []
         for (name, row), text in zip(rows.items(), texts):
-            said = f"{show_seconds(row[1])} a step" if row else "does not fit"
+            time = f"{show_seconds(row[1])} a step" if row else "does not fit"
             if row and row[1] > self.best.step_s * (1 + AS_GOOD):
-                said += f", {row[1] / self.best.step_s - 1:.1%} more"
-            lines.append(f"{name:<8} {text:<{max(map(len, texts))}}  {said}")
+                time += f", {row[1] / self.best.step_s - 1:.1%} more"
+            lines.append(f"{name:<8} {text:<{max(map(len, texts))}}  {time}")
         if not self.best.proven:
             lines.append(
-                f"exact: the search stopped early; no stages take less than"
+                f"exact: the search stopped early; no sizes take less than"
                 f" {show_seconds(self.best.at_least_s)}"
             )
         return "\n".join(lines)
@@ -335,12 +341,13 @@ def compare_sizes(
     fits: Fits = always,
     most_looked_at: int = MOST_LOOKED_AT,
 ) -> SizesTable | None:
-    """clusters: of each stage. None where no sizes fit."""
+    """Compare the ways to choose sizes; None if no sizes fit. clusters: the cluster of each
+    stage."""
     model, flat = StepModel(work), even(len(work.weights), work.parts)
     sizes_of = {"even": flat if all_fit(flat, len(work.stages), fits) else None}
     if work.virtual_stages == 1:
-        sizes_of["paper"] = papers_sizes(work, clusters, fits=fits)
+        sizes_of["paper"] = paper_sizes(work, clusters, fits=fits)
     others = {n: (own, model.seconds(own)) if own else None for n, own in sizes_of.items()}
-    known = [own for own in sizes_of.values() if own]
-    best = best_sizes(work, fits=fits, known=known, most_looked_at=most_looked_at)
+    fitting = [own for own in sizes_of.values() if own]
+    best = best_sizes(work, fits=fits, candidates=fitting, most_looked_at=most_looked_at)
     return None if best is None else SizesTable(best, others)

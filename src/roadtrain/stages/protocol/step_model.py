@@ -1,13 +1,13 @@
-"""How long a step of a pipeline takes with given stages: the state machines of `pipeline` with
-durations of runs and messages.
+"""Compute the time of a pipeline step for given stages, from the state machines of `pipeline` and
+the durations of runs and messages.
 
-Each replica runs in its machine's order. A message of a replica leaves after those that it sent
-before over the same boundary and direction, while it computes on. The step ends with the last
-backward of all. Which run follows which does not depend on the durations, so the order is found
-once and many stages are tried with it. Messages of different senders, boundaries or directions take
-nothing from each other: where links are busier than devices and a card carries several, a step is
-longer.
-Pure arithmetic. Does NOT know where durations come from.
+Each replica runs in its machine's order. A replica's messages over one boundary and direction are
+sent one after another, while it continues to compute. The step ends with the last backward. The
+order of runs does not depend on durations, so it is computed once and used for many sizes. Messages
+of different senders, boundaries or directions do not slow each other down in this model; if a card
+carries several of them and links are the bottleneck, a real step is longer.
+
+Pure arithmetic. Does NOT measure durations.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from roadtrain.stages.protocol.pipeline import (
     StageStateMachine,
 )
 
-MOST_TIMES = 1 << 22  # finish times held at once, of all runs of the stages that are tried
+MOST_TIMES = 1 << 22  # the most finish times in memory, over all runs and all sizes in a batch
 
 Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class StageSpeed:
-    """Seconds that a block of weight 1 takes on the slowest replica of a stage."""
+    """The seconds that a block of weight 1 takes on the slowest replica of a stage."""
 
-    forward_s: float  # of one micro-batch
-    backward_s: float  # of one micro-batch
+    forward_s: float  # per micro-batch
+    backward_s: float  # per micro-batch
 
     @property
     def pass_s(self) -> float:
@@ -49,7 +49,7 @@ class StageSpeed:
 
 @dataclass(frozen=True, slots=True)
 class BoundarySpeed:
-    """Seconds that one micro-batch's message takes from a replica over a boundary."""
+    """The seconds that the message of one micro-batch takes over a boundary."""
 
     activations_s: float = 0.0
     gradients_s: float = 0.0
@@ -57,60 +57,61 @@ class BoundarySpeed:
 
 @dataclass(frozen=True)
 class StepWork:
-    """All that decides how long a step takes, but for the stages' sizes."""
+    """Everything that determines the time of a step, except the sizes of the stages."""
 
     stages: tuple[StageSpeed, ...]
-    weights: tuple[float, ...]  # of each block of the model: its work, over that of an ordinary one
-    num_microbatches: int  # of a step, over all replicas
-    widths: tuple[int, ...]  # replicas of each stage
-    boundaries: tuple[BoundarySpeed, ...]  # after each stage; of interleaved ones the last too
-    ends: tuple[float, float] = (0.0, 0.0)  # weights of what comes before and after all blocks
+    weights: tuple[float, ...]  # by block: its work relative to an ordinary block
+    num_microbatches: int  # per step, over all replicas
+    widths: tuple[int, ...]  # the number of replicas of each stage
+    boundaries: tuple[BoundarySpeed, ...]  # after each stage; after the last only if interleaved
+    ends: tuple[float, float] = (0.0, 0.0)  # weights of the code before and after all blocks
     virtual_stages: int = 1
 
     @property
     def parts(self) -> int:
-        """Of the model, over all stages; part i is of stage i mod p."""
+        """The number of parts of the model; part i belongs to stage i mod p."""
         return len(self.stages) * self.virtual_stages
 
     @cached_property
     def before(self) -> tuple[float, ...]:
-        """Weights of all blocks before each one, and of all."""
+        """The total weight of the blocks before each block, and of all blocks."""
         return tuple(itertools.accumulate(self.weights, initial=0.0))
 
     def weight(self, part: int, begin: int, stop: int) -> float:
-        """Of blocks [begin, stop) as that part of the model."""
+        """Return the weight of a part that consists of the blocks [begin, stop)."""
         ends = self.ends[0] * (part == 0) + self.ends[1] * (part == self.parts - 1)
         return self.before[stop] - self.before[begin] + ends
 
 
 @dataclass(slots=True)
 class _Order:
-    """What a step consists of, each after all that it needs. Rows of durations: forwards of all
-    parts, backwards of all parts, then activations and gradients of all boundaries."""
+    """The runs and messages of a step, each after its dependencies. Rows of the table of durations:
+    forwards of all parts, backwards of all parts, then activations and gradients of all boundaries.
+    """
 
-    rows: list[int] = field(default_factory=list)
-    needs: list[tuple[int, ...]] = field(default_factory=list)
-    last: list[int] = field(default_factory=list)  # of each replica, its last run
+    rows: list[int] = field(default_factory=list)  # the row of each run or message
+    needs: list[tuple[int, ...]] = field(default_factory=list)  # its dependencies
+    last: list[int] = field(default_factory=list)  # by replica: its last run
 
     def add(self, row: int, needs: Iterator[int | None]) -> int:
         self.rows.append(row)
-        self.needs.append(tuple(one for one in needs if one is not None))
+        self.needs.append(tuple(number for number in needs if number is not None))
         return len(self.rows) - 1
 
 
 class StepModel:
-    """The step of `work` for any stages' sizes."""
+    """The seconds of a step of `work` as a function of the stages' sizes."""
 
     def __init__(self, work: StepWork) -> None:
         self.work = work
         self._order = _ordered(work)
 
     def seconds(self, sizes: Sequence[int]) -> float:
-        """sizes: blocks of each part, in the model's order."""
+        """Return the seconds of a step. sizes: blocks of each part, in the model's order."""
         return float(self.seconds_of_all([sizes])[0])
 
     def seconds_of_all(self, many: Sequence[Sequence[int]]) -> Array:
-        """Of each of many sizes."""
+        """Return the seconds of a step for each of many sizes."""
         sizes = np.asarray(many, dtype=np.int64)
         at_once = max(1, MOST_TIMES // len(self._order.rows))
         found = [self._run(sizes[i : i + at_once]) for i in range(0, len(sizes), at_once)]
@@ -127,23 +128,23 @@ class StepModel:
         return ends[order.last].max(axis=0)
 
     def _durations(self, sizes: npt.NDArray[np.int64]) -> Array:
-        """By row of `_Order` and sizes."""
+        """Return the durations as [rows of `_Order`, sizes]."""
         work, stages = self.work, len(self.work.stages)
         stops = np.cumsum(sizes, axis=1)
         weights = np.diff(np.asarray(work.before)[stops], axis=1, prepend=0.0).T
         weights[0] += work.ends[0]
         weights[-1] += work.ends[1]
         speeds = [work.stages[part % stages] for part in range(work.parts)]
-        forward = weights * np.array([[one.forward_s] for one in speeds])
-        backward = weights * np.array([[one.backward_s] for one in speeds])
-        messages = [one.activations_s for one in work.boundaries]
-        messages += [one.gradients_s for one in work.boundaries]
+        forward = weights * np.array([[speed.forward_s] for speed in speeds])
+        backward = weights * np.array([[speed.backward_s] for speed in speeds])
+        messages = [boundary.activations_s for boundary in work.boundaries]
+        messages += [boundary.gradients_s for boundary in work.boundaries]
         alike = np.repeat(np.array(messages).reshape(-1, 1), len(sizes), axis=1)
         return np.concatenate([forward, backward, alike])
 
 
 def _ordered(work: StepWork) -> _Order:
-    """By driving the machines, whatever the durations."""
+    """Find the order by driving the state machines."""
     stages, parts, widths = len(work.stages), work.virtual_stages, work.widths
     machines = {
         (s, r): StageStateMachine(PipelineShape(s, r, widths, parts, work.num_microbatches))
@@ -153,14 +154,15 @@ def _ordered(work: StepWork) -> _Order:
     order = _Order()
     last: dict[tuple[int, int], int] = {}  # replica -> its last run
     sent: dict[tuple[tuple[int, int], int], int] = {}  # sender, row -> its last message
-    came: dict[tuple[str, tuple[int, int], int, int], int] = {}  # -> what brought it
+    # (direction, receiver, micro, part) -> the run or message that delivered the input
+    inputs: dict[tuple[str, tuple[int, int], int, int], int] = {}
     todo = deque((key, run) for key, machine in machines.items() for run in machine.start())
     while todo:
         key, run = todo.popleft()
-        needs = last.get(key), came.get((run.what, key, run.micro, run.part))
+        needs = last.get(key), inputs.get((run.what, key, run.micro, run.part))
         row = work.parts * (run.what == BACKWARD) + run.part * stages + key[0]
         last[key] = number = order.add(row, iter(needs))
-        to = machines[key].goes(run)
+        to = machines[key].consumer(run)
         todo += [(key, other) for other in machines[key].ended(run)]
         if to is None:
             continue
@@ -169,7 +171,7 @@ def _ordered(work: StepWork) -> _Order:
             row = _message_row(work, key[0], run, to)
             number = order.add(row, iter((number, sent.get((key, row)))))
             sent[key, row] = number
-        came[run.what, there, run.micro, to.part] = number
+        inputs[run.what, there, run.micro, to.part] = number
         arrived = machines[there].arrived(run.what, run.micro, to.part)
         todo += [(there, other) for other in arrived]
     order.last = [*last.values()]

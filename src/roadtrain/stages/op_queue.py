@@ -1,9 +1,10 @@
-"""Courier: one thread in which a rank's collective operations begin and end, in one order, beside
-the thread that computes. SideStream: that thread's work on the device.
+"""CollectiveQueue: a thread that runs a rank's collective operations in order, beside the thread
+that computes. SideStream: the device stream of that thread.
 
-All ranks of a group must begin the same operations in the same order: whoever hands jobs in sees to
-that. A few jobs are under way at once; they end in the order in which they began. After an error
-nothing more begins, and everybody who waits or hands in a job gets it (Rule 5).
+All ranks of a group must start the same operations in the same order; the caller of `put` is
+responsible for that. Up to DEPTH operations are in flight, and they end in the order in which they
+started. After an error nothing more is started, and the error is raised to every waiting thread
+and at every later `put` (Rule 5).
 """
 
 from __future__ import annotations
@@ -20,32 +21,33 @@ import torch.distributed as dist
 
 from roadtrain.errors import DeadlineError, LoopError, LostError, RoadtrainError
 
-UNDER_WAY = 2  # jobs at once: one that sends while the next begins
-# what errors of gloo and NCCL say that are about a peer; some do not name their library
-OF_PEERS = ("gloo", "nccl", "pair closure", "connection", "timed out")
-PATIENCE = 2.0  # deadlines without any progress before whoever waits gives up
+DEPTH = 2  # jobs in flight: one sends while the next starts
+# words in gloo's and NCCL's errors about a peer; not every such error names its library
+PEER_WORDS = ("gloo", "nccl", "pair closure", "connection", "timed out")
+PATIENCE = 2.0  # deadlines without any progress until a wait times out
 
 
 class Pending(Protocol):
-    """An operation that has begun: torch's Work."""
+    """An operation in flight, such as torch's Work."""
 
     def wait(self) -> object: ...
 
 
 @dataclass(frozen=True)
-class CourierJob:
-    """`what` stands in errors. `run` may compute, yields the operation that it started (None: there
-    is none to wait for), and goes on once that is done. `alone`: it begins when all before it have
-    ended."""
+class QueuedCollective:
+    """A job of the queue. `what`: its name in errors. `run`: a generator that may compute, yields
+    the operation that it started (None: nothing to wait for), and is resumed when that is done.
+    `alone`: start only after all earlier jobs have ended."""
 
     what: str
     run: Iterator[Pending | None]
     alone: bool = False
 
 
-class Courier:
-    """`deadline_s`: of one operation, kept by the groups; here it says how long nothing at all
-    may end. `running`: a context that the thread is in."""
+class CollectiveQueue:
+    """A thread that runs jobs in order. `deadline_s`: the timeout of one operation, which the
+    process groups enforce; here it limits the time without any progress. `running`: a context
+    manager that the thread runs in."""
 
     def __init__(
         self,
@@ -57,17 +59,18 @@ class Courier:
         self._running = running or contextlib.nullcontext()
         self.error: BaseException | None = None
         self._reported = False
-        self._now = ""  # what is waited for
-        self._ended = 0  # jobs
+        self._now = ""  # the job that the thread works on
+        self._ended = 0  # number of jobs
         self._closing = False
-        self._jobs: deque[CourierJob] = deque()
-        self._under_way: deque[tuple[CourierJob, Pending | None]] = deque()  # the thread's own
+        self._jobs: deque[QueuedCollective] = deque()  # not started yet
+        # only the thread changes it
+        self._in_flight: deque[tuple[QueuedCollective, Pending | None]] = deque()
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name=f"courier of {name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"collectives {name}", daemon=True)
         self._thread.start()
 
-    def do(self, job: CourierJob) -> None:
-        """Hand in a job. Raises what went wrong with one before, LoopError after the end."""
+    def put(self, job: QueuedCollective) -> None:
+        """Queue a job. Raises the error of an earlier job, LoopError after `close`."""
         with self._changed:
             self.check()
             if self._closing:
@@ -76,48 +79,49 @@ class Courier:
             self._changed.notify_all()
 
     def wait(self, until: Callable[[], bool], what: str) -> None:
-        """Returns when `until()`, which the ends of jobs make true. Raises what went wrong,
-        DeadlineError when nothing ends for long."""
+        """Wait until `until()` is true; it is checked whenever a job ends. Raises the error of a
+        job, DeadlineError if no job ends for PATIENCE deadlines."""
         with self._changed:
             while True:
-                self.check()  # first: an error ends all jobs, which may make `until()` true
+                self.check()  # before `until()`: an error clears all jobs, which may make it true
                 if until():
                     return
                 ended = self._ended
                 moved = self._changed.wait(PATIENCE * self.deadline_s) or self._ended > ended
                 if not moved:
                     raise DeadlineError(
-                        f"{self.name}: {what} is not here after {PATIENCE * self.deadline_s:g} s"
-                        f" without progress in {self._now or 'anything'}"
+                        f"{self.name}: waited for {what}, but there was no progress for"
+                        f" {PATIENCE * self.deadline_s:g} s in {self._now or 'anything'}"
                     )
 
     def wait_all(self, what: str) -> None:
-        """Every job that was handed in has ended."""
-        self.wait(lambda: not self._jobs and not self._under_way and not self._now, what)
+        """Wait until every queued job has ended. Raises like `wait`."""
+        self.wait(lambda: not self._jobs and not self._in_flight and not self._now, what)
 
     def abandon(self) -> None:
-        """No further job begins; nobody waits for those that are under way."""
+        """Drop all jobs that have not started, without waiting for those in flight."""
         with self._changed:
             self._jobs.clear()
             self._closing = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends what was handed in, and the thread. Raises what went wrong, if nobody heard."""
+        """Finish all queued jobs and end the thread. Raises the error of a job, unless it was
+        raised before, DeadlineError if the thread does not end."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(PATIENCE * self.deadline_s)
         if self._thread.is_alive():
             raise DeadlineError(
-                f"{self.name}: {self._now} does not end within {PATIENCE * self.deadline_s:g} s"
+                f"{self.name}: {self._now} did not end within {PATIENCE * self.deadline_s:g} s"
             )
         with self._changed:
             if not self._reported:
                 self.check()
 
     def check(self) -> None:
-        """Raises what went wrong."""
+        """Raise the error of a job, if there was one."""
         if self.error is None:
             return
         self._reported = True
@@ -134,9 +138,9 @@ class Courier:
             with self._changed:
                 self._now = ""
                 self._changed.notify_all()
-                while not self._jobs and not self._under_way and not self._closing:
+                while not self._jobs and not self._in_flight and not self._closing:
                     self._changed.wait()
-                if not self._jobs and not self._under_way:
+                if not self._jobs and not self._in_flight:
                     return
                 job = self._take()
             try:
@@ -147,32 +151,32 @@ class Courier:
             except BaseException as error:
                 self._fail(error)
 
-    def _take(self, done: int = 0) -> CourierJob | None:
-        """The next job, if it may begin. `done`: jobs under way whose operations are done."""
-        busy = len(self._under_way)
-        if not self._jobs or busy - done >= UNDER_WAY or (self._jobs[0].alone and busy):
+    def _take(self, done: int = 0) -> QueuedCollective | None:
+        """Take the next job if it may start. `done`: jobs in flight whose operations are done."""
+        busy = len(self._in_flight)
+        if not self._jobs or busy - done >= DEPTH or (self._jobs[0].alone and busy):
             return None
         self._now = self._jobs[0].what
         return self._jobs.popleft()
 
-    def _begin(self, job: CourierJob) -> None:
+    def _begin(self, job: QueuedCollective) -> None:
         work = next(job.run)
         with self._changed:
-            self._under_way.append((job, work))
+            self._in_flight.append((job, work))
 
     def _end_oldest(self) -> None:
-        job, work = self._under_way[0]
+        job, work = self._in_flight[0]
         self._now = job.what
         if work is not None:
             work.wait()
         with self._changed:
             following = self._take(done=1)
-        if following is not None:  # it travels while this one's end computes
+        if following is not None:  # its operation runs while the end of this job computes
             self._begin(following)
         self._now = job.what
         next(job.run, None)
         with self._changed:
-            self._under_way.popleft()
+            self._in_flight.popleft()
             self._ended += 1
             self._changed.notify_all()
 
@@ -180,62 +184,64 @@ class Courier:
         with self._changed:
             self.error = typed(error, f"{self.name}: {self._now}", self.deadline_s)
             self._jobs.clear()
-            self._under_way.clear()
+            self._in_flight.clear()
             self._now = ""
             self._changed.notify_all()
 
 
 def typed(error: BaseException, what: str, deadline_s: float) -> BaseException:
-    """torch's words for a peer that is late or gone, as ours; other errors as they are."""
-    said = " ".join(str(error).split())
-    of_group = isinstance(error, dist.DistError) or any(w in said.lower() for w in OF_PEERS)
+    """Translate torch's error about a lost peer to LostError or DeadlineError; return any other
+    error unchanged."""
+    text = " ".join(str(error).split())
+    of_group = isinstance(error, dist.DistError) or any(w in text.lower() for w in PEER_WORDS)
     if isinstance(error, RoadtrainError) or not (of_group and isinstance(error, RuntimeError)):
         return error
-    late = "timed out" in said.lower() or "timeout" in said.lower()
-    told = (DeadlineError if late else LostError)(
-        f"{what} failed" + (f" after {deadline_s:g} s" if late else "") + f": {said[:300]}",
+    late = "timed out" in text.lower() or "timeout" in text.lower()
+    peer_error = (DeadlineError if late else LostError)(
+        f"{what} failed" + (f" after {deadline_s:g} s" if late else "") + f": {text[:300]}",
         hint="a rank of the group has ended or is unreachable; its own log says why",
     )
-    told.__cause__ = error
-    return told
+    peer_error.__cause__ = error
+    return peer_error
 
 
 class SideStream:
-    """The device's work of another thread, in order with that of the thread that computes.
+    """A device stream for the queue's thread, ordered by events with the stream of the computing
+    thread.
 
-    On the host all of it is nothing: there what has ended is there. On an accelerator the thread of
-    `running` has a stream of its own; marks say from when on what it needs is made, and from when
-    on what it makes may be used.
+    On an accelerator the queue's thread runs on `stream`. An event (a mark) makes one stream wait
+    for results of the other. On the CPU there is no stream and all methods do nothing, as results
+    are there when an operation has ended.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = None if device.type == "cpu" else torch.Stream(device)
-        # number -> what the other thread made is there after this
+        # bucket number -> event after which the queue's thread has written the bucket
         self.marks: dict[int, torch.Event] = {}
 
     @property
     def running(self) -> contextlib.AbstractContextManager[object]:
-        """In which the other thread runs."""
+        """The context that the queue's thread runs in."""
         return contextlib.nullcontext() if self.stream is None else self.stream
 
     def mark(self) -> torch.Event | None:
-        """Of the computing thread: what it has made so far."""
+        """Record an event after all work of the computing thread so far (computing thread)."""
         if self.stream is None:
             return None
         return torch.accelerator.current_stream(self.stream.device).record_event()
 
     def after(self, mark: torch.Event | None) -> None:
-        """Of the other thread: what follows needs what was marked."""
+        """Make the side stream wait for `mark` (queue's thread)."""
         if self.stream is not None and mark is not None:
             self.stream.wait_event(mark)
 
     def leave_mark(self, number: int) -> None:
-        """Of the other thread: `number` is made, once what was begun has run."""
+        """Record that bucket `number` is written once the work so far is done (queue's thread)."""
         if self.stream is not None:
             self.marks[number] = self.stream.record_event()
 
     def wait_for(self, numbers: Collection[int]) -> None:
-        """Of the computing thread: what follows needs these."""
+        """Make the computing stream wait for buckets `numbers` (computing thread)."""
         if self.stream is None:
             return
         for number in numbers:
@@ -243,6 +249,6 @@ class SideStream:
                 torch.accelerator.current_stream(self.stream.device).wait_event(mark)
 
     def join(self) -> None:
-        """Of the computing thread: what follows needs all that the other thread began."""
+        """Make the computing stream wait for the whole side stream (computing thread)."""
         if self.stream is not None:
             torch.accelerator.current_stream(self.stream.device).wait_stream(self.stream)

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from roadtrain.errors import LoopError, LostError
-from roadtrain.stages.courier import Courier, CourierJob
+from roadtrain.stages.op_queue import CollectiveQueue, QueuedCollective
 
 
 def fails():
@@ -17,33 +17,33 @@ def job(what, begin=lambda: None, end=lambda: None):
         yield begin()
         end()
 
-    return CourierJob(what, run())
+    return QueuedCollective(what, run())
 
 
 @pytest.mark.parametrize("wait", ["all", "one"])
 def test_who_waits_while_a_job_fails_gets_its_error(wait):  # Rule 6
     """The failure ends all jobs, so nothing is under way any more: that is no success."""
-    courier, go, done = Courier("stage 1", 5.0), threading.Event(), []
-    courier.do(job("a sum", lambda: go.wait(5) and fails()))
-    courier.do(job("another", end=lambda: done.append(1)))
+    queue, go, done = CollectiveQueue("stage 1", 5.0), threading.Event(), []
+    queue.put(job("a sum", lambda: go.wait(5) and fails()))
+    queue.put(job("another", end=lambda: done.append(1)))
     threading.Timer(0.05, go.set).start()
     with pytest.raises(LostError, match="gone"):
-        courier.wait_all("both") if wait == "all" else courier.wait(lambda: bool(done), "it")
+        queue.wait_all("both") if wait == "all" else queue.wait(lambda: bool(done), "it")
     with pytest.raises(LostError, match="gone"):
-        courier.wait_all("what was over before")
+        queue.wait_all("what was over before")
     with pytest.raises(LostError, match="gone"):
-        courier.do(job("one more"))
-    courier.close()  # somebody has heard of it
+        queue.put(job("one more"))
+    queue.close()  # somebody has heard of it
     assert not done
 
 
 def test_jobs_that_are_abandoned_while_one_begins():
-    courier, begun, go = Courier("stage 1", 5.0), threading.Event(), threading.Event()
-    courier.do(job("a sum", lambda: begun.set() or (go.wait(5) and None)))
-    courier.do(job("never", fails))
+    queue, begun, go = CollectiveQueue("stage 1", 5.0), threading.Event(), threading.Event()
+    queue.put(job("a sum", lambda: begun.set() or (go.wait(5) and None)))
+    queue.put(job("never", fails))
     assert begun.wait(5)
-    courier.abandon()
+    queue.abandon()
     go.set()
-    courier.close()
+    queue.close()
     with pytest.raises(LoopError, match="stage 1: one more after close"):
-        courier.do(job("one more"))
+        queue.put(job("one more"))
