@@ -30,7 +30,7 @@ from roadtrain.launch.launch_engine import HostSeen
 from roadtrain.launch.logs import RunLogs
 from roadtrain.launch.processes import Process, WorkerSet
 from roadtrain.launch.protocol.run_events import (
-    HostCame,
+    HostJoined,
     HostLost,
     Output,
     ProcessEnded,
@@ -106,11 +106,11 @@ class SmallProcesses:
     def hosts(self) -> Sequence[HostSeen]:
         return [HostSeen(name, "127.0.0.1", 0) for name in ("gpu0", "s0")]
 
-    def ask(self, host: str, words: Sequence[str], told: Any) -> Any:
+    def ask(self, host: str, words: Sequence[str], request: Any) -> Any:
         stages = [[["stage 0", "predicted", "measured", "ratio"]]]
         return {"step": self.step, "code": 0, "lines": [f"asked on {host}"], "stages": stages}
 
-    def tell(self, words: Sequence[str]) -> str:
+    def run_verb(self, words: Sequence[str]) -> str:
         raise LaunchError(f"{words[0]} is no verb of this engine")
 
     def start(self, process: Process) -> None:
@@ -246,7 +246,7 @@ def test_a_host_that_is_lost_before_the_first_turn_gets_nothing(tmp_path: Path) 
     with run:
         wait_for(lambda: "workers wait: gpu0 must be there" in run.log(), "a word")
         assert run.engine.workers is None
-        run.engine.happened.append(HostCame("gpu0", "127.0.0.1", 1))
+        run.engine.happened.append(HostJoined("gpu0", "127.0.0.1", 1))
         assert run.ended().code == 0
 
 
@@ -254,7 +254,7 @@ def test_a_host_that_came_and_cannot_run_workers_is_told(tmp_path: Path) -> None
     run = Supervised(tmp_path, "exec sleep 1000")
     with run:
         wait_for(lambda: run.engine.workers, "workers")
-        run.engine.happened.append(HostCame("new", "127.0.0.2", 1))
+        run.engine.happened.append(HostJoined("new", "127.0.0.2", 1))
         said = "host new came and is not used for workers: it does not answer"
         wait_for(lambda: said in run.log(), "a word")
         ask_supervisor(run.home, "stop")
@@ -424,7 +424,10 @@ def launched(directory: Path, workers: int, steps: int) -> Iterator[Launched]:
     try:
         yield run
     finally:
-        for what in ("succeed", "supervise"):  # a standby goes on where its supervisor is killed
+        for what in (
+            "standby_main",
+            "supervise",
+        ):  # a standby goes on where its supervisor is killed
             for pid in run.processes(f"roadtrain.launch.{what}"):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -477,7 +480,7 @@ def test_a_run_whose_home_is_full_goes_on_also_under_its_standby(tmp_path: Path)
     with small_disk(tmp_path / ".roadtrain", 200_000), launched(tmp_path, 1, steps) as run:
         launcher = run.launch()
         run.step_reached(8)
-        wait_for(lambda: run.processes("roadtrain.launch.succeed"), "a standby")
+        wait_for(lambda: run.processes("roadtrain.launch.standby_main"), "a standby")
         filling = tmp_path / ".roadtrain" / "filling"
         with suppress(OSError), filling.open("wb") as file:
             while True:
@@ -528,9 +531,9 @@ def test_launchers_and_supervisors_that_are_killed(tmp_path: Path) -> None:
         run.step_reached(len(run.lines) + 5)
         assert run.home.record().start == 1 and run.home.is_supervised()
         assert "its standby goes on" in run.home.all_log.read_text()
-        for pid in run.processes("roadtrain.launch.succeed"):  # it, and one of its own
+        for pid in run.processes("roadtrain.launch.standby_main"):  # it, and one of its own
             os.kill(pid, signal.SIGSTOP)
-        for pid in run.processes("roadtrain.launch.succeed"):
+        for pid in run.processes("roadtrain.launch.standby_main"):
             os.kill(pid, signal.SIGKILL)
         wait_for(run.nothing_runs, "the end of what a supervisor had started")
         code, said = run.run("status", "tiny")

@@ -153,7 +153,7 @@ def test_lines_of_all_processes(home: RunHome) -> None:
         logs.write("server a/../b 0", "s0", "serving [x] y")
         logs.flush()
         assert tail.lines() == ["step 1", "[server a/../b 0 s0] serving [x] y"]
-        logs.tell("all is well")
+        logs.notify("all is well")
     (told,) = tail.lines()
     assert told.startswith("[launch] ") and told.endswith(" all is well")
     assert (home.log_directory / "worker_0.log").read_text() == "step 1\n"
@@ -180,9 +180,9 @@ def test_requests_and_answers(home: RunHome) -> None:
         assert (request.verb, request.words) == ("tell", ("comes", "a"))
         request.connection.answer({"said": "yes"})
         with client.makefile("rb") as answers:
-            assert b"no request" in answers.readline()
+            assert b"invalid request" in answers.readline()
             assert answers.readline() == b'{"said": "yes"}\n'
-    with pytest.raises(LaunchError, match="no supervisor that answers"):
+    with pytest.raises(LaunchError, match=r"the supervisor of run '.*' does not answer"):
         ControlClient(home)
 
 

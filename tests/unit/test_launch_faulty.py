@@ -91,7 +91,7 @@ def test_logs_on_a_full_disk(home: RunHome) -> None:
                 logs.write("worker 0", "a", f"line {n} of a worker that says a lot")
             logs.flush()
         logs.flush()
-        logs.tell("there is room again")
+        logs.notify("there is room again")
     text = home.all_log.read_text()
     assert "lines of these logs were lost: File too large" in text
     assert "there is room again" in text
@@ -100,7 +100,7 @@ def test_logs_on_a_full_disk(home: RunHome) -> None:
 class NoHosts:
     """A LaunchEngine that has none."""
 
-    goes_on = False
+    resumed = False
     closed = False
 
     def hosts(self) -> list[Any]:
@@ -233,7 +233,7 @@ def test_a_run_whose_standby_is_slow_to_take_over_is_alive(home: RunHome) -> Non
     code = (
         "import sys, time; from pathlib import Path; from roadtrain.launch.home import RunHome\n"
         "time.sleep(1.0)\n"
-        "with RunHome(Path(sys.argv[-1])).succeeding(): time.sleep(60)"
+        "with RunHome(Path(sys.argv[-1])).taking_over(): time.sleep(60)"
     )
     words = [sys.executable, "-c", code, STANDBY, str(home.path)]
     with subprocess.Popen(words) as standby:

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from roadtrain.launch.protocol.run_events import (
     Committed,
     EndRun,
-    HostCame,
-    HostLeaves,
+    HostJoined,
+    HostLeaving,
     HostLost,
+    NotifyUser,
     Output,
     ProcessEnded,
     ProcessRestarted,
@@ -25,9 +26,8 @@ from roadtrain.launch.protocol.run_events import (
     SetReducers,
     StartService,
     StartWorkers,
-    StopAsked,
     StopProcess,
-    TellUser,
+    StopRequested,
     TimePassed,
     WorkersEnded,
 )
@@ -64,8 +64,8 @@ class Driven:
         out = self.machine.handle(event, self.at)
         self.machine.check()
         told_first(out)
-        self.told += [one.text for one in out if isinstance(one, TellUser)]
-        return [one for one in out if not isinstance(one, TellUser)]
+        self.told += [one.text for one in out if isinstance(one, NotifyUser)]
+        return [one for one in out if not isinstance(one, NotifyUser)]
 
     def later(self, seconds: float) -> list[RunAction]:
         self.at += seconds
@@ -81,17 +81,17 @@ class Driven:
         return self(HostLost(host, "its agent is gone"))
 
     def came(self, host: str, workers: int = 1) -> list[RunAction]:
-        return self(HostCame(host, "10.0.0.1", workers))
+        return self(HostJoined(host, "10.0.0.1", workers))
 
     def leaves(self, host: str) -> list[RunAction]:
-        return self(HostLeaves(host, 100))
+        return self(HostLeaving(host, 100))
 
 
 def told_first(actions: Sequence[RunAction]) -> None:
     """All that happens was said before."""
     for i, action in enumerate(actions):
-        if not isinstance(action, TellUser):
-            assert any(isinstance(one, TellUser) for one in actions[:i]), action
+        if not isinstance(action, NotifyUser):
+            assert any(isinstance(one, NotifyUser) for one in actions[:i]), action
 
 
 def start(name: str) -> StartService:
@@ -188,7 +188,7 @@ def test_a_resumed_run_knows_its_committed_step() -> None:
 
 def test_workers_have_as_long_as_a_step_takes() -> None:
     run = Driven(step_grace_s=900.0)
-    assert run(StopAsked("asked"))[0] == stop_workers(900)
+    assert run(StopRequested("asked"))[0] == stop_workers(900)
 
 
 def test_workers_that_were_killed_before_their_step_was_committed_are_told() -> None:
@@ -247,8 +247,8 @@ def test_a_worker_that_somebody_interrupts() -> None:
 
 def test_stop_asked() -> None:
     run = Driven()
-    assert run(StopAsked("the user asked for it")) == [stop_workers(120)]
-    assert run(StopAsked("again")) == []
+    assert run(StopRequested("the user asked for it")) == [stop_workers(120)]
+    assert run(StopRequested("again")) == []
     assert run.failed(130) == [StopProcess("reducer r0", 20), StopProcess("server s0 0", 20)]
     run.ended("server s0 0", 0)
     assert run.ended("reducer r0", 0) == [EndRun(130, "the user asked for it")]
@@ -256,7 +256,7 @@ def test_stop_asked() -> None:
 
 def test_workers_that_do_not_end_are_given_up() -> None:
     run = Driven(services=())
-    run(StopAsked("asked"))
+    run(StopRequested("asked"))
     assert run.later(179) == []
     assert run.later(2) == [EndRun(130, "asked")]  # Rule 5
 
@@ -320,7 +320,7 @@ def test_a_worker_host_is_back_before_the_others_go_on() -> None:
 
 def test_all_worker_hosts_are_lost_while_the_run_ends() -> None:
     run = Driven(services=())
-    run(StopAsked("asked"))
+    run(StopRequested("asked"))
     run.lost("a")
     assert run.lost("b") == []
     assert run.failed(-9) == [EndRun(130, "asked")]
@@ -529,7 +529,7 @@ def test_random_faults(options, faults, stops) -> None:
             happen(engine, kind, what, step)
     for host in HOSTS[:-1]:
         engine.up.add(host)
-        engine.feed(HostCame(host, "", 1))
+        engine.feed(HostJoined(host, "", 1))
     for _ in range(8):
         engine.end_asked()
         engine.wait(31)
@@ -538,7 +538,7 @@ def test_random_faults(options, faults, stops) -> None:
         assert engine.attempt is not None, "no progress though all hosts are there"
         assert len(machine.worker_hosts) == 2
         if stops:
-            engine.feed(StopAsked("asked"))
+            engine.feed(StopRequested("asked"))
         else:
             engine.end_workers(0)
         for _ in range(3):
@@ -552,9 +552,9 @@ def happen(engine: FakeEngine, kind: str, what, step: int) -> None:
             engine.lose(what)
         case "came":
             engine.up.add(what)
-            engine.feed(HostCame(what, "", 1))
+            engine.feed(HostJoined(what, "", 1))
         case "leaves":
-            engine.feed(HostLeaves(what, 60))
+            engine.feed(HostLeaving(what, 60))
         case "service":
             engine.end_service(what, -9)
         case "workers":

@@ -25,8 +25,14 @@ from roadtrain.launch import paused_run, run_verbs, supervisor_process
 from roadtrain.launch.control_socket import ControlSocket
 from roadtrain.launch.engines import ENGINES, EngineKind
 from roadtrain.launch.home import PLANNED_ANEW, LaunchRecord, RunHome, RunState, StartPhase
-from roadtrain.launch.measured_cluster import LinkSeen, measured_cluster
-from roadtrain.launch.measured_host import MODULE, HostAnswer, Told, WorkerSeconds, seconds_of
+from roadtrain.launch.measured_cluster import MeasuredLink, measured_cluster
+from roadtrain.launch.measured_host import (
+    MODULE,
+    HostAnswer,
+    MeasureRequest,
+    WorkerSeconds,
+    seconds_of,
+)
 from roadtrain.launch.measured_run import MeasuredRun, MeasuredWorker
 from roadtrain.launch.replan import ReplanOptions, kept, planned_run, replan, search_again
 from roadtrain.planner.arrangements import MOST, arrangements, best_arrangement
@@ -85,10 +91,10 @@ def planned_on(names: list[str], kind: str) -> Machines:
     )
 
 
-def seen(rates: dict[str, float], share: float) -> tuple[LinkSeen, ...]:
+def seen(rates: dict[str, float], share: float) -> tuple[MeasuredLink, ...]:
     """Each pair as fast as the slower card of both."""
     return tuple(
-        LinkSeen(a, b, min(rates[a], rates[b]) * MBIT * share, 1e-4)
+        MeasuredLink(a, b, min(rates[a], rates[b]) * MBIT * share, 1e-4)
         for a in rates
         for b in rates
         if a != b
@@ -120,7 +126,7 @@ def test_of_a_card_the_worse_direction_counts() -> None:
     cluster = cluster_of([100], count=3)
     machines = planned_on(["a", "b", "c"], "g0")
     links = [
-        LinkSeen(one.sender, one.receiver, one.rate / (4 if one.receiver == "b" else 1), 0.0)
+        MeasuredLink(one.sender, one.receiver, one.rate / (4 if one.receiver == "b" else 1), 0.0)
         for one in seen(dict.fromkeys("abc", 100.0), 0.9)
     ]
     found, _ = measured_cluster(cluster, machines, tuple(links), {}, 0.9)
@@ -180,7 +186,7 @@ def test_a_slow_link_between_switches_is_the_links_and_no_cards() -> None:
     kinds = {"a": "left", "b": "left", "c": "right", "d": "right"}
     hosts = tuple(PlanHost(name=n, kind=k, address=n, workers=1) for n, k in kinds.items())
     links = tuple(
-        LinkSeen(one, other, (400 if kinds[one] == kinds[other] else 50) * MBIT, 1e-4)
+        MeasuredLink(one, other, (400 if kinds[one] == kinds[other] else 50) * MBIT, 1e-4)
         for one in kinds
         for other in kinds
         if one != other
@@ -300,7 +306,7 @@ def test_hosts_measure_their_links_with_the_token_told_on_standard_input(tmp_pat
         for one in others
     ]
     try:
-        told = msgspec.json.encode(Told("t" * 32, others))
+        told = msgspec.json.encode(MeasureRequest("t" * 32, others))
         done = subprocess.run(words, input=told, capture_output=True, timeout=90, check=False)
         assert done.returncode == 0, done.stderr.decode()
         found = msgspec.json.decode(done.stdout, type=HostAnswer)
@@ -651,7 +657,7 @@ def stays_stopped(home: RunHome, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `--replan` does next starts nothing."""
     monkeypatch.setattr(run_verbs, "start", lambda *_: pytest.fail("the run goes on"))
     assert run_verbs.resume_run(home.name, "keep", True, paused=True) == 130
-    assert home.state().why == supervisor_process.ASKED
+    assert home.state().why == supervisor_process.USER_ASKED
 
 
 def test_a_run_that_is_stopped_while_it_is_planned_anew_stays_stopped(

@@ -348,10 +348,10 @@ def test_a_dry_run_names_what_starts_where_and_what_is_written(tmp_path: Path) -
         == 2
     )
     for host in ("gpu0", "gpu1", "spare0"):
-        assert f"{host} {launched}/token mode 600, a secret that is made at the start" in lines
+        assert f"{host} {launched}/token mode 600, a secret that is generated at the start" in lines
     assert f"gpu1 {launched}/job.toml mode 644" in lines
     assert "spare0 /mnt/ssd0/run/ by its server" in lines
-    assert f"here {home.token_path} mode 600, a secret that is made at the start" in lines
+    assert f"here {home.token_path} mode 600, a secret that is generated at the start" in lines
     assert not os.path.exists(launched) and not home.path.exists()
 
 

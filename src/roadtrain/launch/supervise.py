@@ -2,7 +2,7 @@
 the engine, checks what is wrong before anything starts, and runs until the run has ended.
 
     supervisor   has the run's lock; keeps its standby alive
-    standby      the process of succeed.py: waits for the lock, which the kernel gives it when the
+    standby      the process of standby_main.py: waits for the lock, which the kernel gives it when the
                  supervisor is gone, and goes on with the run
 
 What a supervisor starts ends with it. One that ends by itself ends its standby before it lets the
@@ -57,12 +57,12 @@ def supervise_locked(home: RunHome) -> int:
             run, engine = begun(home, record, logs)
         except (RoadtrainError, OSError) as error:
             if had_begun(home):  # whoever started this process again tries once more
-                logs.tell(f"the supervisor cannot go on: {error}")
+                logs.notify(f"the supervisor cannot go on: {error}")
                 return FAILED
-            logs.tell("nothing was started")
+            logs.notify("nothing was started")
             refuse(home, logs, str(error))
             return REFUSED
-        standby = Standby(home, logs.tell)
+        standby = Standby(home, logs.notify)
         held = bool(ENGINES[record.engine].supervise)  # what holds this process starts it again
         supervisor = Supervisor(
             run,
@@ -98,7 +98,7 @@ def refuse(home: RunHome, logs: RunLogs, why: str) -> None:
     try:
         home.write_ended(REFUSED, why)
     except (LaunchError, StoreError) as error:  # whoever follows the logs finds it there
-        logs.tell(f"{why}; and state.json is not written: {error}")
+        logs.notify(f"{why}; and state.json is not written: {error}")
 
 
 def begun(home: RunHome, record: LaunchRecord, logs: RunLogs) -> tuple[ResolvedRun, LaunchEngine]:
@@ -109,7 +109,7 @@ def begun(home: RunHome, record: LaunchRecord, logs: RunLogs) -> tuple[ResolvedR
     engine: LaunchEngine = function_of(ENGINES[record.engine].make)(plan_file, record)
     with undone_on_error(engine.close):
         addresses = {seen.name: seen.address for seen in engine.hosts()}
-        if engine.goes_on:  # a host may be gone, for now
+        if engine.resumed:  # a host may be gone, for now
             addresses = {**home.addresses(), **addresses}
         written = partial(_written, had_begun(home), logs)
         written(partial(home.write_addresses, addresses))
@@ -122,13 +122,13 @@ def begun(home: RunHome, record: LaunchRecord, logs: RunLogs) -> tuple[ResolvedR
             token=(token_of(str(home.token_path)) or b"").decode(),
         )
         run = replace(run, start=f"{record.launched:.3f}")
-        told = [] if engine.goes_on else check(run, engine)
+        told = [] if engine.resumed else check(run, engine)
         if run.job.parallelism.used:
             run = replace(run, shared=directory_is_shared(run, engine))
         run, unfit = without_unfit_spares(run, engine)
         for line in (*told, *unfit):
-            logs.tell(line)
-        state = home.state(logs.tell)
+            logs.notify(line)
+        state = home.state(logs.notify)
         # those of the first supervisor of this start stay
         stamps = {StartPhase.READY: ready_at, StartPhase.CHECKED: time.time(), **state.stamps}
         checked = RunState(attempt=state.attempt, step=state.step, stamps=stamps, stops=state.stops)
@@ -143,7 +143,7 @@ def _written(goes_on: bool, logs: RunLogs, write: Callable[[], None]) -> None:
     except FullError as error:
         if not goes_on:
             raise
-        logs.tell(f"the run goes on, though its home is full: {error}".partition("\n")[0])
+        logs.notify(f"the run goes on, though its home is full: {error}".partition("\n")[0])
 
 
 class Standby:

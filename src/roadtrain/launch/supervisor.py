@@ -129,7 +129,7 @@ class Supervisor:
             if self._measures:
                 self._measure()
         except BaseException as error:
-            self._logs.tell(f"the supervisor failed: all that it started is ended: {error!r}")
+            self._logs.notify(f"the supervisor failed: all that it started is ended: {error!r}")
             self._ended = m.EndRun(1, f"the supervisor failed: {error}")
             raise
         finally:
@@ -180,18 +180,18 @@ class Supervisor:
                 return
             case m.ProcessEnded() | m.WorkersEnded() if self._machine.phase is RunPhase.GOING:
                 self._ask_step(self._machine.worker_hosts)
-            case m.HostCame():
+            case m.HostJoined():
                 event = self._known(event)
         self._feed(event)
 
-    def _known(self, event: m.HostCame) -> m.HostCame:
+    def _known(self, event: m.HostJoined) -> m.HostJoined:
         """A host is of the run from now on: a spare one that cannot run workers with none."""
         count = self._machine.facts.workers_of(event.workers)
         self._run = self._run.with_host(event.host, event.address, count)
         spare = any(one.name == event.host for one in self._run.machines.spares)
         why = why_unfit(self._run, self._engine, event.host) if spare and event.workers else ""
         if why:
-            self._logs.tell(f"host {event.host} came and is not used for workers: {why}")
+            self._logs.notify(f"host {event.host} came and is not used for workers: {why}")
             return replace(event, workers=0)
         return event
 
@@ -208,7 +208,7 @@ class Supervisor:
     def _feed_stop(self) -> None:
         if self._stop_asked:
             self._stops = self._stop_asked
-            self._feed(m.StopAsked(self._stop_asked))
+            self._feed(m.StopRequested(self._stop_asked))
             self._stop_asked = ""
 
     def _ask_step(self, hosts: Sequence[str]) -> None:
@@ -219,7 +219,7 @@ class Supervisor:
         try:
             step = int(self._engine.ask(hosts[0], COMMITTED, told)["step"])
         except LaunchError as error:
-            self._logs.tell(f"the step is not known: {error}")
+            self._logs.notify(f"the step is not known: {error}")
             return
         self._learn_step(step)
 
@@ -240,8 +240,8 @@ class Supervisor:
 
     def _carry_out(self, action: m.RunAction) -> None:
         match action:
-            case m.TellUser(text):
-                self._logs.tell(text)
+            case m.NotifyUser(text):
+                self._logs.notify(text)
             case m.StartService(name):
                 try:
                     self._engine.start(self._service(name))
@@ -286,7 +286,7 @@ class Supervisor:
             try:
                 self._engine.ask(host, PUT_FILE, file)
             except LaunchError as error:
-                self._logs.tell(f"workers on {host} do not know of it: {error}")
+                self._logs.notify(f"workers on {host} do not know of it: {error}")
 
     # -- requests --
 
@@ -311,7 +311,7 @@ class Supervisor:
                 self._stop_asked = "its launcher is gone"
                 return {}
             case "tell":
-                return {"said": self._engine.tell(request.words)}
+                return {"said": self._engine.run_verb(request.words)}
         raise LaunchError(f"{request.verb!r} is no verb", hint="status, stop, measure, tell, hello")
 
     def _status(self) -> Mapping[str, Any]:
@@ -337,15 +337,15 @@ class Supervisor:
     def _measure(self) -> None:
         """Nothing of the run is running; the engine still has its hosts. What fails is told: the
         command that plans it anew goes on by the old plan."""
-        self._logs.tell("the links between the run's hosts are measured")
+        self._logs.notify("the links between the run's hosts are measured")
         path = self._home.measured_path
         try:
             found = measure_run(self._engine, self._run, self._machine.worker_hosts)
             for missing in found.missing:
-                self._logs.tell(f"not measured: {missing}")
+                self._logs.notify(f"not measured: {missing}")
             replace_file(path, msgspec.json.encode(found), "writing what was measured")
         except (RoadtrainError, OSError) as error:
-            self._logs.tell(f"nothing was measured: {error}")
+            self._logs.notify(f"nothing was measured: {error}")
 
     # -- state --
 
@@ -389,12 +389,12 @@ class Supervisor:
         except StoreError as error:
             if not self._write_at:
                 why = str(error).partition("\n")[0]
-                self._logs.tell(
+                self._logs.notify(
                     f"the run goes on without writing state.json, which is tried again: {why}"
                 )
             self._write_at = time.monotonic() + WRITE_AGAIN_S
             return False
         if self._write_at:
-            self._logs.tell("state.json is written again")
+            self._logs.notify("state.json is written again")
         self._written, self._write_at = state, 0.0
         return True

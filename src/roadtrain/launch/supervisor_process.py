@@ -19,7 +19,7 @@ from roadtrain.launch.home import LaunchRecord, RunHome
 from roadtrain.launch.waiting import POLL_S, wait_until
 from roadtrain.retry import undone_on_error
 
-ASKED = "the user asked for it"  # why a run ends
+USER_ASKED = "the user asked for it"  # why a run ends
 REFUSED = 2  # the exit code of a run of which nothing was started
 STARTS_S = 30.0  # the supervisor's process has the run's lock within it
 CHECKS_S = 600.0  # a supervisor has checked its hosts and listens within it
@@ -86,5 +86,5 @@ def ask_to_stop(home: RunHome) -> bool:
     """Whether a supervisor was there to be asked."""
     with patient_client(home) as client:
         if client is not None:
-            client.ask("stop", ASKED)
+            client.ask("stop", USER_ASKED)
         return client is not None

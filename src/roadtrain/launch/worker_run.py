@@ -17,8 +17,8 @@ class WorkerRun:
     hosts: dict[str, str]
     """Worker -> host, of those that have not ended."""
 
-    asked: bool = False
-    """They were asked to end: the others finish their step though one has ended."""
+    stopping: bool = False
+    """They were stopping to end: the others finish their step though one has ended."""
 
     late_at: float | None = None
     """When those that are left are killed, where one has ended well."""
@@ -38,7 +38,7 @@ class WorkerRun:
         failed = self._first is None
         if failed:
             self._first = (name, code, said)
-        return failed and not self.asked
+        return failed and not self.stopping
 
     def end_late(self, at: float) -> str:
         """A sentence where those that are left are to be killed now: they have not ended, though

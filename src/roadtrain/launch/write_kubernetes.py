@@ -70,12 +70,12 @@ def write_kubernetes(run: ResolvedRun, out: Path, image: str) -> list[str]:
 
 def as_yaml(objects: Iterable[Tree]) -> str:
     text = yaml.dump_all(
-        objects, Dumper=_Readable, sort_keys=False, default_flow_style=False, width=100
+        objects, Dumper=_BlockDumper, sort_keys=False, default_flow_style=False, width=100
     )
     return f"{MARK}: change the plan or the job, and write anew.\n{text}"
 
 
-class _Readable(yaml.SafeDumper):
+class _BlockDumper(yaml.SafeDumper):
     """Writes texts of several lines as such."""
 
     def ignore_aliases(self, data: object) -> bool:
@@ -87,7 +87,7 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Readable.add_representer(str, _text)
+_BlockDumper.add_representer(str, _text)
 
 
 def kubernetes_objects(run: ResolvedRun, image: str) -> list[Tree]:

@@ -35,7 +35,11 @@ from roadtrain.transport.address import write_token
 
 PYTHON = "python"  # of the environment that sbatch is called in
 MARK = "# Written by `roadtrain launch --write slurm`"
-SAID_BY_HOST = ("$rank", "$workers", "$start")  # of torchrun's words: a shell on each host has them
+HOST_VARIABLES = (
+    "$rank",
+    "$workers",
+    "$start",
+)  # of torchrun's words: a shell on each host has them
 NOTICE_S = 120  # before the time is over, or a spot host goes
 
 
@@ -121,7 +125,7 @@ def _options(options: Mapping[str, object]) -> Iterable[str]:
 def _machines(run: ResolvedRun) -> Iterable[str]:
     """What the rest of the script goes by."""
     worker = first_worker(run)
-    torchrun = [_in_shell(word) for word in torchrun_words(run, *SAID_BY_HOST)]
+    torchrun = [_in_shell(word) for word in torchrun_words(run, *HOST_VARIABLES)]
     words = [PYTHON, *torchrun, *map(shlex.quote, worker.words)]
     places = " ".join(
         f"{host}) rank={rank} workers={run.host(host).workers};;"
@@ -175,4 +179,4 @@ def _service(process: Process) -> str:
 
 def _in_shell(word: str) -> str:
     """In double quotes where it ends with what a shell on the host says."""
-    return f'"{word}"' if word.endswith(SAID_BY_HOST) else shlex.quote(word)
+    return f'"{word}"' if word.endswith(HOST_VARIABLES) else shlex.quote(word)

@@ -7,7 +7,7 @@ The state machine itself is in run_state.py.
                                              the committed step
     hosts                                    lost -> its workers' ranks go to a spare host, or the
                                              others go on without them, or all wait for it
-Whatever is done is said first (`TellUser`). Does NOT know words, files, engines or a clock.
+Whatever is done is said first (`NotifyUser`). Does NOT know words, files, engines or a clock.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class HostLost:
 
 
 @dataclass(frozen=True)
-class HostCame:
+class HostJoined:
     """A host is there: again, or one that the plan does not have."""
 
     host: str
@@ -70,7 +70,7 @@ class HostCame:
 
 
 @dataclass(frozen=True)
-class HostLeaves:
+class HostLeaving:
     """A host will be gone soon: a spot machine, or one that is drained."""
 
     host: str
@@ -85,7 +85,7 @@ class Committed:
 
 
 @dataclass(frozen=True)
-class StopAsked:
+class StopRequested:
     """The user, or a launcher that is gone and was to take the run with it."""
 
     why: str
@@ -111,10 +111,10 @@ RunEvent = (
     | WorkersEnded
     | WorkersPlaced
     | HostLost
-    | HostCame
-    | HostLeaves
+    | HostJoined
+    | HostLeaving
     | Committed
-    | StopAsked
+    | StopRequested
     | TimePassed
     | Output
 )
@@ -150,7 +150,7 @@ class SetReducers:
 
 
 @dataclass(frozen=True)
-class TellUser:
+class NotifyUser:
     """For people, before what it says happens."""
 
     text: str
@@ -164,7 +164,7 @@ class EndRun:
     why: str
 
 
-RunAction = StartService | StartWorkers | StopProcess | SetReducers | TellUser | EndRun
+RunAction = StartService | StartWorkers | StopProcess | SetReducers | NotifyUser | EndRun
 
 
 @dataclass(frozen=True)

@@ -82,13 +82,13 @@ class RunStateMachine:
                 self._workers_ended(event)
             case m.HostLost():
                 self._host_lost(event)
-            case m.HostCame():
+            case m.HostJoined():
                 self._host_came(event)
-            case m.HostLeaves():
+            case m.HostLeaving():
                 self._host_leaves(event)
             case m.Committed():
                 self._committed(event.step)
-            case m.StopAsked():
+            case m.StopRequested():
                 self._end(INTERRUPTED, event.why)
         self._settle()
         out, self._out = self._out, []
@@ -106,14 +106,14 @@ class RunStateMachine:
         service.enter(ProcessPhase.WAITING, self.now)
         when = service.ended_by_itself(self.now)
         what = f"{event.name} on {self.places[event.name].host} ended ({how(event.code)})"
-        often = f"{what}, {service.ends} times without a committed step: {event.said}"
+        often = f"{what}, {service.ends} times without a committed step: {event.last_line}"
         if service.ends >= ENDS_AT_MOST and self.places[event.name].reducer:
             self._leave_out(service)
-            self._tell(f"{often}; workers sum without it, it starts again in {LEFT_OUT_S:g} s")
+            self._notify(f"{often}; workers sum without it, it starts again in {LEFT_OUT_S:g} s")
         elif service.ends >= ENDS_AT_MOST:
             self._end(1, often)
         else:
-            self._tell(f"{what}, it starts again {when}{_quoted(event.said)}")
+            self._notify(f"{what}, it starts again {when}{_quoted(event.last_line)}")
 
     def _leave_out(self, reducer: ProcessState) -> None:
         reducer.ends, reducer.due = 0, self.now + LEFT_OUT_S
@@ -126,7 +126,7 @@ class RunStateMachine:
         if service.phase is ProcessPhase.RUNNING:
             service.enter(ProcessPhase.WAITING, self.now)
         if self.places[name].host in self.here:
-            self._tell(f"{name} on {self.places[name].host} was started again by the engine")
+            self._notify(f"{name} on {self.places[name].host} was started again by the engine")
             service.enter(ProcessPhase.RUNNING, self.now)
             self.left_out.discard(name)
 
@@ -153,13 +153,15 @@ class RunStateMachine:
         when = workers.ended_by_itself(self.now)
         first = self.attempt == self.facts.first_attempt and self.step < 0
         if event.code == USERS_MISTAKE and first:
-            self._end(USERS_MISTAKE, event.said or what)
+            self._end(USERS_MISTAKE, event.last_line or what)
         elif workers.ends >= ENDS_AT_MOST:
-            self._end(1, f"{what}, {workers.ends} times without a committed step: {event.said}")
+            self._end(
+                1, f"{what}, {workers.ends} times without a committed step: {event.last_line}"
+            )
         else:
-            self._tell(
+            self._notify(
                 f"{what}: all workers begin again at the committed step, {when}"
-                f"{_quoted(event.said)}"
+                f"{_quoted(event.last_line)}"
             )
 
     def _asked_workers_ended(self, event: m.WorkersEnded) -> None:
@@ -168,7 +170,7 @@ class RunStateMachine:
         workers = self.workers
         if not self.lost_some:
             if event.code == KILLED:
-                self._tell(f"{event.first} was killed before it had committed its step")
+                self._notify(f"{event.first} was killed before it had committed its step")
             return
         self.lost_some = False
         workers.ended_by_itself(self.now)
@@ -182,7 +184,7 @@ class RunStateMachine:
         self.here.discard(host)
         self.without_from[host] = self.now + (0.0 if host in self.leaving else BACK_S)
         self.leaving.discard(host)
-        self._tell(f"host {host} is lost: {event.why}{self._without(host)}")
+        self._notify(f"host {host} is lost: {event.why}{self._without(host)}")
         for name in self._services_on(host):
             service = self.services[name]
             if service.phase is ProcessPhase.RUNNING:
@@ -192,7 +194,7 @@ class RunStateMachine:
         if self._move_workers_from(host, "is lost", LOST_GRACE_S):
             self.lost_some = True
 
-    def _host_came(self, event: m.HostCame) -> None:
+    def _host_came(self, event: m.HostJoined) -> None:
         host = event.host
         if host in self.here and host not in self.leaving:
             return
@@ -201,7 +203,7 @@ class RunStateMachine:
         self.leaving.discard(host)
         self.without_from.pop(host, None)
         if known:
-            self._tell(f"host {host} is there again")
+            self._notify(f"host {host} is there again")
             if host in self.spares:
                 self.spares[host] = self.facts.workers_of(event.workers)
             for name in self._services_on(host):
@@ -210,19 +212,19 @@ class RunStateMachine:
             return
         self.spares[host] = self.facts.workers_of(event.workers)
         if not self.facts.sums_at_reducers:
-            self._tell(f"host {host} came, with {self.spares[host]} workers: it is a spare one")
+            self._notify(f"host {host} came, with {self.spares[host]} workers: it is a spare one")
         elif self.phase is RunPhase.GOING:
-            self._tell(f"host {host} came: it sums for the workers from now on")
+            self._notify(f"host {host} came: it sums for the workers from now on")
             name = f"reducer {host}"
             self.places[name] = m.RunService(name, host, reducer=True)
             self.services[name] = ProcessState(name, since=self.now)
 
-    def _host_leaves(self, event: m.HostLeaves) -> None:
+    def _host_leaves(self, event: m.HostLeaving) -> None:
         host = event.host
         if host not in self.here or host in self.leaving:
             return
         self.leaving.add(host)
-        self._tell(f"host {host} leaves within {event.within_s:g} s{self._without(host)}")
+        self._notify(f"host {host} leaves within {event.within_s:g} s{self._without(host)}")
         self._move_workers_from(host, "leaves", 0.8 * event.within_s)
 
     def _committed(self, step: int) -> None:
@@ -252,7 +254,7 @@ class RunStateMachine:
             and self.places[service.name].host in self.here
         ]
         if due:
-            self._tell(
+            self._notify(
                 "starting "
                 + ", ".join(f"{one.name} on {self.places[one.name].host}" for one in due)
             )
@@ -264,7 +266,7 @@ class RunStateMachine:
     def _set_reducers(self) -> None:
         reducers = self._reducers()
         if reducers != self.reducers:
-            self._tell(f"workers sum with {', '.join(reducers) or 'no spare host'}")
+            self._notify(f"workers sum with {', '.join(reducers) or 'no spare host'}")
             self.reducers = reducers
             self._out.append(m.SetReducers(reducers))
 
@@ -289,12 +291,12 @@ class RunStateMachine:
             hosts, why = (), f"{', '.join(lacking)} must run first"
         if not hosts:
             if why != self._waits_for:
-                self._tell(f"workers wait: {why}")
+                self._notify(f"workers wait: {why}")
             self._waits_for = why
             return
         self._waits_for = ""
         self.attempt, self.worker_hosts = self.attempt + 1, hosts
-        self._tell(f"starting workers on {self._described(hosts)}")
+        self._notify(f"starting workers on {self._described(hosts)}")
         self.workers.enter(ProcessPhase.RUNNING, self.now)
         self._out.append(m.StartWorkers(self.attempt, hosts))
 
@@ -320,7 +322,7 @@ class RunStateMachine:
             return
         self._enter(RunPhase.ENDING)
         self.code, self.why = code, why
-        self._tell(f"the run ends: {why}")
+        self._notify(f"the run ends: {why}")
 
     def _enter(self, phase: RunPhase) -> None:
         assert phase in NEXT_RUN_PHASES[self.phase], f"{self.phase} cannot become {phase}"
@@ -333,7 +335,7 @@ class RunStateMachine:
         down = [self._is_down(one, SERVICE_GRACE_S) for one in reversed(self.services.values())]
         if all(down):
             self._enter(RunPhase.ENDED)
-            self._tell(
+            self._notify(
                 {0: "the run is done", INTERRUPTED: "the run is stopped"}.get(
                     self.code, "the run failed"
                 )
@@ -351,7 +353,7 @@ class RunStateMachine:
         return process.phase is ProcessPhase.ENDED
 
     def _stop(self, process: ProcessState, text: str, grace_s: float) -> None:
-        self._tell(text)
+        self._notify(text)
         process.enter(ProcessPhase.STOPPING, self.now)
         process.stop_until = self.now + grace_s + KILL_S
         self._out.append(m.StopProcess(process.name, grace_s))
@@ -366,7 +368,7 @@ class RunStateMachine:
         if self.phase is RunPhase.GOING:
             self._end(1, f"{waited}: there must never be two of them")
         else:
-            self._tell(f"{waited}: given up")
+            self._notify(f"{waited}: given up")
 
     # -- what is known --
 
@@ -448,8 +450,8 @@ class RunStateMachine:
         then = "the others go on" if alone else "workers wait until it is back"
         return f"; with it {', '.join(names)}: {then}"
 
-    def _tell(self, text: str) -> None:
-        self._out.append(m.TellUser(text))
+    def _notify(self, text: str) -> None:
+        self._out.append(m.NotifyUser(text))
 
     def check(self) -> None:
         """Assert every invariant."""

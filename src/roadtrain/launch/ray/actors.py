@@ -27,45 +27,45 @@ from ray.exceptions import RayError
 
 from roadtrain.launch.processes import Process
 from roadtrain.launch.protocol.run_events import Output
-from roadtrain.launch.ray.held_process import HeldProcess, Said, to_ray_log
+from roadtrain.launch.ray.held_process import HeldProcess, ProcessEvent, to_ray_log
 
 KEPT = 5000  # lines that wait for the supervisor, and as many ends
 ORPHAN_S = 300.0  # a service ends when it was not asked for news for so long, and nobody will
 
 
 @dataclass(frozen=True)
-class WorkerTaken:
+class WorkerBegun:
     """A train function has begun on its node, and the process of a worker does now."""
 
     name: str
 
 
-Told = Said | WorkerTaken
+ActorEvent = ProcessEvent | WorkerBegun
 
 
 @dataclass(frozen=True)
-class News:
+class EventBatch:
     """What an actor has to say. life: another one for each start of the actor. then: where the
     next question goes on. left_out: lines before or among these that are not kept any more."""
 
     life: str
     then: int
-    events: tuple[Told, ...]
+    events: tuple[ActorEvent, ...]
     left_out: int = 0
 
 
-class KeptNews:
+class EventLog:
     """What was told, for those that ask later. Thread-safe. Lines never push out what is none.
     Invariant: at most KEPT of each are kept, with their numbers, which count all from 0 on."""
 
     def __init__(self) -> None:
         self._life = uuid.uuid4().hex
-        self._lines: deque[tuple[int, Told]] = deque(maxlen=KEPT)
-        self._others: deque[tuple[int, Told]] = deque(maxlen=KEPT)
+        self._lines: deque[tuple[int, ActorEvent]] = deque(maxlen=KEPT)
+        self._others: deque[tuple[int, ActorEvent]] = deque(maxlen=KEPT)
         self._count = 0  # ever
         self._changed = threading.Condition()
 
-    def add(self, *events: Told) -> None:
+    def add(self, *events: ActorEvent) -> None:
         with self._changed:
             for event in events:
                 kept = self._lines if isinstance(event, Output) else self._others
@@ -73,7 +73,7 @@ class KeptNews:
                 self._count += 1
             self._changed.notify_all()
 
-    def news(self, life: str, after: int, patience_s: float) -> News:
+    def news(self, life: str, after: int, patience_s: float) -> EventBatch:
         """after: -1: nothing of what was told before."""
         with self._changed:
             if after < 0:
@@ -84,7 +84,7 @@ class KeptNews:
                 self._changed.wait_for(lambda: self._count > after, patience_s)
             kept = heapq.merge(self._others, self._lines)
             events = tuple(event for number, event in kept if number >= after)
-            return News(self._life, self._count, events, self._count - after - len(events))
+            return EventBatch(self._life, self._count, events, self._count - after - len(events))
 
 
 class ServedProcess:
@@ -92,7 +92,7 @@ class ServedProcess:
 
     def __init__(self, process: Process, mark: str) -> None:
         self._process, self._mark = process, mark
-        self._told = KeptNews()
+        self._log = EventLog()
         self._asked_at = time.monotonic()  # for news
         self._held = HeldProcess(process, mark, self._tell)
         threading.Thread(target=self._mind, name="orphan", daemon=True).start()
@@ -100,17 +100,17 @@ class ServedProcess:
     def stop(self, grace_s: float) -> None:
         self._held.stop(grace_s)
 
-    def news(self, life: str, after: int, patience_s: float) -> News:
+    def news(self, life: str, after: int, patience_s: float) -> EventBatch:
         self._asked_at = time.monotonic()
-        return self._told.news(life, after, patience_s)
+        return self._log.news(life, after, patience_s)
 
     def place(self) -> tuple[Process, str, bool]:
         """What it runs, on which node, and whether that has not ended."""
         return self._process, ray.get_runtime_context().get_node_id(), self._held.alive
 
-    def _tell(self, event: Said) -> None:
+    def _tell(self, event: ProcessEvent) -> None:
         to_ray_log(event, self._process.host)
-        self._told.add(event)
+        self._log.add(event)
 
     def _mind(self) -> None:
         while True:
@@ -138,7 +138,7 @@ class WorkerMailbox:
     """Workers take what they run from here, say what it says, and hear when they are to end."""
 
     def __init__(self) -> None:
-        self._told = KeptNews()
+        self._log = EventLog()
         self._lock = threading.Lock()
         self._attempt = _Attempt(-1, {})
 
@@ -154,15 +154,15 @@ class WorkerMailbox:
             if attempt != self._attempt.number or not left:
                 return None
             process = left.pop(0)
-            self._told.add(WorkerTaken(process.name))
+            self._log.add(WorkerBegun(process.name))
             return process
 
-    def post(self, attempt: int, events: Sequence[Said]) -> float | None:
+    def post(self, attempt: int, events: Sequence[ProcessEvent]) -> float | None:
         """Returns within how many seconds the worker is to end, where it is; 0.0: now."""
         with self._lock:
             if attempt != self._attempt.number:
                 return 0.0  # of an attempt that is over
-            self._told.add(*events)
+            self._log.add(*events)
             return self._attempt.grace_s
 
     def order(self, attempt: int, grace_s: float) -> None:
@@ -170,8 +170,8 @@ class WorkerMailbox:
             if attempt == self._attempt.number:
                 self._attempt.grace_s = grace_s
 
-    def news(self, life: str, after: int, patience_s: float) -> News:
-        return self._told.news(life, after, patience_s)
+    def news(self, life: str, after: int, patience_s: float) -> EventBatch:
+        return self._log.news(life, after, patience_s)
 
 
 def actor_name(run: str) -> str:

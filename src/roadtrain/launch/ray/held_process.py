@@ -24,14 +24,14 @@ from roadtrain.launch.protocol.run_events import HostLost, Output, ProcessEnded
 KILLED = -9
 END_S = 30.0  # a process that is killed has ended within it
 TURN_S = 0.1  # until an order is obeyed
-Said = Output | ProcessEnded
+ProcessEvent = Output | ProcessEnded
 
 
 class HeldProcess:
     """`tell` gets, in order, its lines and its end, in a thread of its own; it must return soon.
     mark: of the run."""
 
-    def __init__(self, process: Process, mark: str, tell: Callable[[Said], None]) -> None:
+    def __init__(self, process: Process, mark: str, tell: Callable[[ProcessEvent], None]) -> None:
         self.process = process
         self._mark = f"{mark}/{process.name}"
         self._tell = tell
@@ -79,7 +79,7 @@ class HeldProcess:
                             return None
 
 
-def to_ray_log(event: Said, host: str) -> None:
+def to_ray_log(event: ProcessEvent, host: str) -> None:
     """A line for Ray's own log of this process and its dashboard, with role and host."""
     said = event.line if isinstance(event, Output) else f"ended with code {event.code}"
     with contextlib.suppress(OSError, ValueError):  # a log that is full or closed ends nothing

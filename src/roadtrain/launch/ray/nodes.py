@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from roadtrain.config.machines import PlanHost
-from roadtrain.launch.protocol.run_events import HostCame, HostLeaves, HostLost, RunEvent
+from roadtrain.launch.protocol.run_events import HostJoined, HostLeaving, HostLost, RunEvent
 
 LABEL = "roadtrain-host"
 NOTICE_S = 120.0  # of a node that is drained without a deadline, as spot machines have
@@ -62,7 +62,7 @@ class HostMap:
         self._addresses = dict(known or {})  # hosts that have had a node -> where it is or was
         self._before: dict[str, RayNode] = {}  # lost host -> the node that it had
         self._lost: set[str] = set()  # of those, the ones that HostLost was told of
-        self._leaving: set[str] = set()  # nodes that HostLeaves was told of
+        self._leaving: set[str] = set()  # nodes that HostLeaving was told of
         self._others: set[str] | None = None  # nodes that were there first and are no host of it
         self._instead: dict[str, str] = {}  # lost host -> the other that was told as one that came
 
@@ -90,7 +90,7 @@ class HostMap:
         self._addresses.setdefault(host, "")
         self._nodes[host] = RayNode(node_id, "", "", "", "", 0, 0)
 
-    def tell_missing(self) -> list[RunEvent]:
+    def missing_events(self) -> list[RunEvent]:
         """Those of the plan that the first look has not found."""
         why = "it is no node of the cluster"
         missing = [host.name for host in self.missing()]
@@ -118,7 +118,7 @@ class HostMap:
         for host in self._assign(list(alive.values()), free):
             if host in self._lost or host not in self._hosts or not first:
                 self._lost.discard(host)
-                events.append(HostCame(host, self.address_of(host), self.workers_of(host)))
+                events.append(HostJoined(host, self.address_of(host), self.workers_of(host)))
         self._addresses |= {host: node.address for host, node in self._nodes.items()}
         events += self._leaves()
         return events
@@ -156,7 +156,7 @@ class HostMap:
             if node.leaves_in_s is not None:
                 self._leaving.add(node.node_id)
                 if node.node_id not in told:
-                    events.append(HostLeaves(host, node.leaves_in_s))
+                    events.append(HostLeaving(host, node.leaves_in_s))
         return events
 
     def _assign(self, nodes: Sequence[RayNode], free: list[RayNode]) -> list[str]:

@@ -32,8 +32,8 @@ from roadtrain.launch.home import LaunchRecord, RunHome, StartPhase
 from roadtrain.launch.launch_engine import ASK_S, HostSeen, answer_of, run_command
 from roadtrain.launch.processes import Process, WorkerSet, with_threads
 from roadtrain.launch.protocol.run_events import (
-    HostCame,
-    HostLeaves,
+    HostJoined,
+    HostLeaving,
     HostLost,
     Output,
     ProcessEnded,
@@ -43,10 +43,10 @@ from roadtrain.launch.protocol.run_events import (
 )
 from roadtrain.launch.ray import ray_cluster
 from roadtrain.launch.ray.actors import (
-    News,
+    EventBatch,
     ServedProcess,
+    WorkerBegun,
     WorkerMailbox,
-    WorkerTaken,
     actor_name,
     end_actors,
     kill_named,
@@ -74,7 +74,7 @@ KILLED = -9
 
 
 @dataclass
-class _Heard:
+class _PolledActor:
     """An actor that is asked for news. Invariant: one question is under way while `asks` is not
     None."""
 
@@ -109,29 +109,29 @@ class RayEngine:
         self._mark, self._directory = mark, directory
         self._events: list[RunEvent] = []
         self._map = HostMap(hosts, spares, known)
-        self._services: dict[str, _Heard] = {}
-        self.goes_on = begun
+        self._services: dict[str, _PolledActor] = {}
+        self.resumed = begun
         self._workers: RayWorkers | None = None
         self._looked_at = 0.0
         if begun:
             for name, (actor, process, node) in _found(mark).items():
                 self._map.remember(process.host, node)
-                self._services[name] = _Heard(actor, process, after=-1)
+                self._services[name] = _PolledActor(actor, process, after=-1)
         else:
             end_services(mark)
         self._look()
         self._refuse_missing(hosts)
-        self._events += self._map.tell_missing()
+        self._events += self._map.missing_events()
         self._events += self._others_with_services((*hosts, *spares))
         ray_cluster.ask_for(self._map.places_of_workers())
         here = ray_cluster.on_node(ray.get_runtime_context().get_node_id())
         # One that is killed comes again and knows no attempt: so the workers of this one end.
         mailbox = ray.remote(num_cpus=0, max_concurrency=64, max_restarts=-1)(WorkerMailbox)
-        self._mailbox = _Heard(mailbox.options(scheduling_strategy=here).remote(), None)
+        self._mailbox = _PolledActor(mailbox.options(scheduling_strategy=here).remote(), None)
 
     def _refuse_missing(self, hosts: Sequence[PlanHost]) -> None:
         missing = [host for host in self._map.missing() if host in hosts]
-        if missing and not self.goes_on:
+        if missing and not self.resumed:
             was_at = self._map.was_at(missing[0].name)
             raise LaunchError(_no_node(missing[0], was_at, ray_cluster.nodes()))
 
@@ -140,7 +140,7 @@ class RayEngine:
         known = {host.name for host in plan}
         services = {one.process.host for one in self._services.values() if one.process}
         return [
-            HostCame(name, self._map.address_of(name), self._map.workers_of(name))
+            HostJoined(name, self._map.address_of(name), self._map.workers_of(name))
             for name in self._map.hosts
             if name in services - known
         ]
@@ -172,16 +172,16 @@ class RayEngine:
             raise LaunchError(f"host {host} is no node of the cluster now", hint=f"it has {known}")
         return node
 
-    def tell(self, words: Sequence[str]) -> str:
+    def run_verb(self, words: Sequence[str]) -> str:
         match words:
             case ["leaves", host, seconds] if seconds.replace(".", "", 1).isdecimal():
                 self._node(host)
-                self._events.append(HostLeaves(host, float(seconds)))
+                self._events.append(HostLeaving(host, float(seconds)))
                 return f"{host} leaves within {float(seconds):g} s"
             case ["comes", host]:
                 self._node(host)
                 address, workers = self._map.address_of(host), self._map.workers_of(host)
-                self._events.append(HostCame(host, address, workers))
+                self._events.append(HostJoined(host, address, workers))
                 return f"{host} comes"
         raise LaunchError(
             f"`{' '.join(words)}` is no verb of Ray", hint="leaves HOST SECONDS, comes HOST"
@@ -192,7 +192,7 @@ class RayEngine:
         if known is not None and known.process == process:
             return  # it was found, and still runs
         actor = self._create(process, self._node(process.host))
-        self._services[process.name] = _Heard(actor, process)
+        self._services[process.name] = _PolledActor(actor, process)
 
     def _create(self, process: Process, node: RayNode) -> Any:
         served = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=8)(ServedProcess)
@@ -297,7 +297,7 @@ class RayEngine:
             if since is not None and time.monotonic() - since > SILENT_S:
                 self._actor_silent(service)
 
-    def _ask_news(self, service: _Heard, patience_s: float) -> None:
+    def _ask_news(self, service: _PolledActor, patience_s: float) -> None:
         service.silent_since = service.silent_since or time.monotonic()
         service.asks = service.actor.news.remote(service.life, service.after, patience_s)
 
@@ -318,7 +318,7 @@ class RayEngine:
                 return
             self._take(mailbox, news)
 
-    def _actor_silent(self, service: _Heard) -> None:
+    def _actor_silent(self, service: _PolledActor) -> None:
         """Rule 5. Another actor takes its place; its process ends with it."""
         why = f"its actor has not answered for {SILENT_S:.0f} s"
         if service.process is None:
@@ -333,7 +333,7 @@ class RayEngine:
         ray.kill(service.actor, no_restart=True)
         self._events.append(ProcessEnded(name, KILLED, why))
 
-    def _take(self, service: _Heard, news: News) -> None:
+    def _take(self, service: _PolledActor, news: EventBatch) -> None:
         name = service.process.name if service.process else ""
         if service.life and service.life != news.life:
             self._events.append(ProcessRestarted(name))
@@ -347,13 +347,13 @@ class RayEngine:
             match event:
                 case Output():
                     self._events.append(event)
-                case WorkerTaken():
+                case WorkerBegun():
                     if self._workers is not None and self._workers.begun(event.name):
                         self._events.append(WorkersPlaced())
                 case ProcessEnded():
                     self._take_end(service, event)
 
-    def _take_end(self, service: _Heard, ended: ProcessEnded) -> None:
+    def _take_end(self, service: _PolledActor, ended: ProcessEnded) -> None:
         if service.process is None:
             if self._workers is not None:
                 self._workers.take(ended)

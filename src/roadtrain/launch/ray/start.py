@@ -23,7 +23,7 @@ from roadtrain.launch.processes import THREADS, Process, Role
 from roadtrain.launch.protocol.run_events import ProcessEnded
 from roadtrain.launch.ray import ray_cluster
 from roadtrain.launch.ray.actors import actor_name, end_actors, is_there, kill_named
-from roadtrain.launch.ray.held_process import HeldProcess, Said, to_ray_log
+from roadtrain.launch.ray.held_process import HeldProcess, ProcessEvent, to_ray_log
 from roadtrain.launch.waiting import wait_until
 from roadtrain.retry import retry
 
@@ -86,10 +86,10 @@ class SupervisedRun:
         launched = state.stamps.get(StartPhase.LAUNCHED, self._launched)
         return state.phase == "ended" or launched != self._launched
 
-    def _tell(self, event: Said) -> None:
+    def _tell(self, event: ProcessEvent) -> None:
         to_ray_log(event, self._process.host)
         if isinstance(event, ProcessEnded):
-            self._said = event.said or f"code {event.code}"
+            self._said = event.last_line or f"code {event.code}"
 
 
 def start_supervisor(home: RunHome) -> None:

@@ -43,7 +43,7 @@ from roadtrain.launch.ray.held_process import (
     END_S,
     KILLED,
     HeldProcess,
-    Said,
+    ProcessEvent,
     to_ray_log,
 )
 from roadtrain.launch.ray.nodes import RayNode
@@ -98,7 +98,7 @@ def run_worker(config: Mapping[str, Any]) -> None:
     process = ray.get(mailbox.take.remote(attempt, node), timeout=ANSWER_S)
     if process is None:
         raise LaunchError(f"attempt {attempt} has no worker left for node {node[:8]}")
-    said: queue.SimpleQueue[Said] = queue.SimpleQueue()
+    said: queue.SimpleQueue[ProcessEvent] = queue.SimpleQueue()
     held = HeldProcess(process, config["mark"], said.put)
     try:
         ended, asked = _follow(held, said, mailbox, attempt)
@@ -106,11 +106,11 @@ def run_worker(config: Mapping[str, Any]) -> None:
         held.stop(0.0)
         held.wait(END_S)
     if ended.code and not asked:
-        raise LaunchError(f"{process.name} ended with code {ended.code}: {ended.said}")
+        raise LaunchError(f"{process.name} ended with code {ended.code}: {ended.last_line}")
 
 
 def _follow(
-    held: HeldProcess, said: queue.SimpleQueue[Said], mailbox: Any, attempt: int
+    held: HeldProcess, said: queue.SimpleQueue[ProcessEvent], mailbox: Any, attempt: int
 ) -> tuple[ProcessEnded, bool]:
     """Its end, and whether it was asked to end before."""
     obeyed = None
@@ -130,7 +130,7 @@ def _follow(
             held.stop(grace_s)
 
 
-def _drained(said: queue.SimpleQueue[Said]) -> list[Said]:
+def _drained(said: queue.SimpleQueue[ProcessEvent]) -> list[ProcessEvent]:
     try:
         events = [said.get(timeout=TURN_S)]
     except queue.Empty:
@@ -168,7 +168,7 @@ class RayWorkers:
             self._why = self._why or _last_line(error) or repr(error)
 
     def stop(self, grace_s: float) -> None:
-        self._run.asked = True
+        self._run.stopping = True
         self._order(grace_s)
 
     def lose(self, host: str) -> None:
@@ -187,7 +187,7 @@ class RayWorkers:
         if ended.name not in self._run.hosts:
             return
         last = len(self._run.hosts) == 1
-        kill = self._run.end(ended.name, ended.code, ended.said, time.monotonic())
+        kill = self._run.end(ended.name, ended.code, ended.last_line, time.monotonic())
         if last:
             self._ended = self._run.ended()
             self._let_go_within(LET_GO_S)
