@@ -122,7 +122,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     monkeypatch.setattr(engine, "remove_old_places", lambda: fake.did.append("places removed"))
     # A real one would ask Ray itself once it is an orphan, long after this test.
     monkeypatch.setattr(engine, "ServedProcess", lambda process, _: FakeService(process, "n0"))
-    monkeypatch.setattr(cluster, "ask_for", lambda places: fake.did.append(places))
+    monkeypatch.setattr(cluster, "request_nodes", lambda places: fake.did.append(places))
     monkeypatch.setattr(cluster, "on_node", lambda node: node)
     monkeypatch.setattr(cluster, "nodes", lambda: [node("n0", "a")])
     monkeypatch.setattr(workers, "trainer_of", lambda *_: SimpleNamespace(fit=lambda: None))
@@ -506,7 +506,7 @@ def test_hosts_without_an_address_are_where_they_were(
 
     def made(known: str, *, begun: bool) -> engine.RayEngine:
         hosts = [PlanHost("h", "k", workers=1)]
-        return engine.RayEngine(hosts, "roadtrain:r", known={"h": known}, begun=begun)
+        return engine.RayEngine(hosts, "roadtrain:r", addresses={"h": known}, begun=begun)
 
     assert {one.name: one.address for one in made("10.0.0.2", begun=False).hosts()} == {
         "h": "10.0.0.2"
@@ -553,9 +553,9 @@ def test_a_service_ends_where_there_never_will_be_a_supervisor(
         fake.named["roadtrain:r"] = FakeActor(None)
     served = actors.ServedProcess(server(), "roadtrain:r")
     own = fake.named["roadtrain:r:server a 0"] = FakeActor(served)
-    served.look_after(time.monotonic() + actors.ORPHAN_S - 1)
+    served.end_if_orphaned(time.monotonic() + actors.ORPHAN_S - 1)
     assert not own.killed
-    served.look_after(time.monotonic() + actors.ORPHAN_S + 1)
+    served.end_if_orphaned(time.monotonic() + actors.ORPHAN_S + 1)
     assert bool(own.killed) != supervised
 
 

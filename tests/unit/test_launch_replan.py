@@ -813,7 +813,7 @@ def test_a_run_whose_supervisor_is_started_again_just_now_is_alive(
     kind = EngineKind("", alive=f"{__name__}:alive")
     monkeypatch.setitem(cast(dict[str, EngineKind], ENGINES), "again", kind)
     monkeypatch.setattr(supervisor_process, "CHECKS_S", 0.0)
-    monkeypatch.setattr(paused_run, "HEARD_S", 0.0)
+    monkeypatch.setattr(paused_run, "STOPS_S", 0.0)
     home.write_state(RunState(phase="going"))
     lines: list[str] = []
     with pytest.raises(LaunchError, match="has not listened"):

@@ -48,31 +48,27 @@ from roadtrain.simulator.run import simulate
 from roadtrain.storage.direct import replace_file
 from roadtrain.units import show_seconds
 
-REFUSED = 2  # the exit code of a run that was refused before anything of it started
-BETTER = 0.03  # of a step: what a new plan takes off at least
-CALIBRATED = (
-    "measured",
-    "lab",
-)  # constants that a plan may have been made by, besides those assumed
-SAME = 1e-6
+REFUSED = 2  # the exit code of a run that was refused before any of its processes started
+BETTER = 0.03  # smallest relative gain per step for which a plan is replaced
+CALIBRATED = ("measured", "lab")  # constants that a plan may be based on, besides the defaults
+SAME = 1e-6  # relative tolerance within which two predictions are the same
 
 
 @dataclass(frozen=True)
 class ReplanResult:
-    """`old_s`: of a step by the old plan with the measured rates; `new_s`: by the new one.
-    `blind`: no link was measured, though the run has some."""
+    """The best plan found, beside the old one."""
 
-    plan_file: PlanFile
-    changes: Mapping[str, str]
+    plan_file: PlanFile  # with the new plan
+    changes: Mapping[str, str]  # rates that differ from the old plan's cluster, in words
     arranged: Arranged
     old: Plan
-    old_s: float
-    new_s: float
-    blind: bool = False
+    old_s: float  # predicted seconds per step of the old plan at the measured rates
+    new_s: float  # the same of the new plan
+    blind: bool = False  # the run has links, but none was measured
 
     @property
-    def taken(self) -> bool:
-        """Whether the run goes on by it."""
+    def adopted(self) -> bool:
+        """Whether the run switches to the new plan."""
         return self.better and not self.blind
 
     @property
@@ -117,7 +113,9 @@ def replan(
     run = planned_run(home)
     if not is_alive(home):
         _search_and_write(home, run, options, report)
-        report(f"run {home.name} is not running: `roadtrain launch --resume {home.name}` resumes it")
+        report(
+            f"run {home.name} is not running: `roadtrain launch --resume {home.name}` resumes it"
+        )
         return 0
     report(f"run {home.name} is stopped at its next step, to measure the links of its hosts")
     paused = PausedRun(home, go_on, report, ends_with_launcher)
@@ -283,7 +281,9 @@ def replanned(run: PlannedRun, measured: MeasuredRun, options: ReplanOptions) ->
 
 def check_stores(old: Machines, new: Machines, name: str) -> None:
     """Raise ConfigError if a new run would use a store of this one."""
-    ours, theirs = ({path for host in machines.hosts for path in host.directories} for machines in (old, new))
+    ours, theirs = (
+        {path for host in machines.hosts for path in host.directories} for machines in (old, new)
+    )
     if (same := sorted(ours & theirs)) or name == old.stores_of:
         raise ConfigError(
             f"--new-run {name} would use stores of the existing run: {', '.join(same) or name}",
