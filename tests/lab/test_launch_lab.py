@@ -146,7 +146,7 @@ def test_hosts_with_rates_that_go_and_come(tmp_path, nothing_left):
             engine.run_verb(["rate", "gpu7", "0", "1MB/s"])
         with pytest.raises(LaunchError, match="no link between"):
             engine.run_verb(["link", "a", "b", "1MB/s"])
-        with pytest.raises(LaunchError, match="is no verb"):
+        with pytest.raises(LaunchError, match="has no verb"):
             engine.run_verb(["dance"])
     finally:
         engine.close()

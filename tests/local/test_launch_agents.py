@@ -254,7 +254,7 @@ def test_asking(agents, tmp_path):
     assert agents.ask("b", ["-c", echo, "word"], told) == [told, "word"]
     with pytest.raises(LaunchError, match="code 2: no such disk"):
         agents.ask("a", ["-c", "import sys; print('no such disk', file=sys.stderr); exit(2)"], {})
-    with pytest.raises(LaunchError, match="no JSON"):
+    with pytest.raises(LaunchError, match="is not JSON"):
         agents.ask("a", ["-c", "print('hm')"], {})
     path = tmp_path / "x" / "reducers.txt"
     agents.ask("a", PUT_FILE, {"path": str(path), "content": "10.0.0.1:7000\n"})

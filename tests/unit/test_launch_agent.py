@@ -56,7 +56,7 @@ def test_what_is_no_message_is_refused(line):
 
 
 def test_a_message_beyond_the_limit_is_refused_with_both_numbers():
-    with pytest.raises(WireError, match=f"at most {MESSAGE_LIMIT}"):
+    with pytest.raises(WireError, match=f"more than the {MESSAGE_LIMIT}"):
         encode_line(OutputLine("a", "x" * MESSAGE_LIMIT))
 
 

@@ -133,7 +133,7 @@ def test_a_host_that_is_not_there(tmp_path: Path) -> None:
     engine = an_engine(run)
     del engine.seen["spare0"]
     assert wrong(run, engine) == (
-        "host spare0 (127.0.0.1) cannot be reached: of the plan's 2 machines 1 are there"
+        "host spare0 (127.0.0.1) cannot be reached: of the plan's 2 hosts 1 are up"
     )
 
 
@@ -265,14 +265,14 @@ def test_a_store_whose_disk_is_not_mounted(tmp_path: Path) -> None:
 def test_a_store_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     run = a_run(tmp_path, f"{tmp_path}/file")
-    said = f"host spare0: store {tmp_path}/file is not writable: {tmp_path}/file is no directory"
+    said = f"host spare0: store {tmp_path}/file is not writable: {tmp_path}/file is not a directory"
     assert wrong(run, an_engine(run)) == said
 
 
 def test_a_store_that_is_a_link_to_nothing(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("/nope/store")
     run = a_run(tmp_path, f"{tmp_path}/link")
-    said = f"host spare0: store {tmp_path}/link is not writable: {tmp_path}/link is a link to"
+    said = f"host spare0: store {tmp_path}/link is not writable: {tmp_path}/link is a dangling"
     assert wrong(run, an_engine(run)).startswith(said)
 
 
@@ -334,8 +334,8 @@ def test_a_store_of_another_run(tmp_path: Path) -> None:  # Rule 3
     (tmp_path / "run").mkdir()
     Mark(tmp_path / "run").adopt(THEIRS, 9)
     assert wrong(run, an_engine(run)) == (
-        f"host spare0: store {tmp_path}/store belongs to another run: it is of job {OURS}, at"
-        f" step 3, the run in {tmp_path}/run is of job {THEIRS}, at step 9"
+        f"host spare0: store {tmp_path}/store belongs to another run: it has job {OURS}, at"
+        f" step 3, the run in {tmp_path}/run has job {THEIRS}, at step 9"
     )
 
 
@@ -398,7 +398,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     port = run.machines.hosts[1].servers[0].port
     with closing(socket.create_server(("127.0.0.1", port))):
-        said = f"host spare0: port {port} of 127.0.0.1 is taken by another process"
+        said = f"host spare0: port {port} of 127.0.0.1 is in use by another process"
         assert wrong(run, an_engine(run)) == said
 
 
@@ -406,7 +406,7 @@ def test_an_address_that_the_host_does_not_have(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     port = run.machines.hosts[1].servers[0].port
     run = replace(run, addresses={**run.addresses, "spare0": "198.51.100.1"})
-    said = f"port {port} of 198.51.100.1 is at an address that this host does not have"
+    said = f"port {port} of 198.51.100.1 cannot be bound: this host does not have the address"
     assert said in wrong(run, an_engine(run))
 
 
@@ -461,7 +461,10 @@ def test_a_spare_host_without_the_runs_directory_runs_no_workers(tmp_path: Path)
     apart = {"gpu1": {"machine": "another"}}
     used, (line,) = without_unfit_spares(run, with_spare(run, changed=apart))
     assert not used.machines.spares
-    assert line.startswith("spare host gpu1 is not used for workers: host gpu1 has another")
+    assert (
+        line.startswith("spare host gpu1 is not used for workers: ")
+        and "on host gpu1 is not" in line
+    )
     used, (line,) = without_unfit_spares(run, with_spare(run, silent=("gpu1",)))
     assert not used.machines.spares and "answered nothing" in line
 
@@ -470,7 +473,7 @@ def test_a_spare_host_that_lacks_the_text_runs_no_workers(tmp_path: Path) -> Non
     run = meeting(tmp_path)
     lacking = {"gpu1": {"lacking": ["/data/text"]}}
     _, (line,) = without_unfit_spares(run, with_spare(run, changed=lacking))
-    assert "host gpu1 lacks /data/text, which the job names" in line
+    assert "host gpu1 does not have /data/text, which the job names" in line
 
 
 def test_hosts_that_do_not_answer_share_a_directory_of_a_network(tmp_path: Path) -> None:

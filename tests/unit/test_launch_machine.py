@@ -123,7 +123,7 @@ def test_workers_done_ends_the_run() -> None:
 def test_a_service_starts_again_at_once_then_later() -> None:
     run = Driven()
     assert run.ended("server s0 0", -9, "killed") == [start("server s0 0")]
-    assert run.told[-2] == ("server s0 0 on s0 ended (signal 9), it starts again at once: killed")
+    assert run.told[-2] == ("server s0 0 on s0 ended (signal 9), it is restarted at once: killed")
     assert run.ended("server s0 0") == []  # after 1 s
     assert run.later(0.5) == []
     assert run.later(0.6) == [start("server s0 0")]
@@ -154,7 +154,7 @@ def test_workers_sum_without_a_reducer_that_ends_six_times() -> None:
         run.ended("reducer r0", 1)
         run.later(31)
     assert run.ended("reducer r0", 1, "port 7000 is taken") == [SetReducers(())]
-    assert "port 7000 is taken; workers sum without it" in run.told[-2]
+    assert "port 7000 is taken; workers run without it" in run.told[-2]
     assert run.machine.phase is RunPhase.GOING and run.later(599) == []
     assert run.later(2) == [start("reducer r0"), SetReducers(("r0",))]
 
@@ -209,7 +209,7 @@ def test_workers_begin_again() -> None:
     run = Driven()
     assert run.failed(-9) == [StartWorkers(1, ("a", "b"))]
     assert run.told[-2] == (
-        "worker 1 ended (signal 9): all workers begin again at the committed step, at once"
+        "worker 1 ended (signal 9): all workers restart from the committed step at once"
     )
     assert run(WorkersEnded(0, 1, "worker 0")) == []  # of an attempt that is over
     assert run.failed(1, "LostError") == [] and run.later(1) == [StartWorkers(2, ("a", "b"))]
@@ -264,7 +264,7 @@ def test_workers_that_do_not_end_are_given_up() -> None:
 def test_a_worker_host_is_lost_and_a_spare_one_takes_its_place() -> None:
     run = Driven()
     assert run.lost("b") == [stop_workers(5)]
-    assert run.told[-1] == "host b is lost: workers end and begin again on a, spare (2 workers)"
+    assert run.told[-1] == "host b is lost: workers end and restart on a, spare (2 workers)"
     assert run.failed(-9) == [StartWorkers(1, ("a", "spare"))]
     assert run.came("b") == []  # as wide as before
     assert run.failed(-9) == []  # the second time without a committed step
@@ -292,7 +292,7 @@ def test_a_worker_host_is_lost_and_all_wait_for_it(changes) -> None:
     run = Driven(**changes)
     run.lost("b")
     assert run.failed(1) == [] and run.later(99) == []
-    assert "b must be there again" in run.told[-1]
+    assert "b must be back first" in run.told[-1]
     assert run.came("b") == [StartWorkers(1, ("a", "b"))]
 
 
@@ -337,7 +337,7 @@ def test_a_server_host_is_lost() -> None:
 
 def test_a_server_host_is_lost_whose_chunks_others_have_too() -> None:
     run = Driven(services=REPLICATED)
-    assert run.lost("s0") == [] and "the others go on" in run.told[-1]
+    assert run.lost("s0") == [] and "workers go on with its replicas" in run.told[-1]
     assert run.failed(1) == [StartWorkers(1, ("a", "b"))]
     assert run.came("s0") == [start("server s0 0")]
 

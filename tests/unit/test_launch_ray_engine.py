@@ -249,7 +249,7 @@ def test_a_trainer_that_never_begins_its_workers_is_given_up(
     until(made.is_over)
     assert given == [0.0]  # those that have begun are killed
     ended = made.ended()
-    assert ended.code == workers.KILLED and "has not begun worker 1 within" in ended.last_line
+    assert ended.code == workers.KILLED and "has not started worker 1 within" in ended.last_line
 
 
 def test_a_trainer_that_never_lets_go_of_ended_workers_is_given_up(
@@ -461,7 +461,7 @@ def test_a_run_that_had_begun_goes_on_without_a_host_that_is_gone(
 ) -> None:
     """Also one without services: the supervisor was started again meanwhile."""
     monkeypatch.setattr(cluster, "nodes", list)
-    with pytest.raises(LaunchError, match="host a of the plan is no node of the Ray cluster"):
+    with pytest.raises(LaunchError, match="the Ray cluster has no node for host a of"):
         made_engine()
     made = made_engine(begun=True)
     assert made.resumed
@@ -511,7 +511,7 @@ def test_hosts_without_an_address_are_where_they_were(
     assert {one.name: one.address for one in made("10.0.0.2", begun=False).hosts()} == {
         "h": "10.0.0.2"
     }
-    with pytest.raises(LaunchError, match=r"host h \(it was 10\.0\.0\.3\) of the plan is no node"):
+    with pytest.raises(LaunchError, match=r"no node for host h \(it was 10\.0\.0\.3\) of the plan"):
         made("10.0.0.3", begun=False)
     events = made("10.0.0.3", begun=True).events(0.0)
     assert [e.host for e in events if isinstance(e, HostLost)] == ["h"]
@@ -548,7 +548,7 @@ def test_a_service_ends_where_there_never_will_be_a_supervisor(
     fake: FakeRay, monkeypatch: pytest.MonkeyPatch, supervised: bool
 ) -> None:
     monkeypatch.setattr(actors, "HeldProcess", lambda *_: None)
-    monkeypatch.setattr(actors.ServedProcess, "_mind", lambda _: None)
+    monkeypatch.setattr(actors.ServedProcess, "_watch", lambda _: None)
     if supervised:
         fake.named["roadtrain:r"] = FakeActor(None)
     served = actors.ServedProcess(server(), "roadtrain:r")
@@ -670,7 +670,7 @@ def test_a_launch_waits_for_the_actor_of_the_run_that_has_just_ended(
     assert len(fake.made) == 1
     monkeypatch.setattr(start, "NAME_S", 0.2)
     fake.named["roadtrain:r"] = FakeActor(None)
-    with pytest.raises(LaunchError, match="a run of this name is alive there"):
+    with pytest.raises(LaunchError, match="a run of this name is still running there"):
         begins()
 
 
@@ -691,7 +691,7 @@ def test_while_its_node_is_there_a_run_is_alive_though_the_cluster_does_not_answ
     home: RunHome, monkeypatch: pytest.MonkeyPatch, here: bool
 ) -> None:
     def refuses(address: str) -> None:
-        raise LaunchError("no Ray cluster is reached")
+        raise LaunchError("cannot connect")
 
     words = ["raylet", "--gcs-address=10.0.0.1:6379"]
     processes = [SimpleNamespace(info={"name": words[0], "cmdline": words})] if here else []

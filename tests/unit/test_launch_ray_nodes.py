@@ -202,7 +202,7 @@ def test_a_node_that_came_before_the_old_one_was_known_as_dead_is_its_host(
     assert isinstance(came, HostJoined) and came.host == alias
     assert hosts.look([w, twin]) == [
         HostLost("s", "Ray's node 2: it has died"),
-        HostLost(alias, "Ray's node 9 is s again"),
+        HostLost(alias, "Ray's node 9 is now host s again"),
         HostJoined("s", twin.address, 0),
     ]
     assert where(hosts) == {"w": "1", "s": "9"}

@@ -57,7 +57,7 @@ def test_a_run_that_had_ended_stays_so(home: RunHome, tries: list[RunHome]) -> N
 def test_a_run_that_cannot_go_on_is_told_as_ended(home: RunHome, tries: list[RunHome]) -> None:
     assert standby_main.stand_by(home) == 1 and len(tries) == standby_main.TRIES
     state = home.state()
-    assert (state.phase, state.code) == ("ended", 1) and "could not go on" in state.why
+    assert (state.phase, state.code) == ("ended", 1) and "attempts to go on failed" in state.why
 
 
 def test_an_empty_state_does_not_end_the_standby(home: RunHome, tries: list[RunHome]) -> None:
@@ -112,4 +112,4 @@ def test_a_standby_that_cannot_be_started_ends_nothing(
     one.keep(1.0)
     one.keep(2.0)
     one.close()
-    assert said == ["the supervisor has no standby for now: no processes left"]
+    assert said == ["the standby could not be started, which is retried: no processes left"]

@@ -192,8 +192,8 @@ class RunHome:
             )
         used = "state.before.json is used" if before else "and so is state.before.json"
         report(
-            f"{path} is damaged or absent, {used}; no training state is lost: the run continues from"
-            " its last committed step"
+            f"{path} is damaged or absent, {used}; no training state is lost: the run continues"
+            " from its last committed step"
         )
         return _state_after(before or RunState())
 

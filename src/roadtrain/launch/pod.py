@@ -1,5 +1,5 @@
-"""`python -m roadtrain.launch.pod WORDS...`: the entry point of a worker in a pod. The workers agree
-on an id of their start, then each becomes `roadtrain WORDS...` (write_kubernetes.py).
+"""`python -m roadtrain.launch.pod WORDS...`: the entry point of a worker in a pod. The workers
+agree on an id of their start, then each becomes `roadtrain WORDS...` (write_kubernetes.py).
 
 Kubernetes restarts the pods of a run one by one, without a common counter. So the start id lives in
 the store of rank 0's torchrun: rank 0 writes a random id, and each rank reads it once. A rank that

@@ -7,9 +7,9 @@
    run: those with the same placement, micro-batches, delay and compression. Servers and their order
    stay, as a store keeps its shape. Snapshots of stages can be loaded by other numbers of stages,
    provided the hosts with their files take part or all hosts share the run's directory.
-4. If a step takes less time than with the old plan at the same rates, by a share of at least BETTER,
-   replace the run's plan.toml (the old one is kept as plan.before-N.toml), delete measured.json, and
-   resume the run with the new plan.
+4. If a step gets shorter than with the old plan at the same rates, by at least the share BETTER,
+   replace the run's plan.toml (the old one is kept as plan.before-N.toml), delete measured.json,
+   and resume the run with the new plan.
 
 A run that cannot be replanned is refused before step 1. After step 1 the run always resumes, with
 the old plan if there is no better one. With --new-run, other placements are tried too, and the
@@ -153,7 +153,7 @@ def check_options(home: RunHome, options: ReplanOptions, ends_with_launcher: boo
         )
     if options.detach and ends_with_launcher:
         raise ConfigError(
-            f"--detach cannot be used: run {home.name} ends with its launcher, which is this command",
+            f"--detach cannot be used: run {home.name} ends with its launcher, this command",
             hint="leave --detach out",
         )
 
@@ -372,8 +372,8 @@ def _written(
         report(f"plan    {path}")
     if options.new_run:
         report(
-            f"start   roadtrain launch {path} JOB.toml --name {options.new_run}, with a job that has"
-            " its own run.dir; the existing run keeps its plan, as a store keeps its shape"
+            f"start   roadtrain launch {path} JOB.toml --name {options.new_run}, with a job that"
+            " has its own run.dir; the existing run keeps its plan, as a store keeps its shape"
         )
     elif options.dry_run and found.adopted:
         report("dry run: the plan is not replaced")

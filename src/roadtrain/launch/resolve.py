@@ -1,5 +1,5 @@
-"""resolve(): derive the processes of a run from plan.toml and job.toml. Contacts no host and creates
-nothing.
+"""resolve(): derive the processes of a run from plan.toml and job.toml. Contacts no host and
+creates nothing.
 
 PlanFile + Job -> ResolvedRun -> a Process for each server, reducer and switch
                               -> a WorkerSet for each attempt, on the hosts that are up then
@@ -296,7 +296,7 @@ class ResolvedRun:
             raise ConfigError(f"host {twice[0]} is named {list(hosts).count(twice[0])} times")
         there = self.workers_on(hosts)
         if idle := [host.name for host in there if not host.workers] or ([] if there else ["none"]):
-            raise ConfigError(f"0 workers can run on hosts {', '.join(idle)}, at least 1 is needed")
+            raise ConfigError(f"0 workers can run on {', '.join(idle)}, at least 1 is needed")
         job = job_on(self.job, self.worker_count, there)
         return job if self._as_planned(there) else job.changed({"predicted": UNPREDICTED})
 
@@ -346,7 +346,7 @@ def resolve(
     plan_file: PlanFile, job: Job, *, name: str, addresses: Mapping[str, str], token: str
 ) -> ResolvedRun:
     """Combine a plan and a job. Raises ConfigError if the plan has no machines, is for another
-    model, lacks the services of its placement, or has degrees other than the job's [parallelism]."""
+    model, lacks services of its placement, or has degrees other than the job's [parallelism]."""
     machines = machines_of(plan_file)
     _check_plan(plan_file.plan, machines, job)
     if plan_file.model is not None:

@@ -1,5 +1,5 @@
-"""StartedProcess: a process of a run in its agent: its pipes, its last error line, its end. Does NOT
-wait for anything (agent.py)."""
+"""StartedProcess: a process of a run in its agent: its pipes, its last error line, its end. Does
+NOT wait for anything (agent.py)."""
 
 from __future__ import annotations
 

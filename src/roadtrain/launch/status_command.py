@@ -32,8 +32,8 @@ def command(
     report: Callable[[str], None] = print,
 ) -> int:
     """Show a run's step, loss, rates, bytes written so far and the remaining life of the SSD. For a
-    run with servers, also show each server and what it is waiting for. For a launched run, also show
-    each process; the exit code is 1 if any process is down.
+    run with servers, also show each server and what it is waiting for. For a launched run, also
+    show each process; the exit code is 1 if any process is down.
 
     `run`: a launched run's name, a run directory, or the HOST:PORT,... of servers and switches.
     Raises ConfigError if it is none of them.

@@ -342,7 +342,7 @@ class Supervisor:
 
     def _measure(self) -> None:
         """Measure the links, once all processes have ended and while the engine still has its
-        hosts. Failures are only logged: the replan command then resumes the run with the old plan."""
+        hosts. Failures are only logged: the replan command then resumes with the old plan."""
         self._logs.notify("measuring the links between the run's hosts")
         path = self._home.measured_path
         try:
@@ -383,8 +383,8 @@ class Supervisor:
         )
 
     def _write_state(self, now: bool = False) -> bool:
-        """Write state.json if the state has changed. Return True if the file is up to date. A failed
-        write is retried later, as a full disk must not end a run."""
+        """Write state.json if the state has changed. Return True if the file is up to date. A
+        failed write is retried later, as a full disk must not end a run."""
         state = self._state()
         if state == self._written:
             return True

@@ -1,5 +1,5 @@
-"""Workers under torchrun, for `launch --write` (write_slurm.py, write_kubernetes.py), and other code
-shared by the two.
+"""Workers under torchrun, for `launch --write` (write_slurm.py, write_kubernetes.py), and other
+code shared by the two.
 
 torchrun runs on each host with a fixed node rank and a static rendezvous at the plan's address and
 port, so ranks are those of the plan. It does not restart its workers: torchruns count restarts
@@ -57,8 +57,8 @@ def check_for_files(run: ResolvedRun) -> None:
         if HOST_NAME.fullmatch(host) is None:
             raise ConfigError(
                 f"the plan's host name {host!r} is not a valid node name",
-                hint="name the hosts in the cluster file like the nodes of Slurm or Kubernetes: 1 to"
-                " 63 letters, digits, `-`, `_` and `.`",
+                hint="name the hosts in the cluster file like the nodes of Slurm or Kubernetes: 1"
+                " to 63 letters, digits, `-`, `_` and `.`",
             )
 
 

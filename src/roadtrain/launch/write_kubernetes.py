@@ -1,4 +1,4 @@
-"""`roadtrain launch --write kubernetes`: write run.yaml, which runs the plan with `kubectl apply -f`.
+"""`roadtrain launch --write kubernetes`: write run.yaml, for `kubectl apply -f`, to run the plan.
 
     Secret        the token
     ConfigMap     job.toml, reducers.txt
@@ -55,7 +55,8 @@ GLOB = re.compile(r"[*?\[]")
 
 
 def write_kubernetes(run: ResolvedRun, out: Path, image: str) -> list[str]:
-    """Write run.yaml and return notes for the user. Raises ConfigError if Kubernetes cannot run it."""
+    """Write run.yaml and return notes for the user. Raises ConfigError if Kubernetes cannot run
+    the plan."""
     objects = kubernetes_objects(run, image)
     check_ours(out, ["run.yaml"], MARK)
     make_directory(out)

@@ -57,8 +57,8 @@ def write_slurm(run: ResolvedRun, out: Path, _image: str = "") -> list[str]:
             head = f"{_head_line()}\n" if where.suffix == ".toml" else ""
             replace_file(where, (head + file.content).encode(), "writing")
     return [
-        f"{len(hosts_of(run))} hosts; start the run in {out}, in an environment whose `{PYTHON}` has"
-        " roadtrain installed: sbatch run.sbatch",
+        f"{len(hosts_of(run))} hosts; start the run in {out}, in an environment whose `{PYTHON}`"
+        " has roadtrain installed: sbatch run.sbatch",
         *notes_for_user(run),
     ]
 

@@ -77,7 +77,7 @@ class EventLog:
             self._changed.notify_all()
 
     def news(self, life: str, after: int, patience_s: float) -> EventBatch:
-        """Return the events from sequence number `after` on. Waits up to `patience_s` for the first.
+        """Return the events from sequence number `after` on, waiting up to `patience_s` for one.
 
         Args:
             life: The actor's id in the last reply. Another id means that the actor was restarted;

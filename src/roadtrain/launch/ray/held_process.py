@@ -1,5 +1,5 @@
-"""HeldProcess: a process of the run with an agent of its own (launch/agent.py), held by a process of
-Ray: an actor or a worker of Ray Train. When the holder is killed, the agent's stdin ends and the
+"""HeldProcess: a process of the run with an agent of its own (launch/agent.py), held by a process
+of Ray: an actor or a worker of Ray Train. When the holder is killed, the agent's stdin ends and the
 agent kills its processes. Ray processes are multi-threaded, so they cannot use PR_SET_PDEATHSIG.
 
 One thread does all the work. Does NOT restart the process.
@@ -79,7 +79,7 @@ class HeldProcess:
 
 
 def to_ray_log(event: ProcessEvent, host: str) -> None:
-    """Print an event, with role and host, to Ray's log of this process, which its dashboard shows."""
+    """Print an event, with role and host, to Ray's log of this process, shown in its dashboard."""
     text = event.line if isinstance(event, Output) else f"ended with code {event.code}"
     with contextlib.suppress(OSError, ValueError):  # the log is full or closed
         print(f"[{event.name} {host}] {text}", file=sys.stdout, flush=True)

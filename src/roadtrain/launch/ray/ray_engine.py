@@ -284,7 +284,7 @@ class RayEngine:
                 ray.kill(service.actor, no_restart=True)
 
     def _poll_actors(self, patience_s: float) -> None:
-        """Handle replies of actors, waiting up to `patience_s` for the first, and send new polls."""
+        """Send polls to actors and handle replies, waiting up to `patience_s` for the first."""
         polls = {}
         for service in (self._mailbox, *self._services.values()):
             if service.poll is None and time.monotonic() >= service.poll_at:
@@ -376,7 +376,7 @@ class RayEngine:
             ray.kill(service.actor, no_restart=True)
 
     def close(self) -> None:
-        """End all processes: the workers with Ray Train's workers, the services with their actors."""
+        """End the workers, by ending Ray Train's workers, and the services, with their actors."""
         if self._workers is not None:
             self._workers.stop(0.0)
         for service in (*self._services.values(), self._mailbox):
@@ -424,8 +424,8 @@ def _no_node(host: PlanHost, was_at: str, nodes: Sequence[RayNode]) -> str:
     where = f" (it was {was_at})" if was_at and not host.address else where
     there = ", ".join(f"{n.label or n.name} ({n.address})" for n in nodes)
     return (
-        f"the Ray cluster has no node for host {host.name}{where} of the plan, its nodes are {there};"
-        f" `ray start --labels roadtrain-host={host.name}` makes a node that host"
+        f"the Ray cluster has no node for host {host.name}{where} of the plan, its nodes are"
+        f" {there}; `ray start --labels roadtrain-host={host.name}` makes a node that host"
     )
 
 

@@ -137,7 +137,7 @@ def _await_name(home: RunHome, name: str) -> None:
     if is_there(name):
         raise LaunchError(
             f"the cluster has an actor {name}: a run of this name is still running there",
-            hint=f"use another --name, or roadtrain launch --stop {home.name} where it was launched",
+            hint=f"use another --name, or roadtrain launch --stop {home.name} on its launch host",
         )
 
 
