@@ -64,7 +64,7 @@ class OneProcess:
         return [*self.seen.values()]
 
     def ask(self, host: str, words: Sequence[str], request: Mapping[str, Any]) -> Any:
-        assert words == checks.HOST_REPORT
+        assert words == checks.REPORT
         if host in self.silent:
             raise LaunchError(f"{host} answered nothing within 30 s", hint="is it up?")
         asked = self.questions[host] = msgspec.convert(request, HostQuery)

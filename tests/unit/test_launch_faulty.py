@@ -153,7 +153,7 @@ def test_a_full_home_does_not_keep_a_run_from_going_on(home: RunHome, no_hosts: 
             supervise.prepare(home, home.record(), logs)
         logs.flush()
     assert not no_hosts.closed and home.state().attempt == 3
-    assert home.all_log.read_text().count("home is full, the run goes on") == 2
+    assert home.all_log.read_text().count("the run goes on, though its home is full") == 2
 
 
 def test_a_state_takes_the_place_of_the_one_before_where_there_is_no_other(

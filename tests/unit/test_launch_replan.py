@@ -599,7 +599,7 @@ def test_a_run_goes_on_as_it_was_launched(
     with Paused(home) as run:
         assert run.replan(**options) == 0
     assert (run.asked, run.gone_on) == (["measure"], [started])
-    stays = any("which this command is now: it waits" in line for line in run.lines)
+    stays = any("now this command: it waits" in line for line in run.lines)
     assert stays == (recorded == "stop" and "dry_run" in options)
 
 

@@ -84,8 +84,7 @@ class HostAgent:
         self._going = bool(data) and self._going
         for line, dropped in self._orders.feed(data):
             if dropped:
-                size = len(line) + dropped
-                raise SystemExit(f"got a message of {size} bytes, limit {m.MESSAGE_LIMIT}")
+                raise SystemExit(f"got a message with {dropped} bytes above the limit")
             try:
                 order = m.TO_AGENT.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -38,7 +38,7 @@ from roadtrain.simulator.memory import USABLE, cut, file_bytes, host_bytes
 from roadtrain.switch.options import MOST_JOBS
 from roadtrain.units import show_bytes, show_count
 
-HOST_REPORT = ("-m", "roadtrain.launch.host_report")
+REPORT = ("-m", "roadtrain.launch.host_report")
 LEAVE_S = (2.0, 3.0)  # waits for a run that has just ended to release its stores and ports
 # What `check` examines, in the order of its sentences.
 CHECKED = (
@@ -56,7 +56,7 @@ CHECKED = (
 
 
 @dataclass(frozen=True)
-class CheckedHost:
+class LiveHost:
     """A host of the plan that is up, with its report."""
 
     plan: PlanHost
@@ -88,7 +88,7 @@ def check(run: ResolvedRun, engine: LaunchEngine) -> list[str]:
             *(_ports_in_use(host) for host in hosts),
             *(_bad_stores(run, host, shape) for host in hosts),
             _store_conflicts(run, hosts),
-            _lacking_space(run, hosts, shape),
+            _no_space(run, hosts, shape),
         )
     )
     wrong = wrong or [*_foreign_stores(run, engine, there, hosts)]
@@ -106,9 +106,8 @@ def directory_is_shared(run: ResolvedRun, engine: LaunchEngine, hosts: Sequence[
     reports = [_report_of(engine, host, HostQuery(run.directory)) for host in queried]
     seen = [report for report in reports if isinstance(report, HostReport)]
     on_network = all(report.directory.files for report in seen)
-    return len({_place_of(report) for report in seen}) == 1 and (
-        len(seen) == len(queried) or on_network
-    )
+    one_place = len({_place_of(report) for report in seen}) == 1
+    return one_place and (len(seen) == len(queried) or on_network)
 
 
 def _place_of(report: HostReport) -> tuple[object, ...]:
@@ -141,7 +140,7 @@ def why_unfit(run: ResolvedRun, engine: LaunchEngine, host: str) -> str:
     report = _report_of(engine, host, query)
     if isinstance(report, str):
         return report.partition("\n")[0]
-    seen = CheckedHost(place, there[host], query, report)
+    seen = LiveHost(place, there[host], query, report)
     wrong = [*_lacking_hardware(run, seen, [seen], None), *_lacking_files(seen)]
     if not wrong and run.shared and run.snapshots_at_workers:
         at = f"{run.directory} on host {host} is not the directory with the workers' snapshots"
@@ -152,8 +151,7 @@ def why_unfit(run: ResolvedRun, engine: LaunchEngine, host: str) -> str:
 def _report_of(engine: LaunchEngine, host: str, query: HostQuery) -> HostReport | str:
     """Fetch a host's report. Return a text with the reason if that fails."""
     try:
-        answer = engine.ask(host, HOST_REPORT, msgspec.to_builtins(query))
-        return msgspec.convert(answer, HostReport)
+        return msgspec.convert(engine.ask(host, REPORT, msgspec.to_builtins(query)), HostReport)
     except (LaunchError, msgspec.ValidationError) as error:
         return str(error)
 
@@ -176,12 +174,12 @@ def _absent(run: ResolvedRun, there: Mapping[str, HostSeen]) -> Iterator[str]:
 
 def _report_all(
     run: ResolvedRun, engine: LaunchEngine, there: Mapping[str, HostSeen]
-) -> tuple[list[CheckedHost], list[str]]:
+) -> tuple[list[LiveHost], list[str]]:
     """Return the hosts that answered, and a sentence for each of the others."""
     processes: list[Process] = [*run.services()]
     if not run.can_run_on(run.worker_hosts):
         processes += run.workers(run.worker_hosts, 0).processes
-    hosts, silent = list[CheckedHost](), list[str]()
+    hosts, silent = list[LiveHost](), list[str]()
     for host in run.machines.hosts:
         if host.name not in there:
             continue
@@ -190,7 +188,7 @@ def _report_all(
         if isinstance(report, str):
             silent.append(f"host {host.name} does not answer: {report}".replace("\nhint: ", "; "))
         else:
-            hosts.append(CheckedHost(host, there[host.name], query, report))
+            hosts.append(LiveHost(host, there[host.name], query, report))
     return hosts, silent
 
 
@@ -212,11 +210,11 @@ def _query(run: ResolvedRun, host: PlanHost, processes: Sequence[Process]) -> Ho
     return HostQuery(run.directory, tuple(stores), tuple(ports), tuple(globs), tuple(files))
 
 
-def _in_use(host: CheckedHost) -> bool:
+def _in_use(host: LiveHost) -> bool:
     return any(host.report.ports) or any(store.locked for store in host.report.stores)
 
 
-def _on_devices(run: ResolvedRun, host: CheckedHost, hosts: Sequence[CheckedHost]) -> bool:
+def _on_devices(run: ResolvedRun, host: LiveHost, hosts: Sequence[LiveHost]) -> bool:
     """Return True if the workers of a host are meant to compute on devices, seen or not."""
     if stated := run.job.run.device:
         return stated.startswith("cuda")
@@ -224,7 +222,7 @@ def _on_devices(run: ResolvedRun, host: CheckedHost, hosts: Sequence[CheckedHost
     return others or bool(_planned_device(run, host) and not _is_emulated(host, hosts))
 
 
-def _planned_device(run: ResolvedRun, host: CheckedHost) -> str:
+def _planned_device(run: ResolvedRun, host: LiveHost) -> str:
     """Return the kind of accelerator of the host in the plan's cluster; "" for none or unknown."""
     cluster = run.plan_file.cluster
     kinds = () if cluster is None else cluster.hosts
@@ -233,13 +231,13 @@ def _planned_device(run: ResolvedRun, host: CheckedHost) -> str:
     return "" if kind == "cpu" else kind
 
 
-def _is_emulated(host: CheckedHost, hosts: Sequence[CheckedHost]) -> bool:
+def _is_emulated(host: LiveHost, hosts: Sequence[LiveHost]) -> bool:
     """Return True if other hosts are on the same machine, as in the lab (which has no devices)."""
     return sum(other.report.machine == host.report.machine for other in hosts) > 1
 
 
 def _lacking_hardware(
-    run: ResolvedRun, host: CheckedHost, hosts: Sequence[CheckedHost], shape: ModelShape | None
+    run: ResolvedRun, host: LiveHost, hosts: Sequence[LiveHost], shape: ModelShape | None
 ) -> Iterator[str]:
     workers, seen = host.plan.workers, host.seen
     if workers > seen.devices and _on_devices(run, host, hosts):
@@ -275,7 +273,7 @@ def _lacking_hardware(
         )
 
 
-def _lacking_files(host: CheckedHost) -> Iterator[str]:
+def _lacking_files(host: LiveHost) -> Iterator[str]:
     for path in host.report.lacking:
         yield f"host {host.name} does not have {path}, which the job names"
     if refused := host.report.directory.refused:
@@ -285,14 +283,14 @@ def _lacking_files(host: CheckedHost) -> Iterator[str]:
         )
 
 
-def _ports_in_use(host: CheckedHost) -> Iterator[str]:
+def _ports_in_use(host: LiveHost) -> Iterator[str]:
     for port, why in zip(host.query.ports, host.report.ports, strict=True):
         if why:
             kind = "UDP port" if port.datagrams else "port"
             yield f"host {host.name}: {kind} {port.port} of {port.address} {why}"
 
 
-def _bad_stores(run: ResolvedRun, host: CheckedHost, shape: ModelShape | None) -> Iterator[str]:
+def _bad_stores(run: ResolvedRun, host: LiveHost, shape: ModelShape | None) -> Iterator[str]:
     for store in host.report.stores:
         if why := _why_unusable(run, store.at) or _why_foreign(run, store, shape):
             yield f"host {host.name}: store {store.at.path} {why}"
@@ -322,7 +320,7 @@ def _why_foreign(run: ResolvedRun, store: StoreReport, shape: ModelShape | None)
     return ""
 
 
-def _store_conflicts(run: ResolvedRun, hosts: Sequence[CheckedHost]) -> Iterator[str]:
+def _store_conflicts(run: ResolvedRun, hosts: Sequence[LiveHost]) -> Iterator[str]:
     """Report stores that share a directory or belong to different runs."""
     stores = [(host, store) for host in hosts for store in host.report.stores]
     for (host, store), (other, second) in itertools.combinations(stores, 2):
@@ -333,9 +331,8 @@ def _store_conflicts(run: ResolvedRun, hosts: Sequence[CheckedHost]) -> Iterator
                 f"stores {store.at.path} on {host.name} and {second.at.path} on {other.name} are"
                 " the same directory or nested: each server needs a directory of its own"
             )
-    marks = {
-        host.report.marked_job: host.report.marked_step for host in hosts if host.report.marked_job
-    }
+    marked = [host.report for host in hosts if host.report.marked_job]
+    marks = {report.marked_job: report.marked_step for report in marked}
     held = {store.job: (host.name, store) for host, store in stores if store.job}
     if run.job.run.new_store or run.job.parallelism.used:  # stages have stores of different jobs
         return
@@ -360,10 +357,7 @@ def _store_conflicts(run: ResolvedRun, hosts: Sequence[CheckedHost]) -> Iterator
 
 
 def _foreign_stores(
-    run: ResolvedRun,
-    engine: LaunchEngine,
-    there: Mapping[str, HostSeen],
-    hosts: Sequence[CheckedHost],
+    run: ResolvedRun, engine: LaunchEngine, there: Mapping[str, HostSeen], hosts: Sequence[LiveHost]
 ) -> Iterator[str]:
     """Report trained stores that no run directory is marked with: they belong to other runs.
     A store at step 0 is not reported: this run may have ended before its directory was marked."""
@@ -399,8 +393,8 @@ def _inside(outer: PathReport, inner: PathReport) -> bool:
     return same and Path(inner.rest).is_relative_to(outer.rest)
 
 
-def _lacking_space(
-    run: ResolvedRun, hosts: Sequence[CheckedHost], shape: ModelShape | None
+def _no_space(
+    run: ResolvedRun, hosts: Sequence[LiveHost], shape: ModelShape | None
 ) -> Iterator[str]:
     """Report file systems with too little free space for all new stores on them."""
     if shape is None:
@@ -429,7 +423,7 @@ def _lacking_space(
 
 
 def _warnings(
-    run: ResolvedRun, there: Mapping[str, HostSeen], hosts: Sequence[CheckedHost]
+    run: ResolvedRun, there: Mapping[str, HostSeen], hosts: Sequence[LiveHost]
 ) -> Iterator[str]:
     """Warnings that do not prevent a start."""
     own, planned = versions(), run.plan_file

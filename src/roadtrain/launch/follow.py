@@ -94,9 +94,7 @@ def log_size(home: RunHome) -> int:
 def report_end(home: RunHome, record: LaunchRecord) -> int:
     """Print how the run has ended. Return its exit code."""
     if home.record().launched != record.launched:  # by --replan or --resume in another terminal
-        print(
-            f"run {home.name} was restarted: `roadtrain launch --logs {home.name}` shows its output"
-        )
+        print(f"run {home.name} was restarted: see `roadtrain launch --logs {home.name}`")
         return INTERRUPTED
     state = home.state()
     if state.phase != "ended":

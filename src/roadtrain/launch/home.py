@@ -40,8 +40,7 @@ Struct = TypeVar("Struct")
 TRIES, PAUSE_S = 50, 0.01  # retries for the lock: `is_supervised` of others holds it for a moment
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 AGAIN = (
-    "launch the same plan and job under another --name: training continues from the last committed"
-    " step"
+    "launch the same plan and job under another --name: training continues at the committed step"
 )
 PLANNED_ANEW = "it is planned anew"  # `RunState.why` of a run stopped by `launch --replan`
 

@@ -71,8 +71,7 @@ class LabEngine(HostAgents):
                 hint="roadtrain plan CLUSTER.toml --job JOB.toml writes a plan with both",
             )
         if why := network_available():
-            hint = "a lab needs root on Linux; or use --on here"
-            raise ConfigError(f"cannot create a lab here: {why}", hint=hint)
+            raise ConfigError(f"cannot create a lab: {why}", hint="root on Linux, or --on here")
         self._shape = shape = lab_shape(plan_file.cluster, plan_file.machines)
         self._directory = directory
         self._threads = worker_threads(plan_file.machines)
@@ -102,9 +101,7 @@ class LabEngine(HostAgents):
             case ["rate", host, nic, rate] if nic.isdecimal():
                 cards = self._lab_host(host).nics
                 if int(nic) >= len(cards):
-                    raise LaunchError(
-                        f"host {host} has no card {nic}: it has {len(cards)}, counted from 0"
-                    )
+                    raise LaunchError(f"host {host} has {len(cards)} cards, the first is card 0")
                 cards[int(nic)].set_rate(parse_rate(rate))
                 return f"card {nic} of {host} carries {rate} from now on"
             case ["link", a, b, rate]:

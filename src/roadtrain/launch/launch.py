@@ -134,9 +134,7 @@ def command(
     if if_launcher_dies not in THEN:
         raise unknown_name("--if-launcher-dies", if_launcher_dies, THEN)
     if detach and if_launcher_dies == "stop":
-        raise ConfigError(
-            "--detach and --if-launcher-dies stop cannot be combined: a detached launcher ends"
-        )
+        raise ConfigError("--detach and --if-launcher-dies stop cannot be combined")
     if dry_run and (write or (chosen and not replan)):
         raise ConfigError(
             f"--dry-run and --{'write' if write else chosen[0][0]} cannot be combined",

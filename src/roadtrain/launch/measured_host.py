@@ -57,8 +57,7 @@ class HostAnswer(msgspec.Struct):
 
 def answer(request: MeasureRequest) -> HostAnswer:
     """Measure the links and read the metrics of a request. Raises ConfigError."""
-    workers = [worker for path in request.metrics if (worker := seconds_of(Path(path)))]
-    out = HostAnswer(workers=workers)
+    out = HostAnswer(workers=[w for path in request.metrics if (w := seconds_of(Path(path)))])
     if request.others:
         options = TcpOptions(token=request.token.encode(), retry_s=PATIENCE_S)
         found, out.missing = links.matrix(request.others, options)

@@ -69,8 +69,7 @@ class PausedRun:
         until the run ends."""
         if self.ends_with_launcher and not follows:
             self.report(
-                f"run {self.home.name} ends with its launcher, which this command is now: it waits"
-                " for the end of the run"
+                f"run {self.home.name} ends with its launcher, now this command: it waits for that"
             )
         follows = follows or self.ends_with_launcher
         code = self.start("stop" if self.ends_with_launcher else "keep", not follows)

@@ -28,8 +28,7 @@ def agreed_start(store: dist.Store, rank: int, wait_s: float = WAIT_S) -> str:
     times = store.add(f"roadtrain/came/{rank}", 1)
     if times > 1:
         raise LostError(
-            f"worker {rank} has joined the same start of the workers {times} times, so that start"
-            " is over",
+            f"worker {rank} has joined the same start {times} times, so that start is over",
             hint="no action is needed: its pod is restarted until worker 0's pod is restarted too",
         )
     if rank == 0:

@@ -113,9 +113,7 @@ def replan(
     run = planned_run(home)
     if not is_alive(home):
         _search_and_write(home, run, options, report)
-        report(
-            f"run {home.name} is not running: `roadtrain launch --resume {home.name}` resumes it"
-        )
+        report(f"run {home.name} is not running: see `roadtrain launch --resume {home.name}`")
         return 0
     report(f"run {home.name} is stopped at its next step, to measure the links of its hosts")
     paused = PausedRun(home, go_on, report, ends_with_launcher)
@@ -281,9 +279,7 @@ def replanned(run: PlannedRun, measured: MeasuredRun, options: ReplanOptions) ->
 
 def check_stores(old: Machines, new: Machines, name: str) -> None:
     """Raise ConfigError if a new run would use a store of this one."""
-    ours, theirs = (
-        {path for host in machines.hosts for path in host.directories} for machines in (old, new)
-    )
+    ours, theirs = ({path for h in each.hosts for path in h.directories} for each in (old, new))
     if (same := sorted(ours & theirs)) or name == old.stores_of:
         raise ConfigError(
             f"--new-run {name} would use stores of the existing run: {', '.join(same) or name}",
@@ -307,10 +303,7 @@ def kept(old: Machines, new: Machines) -> Machines:
     shape. Hosts that no longer compute become spare hosts."""
     kinds = {host.name: host.kind for host in (*new.hosts, *new.spares)}
     before = {host.name: host for host in (*old.hosts, *old.spares)}
-    workers = [
-        replace(before[host.name], workers=host.workers, kind=host.kind)
-        for host in new.worker_hosts
-    ]
+    workers = [replace(before[h.name], workers=h.workers, kind=h.kind) for h in new.worker_hosts]
     rest = [
         replace(host, kind=kinds.get(host.name, host.kind))
         for host in before.values()

@@ -144,9 +144,7 @@ def _written(goes_on: bool, logs: RunLogs, write: Callable[[], None]) -> None:
     except FullError as error:
         if not goes_on:
             raise
-        logs.notify(
-            f"the disk of the run's home is full, the run goes on: {error}".partition("\n")[0]
-        )
+        logs.notify(f"the run goes on, though its home is full: {error}".partition("\n")[0])
 
 
 class Standby:

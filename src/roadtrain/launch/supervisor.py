@@ -317,8 +317,7 @@ class Supervisor:
                 return {}
             case "tell":
                 return {"said": self._engine.run_verb(request.words)}
-        verbs = "status, stop, measure, tell, hello"
-        raise LaunchError(f"unknown verb {request.verb!r}", hint=f"verbs are {verbs}")
+        raise LaunchError(f"no verb {request.verb!r}", hint="status, stop, measure, tell or hello")
 
     def _status(self) -> Mapping[str, Any]:
         """Return the state, the run's status from worker 0's host, and a table for each stage from

@@ -51,12 +51,11 @@ def _staged(job: Job, planned: int, workers: int, hosts: Sequence[WorkerHost]) -
     widths = [width * workers for width in before.replicas_of]
     if any(width % planned or not width for width in widths):
         raise ConfigError(
-            f"{workers} workers cannot be divided among the stages of {before}, which have"
-            f" {before.devices} ranks",
+            f"{workers} workers cannot be divided among the stages of {before}",
             hint=f"use a multiple of {before.pp * before.tp} workers",
         )
-    total = job.parallelism.num_microbatches
-    total = total or job.optimizer.accumulate * max(before.replicas_of)
+    stated = job.parallelism.num_microbatches
+    total = stated or job.optimizer.accumulate * max(before.replicas_of)
     now = replace(before, dp=1, widths=tuple(width // planned for width in widths))
     now.check_micro_batches(total)
     check_ranks(now, [(host.name, "", host.workers) for host in hosts])

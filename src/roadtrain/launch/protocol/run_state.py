@@ -330,8 +330,7 @@ class RunStateMachine:
         """Stop the workers, then the services, which workers need to commit their step."""
         if not self._is_down(self.workers, self.facts.step_grace_s):
             return
-        services = reversed(self.services.values())
-        down = [self._is_down(service, SERVICE_GRACE_S) for service in services]
+        down = [self._is_down(each, SERVICE_GRACE_S) for each in reversed(self.services.values())]
         if all(down):
             self._enter(RunPhase.ENDED)
             self._notify(

@@ -31,9 +31,7 @@ from roadtrain.launch.protocol.run_events import Output
 from roadtrain.launch.ray.held_process import HeldProcess, ProcessEvent, to_ray_log
 
 KEPT = 5000  # capacity of the log for lines, and the same for other events
-ORPHAN_S = (
-    300.0  # a service not polled for this long checks whether the supervisor is gone for good
-)
+ORPHAN_S = 300.0  # after this time without a poll, a service checks if it is orphaned
 
 
 @dataclass(frozen=True)
@@ -197,8 +195,7 @@ def service_actor(run: str, process: str) -> str:
 
 def service_actors(run: str) -> list[str]:
     """Return the names of a run's service actors that exist."""
-    prefix = service_actor(run, "")
-    return [name for name in ray.util.list_named_actors() if name.startswith(prefix)]
+    return [name for name in ray.util.list_named_actors() if name.startswith(f"{run}:")]
 
 
 def is_there(actor: str) -> bool:

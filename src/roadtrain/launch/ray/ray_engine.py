@@ -178,9 +178,7 @@ class RayEngine:
     def _node(self, host: str) -> RayNode:
         if (node := self._map.hosts.get(host)) is None:
             names = ", ".join(self._map.hosts)
-            raise LaunchError(
-                f"the cluster has no node for host {host} now", hint=f"hosts that are up: {names}"
-            )
+            raise LaunchError(f"host {host} has no node in the cluster", hint=f"up are: {names}")
         return node
 
     def run_verb(self, words: Sequence[str]) -> str:
@@ -195,8 +193,7 @@ class RayEngine:
                 self._events.append(HostJoined(host, address, workers))
                 return f"{host} comes"
         raise LaunchError(
-            f"the Ray engine has no verb `{' '.join(words)}`",
-            hint="its verbs are leaves HOST SECONDS, comes HOST",
+            f"Ray has no verb `{' '.join(words)}`", hint="leaves HOST SECONDS, comes HOST"
         )
 
     def start(self, process: Process) -> None:
@@ -412,9 +409,7 @@ def end_services(mark: str) -> None:
     deadline = time.monotonic() + NAME_S
     while left := service_actors(mark):
         if time.monotonic() > deadline:
-            raise LaunchError(
-                f"the actor {left[0]} of an earlier launch has not ended after a kill"
-            )
+            raise LaunchError(f"the actor {left[0]} of an earlier launch has not ended")
         end_actors(mark)
         time.sleep(0.1)
 
