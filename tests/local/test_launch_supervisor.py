@@ -255,7 +255,7 @@ def test_a_host_that_came_and_cannot_run_workers_is_told(tmp_path: Path) -> None
     with run:
         wait_for(lambda: run.engine.workers, "workers")
         run.engine.happened.append(HostJoined("new", "127.0.0.2", 1))
-        said = "host new came and is not used for workers: it does not answer"
+        said = "host new joined, but is not used for workers: it does not answer"
         wait_for(lambda: said in run.log(), "a word")
         ask_supervisor(run.home, "stop")
         assert run.ended().code == 130
@@ -526,7 +526,7 @@ def test_launchers_and_supervisors_that_are_killed(tmp_path: Path) -> None:
 
         assert run.run("launch", "--resume", "tiny", "--detach")[0] == 0
         run.step_reached(len(run.lines) + 5)
-        assert "is alive" in run.run(*words)[1]
+        assert "is running" in run.run(*words)[1]
         run.kill("roadtrain.launch.supervise")
         run.step_reached(len(run.lines) + 5)
         assert run.home.record().start == 1 and run.home.is_supervised()

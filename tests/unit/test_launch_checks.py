@@ -257,8 +257,8 @@ def test_stores_of_stages_are_of_a_part_of_the_model_each(tmp_path: Path) -> Non
 def test_a_store_whose_disk_is_not_mounted(tmp_path: Path) -> None:
     run = a_run(tmp_path, f"{tmp_path}/mnt/store")
     assert wrong(run, an_engine(run)) == (
-        f"host spare0: store {tmp_path}/mnt/store is missing, and so is {tmp_path}/mnt: is its disk"
-        " mounted?"
+        f"host spare0: store {tmp_path}/mnt/store does not exist, and neither does"
+        f" {tmp_path}/mnt: is its disk mounted?"
     )
 
 

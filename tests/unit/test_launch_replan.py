@@ -448,7 +448,7 @@ def test_a_plan_stays_where_no_link_was_measured_and_what_lacks_is_told(home: Ru
         assert "no link between hosts was measured" in lines
         assert not any("within 15" in line for line in lines)
         assert load_plan_file(home.plan_path) == old
-    assert lines[-2] == "no link was measured, so the plan is not replaced"
+    assert lines[-2] == "no link was measured: the plan stays"
 
 
 def test_a_run_goes_on_with_the_hosts_that_have_its_state(home: RunHome) -> None:

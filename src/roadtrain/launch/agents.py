@@ -185,8 +185,8 @@ class HostAgents:
         self._leaving.pop(name, None)
         if place.link is not None:
             place.link.kill()
-            self._lose(place, f"{name} is gone")
-        return f"{name} is gone until it comes"
+            self._lose(place, "it was taken down with `hold`")
+        return f"{name} is down until `comes {name}`"
 
     def free_host(self, name: str) -> str:
         """Restart the agent of a held host, or cancel the announced leaving of a host."""

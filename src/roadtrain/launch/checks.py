@@ -300,7 +300,7 @@ def _why_unusable(run: ResolvedRun, at: PathReport) -> str:
     """Return why a directory cannot hold a store; "" if it can."""
     ours = Path(at.path).is_relative_to(run.directory)
     if len(Path(at.rest).parts) > 1 and not ours:
-        return f"is missing, and so is {Path(at.path).parent}: is its disk mounted?"
+        return f"does not exist, and neither does {Path(at.path).parent}: is its disk mounted?"
     return f"is not writable: {at.refused}" if at.refused else ""
 
 

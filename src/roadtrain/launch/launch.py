@@ -171,7 +171,7 @@ def launch(home: RunHome, record: LaunchRecord, plan: str, job: Job) -> None:
         check_directory(home, job)
         if home.exists and is_alive(home):
             raise ConfigError(
-                f"run {home.name!r} is still running",
+                f"run {home.name!r} is running",
                 hint=f"use another --name, or end it: roadtrain launch --stop {home.name}",
             )
         home.write(record, plan, job.to_toml())

@@ -338,7 +338,7 @@ def describe(found: ReplanResult, measured: MeasuredRun) -> list[str]:
         gain = 1 - found.new_s / found.old_s
         lines.append(f"it makes a step {gain:.1%} shorter, less than {BETTER:.0%}: the plan stays")
     elif found.blind:
-        lines.append("no link was measured, so the plan is not replaced")
+        lines.append("no link was measured: the plan stays")
     return lines
 
 
@@ -369,7 +369,7 @@ def _written(
             " has its own run.dir; the existing run keeps its plan, as a store keeps its shape"
         )
     elif options.dry_run and found.adopted:
-        report("dry run: the plan is not replaced")
+        report("dry run: the plan stays")
     elif found.adopted:
         names = (home.path / f"plan.before-{n}.toml" for n in itertools.count(1))
         before = next(path for path in names if not path.exists())

@@ -272,7 +272,7 @@ class ResolvedRun:
         planned = self.worker_hosts
         lost = [name for name in planned if name not in hosts]
         why = self._state_of_workers(lost) if lost else ""
-        return f"{why}, and {', '.join(lost)} had a part of it" if why else ""
+        return f"{why}, and {', '.join(lost)} had part of it" if why else ""
 
     def _state_of_workers(self, lost: Sequence[str]) -> str:
         """Describe the state that is lost with these hosts; "" if none is."""

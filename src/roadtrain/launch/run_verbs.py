@@ -86,7 +86,7 @@ def renew(home: RunHome, if_launcher_dies: str, ray_address: str) -> LaunchRecor
     before. Raises ConfigError if the run is still running."""
     record = home.record()
     if is_alive(home):
-        raise ConfigError(f"run {home.name!r} is alive", hint=f"roadtrain status {home.name}")
+        raise ConfigError(f"run {home.name!r} is running", hint=f"roadtrain status {home.name}")
     record = msgspec.structs.replace(
         record,
         start=record.start + 1,

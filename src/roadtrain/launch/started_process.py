@@ -106,4 +106,4 @@ class StartedProcess:
             self._last_error = line
             if line.startswith(OURS):
                 self._last_own_error = line
-        self._on_line(f"{line} [{dropped} bytes more]" if dropped else line)
+        self._on_line(f"{line} [{dropped} more bytes dropped]" if dropped else line)
