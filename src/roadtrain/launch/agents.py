@@ -98,13 +98,13 @@ class HostAgents:
 
     def ask(self, host: str, words: Sequence[str], request: Mapping[str, Any]) -> Any:
         """Blocks; messages of agents stay queued meanwhile."""
-        at, what = self._link(host).host, f"`{' '.join(words)}` on {host}"
+        at, command = self._link(host).host, f"`{' '.join(words)}` on {host}"
         environment = {**os.environ, **at.environment, MARK: f"{self._mark}/{host}#ask"}
         try:
             done = run_command(words, json.dumps(request), at.spawn, env=environment)
         except (OSError, subprocess.SubprocessError) as error:
-            raise LaunchError(f"{what}: {error}") from error
-        return answer_of(what, *done)
+            raise LaunchError(f"{command}: {error}") from error
+        return answer_of(command, *done)
 
     def _link(self, host: str) -> AgentLink:
         place = self._place(host)

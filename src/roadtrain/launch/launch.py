@@ -50,7 +50,7 @@ WRITERS: Mapping[str, str] = {
 }
 REPLAN = "roadtrain.launch.replan:replan_run"  # imported on use: it brings in the planner
 DRY_RUN = "roadtrain.launch.dry_run:dry_run"
-THEN = ("keep", "stop")  # values of --if-launcher-dies
+IF_DIES = ("keep", "stop")  # values of --if-launcher-dies
 
 
 def command(
@@ -131,8 +131,8 @@ def command(
         raise ConfigError(f"--{chosen[0][0]} and {also} cannot be combined", hint="give one only")
     if not 0 <= notice < math.inf:
         raise ConfigError(f"--notice is {notice:g}, not 0 seconds or more", hint="--notice 120")
-    if if_launcher_dies not in THEN:
-        raise unknown_name("--if-launcher-dies", if_launcher_dies, THEN)
+    if if_launcher_dies not in IF_DIES:
+        raise unknown_name("--if-launcher-dies", if_launcher_dies, IF_DIES)
     if detach and if_launcher_dies == "stop":
         raise ConfigError("--detach and --if-launcher-dies stop cannot be combined")
     if dry_run and (write or (chosen and not replan)):

@@ -4,10 +4,10 @@ The rate of a card, the rate of a link between switches or the speed of a device
 measured value if the two differ by more than WITHIN, and is then listed in `Cluster.measured`. A
 kind whose hosts now differ is split into one kind per host, named like the host in the plan.
 
-A card counts as slower than stated only if every link of the host is slower than the stated rate of
-the slower card of its two ends. The card's rate is then that of its fastest link, in the slower
-direction. So one slow host does not make its peers look slow, unless there are only two hosts. Does
-NOT measure, and does NOT know placements.
+A card counts as slower than stated only if, in one direction, every link of the host is slower than
+the stated rate of the slower card of its two ends. The card's rate is then that of its fastest link,
+in the slower direction. So one slow host does not make its peers look slow, unless there are only
+two hosts. Does NOT measure, and does NOT know placements.
 """
 
 from __future__ import annotations

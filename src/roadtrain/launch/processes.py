@@ -30,7 +30,7 @@ class HostFile:
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a run."""
+    """A process of a run, to be started on a host."""
 
     name: str  # unique in the run: "worker 0", "server spare0 0", "reducer spare1", "switch tor"
     role: Role
@@ -44,7 +44,7 @@ class Process:
 
 @dataclass(frozen=True)
 class WorkerSet:
-    """All workers of one attempt, by rank. They start together, and when one fails the others are
+    """The workers of an attempt, by rank. They start together, and when one fails the others are
     ended too."""
 
     attempt: int  # counts the starts of the workers, from 0

@@ -68,7 +68,7 @@ class ReplanResult:
 
     @property
     def adopted(self) -> bool:
-        """Whether the run switches to the new plan."""
+        """True if the run switches to the new plan."""
         return self.better and not self.blind
 
     @property

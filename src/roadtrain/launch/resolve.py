@@ -76,7 +76,7 @@ class ResolvedRun:
 
     @property
     def sums_at_reducers(self) -> bool:
-        """Whether workers use reducers, including ones that join later."""
+        """True if workers use reducers, including ones that join later."""
         return bool(self.job.parallelism.reducers)
 
     def ranks_of(self, host: str) -> range:
@@ -115,7 +115,7 @@ class ResolvedRun:
 
     @property
     def snapshots_at_workers(self) -> bool:
-        """Whether state is kept in the run's directory on the workers' hosts. A replacement for a
+        """True if state is kept in the run's directory on the workers' hosts. A replacement for a
         host then needs the same directory."""
         stages = self.job.parallelism
         served = {placement.stage for placement in stages.placements if placement.servers}

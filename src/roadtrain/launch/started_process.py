@@ -63,7 +63,7 @@ class StartedProcess:
 
     @property
     def last_line(self) -> str:
-        """Its last roadtrain error message on stderr or, without one, its last line there."""
+        """The last roadtrain error message on its stderr or, without one, the last line there."""
         return self._last_own_error or self._last_error
 
     def interrupt(self) -> None:

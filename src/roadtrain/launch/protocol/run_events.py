@@ -36,8 +36,8 @@ class ProcessRestarted:
 
 @dataclass(frozen=True)
 class WorkersEnded:
-    """All workers of an attempt have ended. code: 0 if all succeeded, else the code of `first`, the
-    first worker that failed."""
+    """The workers of an attempt have all ended. code: 0 if all succeeded, else the code of `first`,
+    the first worker that failed."""
 
     attempt: int
     code: int

@@ -217,8 +217,7 @@ class HostMap:
         return node.node_id[:8] if name in {*self._hosts, *self._nodes} else name
 
     def _give_instead(self, free: list[RayNode], devices: bool) -> list[str]:
-        """For each lost host, let one of the nodes that were free from the start join as a new
-        host."""
+        """Let a node that was free from the start join as a new host, one for each lost host."""
         new = []
         for host in self.missing():
             if host.name not in self._replaceable or self._instead.get(host.name) in self._nodes:
