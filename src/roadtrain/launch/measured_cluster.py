@@ -5,9 +5,9 @@ measured value if the two differ by more than WITHIN, and is then listed in `Clu
 kind whose hosts now differ is split into one kind per host, named like the host in the plan.
 
 A card counts as slower than stated only if, in one direction, every link of the host is slower than
-the stated rate of the slower card of its two ends. The card's rate is then that of its fastest link,
-in the slower direction. So one slow host does not make its peers look slow, unless there are only
-two hosts. Does NOT measure, and does NOT know placements.
+the stated rate of the slower card of its two ends. The card's rate is then that of its fastest
+link, in the slower direction. So one slow host does not make its peers look slow, unless there are
+only two hosts. Does NOT measure, and does NOT know placements.
 """
 
 from __future__ import annotations
