@@ -201,7 +201,7 @@ def test_a_switch_that_does_not_answer_is_named_by_all_who_wait(case, hosts, swi
             continue
         assert "in step" in error and f"switch {stopped.where}, " in error, error
         assert re.search(r"since \d\d:\d\d:\d\d UTC", error), error
-        assert "hint: start again what does not answer, then the job" in error, error
+        assert "hint: restart the process that does not answer, then the job" in error, error
         assert case != "the root is gone" or f"`roadtrain serve {root.where} --switch`" in error
     assert any("DeadlineError" in error for error in errors), errors
     assert not any("longer deadline_s" in error for error in errors[stopped is rack :]), errors

@@ -47,7 +47,7 @@ def test_a_stopped_worker_is_named_by_all_who_wait_for_it(host, tmp_path, capsys
             capsys,
             host.where,
             token,
-            r"waits since [2-9]\.\d s for the (gradient|release|end|update)",
+            r"waiting [2-9]\.\d s for the (gradient|release|end|update)",
         )
         server = re.search(
             r"(server 0.*?)worker 0 .*worker 1 \(127.0.0.1\) waits for no server", out

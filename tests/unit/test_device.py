@@ -165,7 +165,7 @@ def test_a_device_that_the_program_set_is_kept(cuda):
     ("asked", "environ", "says"),
     [
         ("cuda", launched(2, 3), r"LOCAL_RANK is 2, torch sees 2 cuda devices"),
-        ("cuda", launched("x"), r"LOCAL_RANK is no number"),
+        ("cuda", launched("x"), r"LOCAL_RANK is not an integer"),
         ("cuda:5", launched(0), r"cuda:5 is asked for, torch sees 2"),
         ("xpu", launched(0), r"blocks run on cuda or on the cpu"),
     ],

@@ -1,16 +1,16 @@
-"""What a relay does next: it stands between the workers of one host and one server. Events in,
-actions out; pure.
+"""The state machine of a relay, which stands between the workers of one host and one server.
+Events in, actions out; pure.
 
-To its workers it is the server, to the server it is one worker:
-    Pull      asked for once, whoever wants it; kept in one of `buffers` until the room is needed
-              (the least recently used goes first), so a block that was pulled for the forward is
-              still there for the backward
-    Push ..   one worker: goes on as it is. Several: held until all have closed the chunk, then
-              their sum goes on
-    EndStep   goes on once all have said it
-What of that any intermediary does: servers/protocol/intermediary.py.
+To its workers it acts as the server, to the server as a single worker:
+    Pull      A version of a chunk is pulled from the server once for all workers. It stays in one
+              of `buffers` until the buffer is needed (least recently used first), so a block that
+              was pulled for the forward is usually still there for the backward.
+    Push ..   With one worker, gradients are forwarded unchanged. With several, they are held until
+              every worker has closed the chunk; then their sum is forwarded.
+    EndStep   It is forwarded once every worker has sent it.
+The parts shared with other intermediaries are in servers/protocol/intermediary.py.
 
-Assumes the workers' messages in their order. Does NOT know what a step computes.
+Assumes that messages of one worker arrive in order. Does NOT know what a step computes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from roadtrain.servers.protocol.server import agreed
 
 @dataclass(frozen=True, slots=True)
 class PushSum:
-    """Add up what is held of the chunk, in the workers' order. Where there is anything, the sum
-    goes to the server."""
+    """Sum the gradients held for a chunk, in worker order, and push the sum to the server, if
+    there are any."""
 
     chunk: int
 
@@ -40,12 +40,12 @@ RelayAction: TypeAlias = Up | Give | m.Hold | m.Discard | PushSum
 
 @dataclass(slots=True)
 class ChunkRound:
-    """What several workers have said of a chunk in this step."""
+    """The state of one chunk in the open step, with several workers."""
 
-    closed: set[int] = field(default_factory=set)  # whose gradient is whole; not all: then it goes
-    summed: bool = False  # the sum has gone to the server
-    asked: dict[int, m.ApplyUpdate] = field(default_factory=dict)  # of some workers, not of all
-    # What those who asked for the update say of the next step, in order.
+    closed: set[int] = field(default_factory=set)  # workers whose gradient is whole; never all
+    summed: bool = False  # the sum has been sent to the server
+    asked: dict[int, m.ApplyUpdate] = field(default_factory=dict)  # from some workers, never all
+    # Messages about the next step, from workers that have sent ApplyUpdate, in order of arrival.
     early: list[m.GradientMessage] = field(default_factory=list)
 
     @property
@@ -58,12 +58,12 @@ class RelayStateMachine(Intermediary[Give]):
 
     def __init__(self, workers: int, buffers: int) -> None:
         super().__init__(workers, buffers)
-        # chunk -> its round, where there are several workers
+        # chunk -> its round; used with several workers only
         self.rounds: dict[int, ChunkRound] = {}
 
     def handle(self, event: RelayEvent) -> list[RelayAction]:
-        """Next actions. Raises LostError where a step needs a worker that has gone, LoopError
-        where they differ."""
+        """Return the next actions. Raises LostError if a step needs a worker whose link was lost,
+        LoopError if the workers disagree."""
         match event:
             case m.Pull():
                 return [*self._request(CopyRequest(event, partial(Give, event)))]
