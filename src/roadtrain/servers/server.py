@@ -1,13 +1,13 @@
-"""A server: owns chunks, holds their gradients, updates them next to their storage. Threads around
-servers/protocol/server.py.
+"""Server: owns chunks, holds their gradients, and updates them where they are stored. Threads
+around servers/protocol/server.py.
 
-One loop thread feeds the state machine; I/O threads serve the device's queue; update threads run
-kernels and copies. All heavy work (preadv/pwritev, hashing, numba kernels, numpy copies) releases
-the GIL.
-Memory: record buffers and scratch are allocated once; what is kept from files lies in one arena.
+A loop thread feeds the state machine, I/O threads serve the device's queue, and an update thread
+runs kernels and copies. All heavy work (preadv/pwritev, hashing, numba kernels, numpy copies)
+releases the GIL.
+Memory: record buffers and scratch are allocated once; resident parts of files share one buffer.
 
-Any failure ends the server: the worker gets Failed with the cause, and the last committed step
-stays as it is.
+Any failure ends the server: the worker gets Failed with the cause, and the last committed step is
+unaffected.
 """
 
 from __future__ import annotations
@@ -55,30 +55,30 @@ T = TypeVar("T")
 Outcome = tuple[int, tuple[Any, ...] | None]
 Job = Callable[[], Outcome]
 
-LOOK_S = 2.0  # for the loop to come to a question
+LOOK_S = 2.0  # limit for a query of the loop thread
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What one server is made of. `meta`: of the whole store. `tier` None: everything rests in
-    memory."""
+    """The configuration of one server. `meta`: of the whole store. `tier`: None if all records are
+    in memory only."""
 
     number: int
     name: str
     meta: StoreMeta
     rules: Sequence[Rule]
     tier: FileTier | None
-    budgets: RecordBudgets  # this server's alone
+    budgets: RecordBudgets  # of this server alone
     report: Callable[[str], None]
     workers: int = 1
-    local: int = 1  # of each host, whose gradients are summed first; negative: their relay has
-    io_threads: int = 4  # a direction
-    # buffers for parameters on their way to all workers; None: they go to the workers' own memory
+    local: int = 1  # workers per host that are summed first; negative: their relay has summed them
+    io_threads: int = 4  # in each direction
+    # buffers for the parameters sent to all workers; None: workers pull into their own memory
     answers: int | None = None
 
 
 class Server:
-    """`deliver(message, worker)`: to one worker, or (None) to all."""
+    """One server. `deliver(message, worker)` sends to one worker, or to all if it is None."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Server:
         self._grads = PushedGradients(
             self.chunks, self.tier, buffers, scratch_bytes, setup.workers, setup.local
         )
-        # chunk -> checksums of what is updated and not yet written
+        # chunk -> checksums of its updated record, until that is written
         self._sums: dict[int, dict[str, int]] = {}
         self._late = frozenset(
             c for c, chunk in self.chunks.items() if meta.staleness and chunk.trainable
@@ -109,7 +109,7 @@ class Server:
         self.trial, self._moved, self._busy_s, self._began = Trial(), 0, 0.0, 0.0
         self._device_ready = threading.Condition()
         self._kernels: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
-        self._count = itertools.count()  # of what is put there: equal priorities keep their order
+        self._count = itertools.count()  # entries of `_kernels`: equal priorities keep their order
         self._stopping = False
         self._failed = False
         self._threads: list[threading.Thread] = []
@@ -142,11 +142,11 @@ class Server:
         return Resident.WEIGHTS if kept else Resident.NOTHING
 
     def nbytes(self) -> int:
-        """Memory that this server holds."""
+        """Return the bytes of memory that this server holds."""
         return sum(b.nbytes for b in [*self._buffers, *self._grads.scratch.buffers])
 
     def _keep(self) -> dict[int, memoryview]:
-        """One more buffer for everything that is kept in memory, and each chunk's view into it."""
+        """Allocate one buffer for all resident parts, and return each chunk's view of it."""
         sizes = {
             c: r.nbytes if c in self._resident else r.weights_nbytes
             for c, r in self.records.items()
@@ -159,8 +159,8 @@ class Server:
         return {c: self._buffers[-1].view[at : at + sizes[c]] for c, at in zip(sizes, starts)}
 
     def start(self, loaded: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Loads what is kept in memory (`loaded` hears of each chunk's bytes), then serves.
-        Raises StoreError when the files are damaged."""
+        """Load the resident parts (`loaded` gets the bytes of each chunk), then serve. Raises
+        StoreError if the files are damaged."""
         self._load(loaded)
         n_io = 2 * self.setup.io_threads if self.tier is not None else 0
         jobs = [
@@ -174,7 +174,7 @@ class Server:
             self._threads.append(thread)
 
     def send(self, message: Any) -> None:
-        """From the worker of this process (Server is its MessageLink)."""
+        """Receive a message of the worker in this process, to which Server is a MessageLink."""
         if self._stopping:
             raise LostError(f"{self.peer} is closed")
         self.receive(message)
@@ -183,20 +183,20 @@ class Server:
         return ""
 
     def receive(self, message: Any) -> None:
-        """A message from a worker, or an event of a doer. Does not block."""
+        """Queue a message of a worker, or an event of a doer. Does not block."""
         self._inbox.put(message)
 
     def waits(self) -> tuple[list[messages.Pull], list[tuple[int, str]]]:
-        """As the state machine says. DeadlineError where it does not."""
+        """Query the state machine. Raises DeadlineError if the loop thread is too busy."""
         return self._in_loop(
-            self.machine.waits, LOOK_S, f"{self.setup.name} is too busy to say what it does"
+            self.machine.waits, LOOK_S, f"{self.setup.name} did not report within {LOOK_S:.0f} s"
         )
 
     def begin_again(
         self, meta: StoreMeta, tier: FileTier | None, step: int, deadline_s: float
     ) -> None:
-        """Between steps, nothing being under way: its records are now those of `tier` (None:
-        what was written into its memory) at `step`. Raises StoreError when the files are
+        """Continue at `step` with the records of `tier` (None: those written to its memory).
+        Only between steps, when nothing is in progress. Raises StoreError if the files are
         damaged, DeadlineError."""
 
         def change() -> None:
@@ -206,12 +206,12 @@ class Server:
             self.machine = self._decide(step)
             self._load()
 
-        late = f"waited {deadline_s:.0f} s for {self.setup.name} to read its records anew"
+        late = f"waited {deadline_s:.0f} s for {self.setup.name} to reload its records"
         self._in_loop(change, deadline_s, late)
 
     def _in_loop(self, call: Callable[[], T], wait_s: float, late: str) -> T:
-        """The result of `call` in the loop thread, between two events. What it raises is raised
-        here and ends the server; DeadlineError(`late`)."""
+        """Return the result of `call`, made in the loop thread between two events. An exception is
+        raised here and ends the server. Raises DeadlineError(`late`)."""
         done: Future[T] = Future()
 
         def run() -> None:
@@ -228,9 +228,9 @@ class Server:
         return done.result()
 
     def stop(self, deadline_s: float) -> list[str]:
-        """Ends all threads; does not wait for unfinished steps (the caller flushes first if it
-        wants them). Returns the names of those that hang beyond the deadline; the memory that
-        they use stays until they let go. The tier is closed by whoever opened it."""
+        """End all threads, without waiting for unfinished steps. Returns the names of threads that
+        hang beyond the deadline; they keep their memory until they end. The tier stays open for
+        its owner to close."""
         self._stopping = True
         self._inbox.put(None)
         with self._device_ready:
@@ -249,7 +249,7 @@ class Server:
         return late
 
     def fill(self, chunk: int, view: memoryview) -> None:
-        """Before start: the first contents of a chunk's record."""
+        """Write the initial contents of a chunk's record. Only before `start`."""
         if self.tier is not None:
             self.tier.write(chunk, "record", view)
         else:
@@ -267,7 +267,7 @@ class Server:
             except BaseException as error:
                 self._fail(error)
                 return
-            del event  # it may name a worker's memory, which no thread that waits holds
+            del event  # it may refer to a worker's memory, which a waiting thread must not keep
 
     def _take(self, event: Any) -> None:
         if callable(event):
@@ -313,7 +313,7 @@ class Server:
             self._device_ready.notify()
 
     def _work(self, stage: str, action: Any, job: Job) -> int:
-        """Carries an action out, counts it, reports it. Returns its bytes."""
+        """Carry an action out, count and report it. Returns its bytes."""
         start = time.perf_counter()
         try:
             nbytes, result = job()
@@ -359,8 +359,7 @@ class Server:
             error = wrapped
         self._deliver(messages.Failed(self.setup.number, error), None)
 
-    # doers: each returns its bytes and the action's result; None where somebody else reports it
-    # later
+    # Doers. Each returns its bytes and the action's result; None if the result is reported later.
 
     def _load(self, loaded: Callable[[int], None] = lambda nbytes: None) -> None:
         tier = self.tier
@@ -376,8 +375,8 @@ class Server:
                 self._cast_weights(number, view, view)
 
     def _read_weights(self, number: int, into: memoryview, newest: bool = False) -> None:
-        """The weights part from the file; cast from the master where the file does not hold it,
-        or that is `newest`."""
+        """Read the weights part from the file. Cast it from the master if the file does not hold
+        it, or if `newest`."""
         tier, record = self.tier, self.records[number]
         assert tier is not None
         if tier.has_weights(number) and not newest:
@@ -412,7 +411,7 @@ class Server:
         if answer.newest:
             record = self._record_view(chunk)
             return self._give(answer, lambda into: self._cast_weights(chunk, record, into))
-        # what is kept in memory may be the weights part alone
+        # the resident part may be the weights part alone
         view = self.memory[chunk] if chunk in self.memory else self._record_view(chunk)
         return self._give(answer, lambda into: copy(into, view[: len(into)]), view)
 
@@ -422,8 +421,8 @@ class Server:
         put: Callable[[memoryview], None],
         view: memoryview | None = None,
     ) -> Outcome:
-        """What `put` writes goes to the worker. `view`: where it lies already, for a link to
-        send it from there."""
+        """Send parameters, written by `put`, to a worker. `view`: where they are already in memory,
+        so a link can send them from there."""
         into = answer.pull.into
         if isinstance(into, memoryview):
             put(into)
@@ -434,7 +433,7 @@ class Server:
         return into.send(view, lambda: self.receive(messages.Done(answer))), None
 
     def _state_part(self, number: int) -> tuple[str, int]:
-        """What of a record is read for an update, and its first byte."""
+        """Return the part of a record that an update reads, and its first byte."""
         record = self.records[number]
         return ("state", record.weights_nbytes) if record.master else ("record", 0)
 
@@ -454,9 +453,9 @@ class Server:
         public = self.memory.get(number, view)
         if tier is not None and number not in self._resident and rule.reads_state:
             part, first = self._state_part(number)
-            # checked here: then it lies in the cache
+            # checked here and not when read, because it is in the cache now
             tier.check_sums(number, part, view[first : record.nbytes])
-        late = number in self._late  # the weights part gets what the master was before
+        late = number in self._late  # the weights part gets the master's previous value
         if late:
             self._cast_weights(number, view, view)
         narrow = None if late or chunk.dtype == "fp32" else public
@@ -472,8 +471,8 @@ class Server:
         return record.nbytes, (checksum,)
 
     def _checksum(self, chunk: Chunk, public: memoryview) -> int:
-        """Of what an update made, whether or not all of it is written: the state, and what a
-        pull returns. The padding behind a 16-bit copy is nobody's."""
+        """Return the checksum of an updated record, written or not: of its state and of what a pull
+        returns. The padding behind a 16-bit copy does not count."""
         sums = self._sums[chunk.id]
         copied = sums.get("weights", 0)
         if self.records[chunk.id].master:
@@ -489,8 +488,8 @@ class Server:
         return record.nbytes - first, ()
 
     def _written_part(self, chunk: Chunk) -> tuple[str, int]:
-        """What of a record is written, and its first byte: not the copy where that is kept, and
-        can be cast again."""
+        """Return the part of a record that is written, and its first byte. The 16-bit copy is left
+        out if it is resident, since it can be cast again."""
         derived = chunk.dtype != "fp32" and chunk.id in self.memory and chunk.id not in self._late
         return ("state", self.records[chunk.id].weights_nbytes) if derived else ("record", 0)
 
@@ -510,13 +509,13 @@ class Server:
         self._io_push(WRITE_STATE, -1, "Commit", action, prepare)
 
     def _choose(self) -> None:
-        """A step ended: mix reads and writes of state, or let them alternate in bursts?"""
+        """Choose at the end of a step whether state reads and writes are mixed or in bursts."""
         with self._device_ready:
-            now, known = time.perf_counter(), self.trial.chosen
-            busy = self._busy_s + now - self._began  # this very job is at work
+            now, chosen = time.perf_counter(), self.trial.chosen
+            busy = self._busy_s + now - self._began  # this job itself is running
             self._device.burst = self.trial.stepped(self._device.burst, self._moved, busy)
             self._moved, self._busy_s, self._began = 0, 0.0, now
-        if self.trial.chosen and not known:
+        if self.trial.chosen and not chosen:
             mix, bursts = (show_rate(max(self.trial.rates[way])) for way in (False, True))
             self.setup.report(
                 f"{self.setup.name}: reads and writes"
@@ -533,9 +532,9 @@ def apply_rule(
     dtype: str,
     apply_update: messages.ApplyUpdate,
 ) -> None:
-    """Runs `rule` on every span of `record` that has a gradient; neighbours with equal scalars and
-    scale run as one range, padding included. The 16-bit copy, where one is wanted, goes to the
-    start of `public`.
+    """Apply `rule` to every span of `record` that has a gradient. Adjacent spans with equal scalars
+    and scale are processed as one range, including padding. The 16-bit copy, if any, is written to
+    the start of `public`.
     """
     chunk, rows, n = record.chunk, record.rows, record.chunk.numel
     p, arrays = record.array(MASTER), [record.array(what) for what in rule.arrays]
