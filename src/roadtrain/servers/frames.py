@@ -97,7 +97,7 @@ WAITS_ONLY = -1
 
 
 class ProgressHeader(NamedTuple):
-    """The server's state while it is not ready: what it waits for, and how much of that is done."""
+    """The progress of a server that is not ready."""
 
     doing: str
     done: int

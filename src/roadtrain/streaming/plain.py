@@ -1,6 +1,6 @@
 r"""The job state as bytes: nested values and tensors of known types, nothing else (Rule 8).
 
-    b"RTstate\\1" | length of the header (u64) | header: msgpack | the bytes of all tensors, in order
+    b"RTstate\\1" | length of the header (u64) | header: msgpack | bytes of all tensors, in order
 
 The header is one value. None, bool, int, float, str and bytes represent themselves; everything else
 is [tag, ...]: a container has its items, a tensor its dtype and shape. So reading runs no code, and

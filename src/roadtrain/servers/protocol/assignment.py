@@ -1,6 +1,6 @@
-"""Which server owns which chunk. The chunks of a block are spread over all servers, so that they
-are read from all devices at once. With equal weights, the bytes of any two servers differ by at
-most one chunk."""
+"""The assignment of chunks to servers. The chunks of a block are spread over all servers, so that
+they are read from all devices at once. With equal weights, the bytes of any two servers differ by
+at most one chunk."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which blocks a worker holds, prefetches and drops. The order of the last step predicts this one,
-and the block that is needed last is dropped first (Belady's rule). Backward visits the blocks in
+"""Prefetcher: decides which blocks a worker holds, fetches and drops. The order of the last step
+predicts this one, and the block needed last is dropped first (Belady's rule). Backward visits the blocks in
 reverse, so the last blocks of forward are reused without a fetch, and with room for the whole
 model nothing is fetched twice.
 

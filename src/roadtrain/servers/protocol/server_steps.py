@@ -1,5 +1,5 @@
-"""Which steps a server has ended, written, prepared and committed: the part of
-servers/protocol/server.py that is not about chunks.
+"""ServerSteps: the steps that a server has ended, written, prepared and committed. It is the part
+of servers/protocol/server.py that is not about chunks.
 
 A step has ended once all workers have sent EndStep. When all its updates are written too, a server
 with replicas reports what it wrote (Written). It prepares the step after the previous one is
