@@ -97,7 +97,7 @@ WAITS_ONLY = -1
 
 
 class ProgressHeader(NamedTuple):
-    """The progress of a server that is not ready."""
+    """The reason why a server keeps its workers waiting, with its progress until Ready."""
 
     doing: str
     done: int

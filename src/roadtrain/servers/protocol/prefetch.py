@@ -1,7 +1,7 @@
 """Prefetcher: decides which blocks a worker holds, fetches and drops. The order of the last step
-predicts this one, and the block needed last is dropped first (Belady's rule). Backward visits the blocks in
-reverse, so the last blocks of forward are reused without a fetch, and with room for the whole
-model nothing is fetched twice.
+predicts this one, and the block needed last is dropped first (Belady's rule). Backward visits the
+blocks in reverse, so the last blocks of forward are reused without a fetch, and with room for the
+whole model nothing is fetched twice.
 
 Pure: events in, actions out. Slots have equal size and hold one block each.
 """
