@@ -46,7 +46,7 @@ def launch_of(environ: Mapping[str, str]) -> Launch:
 
 
 @dataclass(frozen=True)
-class WorkerGroup:
+class WorkerIdentity:
     """The rank of this worker, and the size of its group.
 
     Attributes:
@@ -60,7 +60,7 @@ class WorkerGroup:
     local: int = 1
 
     @staticmethod
-    def of_environment(environ: Mapping[str, str] = os.environ) -> WorkerGroup:
+    def of_environment(environ: Mapping[str, str] = os.environ) -> WorkerIdentity:
         """Read it from torchrun's variables; without them this process is the only worker.
         Raises ConfigError if they contradict each other."""
         (rank, workers), (_, local) = _rank_of(environ), local_rank_of(environ)
@@ -68,14 +68,14 @@ class WorkerGroup:
         parts = [environ.get(f"TORCHELASTIC_{key}", "") for key in ("RUN_ID", "RESTART_COUNT")]
         alone = uuid.uuid4().hex if workers == 1 else ""  # other lone workers have another session
         session = ":".join([*parts, environ.get("MASTER_PORT", ""), alone])
-        return WorkerGroup(rank, workers, session, local if local * hosts == workers else 1)
+        return WorkerIdentity(rank, workers, session, local if local * hosts == workers else 1)
 
-    def of_stage(self, stage: int, replica: int, width: int) -> WorkerGroup:
+    def of_stage(self, stage: int, replica: int, width: int) -> WorkerIdentity:
         """Return the identity of replica `replica` of pipeline stage `stage`, which has `width`
         replicas. `self` is the identity among all processes of the pipeline; the replicas of a
         stage have their servers to themselves."""
         alone = uuid.uuid4().hex if width == 1 else ""
-        return WorkerGroup(replica, width, f"{self.session}:stage {stage}:{alone}")
+        return WorkerIdentity(replica, width, f"{self.session}:stage {stage}:{alone}")
 
 
 def local_rank_of(environ: Mapping[str, str]) -> tuple[int, int]:

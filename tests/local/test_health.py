@@ -38,7 +38,7 @@ def asked(capsys, where, token_file, until, deadline_s=30.0):
 
 def test_a_stopped_worker_is_named_by_all_who_wait_for_it(host, tmp_path, capsys):
     token = tmp_path / "token"
-    asked(capsys, host.where, token, "server 0.*no session: waits for workers")
+    asked(capsys, host.where, token, "server 0.*no session: waiting for workers")
     workers = Workers(Case(clip=0.5), [host.where], tmp_path, 100000, 2, token=SECRET)
     try:
         asked(capsys, host.where, token, "step [1-9].* 2 worker")

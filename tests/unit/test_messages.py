@@ -111,8 +111,8 @@ def test_gradients_follow_each_other_into_their_own_buffers() -> None:
         (0, "fp32", 4, "came as 'fp32'"),
         (0, "16", 2, "came as '16'"),
         (0, "i8", 1, "came as 'i8'"),
-        (1, "bf16", 2, "which is bf16, came as 'bf16'"),
-        (1, "fp16", 2, "which is bf16, came as 'fp16'"),
+        (1, "bf16", 2, "of dtype bf16 came as 'bf16'"),
+        (1, "fp16", 2, "of dtype bf16 came as 'fp16'"),
         (2, "bf16", 2, "-1 expected"),
     ],
 )

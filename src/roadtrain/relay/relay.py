@@ -161,19 +161,19 @@ class ServerChannel(IntermediarySession):
     # workers
 
     def accept(self, link: Link, hello: bytes) -> ParameterConnection:
-        greeting = m.decoded(m.HELLO, hello, "not the greeting of a worker")
+        caller = m.decoded(m.HELLO, hello, "not the greeting of a worker")
         host, local = self.orders.ends.group, self.orders.local
-        index = greeting.rank - host.rank * local
+        index = caller.rank - host.rank * local
         with self.lock:
-            if greeting.session != host.session:
+            if caller.session != host.session:
                 raise self.busy()
             if not 0 <= index < local:
                 raise WireError(
-                    f"worker {greeting.rank} is not among the {local} of host {host.rank}"
+                    f"worker {caller.rank} is not among the {local} of host {host.rank}"
                 )
-            if greeting.signature != self._signature:
+            if caller.signature != self._signature:
                 raise ForeignError(
-                    f"worker {greeting.rank} has a different model, dtype, chunk size or optimizer"
+                    f"worker {caller.rank} has a different model, dtype, chunk size or optimizer"
                     " from worker 0 of its host",
                     hint="run the same job on every worker",
                 )
@@ -189,7 +189,7 @@ class ServerChannel(IntermediarySession):
         if all_gone:
             self.end(error)
         else:
-            self.tell(messages.PeerLost(rank, str(error)))
+            self.post(messages.PeerLost(rank, str(error)))
 
     def ended(self, error: BaseException) -> None:
         """Tell the remaining workers the reason. The server sees its worker disconnect."""

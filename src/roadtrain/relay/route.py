@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from roadtrain.chunks import ChunkTable
-from roadtrain.environment import WorkerGroup
+from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.options.budgets import buffer_for
 from roadtrain.servers import frames as m
@@ -60,7 +60,7 @@ class RelayRoute:
             )
         self.onward.check_links(options, replicas)
 
-    def check_workers(self, group: WorkerGroup, compressed: str) -> None:
+    def check_workers(self, group: WorkerIdentity, compressed: str) -> None:
         self.onward.check_workers(_hosts(group), compressed)
         if compressed and group.local > 1:
             raise ConfigError(
@@ -68,7 +68,7 @@ class RelayRoute:
                 hint="leave out relay or TopK",
             )
 
-    def lossy(self, group: WorkerGroup) -> str:
+    def lossy(self, group: WorkerIdentity) -> str:
         return self.onward.lossy(_hosts(group))
 
     def open(self, ends: RouteEnds) -> OpenRoute:
@@ -133,7 +133,7 @@ class OpenRelayRoute:
             self.process.kill()
 
 
-def _hosts(group: WorkerGroup) -> WorkerGroup:
+def _hosts(group: WorkerIdentity) -> WorkerIdentity:
     """Return the identity of this host's relay among the relays, for the route onward."""
     return replace(
         group, rank=group.rank // group.local, workers=group.workers // group.local, local=1

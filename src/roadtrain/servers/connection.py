@@ -29,9 +29,7 @@ from roadtrain.transport.tcp import Address, TcpOptions, connect
 MOST_WORKERS = 1 << 16
 COMING_S = 600.0  # the longest time that receiving one frame may take, on a slow link
 # Hints for a wait that exceeded its deadline
-NO_ANSWER = (
-    "restart the process that does not answer, then the job: it resumes at the last committed step"
-)
+NO_ANSWER = "restart the silent process, then the job; it resumes at the last committed step"
 SLOW = (
     "`roadtrain status` shows what each server waits for; if only the device or the network is"
     " slow, raise deadline_s"
@@ -55,17 +53,17 @@ class MessageLink(Protocol):
 class WorkerConnection:
     """The place of one worker in a session: the Receiver of its link.
 
-    Invariant: each frame with a payload gets a buffer and then arrives, in order, so `_taken` is at
-    most `_roomed`."""
+    Invariant: each frame with a payload gets a buffer and then arrives, in order, so `_arrived` is
+    at most `_buffered`."""
 
     def __init__(self, session: Any, rank: int, link: Link) -> None:
         self.session, self.rank, self.link = session, rank, link
-        self.heard = time.monotonic()  # when its last frame arrived
-        self._roomed = 0  # frames with a payload that got a buffer
-        self._taken = 0  # frames with a payload that arrived
+        self.last_seen = time.monotonic()  # when its last frame arrived
+        self._buffered = 0  # frames with a payload that got a buffer
+        self._arrived = 0  # frames with a payload that arrived
         # While this thread waits for a buffer or handles a frame, the worker is not silent.
-        self._finding = False
-        self._taking = False
+        self._allocating = False
+        self._handling = False
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes | memoryview = b"") -> None:
         """Send a frame ahead of bulk data. If the worker is lost, `lost` reports it."""
@@ -75,20 +73,20 @@ class WorkerConnection:
     def silent_for(self, limit_s: float) -> float:
         """Return the seconds since its last frame if they exceed `limit_s` (COMING_S while a frame
         is being received), else 0."""
-        if self._finding or self._taking:
+        if self._allocating or self._handling:
             return 0.0
-        if self._roomed != self._taken:
+        if self._buffered != self._arrived:
             limit_s = max(limit_s, COMING_S)
-        silent_s = time.monotonic() - self.heard
+        silent_s = time.monotonic() - self.last_seen
         return silent_s if silent_s > limit_s else 0.0
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
-        self._finding = True
+        self._allocating = True
         try:
             return self.find_room(kind, m.header(kind, header), nbytes)
         finally:
-            self.heard, self._finding = time.monotonic(), False
-            self._roomed += 1
+            self.last_seen, self._allocating = time.monotonic(), False
+            self._buffered += 1
 
     def find_room(self, kind: int, fields: Any, nbytes: int) -> memoryview:
         if nbytes > self.session.payloads.get(kind, 0):
@@ -96,7 +94,7 @@ class WorkerConnection:
         return memoryview(bytearray(nbytes))
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
-        self._taking = True
+        self._handling = True
         try:
             self.take(kind, m.header(kind, header), payload)
         except RoadtrainError as error:
@@ -104,8 +102,8 @@ class WorkerConnection:
         except Exception as error:  # a bug here: without this nobody would end the session
             self.session.end(LostError(f"this server failed: {type(error).__name__}: {error}"))
         finally:
-            self.heard, self._taking = time.monotonic(), False
-            self._taken += bool(payload)
+            self.last_seen, self._handling = time.monotonic(), False
+            self._arrived += bool(payload)
 
     def take(self, kind: int, fields: Any, payload: memoryview) -> None:
         self.session.take(self, kind, fields, payload)
@@ -120,8 +118,8 @@ C = TypeVar("C", bound=WorkerConnection)
 class HostedSession(Generic[C]):
     """Workers `0..workers-1` of one start of a job.
 
-    Invariants, under `lock`: `gone` is a subset of `connections`; once `over` is set it stays, and
-    no worker joins any more."""
+    Invariants, under `lock`: `lost_ranks` is a subset of `connections`; once `over` is set it
+    stays, and no worker joins any more."""
 
     connection_class: ClassVar[type[Any]] = WorkerConnection
     payloads: ClassVar[Mapping[int, int]] = {}  # kind of frame -> its largest payload, in bytes
@@ -129,7 +127,7 @@ class HostedSession(Generic[C]):
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self.connections: dict[int, C] = {}
-        self.gone: set[int] = set()  # ranks whose link is closed
+        self.lost_ranks: set[int] = set()  # ranks whose link is closed
         self.over: BaseException | None = None  # why the session has ended; None: it has not
         self.threads: list[threading.Thread] = []  # they close links, and end soon after `end`
         self.lock = threading.Condition()  # notified when a link is closed
@@ -169,8 +167,8 @@ class HostedSession(Generic[C]):
     def left(self, connection: C, error: PeerError) -> None:
         """Record that the link of a worker is closed."""
         with self.lock:
-            self.gone.add(connection.rank)
-            all_gone = len(self.gone) == len(self.connections)
+            self.lost_ranks.add(connection.rank)
+            all_gone = len(self.lost_ranks) == len(self.connections)
             self.lock.notify_all()
         self.one_left(connection.rank, error, all_gone)
 

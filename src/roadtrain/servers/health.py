@@ -25,7 +25,7 @@ from roadtrain.transport.tcp import Address, TcpOptions, connect
 HELLO = b"roadtrain status"
 ANSWER_S = 5.0
 SWITCH = "switch: "  # the status of a switch begins with it; all others are servers
-Said = m.Status
+Status = m.Status
 
 
 class Watcher:
@@ -44,12 +44,12 @@ class Watcher:
         self.answer.put(error)
 
 
-def answer(link: Link, said: Said) -> Watcher:
+def answer(link: Link, said: Status) -> Watcher:
     link.send(0, b"", [memoryview(msgspec.json.encode(said))])
     return Watcher()
 
 
-def ask(address: Address, options: TcpOptions, hello: bytes = HELLO) -> Said | PeerError:
+def ask(address: Address, options: TcpOptions, hello: bytes = HELLO) -> Status | PeerError:
     """Query the server at `address` for its status; return the error if it does not answer."""
     watcher = Watcher()
     try:
@@ -57,7 +57,7 @@ def ask(address: Address, options: TcpOptions, hello: bytes = HELLO) -> Said | P
         link = connect(address, watcher, once, hello=hello, language=m.LANGUAGE)
         said = watcher.answer.get(timeout=ANSWER_S)
         link.close()
-        return said if isinstance(said, PeerError) else msgspec.json.decode(said, type=Said)
+        return said if isinstance(said, PeerError) else msgspec.json.decode(said, type=Status)
     except queue.Empty:
         return DeadlineError(f"no answer for {ANSWER_S:.0f} s")
     except msgspec.DecodeError as error:
@@ -66,14 +66,14 @@ def ask(address: Address, options: TcpOptions, hello: bytes = HELLO) -> Said | P
         return error
 
 
-def ask_all(addresses: Sequence[Address], options: TcpOptions) -> list[Said | PeerError]:
+def ask_all(addresses: Sequence[Address], options: TcpOptions) -> list[Status | PeerError]:
     with ThreadPoolExecutor(len(addresses)) as pool:
         return list(pool.map(partial(ask, options=options), addresses))
 
 
 def rows(
     names: Sequence[str],
-    found: Sequence[Said | PeerError],
+    found: Sequence[Status | PeerError],
     switches: int = 0,
     role: str = "server",
 ) -> list[tuple[str, str]]:

@@ -41,7 +41,7 @@ class HostedStore:
         finally:
             self._lock.release()
 
-    def made(self) -> int:
+    def file_bytes(self) -> int:
         """Return the size of its files in bytes, while the store is being made."""
         with suppress(OSError):
             return sum(path.stat().st_size for path in self.directory.glob("gen-*/*"))
@@ -59,7 +59,7 @@ class HostedStore:
         ours = meta is None or of is None or meta.job == of.job
         return max(steps, default=-1), kept if ours else (), meta or of
 
-    def go_on_without(
+    def resume_without(
         self, job: str, link: str, servers: tuple[int, ...], opened: FileTier | None
     ) -> StoreMeta | None:
         """Record in the store's metadata that its session `link` has ended and that this server may

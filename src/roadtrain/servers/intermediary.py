@@ -27,8 +27,8 @@ from roadtrain.units import round_up
 
 
 class IntermediarySession(ParameterSession):
-    """Invariants, under `lock`: `_said` holds the frames that participants which join later must
-    get too; `_readers` are the participants that wait for a Record, in the order they asked."""
+    """Invariants, under `lock`: `_greetings` are frames that participants which join later must get
+    too; `_readers` are the participants that wait for a Record, in the order they asked."""
 
     machine: Any  # an Intermediary; set before any pull or end of a step
     _copies: list[Buffer]  # of parameters, by number
@@ -43,7 +43,7 @@ class IntermediarySession(ParameterSession):
         self._connected = threading.Event()  # `_up` is set
         self._up: Link
         # Welcome and Ready frames, sent again to participants that join later
-        self._said: list[tuple[int, bytes, bytes]] = []
+        self._greetings: list[tuple[int, bytes, bytes]] = []
         self._readers: deque[ParameterConnection] = deque()
 
     # participants
@@ -51,15 +51,15 @@ class IntermediarySession(ParameterSession):
     def new_connection(self, rank: int, link: Link) -> ParameterConnection:
         worker = super().new_connection(rank, link)
         self.prepare(worker)
-        for kind, header, payload in self._said:
-            self._tell_one(worker, kind, header, payload)
+        for kind, header, payload in self._greetings:
+            self._forward(worker, kind, header, payload)
         return worker
 
     def prepare(self, worker: ParameterConnection) -> None:
         """Prepare a participant before the first frame is sent to it."""
 
     def takes(self, rank: int) -> bool:
-        return not self.gone and super().takes(rank)
+        return not self.lost_ranks and super().takes(rank)
 
     # requests of the participants
 
@@ -77,7 +77,7 @@ class IntermediarySession(ParameterSession):
                 self._readers.append(worker)
             self._up.send(kind, m.encode(fields), [payload] if payload else [])
 
-    def tell(self, message: Any) -> None:
+    def post(self, message: Any) -> None:
         try:
             with self.lock:
                 for action in self.machine.handle(message):
@@ -101,26 +101,26 @@ class IntermediarySession(ParameterSession):
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
         fields = m.header(kind, header)
         if kind == m.PULLED:
-            self.tell(messages.Pulled(*fields))
+            self.post(messages.Pulled(*fields))
             return
         self._connected.wait(self._up_s)
         with self.lock:
             if kind in (m.WELCOME, m.READY):
-                self._said.append((kind, header, bytes(payload)))
+                self._greetings.append((kind, header, bytes(payload)))
             if kind == m.RECORD:
                 with suppress(PeerError):
                     self._readers.popleft().link.send(kind, header, [payload])
                 return
             first = kind in (m.FILLED, m.SETTLED)
             for worker in [self.connections[0]] if first else self.everyone():
-                self._tell_one(worker, kind, header, payload)
+                self._forward(worker, kind, header, payload)
         if kind == m.FAILED:
             self.end(LostError(fields[1]))
 
     def lost(self, error: PeerError) -> None:
         self.end(error)
 
-    def _tell_one(
+    def _forward(
         self, worker: ParameterConnection, kind: int, header: bytes, payload: bytes | memoryview
     ) -> None:
         if kind == m.READY and self.workers * self._stands_for > 1:
@@ -147,7 +147,7 @@ class IntermediarySession(ParameterSession):
             case Up(message):
                 self._send(message)
             case Give(pull, buffer):
-                pull.into.send(self._copies[buffer].view, lambda: self.tell(messages.Done(action)))
+                pull.into.send(self._copies[buffer].view, lambda: self.post(messages.Done(action)))
             case _:
                 raise AssertionError(action)
 

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from roadtrain.chunks import Chunk
-from roadtrain.environment import WorkerGroup
+from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import ConfigError
 from roadtrain.options.budgets import RecordBudgets
 from roadtrain.retry import undone_on_error
-from roadtrain.servers.server import Server, Setup
+from roadtrain.servers.server import Server, ServerConfig
 from roadtrain.servers.store_plan import StorePlan, check_same
 from roadtrain.servers.trace import Stages
 from roadtrain.storage.convert import (
@@ -53,7 +53,7 @@ class LocalServers:
         deadline_s: float,
         report: Callable[[str], None] = print,
     ) -> None:
-        self.store_plan, self.group = store_plan, WorkerGroup()
+        self.store_plan, self.group = store_plan, WorkerIdentity()
         self._budgets, self._deadline_s, self._report = budgets, deadline_s, report
         self.store = opened  # the files of this process
         self.new = opened is None  # this worker must fill the new store
@@ -71,14 +71,14 @@ class LocalServers:
         self.blob = unpack(self.store.blob)[0] if self.store else b""
         self.numbers = range(len(self.meta.directories))
         self.running: list[Server] = []
-        self._said = opened.notes if opened else ()  # reported by open_or_none
+        self._reported = opened.notes if opened else ()  # reported by open_or_none
 
     def connect(self, deliver: Callable[[Any], None], stages: Stages) -> Mapping[int, Server]:
         """Create the servers, which send messages to `deliver`, and return them by number."""
         buffers = self._budgets.buffers // (max(self.meta.owners, default=0) + 1)
         share = replace(self._budgets, buffers=buffers)
         for i, where in enumerate(self.store_plan.directories or ("RAM",)):
-            setup = Setup(
+            setup = ServerConfig(
                 i,
                 f"server {i} ({where})",
                 self.meta,
@@ -103,7 +103,7 @@ class LocalServers:
         for server in self.running:
             server.start()
         for note in self.store.notes if self.store else ():
-            if note not in self._said:
+            if note not in self._reported:
                 self._report(note)
 
     def record_of(self, chunk: Chunk, what: str) -> RecordView:
@@ -121,7 +121,7 @@ class LocalServers:
                 change(self.record_of(chunk, ""))
         for i, server in enumerate(self.running):
             tier = self.store.tiers[i] if self.store else None
-            server.begin_again(self.meta, tier, step, self._deadline_s)
+            server.reset(self.meta, tier, step, self._deadline_s)
 
     def nbytes(self) -> int:
         """Return the bytes of memory that the servers use in this process."""

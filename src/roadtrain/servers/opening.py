@@ -25,7 +25,7 @@ from roadtrain.storage.mark import Mark
 from roadtrain.storage.meta import StoreMeta
 
 
-class Begin(Enum):
+class StartMode(Enum):
     """The state from which a job starts."""
 
     NEW = "a new store is made"
@@ -37,18 +37,18 @@ class Begin(Enum):
 class Opening:
     """Instructions for opening the servers' stores."""
 
-    begin: Begin
+    mode: StartMode
     step: int
     members: tuple[int, ...]  # the servers whose contents count
     history: tuple[HistoryLink, ...]  # the link of the new session is appended to it
     meta: StoreMeta  # of the store, before this session
     kept: int  # the newest step with complete snapshots, -1 for none
-    having: tuple[int, ...]  # servers that have it
+    holders: tuple[int, ...]  # servers that have it
 
-    def anew(self, step: int) -> Opening:
+    def refilled(self, step: int) -> Opening:
         """Return the opening that refills the same store with the contents of `step`."""
         history = back_to(self.history, step)
-        return replace(self, begin=Begin.NEW, step=step, history=history, kept=-1, having=())
+        return replace(self, mode=StartMode.NEW, step=step, history=history, kept=-1, holders=())
 
 
 @dataclass(frozen=True)
@@ -118,17 +118,17 @@ class FoundStores:
         kept, having = self._snapshot()
         if isinstance(decided, Resume):
             step, members = decided.step, decided.members
-            meta = self._held_by(members, step, Begin.RESUMED)
-            return Opening(Begin.RESUMED, step, members, decided.history, meta, kept, having)
+            meta = self._held_by(members, step, StartMode.RESUMED)
+            return Opening(StartMode.RESUMED, step, members, decided.history, meta, kept, having)
         if kept >= 0 and decided.lost:
-            self._say_back(kept, every[0], report)
+            self._report_back(kept, every[0], report)
             history = back_to(self._histories(self.given_up).history, kept)
-            meta = self._held_by(having, kept, Begin.SNAPSHOT)
-            return Opening(Begin.SNAPSHOT, kept, having, history, meta, kept, having)
+            meta = self._held_by(having, kept, StartMode.SNAPSHOT)
+            return Opening(StartMode.SNAPSHOT, kept, having, history, meta, kept, having)
         if not missing and self._unborn():
             if self._mark is not None:
                 self._mark.check("", -1, self.names_of(self.found))
-            return Opening(Begin.NEW, 0, tuple(self.found), (), self._meta, kept, having)
+            return Opening(StartMode.NEW, 0, tuple(self.found), (), self._meta, kept, having)
         if decided.lost:
             raise ForeignError(
                 decided.why,
@@ -142,7 +142,7 @@ class FoundStores:
     def names_of(self, numbers: Iterable[int]) -> str:
         return ", ".join(self.names[number] for number in numbers)
 
-    def _held_by(self, members: tuple[int, ...], step: int, begin: Begin) -> StoreMeta:
+    def _held_by(self, members: tuple[int, ...], step: int, mode: StartMode) -> StoreMeta:
         """Return the metadata of what `members` hold. Raises if it is not the requested store."""
         held = self.found[members[0]].meta
         assert held is not None
@@ -155,11 +155,11 @@ class FoundStores:
                 hint="use the servers, chunk size and dtype that the store was made with",
             )
         if self._mark is not None:
-            back = begin is Begin.SNAPSHOT or bool(self.given_up)
+            back = mode is StartMode.SNAPSHOT or bool(self.given_up)
             self._mark.check(held.job, step, self.names_of(members), back=back)
         return held
 
-    def _say_back(self, kept: int, every: int, report: Callable[[str], None]) -> None:
+    def _report_back(self, kept: int, every: int, report: Callable[[str], None]) -> None:
         newest = [found.newest for _, found in sorted(self.found.items())]
         again = max(newest) - kept if max(newest) >= kept else f"fewer than {2 * every}"
         report(
@@ -168,21 +168,19 @@ class FoundStores:
         )
 
     def _histories(self, given_up: Sequence[int]) -> Histories:
-        holdings = {}
+        held = {}
         for number, found in self.found.items():
             if number not in given_up:
                 kept = max(found.snapshots, default=-1)
-                holdings[number] = ServerHoldings(found.newest, kept=kept)
+                held[number] = ServerHoldings(found.newest, kept=kept)
                 if (meta := found.meta) is not None:
-                    holdings[number] = ServerHoldings(
-                        found.newest, meta.history, kept, meta.without
-                    )
-        return Histories(holdings, self.names, self._holders())
+                    held[number] = ServerHoldings(found.newest, meta.history, kept, meta.without)
+        return Histories(held, self.names, self._holders())
 
     def _witness(self) -> Witness | None:
         """Return what the run directory recorded about the history of these servers."""
         jobs = {found.meta.job for found in self.found.values() if found.meta is not None}
-        record = None if self._mark is None else self._mark.record
+        record = None if self._mark is None else self._mark.known
         return Witness.of(record.history) if record is not None and record.job in jobs else None
 
     def _snapshot(self) -> tuple[int, tuple[int, ...]]:

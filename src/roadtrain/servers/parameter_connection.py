@@ -107,7 +107,7 @@ class ParameterConnection(WorkerConnection):
     def pull(self, fields: m.PullHeader, payload: memoryview) -> None:
         number, version, ticket = fields
         reply = PullReply(self, ticket, self.session.chunk(number))
-        self.session.tell(messages.Pull(number, version, reply, ticket, self.rank))
+        self.session.post(messages.Pull(number, version, reply, ticket, self.rank))
 
     def push(self, fields: m.PushHeader, payload: memoryview) -> None:
         assert self.pool is not None
@@ -121,18 +121,18 @@ class ParameterConnection(WorkerConnection):
             if push.ticket in self._kept:  # freeing the first would free the second's memory
                 raise WireError(f"two pushes with the ticket {push.ticket}")
             self._kept[push.ticket] = self._coming.popleft()
-        self.session.tell(push)
+        self.session.post(push)
 
     def update(self, fields: m.ApplyUpdateHeader, payload: memoryview) -> None:
         chunk = self.session.chunk(fields.chunk)
-        self.session.tell(m.apply_update(fields, payload, chunk, self.rank))
+        self.session.post(m.apply_update(fields, payload, chunk, self.rank))
 
     def close_grad(self, fields: m.CloseHeader, payload: memoryview) -> None:
         chunk = self.session.chunk(fields.chunk)
-        self.session.tell(messages.Close(chunk.id, fields.step, self.rank))
+        self.session.post(messages.Close(chunk.id, fields.step, self.rank))
 
     def discard(self, fields: m.ChunkHeader, payload: memoryview) -> None:
-        self.session.tell(messages.DiscardGrad(self.session.chunk(fields.chunk).id, self.rank))
+        self.session.post(messages.DiscardGrad(self.session.chunk(fields.chunk).id, self.rank))
 
     def failed(self, fields: m.FailedHeader, payload: memoryview) -> None:
         self._reason = LostError(f"it ended with {fields.error}: {fields.words}")
@@ -154,13 +154,13 @@ _TAKES: Mapping[int, Callable[[ParameterConnection, Any, memoryview], None]] = {
     m.APPLY_UPDATE: ParameterConnection.update,
     m.CLOSE: ParameterConnection.close_grad,
     m.DISCARD_GRAD: ParameterConnection.discard,
-    m.END_STEP: lambda self, fields, payload: self.session.tell(
+    m.END_STEP: lambda self, fields, payload: self.session.post(
         messages.EndStep(fields.step, self.rank, bytes(payload))
     ),
-    m.COMMIT: lambda self, fields, payload: self.session.tell(
+    m.COMMIT: lambda self, fields, payload: self.session.post(
         messages.Commit(fields.step, bytes(payload), self.rank)
     ),
-    m.COMMITTED: lambda self, fields, payload: self.session.tell(messages.CommitDone(fields.step)),
+    m.COMMITTED: lambda self, fields, payload: self.session.post(messages.CommitDone(fields.step)),
     m.FAILED: ParameterConnection.failed,
 }
 
@@ -186,7 +186,7 @@ class ParameterSession(HostedSession[ParameterConnection]):
     def look(self, silent_s: float) -> None:
         """Called regularly: end the session if the process of a worker has stopped."""
         for worker in self.everyone():
-            if worker.rank not in self.gone and (for_s := worker.silent_for(silent_s)):
+            if worker.rank not in self.lost_ranks and (for_s := worker.silent_for(silent_s)):
                 self.end(
                     DeadlineError(
                         f"worker {worker.rank} has been silent for {for_s:.0f} s (limit"
@@ -201,6 +201,6 @@ class ParameterSession(HostedSession[ParameterConnection]):
         """Handle a frame of SETS_UP."""
         raise NotImplementedError
 
-    def tell(self, message: Any) -> None:
+    def post(self, message: Any) -> None:
         """Pass a message to the state machine."""
         raise NotImplementedError

@@ -40,8 +40,8 @@ class RemoteServer:
         self.moved = -math.inf  # time of the last change of `progress`
         self.silent = ""  # the peer that keeps it from answering, as it last reported
         self._error: BaseException | None = None
-        self._told = False  # it has reported its failure, or the link is lost
-        self.gone = False  # the link was lost without such a report
+        self._reported = False  # it has reported its failure, or the link is lost
+        self.link_lost = False  # the link was lost without such a report
 
     def connect(self, deliver: Callable[[Any], None]) -> None:
         """Deliver messages to a worker from now on, including an earlier failure."""
@@ -181,11 +181,11 @@ class RemoteServer:
         raise WireError(f"a frame of kind {kind} is not for a worker")
 
     def lost(self, error: PeerError) -> None:
-        self.gone = not self._told
+        self.link_lost = not self._reported
         self._failed(error)
 
     def _failed(self, error: PeerError) -> None:
-        self._told = True
+        self._reported = True
         for server in (self, *list(self._all.values())):
             server._error = server._error or error
             server._inbox.put((m.FAILED, (), b""))

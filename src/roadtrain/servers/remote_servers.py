@@ -26,13 +26,13 @@ from typing import Any
 import msgspec
 
 from roadtrain.chunks import Chunk
-from roadtrain.environment import WorkerGroup
+from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import BusyError, DeadlineError, LostError, PeerError, WireError
 from roadtrain.kernels.rules import described
 from roadtrain.retry import SAY_S, SAY_SOON_S, undone_on_error
 from roadtrain.servers import frames as m
 from roadtrain.servers import health
-from roadtrain.servers.opening import Begin, FoundStore, FoundStores, Opening
+from roadtrain.servers.opening import FoundStore, FoundStores, Opening, StartMode
 from roadtrain.servers.remote_server import RemoteServer
 from roadtrain.servers.routes import DirectRoute, Route, RouteEnds
 from roadtrain.servers.store_plan import StorePlan
@@ -56,7 +56,7 @@ class Reach:
 
     addresses: Sequence[Address]  # by number of the server
     options: TcpOptions
-    group: WorkerGroup
+    group: WorkerIdentity
     route: Route = field(default_factory=DirectRoute)
     mark: Mark | None = None  # the run directory's record of the store
     give_up: Sequence[int] = ()  # servers whose contents are ignored if they are in doubt
@@ -92,12 +92,12 @@ class RemoteServers:
         self.servers: dict[int, RemoteServer] = {}
         self._stores = FoundStores(store_plan, self.meta, reach.mark, reach.give_up)
         self._rests: list[str] = []  # location of the state of each server joined, as text
-        self._said: dict[int, tuple[Any, Any]] = {}  # the Ready frames received
+        self._ready: dict[int, tuple[Any, Any]] = {}  # the Ready frames received
         self._covered_since: float | None = None
         self._begun: set[int] = set()  # servers that recorded the begin of this session
         self._unfilled = dict.fromkeys(range(len(self.names)), 0)
         # servers being refilled -> the blobs of the last commit
-        self._behind: dict[int, bytes] = {}
+        self._refilled: dict[int, bytes] = {}
         self.history = ""  # the witness of this run, once its session has begun
         addresses, options, group = reach.addresses, reach.options, reach.group
         ends = RouteEnds(addresses, options, group, self.meta, deadline_s, holds_gradients)
@@ -166,7 +166,7 @@ class RemoteServers:
             if time.monotonic() - since > limit_s:
                 break
             if time.monotonic() >= say_at:
-                self._say_how_far(missing, since + limit_s - time.monotonic())
+                self._report_wait(missing, since + limit_s - time.monotonic())
                 say_at = time.monotonic() + SAY_S
             time.sleep(0.05)
         if waiting:
@@ -203,7 +203,7 @@ class RemoteServers:
         error.__cause__ = why
         return error
 
-    def _say_how_far(self, missing: Mapping[int, PeerError | None], left_s: float) -> None:
+    def _report_wait(self, missing: Mapping[int, PeerError | None], left_s: float) -> None:
         for why in filter(None, missing.values()):
             reason = str(why).partition("\n")[0]
             self._report(f"waiting: {reason}. Retrying for another {left_s:.0f} s")
@@ -241,16 +241,16 @@ class RemoteServers:
     def _enough(self) -> bool:
         """Whether all servers that worker 0 chose are here and ready; leave the others."""
         for number, server in self.servers.items():
-            if number not in self._said and server.has_spoken():
-                self._said[number] = server.wait(
+            if number not in self._ready and server.has_spoken():
+                self._ready[number] = server.wait(
                     m.READY, "word that worker 0 has opened the store", self._deadline_s
                 )
-        members = next((members for (_, members, _), _ in self._said.values()), ())
-        if not members or not self._said.keys() >= set(members):
+        members = next((members for (_, members, _), _ in self._ready.values()), ())
+        if not members or not self._ready.keys() >= set(members):
             return False
         for number in self.servers.keys() - set(members):
             self.servers.pop(number).close()
-        (self.step, _, job), self.blob = self._said[members[0]]
+        (self.step, _, job), self.blob = self._ready[members[0]]
         self.meta = replace(self.meta, job=job)
         return True
 
@@ -264,38 +264,36 @@ class RemoteServers:
         snapshot."""
         opening = self._stores.opening(missing, self._report)
         if self._anew is not None:
-            opening = opening.anew(self._anew)
-        self.new, self.step = opening.begin is Begin.NEW, opening.step
-        back = opening.begin is Begin.SNAPSHOT
+            opening = opening.refilled(self._anew)
+        self.new, self.step = opening.mode is StartMode.NEW, opening.step
+        back = opening.mode is StartMode.SNAPSHOT
         behind = self.servers if back else sorted(self.servers.keys() - set(opening.members))
-        self._behind = {} if self.new else dict.fromkeys(behind, b"")
+        self._refilled = {} if self.new else dict.fromkeys(behind, b"")
         if given_up := self._stores.given_up:
-            self._report(
-                f"given up: contents of {self._names(given_up)} after step {self.step}, if any"
-            )
+            self._report(f"given up: contents of {self._names(given_up)} after step {self.step}")
         link = HistoryLink(uuid.uuid4().hex[:16], self.step, tuple(self.numbers), int(time.time()))
         history = opening.history
         self.meta = replace(opening.meta, history=(*history, link), without=())
         self.history = str(Witness(history[-1].id if history else "", link.id, link.members))
         for number in self.servers:
-            self._say_open(number, opening)
+            self._send_open(number, opening)
         if missing:
             self._report(
                 f"replicas: no answer from {self._names(missing)}: left out; its chunks have a"
                 " single copy until a later start finds it again"
             )
-        for number in self._behind:
-            if not back or number not in opening.having:  # otherwise it restores its snapshot
+        for number in self._refilled:
+            if not back or number not in opening.holders:  # otherwise it restores its snapshot
                 name = self.names[number]
                 self._report(f"replicas: {name} is being refilled at step {self.step}")
                 self._fill_up(number, opening.members)
 
-    def _say_open(self, number: int, opening: Opening) -> None:
+    def _send_open(self, number: int, opening: Opening) -> None:
         rules = [described(rule) for rule in self.store_plan.rules]
         meta = replace(self.meta, index=number).to_json()
-        new = self.new or number in self._behind
+        new = self.new or number in self._refilled
         # a snapshot elsewhere may belong to another job
-        ours = number in opening.having and (opening.begin is Begin.SNAPSHOT or not new)
+        ours = number in opening.holders and (opening.mode is StartMode.SNAPSHOT or not new)
         given_up = new and number in self._stores.given_up
         kept, holds = opening.kept if ours else -1, self._holds_gradients
         fields = m.OpenHeader(new, self.step, len(self.names), holds, kept, given_up)
@@ -307,7 +305,7 @@ class RemoteServers:
         for chunk in self.meta.owned(number):
             source = next(s for s in self.meta.holders(chunk) if s in members)
             self.fill(number, chunk, self._read(source, chunk, f"chunk {chunk}"))
-        self._behind[number] = bytes(self._read(members[0], -1, "the job state"))
+        self._refilled[number] = bytes(self._read(members[0], -1, "the job state"))
 
     def fill(self, number: int, chunk: int, record: memoryview) -> None:
         while self._unfilled[number] >= FILLS_AT_ONCE:
@@ -329,9 +327,9 @@ class RemoteServers:
         for number in order:
             while self._unfilled[number]:
                 self._filled(number)
-            if self.new or number in self._behind:
+            if self.new or number in self._refilled:
                 own = blob if self.new and (number == first or self.meta.replicas > 1) else b""
-                self.servers[number].say(m.SETTLE, (), self._behind.get(number, own))
+                self.servers[number].say(m.SETTLE, (), self._refilled.get(number, own))
                 self.servers[number].wait(m.SETTLED, "a new part to be complete", self._deadline_s)
         # before any other process can know of this session
         if self.reach.mark is not None and not self.new:
@@ -355,7 +353,7 @@ class RemoteServers:
 
     def stop(self) -> list[str]:
         self._hang_up()
-        self._bear_witness()
+        self._leave_witness()
         return []
 
     def close(self) -> None:
@@ -372,7 +370,7 @@ class RemoteServers:
         for server in self.servers.values():
             server.close()
 
-    def _bear_witness(self) -> None:
+    def _leave_witness(self) -> None:
         """Worker 0, with two servers and no run directory: record at one server that it may resume
         without the other. It is the server that is left, or else the first. The other server must
         have begun this session.
@@ -380,7 +378,7 @@ class RemoteServers:
         pair = self.meta.replicas > 1 and len(self.names) == len(self.servers) == 2
         if self.group.rank or self.reach.mark is not None or not pair:
             return
-        lost = [number for number, server in self.servers.items() if server.lost]
+        lost = [number for number, server in self.servers.items() if server.link_lost]
         other = lost[0] if lost else max(self.servers)
         if len(lost) > 1 or other not in self._begun:
             return

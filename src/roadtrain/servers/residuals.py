@@ -23,7 +23,7 @@ from roadtrain.device.buffers import Buffer
 from roadtrain.kernels.rule import Rule
 from roadtrain.options.budgets import RecordBudgets
 from roadtrain.retry import undone_on_error
-from roadtrain.servers.server import Server, Setup
+from roadtrain.servers.server import Server, ServerConfig
 from roadtrain.servers.store_plan import StorePlan
 from roadtrain.servers.trace import Stages
 from roadtrain.storage.file import FileTier
@@ -139,7 +139,7 @@ class Residuals:
         stages: Stages,
         report: Report,
     ) -> Server:
-        setup = Setup(
+        setup = ServerConfig(
             self.number,
             f"residuals ({self.directory})",
             tier.meta,

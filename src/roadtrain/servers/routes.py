@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from roadtrain.environment import WorkerGroup
+from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import RoadtrainError
 from roadtrain.servers import frames as m
 from roadtrain.storage.meta import StoreMeta
@@ -39,7 +39,7 @@ class RouteEnds:
 
     addresses: Sequence[Address]  # by number of the server
     options: TcpOptions
-    group: WorkerGroup  # the participant: a worker, or a relay that stands for a host's workers
+    group: WorkerIdentity  # the participant: a worker, or a relay that stands for a host's workers
     meta: StoreMeta  # the layout
     deadline_s: float
     holds_gradients: bool = False  # all gradients wait for the global norm
@@ -95,11 +95,11 @@ class Route(Protocol):
     def check_links(self, options: TcpOptions, replicas: int) -> None:
         """Raise ConfigError for links or replicas that this route cannot serve."""
 
-    def check_workers(self, group: WorkerGroup, compressed: str) -> None:
+    def check_workers(self, group: WorkerIdentity, compressed: str) -> None:
         """Raise ConfigError for workers that cannot use this route. `compressed`: the option that
         makes their gradients sparse; "" if they are dense."""
 
-    def lossy(self, group: WorkerGroup) -> str:
+    def lossy(self, group: WorkerIdentity) -> str:
         """Describe what this route loses, for the user (Rule 2); "" if nothing."""
 
     def open(self, ends: RouteEnds) -> OpenRoute: ...
@@ -116,9 +116,9 @@ class DirectRoute:
     name, end, via = "", None, ""
 
     def check_links(self, options: TcpOptions, replicas: int) -> None: ...
-    def check_workers(self, group: WorkerGroup, compressed: str) -> None: ...
+    def check_workers(self, group: WorkerIdentity, compressed: str) -> None: ...
 
-    def lossy(self, group: WorkerGroup) -> str:
+    def lossy(self, group: WorkerIdentity) -> str:
         return ""
 
     def open(self, ends: RouteEnds) -> OpenRoute:

@@ -221,7 +221,7 @@ class SessionHost:
             return health.answer(link, self.status())
         if hello.startswith(m.WITHOUT):
             rest = m.decoded(m.WITHOUT_REST, hello[len(m.WITHOUT) :], "not a witness")
-            done = self._go_on_without(rest)
+            done = self._resume_without(rest)
             return health.answer(link, ("noted" if done else "not the last session here", {}, {}))
         if (by_route := routes.named_in(hello)) is not None:
             return self._accept_by_route(link, *by_route)
@@ -232,7 +232,7 @@ class SessionHost:
                 session = self.session = ServerSession(greeting, self)
             elif self.front is not None:
                 name = self.front.name
-                raise self._not_alike(greeting, name, "worker {} has no {}, the others have one")
+                raise self._other_route(greeting, name, "worker {} has no {}, the others have one")
             elif not session.is_of(greeting):
                 raise session.busy()
             return session.admit(greeting.rank, link, greeting.signature)
@@ -252,12 +252,12 @@ class SessionHost:
                 self.front = end_class(greeting, self, self._options)
                 self.session = self.front.server
             elif not isinstance(self.front, end_class):
-                raise self._not_alike(hello, name, "worker {} has a {}, the others have none")
+                raise self._other_route(hello, name, "worker {} has a {}, the others have none")
             elif not self.front.is_of(hello):
                 raise self.front.busy()
             return self.front.accept(link, greeting)
 
-    def _not_alike(self, hello: m.Hello, route: str, words: str) -> RoadtrainError:
+    def _other_route(self, hello: m.Hello, route: str, words: str) -> RoadtrainError:
         """Return the error for a worker whose route differs from that of the session."""
         assert self.session is not None
         if hello.session != self.session.name:
@@ -273,9 +273,9 @@ class SessionHost:
             doing = session.status()
         return f"state {self.store.rests}; {doing[0]}", *doing[1:]
 
-    def _go_on_without(self, witness: m.Without) -> bool:
+    def _resume_without(self, witness: m.Without) -> bool:
         opened = None if self.session is None else self.session.tier
-        meta = self.store.go_on_without(*witness, opened)
+        meta = self.store.resume_without(*witness, opened)
         if meta is None:
             return False
         others = ", ".join(map(str, witness.servers))

@@ -59,7 +59,7 @@ LOOK_S = 2.0  # limit for a query of the loop thread
 
 
 @dataclass(frozen=True)
-class Setup:
+class ServerConfig:
     """The configuration of one server. `meta`: of the whole store. `tier`: None if all records are
     in memory only."""
 
@@ -82,30 +82,30 @@ class Server:
 
     def __init__(
         self,
-        setup: Setup,
+        config: ServerConfig,
         deliver: Callable[[Any, int | None], None],
         stages: Stages,
         committed: int,
     ) -> None:
-        self.setup, self.peer, self._deliver, self._stages = setup, setup.name, deliver, stages
-        self.tier, meta, budgets = setup.tier, setup.meta, setup.budgets
-        self.records = meta.owned(setup.number)
+        self.config, self.peer, self._deliver, self._stages = config, config.name, deliver, stages
+        self.tier, meta, budgets = config.tier, config.meta, config.budgets
+        self.records = meta.owned(config.number)
         self.chunks = {number: meta.table.chunks[number] for number in self.records}
         self._resident = budgets.resident if self.tier else frozenset(self.chunks)
         buffers, scratch_bytes = (budgets.buffers, budgets.scratch_bytes) if self.chunks else (0, 0)
         self._buffers = [Buffer(budgets.buffer_bytes) for _ in range(buffers)]
-        self.memory = self._keep()
+        self.memory = self._allocate_resident()
         self._grads = PushedGradients(
-            self.chunks, self.tier, buffers, scratch_bytes, setup.workers, setup.local
+            self.chunks, self.tier, buffers, scratch_bytes, config.workers, config.local
         )
         # chunk -> checksums of its updated record, until that is written
         self._sums: dict[int, dict[str, int]] = {}
-        self._late = frozenset(
+        self._delayed = frozenset(
             c for c, chunk in self.chunks.items() if meta.staleness and chunk.trainable
         )
-        self.machine = self._decide(committed)
+        self.machine = self._new_machine(committed)
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._device = DeviceQueue(limit=setup.io_threads)
+        self._device = DeviceQueue(limit=config.io_threads)
         self.trial, self._moved, self._busy_s, self._began = Trial(), 0, 0.0, 0.0
         self._device_ready = threading.Condition()
         self._kernels: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
@@ -114,8 +114,8 @@ class Server:
         self._failed = False
         self._threads: list[threading.Thread] = []
 
-    def _decide(self, committed: int) -> ServerStateMachine:
-        setup, meta = self.setup, self.setup.meta
+    def _new_machine(self, committed: int) -> ServerStateMachine:
+        setup, meta = self.config, self.config.meta
         spec = ServerSpec(
             setup.number,
             {c: self._resident_part(c) for c in self.chunks},
@@ -126,7 +126,7 @@ class Server:
             relays=setup.local < 0,
             delayed={
                 c: self.tier is not None and self.tier.written_in(c) == committed > 0
-                for c in self._late
+                for c in self._delayed
             },
             first=meta.members[0],
             everywhere=meta.replicas > 1,
@@ -138,19 +138,19 @@ class Server:
     def _resident_part(self, chunk: int) -> Resident:
         if chunk in self._resident:
             return Resident.RECORD
-        kept = chunk in self.setup.budgets.weights_resident
+        kept = chunk in self.config.budgets.weights_resident
         return Resident.WEIGHTS if kept else Resident.NOTHING
 
     def nbytes(self) -> int:
         """Return the bytes of memory that this server holds."""
         return sum(b.nbytes for b in [*self._buffers, *self._grads.scratch.buffers])
 
-    def _keep(self) -> dict[int, memoryview]:
+    def _allocate_resident(self) -> dict[int, memoryview]:
         """Allocate one buffer for all resident parts, and return each chunk's view of it."""
         sizes = {
             c: r.nbytes if c in self._resident else r.weights_nbytes
             for c, r in self.records.items()
-            if c in self._resident | self.setup.budgets.weights_resident
+            if c in self._resident | self.config.budgets.weights_resident
         }
         if not sizes:
             return {}
@@ -162,14 +162,14 @@ class Server:
         """Load the resident parts (`loaded` gets the bytes of each chunk), then serve. Raises
         StoreError if the files are damaged."""
         self._load(loaded)
-        n_io = 2 * self.setup.io_threads if self.tier is not None else 0
+        n_io = 2 * self.config.io_threads if self.tier is not None else 0
         jobs = [
             (self._loop, "loop"),
             (self._compute, "update"),
             *[(self._io, f"io{i}") for i in range(n_io)],
         ]
         for target, name in jobs:
-            thread = threading.Thread(target=target, name=f"{self.setup.name} {name}", daemon=True)
+            thread = threading.Thread(target=target, name=f"{self.config.name} {name}", daemon=True)
             thread.start()
             self._threads.append(thread)
 
@@ -189,24 +189,22 @@ class Server:
     def waits(self) -> tuple[list[messages.Pull], list[tuple[int, str]]]:
         """Query the state machine. Raises DeadlineError if the loop thread is too busy."""
         return self._in_loop(
-            self.machine.waits, LOOK_S, f"{self.setup.name} did not report within {LOOK_S:.0f} s"
+            self.machine.waits, LOOK_S, f"{self.config.name} did not report within {LOOK_S:.0f} s"
         )
 
-    def begin_again(
-        self, meta: StoreMeta, tier: FileTier | None, step: int, deadline_s: float
-    ) -> None:
+    def reset(self, meta: StoreMeta, tier: FileTier | None, step: int, deadline_s: float) -> None:
         """Continue at `step` with the records of `tier` (None: those written to its memory).
         Only between steps, when nothing is in progress. Raises StoreError if the files are
         damaged, DeadlineError."""
 
         def change() -> None:
-            self.setup = replace(self.setup, meta=meta, tier=tier)
+            self.config = replace(self.config, meta=meta, tier=tier)
             self.tier = self._grads.tier = tier
             self._sums.clear()
-            self.machine = self._decide(step)
+            self.machine = self._new_machine(step)
             self._load()
 
-        late = f"waited {deadline_s:.0f} s for {self.setup.name} to reload its records"
+        late = f"waited {deadline_s:.0f} s for {self.config.name} to reload its records"
         self._in_loop(change, deadline_s, late)
 
     def _in_loop(self, call: Callable[[], T], wait_s: float, late: str) -> T:
@@ -263,13 +261,13 @@ class Server:
             if event is None:
                 return
             try:
-                self._take(event)
+                self._handle(event)
             except BaseException as error:
                 self._fail(error)
                 return
             del event  # it may refer to a worker's memory, which a waiting thread must not keep
 
-    def _take(self, event: Any) -> None:
+    def _handle(self, event: Any) -> None:
         if callable(event):
             event()
             return
@@ -354,10 +352,10 @@ class Server:
             return
         self._failed = True
         if not isinstance(error, RoadtrainError):
-            wrapped = LostError(f"{self.setup.name} stopped: {type(error).__name__}: {error}")
+            wrapped = LostError(f"{self.config.name} stopped: {type(error).__name__}: {error}")
             wrapped.__cause__ = error
             error = wrapped
-        self._deliver(messages.Failed(self.setup.number, error), None)
+        self._deliver(messages.Failed(self.config.number, error), None)
 
     # Doers. Each returns its bytes and the action's result; None if the result is reported later.
 
@@ -400,22 +398,22 @@ class Server:
 
     def _answer(self, answer: messages.Answer) -> None:
         if answer.memory:
-            self._kernel(0, "Fetch", answer, lambda: self._give_from_memory(answer))
+            self._kernel(0, "Fetch", answer, lambda: self._send_from_memory(answer))
             return
         read = partial(self._read_weights, answer.pull.chunk, newest=answer.newest)
-        job = partial(self._give, answer, read)
+        job = partial(self._send_weights, answer, read)
         self._io_push(READ_PARAMETERS, answer.pull.ticket, "Fetch", answer, job)
 
-    def _give_from_memory(self, answer: messages.Answer) -> Outcome:
+    def _send_from_memory(self, answer: messages.Answer) -> Outcome:
         chunk = answer.pull.chunk
         if answer.newest:
             record = self._record_view(chunk)
-            return self._give(answer, lambda into: self._cast_weights(chunk, record, into))
+            return self._send_weights(answer, lambda into: self._cast_weights(chunk, record, into))
         # the resident part may be the weights part alone
         view = self.memory[chunk] if chunk in self.memory else self._record_view(chunk)
-        return self._give(answer, lambda into: copy(into, view[: len(into)]), view)
+        return self._send_weights(answer, lambda into: copy(into, view[: len(into)]), view)
 
-    def _give(
+    def _send_weights(
         self,
         answer: messages.Answer,
         put: Callable[[memoryview], None],
@@ -439,7 +437,7 @@ class Server:
 
     def _read(self, number: int, buffer: int) -> Outcome:
         assert self.tier is not None
-        if not self.setup.rules[self.chunks[number].group].reads_state:
+        if not self.config.rules[self.chunks[number].group].reads_state:
             return 0, ()
         part, first = self._state_part(number)
         view = self._buffers[buffer].view[first : self.records[number].nbytes]
@@ -448,18 +446,18 @@ class Server:
 
     def _update(self, number: int, apply_update: messages.ApplyUpdate) -> Outcome:
         chunk, record, tier = self.chunks[number], self.records[number], self.tier
-        rule, view = self.setup.rules[chunk.group], self._record_view(number)
+        rule, view = self.config.rules[chunk.group], self._record_view(number)
         scratch, grad, dtype = self._grads.take(number)
         public = self.memory.get(number, view)
         if tier is not None and number not in self._resident and rule.reads_state:
             part, first = self._state_part(number)
             # checked here and not when read, because it is in the cache now
             tier.check_sums(number, part, view[first : record.nbytes])
-        late = number in self._late  # the weights part gets the master's previous value
+        late = number in self._delayed  # the weights part gets the master's previous value
         if late:
             self._cast_weights(number, view, view)
         narrow = None if late or chunk.dtype == "fp32" else public
-        whole = RecordView(self.setup.meta, chunk, view)
+        whole = RecordView(self.config.meta, chunk, view)
         apply_rule(rule, whole, narrow, grad, dtype, apply_update)
         if narrow is None and public is not view:
             copy(public[: chunk.weights_nbytes], view[: chunk.weights_nbytes])
@@ -467,7 +465,7 @@ class Server:
         if tier is not None:
             part, first = self._written_part(chunk)
             self._sums[number] = tier.sums(number, part, view[first : record.nbytes])
-        checksum = self._checksum(chunk, public) if self.setup.meta.replicas > 1 else 0
+        checksum = self._checksum(chunk, public) if self.config.meta.replicas > 1 else 0
         return record.nbytes, (checksum,)
 
     def _checksum(self, chunk: Chunk, public: memoryview) -> int:
@@ -490,7 +488,9 @@ class Server:
     def _written_part(self, chunk: Chunk) -> tuple[str, int]:
         """Return the part of a record that is written, and its first byte. The 16-bit copy is left
         out if it is resident, since it can be cast again."""
-        derived = chunk.dtype != "fp32" and chunk.id in self.memory and chunk.id not in self._late
+        derived = (
+            chunk.dtype != "fp32" and chunk.id in self.memory and chunk.id not in self._delayed
+        )
         return ("state", self.records[chunk.id].weights_nbytes) if derived else ("record", 0)
 
     def _prepare(self, action: messages.Prepare, step: int, blobs: Sequence[bytes]) -> None:
@@ -517,8 +517,8 @@ class Server:
             self._moved, self._busy_s, self._began = 0, 0.0, now
         if self.trial.chosen and not chosen:
             mix, bursts = (show_rate(max(self.trial.rates[way])) for way in (False, True))
-            self.setup.report(
-                f"{self.setup.name}: reads and writes"
+            self.config.report(
+                f"{self.config.name}: reads and writes"
                 f" {'in bursts' if self._device.burst else 'mixed'} (measured: mixed {mix}, bursts"
                 f" {bursts})"
             )

@@ -32,7 +32,7 @@ from roadtrain.servers import frames as m
 from roadtrain.servers.hosted_store import HostedStore
 from roadtrain.servers.parameter_connection import ParameterConnection, ParameterSession
 from roadtrain.servers.protocol import messages
-from roadtrain.servers.server import Server, Setup
+from roadtrain.servers.server import Server, ServerConfig
 from roadtrain.servers.trace import Stages
 from roadtrain.storage.convert import RecordView
 from roadtrain.storage.file import FileTier
@@ -80,7 +80,7 @@ class ServerSession(ParameterSession):
         self.answers = BufferPool(0, 1)
         self.pools: list[BufferPool] = []  # of each worker's gradients
         self.ready = False
-        self.setup: Setup
+        self.config: ServerConfig
         self._new = False  # the part is new
         self._step = 0  # of the generation that worker 0 named
         self._storing = threading.RLock()  # held while the tiers are used before serving
@@ -118,7 +118,7 @@ class ServerSession(ParameterSession):
         """Remove a worker that cannot join. End the session if nobody or not worker 0 is left."""
         with self.lock:
             self.connections.pop(worker.rank, None)
-            over = worker.rank == 0 or self.gone >= self.connections.keys()
+            over = worker.rank == 0 or self.lost_ranks >= self.connections.keys()
         if over:
             self.end(error)
 
@@ -240,7 +240,7 @@ class ServerSession(ParameterSession):
         tier.spill_workers = self.workers
         self.answers = BufferPool(budgets.answers, budgets.piece_bytes)
         self.pools = [BufferPool(budgets.pool, budgets.piece_bytes) for _ in range(self.workers)]
-        self.setup = Setup(
+        self.config = ServerConfig(
             self.number,
             f"server {self.number} ({self.host.where}, {self.store.directory})",
             meta,
@@ -260,7 +260,7 @@ class ServerSession(ParameterSession):
         chunk = self.chunk(fields.chunk)
         if worker.rank or self.tier is None or self.tier.step >= 0:
             raise WireError("only worker 0 may fill chunks, and only in a new part")
-        if len(payload) != (expected := self.setup.meta.records[chunk.id].nbytes):
+        if len(payload) != (expected := self.config.meta.records[chunk.id].nbytes):
             raise WireError(f"chunk {chunk.id} was filled with {len(payload)} bytes of {expected}")
         with self._stored():
             self.tier.write(chunk.id, "record", payload)
@@ -297,14 +297,14 @@ class ServerSession(ParameterSession):
         if self.snapshots is not None:
             self.snapshots.start()
         self._doing, self._done = "the server to load what it keeps in memory", 0
-        self.server = Server(self.setup, self.deliver, self.stages, own.step)
+        self.server = Server(self.config, self.deliver, self.stages, own.step)
         self._all = sum(map(len, self.server.memory.values()))
         self.server.start(self._count)
         with self.lock:
             self.ready = True
             workers = self.everyone()
         self.host.report(
-            f"{self.setup.name}: step {own.step}, {self.workers} worker(s), "
+            f"{self.config.name}: step {own.step}, {self.workers} worker(s), "
             f"{len(self.server.chunks)} chunks, {show_bytes(self.server.nbytes())} of buffers"
         )
         for worker in workers:
@@ -357,7 +357,7 @@ class ServerSession(ParameterSession):
 
     # while serving
 
-    def tell(self, message: Any) -> None:
+    def post(self, message: Any) -> None:
         if self.server is None:
             raise WireError("nothing is served yet")
         self.server.receive(message)
@@ -380,7 +380,7 @@ class ServerSession(ParameterSession):
     def look(self, silent_s: float) -> None:
         """Also send Progress frames to the workers that wait for the store."""
         if not self.ready and self.over is None:
-            done = self._done or (self.store.made() if self.tier is None else 0)
+            done = self._done or (self.store.file_bytes() if self.tier is None else 0)
             for worker in self.everyone():
                 worker.say(m.PROGRESS, (self._doing, done, self._all))
         super().look(silent_s)
@@ -398,7 +398,7 @@ class ServerSession(ParameterSession):
         pulls, owed = self.server.waits() if self.server else ([], [(0, "the opened store")])
         text = f"step {self.step}, {self.workers} worker(s)"
         if owed:
-            since = {rank: here[rank].heard if rank in here else self.began for rank, _ in owed}
+            since = {rank: here[rank].last_seen if rank in here else self.began for rank, _ in owed}
             seconds, rank, what = max((now - since[rank], rank, what) for rank, what in owed)
             text += f"; waiting {seconds:.1f} s for {what} of {names[rank]}"
         waits = {names[rank]: (0.0, "") for rank in here}

@@ -147,7 +147,7 @@ class JobSession:
         self.worker.rest()
         assert isinstance(self.servers, LocalServers)
         self.servers.rewrite(change, step, blob)
-        self.worker.begin_again(step)
+        self.worker.reset(step)
 
     def refill(self, change: Callable[[RecordView], None], step: int, blob: bytes) -> None:
         """Replace all contents of remote servers; all workers must call it. Worker 0 applies
@@ -171,7 +171,7 @@ class JobSession:
                 for number in self.worker.owners[chunk.id]:
                     servers.fill(number, chunk.id, view.view)
         servers.start(blob)
-        self.worker.begin_again(step)
+        self.worker.reset(step)
 
     def nbytes(self) -> int:
         """Return the bytes of the buffers of the worker and of the servers in this process."""

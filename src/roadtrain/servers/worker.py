@@ -139,9 +139,9 @@ class Worker:
         """Carry actions out. Call with the lock."""
         for action in actions:
             match action:
-                case w.Say(message, servers):
+                case w.SendTo(message, servers):
                     for server in servers:
-                        self._tell(server, message)
+                        self._send(server, message)
                 case w.StartPulls(target, pulls):
                     self._start_pulls(self.buffers.slot(target), pulls)
                 case w.CopyIn(target, block):
@@ -152,7 +152,7 @@ class Worker:
         chunks = [c for c in self.table.trainable if self.owners[c.id][0] == found.owner]
         return found.error(first, second, {c.id: c.block for c in chunks})
 
-    def _tell(self, server: int, message: Any) -> None:
+    def _send(self, server: int, message: Any) -> None:
         try:
             self.links[server].send(message)
             return
@@ -230,7 +230,7 @@ class Worker:
         for pull in pulls:
             into = host.view[pull.at : pull.at + round_up(pull.chunk.weights_nbytes, PAGE)]
             message = messages.Pull(pull.chunk.id, pull.version, into, pull.ticket)
-            self._tell(pull.server, message)
+            self._send(pull.server, message)
 
     def start_pull(self, block: Block, host: HostBuffer) -> None:
         """Start fetching `block` into a buffer of its own."""
@@ -317,14 +317,14 @@ class Worker:
         at_once = step > 0 and self.compressor is None
         with self.stages.timed("Push", table.push_nbytes):
             copied = host.from_device(table.push_nbytes)
-            then: dict[int, w.Say] = {}
+            then: dict[int, w.SendTo] = {}
             with self._lock:
                 self.machine.grad_ready(block, present)
                 if at_once:
                     begun = self.machine.begin_update(
                         block, step, hyperparameters, lambda param: 1.0
                     )
-                    then = {say.message.chunk: say for say in begun if isinstance(say, w.Say)}
+                    then = {say.message.chunk: say for say in begun if isinstance(say, w.SendTo)}
                 self.machine.copying += copied is not None
             if copied is None:
                 self._push_host(table, host, fresh, then)
@@ -346,19 +346,19 @@ class Worker:
     def _copy_failed(self, error: BaseException) -> None:
         self.deliver(messages.Failed(-1, error))
 
-    def _until_said(self) -> None:
+    def _wait_copied(self) -> None:
         """Wait, with the lock, until no gradient is being copied from the device. Messages about a
         gradient must be sent after it."""
-        self._wait(self.machine.may_say, "gradients to be copied from the device")
+        self._wait(self.machine.may_send, "gradients to be copied from the device")
 
-    def _until_summed(self, block: int) -> None:
+    def _wait_summed(self, block: int) -> None:
         self._wait(
             lambda: self.machine.sums_here(block),
             f"the sums of block '{self.table.blocks[block].name}'",
         )
 
     def _push_host(
-        self, table: Block, host: HostBuffer, fresh: bool, then: Mapping[int, w.Say] = {}
+        self, table: Block, host: HostBuffer, fresh: bool, then: Mapping[int, w.SendTo] = {}
     ) -> None:
         if self.compressor is None:
             self.send_dense(table.trainable, host, fresh, then)
@@ -414,7 +414,7 @@ class Worker:
         chunks: Sequence[Chunk],
         host: HostBuffer,
         fresh: bool,
-        then: Mapping[int, w.Say] = {},
+        then: Mapping[int, w.SendTo] = {},
     ) -> None:
         """Push `chunks` from `host`, which is free again after every server has read it. `then`:
         messages to send directly after a chunk."""
@@ -442,7 +442,7 @@ class Worker:
         state, workers = self.blocks[block], self.machine.workers_of(block)
         with self._lock:
             if not last_step and self.machine.is_open(block):
-                self._until_said()
+                self._wait_copied()
                 self._carry_out(self.machine.close_grad(block))
             of = state.ended[-1] if last_step else state.sums
             self._wait(lambda: not of.due, f"the sums of block '{self.table.blocks[block].name}'")
@@ -457,8 +457,8 @@ class Worker:
         if not self.blocks[block].held:
             return
         with self._lock:
-            self._until_summed(block)  # a push that is still being held cannot be dropped
-            self._until_said()
+            self._wait_summed(block)  # a push that is still being held cannot be dropped
+            self._wait_copied()
             self._carry_out(self.machine.drop_grad(block))
         if block in self.residual_block:
             self.forget(self.residual_block[block])
@@ -475,13 +475,13 @@ class Worker:
         they have."""
         with self._lock:
             updates = self.machine.begin_update(block, step, hyperparameters, scales)
-            self._until_said()
+            self._wait_copied()
             self._carry_out(updates)
         self._end_update(block)
         residual_block = self.residual_block.get(block)
         if residual_block is None:
             return
-        applied = [say.message for say in updates if isinstance(say, w.Say)]
+        applied = [say.message for say in updates if isinstance(say, w.SendTo)]
         if any(scale is not None for update in applied for scale in update.scales):
             groups = {chunk.group: () for chunk in self.table.blocks[residual_block].chunks}
             self.apply_update(residual_block, step, groups, lambda param: 1.0)
@@ -491,9 +491,9 @@ class Worker:
     def _end_update(self, block: int) -> None:
         """Finish an update; a single worker drops its chunks without a gradient."""
         with self._lock:
-            if self.machine.left_over(block):
-                self._until_summed(block)
-                self._until_said()
+            if self.machine.unchanged(block):
+                self._wait_summed(block)
+                self._wait_copied()
             self._carry_out(self.machine.end_update(block))
 
     def end_step(self, step: int) -> None:
@@ -532,10 +532,10 @@ class Worker:
         with self._lock:
             self._wait(lambda: not self.machine.is_coming(), "the parameters in flight")
 
-    def begin_again(self, step: int) -> None:
+    def reset(self, step: int) -> None:
         """Restart at `step`: the servers hold other contents now."""
         with self._lock:
-            self.machine.begin_again(step)
+            self.machine.reset(step)
 
     def close(self) -> None:
         for after in self._after.values():

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from roadtrain.environment import WorkerGroup
+from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import ConfigError
 from roadtrain.placement.place import check_fresh, groups_of, place
 from roadtrain.stages.control_links import ControlLinks, RankPlace
@@ -173,7 +173,7 @@ def placed_stage(
         device=joined.device,
         deadline_s=options.deadline_s,
         report=partial(_of_stage, at.stage) if at.replica == 0 else silent,
-        group=WorkerGroup(session=joined.start).of_stage(at.stage, at.replica, width),
+        group=WorkerIdentity(session=joined.start).of_stage(at.stage, at.replica, width),
     )
     return PlacedStage(placed, shared_copies(joined))
 

@@ -38,7 +38,7 @@ from roadtrain.units import round_up, show_bytes
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SMALL = 64 << 10  # bytes; bookkeeping for smaller tensors costs more than it saves
-HERE, LEAVING, AWAY, COMING, GONE = "here", "leaving", "away", "coming", "gone"
+HERE, LEAVING, AWAY, COMING, FREED = "here", "leaving", "away", "coming", "gone"
 
 
 class KeptTensor:
@@ -192,7 +192,7 @@ class Activations:
             self._sweep()
             for ticket in self._live.values():
                 ticket.data = ticket.source = None
-                ticket.state = GONE
+                ticket.state = FREED
             self._live.clear()
             self._shared.clear()
             self.bytes_held = 0
@@ -226,7 +226,7 @@ class Activations:
         if ticket.at >= 0:
             self._holes.setdefault(round_up(ticket.nbytes, PAGE), []).append(ticket.at)
         ticket.data = ticket.source = ticket.event = None
-        ticket.state = GONE
+        ticket.state = FREED
         self._changed.notify_all()
 
     def _count(self, nbytes: int) -> None:

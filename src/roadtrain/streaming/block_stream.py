@@ -38,7 +38,7 @@ from roadtrain.streaming.fetched import FetchedParameters
 from roadtrain.streaming.grads import GradBook, PlacedGrad
 from roadtrain.streaming.leaves import check_opaque, distinct, flatten, pristine
 from roadtrain.streaming.released import check_unchanged
-from roadtrain.streaming.replay import Circumstances, keeping_nothing
+from roadtrain.streaming.replay import ForwardState, keeping_nothing
 from roadtrain.streaming.split import ModulePart, Split
 
 
@@ -78,7 +78,7 @@ class _Block:
         self.depth = 0  # above 0 while its parameters are views of a buffer
         self.open: set[int] = set()  # recorded calls that wait for their backward
         self.graph_known = False
-        self.buffers: dict[tuple[int, str], torch.Tensor] = {}  # latest copies, for Circumstances
+        self.buffers: dict[tuple[int, str], torch.Tensor] = {}  # latest copies, for ForwardState
 
     def run(self, leaves: list[Any], spec: Any) -> Any:
         args, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -289,7 +289,7 @@ class _Call:
             self.tickets.append(self.stream.activations.save(tensor))
         versions = [version_of(t) for t in inputs]
         with self.stream.fetched_block(block) as (buffer, self.version):
-            self.when = Circumstances(block.modules, self.stream.device, block.buffers)
+            self.when = ForwardState(block.modules, self.stream.device, block.buffers)
             leaves, tensors = self._leaves(inputs)
             refuse = functools.partial(_refuse, block.name)
             hooks = torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse)

@@ -63,7 +63,7 @@ def materialize(
     init: Init | None = None,
     *,
     values: bool = True,
-    given: Collection[str] = (),
+    loaded: Collection[str] = (),
 ) -> None:
     """Give those parameters and buffers of `part` that are on `meta` their initial values, on the
     CPU.
@@ -75,7 +75,7 @@ def materialize(
     Raises:
         ModelError: A parameter or buffer got no value.
     """
-    fresh = [(name, p) for name, p in part.params if values and name not in given and p.is_meta]
+    fresh = [(name, p) for name, p in part.params if values and name not in loaded and p.is_meta]
     init = init or own_init(split.root.module)
     modules = list(_post_order(part.module, {id(b.module) for b in split.blocks if b is not part}))
     mine = {id(p) for _, p in fresh}

@@ -42,7 +42,7 @@ def pristine(leaf: Any, name: str) -> Any:
         return leaf
     if int(leaf.get_seq_length()) > 0:
         raise ModelError(
-            f"block {name!r} is trained with a non-empty {type(leaf).__name__}",
+            f"block {name!r} trains with a filled {type(leaf).__name__}",
             hint="pass use_cache=False",
         )
     return copy.deepcopy(leaf)

@@ -51,7 +51,7 @@ HINT = (
 def encode(value: Any, what: str = "the state") -> bytes:
     """Encode `value`. Raises ConfigError naming the place in `what` whose type is unsupported."""
     pieces: list[memoryview] = []
-    header = msgspec.msgpack.encode(_told(value, pieces, what, 0))
+    header = msgspec.msgpack.encode(_to_header(value, pieces, what, 0))
     return b"".join([MAGIC, LENGTH.pack(len(header)), header, *pieces])
 
 
@@ -72,9 +72,9 @@ def decode(raw: bytes | memoryview) -> Any:
         raise DamagedError(
             f"the header of the job state has {length} bytes, but {len(view) - at} are left"
         )
-    rest = _Rest(view[at + length :])
+    rest = _Unread(view[at + length :])
     try:
-        value = _made(msgspec.msgpack.decode(view[at : at + length]), rest)
+        value = _from_header(msgspec.msgpack.decode(view[at : at + length]), rest)
     except _OTHER_FORMS as error:
         raise DamagedError(f"the job state has an invalid header: {error}") from error
     if rest.nbytes:
@@ -82,7 +82,7 @@ def decode(raw: bytes | memoryview) -> Any:
     return value
 
 
-def _told(value: Any, pieces: list[memoryview], where: str, depth: int) -> Any:
+def _to_header(value: Any, pieces: list[memoryview], where: str, depth: int) -> Any:
     kind = type(value)
     if kind in PLAIN:
         return value
@@ -91,11 +91,11 @@ def _told(value: Any, pieces: list[memoryview], where: str, depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise ConfigError(f"{where} is nested more than {MAX_DEPTH} deep, or contains itself")
     if isinstance(value, np.generic):
-        return _told(value.item(), pieces, where, depth + 1)
+        return _to_header(value.item(), pieces, where, depth + 1)
     if kind in SEQUENCES.values():
         return [
             TAGS[kind],
-            *(_told(item, pieces, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)),
+            *(_to_header(item, pieces, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)),
         ]
     if kind in MAPPINGS.values():
         # the state_dict of a module stores the versions of its modules there
@@ -105,18 +105,18 @@ def _told(value: Any, pieces: list[memoryview], where: str, depth: int) -> Any:
                     f"{where} is an OrderedDict with attributes: {', '.join(vars(value))}",
                     hint=HINT,
                 )
-            bare = _told(OrderedDict(value), pieces, where, depth)
+            bare = _to_header(OrderedDict(value), pieces, where, depth)
             metadata = vars(value)[METADATA]
-            return [METADATA, bare, _told(metadata, pieces, f"{where}.{METADATA}", depth + 1)]
+            return [METADATA, bare, _to_header(metadata, pieces, f"{where}.{METADATA}", depth + 1)]
         header = [TAGS[kind]]
         for key, item in value.items():
-            header.append(_told(key, pieces, where, depth + 1))
-            header.append(_told(item, pieces, f"{where}[{key!r}]", depth + 1))
+            header.append(_to_header(key, pieces, where, depth + 1))
+            header.append(_to_header(item, pieces, f"{where}[{key!r}]", depth + 1))
         return header
-    return _told_leaf(value, pieces, where)
+    return _leaf_header(value, pieces, where)
 
 
-def _told_leaf(value: Any, pieces: list[memoryview], where: str) -> list[Any]:
+def _leaf_header(value: Any, pieces: list[memoryview], where: str) -> list[Any]:
     if type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         if value.layout is not torch.strided or value.is_meta or value.dtype not in DTYPES.values():
             what = f"a tensor of {value.dtype} that is {value.layout} on {value.device}"
@@ -143,7 +143,7 @@ def _told_leaf(value: Any, pieces: list[memoryview], where: str) -> list[Any]:
     )
 
 
-class _Rest:
+class _Unread:
     """The tensors' bytes that were not read yet."""
 
     def __init__(self, view: memoryview) -> None:
@@ -167,8 +167,8 @@ class _Rest:
         return raw
 
 
-def _made(header: Any, rest: _Rest) -> Any:
-    """Decode a value of the header. Raises ValueError or TypeError if `_told` cannot have made
+def _from_header(header: Any, rest: _Unread) -> Any:
+    """Decode a value of the header. Raises ValueError or TypeError if `_to_header` cannot have made
     it."""
     if not isinstance(header, list):
         if type(header) not in PLAIN and type(header) is not int:
@@ -176,16 +176,16 @@ def _made(header: Any, rest: _Rest) -> Any:
         return header
     tag, *items = header
     if tag in SEQUENCES:
-        return SEQUENCES[tag]([_made(item, rest) for item in items])
+        return SEQUENCES[tag]([_from_header(item, rest) for item in items])
     if tag in MAPPINGS:
         if len(items) % 2:
             raise ValueError(f"a {tag} of {len(items)} keys and values")
-        pairs = [_made(item, rest) for item in items]
+        pairs = [_from_header(item, rest) for item in items]
         made: Any = MAPPINGS[tag]()
         made.update(dict(zip(pairs[::2], pairs[1::2])))
         return made
     if tag == METADATA:
-        bare, metadata = (_made(item, rest) for item in items)
+        bare, metadata = (_from_header(item, rest) for item in items)
         if type(bare) is not OrderedDict:
             raise ValueError(f"metadata of a {type(bare).__name__}")
         vars(bare)[METADATA] = metadata
@@ -195,14 +195,14 @@ def _made(header: Any, rest: _Rest) -> Any:
     return _LEAVES[tag](rest, *items)
 
 
-def _tensor(rest: _Rest, dtype: str, shape: list[int]) -> torch.Tensor:
+def _tensor(rest: _Unread, dtype: str, shape: list[int]) -> torch.Tensor:
     raw, kind = rest.take(shape, DTYPES[dtype].itemsize), DTYPES[dtype]
     return (
         torch.frombuffer(raw, dtype=kind).reshape(shape) if raw else torch.empty(shape, dtype=kind)
     )
 
 
-def _array(rest: _Rest, dtype: str, shape: list[int]) -> np.ndarray:
+def _array(rest: _Unread, dtype: str, shape: list[int]) -> np.ndarray:
     kind = np.dtype(str(dtype))
     if kind.kind not in ARRAYS:
         raise ValueError(f"an array of dtype {dtype!r}")

@@ -7,7 +7,7 @@ metadata is available, and any other use raises LoopError. `detach()` and `.data
 that behave the same.
 
 A stale parameter (of the root block, after an update) has old values in its memory. Its first use
-fetches the new values of all stale parameters, with the function passed to `set_behind`.
+fetches the new values of all stale parameters, with the function passed to `set_stale`.
 
 Assumes that uses go through torch's Python functions. Does NOT notice C++ code that reads memory;
 that code reads NaN.
@@ -28,7 +28,7 @@ from roadtrain.errors import LoopError
 
 # Methods of torch.Tensor, and functions of torch, that need no values. Those that begin with "is_",
 # except is_nonzero, need none either.
-_TOLD = {
+_METADATA = {
     "__hash__",
     "__len__",
     "_is_view",
@@ -86,7 +86,7 @@ class _Refusing:
         return repr(self)
 
 
-class _Behind:
+class _Stale:
     """A mixin for classes of parameters that fetch new values before their first use."""
 
     _fetch: Callable[[], object]  # calls set_fetched in the end
@@ -96,7 +96,7 @@ class _Behind:
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name, values = _name_of(function), _flat((args, *(kwargs or {}).values()))
-        found = next((a for a in values if isinstance(a, _Behind)), None)
+        found = next((a for a in values if isinstance(a, _Stale)), None)
         if found is not None and (name is None or name in _HELD):
             found._fetch()
         with torch._C.DisableTorchFunctionSubclass():
@@ -117,7 +117,7 @@ def _name_of(function: Any) -> str | None:
             return None
         return attribute if name == "__get__" else "set"
     asks = name.startswith("is_") and name != "is_nonzero"
-    return str(name) if asks or name in _TOLD or name == "detach" else None
+    return str(name) if asks or name in _METADATA or name == "detach" else None
 
 
 def in_child(maker: int) -> LoopError:
@@ -171,8 +171,8 @@ def is_released(p: torch.Tensor) -> bool:
     return isinstance(p, _Refusing)
 
 
-def is_behind(p: torch.Tensor) -> bool:
-    return isinstance(p, _Behind)
+def is_stale(p: torch.Tensor) -> bool:
+    return isinstance(p, _Stale)
 
 
 def released_value(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -218,16 +218,16 @@ def set_released(p: nn.Parameter) -> None:
         p.__class__ = _class_of(_Refusing, type(p))
 
 
-def set_behind(p: nn.Parameter, fetch: Callable[[], object]) -> None:
+def set_stale(p: nn.Parameter, fetch: Callable[[], object]) -> None:
     """Make the first use of `p` call `fetch`, which must call set_fetched(p)."""
     set_fetched(p)
-    p.__class__ = _class_of(_Behind, type(p))
+    p.__class__ = _class_of(_Stale, type(p))
     p._fetch = fetch  # type: ignore[attr-defined]
 
 
 def set_fetched(p: nn.Parameter) -> None:
     """Restore the class that `p` had before."""
-    if isinstance(p, _Refusing | _Behind):
+    if isinstance(p, _Refusing | _Stale):
         p.__class__ = type(p).fetched_class  # type: ignore[attr-defined]
         p.__dict__.pop("_fetch", None)
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 
 
-class Circumstances:
+class ForwardState:
     """The state recorded just before a forward; call `forward_ended` just after it. `last`: the
     latest copies of the block's buffers, shared between calls that saw the same values."""
 

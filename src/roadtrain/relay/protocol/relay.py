@@ -44,13 +44,13 @@ class ChunkRound:
 
     closed: set[int] = field(default_factory=set)  # workers whose gradient is whole; never all
     summed: bool = False  # the sum has been sent to the server
-    asked: dict[int, m.ApplyUpdate] = field(default_factory=dict)  # from some workers, never all
+    updates: dict[int, m.ApplyUpdate] = field(default_factory=dict)  # from some workers, never all
     # Messages about the next step, from workers that have sent ApplyUpdate, in order of arrival.
     early: list[m.GradientMessage] = field(default_factory=list)
 
     @property
     def open(self) -> bool:
-        return bool(self.closed or self.asked or self.summed)
+        return bool(self.closed or self.updates or self.summed)
 
 
 class RelayStateMachine(Intermediary[Give]):
@@ -70,7 +70,7 @@ class RelayStateMachine(Intermediary[Give]):
             case m.Pulled(ticket):
                 return [*self._pulled(ticket)]
             case m.Done(give):
-                return [*self._given(give.pull)]
+                return [*self._delivered(give.pull)]
             case m.Push() | m.Close() | m.ApplyUpdate() | m.DiscardGrad():
                 return [Up(event)] if self.workers == 1 else self._gradient(event)
             case m.EndStep() | m.Commit() | m.CommitDone() | m.PeerLost():
@@ -85,7 +85,7 @@ class RelayStateMachine(Intermediary[Give]):
         if not isinstance(event, m.DiscardGrad):
             self._nobody_lost()
         round = self.rounds.setdefault(event.chunk, ChunkRound())
-        if event.worker in round.asked:
+        if event.worker in round.updates:
             round.early.append(event)
             return []
         match event:
@@ -99,7 +99,7 @@ class RelayStateMachine(Intermediary[Give]):
             case m.Close():
                 return self._close(round, event)
             case m.ApplyUpdate():
-                return self._update_asked(round, event)
+                return self._update_requested(round, event)
 
     def _close(self, round: ChunkRound, event: m.Close | m.ApplyUpdate) -> list[RelayAction]:
         round.closed.add(event.worker)
@@ -108,15 +108,15 @@ class RelayStateMachine(Intermediary[Give]):
         round.closed, round.summed = set(), True
         return [PushSum(event.chunk), Up(m.Close(event.chunk, event.step))]
 
-    def _update_asked(self, round: ChunkRound, event: m.ApplyUpdate) -> list[RelayAction]:
-        round.asked[event.worker] = event
+    def _update_requested(self, round: ChunkRound, event: m.ApplyUpdate) -> list[RelayAction]:
+        round.updates[event.worker] = event
         out = [] if round.summed else self._close(round, event)
-        if len(round.asked) < self.workers:
+        if len(round.updates) < self.workers:
             return out
-        update = agreed([round.asked[worker] for worker in range(self.workers)])
+        update = agreed([round.updates[worker] for worker in range(self.workers)])
         out.append(Up(replace(update, worker=0)))
         early = round.early
-        round.asked, round.summed, round.early = {}, False, []
+        round.updates, round.summed, round.early = {}, False, []
         for later in early:
             out += self._gradient(later)
         return out
@@ -125,5 +125,5 @@ class RelayStateMachine(Intermediary[Give]):
         """Assert every invariant."""
         super().check()
         for round in self.rounds.values():
-            assert len(round.closed) < self.workers and len(round.asked) < self.workers
-            assert all(early.worker in round.asked for early in round.early)
+            assert len(round.closed) < self.workers and len(round.updates) < self.workers
+            assert all(early.worker in round.updates for early in round.early)

@@ -45,7 +45,7 @@ class SquareSums:
     due: dict[int, int] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)  # chunk -> one per segment
 
-    def came(self, chunk: int, values: Any) -> None:
+    def add_sums(self, chunk: int, values: Any) -> None:
         self.values[chunk] = values
         self.due[chunk] -= 1
         if not self.due[chunk]:
@@ -81,8 +81,8 @@ class BlockState:
         assert phase in NEXT_PHASES[self.phase], f"{self.phase} cannot become {phase}"
         self.phase = phase
 
-    def came(self, chunk: int, values: Any) -> None:
-        next(sums for sums in [*self.ended, self.sums] if chunk in sums.due).came(chunk, values)
+    def add_sums(self, chunk: int, values: Any) -> None:
+        next(sums for sums in [*self.ended, self.sums] if chunk in sums.due).add_sums(chunk, values)
 
     def end_step(self) -> None:
         while self.ended and not self.ended[0].due:

@@ -74,7 +74,7 @@ class ChunkState:
     # With several workers, for steps that are not applied: step -> workers that have closed it.
     closed: dict[int, set[int]] = field(default_factory=dict)
     # For the same steps: step -> worker -> the update that it requested.
-    asked: dict[int, dict[int, m.ApplyUpdate]] = field(default_factory=dict)
+    updates: dict[int, dict[int, m.ApplyUpdate]] = field(default_factory=dict)
     summed_in: int | None = None  # the last step that was summed and not discarded
     # Messages of workers about their next step while this step's update is due, in order.
     early: list[Early] = field(default_factory=list)
@@ -103,16 +103,16 @@ class ChunkState:
     @property
     def in_step(self) -> bool:
         """Whether it holds anything of a step that is not applied."""
-        return bool(self.closed or self.asked or self.holds or self.early)
+        return bool(self.closed or self.updates or self.holds or self.early)
 
     def enter(self, phase: ChunkPhase) -> None:
         assert phase in NEXT_PHASES[self.phase], f"{self.phase} cannot become {phase}"
         self.phase = phase
 
-    def heard_early(self, worker: int) -> bool:
+    def is_ahead(self, worker: int) -> bool:
         """Whether the worker has requested the update that is due before its next step."""
         return any(worker == event.worker for event in self.early) or any(
-            worker in updates for updates in self.asked.values()
+            worker in updates for updates in self.updates.values()
         )
 
     def free_kept(self, worker: int | None) -> list[tuple[int, int]]:
@@ -139,11 +139,11 @@ class ChunkState:
         assert self.answering >= 0
         assert not self.holds or isinstance(self.holds[0], m.Push)
         assert len(set(self.kept)) == len(self.kept)
-        for step, senders in (*self.closed.items(), *self.asked.items()):
+        for step, senders in (*self.closed.items(), *self.updates.items()):
             assert step >= next_step and senders and all(0 <= w < workers for w in senders)
         assert self.summed_in is None or self.summed_in <= next_step
         spilling = bool(self.early) and isinstance(self.early[0], m.Spill)
-        assert not self.early or self.update_due or self.asked or spilling
+        assert not self.early or self.update_due or self.updates or spilling
         slots = [
             event.spill_slot
             for event in (*self.early, *self.holds)
@@ -152,8 +152,8 @@ class ChunkState:
         used = [slot for slot in slots if slot is not None]
         assert len(used) == len(self.spill_slots) and set(used) == self.spill_slots
 
-    def asks_in(self) -> set[int]:
+    def open_steps(self) -> set[int]:
         """Return the steps with a requested update that is not written yet."""
         updates = [update for update in (self.queued, self.active) if update is not None]
         updates += [event for event in self.early if isinstance(event, m.ApplyUpdate)]
-        return {update.step for update in updates} | set(self.asked)
+        return {update.step for update in updates} | set(self.updates)

@@ -87,7 +87,7 @@ class CommitStateMachine:
         self.written: dict[int, dict[int, m.Written]] = {}  # step -> server -> its report
         # For some of these steps:
         self.blobs: dict[int, Any] = {}  # job state that is not yet sent to the first server
-        self.told: set[int] = set()  # with replicas: steps whose blob was sent to the others
+        self.sent: set[int] = set()  # with replicas: steps whose blob was sent to the others
         # Set when two servers wrote different bytes. No step is committed from then on.
         self.diverged: Diverged | None = None
 
@@ -129,7 +129,7 @@ class CommitStateMachine:
         assert event.step == self.committed + 1
         self.committed = event.step
         del self.prepared[event.step], self.written[event.step]
-        self.told.discard(event.step)
+        self.sent.discard(event.step)
         return [(server, event) for server in self.others]
 
     def _unwritten(self, step: int) -> list[int]:
@@ -146,8 +146,8 @@ class CommitStateMachine:
         if step not in self.blobs or self._unwritten(step) or self.diverged is not None:
             return []
         out: list[Addressed] = []
-        if self.everywhere and step not in self.told and self.own in (None, *self.prepared[step]):
-            self.told.add(step)
+        if self.everywhere and step not in self.sent and self.own in (None, *self.prepared[step]):
+            self.sent.add(step)
             out += [
                 (other, m.Commit(step, self.blobs[step]))
                 for other in self.others
@@ -175,5 +175,5 @@ class CommitStateMachine:
             == set(self.written)
             == set(range(self.committed + 1, self.ended + 1))
         )
-        assert self.told <= set(self.prepared)
+        assert self.sent <= set(self.prepared)
         assert set(self.blobs) <= set(self.prepared)

@@ -41,7 +41,7 @@ class CopyRequest(Generic[D]):
     """A request for the version of a chunk that `pull` names."""
 
     pull: m.Pull
-    given: Callable[[int], D]  # makes the action from the number of the buffer
+    deliver: Callable[[int], D]  # makes the action from the number of the buffer
 
     @property
     def key(self) -> Key:
@@ -83,7 +83,7 @@ class Intermediary(Generic[D]):
         # Free buffers and the buffers of copies are disjoint, and together all buffers.
         self.free = list(range(buffers))
         self.copies: dict[Key, Copy[D]] = {}  # the least recently used first
-        self.asked: dict[int, Key] = {}  # our ticket -> the copy that is COMING, each once
+        self.pulling: dict[int, Key] = {}  # our ticket -> the copy that is COMING, each once
         # Requests that wait for a buffer; empty while one is free.
         self.queue: deque[CopyRequest[D]] = deque()
         # step -> worker -> its word at the end of the step, from some workers, never all
@@ -98,7 +98,7 @@ class Intermediary(Generic[D]):
 
     def buffer_for(self, ticket: int, chunk: int) -> int | None:
         """Return the buffer for the answer to our pull, or None if it was not requested."""
-        key = self.asked.get(ticket)
+        key = self.pulling.get(ticket)
         return None if key is None or key[0] != chunk else self.copies[key].buffer
 
     def _request(self, request: CopyRequest[D]) -> list[Up | D]:
@@ -117,12 +117,12 @@ class Intermediary(Generic[D]):
                 return []
             copy = Copy(buffer)
             self._ticket += 1
-            self.asked[self._ticket] = request.key
+            self.pulling[self._ticket] = request.key
             out.append(Up(replace(request.pull, into=buffer, ticket=self._ticket)))
         self.copies[request.key] = copy
         if copy.phase is CopyPhase.HERE:
             copy.readers += 1
-            return [request.given(copy.buffer)]
+            return [request.deliver(copy.buffer)]
         copy.requests.append(request)
         return out
 
@@ -137,13 +137,13 @@ class Intermediary(Generic[D]):
         return None
 
     def _pulled(self, ticket: int) -> list[D]:
-        copy = self.copies[self.asked.pop(ticket)]
+        copy = self.copies[self.pulling.pop(ticket)]
         requests, copy.requests = copy.requests, []
         copy.phase = CopyPhase.HERE
         copy.readers += len(requests)
-        return [request.given(copy.buffer) for request in requests]
+        return [request.deliver(copy.buffer) for request in requests]
 
-    def _given(self, pull: m.Pull) -> list[Up | D]:
+    def _delivered(self, pull: m.Pull) -> list[Up | D]:
         """Record that the copy `pull` asked for was delivered, and serve waiting requests."""
         self.copies[pull.chunk, pull.version].readers -= 1
         out: list[Up | D] = []
@@ -215,7 +215,7 @@ class Intermediary(Generic[D]):
         used = [copy.buffer for copy in copies]
         assert sorted(used + self.free) == list(range(self.n_buffers))
         coming = {key for key, copy in self.copies.items() if copy.phase is CopyPhase.COMING}
-        assert set(self.asked.values()) == coming and len(self.asked) == len(coming)
+        assert set(self.pulling.values()) == coming and len(self.pulling) == len(coming)
         for copy in copies:
             assert copy.readers >= 0
             assert not (copy.requests if copy.phase is CopyPhase.HERE else copy.readers)

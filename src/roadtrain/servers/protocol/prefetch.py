@@ -61,22 +61,22 @@ class Prefetcher:
         # The blocks used in the last step, in order. The first guess is forward in order, backward
         # in reverse.
         self.past: list[int] = [*blocks, *reversed(blocks)]
-        self.known = {*blocks}  # the blocks of `past`
+        self.used = {*blocks}  # the blocks of `past`
         self.now: list[int] = []  # the blocks used in this step, in order
         self.cursor = 0  # the next index of `past`
         # The block that is needed now and not yet in use: it takes precedence for a slot.
-        self.wanted: int | None = None
+        self.needed: int | None = None
 
     def shrink(self, slots: int) -> None:
         """Reduce the number of slots. Only before anything is pulled."""
         assert not self.where and slots >= 2
         del self.slots[slots:]
 
-    def asked(self, block: int) -> list[PullBlock]:
+    def request(self, block: int) -> list[PullBlock]:
         """Request `block` now. It may run once `here(block)`."""
         self._follow(block)
         self.now.append(block)
-        self.wanted = block
+        self.needed = block
         return self._plan()
 
     def arrived(self, slot: int) -> list[PullBlock]:
@@ -94,8 +94,8 @@ class Prefetcher:
         slot = self.where[block]
         self.slots[slot].enter(SlotPhase.USED)
         self.slots[slot].uses += 1
-        if self.wanted == block:
-            self.wanted = None
+        if self.needed == block:
+            self.needed = None
         return slot
 
     def returned(self, slot: int) -> list[PullBlock]:
@@ -118,7 +118,7 @@ class Prefetcher:
         """End a step: the order just seen predicts the next one."""
         if self.now:
             self.past, self.now = self.now, []
-            self.known = {*self.past}
+            self.used = {*self.past}
         self.cursor = 0
         return self._plan()
 
@@ -139,9 +139,9 @@ class Prefetcher:
         """Return distinct blocks in the order of their next use, the requested one first. The next
         step follows this one, so blocks that backward has updated are fetched again while the rest
         of backward runs."""
-        seen: dict[int, None] = {} if self.wanted is None else {self.wanted: None}
+        seen: dict[int, None] = {} if self.needed is None else {self.needed: None}
         enough = min(
-            2 * len(self.slots) + 1, len(self.known) + (len(seen) and self.wanted not in self.known)
+            2 * len(self.slots) + 1, len(self.used) + (len(seen) and self.needed not in self.used)
         )
         for block in chain(islice(self.past, self.cursor, None), self.past):
             if len(seen) >= enough:
@@ -191,7 +191,7 @@ class Prefetcher:
             assert self.slots[slot].block == block and not self.slots[slot].stale
         live = [s.block for s in self.slots if s.block is not None and not s.stale]
         assert len(live) == len(set(live)) == len(self.where)
-        assert set(self.past) == self.known
+        assert set(self.past) == self.used
         assert 0 <= self.cursor <= len(self.past)
         for held in self.slots:
             assert (held.uses > 0) == (held.phase is SlotPhase.USED)

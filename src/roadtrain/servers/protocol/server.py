@@ -172,9 +172,9 @@ class ServerStateMachine:
         if not isinstance(event, m.DiscardGrad):
             self._nobody_lost()
         if isinstance(event, m.ApplyUpdate):
-            self.steps.update_asked(event.step, event.chunk)
+            self.steps.update_requested(event.step, event.chunk)
         chunk = self.chunks[event.chunk]
-        if chunk.update_due or chunk.heard_early(event.worker):
+        if chunk.update_due or chunk.is_ahead(event.worker):
             return self._set_aside(chunk, event)
         match event:
             case m.Push():
@@ -184,7 +184,7 @@ class ServerStateMachine:
                 chunk.closed.setdefault(event.step, set()).add(event.worker)
                 return self._meet(event.chunk)
             case m.ApplyUpdate():
-                return self._update_asked(chunk, event)
+                return self._update_requested(chunk, event)
             case m.DiscardGrad():
                 if not chunk.holds:
                     return self._discard(chunk, event)
@@ -254,7 +254,7 @@ class ServerStateMachine:
 
     # updates
 
-    def _update_asked(self, chunk: ChunkState, update: m.ApplyUpdate) -> list[m.Action]:
+    def _update_requested(self, chunk: ChunkState, update: m.ApplyUpdate) -> list[m.Action]:
         if self.spec.alone:
             self._enqueue(chunk, update)
             return self._advance()
@@ -288,7 +288,7 @@ class ServerStateMachine:
             del chunk.closed[step]
             chunk.summed_in = step
             out.append(m.Total(number))
-        if len(chunk.asked.get(step, ())) < workers:
+        if len(chunk.updates.get(step, ())) < workers:
             return out
         updates = chunk.updates.pop(step)
         update = agreed([updates[worker] for worker in range(workers)])
@@ -420,7 +420,7 @@ class ServerStateMachine:
             step = self._next_step(chunk)
             if closed := chunk.closed.get(step):
                 owed.append((step, closed, f"the gradient of chunk {number} in step {step}"))
-            if updates := chunk.asked.get(step):
+            if updates := chunk.updates.get(step):
                 owed.append((step, set(updates), f"the update of chunk {number} in step {step}"))
         owed.sort(key=lambda row: row[0])
         pulls = [pull for chunk in self.chunks.values() for pull in chunk.pulls]
@@ -444,7 +444,7 @@ class ServerStateMachine:
         for chunk in chunks:
             chunk.check(self._next_step(chunk), self.spec.workers)
         for step, numbers in self.steps.open_updates.items():
-            open_now = {n for n, chunk in self.chunks.items() if step in chunk.asks_in()}
+            open_now = {n for n, chunk in self.chunks.items() if step in chunk.open_steps()}
             assert numbers == open_now, (step, numbers, open_now)
         self.steps.check()
         self.turns.check()
@@ -470,8 +470,7 @@ def agreed(updates: Sequence[m.ApplyUpdate]) -> m.ApplyUpdate:
                 raise LoopError(
                     f"workers 0 and {other.worker} scale a gradient of step {other.step} by"
                     f" {mine} and {theirs}",
-                    hint="clip by the norm that roadtrain returns: it is the norm of the mean"
-                    " gradient of all workers",
+                    hint="clip by roadtrain's norm, which is that of the workers' mean gradient",
                 )
     return replace(updates[0], scales=tuple(scales))
 

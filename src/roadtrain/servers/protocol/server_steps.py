@@ -68,7 +68,7 @@ class ServerSteps:
         self.preparing: int | None = None
         # Step -> worker -> its part of the job state, until the step is prepared.
         self.blobs: dict[int, dict[int, Any]] = {}
-        self.said_written = spec.committed  # the last step for which Written was sent
+        self.last_written = spec.committed  # the last step for which Written was sent
         # With replicas: step -> owner -> the sums for Written so far, until it is sent.
         self.sums: dict[int, dict[int, tuple[int, int]]] = {}
 
@@ -78,7 +78,7 @@ class ServerSteps:
         under_way = self.ending or self.ended or self.blobs or self.open_updates
         return bool(under_way) or self.preparing is not None
 
-    def update_asked(self, step: int, chunk: int) -> None:
+    def update_requested(self, step: int, chunk: int) -> None:
         self.open_updates.setdefault(step, set()).add(chunk)
 
     def update_over(self, step: int, chunk: int) -> None:
@@ -118,8 +118,8 @@ class ServerSteps:
         if self.committed < step - 1:
             return []
         out: list[m.Action] = []
-        if self.spec.everywhere and self.said_written < step:
-            self.said_written = step
+        if self.spec.everywhere and self.last_written < step:
+            self.last_written = step
             sums = [(owner, *both) for owner, both in sorted(self.sums.pop(step, {}).items())]
             out.append(m.Send(m.Written(self.spec.number, step, tuple(sums))))
         if self.spec.keeps_blobs and len(self.blobs.get(step, ())) < self.spec.workers:
@@ -150,4 +150,4 @@ class ServerSteps:
         assert self.preparing is None or self.preparing == self.committed + 1
         assert all(step > self.committed for step in self.blobs)
         assert not self.sums or self.spec.owners
-        assert all(step > self.said_written for step in self.sums) or not self.spec.everywhere
+        assert all(step > self.last_written for step in self.sums) or not self.spec.everywhere

@@ -2,7 +2,7 @@
 buffers are free, which messages about a gradient go to which servers, and when a step may end and
 be committed. Calls and messages in, actions out; no I/O, no threads, no clock. servers/worker.py
 carries the actions out. Before each call it waits for the call's precondition, which it checks with
-`slot_of`, `is_coming`, `free`, `may_say`, `sums_here` and `may_end`.
+`slot_of`, `is_coming`, `free`, `may_send`, `sums_here` and `may_end`.
 
 A block's gradient goes through a step like this (block_state.NEXT_PHASES has all transitions):
     grad_ready -> HELD      send_dense or send_packed sends it; the block's servers hold it
@@ -39,7 +39,7 @@ Scales = Callable[[int], float | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class SendTo:
     message: Any
     servers: Sequence[int]
 
@@ -69,7 +69,7 @@ class CopyIn:
     block: int
 
 
-Action = Say | StartPulls | CopyIn
+Action = SendTo | StartPulls | CopyIn
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class WorkerStateMachine:
             case messages.Pulled(ticket, _):
                 return self._pulled(ticket)
             case messages.GradAccumulated(chunk, sums):
-                self.blocks[self.table.chunks[chunk].block].arrived(chunk, sums)
+                self.blocks[self.table.chunks[chunk].block].add_sums(chunk, sums)
             case messages.BufferFree(ticket):
                 self._read(ticket)
             case messages.Written():
@@ -181,7 +181,7 @@ class WorkerStateMachine:
         """Whether servers are still to read a push from this buffer."""
         return buffer in self._read_by
 
-    def may_say(self) -> bool:
+    def may_send(self) -> bool:
         """Whether no gradient is still being copied from the device. Messages about a gradient must
         be sent after it."""
         return not self.copying
@@ -198,7 +198,7 @@ class WorkerStateMachine:
     def sums_here(self, block: int) -> bool:
         return not self.blocks[block].sums.due
 
-    def left_over(self, block: int) -> list[Chunk]:
+    def unchanged(self, block: int) -> list[Chunk]:
         """Return the trainable chunks that the open step's update of `block` leaves unchanged."""
         chunks = self.table.blocks[block].trainable
         return [c for c in chunks if self._updated_in[c.id] != self.blocks[block].updated_in]
@@ -235,7 +235,7 @@ class WorkerStateMachine:
 
     def fetch_block(self, block: int) -> list[Action]:
         """Request `block` for a forward or backward, in any slot."""
-        return self._plan(self.prefetch.asked(block))
+        return self._plan(self.prefetch.request(block))
 
     def use_block(self, block: int) -> int:
         """Start using `block`; returns the slot it is in."""
@@ -314,14 +314,14 @@ class WorkerStateMachine:
     def send_packed(self, chunk: int, grad: Any, sums: Any, fresh: bool) -> list[Action]:
         """Send the compressed gradient of one chunk, which has arrays of its own."""
         push = messages.Push(chunk, grad, fresh, True, next(self._tickets), sums)
-        return [Say(push, self.owners[chunk])]
+        return [SendTo(push, self.owners[chunk])]
 
     def send_dense(
         self,
         buffer: Hashable,
         pieces: Sequence[tuple[Chunk, Any, str]],
         fresh: bool,
-        then: Mapping[int, Say],
+        then: Mapping[int, SendTo],
         keep_always: bool,
     ) -> list[Action]:
         """Send gradients whose host copy in `buffer` is complete. The buffer is free again once
@@ -344,7 +344,7 @@ class WorkerStateMachine:
                 self._pushes[ticket] = buffer
                 self._read_by[buffer] = self._read_by.get(buffer, 0) + 1
                 push = messages.Push(chunk.id, grad, fresh, keep, ticket, dtype=dtype)
-                out.append(Say(push, (server,)))
+                out.append(SendTo(push, (server,)))
             if chunk.id in then:
                 out.append(then[chunk.id])
         return out
@@ -371,10 +371,10 @@ class WorkerStateMachine:
             self._expect_sums(block)
 
     def close_grad(self, block: int) -> list[Action]:
-        """Close this worker's gradient of `block`. Only if `may_say` and `is_open(block)`."""
+        """Close this worker's gradient of `block`. Only if `may_send` and `is_open(block)`."""
         self._close(block)
         chunks = self.table.blocks[block].trainable
-        return [Say(messages.Close(c.id, self.open_step), self.owners[c.id]) for c in chunks]
+        return [SendTo(messages.Close(c.id, self.open_step), self.owners[c.id]) for c in chunks]
 
     def _expect_sums(self, block: int) -> None:
         """Expect the GradAccumulated messages for a gradient of `block`: one from each server of
@@ -384,7 +384,7 @@ class WorkerStateMachine:
             due[chunk.id] = due.get(chunk.id, 0) + len(self.owners[chunk.id])
 
     def _discard(self, chunks: Sequence[Chunk]) -> list[Action]:
-        return [Say(messages.DiscardGrad(c.id), self.owners[c.id]) for c in chunks]
+        return [SendTo(messages.DiscardGrad(c.id), self.owners[c.id]) for c in chunks]
 
     def _close(self, block: int) -> None:
         if self.is_open(block):
@@ -393,7 +393,7 @@ class WorkerStateMachine:
             self._expect_sums(block)
 
     def drop_grad(self, block: int) -> list[Action]:
-        """Drop the gradient of `block`. Only if `may_say` and `sums_here(block)`."""
+        """Drop the gradient of `block`. Only if `may_send` and `sums_here(block)`."""
         state = self.blocks[block]
         assert state.held and not state.sums.due
         self.current.discard(block)
@@ -426,7 +426,7 @@ class WorkerStateMachine:
             self._updated_in[chunk.id] = step
             hyper, order = hyperparameters[chunk.group], self.order.get(block, 0)
             update = messages.ApplyUpdate(chunk.id, step, hyper, scaled, order)
-            out.append(Say(update, self.owners[chunk.id]))
+            out.append(SendTo(update, self.owners[chunk.id]))
         if out:
             self._new_version(block)
             state.changed_in = step
@@ -435,10 +435,10 @@ class WorkerStateMachine:
         return out
 
     def end_update(self, block: int) -> list[Action]:
-        """Finish `begin_update`, whose actions have been carried out. If chunks are `left_over`,
-        only if `may_say` and `sums_here(block)`."""
+        """Finish `begin_update`, whose actions have been carried out. If chunks are `unchanged`,
+        only if `may_send` and `sums_here(block)`."""
         self.blocks[block].present.clear()
-        return self._discard(self.left_over(block))
+        return self._discard(self.unchanged(block))
 
     def _new_version(self, block: int) -> None:
         self.blocks[block].version += 1
@@ -462,7 +462,7 @@ class WorkerStateMachine:
         """Record this worker's part of the job state after `step`."""
         return _sends(self.commit.blob(step, blob))
 
-    def begin_again(self, step: int) -> None:
+    def reset(self, step: int) -> None:
         """Restart at `step`: the servers hold other contents now. Nothing may be in flight."""
         assert not self._coming and not any(state.held for state in self.blocks)
         self.commit = self._commit_from(step)
@@ -491,4 +491,4 @@ class WorkerStateMachine:
 
 
 def _sends(addressed: Sequence[Addressed]) -> list[Action]:
-    return [Say(message, (server,)) for server, message in addressed]
+    return [SendTo(message, (server,)) for server, message in addressed]
