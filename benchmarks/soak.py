@@ -340,7 +340,8 @@ def foreign(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
         scene.finished()
     scene.start(deadline_s=SHORT_S, wrong={rank: {"change": change}})
     said = refused(
-        scene, "the token does not match" if change == "token" else "(another|different) model|dtype"
+        scene,
+        "the token does not match" if change == "token" else "(another|different) model|dtype",
     )
     scene.finish()
     return said

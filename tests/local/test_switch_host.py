@@ -404,7 +404,9 @@ def test_who_is_no_end_of_a_fan_in_is_refused(switches):
 def test_a_server_that_is_named_as_a_switch_says_so(tmp_path):  # Rule 6
     with serve.SessionHost((HOST, 0), tmp_path, 64 * MIB, OPTIONS, [].append) as server:
         where = server.where.rpartition(":")
-        with pytest.raises(WireError, match=f"{server.where} is a server with a store, not a switch"):
+        with pytest.raises(
+            WireError, match=f"{server.where} is a server with a store, not a switch"
+        ):
             connect(
                 (where[0], int(where[2])),
                 Silent(),

@@ -597,7 +597,7 @@ def _run_sequence(prefetcher, sequence):
     """Plays uses; pulls arrive one use later. Returns how many uses had to wait."""
     pending, waits = [], 0
     for block in sequence:
-        pending += prefetcher.asked(block)
+        pending += prefetcher.request(block)
         prefetcher.check()
         if prefetcher.here(block) is None:
             waits += 1

@@ -58,7 +58,10 @@ OPTIONS: dict[str, Any] = dict.fromkeys(("store", "compress", "delay", "host_bud
         (lambda: Servers([A, B], give_up=[A]), "with replicas = 1"),
         (lambda: Servers([A, B], replicas=2, give_up=[A, B]), "give_up = .* with replicas = 2"),
         (lambda: Servers([A, B], replicas=2, give_up=["x:1"]), "give_up = .*x:1"),
-        (lambda: Servers([A, B], replicas=2, relay="1GiB"), "which of 2 replicas of a server is missing"),
+        (
+            lambda: Servers([A, B], replicas=2, relay="1GiB"),
+            "which of 2 replicas of a server is missing",
+        ),
         (lambda: Servers([A], buffering="some"), "`buffering` cannot be 'some'"),  # type: ignore[arg-type]
         (lambda: Servers([A], residuals=Files(["a", "b"])), "residuals in 2 directories"),
         (lambda: Servers([A], token=b"x" * 16, link=TcpOptions()), "together with token"),
@@ -68,7 +71,7 @@ OPTIONS: dict[str, Any] = dict.fromkeys(("store", "compress", "delay", "host_bud
         (lambda: Servers([A], fan_in=["rack"]), "'rack' is no address"),
         (lambda: Servers([A], fan_in=[B], tls=Tls(ca=Path("ca.pem"))), "not encrypted"),
         (lambda: Servers([A], fan_in=[B], link=TcpOptions(tls=Tls())), "not encrypted"),
-        (lambda: Servers([A], fan_in=[B], link=OtherOptions()), "link= is .*OtherOptions"),
+        (lambda: Servers([A], fan_in=[B], link=OtherOptions()), "link is .*OtherOptions"),
     ],
 )
 def test_a_value_refuses_what_it_cannot_be(make: Any, words: str) -> None:

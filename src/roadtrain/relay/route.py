@@ -54,8 +54,8 @@ class RelayRoute:
             )
         if type(options) is not TcpOptions:
             raise ConfigError(
-                "a relay reaches the servers over TCP, and link= is"
-                f" a {type(options).__module__}.{type(options).__name__}",
+                "a relay reaches the servers over TCP, but link is"
+                f" {type(options).__module__}.{type(options).__name__}",
                 hint="leave out relay, or pass roadtrain.transport.tcp.TcpOptions as link",
             )
         self.onward.check_links(options, replicas)
