@@ -202,7 +202,7 @@ class ServerChannel(IntermediarySession):
 
     def chunk(self, number: int) -> Chunk:
         if not 0 <= number < len(self._chunks):
-            raise WireError(f"chunk {number} of {len(self._chunks)}")
+            raise WireError(f"there is no chunk {number}, only {len(self._chunks)} chunks")
         return self._chunks[number]
 
     def beat(self) -> None:

@@ -116,7 +116,7 @@ C = TypeVar("C", bound=WorkerConnection)
 
 
 class HostedSession(Generic[C]):
-    """Workers `0..workers-1` of one start of a job.
+    """The workers `0..workers-1` of one start of a job.
 
     Invariants, under `lock`: `lost_ranks` is a subset of `connections`; once `over` is set it
     stays, and no worker joins any more."""
@@ -185,8 +185,8 @@ class HostedSession(Generic[C]):
         self.ended(error)
 
     def ended(self, error: BaseException) -> None:
-        """Called once, when the session ends, from any thread including those of links: must not
-        block."""
+        """Handle the end of the session. Called once, from any thread including those of links, so
+        it must not block."""
         self.dismiss(error)
 
     def dismiss(self, error: BaseException) -> None:

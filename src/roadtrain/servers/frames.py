@@ -76,7 +76,7 @@ class StepHeader(NamedTuple):
 
 
 class OpenHeader(NamedTuple):
-    """Worker 0 opens or makes the server's part of the store. The payload describes it."""
+    """Worker 0's order to open or make the server's part of the store. The payload describes it."""
 
     new: bool  # make the part; otherwise open it
     step: int  # of the generation to open or make

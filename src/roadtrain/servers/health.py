@@ -44,8 +44,8 @@ class Watcher:
         self.answer.put(error)
 
 
-def answer(link: Link, said: Status) -> Watcher:
-    link.send(0, b"", [memoryview(msgspec.json.encode(said))])
+def answer(link: Link, status: Status) -> Watcher:
+    link.send(0, b"", [memoryview(msgspec.json.encode(status))])
     return Watcher()
 
 
@@ -55,9 +55,9 @@ def ask(address: Address, options: TcpOptions, hello: bytes = HELLO) -> Status |
     try:
         once = replace(options, connections=1, retry_s=0.0, connect_s=ANSWER_S)
         link = connect(address, watcher, once, hello=hello, language=m.LANGUAGE)
-        said = watcher.answer.get(timeout=ANSWER_S)
+        reply = watcher.answer.get(timeout=ANSWER_S)
         link.close()
-        return said if isinstance(said, PeerError) else msgspec.json.decode(said, type=Status)
+        return reply if isinstance(reply, PeerError) else msgspec.json.decode(reply, type=Status)
     except queue.Empty:
         return DeadlineError(f"no answer for {ANSWER_S:.0f} s")
     except msgspec.DecodeError as error:

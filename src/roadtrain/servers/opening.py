@@ -65,7 +65,7 @@ class FoundStores:
     """The reports of all servers, and the decision made from them.
 
     Attributes:
-        found: By number of the server.
+        found: The reports, by number of the server.
         given_up: Those servers of the argument `give_up` whose contents are ignored. They are
             ignored only if it is in doubt which contents are the newest.
     """
@@ -111,7 +111,7 @@ class FoundStores:
         here."""
         if len(every := sorted({found.every for found in self.found.values()})) > 1:
             raise ConfigError(
-                f"the servers take snapshots every {every} steps (0: none), not all the same",
+                f"the servers take snapshots at different intervals: {every} steps (0: none)",
                 hint="give all servers of a job the same --snapshot-every",
             )
         decided = self.decide()
@@ -150,8 +150,8 @@ class FoundStores:
         if held.signature != self._meta.signature or len(held.directories) != len(self.names):
             raise ConfigError(
                 f"{self.names[members[0]]} holds a store of {len(held.directories)} servers and"
-                f" chunks of {held.chunk_elements} elements; requested are {len(self.names)} and"
-                f" {self._meta.chunk_elements}, or another dtype",
+                f" chunks of {held.chunk_elements} elements; {len(self.names)} and"
+                f" {self._meta.chunk_elements} are requested, or another dtype",
                 hint="use the servers, chunk size and dtype that the store was made with",
             )
         if self._mark is not None:

@@ -184,7 +184,7 @@ class ParameterSession(HostedSession[ParameterConnection]):
         """Handle the heartbeat of a worker's process."""
 
     def look(self, silent_s: float) -> None:
-        """Called regularly: end the session if the process of a worker has stopped."""
+        """End the session if the process of a worker has stopped. Called regularly."""
         for worker in self.everyone():
             if worker.rank not in self.lost_ranks and (for_s := worker.silent_for(silent_s)):
                 self.end(

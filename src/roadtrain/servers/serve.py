@@ -122,7 +122,7 @@ def command(
         every=every,
     ) as host:
         print(
-            f"serving {store} at {host.where}, at most {show_bytes(nbytes)}; the state rests"
+            f"serving {store} at {host.where}, at most {show_bytes(nbytes)}; the state is"
             f" {host.store.rests}"
         )
         host.run()

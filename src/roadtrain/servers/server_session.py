@@ -55,7 +55,7 @@ class StoreHost(Protocol):
     report: Callable[[str], None]
 
     def session_ended(self, session: ServerSession, error: BaseException) -> None:
-        """Called once; the host's own thread then calls `tear_down`."""
+        """Handle the end of a session. The host's own thread calls `tear_down` afterwards."""
 
 
 # (layout, number of the server, memory in bytes) -> bytes that are not for the server
@@ -175,7 +175,7 @@ class ServerSession(ParameterSession):
         meta, rules = _described(bytes(payload))
         fits = meta.index == self.number and len(meta.directories) == fields.servers
         if worker.rank or self.tier or not fits:
-            raise WireError("only worker 0 opens a store, once, and with this server's number")
+            raise WireError("only worker 0 may open a store, once, with this server's number")
         self._new, self._step = fields.new, fields.step
         self._doing = f"worker 0 to {'make' if fields.new else 'open'} the store"
         self._done, self._all = 0, sum(record.nbytes for record in meta.owned(self.number).values())
@@ -261,7 +261,7 @@ class ServerSession(ParameterSession):
         if worker.rank or self.tier is None or self.tier.step >= 0:
             raise WireError("only worker 0 may fill chunks, and only in a new part")
         if len(payload) != (expected := self.config.meta.records[chunk.id].nbytes):
-            raise WireError(f"chunk {chunk.id} was filled with {len(payload)} bytes of {expected}")
+            raise WireError(f"chunk {chunk.id} has {expected} bytes, not {len(payload)}")
         with self._stored():
             self.tier.write(chunk.id, "record", payload)
         self._count(len(payload))
@@ -270,7 +270,7 @@ class ServerSession(ParameterSession):
     def _settle(self, worker: ParameterConnection, fields: tuple[()], payload: memoryview) -> None:
         """Publish a new part, which is complete."""
         if worker.rank or self.tier is None or not self._new or self.ready:
-            raise WireError("only worker 0 settles a part, once, and only a new one")
+            raise WireError("only worker 0 may settle a new part, and only once")
         with self._stored():
             if self.tier.step < 0:
                 self.tier.prepare(self._step, bytes(payload))
@@ -285,7 +285,7 @@ class ServerSession(ParameterSession):
         tier, meta = self.tier, self.meta
         if worker.rank or tier is None or meta is None or tier.step < 0 or self.ready:
             raise WireError(
-                "only worker 0 begins, once, after it has opened the store and settled a new one"
+                "only worker 0 may begin, once, after it has opened the store and settled a new one"
             )
         with self._stored():
             self._serve(tier, meta)
@@ -315,7 +315,7 @@ class ServerSession(ParameterSession):
     ) -> None:
         """Send a whole record, between steps. Chunk -1: the blobs of the last commit."""
         if self.meta is None or self.tier is None:
-            raise WireError("nothing is open yet")
+            raise WireError("the store is not open yet")
         if fields.chunk == -1:
             worker.say(m.RECORD, (-1,), self.tier.blob)
             return
@@ -345,7 +345,7 @@ class ServerSession(ParameterSession):
                     self._close_tiers()
 
     def _close_tiers(self) -> None:
-        """Close them. Call under `_storing`."""
+        """Close the tiers. Call under `_storing`."""
         if self.server is not None:
             self.server.stop(END_S)
         tiers, self.tier, self.kept = (self.tier, self.kept), None, None
@@ -359,7 +359,7 @@ class ServerSession(ParameterSession):
 
     def post(self, message: Any) -> None:
         if self.server is None:
-            raise WireError("nothing is served yet")
+            raise WireError("the server does not serve yet")
         self.server.receive(message)
 
     def deliver(self, message: Any, to: int | None) -> None:

@@ -68,8 +68,8 @@ class ProcessLock(threading.Condition):
 
 
 class Worker:
-    """The Lender of streaming/block_stream.py and the GradBook of streaming/grads.py. Block indices
-    are those of the ChunkTable; the root block (0) has permanent buffers and no slot."""
+    """The GradBook of streaming/grads.py, and most of a BlockSource (streaming/block_stream.py).
+    Block indices are those of the ChunkTable; the root block (0) has permanent buffers and no slot."""
 
     def __init__(
         self,

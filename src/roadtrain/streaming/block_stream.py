@@ -402,7 +402,7 @@ class _Call:
                 raise ModelError(
                     f"block {self.block.name!r} returned {self.n_outputs} tensors in forward but"
                     f" {len(outputs)} when it was recomputed",
-                    hint="it depends on state that is not replayed, as Python's random numbers",
+                    hint="it uses state that is not replayed, such as Python's random numbers",
                 )
             ends = [(o, g) for o, g in zip(outputs, grads) if g is not None and o.requires_grad]
             wants = [t for t in tensors if t.requires_grad] + self.shared

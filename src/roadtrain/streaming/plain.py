@@ -102,7 +102,7 @@ def _to_header(value: Any, pieces: list[memoryview], where: str, depth: int) -> 
         if kind is OrderedDict and vars(value):
             if list(vars(value)) != [METADATA]:
                 raise ConfigError(
-                    f"{where} is an OrderedDict with attributes: {', '.join(vars(value))}",
+                    f"{where} is an OrderedDict with other attributes: {', '.join(vars(value))}",
                     hint=HINT,
                 )
             bare = _to_header(OrderedDict(value), pieces, where, depth)
@@ -172,14 +172,14 @@ def _from_header(header: Any, rest: _Unread) -> Any:
     it."""
     if not isinstance(header, list):
         if type(header) not in PLAIN and type(header) is not int:
-            raise ValueError(f"a {type(header).__name__} in the header")
+            raise ValueError(f"unexpected {type(header).__name__} in the header")
         return header
     tag, *items = header
     if tag in SEQUENCES:
         return SEQUENCES[tag]([_from_header(item, rest) for item in items])
     if tag in MAPPINGS:
         if len(items) % 2:
-            raise ValueError(f"a {tag} of {len(items)} keys and values")
+            raise ValueError(f"a {tag} with {len(items)} keys and values, an odd number")
         pairs = [_from_header(item, rest) for item in items]
         made: Any = MAPPINGS[tag]()
         made.update(dict(zip(pairs[::2], pairs[1::2])))
@@ -187,11 +187,11 @@ def _from_header(header: Any, rest: _Unread) -> Any:
     if tag == METADATA:
         bare, metadata = (_from_header(item, rest) for item in items)
         if type(bare) is not OrderedDict:
-            raise ValueError(f"metadata of a {type(bare).__name__}")
+            raise ValueError(f"metadata on a {type(bare).__name__}")
         vars(bare)[METADATA] = metadata
         return bare
     if tag not in _LEAVES:
-        raise ValueError(f"a value of the kind {tag!r}")
+        raise ValueError(f"unknown kind of value {tag!r}")
     return _LEAVES[tag](rest, *items)
 
 
@@ -205,7 +205,7 @@ def _tensor(rest: _Unread, dtype: str, shape: list[int]) -> torch.Tensor:
 def _array(rest: _Unread, dtype: str, shape: list[int]) -> np.ndarray:
     kind = np.dtype(str(dtype))
     if kind.kind not in ARRAYS:
-        raise ValueError(f"an array of dtype {dtype!r}")
+        raise ValueError(f"unsupported dtype {dtype!r} of an array")
     return np.frombuffer(rest.take(shape, kind.itemsize), kind).reshape(shape)
 
 

@@ -23,7 +23,7 @@ import msgspec
 
 
 class Pull(msgspec.Struct, frozen=True):
-    """Copy the weights part of a chunk as soon as it has the version."""
+    """Copy the weights part of a chunk once it has this version or a newer one."""
 
     chunk: int
     version: int  # the least number of updates that must have been applied
@@ -140,14 +140,14 @@ class BufferFree(msgspec.Struct, frozen=True):
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """The step is written here, and durable except on the first server, which must commit it."""
+    """The server has written the step. It is durable, except on the first server, which commits."""
 
     server: int
     step: int
 
 
 class Written(msgspec.Struct, frozen=True):
-    """The step is written here. Sent only with replicas, before the server prepares it."""
+    """The server has written the step. Sent only with replicas, before the server prepares it."""
 
     server: int
     step: int

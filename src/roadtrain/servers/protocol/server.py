@@ -202,7 +202,7 @@ class ServerStateMachine:
         return [spill]
 
     def _in_the_way(self, push: m.Push) -> bool:
-        """Whether the push blocks a receive buffer: not kept, not compressed and not spilled."""
+        """Whether the push blocks a receive buffer: it is not kept, compressed or spilled."""
         if push.keep or not self.spec.durable:
             return False
         return push.sums is None and push.spill_slot is None

@@ -178,7 +178,7 @@ class WorkerStateMachine:
         return self._root_version != self.blocks[0].version
 
     def is_read(self, buffer: Hashable) -> bool:
-        """Whether servers are still to read a push from this buffer."""
+        """Whether servers still have to read a push from this buffer."""
         return buffer in self._read_by
 
     def may_send(self) -> bool:
@@ -435,8 +435,8 @@ class WorkerStateMachine:
         return out
 
     def end_update(self, block: int) -> list[Action]:
-        """Finish `begin_update`, whose actions have been carried out. If chunks are `unchanged`,
-        only if `may_send` and `sums_here(block)`."""
+        """Finish `begin_update`, whose actions have been carried out. If there are `unchanged`
+        chunks, call it only if `may_send` and `sums_here(block)`."""
         self.blocks[block].present.clear()
         return self._discard(self.unchanged(block))
 
