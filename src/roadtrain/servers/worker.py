@@ -69,7 +69,7 @@ class ProcessLock(threading.Condition):
 
 class Worker:
     """The GradBook of streaming/grads.py, and most of a BlockSource (streaming/block_stream.py).
-    Block indices are those of the ChunkTable; the root block (0) has permanent buffers and no slot."""
+    Blocks are indices of the ChunkTable. The root block (0) has permanent buffers and no slot."""
 
     def __init__(
         self,
