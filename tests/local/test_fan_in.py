@@ -318,7 +318,7 @@ def test_a_worker_that_stops_is_named_and_one_that_dies_ends_the_session(
     assert re.search(r"fan-in: worker 1 has s", host.log.read_text())
     os.kill(ran.processes[1].pid, signal.SIGKILL)
     codes = ran.join(30)
-    assert codes[0] == 3 and "worker 1 has gone" in ran.errors()[0], ran.errors()
+    assert codes[0] == 3 and "worker 1 was lost" in ran.errors()[0], ran.errors()
     until(lambda: "session over" in host.log.read_text())
     done = max(int(s) for s in losses(ran.logs[0]) if s.isdigit())
     home = tmp_path / "again"

@@ -51,7 +51,7 @@ def test_who_lagged_waits_for_the_other(cluster, alone):
     time.sleep(6.5)  # it would have begun without server 0 by now
     two.back(0)
     assert late.join() == [0], late.errors()
-    assert any("server 1" in n and "filled up again at step 4" in n for n in late.notes()), (
+    assert any("server 1" in n and "being refilled at step 4" in n for n in late.notes()), (
         late.notes()
     )
     assert {int(s) for s in losses(late.logs[0]) if s != "end"} == set(range(1, 7))
@@ -73,7 +73,7 @@ def test_a_run_directory_knows_who_was_there(cluster, alone, tmp_path):
     assert "the run's last session was with server 1 (" in error and "server 0 (" in error, error
     two.back(1)
     running = two.train(6, **run)
-    assert any("server 0" in n and "filled up again at step 4" in n for n in running.notes()), (
+    assert any("server 0" in n and "being refilled at step 4" in n for n in running.notes()), (
         running.notes()
     )
     two.lose(0)  # with its disk, and nobody was training
@@ -114,7 +114,7 @@ def test_two_histories_are_refused_and_one_is_given_up(cluster, alone):
     two.lose(0, keep=True)
     two.back(1)
     running = two.train(5, give_up=[two.where[0]], **ONE)  # a person says that server 0 is lost
-    assert any("given up: what server 0 (" in n for n in running.notes()), running.notes()
+    assert any("given up: contents of server 0 (" in n for n in running.notes()), running.notes()
     two.back(0)
     error = refused(two, 6)
     for number, step in ((0, 4), (1, 5)):
@@ -127,7 +127,7 @@ def test_two_histories_are_refused_and_one_is_given_up(cluster, alone):
     ), error
     kept = contents(two.hosts[0].directory)
     running = two.train(6, give_up=[two.where[0]], **ONE)
-    assert any("server 0" in n and "filled up again at step 5" in n for n in running.notes()), (
+    assert any("server 0" in n and "being refilled at step 5" in n for n in running.notes()), (
         running.notes()
     )
     aside = [p for p in two.hosts[0].directory.iterdir() if ".aside" in p.name]
@@ -155,7 +155,7 @@ def test_of_four_servers_three_are_needed(cluster):
     four.lose(1)
     four.back(3)
     running = four.train(6, **ONE)
-    assert any("server 3" in n and "filled up again at step 4" in n for n in running.notes()), (
+    assert any("server 3" in n and "being refilled at step 4" in n for n in running.notes()), (
         running.notes()
     )
 
@@ -168,7 +168,7 @@ def test_a_flipped_bit_of_one_replica_is_found_at_the_commit(byte, cluster, alon
     running = two.start(100, **ONE)
     assert running.join() == [3], running.notes()
     error = running.errors()[0]
-    assert "DivergedError" in error and "different bytes of chunk" in error, error
+    assert "DivergedError" in error and "different bytes for chunk" in error, error
     assert f"server 0 ({two.where[0]})" in error and f"server 1 ({two.where[1]})" in error, error
     step = int(error.split(" in step ")[1].split(":")[0])
     # the next step may have computed with the damaged bytes, and ended with this one

@@ -136,7 +136,7 @@ def test_stopped_and_gone_on(case, addresses, tmp_path):
                 for log in run.logs
             ]
         )
-        assert not any("begin at zero" in line for line in run.notes())
+        assert not any("start at zero" in line for line in run.notes())
     assert found[0] == found[1] and len(found[0][0]) == 4
 
 
@@ -178,7 +178,7 @@ def test_kills_change_no_loss(replicas, addresses, tmp_path):  # Rules 3 and 5
         steps = {int(step): lines for step, lines in losses(log).items() if step.isdigit()}
         assert set(steps) == set(range(1, max(steps) + 1))
         assert all(len(lines) == 1 for lines in steps.values()), "repeated with another loss"
-    assert not any("begin at zero" in line for line in run.notes())
+    assert not any("start at zero" in line for line in run.notes())
 
 
 def test_a_worker_whose_residuals_are_gone_says_so(addresses, tmp_path):
@@ -188,7 +188,7 @@ def test_a_worker_whose_residuals_are_gone_says_so(addresses, tmp_path):
     shutil.rmtree(left / "worker-0")
     run = Workers(Case(), servers, tmp_path, 4, 2, residuals=str(left), session="2", **FEEDBACK)
     assert run.join() == [0, 0], run.errors()
-    said = [line for line in run.notes() if "begin at zero" in line]
+    said = [line for line in run.notes() if "start at zero" in line]
     assert len(said) == 1 and "worker-0" in said[0] and "lossy" in said[0]
 
 

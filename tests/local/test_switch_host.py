@@ -404,7 +404,9 @@ def test_who_is_no_end_of_a_fan_in_is_refused(switches):
 def test_a_server_that_is_named_as_a_switch_says_so(tmp_path):  # Rule 6
     with serve.SessionHost((HOST, 0), tmp_path, 64 * MIB, OPTIONS, [].append) as server:
         where = server.where.rpartition(":")
-        with pytest.raises(WireError, match=f"{server.where} is a server, no switch"):
+        with pytest.raises(
+            WireError, match=f"{server.where} is a server with a store, not a switch"
+        ):
             connect(
                 (where[0], int(where[2])),
                 Silent(),
@@ -533,11 +535,11 @@ def test_memory_is_bounded_under_stuck_slots(switches, peers):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"switch": True, "store": "/tmp/x"}, "--switch with --store"),
-        ({"switch": True, "sum": True}, "--switch with --sum"),
-        ({"switch": True, "snapshot": "/tmp/x"}, "--switch with --snapshot"),
-        ({"switch": True, "budget": "1GiB"}, "--switch with --budget"),
-        ({"switch": True, "link": "rdma"}, "--switch with --link rdma"),
+        ({"switch": True, "store": "/tmp/x"}, "--switch cannot be combined with --store"),
+        ({"switch": True, "sum": True}, "--switch cannot be combined with --sum"),
+        ({"switch": True, "snapshot": "/tmp/x"}, "--switch cannot be combined with --snapshot"),
+        ({"switch": True, "budget": "1GiB"}, "--switch cannot be combined with --budget"),
+        ({"switch": True, "link": "rdma"}, "--switch cannot be combined with --link rdma"),
         ({"sum": True, "memory": "64MiB"}, "--memory 64MiB without --switch"),
         ({"sum": True, "xdp": "eth0"}, "--xdp eth0 without --switch"),
         ({"switch": True, "memory": "64KiB"}, "64.0 KiB of memory"),

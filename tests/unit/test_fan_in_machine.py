@@ -420,7 +420,7 @@ def test_what_workers_differ_in_is_said():
 def test_a_worker_that_goes_in_the_middle_of_a_step_is_missed():  # Rule 5
     world = World(2)
     world.feed(messages.PeerLost(1, "killed"))  # between steps it may be leaving
-    with pytest.raises(LostError, match="worker 1 has gone: killed"):
+    with pytest.raises(LostError, match="worker 1 was lost: killed"):
         world.announce(0, True, 0, 0)
     world = World(2)
     for worker in range(2):

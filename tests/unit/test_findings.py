@@ -376,7 +376,7 @@ def test_a_refusal_is_the_same_error_elsewhere(kind) -> None:
     [
         ({}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set"),
         ({"RANK": "4"}, "RANK is 4 and WORLD_SIZE 4"),
-        ({"RANK": "first"}, "is no number: .*first"),
+        ({"RANK": "first"}, "is not an integer: .*first"),
     ],
 )
 def test_ranks_that_were_not_started_by_torchrun(environment, reason) -> None:

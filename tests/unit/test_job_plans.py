@@ -229,7 +229,7 @@ def test_a_tensor_degree_is_one_that_train_takes(
             "error feedback keeps one residual a step",
         ),
         ({"servers": {"replicas": 2}}, "server", {}, "replicas = 2 with 1 server"),
-        ({"servers": {"replicas": 2}}, "smartnic", {}, "a relay does not find out which"),
+        ({"servers": {"replicas": 2}}, "smartnic", {}, "a relay cannot tell which"),
         ({"store": {"rates": "measured"}}, "server", {}, "store.rates or store.moved_from"),
         (
             {"parallelism": {"dp": 2, "resize_stages": 0.1}},
@@ -263,7 +263,7 @@ def test_top_k_gradients_pass_no_relay() -> None:
     where = make_cluster({"hosts": [{**hosts[0], "devices": 2}, hosts[1]]})
     asked = JobPlans(job(compress={"keep": 0.1}), where)
     why = asked.fitted(Plan(placement("server"), Parallelism(dp=4)))
-    assert isinstance(why, str) and "adds up whole gradients" in why
+    assert isinstance(why, str) and "sums whole gradients" in why
 
 
 def test_files_and_gradients_that_do_not_travel() -> None:

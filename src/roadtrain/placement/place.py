@@ -18,7 +18,7 @@ from torch import nn
 
 from roadtrain.chunks import MAX_CHUNK, SEGMENT, ParamSpec
 from roadtrain.device.copies import device_of
-from roadtrain.environment import WorkerGroup
+from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.cast import cast
 from roadtrain.kernels.torch_rules import rules_for
@@ -86,7 +86,7 @@ def place(
     mark: Mark | None = None,
     deadline_s: Deadline = 600.0,
     report: Report = print,
-    group: WorkerGroup | None = None,
+    group: WorkerIdentity | None = None,
     **unknown: Any,
 ) -> PlacedOptimizer:
     """Move `model`'s parameters and `optimizer`'s state to servers; returns the optimizer to use
@@ -134,7 +134,7 @@ def place(
         backwards_per_step,
         chunk_elements,
         deadline_s,
-        _workers(store, group or WorkerGroup.of_environment(), report),
+        _workers(store, group or WorkerIdentity.of_environment(), report),
         report,
     )
     device = device_of(model, device, report)
@@ -171,7 +171,7 @@ def _unknown(name: str) -> ConfigError:
     return unknown_name("option of place", name, inspect.signature(place).parameters)
 
 
-def _workers(store: Store, group: WorkerGroup, report: Report) -> WorkerGroup:
+def _workers(store: Store, group: WorkerIdentity, report: Report) -> WorkerIdentity:
     """The workers that train together with this one: those that share servers."""
     if isinstance(store, Servers):
         return group
@@ -180,7 +180,7 @@ def _workers(store: Store, group: WorkerGroup, report: Report) -> WorkerGroup:
             f"WORLD_SIZE says {others} more worker(s): without servers each trains by itself,"
             " nothing is averaged"
         )
-    return WorkerGroup()
+    return WorkerIdentity()
 
 
 def groups_of(
@@ -247,7 +247,7 @@ def _fill(
     on_meta = any(t.is_meta for t in (*placed.model.parameters(), *placed.model.buffers()))
     for block, part in zip(plan.table.blocks, (parts.root, *parts.blocks)):
         if on_meta:
-            materialize(part, parts, init, values=session.new and not given, given=given)
+            materialize(part, parts, init, values=session.new and not given, loaded=given)
         if session.new:
             session.fill(block, _source(part, given), groups)
         if block.index:

@@ -19,10 +19,10 @@ from roadtrain.streaming.fetched import FetchedParameters
 from roadtrain.streaming.grads import PlacedGrad
 from roadtrain.streaming.released import (
     check_unchanged,
-    is_behind,
-    set_behind,
+    is_stale,
     set_fetched,
     set_released,
+    set_stale,
 )
 from roadtrain.streaming.split import ModulePart
 
@@ -88,7 +88,7 @@ class RootBlock:
     def refresh_when_read(self) -> None:
         """The parameters are old; the first use of one fetches them all."""
         for _, p in self.params:
-            set_behind(p, self.refresh)
+            set_stale(p, self.refresh)
 
     def check_unchanged(self) -> None:
         """Raises LoopError where a parameter was written to since it was fetched."""
@@ -98,5 +98,5 @@ class RootBlock:
     def close(self) -> None:
         """Parameters that are still old refuse to be read."""
         for _, p in self.params:
-            if is_behind(p):
+            if is_stale(p):
                 set_released(p)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from roadtrain.chunks import ChunkTable
-from roadtrain.environment import WorkerGroup
+from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.codecs import Compressor
 from roadtrain.kernels.rule import Rule
@@ -48,7 +48,7 @@ class Request:
     backwards_per_step: int | None  # None: updates wait for step()
     chunk_elements: int
     deadline_s: float
-    group: WorkerGroup  # this worker among those that share the servers
+    group: WorkerIdentity  # this worker among those that share the servers
     report: Report
 
     def __post_init__(self) -> None:

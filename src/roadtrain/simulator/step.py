@@ -254,7 +254,7 @@ class SimulatedStage:
             return
         block = self.todo.popleft()
         self.wanted = block
-        self._pull(self.prefetch[block].asked(block))
+        self._pull(self.prefetch[block].request(block))
         self._use()
 
     def _use(self) -> None:

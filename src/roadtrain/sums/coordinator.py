@@ -182,6 +182,6 @@ class Coordinator(HostedSession[WorkerConnection]):
     def close(self, wait_s: float) -> None:
         """Waits so long for the workers to leave by themselves."""
         with self.lock:
-            self.lock.wait_for(lambda: self.connections.keys() <= self.gone, wait_s)
+            self.lock.wait_for(lambda: self.connections.keys() <= self.lost_ranks, wait_s)
         for worker in self.everyone():
             worker.link.close()

@@ -111,7 +111,7 @@ class Reducer(HostedSession[_ReducerConnection]):
         self.threads[0].start()
 
     def takes(self, rank: int) -> bool:
-        return not self.gone and super().takes(rank)
+        return not self.lost_ranks and super().takes(rank)
 
     def busy(self) -> BaseException:
         if self.over is None or isinstance(self.over, (LostError, BudgetError)):
@@ -187,7 +187,7 @@ class Reducer(HostedSession[_ReducerConnection]):
         late = {rank: key for key, ranks in reversed(missing.items()) for rank in ranks}
         return {
             f"worker {rank}": (
-                now - self.connections[rank].heard if rank in self.connections else 0.0,
+                now - self.connections[rank].last_seen if rank in self.connections else 0.0,
                 f"its part of tensor {key}, round {number}",
             )
             for rank, (key, _, number) in late.items()

@@ -66,7 +66,7 @@ class Reducers:
             )
         return reducer.join(rank, link)
 
-    def status(self) -> health.Said:
+    def status(self) -> health.Status:
         with self._lock:
             jobs, used = list(self.jobs.values()), self._used
         waits = {name: what for job in jobs for name, what in job.waits().items()}

@@ -101,7 +101,7 @@ class FanInConnection(ParameterConnection):
                 chunk = self.session.chunk(fields.chunk)
                 if not chunk.trainable:
                     raise WireError(f"a gradient of chunk {chunk.id}, which is frozen")
-                self.session.tell(Announce(chunk.id, fields.fresh, self.rank))
+                self.session.post(Announce(chunk.id, fields.fresh, self.rank))
             case switch_frames.HEARD:
                 self.session.heard_trial(self.rank, fields.trial)
             case m.PUSH:
@@ -238,7 +238,7 @@ class FanInEnd(IntermediarySession):
         if all_gone or not self._chunks:
             self.end(error)
         else:
-            self.tell(messages.PeerLost(rank, str(error)))
+            self.post(messages.PeerLost(rank, str(error)))
 
     def chunk(self, number: int) -> Chunk:
         return self.server.chunk(number)
@@ -356,11 +356,11 @@ class FanInEnd(IntermediarySession):
 
     def _whole(self, run: ExpectedRun) -> None:
         if run.kind is Kind.GRADIENT:
-            self.tell(GradientCame(run.chunk, run.round))
+            self.post(GradientCame(run.chunk, run.round))
             return
         with self.lock:
             self._maxima[run.chunk, run.round] = run.maxima
-        self.tell(ExponentsCame(run.chunk, run.round))
+        self.post(ExponentsCame(run.chunk, run.round))
 
     def _beats(self, batch: Batch) -> None:
         for beat, header, _ in beats_of(self._of_root(batch)):
@@ -389,9 +389,9 @@ class FanInEnd(IntermediarySession):
         self._say_who_is_silent()
         if not self._chunks:
             return
-        self.tell(Tick(now))
+        self.post(Tick(now))
         with self.lock:
-            late, gone, apart = self.machine.late(), set(self.gone), self.machine.apart
+            late, gone, apart = self.machine.late(), set(self.lost_ranks), self.machine.apart
             here = len(self.connections) == self.workers and bool(self._ports)
             lost = self._group_is_lost()
         if apart and not self._apart:
@@ -453,7 +453,7 @@ class FanInEnd(IntermediarySession):
         nbytes = round_up(self._chunks[pull.chunk].weights_nbytes, PAGE)
         view = np.frombuffer(self._copies[action.buffer].view, np.uint8, nbytes)
         carried = OutgoingBytes(Kind.PARAMETERS, pull.chunk, pull.version, view)
-        self._go_out(carried, lambda: self.tell(messages.Done(action)))
+        self._go_out(carried, lambda: self.post(messages.Done(action)))
 
     def _grant(self, action: Grant) -> None:
         blocks = fixed_point.blocks_of(self._chunks[action.chunk].numel)
@@ -482,7 +482,7 @@ class FanInEnd(IntermediarySession):
             nbytes = chunk.weights_nbytes
         whole = view[: round_up(nbytes, PAGE)]
         push = messages.Push(action.chunk, whole, action.fresh, False, next(self._tickets))
-        self._send(push, lambda: self.tell(messages.Done(action)))
+        self._send(push, lambda: self.post(messages.Done(action)))
 
     # for people
 
@@ -502,8 +502,8 @@ class FanInEnd(IntermediarySession):
         pulls = [waiting[rank][0][0] for waiting in self.machine.alone.values() if waiting[rank]]
         if not pulls:
             return 0.0, ""
-        oldest = min(pulls, key=lambda pull: float(pull.into.asked))
-        return now - oldest.into.asked, f"the others to ask for chunk {oldest.chunk}"
+        oldest = min(pulls, key=lambda pull: float(pull.into.since))
+        return now - oldest.into.since, f"the others to ask for chunk {oldest.chunk}"
 
     def _counters(self) -> str:
         with self.lock:

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import msgspec
 
-from roadtrain.environment import WorkerGroup
+from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import ConfigError
 from roadtrain.options.check import check_options
 from roadtrain.servers import frames as m
@@ -66,7 +66,7 @@ class SwitchRoute:
                 hint="leave fan_in out, or tls and give a token",
             )
 
-    def check_workers(self, group: WorkerGroup, compressed: str) -> None:
+    def check_workers(self, group: WorkerIdentity, compressed: str) -> None:
         if compressed:
             raise ConfigError(
                 f"{compressed}, and fan_in: switches add whole gradients",
@@ -75,7 +75,7 @@ class SwitchRoute:
         self.plan.check(group.workers)
         error_bound(EXPONENT, group.workers, self.plan.width)
 
-    def lossy(self, group: WorkerGroup) -> str:
+    def lossy(self, group: WorkerIdentity) -> str:
         # of the greatest magnitude of a block, which is at least half of the power of two above it
         off = 2 * error_bound(EXPONENT, group.workers, self.plan.width)
         return (

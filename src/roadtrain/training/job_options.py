@@ -14,7 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 from roadtrain.config.job import CompressSection, Job, make_job
-from roadtrain.environment import WorkerGroup
+from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.options.lossy import Delay, Downcast, TopK
 from roadtrain.options.schema import Section
@@ -191,7 +191,7 @@ def check_job(job: Job, workers: Sequence[int]) -> None:
     Request(
         **placed_options(job, moves=True),
         deadline_s=1.0,
-        group=WorkerGroup(0, sum(workers), "", local),
+        group=WorkerIdentity(0, sum(workers), "", local),
         report=silent,
     )
 

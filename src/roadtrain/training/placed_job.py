@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 
 from roadtrain.config.job import Job
-from roadtrain.environment import WorkerGroup
+from roadtrain.environment import WorkerIdentity
 from roadtrain.placement.place import place
 from roadtrain.servers.trace import Stages
 from roadtrain.storage.history import Witness
@@ -51,7 +51,7 @@ class PlacedJob:
     scaler: torch.amp.GradScaler
     tokens: Tokens
     device: torch.device
-    group: WorkerGroup = field(default_factory=WorkerGroup)
+    group: WorkerIdentity = field(default_factory=WorkerIdentity)
     # what workers tell each other; None: there is one
     words: WorkerWords | None = None
     # Forward and Backward, without what was waited in them; the rest is the optimizer's
@@ -189,7 +189,7 @@ class PlacedJob:
 
 def open_placed(job: Job, report: Report) -> PlacedJob:
     """The job at its last committed step. Raises RoadtrainError."""
-    if WorkerGroup.of_environment().rank:
+    if WorkerIdentity.of_environment().rank:
         report = silent
     if job.limit_nbytes is not None and torch.get_num_threads() > MOST_THREADS:
         torch.set_num_threads(MOST_THREADS)

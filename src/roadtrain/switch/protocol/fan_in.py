@@ -199,9 +199,9 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
     def _done(self, action: Reported) -> list[FanInAction]:
         match action:
             case Give(pull):
-                return [*self._given(pull)]
+                return [*self._delivered(pull)]
             case Broadcast(pulls):
-                return [*self._given(pulls[0])]
+                return [*self._delivered(pulls[0])]
             case PushRound(chunk, number):
                 round = self.rounds.pop((chunk, number))
                 assert round.phase is RoundPhase.PUSHED and round.buffer is not None
