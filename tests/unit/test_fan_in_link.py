@@ -354,7 +354,7 @@ def test_a_trial_of_the_networks_multicast_is_answered() -> None:
 
 def test_a_compressed_gradient_is_refused(scene: Any) -> None:
     it = scene(workers=1)
-    with pytest.raises(WireError, match="compressed gradient of chunk 0 is not summed"):
+    with pytest.raises(WireError, match="compressed gradient of chunk 0 cannot be summed"):
         it.owners[0].link.send(m.PUSH, m.encode((0, True, 1, 3, "fp32")), [memoryview(b"x" * 32)])
 
 

@@ -401,7 +401,9 @@ def test_what_workers_differ_in_is_said():
     world.feed(messages.DiscardGrad(5, 0))
     world.feed(messages.Close(5, 1, 1))
     world.feed(messages.DiscardGrad(5, 2))
-    with pytest.raises(LoopError, match=r"worker\(s\) 0, 2 drop .* chunk 5, worker\(s\) 1 do not"):
+    with pytest.raises(
+        LoopError, match=r"worker\(s\) 0, 2 discard .* chunk 5, worker\(s\) 1 do not"
+    ):
         world.feed(update(5, 1, 1))
     world = World(2)
     world.announce(5, True, 0, 0)

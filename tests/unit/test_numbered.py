@@ -132,7 +132,7 @@ def test_a_receiver_takes_each_number_of_its_window_once() -> None:
         *(True, True, True),
     ]
     assert receiver.heartbeat() == Heartbeat(5, 8)
-    assert not receiver.accept(4) and not receiver.came(0) and not receiver.came(-3)
+    assert not receiver.accept(4) and not receiver.accept(0) and not receiver.accept(-3)
     receiver.check()
 
 
