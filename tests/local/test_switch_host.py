@@ -381,7 +381,7 @@ class Silent(Receiver):
         ({"parent": (HOST, 0)}, ">= 1"),
         ({"parent": ("no such host.invalid", 5)}, "no such host"),
         ({"port": 1}, "asks for port 1, this switch has"),
-        ({"session": 5}, "no greeting of a fan-in end"),
+        ({"session": 5}, "invalid greeting of a fan-in end"),
     ],
 )
 def test_wrong_greetings_are_refused(switches, changes, words):
@@ -394,7 +394,9 @@ def test_who_is_no_end_of_a_fan_in_is_refused(switches):
     worker = m.encode(m.Hello("s", 0, 1, 1, 0, "x"))
     refused(switch, worker, words="is a switch: it sums and copies packets")
     refused(
-        switch, switch_frames.SWITCH_GREETING + b"\xff\xff", words="no greeting of a fan-in end"
+        switch,
+        switch_frames.SWITCH_GREETING + b"\xff\xff",
+        words="invalid greeting of a fan-in end",
     )
     other = TcpOptions(token=b"the token of somebody else")
     with pytest.raises(AuthError):

@@ -407,7 +407,7 @@ def test_what_workers_differ_in_is_said():
         world.feed(update(5, 1, 1))
     world = World(2)
     world.announce(5, True, 0, 0)
-    with pytest.raises(LoopError, match="worker 1 says that its gradient of chunk 5 is not the"):
+    with pytest.raises(LoopError, match="worker 1 announced a gradient of chunk 5 as not the"):
         world.announce(5, False, 1, 1)
     world = World(2)
     world.feed(update(5, 1, 0))
@@ -415,7 +415,7 @@ def test_what_workers_differ_in_is_said():
         world.feed(messages.ApplyUpdate(5, 1, (0.2,), [1.0], 0, 1))
     world = World(2)
     world.feed(messages.Close(5, 1, 0))
-    with pytest.raises(LoopError, match="steps 1, 2"):
+    with pytest.raises(LoopError, match="steps: 1, 2"):
         world.feed(messages.Close(5, 2, 1))
 
 

@@ -155,8 +155,8 @@ def topology(directories: Sequence[str | Path], root: Path = SYS) -> tuple[list[
     if not others:
         missing.append("network cards: there are none")
     for directory in directories:
-        device = os.stat(directory).st_dev
-        block = root / f"dev/block/{os.major(device)}:{os.minor(device)}"
+        number = os.stat(directory).st_dev
+        block = root / f"dev/block/{os.major(number)}:{os.minor(number)}"
         if block.exists():
             others += [
                 _device(f"{directory} on {disk.name}", disk, nodes)

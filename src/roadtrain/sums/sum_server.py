@@ -44,7 +44,7 @@ class Reducers:
         if hello == health.HELLO:
             return health.answer(link, self.status())
         session, rank, workers, rule = m.decoded(
-            sum_frames.SUM_HELLO, hello, "no greeting of a worker of a summation"
+            sum_frames.SUM_HELLO, hello, "invalid greeting of a worker"
         )
         if rule == TO_COORDINATOR and self.coordinator is not None:
             if session != self.coordinator.name:

@@ -110,7 +110,7 @@ class FanInConnection(ParameterConnection):
                 super().take(kind, fields, payload)
 
     def _pushed(self) -> WireError:
-        return WireError(f"{self.link.peer} pushed a gradient, which must only be announced")
+        return WireError(f"{self.link.peer} pushed a gradient over TCP instead of announcing it")
 
 
 class FanInEnd(IntermediarySession):
@@ -189,7 +189,7 @@ class FanInEnd(IntermediarySession):
     @staticmethod
     def greeting(rest: bytes) -> switch_frames.FanInHello:
         """Decode a participant's greeting. Raises WireError."""
-        return m.decoded(switch_frames.FAN_IN_HELLO, rest, "no greeting of a fan-in")
+        return m.decoded(switch_frames.FAN_IN_HELLO, rest, "invalid greeting of a fan-in")
 
     def is_of(self, hello: m.Hello) -> bool:
         """Return whether a participant belongs to this start of the job."""
@@ -534,7 +534,7 @@ class FanInEnd(IntermediarySession):
         if isinstance(error, RoadtrainError):
             self.end(error)
         else:
-            self.end(LostError(f"the end of the fan-in failed: {type(error).__name__}: {error}"))
+            self.end(LostError(f"the fan-in end failed: {type(error).__name__}: {error}"))
 
     def ended(self, error: BaseException) -> None:
         """Send the error to the participants and end the server's session."""

@@ -208,7 +208,7 @@ class Outgoing:
     def __init__(self, job: int, key: PacketKey) -> None:
         self._job, self._key = job, key
         self._runs: list[OutgoingRun] = []
-        self.end = 0  # the number after the last run run
+        self.end = 0  # the number after the last run
         self._lock = threading.Lock()
 
     def add(self, carried: OutgoingBytes, done: Callable[[], None] = lambda: None) -> int:

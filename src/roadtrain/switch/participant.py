@@ -111,11 +111,16 @@ class Granted:
     def grant(self, grant: switch_frames.GrantHeader) -> None:
         """Take the packet numbers for the exponents of a round. Raises WireError."""
         if not 0 <= grant.chunk < len(self._chunks) or grant.first < self.ready:
-            raise WireError(f"invalid grant of packet {grant.first} for chunk {grant.chunk}")
+            raise WireError(
+                f"invalid grant of packet {grant.first} for chunk {grant.chunk}: there are"
+                f" {len(self._chunks)} chunks, and packet {self.ready} is the next"
+            )
         gradient = NOTHING
         if grant.announced:
             if not (waiting := self._announced.get(grant.chunk)):
-                raise WireError(f"unannounced round {grant.round} of chunk {grant.chunk} granted")
+                raise WireError(
+                    f"round {grant.round} of chunk {grant.chunk} was granted but not announced"
+                )
             gradient = waiting.popleft()
         elements = self._chunks[grant.chunk].numel
         count = fixed_point.exponent_packets_of(elements)

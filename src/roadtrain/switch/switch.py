@@ -76,7 +76,7 @@ class SwitchHost:
                 hint="list it in the job's fan_in, and a `roadtrain serve --store` as the server",
             )
         rest = hello[len(switch_frames.SWITCH_GREETING) :]
-        request = m.decoded(switch_frames.SWITCH_HELLO, rest, "no greeting of a fan-in end")
+        request = m.decoded(switch_frames.SWITCH_HELLO, rest, "invalid greeting of a fan-in end")
         request = checked(request)
         with self._registering:
             receiver = self._register(request, link)
