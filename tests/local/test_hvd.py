@@ -149,9 +149,9 @@ def test_unnamed_calls_make_no_new_buffers(alone):
 def test_formats_go_with_the_sum_and_none_otherwise(alone, monkeypatch):
     seen, own = [], Summation.sum
 
-    def sum(self, number, identity, tensor, *, says, priority, format):
+    def sum(self, number, identity, tensor, *, detail, priority, format):
         seen.append((format, priority))
-        return own(self, number, identity, tensor, says=says, priority=priority)
+        return own(self, number, identity, tensor, detail=detail, priority=priority)
 
     monkeypatch.setattr(Summation, "sum", sum)
     model, optimizer = small(compression=hvd.Compression.bf16)

@@ -66,8 +66,8 @@ OPTIONS: dict[str, Any] = dict.fromkeys(("store", "compress", "delay", "host_bud
         (lambda: Servers([A], residuals=Files(["a", "b"])), "residuals in 2 directories"),
         (lambda: Servers([A], token=b"x" * 16, link=TcpOptions()), "together with token"),
         (lambda: Servers([A], fan_in=B), f"`fan_in` cannot be '{B}'"),
-        (lambda: Servers([A], fan_in=[]), "fan_in without a switch"),
-        (lambda: Servers([A], fan_in=[A, B]), "2 switches are below no other"),
+        (lambda: Servers([A], fan_in=[]), "fan_in has no switch"),
+        (lambda: Servers([A], fan_in=[A, B]), "2 switches have no parent"),
         (lambda: Servers([A], fan_in=["rack"]), "'rack' is no address"),
         (lambda: Servers([A], fan_in=[B], tls=Tls(ca=Path("ca.pem"))), "not encrypted"),
         (lambda: Servers([A], fan_in=[B], link=TcpOptions(tls=Tls())), "not encrypted"),
@@ -144,18 +144,18 @@ FEEDBACK = TopK(0.1, error_feedback=True)
         ),
         (
             {"store": Servers([A], fan_in=TREE), "group": WorkerIdentity(workers=3)},
-            r"workers \[0, 1\] are below switches, the job has workers 0 to 2",
+            r"the switches list workers \[0, 1\], the job has workers 0 to 2",
         ),
         (
             {
                 "store": Servers([A], fan_in=TREE, relay="1GiB"),
                 "group": WorkerIdentity(workers=2, local=2),
             },
-            r"workers \[0, 1\] are below switches, the job has workers 0 to 0",
+            r"the switches list workers \[0, 1\], the job has workers 0 to 0",
         ),
         (
             {"store": Servers([A], fan_in=[B]), "group": WorkerIdentity(workers=65)},
-            "65 children of switch 10.0.0.2:7000, 1 to 64",
+            "switch 10.0.0.2:7000 has 65 children, 1 to 64",
         ),
     ],
 )

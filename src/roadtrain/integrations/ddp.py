@@ -110,14 +110,14 @@ def sum_hook(state: Summation, bucket: dist.GradBucket) -> torch.futures.Future[
             hint="asynchronous training: roadtrain.hvd",
         )
     if bucket.index() == 0:  # of another backward than one that has failed
-        state.begins_anew()
+        state.resume()
     grads = bucket.buffer()
     grads.div_(state.workers)
     key = bucket.index() << 40 | grads.numel()  # another after DDP has grouped anew
     shapes = " ".join("x".join(map(str, tensor.shape)) for tensor in bucket.gradients())
     says = f" of gradients {shapes}{', the last' * bucket.is_last()}"
     identity, priority = f"DDP's bucket {bucket.index()}", -bucket.index()
-    return state.sum(key, identity, grads, says=says, priority=priority).future
+    return state.sum(key, identity, grads, detail=says, priority=priority).future
 
 
 # DDP compares them with the classes themselves

@@ -108,7 +108,7 @@ class Exchange:
                 key_of(name),
                 identity,
                 tensor.contiguous(),
-                says=_says(divisor, factor),
+                detail=_says(divisor, factor),
                 priority=priority,
                 format="" if format == NAMES[tensor.dtype] else format,
             )

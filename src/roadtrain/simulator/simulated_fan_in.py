@@ -24,11 +24,11 @@ from roadtrain.simulator.simulated_server import BlockPieces, SimulatedServer
 from roadtrain.switch.protocol.chunk_queue import Announce
 from roadtrain.switch.protocol.fan_in import (
     Broadcast,
-    ExponentsCame,
+    ExponentsArrived,
     FanInAction,
     FanInEvent,
     FanInStateMachine,
-    GradientCame,
+    GradientArrived,
     Grant,
     PushRound,
     SendMaxima,
@@ -201,14 +201,14 @@ class SimulatedFanIn:
         """All send exponents once they know; where blocks have a fixed scale there are none."""
         params, run = self.blocks.params_of(action.chunk), self.up.next()
         self.granted[action.chunk, action.round] = action.announced
-        came = partial(self._handle, ExponentsCame(action.chunk, action.round))
+        came = partial(self._handle, ExponentsArrived(action.chunk, action.round))
         costs = [one.exponents(params) for one in self._costs]
         send = partial(self._stream, "Push", costs, self.up.lane, came)
         self._after(self._costs[0].message_s, partial(self.up.ready, run, send))
 
     def _send_maxima(self, action: SendMaxima) -> None:
         params, run = self.blocks.params_of(action.chunk), self.up.next()
-        came = partial(self._handle, GradientCame(action.chunk, action.round))
+        came = partial(self._handle, GradientArrived(action.chunk, action.round))
         gradients = [one.gradients(params) for one in self._costs]
         send = partial(self._stream, "Push", gradients, self.up.lane, came)
         maxima = [one.maxima(params) for one in self._costs]

@@ -42,7 +42,7 @@ class SimulatedSums:
 
     def leave(self, reducer: int) -> None:
         """Between steps: a spare host is gone."""
-        self._agree(self.coordinator.gone(reducer))
+        self._agree(self.coordinator.remove(reducer))
 
     def pushed(self, tensor: int, elements: int) -> list[PartRound]:
         """The parts of all hosts arrive. Returns what is summed by that."""
