@@ -706,7 +706,7 @@ def test_hosts_without_a_network_are_told_so() -> None:
     answer = search(gpus(nic=False), gpt(96, 12288, 96), OF, batch=4, explain=False)
     assert answer.pick is None and least_change(answer) is None
     why, hint = main_reason(answer) or ("", "")
-    assert why == "2 hosts called gpu have no network in common: gpu has no network card"
+    assert why == "2 hosts named gpu have no network in common: gpu has no network card"
     assert "nics" in hint
 
 

@@ -591,7 +591,7 @@ def test_plans_are_read_back() -> None:
     )
     assert make_plan(tomllib.loads(PlanFile(plan).to_toml())) == plan
     for tree, said in (
-        ({}, "`placement` is missing\nhint: known are ddp, zero1"),
+        ({}, "`placement` is missing\nhint: one of ddp, zero1"),
         ({"placement": "zero4"}, "no placement is called 'zero4'"),
         ({"placement": "ddp", "micro_bach": 2}, "unknown key `micro_bach`"),
         ({"placement": "ddp", "micro_batch": 0}, "`micro_batch`: .* not 0"),

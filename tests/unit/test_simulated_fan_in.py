@@ -244,7 +244,7 @@ def test_a_host_outside_the_tree_is_named() -> None:
     with pytest.raises(ConfigError, match="do not reach root over switches that sum"):
         run(apart)
     mute = tuple(s.model_copy(update={"sums": s.name != "rack1"}) for s in where.switches)
-    with pytest.raises(ConfigError, match="host workers 1 is at no switch that sums"):
+    with pytest.raises(ConfigError, match="host workers 1 is connected to no switch that sums"):
         run(where.model_copy(update={"switches": mute}))
 
 
