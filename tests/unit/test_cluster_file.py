@@ -75,7 +75,10 @@ def test_what_is_left_out_is_assumed_and_said() -> None:
         ({"hosts": [host(memory=0)]}, "`hosts.0.memory`: Input should be greater than 0"),
         ({"hosts": [host(ssds=[{"read": 0, "write": "1GB/s"}])]}, "greater than 0"),
         ({"hosts": [host(device={"flops": 0, "memory": "1GB"})]}, "greater than 0"),
-        ({"hosts": [host(idle_watts=100, peak_watts=50)]}, "peak_watts = 50 is less than idle_watts = 100"),
+        (
+            {"hosts": [host(idle_watts=100, peak_watts=50)]},
+            "peak_watts = 50 is less than idle_watts = 100",
+        ),
         (
             {"hosts": [host(ssds=[{"read": "1GB/s", "write": "1GB/s", "mixed": 3}])]},
             "less than or equal to 2",

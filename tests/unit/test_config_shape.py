@@ -480,7 +480,7 @@ def test_what_was_assumed_is_said() -> None:
                     if k != "num_experts_per_tok"
                 },
             },
-            "has 64 experts, and of these a token takes",
+            "has 64 experts, of which a token uses",
         ),
         (
             {

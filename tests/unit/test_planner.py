@@ -608,7 +608,7 @@ memory = "128GB"
             "5% of devices' and hosts' memory is kept free",
         ):
             assert said in text, said
-    assert "batch   4 samples (4096 tokens) a step: as given" in told
+    assert "batch   4 samples (4096 tokens) per step: as given" in told
     values = json.loads(out.read_text())["assumed_values"]
     assert values["hosts.gpu.memory_rate"] == 20e9 and values["efficiency"] == 0.5
     assert cli.main(["simulate", *words[:-2], "--placement", "ddp", "--headroom", "0.99"]) == 2
@@ -696,7 +696,7 @@ def test_what_is_not_tried_is_listed_with_the_nearest_batch() -> None:  # Rule 6
     answer = search(gpus(4), gpt(4, 1024, 16), OF, batch=30, explain=False)
     assert set(answer.families) == set(PLACEMENTS)
     assert answer.families["zero3"].left_out == {
-        "batch 30 does not divide by 4 data-parallel ranks; 28 or 32 would": 1
+        "batch 30 is not divisible by 4 data-parallel ranks; 28 or 32 would be": 1
     }
     assert any("interleaved" in why for why in answer.families["ddp"].left_out)
 

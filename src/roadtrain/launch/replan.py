@@ -335,7 +335,7 @@ def told(found: Replanned, measured: MeasuredRun) -> list[str]:
     lines += [
         f"by the plan that ran    {show_seconds(found.old_s)} a step: {words(found.old, cluster)}",
         f"by the best one         {show_seconds(found.new_s)} a step: {words(plan, cluster)}",
-        f"                        {found.arranged.arrangement.said}; {found.arranged.tried}"
+        f"                        {found.arranged.arrangement.text}; {found.arranged.tried}"
         f" arrangements of hosts were tried; {top} is busy {share:.0%}",
     ]
     if not found.better:
