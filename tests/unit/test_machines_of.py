@@ -208,11 +208,11 @@ def test_what_nothing_runs_is_refused_with_the_reason() -> None:
     for one, words in (
         (plan("files"), "is on 2 hosts"),
         (plan("summation", 1), "the plan has 1"),
-        (plan("server", 1, parallelism=Parallelism(pp=2)), "data-parallel workers alone"),
+        (plan("server", 1, parallelism=Parallelism(pp=2)), "only runs data-parallel workers"),
         (plan("zero1", activation_checkpointing=True), "does not support activation checkpointing"),
-        (plan("zero1", staleness=1), "late updates"),
+        (plan("zero1", staleness=1), "staleness or compressed"),
         (plan("zero1", 1, parallelism=Parallelism(cp=2)), "context"),
-        (plan("server", stage_placements=("server",)), "only simulated"),
+        (plan("server", stage_placements=("server",)), "only be simulated"),
     ):
         with pytest.raises(ConfigError, match=words):
             machines_of(one, where)

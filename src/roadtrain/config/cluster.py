@@ -91,7 +91,7 @@ class Ssd(Section):
     and how many writes, share the rate at once; with 1 they run in order of arrival. `internal`:
     bandwidth of the link to a processor in the SSD; 0 means as fast as `read`. `updates`: bytes of
     state that this processor updates a second (near-storage); 0 means that it has none. `capacity`:
-    bytes; 0 means unlimited. `price`: of buying one SSD."""
+    bytes, needed for a plan that keeps data on it. `price`: of buying one SSD."""
 
     count: Count = 1
     read: Rate = Field(gt=0)

@@ -133,7 +133,7 @@ class StoreSection(Section):
     files: Texts = ["{run}/store"]
     """directories of the store, one server for each; [] keeps it in RAM"""
     rates: list[Number] | Literal["measured"] | None = None
-    """relative speeds of the directories, to spread a new store by, or `measured`; default: equal"""
+    """relative speeds of the directories, which share a new store, or `measured`; default: equal"""
     direct: Flag = True
     """use direct I/O if the file system supports it"""
     moved_from: Texts = []
@@ -177,7 +177,7 @@ class ServersSection(Section):
     relay: SizeText | None = None
     """memory for a relay, a process that communicates for all workers of a host; default: none"""
     buffering: Literal["auto", "all", "none"] = "auto"
-    """blocks kept in memory from forward to backward: all, none, or auto (what fits and pays off)"""
+    """blocks kept in memory from forward to backward: all, none, auto (what fits and pays)"""
     replicas: Count = Field(default=1, le=2)
     """servers that hold each chunk; with 2, any one of the servers may fail"""
     give_up: Texts = []
@@ -201,7 +201,7 @@ class ServersSection(Section):
 
     @property
     def fan_in(self) -> FanIn | None:
-        """The options for summing gradients in the network; None if they are not. Raises ConfigError."""
+        """The options for summing gradients in switches; None without any. Raises ConfigError."""
         if not self.switches:
             return None
         nodes = tuple(SwitchNode(s.address, s.parent, tuple(s.workers)) for s in self.switches)
@@ -319,7 +319,7 @@ def check_own(path: str, job: Job) -> None:
     if named.resolve() == home.resolve() or not any(inside):
         return
     raise ConfigError(
-        f"{path} was written for the run in {named}, not in {home}; {', '.join(there)} belong to it",
+        f"{path} was written for the run in {named}, not in {home}; {', '.join(there)} are its own",
         hint=(
             f"to continue the copy: --run.dir {home} --store.files"
             f" {','.join(job_of_run(str(home)).store.files)}"

@@ -205,8 +205,8 @@ def _built(kind: str, config: Mapping[str, Any], made: Any, notes: list[str]) ->
         builds = [own._from_config]
     else:
         order = (*(BOTH if getattr(made, "is_encoder_decoder", False) else ()), *AUTO)
-        known = [c for name in order if (c := getattr(transformers, name, None)) is not None]
-        builds = [c.from_config for c in known if type(made) in c._model_mapping]
+        there = [c for name in order if (c := getattr(transformers, name, None)) is not None]
+        builds = [c.from_config for c in there if type(made) in c._model_mapping]
     failure: Exception | None = None
     found: list[nn.Module] = []
     for build in builds:

@@ -4,10 +4,10 @@ Measured: memory bandwidth; the speed of AdamW updates and of gradient sums on a
 writes and both at once in each storage directory; matrix products and copies of each device (a
 machine without devices computes on its CPUs, as device `cpu`). Read from the system: memory,
 network cards and their nominal rates, and the topology of devices, cards and disks
-(sums/host_topology.py; written as comments, since no plan needs it). What could not be measured is
-listed, and gets an assumed value when the file is read. Links to other hosts, in both directions,
-are measured if these listen (probe_links.py); a host that is lost meanwhile is listed, and the rest
-is written.
+(sums/host_topology.py; written as comments, since no plan needs it). Values that could not be
+measured are listed, and are assumed when the file is read. Links to other hosts, in both
+directions, are measured if these listen (probe_links.py). A host that is lost meanwhile is listed,
+and the rest is written.
 """
 
 from __future__ import annotations

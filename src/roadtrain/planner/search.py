@@ -103,7 +103,7 @@ class SearchResult:
 
 @value
 class SearchOptions:
-    """What to optimize, and what to try."""
+    """The goal of a search, and the plans to try."""
 
     goal: Literal["time", "cost", "energy"] = "time"
     # samples of a step; None: the smallest batch whose score per sample is within CLOSE of the best
