@@ -34,9 +34,8 @@ class Command:
     target: str  # module:function
     words: tuple[str, ...] = ()  # its positional arguments; [WORD] is optional
     job_keys: bool = False  # it also accepts every key of a job, passed as `overrides`
-    job_word: int = (
-        -1
-    )  # index of the job file in `words`, checked before torch is imported; -1: none
+    # index of the job file in `words`, which is checked before torch is imported; -1: none
+    job_word: int = -1
 
     @property
     def takes_rest(self) -> bool:

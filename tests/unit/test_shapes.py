@@ -136,7 +136,7 @@ def test_what_cannot_be_a_model() -> None:
     }
     assert from_config(whole).params > 0
     for more, said in (
-        ({"hidden_size": 4097}, "4097 does not divide into 32 heads"),
+        ({"hidden_size": 4097}, "hidden_size 4097 is not divisible by 32 heads"),
         ({"head_dim": 256}, "has heads of 128, the config says 256"),
         ({"attention_bias": True}, "does not count `attention_bias`"),
         ({"model_type": "qwen3"}, "no formula gives the parameters of a `qwen3`"),

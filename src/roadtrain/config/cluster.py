@@ -203,7 +203,7 @@ class Host(Section):
         return {"devices": 1, **tree} if has_device else tree
 
     @property
-    def together(self) -> Self:
+    def combined(self) -> Self:
         """A single machine with the combined resources of all `count` machines."""
         names = ("memory", "memory_rate", "updates", "sums", "uplink")
         more = {name: getattr(self, name) * self.count for name in names}

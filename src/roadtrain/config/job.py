@@ -371,7 +371,7 @@ def parse_overrides(args: Iterable[str]) -> dict[str, Any]:
             pending = None
         else:
             raise ConfigError(
-                f"unexpected argument {arg!r}", hint="options look like --run.steps 20"
+                f"unexpected argument {arg!r}", hint="write options such as --run.steps 20"
             )
     if pending is not None:
         out[pending] = _flag(pending)

@@ -117,7 +117,7 @@ class Machines:
 
     @model_validator(mode="after")
     @refusing
-    def _each_once(self) -> Self:
+    def _check_all_unique(self) -> Self:
         _check_unique((host.name for host in (*self.hosts, *self.spares)), "hosts are called")
         if not self.worker_hosts:
             raise ConfigError(

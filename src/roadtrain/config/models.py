@@ -362,7 +362,7 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
     found, gated = _sizes(config, kind), kind != "gpt2"
     hidden, heads = found["hidden_size"], found["num_attention_heads"]
     if hidden % heads:
-        raise ConfigError(f"a width of {hidden} does not divide into {heads} heads")
+        raise ConfigError(f"hidden_size {hidden} is not divisible by {heads} heads")
     if (head := _whole(config, "head_dim", hidden // heads)) * heads != hidden:
         raise ConfigError(
             f"the formula of a `{kind}` has heads of {hidden // heads}, the config says {head}",

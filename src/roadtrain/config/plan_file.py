@@ -235,7 +235,7 @@ class Plan:
         return replace(self, **changes)
 
     @property
-    def travels(self) -> float:
+    def sent_share(self) -> float:
         """Transferred bytes of a gradient relative to all its bytes: each element that is kept is
         sent with its index."""
         return 1.0 if self.keep is None else 2 * self.keep

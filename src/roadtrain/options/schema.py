@@ -126,9 +126,7 @@ Seconds = Annotated[float, _read_unit(parse_seconds), _write_unit("ns", 1e-9)]
 
 def _size_text(size: object) -> str:
     if isinstance(size, bool) or not isinstance(size, int | str):
-        raise ConfigError(
-            f"{size!r} is not a size", hint="write a number with a unit, such as 1.5GiB"
-        )
+        raise ConfigError(f"{size!r} is not a size", hint="write a size such as 1.5GiB")
     parse_bytes(size)
     return str(size)
 

@@ -232,7 +232,7 @@ def _balanced(cluster: Cluster, model: ModelShape, parallelism: Parallelism) -> 
         if host.device
     ]
     slowest = [min(flops[begin:stop]) for begin, stop in itertools.pairwise(first)]
-    speeds = _of_widths(parallelism, slowest)
+    speeds = _stage_speeds(parallelism, slowest)
     if pp == 1:
         return ()
     layers, ends = _ends(model)
@@ -240,7 +240,7 @@ def _balanced(cluster: Cluster, model: ModelShape, parallelism: Parallelism) -> 
     return () if stages is None or stages == even(len(layers), pp) else stages
 
 
-def _of_widths(parallelism: Parallelism, speeds: Sequence[float]) -> list[float]:
+def _stage_speeds(parallelism: Parallelism, speeds: Sequence[float]) -> list[float]:
     """Return the speed of each stage with all its replicas; unchanged if all stages have the same
     number."""
     widths = parallelism.widths or (1,) * parallelism.pp
@@ -269,7 +269,7 @@ def stages_that_fit(scene: Scene) -> tuple[int, ...] | None:
         return fit[key]
 
     slowest = [min(host.device.flops for host in group if host.device) for group in scene.groups_of]
-    speeds = _of_widths(plan.parallelism, slowest)
+    speeds = _stage_speeds(plan.parallelism, slowest)
     return balanced([blocks[i].flops for i in layers], speeds, ends=ends, fits=fits)
 
 

@@ -78,7 +78,7 @@ def why_not_run(plan: Plan, cluster: Cluster | None) -> str:
     return ""
 
 
-def _unlike(plan: Plan, cluster: Cluster) -> str:
+def _uneven(plan: Plan, cluster: Cluster) -> str:
     """Say why the simulation of a plan does not apply to hosts with different numbers of devices.
     Not checked for machines that were written by hand."""
     if not (plan.placement.served or plan.placement.name == "smartnic"):
@@ -98,7 +98,7 @@ def machines_of(plan: Plan, cluster: Cluster, run: str = "") -> Machines:
     """Assign the processes of a plan to machines. `run`: the run's name, to be used in the names of
     its stores. Raises ConfigError for a plan that `roadtrain launch` cannot run, and for SSDs
     without directories."""
-    if why := why_not_run(plan, cluster) or _unlike(plan, cluster):
+    if why := why_not_run(plan, cluster) or _uneven(plan, cluster):
         raise ConfigError(why, hint="`roadtrain plan --job` only tries plans that can be launched")
     workers, spares = _workers(plan, cluster)
     hosts = {host.name: host for host in workers}

@@ -157,7 +157,7 @@ def _config(kind: str, config: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         )
     except FAILURES as cause:
         raise ConfigError(
-            f"transformers cannot read the config of a `{kind}`: {_line(cause)}",
+            f"transformers cannot read the config of a `{kind}`: {_first_line(cause)}",
             hint="give the config.json as it was published",
         ) from cause
     return made, _guessed(kind, config, made)
@@ -224,7 +224,7 @@ def _built(kind: str, config: Mapping[str, Any], made: Any, notes: list[str]) ->
             classes = ", ".join(named) or "no class"
             notes.append(f"counted as {title} (the config names {classes})")
         return model.train()
-    why = "it has no class for it" if failure is None else _line(failure)
+    why = "it has no class for it" if failure is None else _first_line(failure)
     raise ConfigError(
         f"transformers cannot build the `{kind}` of this config: {why}", hint=OWN
     ) from failure
@@ -343,7 +343,7 @@ def _forward(kind: str, model: Any, parts: Split, inputs: Mapping[str, Any]) -> 
         params = sum(p.numel() for p in model.parameters())
         raise ConfigError(
             f"the forward of a `{kind}` ({show_params(params)} parameters) cannot be run without"
-            f" data: {_line(cause)}",
+            f" data: {_first_line(cause)}",
             hint=OWN,
         ) from cause
 
@@ -402,5 +402,5 @@ def _blocks(
     return (replace(first, attention=0.0), *layers, last)
 
 
-def _line(cause: Exception) -> str:
+def _first_line(cause: Exception) -> str:
     return f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"

@@ -91,8 +91,7 @@ class LinkEnd:
             if kind == DESCRIBE:
                 found = self.describe()
             else:
-                to = header.decode()
-                link = self.measured() if kind == BACK else measure(to, self.options)
+                link = self.measured() if kind == BACK else measure(header.decode(), self.options)
                 found = HostReport(link=link)
         except Exception as error:  # reported to the requesting host
             found = HostReport(error=f"{type(error).__name__}: {error}")

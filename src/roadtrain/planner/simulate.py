@@ -60,7 +60,7 @@ def load_model(name: str, seq_len: int | None = None) -> ModelShape:
                 f"{name} provides its own samples, --seq-len {seq_len} has no effect",
                 hint="omit --seq-len",
             )
-        return _of_module(module, function)
+        return _from_function(module, function)
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
@@ -91,7 +91,7 @@ def counted_modules(config: Mapping[str, Any], **more: Any) -> ModelShape:
     return counted
 
 
-def _of_module(module: str, function: str) -> ModelShape:
+def _from_function(module: str, function: str) -> ModelShape:
     """Measure the model that MODULE:FUNCTION returns. Imports torch, as does `counted_modules`."""
     try:
         model, *args = getattr(importlib.import_module(module), function)()

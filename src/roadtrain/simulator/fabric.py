@@ -184,11 +184,11 @@ class Fabric:
 
     # actions
 
-    def handed(self, params: float) -> Cost:
+    def serve(self, params: float) -> Cost:
         """Cost of the parameters that the server sends: to every device, or to the fan-in end in
         its process."""
         if self.fan_in is not None and self.server is not None:
-            return self.fan_in.handed(params)
+            return self.fan_in.copy_out(params)
         return self.answer(params)
 
     def answer(self, params: float, kept: bool = False) -> Cost:
@@ -235,7 +235,7 @@ class Fabric:
         plan, place, group, site = self.plan, self.plan.placement, self.group, self.site
         nbytes, n = params * plan.sizes.gradient_bytes, group.replicas
         if plan.keep is not None:
-            nbytes = params * plan.sizes.held_bytes * plan.travels
+            nbytes = params * plan.sizes.held_bytes * plan.sent_share
         if place.sum == "ring":
             back = 0.0
             if place.parameters == "device" and not self.gathers:
@@ -287,7 +287,7 @@ class Fabric:
         place = self.plan.placement
         if place.gradients != "ssd":
             return Cost(0, [])
-        nbytes = params * self._own * self.plan.sizes.held_bytes * self.plan.travels
+        nbytes = params * self._own * self.plan.sizes.held_bytes * self.plan.sent_share
         return Cost(nbytes, self.site.writes())
 
     def _state_site(self) -> Site:
@@ -305,7 +305,7 @@ class Fabric:
         """Cost of reading the state, and a gradient on SSDs, to where the update runs."""
         place, nbytes = self.plan.placement, self.plan.sizes.state_bytes
         if place.gradients == "ssd":
-            nbytes += self.plan.sizes.held_bytes * self.plan.travels
+            nbytes += self.plan.sizes.held_bytes * self.plan.sent_share
         uses = self._state_site().reads(beside=place.update == "ssd")
         return Cost(params * self._own * nbytes, uses)
 

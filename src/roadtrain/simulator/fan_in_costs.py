@@ -51,11 +51,11 @@ class FanInCosts:
         group = self.group
         return min(end.out.capacity for end in (group.site, group.server) if end is not None)
 
-    def handed(self, params: float) -> Cost:
+    def copy_out(self, params: float) -> Cost:
         """Cost of copying parameters from the server to the fan-in end in the same process."""
         return Cost(params * self.sizes.parameter_bytes, self._server_memory(2.0))
 
-    def taken(self, params: float) -> Cost:
+    def copy_in(self, params: float) -> Cost:
         """Cost of copying a sum from the fan-in end to the server."""
         return Cost(params * SUM_BYTES, self._server_memory(2.0))
 
@@ -65,7 +65,7 @@ class FanInCosts:
         nbytes = params * self.sizes.parameter_bytes
         wire = self.switches.on_wire(nbytes)
         data = nbytes / wire if wire else 0.0
-        uses = [*self._way(up=False), *self._server_memory(1.0), *group.inside(data)]
+        uses = [*self._path(up=False), *self._server_memory(1.0), *group.inside(data)]
         return self._cost(wire, [*uses, *_times(group.to_device, data)])
 
     def alone(self, params: float) -> Cost:
@@ -78,10 +78,10 @@ class FanInCosts:
 
     def maxima(self, params: float) -> Cost:
         """Cost of sending the largest exponents to all workers."""
-        return self._cost(self.switches.on_wire(self._blocks(params)), self._way(up=False))
+        return self._cost(self.switches.on_wire(self._blocks(params)), self._path(up=False))
 
     def exponents(self, params: float) -> Cost:
-        return self._cost(self.switches.on_wire(self._blocks(params)), self._way(up=True))
+        return self._cost(self.switches.on_wire(self._blocks(params)), self._path(up=True))
 
     def gradients(self, params: float) -> Cost:
         """Cost of sending gradients from each worker's devices to the server's memory, where the
@@ -89,8 +89,8 @@ class FanInCosts:
         group, wire = self.group, self.switches.on_wire(params * self.packets.width)
         data = params * self.sizes.gradient_bytes / wire if wire else 0.0
         memory = 1.0 + params * SUM_BYTES / wire if wire else 0.0
-        uses = [*self._way(up=True), *self._server_memory(memory)]
-        uses += [] if group.server is None else [(group.server.sums, self._once())]
+        uses = [*self._path(up=True), *self._server_memory(memory)]
+        uses += [] if group.server is None else [(group.server.sums, self._shared_part())]
         return self._cost(wire, [*uses, *group.inside(data), *_times(group.from_device, data)])
 
     def sums(self, params: float) -> Cost:
@@ -107,7 +107,7 @@ class FanInCosts:
         """Cost of a sum without a server, returned to all workers as integers."""
         group, up = self.group, self.sums(params)
         data = params * self.sizes.gradient_bytes / up.work if up.work else 0.0
-        back = self._cost(up.work, [*self._way(up=False), *_times(group.to_device, data)])
+        back = self._cost(up.work, [*self._path(up=False), *_times(group.to_device, data)])
         return up._replace(uses=[*up.uses, *back.uses], latency=2 * self.latency)
 
     def _blocks(self, params: float) -> float:
@@ -118,14 +118,14 @@ class FanInCosts:
         used = [(resource, weight) for resource, weight in uses if weight > 0]
         return Cost(wire, used, max_rate=self.switches.most(self._rate))
 
-    def _once(self) -> float:
+    def _shared_part(self) -> float:
         """Return this task's part of a byte that crosses a link once for all workers."""
         return self.group.at_server(once=True) * self.group.tp
 
-    def _way(self, *, up: bool) -> Uses:
+    def _path(self, *, up: bool) -> Uses:
         """Return the uses of a byte to or from the server, with the heartbeats that it causes in
         the other direction."""
-        group, once, beat = self.group, self._once(), self._beat()
+        group, once, beat = self.group, self._shared_part(), self._heartbeats()
         card, links = [group.site.out, group.site.into], [self.switches.up, self.switches.down]
         server = [] if group.server is None else [group.server.into, group.server.out]
         if not up:
@@ -135,7 +135,7 @@ class FanInCosts:
         uses += zip(server, (once, once * beat))
         return uses + group.touched(group.card)
 
-    def _beat(self) -> float:
+    def _heartbeats(self) -> float:
         """Return the bytes of heartbeats that a byte of packets causes in the other direction."""
         rate = self._rate
         if rate == float("inf") or not self.packets.overhead:
@@ -144,7 +144,7 @@ class FanInCosts:
 
     def _server_memory(self, crossings: float) -> Uses:
         server = self.group.server
-        return [] if server is None else [(server.memory, crossings * self._once())]
+        return [] if server is None else [(server.memory, crossings * self._shared_part())]
 
 
 def _times(uses: Uses, factor: float) -> Uses:

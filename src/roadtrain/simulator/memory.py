@@ -189,7 +189,7 @@ def needs(
             nbytes = file_bytes(own, params) * (ranks / parallelism.replicas)
             need(f"stage {number} SSDs", nbytes, _room(host), 1 / many)
     if served and cluster.spares:
-        server = cluster.spares[0].together
+        server = cluster.spares[0].combined
         if server.ssds:
             serving = next(p for p in map(plan.of_stage, range(len(cuts))) if p.placement.served)
             out.append(Need("server SSDs", file_bytes(serving, served), _room(server)))

@@ -126,7 +126,7 @@ class Scene:
             if here[-1] != there[0]:
                 self._nics([self.hosts[here[-1]], self.hosts[there[0]]], "pp")
         for stage in self._served_hosts():
-            self._of_server(stage, self.cluster.spares[0].together)
+            self._server_nics(stage, self.cluster.spares[0].combined)
         sums = {place.sum for place in places if not place.served}
         if len(self.used_hosts) == 1 and sums & {"spares", "separate", "switch"}:
             raise ConfigError(
@@ -148,8 +148,8 @@ class Scene:
         self.switch_links = SwitchLinks(engine, cluster, self.constants)
         self.server: Site | None = None
         if self.served:
-            node = cluster.spares[0].together
-            nics = [nic for hosts in self._served_hosts() for nic in self._of_server(hosts, node)]
+            node = cluster.spares[0].combined
+            nics = [nic for hosts in self._served_hosts() for nic in self._server_nics(hosts, node)]
             server_nic = min(nics, key=lambda n: n.total)
             self.server = Site(engine, node, server_nic, self.constants, "server")
         self.shared = self._shared_hosts() if self.apart else {}
@@ -172,7 +172,7 @@ class Scene:
         stages = enumerate(self.groups_of)
         return [(n, hosts) for n, hosts in stages if self.plan.placement_of(n).served]
 
-    def _of_server(self, stage: tuple[int, Sequence[Host]], node: Host) -> list[Nic]:
+    def _server_nics(self, stage: tuple[int, Sequence[Host]], node: Host) -> list[Nic]:
         """Return the server's network cards over which each of the stage's hosts reaches it."""
         number, hosts = stage
         if (tree := self._tree(number)) is not None:
@@ -185,7 +185,7 @@ class Scene:
         place = self.plan.placement_of(stage)
         if place.sum != "switch":
             return None
-        node = self.cluster.spares[0].together if place.served else None
+        node = self.cluster.spares[0].combined if place.served else None
         return switch_tree(self.cluster, self.groups_of[stage], node)
 
     def _switches(self, stage: int) -> SwitchResources | None:
@@ -398,7 +398,7 @@ class Scene:
         if group == "dp" and (tree := self._tree(stage)) is not None:
             return list(tree.cards)
         if self.apart and place.served and group == "dp":
-            node = self.cluster.spares[0].together
+            node = self.cluster.spares[0].combined
             return [self.cluster.common([host, node])[0] for host in hosts]
         relayed = place.sum == "relay" and group == "dp"
         if relayed or kind is not None:

@@ -223,7 +223,7 @@ class SimulatedFanIn:
         for then in [waiting[w].popleft() for w in sorted(announced) if waiting[w]]:
             then()
         params = self.blocks.params_of(action.chunk)
-        cost = joined([own.taken(params) for own in self._costs])
+        cost = joined([own.copy_in(params) for own in self._costs])
         done = partial(self._handle, m.Done(action))
         self.engine.task("Push", cost.of_bytes, then=done, where=self.name)
 

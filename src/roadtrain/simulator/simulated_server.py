@@ -194,7 +194,7 @@ class SimulatedServer:
         after = [self.upstream[chunk]] if chunk in self.upstream else []
 
         def give() -> None:
-            done, cost = partial(self._done, action), self.fabric.handed(size)
+            done, cost = partial(self._done, action), self.fabric.serve(size)
             self._cost("Fetch", cost, done, after=after, lane=self.fetches)
 
         if action.memory:
