@@ -193,7 +193,7 @@ def test_the_end_of_the_real_run_drives_it(monkeypatch: pytest.MonkeyPatch) -> N
         return [action for action in handle(self, event) if not isinstance(action, Grant)]
 
     monkeypatch.setattr(FanInStateMachine, "handle", silent)
-    with pytest.raises(LoopError, match="stands still"):
+    with pytest.raises(LoopError, match="is deadlocked"):
         run(racks(2))
 
 

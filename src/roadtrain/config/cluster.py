@@ -56,18 +56,16 @@ from roadtrain.units import show_rate, show_seconds
 
 
 class Device(Section):
-    """An accelerator. `flops`: peak compute speed in 16 bits. `peaks`: peaks of other precisions by
-    name ("fp8", "nvfp4"). `memory_rate`: bandwidth of its memory. `copy`: bandwidth to and from its
-    host (PCIe). `idle_watts`, `peak_watts`: power draw; 0 counts no energy."""
+    """An accelerator. `peaks`: compute speeds in other number formats by name ("fp8", "nvfp4")."""
 
-    kind: str = Field(default="device", description="name of the model of the device")
-    flops: Flops = Field(gt=0)
+    kind: str = Field(default="device", description="model of the device, such as A100-80GB")
+    flops: Flops = Field(gt=0, description="peak compute speed in 16 bits")
     peaks: dict[str, Annotated[Flops, Field(gt=0)]] = Field(default_factory=dict)
-    memory: Bytes = Field(gt=0)
-    memory_rate: Rate = 0.0
-    copy_rate: Rate = Field(default=0.0, alias="copy")
-    idle_watts: Number = 0
-    peak_watts: Number = 0
+    memory: Bytes = Field(gt=0, description="bytes of device memory")
+    memory_rate: Rate = Field(default=0.0, description="memory bandwidth; 0: assumed from flops")
+    copy_rate: Rate = Field(default=0.0, alias="copy", description="to and from host; 0: 12GB/s")
+    idle_watts: Number = Field(default=0, description="watts when idle")
+    peak_watts: Number = Field(default=0, description="watts when busy; 0: as when idle")
 
     @property
     def is_host(self) -> bool:
@@ -86,22 +84,19 @@ class Device(Section):
 
 
 class Ssd(Section):
-    """`count` SSDs of a kind, with rates for one SSD. `mixed`: how far reads and writes overlap,
-    from 1 (they share one rate) to 2 (they do not slow each other down). `depth`: how many reads,
-    and how many writes, share the rate at once; with 1 they run in order of arrival. `internal`:
-    bandwidth of the link to a processor in the SSD; 0 means as fast as `read`. `updates`: bytes of
-    state that this processor updates a second (near-storage); 0 means that it has none. `capacity`:
-    bytes, needed for a plan that keeps data on it. `price`: of buying one SSD."""
+    """SSDs of one kind. `mixed`: how much reads and writes overlap, from 1 (they share one rate) to
+    2 (they do not slow each other down). With `depth` 1, requests run in order of arrival.
+    `updates`: a second, by a processor in the SSD (near-storage)."""
 
-    count: Count = 1
-    read: Rate = Field(gt=0)
-    write: Rate = Field(gt=0)
-    mixed: Real = Field(default=1.0, ge=1, le=2)
-    capacity: Bytes = 0.0
-    depth: Count = 2
-    internal: Rate = 0.0
-    updates: Rate = 0.0
-    price: Number = 0
+    count: Count = Field(default=1, description="number of these SSDs in each machine")
+    read: Rate = Field(gt=0, description="read rate of one SSD")
+    write: Rate = Field(gt=0, description="write rate of one SSD")
+    mixed: Real = Field(default=1.0, ge=1, le=2, description="1: reads and writes share a rate")
+    capacity: Bytes = Field(default=0.0, description="bytes of one; needed to keep data on it")
+    depth: Count = Field(default=2, description="reads, and writes, that run at the same time")
+    internal: Rate = Field(default=0.0, description="rate to a processor in it; 0: as `read`")
+    updates: Rate = Field(default=0.0, description="bytes of state that it updates; 0: none")
+    price: Number = Field(default=0, description="cost of buying one SSD")
     directories: tuple[str, ...] = ()
     """mount point of each SSD, needed to run a plan and not to simulate it; `{host}` stands for the
     name of the machine"""
@@ -118,16 +113,14 @@ class Ssd(Section):
 
 
 class Nic(Section):
-    """`count` network cards of `rate` each. `latency`: seconds one way. `switch`: the name of the
-    switch it is connected to; by default the switch that all cards of its `kind` share. `relay`:
-    the card has a processor and memory of its own (SmartNIC)."""
+    """Network cards of one kind."""
 
     kind: Literal["infiniband", "roce", "ethernet"] = "ethernet"
-    rate: Rate = Field(gt=0)
-    count: Count = 1
-    latency: Seconds = 0.0
-    switch: str = ""
-    relay: Flag = False
+    rate: Rate = Field(gt=0, description="rate of one card in each direction")
+    count: Count = Field(default=1, description="number of these cards in each machine")
+    latency: Seconds = Field(default=0.0, description="one-way latency; 0: usual for its kind")
+    switch: str = Field(default="", description="switch it connects to; default: one for each kind")
+    relay: Flag = Field(default=False, description="it has a processor and memory (SmartNIC)")
 
     @property
     def total(self) -> float:
@@ -147,7 +140,7 @@ class Switch(Section):
     """A switch of the network, or, with `rate`, a machine beside it that runs
     `roadtrain serve --switch`."""
 
-    name: str
+    name: str = Field(description="name, unique among switches")
     sums: Flag = False
     """it sums gradients on their way and copies parameters to all hosts"""
     multicasts: Flag = False
@@ -168,31 +161,27 @@ def _device(value: object) -> object:
 
 
 class Host(Section):
-    """`count` identical machines. `devices`: accelerators in each (default 1 if `device` is given).
-    `fabric`: bandwidth between its devices, for one device and direction (NVLink). `updates`: bytes
-    of state and gradients a second that its CPUs update. `sums`: bytes of arriving gradients a
-    second that its CPUs add up. `uplink`: bandwidth that all its SSDs share. `idle_watts`,
-    `peak_watts`: power draw without devices. `price_per_hour`: cost of renting one machine for an
-    hour.
+    """Machines of one kind. `fabric`: for one device and direction. `updates`: bytes of state and
+    gradients a second. `sums`: bytes of arriving gradients a second.
     """
 
-    name: str
-    count: Count = 1
-    devices: Whole = 0
+    name: str = Field(description="name of this kind of host")
+    count: Count = Field(default=1, description="number of machines")
+    devices: Whole = Field(default=0, description="devices of each; 1 if `device` is set")
     device: Annotated[Device | None, BeforeValidator(refusing(_device))] = None
-    fabric: Rate = 0.0
-    memory: Bytes = Field(gt=0)
-    memory_rate: Rate = 0.0
-    updates: Rate = 0.0
-    sums: Rate = 0.0
+    fabric: Rate = Field(default=0.0, description="rate between its devices (NVLink); 0: by `copy`")
+    memory: Bytes = Field(gt=0, description="bytes of memory of one machine")
+    memory_rate: Rate = Field(default=0.0, description="memory bandwidth; 0: 20GB/s is assumed")
+    updates: Rate = Field(default=0.0, description="bytes that CPUs update; 0: 60 % of memory_rate")
+    sums: Rate = Field(default=0.0, description="bytes that CPUs sum; 0: 60 % of memory_rate")
     ssds: tuple[Ssd, ...] = ()
-    uplink: Rate = 0.0
+    uplink: Rate = Field(default=0.0, description="rate that all its SSDs share; 0: 12GB/s")
     nics: tuple[Nic, ...] = ()
     price: Number = 0
     """cost of buying one machine"""
-    price_per_hour: Number = 0
-    idle_watts: Number = 0
-    peak_watts: Number = 0
+    price_per_hour: Number = Field(default=0, description="cost of renting one machine for an hour")
+    idle_watts: Number = Field(default=0, description="watts when idle, without devices")
+    peak_watts: Number = Field(default=0, description="watts when busy, without devices")
     addresses: tuple[Address, ...] = ()
     """address of each machine, at which the others reach it, without a port"""
 
@@ -232,22 +221,21 @@ class Host(Section):
 
 
 class LinkRate(Section):
-    """A link between two switches, shared by all traffic between them. `rate`: in each direction.
-    `latency`: seconds one way."""
+    """A link between two switches."""
 
-    between: tuple[str, str]
-    rate: Rate = Field(gt=0)
-    latency: Seconds = 0.0
+    between: tuple[str, str] = Field(description="names of the two switches")
+    rate: Rate = Field(gt=0, description="rate in each direction, shared by all traffic")
+    latency: Seconds = Field(default=0.0, description="one-way latency")
 
 
 class Cluster(Section):
-    name: str = "cluster"
+    name: str = Field(default="cluster", description="name in reports")
     hosts: tuple[Host, ...] = Field(min_length=1)
     switches: tuple[Switch, ...] = ()
     links: tuple[LinkRate, ...] = ()
-    measured: tuple[str, ...] = ()
-    assumed: tuple[str, ...] = ()
-    price_per_kwh: Number = 0
+    measured: tuple[str, ...] = Field(default=(), description="keys whose values were measured")
+    assumed: tuple[str, ...] = Field(default=(), description="keys whose values were assumed")
+    price_per_kwh: Number = Field(default=0, description="cost of a kilowatt-hour")
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:

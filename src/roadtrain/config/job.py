@@ -108,7 +108,7 @@ class OptimizerSection(Section):
     options: dict[str, Any] = {}
     """further arguments of the optimizer's class"""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """how lr falls until run.steps"""
+    """how lr changes until run.steps"""
     warmup_steps: Whole = Field(default=0, description="steps in which lr rises from 0")
     clip_norm: Number | None = Field(default=None, gt=0)
     """largest norm of the whole gradient, which is scaled down to it; default: no clipping"""
@@ -133,7 +133,7 @@ class StoreSection(Section):
     files: Texts = ["{run}/store"]
     """directories of the store, one server for each; [] keeps it in RAM"""
     rates: list[Number] | Literal["measured"] | None = None
-    """relative speeds of the directories, which share a new store, or `measured`; default: equal"""
+    """relative speeds of the directories, to divide a new store, or `measured`; default: equal"""
     direct: Flag = True
     """use direct I/O if the file system supports it"""
     moved_from: Texts = []
@@ -177,7 +177,7 @@ class ServersSection(Section):
     relay: SizeText | None = None
     """memory for a relay, a process that communicates for all workers of a host; default: none"""
     buffering: Literal["auto", "all", "none"] = "auto"
-    """blocks kept in memory from forward to backward: all, none, auto (what fits and pays)"""
+    """blocks kept in memory from forward to backward: all, none, or auto (if it helps and fits)"""
     replicas: Count = Field(default=1, le=2)
     """servers that hold each chunk; with 2, any one of the servers may fail"""
     give_up: Texts = []
@@ -210,7 +210,7 @@ class ServersSection(Section):
 
 class BudgetSection(Section):
     host: SizeText | None = None
-    """host memory to use, such as `900MiB`; default: half of the free memory, in RAM all of it"""
+    """host memory to use, such as `900MiB`; default: half of the free memory, in RAM all"""
     device: SizeText | None = None
     """accelerator memory for parameters and gradients; default: no limit"""
 

@@ -111,7 +111,7 @@ def answer_text(
             f"second  {words(runner.plan, cluster)}: {runner.score / pick.score - 1:+.1%} {goal}"
             f" per sample; {top} is busy {share:.0%}"
         )
-        flips = " or with ".join(answer.flips) or "none of the rates halved or doubled"
+        flips = " or with ".join(answer.flips) or "no single rate halved or doubled"
         lines.append(f"        it would win with {flips}")
     free = _unpriced(cluster, goal)
     return "\n".join(
