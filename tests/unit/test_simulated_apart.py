@@ -439,7 +439,7 @@ def test_people_read_what_each_replica_did_and_each_card_carried() -> None:
     assert "placement zero1, files, dp 3+1 x tp 1 x pp 2" in text
     assert "micro-batch 1 x 6 over all replicas" in text
     assert "stage 0 replica 2: the device waits" in text and "stage 1 replica 0: the" in text
-    assert "carried gpu 3 roce out: 11.4 MiB a step" in text  # gradients of 6 x 2 MB activations
+    assert "carried gpu 3 roce out: 11.4 MiB per step" in text  # gradients of 6 x 2 MB activations
     told = as_json(result, where, model, WHOLE)
     assert make_plan(tomllib.loads(PlanFile(plan).to_toml())) == plan
     assert told["plan"]["stage_placements"] == ("zero1", "files")
