@@ -406,7 +406,7 @@ def test_a_plan_or_a_sentence(
     try:
         answer = search(cluster, shape(model), OF, batch=batch, placements=names, explain=False)
     except ConfigError as error:
-        assert "takes a batch of" in str(error)
+        assert "divides a batch of" in str(error)
         return
     if answer.pick is not None:
         assert (

@@ -124,7 +124,7 @@ class OptimizerSection(Section):
         if name not in OPTIMIZERS and ":" not in name:
             raise ValueError(
                 f"unknown optimizer {name!r};"
-                f" {did_you_mean(name, OPTIMIZERS) or 'or give MODULE:CLASS'}"
+                f" {did_you_mean(name, OPTIMIZERS) or 'give MODULE:CLASS for another'}"
             )
         return name
 
@@ -319,7 +319,8 @@ def check_own(path: str, job: Job) -> None:
     if named.resolve() == home.resolve() or not any(inside):
         return
     raise ConfigError(
-        f"{path} was written for the run in {named}, not in {home}; {', '.join(there)} are its own",
+        f"{path} was written for the run in {named}, not for {home}: {', '.join(there)} belong to"
+        " that run",
         hint=(
             f"to continue the copy: --run.dir {home} --store.files"
             f" {','.join(job_of_run(str(home)).store.files)}"

@@ -324,7 +324,7 @@ def chosen_length(seq_len: int | None, longest: int | None) -> tuple[int, list[s
         return tokens, [f"samples of {tokens} tokens ({limit}; change with --seq-len)"]
     if seq_len < 1 or seq_len > (longest or seq_len):
         raise ConfigError(
-            f"samples of {seq_len} tokens, the model's longest is {longest or 'unknown'}",
+            f"samples have {seq_len} tokens, the model's longest is {longest or 'unknown'}",
             hint="give a --seq-len of 1 or more" + (f" and at most {longest}" if longest else ""),
         )
     return seq_len, []

@@ -128,7 +128,7 @@ def constants(name: str) -> Constants:
     """Return the constants of this name in config/fitted.toml. Raises ConfigError."""
     fitted = _fitted()
     if name not in fitted:
-        raise ConfigError(f"no constants are called {name!r}", hint=f"give {', '.join(fitted)}")
+        raise ConfigError(f"no constants are called {name!r}", hint=f"one of {', '.join(fitted)}")
     return fitted[name]
 
 

@@ -249,8 +249,8 @@ def check(found: Sequence[Need], plan: Plan) -> None:
         hint = f"provide {show_bytes(worst.lacking)} more there; or {hint}"
     kept = f" ({kept_free(plan)})" if plan.headroom and not worst.where.endswith("SSDs") else ""
     raise BudgetError(
-        f"{worst.where}: the plan needs {show_bytes(worst.nbytes)}, available are"
-        f" {show_bytes(worst.room)}" + kept,
+        f"{worst.where}: the plan needs {show_bytes(worst.nbytes)},"
+        f" {show_bytes(worst.room)} is available" + kept,
         hint=hint,
     )
 
