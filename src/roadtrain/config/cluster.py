@@ -366,7 +366,7 @@ def make_cluster(tree: Mapping[str, Any], where: str = "cluster") -> Cluster:
 
 
 def _filled(cluster: Cluster) -> Cluster:
-    """Fill in the values that were left out with usual ones, and list their keys in `assumed`."""
+    """Fill in typical values for those that were left out, and list their keys in `assumed`."""
     assumed, hosts = list(cluster.assumed), []
     for host in cluster.hosts:
         changes, names = _guessed(host)

@@ -167,7 +167,8 @@ def checked(kind: type[T], tree: object, where: str = "") -> T:
 
 
 def as_tree(value: Any, **options: Any) -> dict[str, Any]:
-    """Return the table that reads as `value`. `options`: as of pydantic's `dump_python`."""
+    """Convert `value` to a table from which it can be read. `options`: of pydantic's
+    `dump_python`."""
     tree: dict[str, Any] = TypeAdapter(type(value)).dump_python(
         value, mode="json", exclude_none=True, **options
     )
@@ -175,7 +176,7 @@ def as_tree(value: Any, **options: Any) -> dict[str, Any]:
 
 
 def as_toml(value: Any, **options: Any) -> str:
-    """Return the TOML that reads as `value`. `options`: as of pydantic's `dump_python`."""
+    """Convert `value` to TOML from which it can be read. `options`: of pydantic's `dump_python`."""
     return tomli_w.dumps(as_tree(value, **options))
 
 

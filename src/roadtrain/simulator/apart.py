@@ -61,7 +61,7 @@ class SwitchLinks:
         self.resources: dict[tuple[str, str], Resource] = {}
 
     def uses(self, here: Nic, there: Nic) -> Uses:
-        """Return the uses of a byte from one card to another; none inside one switch."""
+        """Return the resource uses of a byte from one card to another; none inside one switch."""
         rate = self.cluster.between([here, there])
         ends = self.cluster.switch_of(here), self.cluster.switch_of(there)
         if ends[0] == ends[1] or rate == float("inf"):
@@ -88,9 +88,9 @@ class RankFabric(Fabric):
         self.across = across
 
     def _network(self, ring: float, exchanged: float = 0.0) -> Uses:
-        """Return the uses of a byte, as in Fabric, for separate ranks: a ring crosses a host's
-        network card once for all its ranks; of data exchanged between all pairs of ranks, the part
-        for other hosts crosses it."""
+        """Return the resource uses of a byte, as in Fabric, for separate ranks: a ring crosses a
+        host's network card once for all its ranks; of data exchanged between all pairs of ranks,
+        the part for other hosts crosses it."""
         group, own, beside = self.group, self.group.ranks, self.group.beside
         others, away = max(1, group.replicas - 1), group.replicas - beside
         near = exchanged * (beside - 1) / others + (ring if beside > 1 else 0.0)

@@ -116,9 +116,9 @@ class Fabric:
     # the network
 
     def _network(self, ring: float, exchanged: float = 0.0) -> Uses:
-        """Return the uses of a byte of which each device passes `ring` on to the next device, and
-        sends `exchanged` to all others in equal parts; in both directions. Here both cross a host's
-        network card once for all its ranks."""
+        """Return the resource uses of a byte of which each device passes `ring` on to the next
+        device, and sends `exchanged` to all others in equal parts; in both directions. Here both
+        cross a host's network card once for all its ranks."""
         group, site, per_device = self.group, self.site, ring + exchanged
         inside = [(site.fabric, per_device)] if group.ranks > 1 else []
         if group.hosts == 1:
@@ -134,8 +134,9 @@ class Fabric:
         return split and self.plan.gather == "forward" and self.group.replicas > 1
 
     def _ring(self, passes: float, exchanges: float = 0.0) -> tuple[Uses, float]:
-        """Return the uses and latency of a byte in `passes` passes of a ring. In `exchanges` of
-        them, CPUs send each part directly to the rank that needs it (stages/data_group.py)."""
+        """Return the resource uses and latency of a byte in `passes` passes of a ring. In
+        `exchanges` of them, CPUs send each part directly to the rank that needs it
+        (stages/data_group.py)."""
         n, hosts = self.group.replicas, self.group.hosts
         if n == 1:
             return [], 0.0

@@ -123,8 +123,8 @@ class FanInCosts:
         return self.group.at_server(once=True) * self.group.tp
 
     def _path(self, *, up: bool) -> Uses:
-        """Return the uses of a byte to or from the server, with the heartbeats that it causes in
-        the other direction."""
+        """Return the resource uses of a byte to or from the server, with the heartbeats that it
+        causes in the other direction."""
         group, once, beat = self.group, self._shared_part(), self._heartbeats()
         card, links = [group.site.out, group.site.into], [self.switches.up, self.switches.down]
         server = [] if group.server is None else [group.server.into, group.server.out]

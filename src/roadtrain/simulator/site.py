@@ -67,7 +67,8 @@ class Site:
                 self.beside = resource("ssd updates", sum(s.count * s.updates for s in host.ssds))
 
     def reads(self, *, beside: bool = False) -> Uses:
-        """Return the uses of a byte from the SSDs to host memory, or to processors in the SSDs."""
+        """Return the resource uses of a byte from the SSDs to host memory, or to processors in the
+        SSDs."""
         media = [(self.read, 1.0), (self.mixed, 1.0 / self.read.capacity)]
         return media + ([(self.inside, 1.0)] if beside else [(self.up, 1.0), (self.memory, 1.0)])
 
@@ -193,7 +194,7 @@ class FlowGroup:
         return self.server_share * (1.0 if once else float(self.hosts))
 
     def inside(self, weight: float) -> Uses:
-        """Return the uses of a byte between the ranks of this host."""
+        """Return the resource uses of a byte between the ranks of this host."""
         return [(self.site.fabric, weight)] if self.beside > 1 else []
 
     def touched(self, crossings: float) -> Uses:
