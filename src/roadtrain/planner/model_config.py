@@ -221,8 +221,8 @@ def _built(kind: str, config: Mapping[str, Any], made: Any, notes: list[str]) ->
         # the class with all parts of the model
         model = max(found, key=lambda model: sum(p.numel() for p in model.parameters()))
         if (title := type(model).__name__) not in named:
-            classes = ", ".join(named) or "no class"
-            notes.append(f"counted as {title} (the config names {classes})")
+            listed = ", ".join(named) or "no class"
+            notes.append(f"counted as {title} (the config names {listed})")
         return model.train()
     why = "it has no class for it" if failure is None else _first_line(failure)
     raise ConfigError(

@@ -115,7 +115,7 @@ class StagePush:
 
 
 @dataclass
-class Exchange:
+class ReplicaExchange:
     """The exchange of gradients between the replicas of one stage. `collective`: all transfers
     start when the last replica is ready; otherwise each replica pushes on its own, and the sum is
     complete when the last push has arrived."""
@@ -169,4 +169,4 @@ class RankOf:
 
     replica: int
     widths: tuple[int, ...]
-    exchange: Exchange
+    exchange: ReplicaExchange

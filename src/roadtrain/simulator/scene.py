@@ -16,7 +16,7 @@ from roadtrain.config.plan_file import NetworkGroup, Plan
 from roadtrain.config.switch_tree import SwitchTree, switch_tree
 from roadtrain.errors import ConfigError
 from roadtrain.simulator.apart import (
-    Exchange,
+    ReplicaExchange,
     RankFabric,
     RankOf,
     SharedHost,
@@ -153,7 +153,7 @@ class Scene:
             server_nic = min(nics, key=lambda n: n.total)
             self.server = Site(engine, node, server_nic, self.constants, "server")
         self.shared = self._shared_hosts() if self.apart else {}
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[ReplicaExchange] = []
         self.stages: list[SimulatedStage] = []
         for number in range(self.plan.parallelism.pp):
             self._check_tensor_groups(number)
@@ -248,7 +248,7 @@ class Scene:
         nics = dict(zip(hosts, self._nics(self.groups_of[number], "dp", number)))
         switches = self._switches(number)
         across = self._across([nics[s] for s in slots[:: parallelism.tp] if s in nics])
-        exchange = Exchange(self.engine, f"stage {number}", plan.placement.sum == "ring")
+        exchange = ReplicaExchange(self.engine, f"stage {number}", plan.placement.sum == "ring")
         self.exchanges.append(exchange)
         # the host index at which each replica begins
         at = slots[:: self._devices_of_replica]
