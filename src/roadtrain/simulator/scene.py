@@ -16,9 +16,9 @@ from roadtrain.config.plan_file import NetworkGroup, Plan
 from roadtrain.config.switch_tree import SwitchTree, switch_tree
 from roadtrain.errors import ConfigError
 from roadtrain.simulator.apart import (
-    ReplicaExchange,
     RankFabric,
     RankOf,
+    ReplicaExchange,
     SharedHost,
     SwitchLinks,
 )
