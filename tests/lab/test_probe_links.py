@@ -158,7 +158,7 @@ def test_a_host_that_goes_meanwhile(lab: Lab, how: str) -> None:
     named = f"not measured: host {lab.where['c']}: "
     for lines in told.splitlines(), lab.out.read_text().splitlines():
         (line,) = (line.removeprefix("# ") for line in lines if lab.where["c"] in line)
-        assert line.startswith(named) and "has gone" in line, told
+        assert line.startswith(named) and "was lost" in line, told
 
 
 def test_without_a_token(lab: Lab) -> None:

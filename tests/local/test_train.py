@@ -213,7 +213,7 @@ def test_a_copy_of_a_run_means_its_own_store(path: Path) -> None:
         cli.run(["export", str(copy), str(path.parent / "out")])
     shutil.rmtree(copy)
     shutil.copytree(job.run_dir, copy)
-    with pytest.raises(ConfigError, match=r"lies in .*copy") as raised:
+    with pytest.raises(ConfigError, match=r"not for .*copy") as raised:
         cli.run(["train", str(copy / "job.toml")])
     assert f"--run.dir {copy} --store.files {copy}/store" in str(raised.value)
     # `{run}` is the copy's
@@ -228,7 +228,7 @@ def test_a_copy_of_a_run_means_its_own_store(path: Path) -> None:
         .replace(str(copy), str(job.run_dir))
     )
     (copy / "job.toml").write_text(edition1)
-    with pytest.raises(ConfigError, match=r"are of that run"):
+    with pytest.raises(ConfigError, match=r"belong to that run"):
         cli.run(["train", str(copy / "job.toml"), "--run.dir", str(copy)])
     assert job_of_run(str(copy)).store.files == [str(copy / "store")]
 

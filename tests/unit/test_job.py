@@ -156,7 +156,7 @@ def test_switches_are_an_address_or_tables() -> None:
 @pytest.mark.parametrize(
     ("servers", "words"),
     [
-        ({"wire": "int8"}, "no switches are given"),
+        ({"wire": "int8"}, "is given, but no switches"),
         ({"switches": ["a:1", "b:1"]}, "2 switches have no parent"),
         ({"switches": ["a:1"], "window": 100}, "a window of 100 packets"),
         (

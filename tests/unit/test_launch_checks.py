@@ -221,10 +221,10 @@ def test_numbers_of_the_job_that_are_not_the_plans_are_told_of(tmp_path: Path) -
     words = {"model.dtype": "bf16", "compress.keep": 0.1, "optimizer.delay": 1}
     other = replace(run, job=run.job.changed(words))
     assert check(other, an_engine(other)) == [
-        "the plan was made for another job, so is what it predicts and needs: bytes of a parameter"
-        " 4 (here 2), bytes of a gradient that travels 4 (here 2), bytes of a parameter's optimizer"
-        " state 8 (here 12), share of a gradient that is sent 1 (here 0.1), updates that a step may"
-        " lack 0 (here 1)"
+        "the plan was made for a job with other numbers, so its predictions may be wrong: bytes of"
+        " a parameter 4 (here 2), bytes of a gradient in transfer 4 (here 2), bytes of a"
+        " parameter's optimizer state 8 (here 12), fraction of a gradient that is sent 1 (here"
+        " 0.1), updates that a step may miss 0 (here 1)"
     ]
 
 

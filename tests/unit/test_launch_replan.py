@@ -202,7 +202,7 @@ def names(hosts: tuple[Host, ...]) -> tuple[str, ...]:
 
 
 def test_hosts_that_are_alike_have_one_order() -> None:
-    assert [one.said for one in arrangements(cluster_of([100, 100, 100]))] == [
+    assert [one.text for one in arrangements(cluster_of([100, 100, 100]))] == [
         "hosts in the order g0, g1, g2"
     ]
 

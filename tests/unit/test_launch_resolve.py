@@ -384,7 +384,7 @@ def test_a_tree_of_switches_names_workers_by_rank() -> None:
 
 
 def test_workers_that_would_each_train_by_themselves_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"placement files is of one worker, .* is 2"):
+    with pytest.raises(ConfigError, match=r"placement files runs one worker, .* has 2"):
         of(a_plan("files", TWO[:1], parallelism=Parallelism(dp=2)), a_job())
 
 

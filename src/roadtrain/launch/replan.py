@@ -331,7 +331,7 @@ def describe(found: ReplanResult, measured: MeasuredRun) -> list[str]:
     lines += [
         f"old plan, predicted     {show_seconds(found.old_s)} a step: {words(found.old, cluster)}",
         f"best plan, predicted    {show_seconds(found.new_s)} a step: {words(plan, cluster)}",
-        f"                        {found.arranged.arrangement.said}; {found.arranged.tried}"
+        f"                        {found.arranged.arrangement.text}; {found.arranged.tried}"
         f" arrangements of hosts were tried; {top} is busy {share:.0%}",
     ]
     if not found.better:
