@@ -147,7 +147,7 @@ def test_state_in_ram_has_no_store(tmp_path: Path) -> None:
         mark.check("", -1, IN_RAM)
         mark.adopt("", 0)
         mark.advance(9, now=True)
-        assert mark.known.step == -1
+        assert mark.record.step == -1
     Mark(tmp_path, witness=9).check("", -1, "there")  # and leaves nothing that a store must have
     marked(tmp_path, 5)
     with pytest.raises(GoneError, match="RAM"):

@@ -637,6 +637,6 @@ def test_a_conversion_that_was_killed(
         ):
             os.close(int(fd))
     store = opened([tmp_path])
-    assert store.step == 0 and not store.said
+    assert store.step == 0 and not store.events
     assert names(tmp_path) == {"CURRENT", "gen-1" if moment == "switch" else "gen-2"}
     store.close()

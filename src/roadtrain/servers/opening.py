@@ -12,11 +12,11 @@ from enum import Enum
 from roadtrain.errors import ConfigError, ForeignError, ForkedError, StaleError
 from roadtrain.servers.store_plan import StorePlan, check_same
 from roadtrain.storage.history import (
-    Doubt,
     Histories,
     HistoryLink,
     Resume,
     ServerHoldings,
+    Unclear,
     Witness,
     back_to,
     lost_chunks,
@@ -77,16 +77,16 @@ class FoundStores:
         self.names = meta.directories
         self.found: dict[int, FoundStore] = {}
         self.given_up: tuple[int, ...] = ()
-        self._decided: Resume | Doubt | None = None  # of `found`; None: not known yet
+        self._decided: Resume | Unclear | None = None  # of `found`; None: not known yet
 
     def add(self, number: int, found: FoundStore) -> None:
         self.found[number] = found
         self._decided = None
 
-    def decide(self) -> Resume | Doubt:
+    def decide(self) -> Resume | Unclear:
         """What those who are here may go on from. Raises ForkedError, StaleError."""
         if self._decided is None:
-            decided: Resume | Doubt | None = None
+            decided: Resume | Unclear | None = None
             try:
                 decided = self._histories(()).resume(self._witness())
             except (ForkedError, StaleError) as error:
@@ -174,7 +174,7 @@ class FoundStores:
     def _witness(self) -> Witness | None:
         """What this run's directory knows of the history of those who are here."""
         jobs = {found.meta.job for found in self.found.values() if found.meta is not None}
-        known = None if self._mark is None else self._mark.known
+        known = None if self._mark is None else self._mark.record
         return Witness.of(known.history) if known is not None and known.job in jobs else None
 
     def _snapshot(self) -> tuple[int, tuple[int, ...]]:
