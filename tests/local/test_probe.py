@@ -255,7 +255,7 @@ def test_wrong_words(
     assert f"{tmp_path}/none is no directory" in told("--out", f"{tmp_path}/none/cluster.toml")
     assert "/sys: probing: " in told("--dirs", "/sys")  # nobody can make a file there
     assert "127.0.0.1:1" in told("--hosts", "127.0.0.1:1", code=3)
-    assert "'nowhere' is no address" in told("--hosts", "nowhere")
+    assert "'nowhere' is not an address" in told("--hosts", "nowhere")
     assert "give one of them" in told("--hosts", "127.0.0.1:1", "--listen", "127.0.0.1:0")
     assert "without a token" in told("--listen", "0.0.0.0:0")
     assert "cannot read the token" in told(

@@ -35,7 +35,7 @@ def test_files_folders_globs(folder: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/no/such", "/no/such/*.py"])
 def test_a_path_that_gives_nothing(path: str) -> None:
-    with pytest.raises(ConfigError, match=r"data.paths: '/no/such.* gives no text file"):
+    with pytest.raises(ConfigError, match=r"data.paths: '/no/such.* has no text file"):
         Tokens([path])
 
 

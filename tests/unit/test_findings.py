@@ -413,7 +413,7 @@ def test_how_many_ranks_must_meet() -> None:
     assert preflight_command.needed_ranks(asked(pp=2, dp=2), 1) == 4
     assert preflight_command.needed_ranks(asked(pp=2, widths=[2, 1]), 1) == 3
     assert preflight_command.needed_ranks(asked(pp=2, dp=2, tp=2), 4) == 2
-    with pytest.raises(ConfigError, match="is 4 ranks, which 3 a host do not divide"):
+    with pytest.raises(ConfigError, match="has 4 ranks, not a multiple of 3 per host"):
         preflight_command.needed_ranks(asked(pp=2, dp=2), 3)
 
 

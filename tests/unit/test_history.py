@@ -62,7 +62,7 @@ def test_a_committed_step_is_not_gone_back_behind():
     assert (
         isinstance(found, Unclear)
         and "step 8" in found.why
-        and "not by server 1 (host1:7000)" in found.why
+        and "held by server 1 (host1:7000), is missing" in found.why
     )
 
 
@@ -89,7 +89,7 @@ def test_who_lagged_does_not_go_on_alone():
     lagged = {0: ServerHoldings(5, (A,))}
     began = Witness("a", "b", (1,))
     doubt = histories(lagged).resume(began)
-    assert isinstance(doubt, Unclear) and "the run's last session was with server 1" in doubt.why
+    assert isinstance(doubt, Unclear) and "the run's last session included server 1" in doubt.why
     assert isinstance(histories(lagged).resume(Witness("b", "c", (1,))), Unclear)
     # by a start of another run directory, after the last of this one
     elsewhere = {1: ServerHoldings(8, (A, B))}
@@ -114,7 +114,7 @@ def test_two_that_went_on_without_each_other_are_refused_by_name():
         histories(found)
     first, _, hint = str(raised.value).partition("\n")
     assert (
-        "server 0 (host0:7000) is at step 9 on a history of its own since step 5, begun at"
+        "server 0 (host0:7000) is at step 9 on a history of its own since step 5, started at"
         " 2026-09-21" in first
     )
     assert "server 1 (host1:7000) is at step 7 on a history of its own since step 5" in first
@@ -141,7 +141,7 @@ def test_of_three_or_more_a_majority_is_needed(n, few):
 
 def test_an_older_copy_is_refused_by_the_run():
     """All servers were put back to a copy that was made before the last session."""
-    with pytest.raises(StaleError, match="in the history of nobody here: they are at step 8"):
+    with pytest.raises(StaleError, match="in no server's history: they are at step 8"):
         histories({0: ServerHoldings(8, (A,)), 1: ServerHoldings(8, (A,))}).resume(
             Witness("b", "c", (0, 1))
         )
@@ -318,17 +318,17 @@ def test_the_way_out_of_a_fork_is_one_that_is_taken(replicas):
     """Servers without replicas cannot be given up: nobody else has their chunks (Rule 6)."""
     holders = ring(2) if replicas else {(0,), (1,)}
     forked = {0: ServerHoldings(8, (A, alone(B, 0))), 1: ServerHoldings(8, (A, alone(C, 1)))}
-    with pytest.raises(ForkedError, match="neither goes on from the other") as raised:
+    with pytest.raises(ForkedError, match="they were trained separately") as raised:
         Histories(forked, NAMES[:2], holders)
     hint = str(raised.value).partition("hint: ")[2]
     assert ("give_up" in hint) is replicas
-    assert replicas or "Start them with the directories that were trained together" in hint
+    assert replicas or "Start the servers with directories that were trained together" in hint
 
 
 def ways_out(error):
     """The servers that the hint of a fork says may be given up, each way."""
     hint = str(error).partition("hint: ")[2]
-    named = re.search("with the address of (.*); what they hold", hint)
+    named = re.search("with the address of (.*); their stores", hint)
     ways = named.group(1).split(" or of ") if named else []
     return [{NAMES.index(name) for name in way.split(", ")} for way in ways], hint
 

@@ -226,7 +226,7 @@ def test_a_tensor_degree_is_one_that_train_takes(
             {"compress": {"keep": 0.1, "error_feedback": True}},
             "server",
             {"num_microbatches": 2},
-            "error feedback keeps one residual a step",
+            "error feedback keeps one residual per step",
         ),
         ({"servers": {"replicas": 2}}, "server", {}, "replicas = 2 with 1 server"),
         ({"servers": {"replicas": 2}}, "smartnic", {}, "a relay does not find out which"),
@@ -366,9 +366,9 @@ def test_a_machine_alone_has_no_servers_to_plan() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"num_hidden_layers": "4"}, "does not take the config of llama: .* expected int, got str"),
-        ({"num_attention_heads": 3}, "does not take the config of llama: .* not a multiple"),
-        ({"model_type": "t5"}, "a `t5` is no causal language model"),
+        ({"num_hidden_layers": "4"}, "does not accept the config of llama: .* expected int, got str"),
+        ({"num_attention_heads": 3}, "does not accept the config of llama: .* not a multiple"),
+        ({"model_type": "t5"}, "`t5` is not a causal language model"),
     ],
 )
 def test_a_model_that_train_does_not_take_is_not_planned(

@@ -45,7 +45,7 @@ except BudgetError as error:
 take(128 * MIB)  # the limit ends with the context
 assert resource.getrlimit(resource.RLIMIT_DATA) == before
 """)
-    assert "asked for more" in said and "enforced by Linux (RLIMIT_DATA)" in said
+    assert "needed more" in said and "enforced by Linux (RLIMIT_DATA)" in said
     assert "hint: take less, or raise run.memory_limit" in said
 
 
@@ -76,7 +76,7 @@ try:
 except ConfigError as error:
     print(error)
 """)
-    assert "run.memory_limit is 1.0 TiB, this process may have at most" in said
+    assert "run.memory_limit is 1.0 TiB, but this process is limited to" in said
 
 
 def test_a_system_that_does_not_enforce_it_is_refused() -> None:

@@ -244,7 +244,7 @@ class PlacedOptimizer(StoredOptimizer):
         self._norm = blocks, abs(unscale)
         self.job_state.step_ended(self.steps_done)
         self._begun_with, self._passes = None, 0
-        self._given._opt_called = True
+        self._user_optimizer._opt_called = True
         self.root.handles.clear()  # model.zero_grad() does not clear them
         if self._worker.root_is_old and not self._compiled:
             self.root.refresh_when_read()
