@@ -869,8 +869,16 @@ SPOILED = {
         WireError,
         "frame 0 is missing, frame 1 came",
     ),
-    "a frame twice": (2 * pack_head(Head(0, 1, 0, 0, 0, 0)), WireError, "frame 0 was received twice"),
-    "a goodbye too early": (pack_head(Head(2, 0, 0, 0, 7, 0)), WireError, "after 7 frames, but 0 were received"),
+    "a frame twice": (
+        2 * pack_head(Head(0, 1, 0, 0, 0, 0)),
+        WireError,
+        "frame 0 was received twice",
+    ),
+    "a goodbye too early": (
+        pack_head(Head(2, 0, 0, 0, 7, 0)),
+        WireError,
+        "after 7 frames, but 0 were received",
+    ),
     "a goodbye with a payload": (
         pack_head(Head(2, 0, 0, 9, 0, 0)),
         WireError,

@@ -366,7 +366,10 @@ def test_a_machine_alone_has_no_servers_to_plan() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"num_hidden_layers": "4"}, "does not accept the config of llama: .* expected int, got str"),
+        (
+            {"num_hidden_layers": "4"},
+            "does not accept the config of llama: .* expected int, got str",
+        ),
         ({"num_attention_heads": 3}, "does not accept the config of llama: .* not a multiple"),
         ({"model_type": "t5"}, "`t5` is not a causal language model"),
     ],
