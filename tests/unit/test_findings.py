@@ -399,7 +399,7 @@ def test_which_of_the_hosts_this_is(monkeypatch) -> None:
     assert preflight_command.launch_among(["a", "10.1.0.2"], 7).address == "a"
     with pytest.raises(ConfigError, match=r"name c resolves to 127.0.1.1 on host b"):
         preflight_command.launch_among(["a", "b", "c"], 7)
-    with pytest.raises(ConfigError, match=r"host b \(addresses 10.1.0.2\) is 0 of a"):
+    with pytest.raises(ConfigError, match=r"host b \(addresses 10.1.0.2\) matches 0 of a"):
         preflight_command.launch_among(["a"], 7)
 
 

@@ -61,7 +61,7 @@ except OSError as error:
 
 
 def test_a_limit_below_what_is_held_is_refused_with_both_numbers() -> None:
-    said = r"run.memory_limit is 1.0 MiB, the process holds [0-9.]+ [MG]iB"
+    said = r"run.memory_limit is 1.0 MiB, but the process holds [0-9.]+ [MG]iB"
     with pytest.raises(ConfigError, match=said), limited(1 << 20):
         pass
 

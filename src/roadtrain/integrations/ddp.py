@@ -90,8 +90,7 @@ class Summation(TensorSums):
         check_options(Summation, vars(self))
         if not dist.is_initialized():
             raise ConfigError(
-                "there is no process group",
-                hint="call torch.distributed.init_process_group() first",
+                "no process group", hint="call torch.distributed.init_process_group() first"
             )
         self.rank, self.workers = dist.get_rank(), dist.get_world_size()
         if self.format:
@@ -99,10 +98,7 @@ class Summation(TensorSums):
         if self.rule not in RULES or (self.format and self.rule == "accumulate"):
             raise ConfigError(
                 f"rule={self.rule!r} with format={self.format!r}",
-                hint=(
-                    "use sum, or accumulate without a format, which would round the values at the"
-                    " reducers"
-                ),
+                hint=("use sum, or accumulate without a format, which would round stored values"),
             )
         spares = SpareHosts(self.spares, self.spare_rates, token_of(self.token_file), self.tls)
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")

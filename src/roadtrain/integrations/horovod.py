@@ -179,9 +179,7 @@ def local_size() -> int:
 
 def _local(name: str) -> tuple[int, int]:
     if size() > 1 and name not in os.environ:
-        raise ConfigError(
-            f"{name} is not set", hint="start the script with torchrun, which sets it"
-        )
+        raise ConfigError(f"{name} is not set", hint="torchrun sets it")
     return local_rank_of(os.environ)
 
 
@@ -411,15 +409,13 @@ def DistributedOptimizer(
             or op != Average
         ):
             raise ConfigError(
-                "DistributedOptimizer takes no options in asynchronous training",
-                hint="leave them out",
+                "options of DistributedOptimizer in asynchronous training", hint="leave them out"
             )
         return distribute_asynchronously(optimizer, _exchange(), named_parameters)
     n, before = (size() if _averages(op) else 1), gradient_predivide_factor
     if before is not None and (op == Sum or before <= 0):
         raise ConfigError(
-            f"gradient_predivide_factor={before}, op={op!r}",
-            hint="it must be above 0, with op=Average",
+            f"gradient_predivide_factor={before}, op={op!r}", hint="above 0, with op=Average"
         )
     made = distribute(
         optimizer,

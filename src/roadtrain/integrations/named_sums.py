@@ -87,8 +87,7 @@ class Exchange:
         identity = UNNAMED if name in (None, AT_ONCE) else name
         if tensor.layout is not torch.strided:
             raise ConfigError(
-                f"{name or 'a tensor'} is sparse ({tensor.layout}), but only dense tensors can be"
-                " summed",
+                f"{name or 'a tensor'} is sparse ({tensor.layout}), only dense tensors are summed",
                 hint="use Embedding(..., sparse=False), or tensor.to_dense()",
             )
         name = name or next(

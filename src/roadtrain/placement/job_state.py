@@ -250,9 +250,7 @@ class CommittedState:
 
     def _has_scheduler(self) -> bool:
         """Whether a torch scheduler has wrapped step()."""
-        steps = (
-            vars(optimizer).get("step") for optimizer in (self._optimizer, self._user_optimizer)
-        )
+        steps = (vars(opt).get("step") for opt in (self._optimizer, self._user_optimizer))
         return any(hasattr(step, "_wrapped_by_lr_sched") for step in steps)
 
     def check_lightning(self, *modules: Any) -> None:

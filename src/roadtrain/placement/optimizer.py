@@ -151,8 +151,7 @@ class PlacedOptimizer(StoredOptimizer):
             )
         if not fresh and self._worker.residual_block:
             raise LoopError(
-                "error feedback keeps one residual per step, and this is the second backward pass"
-                " of this step",
+                "error feedback keeps one residual per step, and this is a second backward pass",
                 hint="run one backward pass before each step(), or set error_feedback=False",
             )
         assert self._stream is not None

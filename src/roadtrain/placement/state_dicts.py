@@ -73,13 +73,11 @@ class Values:
         sizes = [round_up(p.numel * ITEMSIZE[d], PAGE) for p, d in zip(params, dtypes)]
         self._at = list(itertools.accumulate(sizes, initial=0))
         self._scratch = Scratch(where, self._at[-1])
-        self._tensors: weakref.WeakValueDictionary[int, torch.Tensor] = (
-            weakref.WeakValueDictionary()
-        )
+        self._live: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def take(self, index: int, pieces: Iterator[tuple[int, np.ndarray]]) -> torch.Tensor:
         """Return the tensor of parameter `index`, filled from `pieces` unless it still exists."""
-        if (tensor := self._tensors.get(index)) is not None:
+        if (tensor := self._live.get(index)) is not None:
             return tensor
         spec, dtype, at = self.params[index], self.dtypes[index], self._at[index]
         for first, values in pieces:
@@ -87,7 +85,7 @@ class Values:
         if not spec.numel:
             return torch.empty(spec.shape, dtype=DTYPES[dtype])
         flat = torch.frombuffer(self._scratch.map, dtype=DTYPES[dtype], count=spec.numel, offset=at)
-        tensor = self._tensors[index] = flat.view(spec.shape)
+        tensor = self._live[index] = flat.view(spec.shape)
         nbytes = spec.numel * ITEMSIZE[dtype]
         weakref.finalize(tensor, self._scratch.release, at, nbytes).atexit = False
         return tensor

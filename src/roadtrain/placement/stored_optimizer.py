@@ -469,8 +469,7 @@ class StoredOptimizer(torch.optim.Optimizer):
         step = self.steps_done + 1
         if any(state.updated for state in self._worker.blocks):
             raise LoopError(
-                f"updates of step {step} have begun during backward: the parameters belong to no"
-                " complete step now",
+                f"updates of step {step} have begun during backward: no step is complete now",
                 hint="call step() first",
             )
 

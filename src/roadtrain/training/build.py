@@ -61,9 +61,7 @@ def build_config(job: Job) -> Any:
     transformers = need("transformers", "hf")
     if job.model.pretrained:
         if not os.path.isfile(os.path.join(job.model.pretrained, "config.json")):
-            raise ConfigError(
-                f"model.pretrained: there is no config.json in {job.model.pretrained!r}"
-            )
+            raise ConfigError(f"model.pretrained: no config.json in {job.model.pretrained!r}")
         return _causal(transformers.AutoConfig.from_pretrained, job.model.pretrained)
     own = dict(job.model.config)
     kind = own.pop("model_type")
@@ -121,9 +119,7 @@ def named(text: str, where: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as cause:
-        raise ConfigError(
-            f"{where}: {cause}", hint="write MODULE:NAME, which must be importable from here"
-        ) from cause
+        raise ConfigError(f"{where}: {cause}", hint="MODULE:NAME, importable from here") from cause
 
 
 def token_loss(output: Any, y: torch.Tensor) -> torch.Tensor:

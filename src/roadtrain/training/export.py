@@ -75,8 +75,7 @@ def _export_store(
         else:
             if not job.store.files:
                 raise ConfigError(
-                    f"{run} has no state on files (store.files = [])",
-                    hint="train it with store.files",
+                    f"{run} has no state on files (store.files = [])", hint="train it with files"
                 )
             where = ", ".join(job.store.files)
             store = open_store(
@@ -109,10 +108,7 @@ def import_weights(
     job = make_job(tree).changed({**overrides, "model.pretrained": directory})
     places = getattr(build_config(job), "max_position_embeddings", None) or job.data.seq_len
     if places < job.data.seq_len and "data.seq_len" not in overrides:
-        report(
-            f"data.seq_len: {places} instead of {job.data.seq_len}, because the model has no more"
-            " positions"
-        )
+        report(f"data.seq_len: {places} instead of {job.data.seq_len}, the positions of the model")
         job = job.changed({"data.seq_len": places})
     make_directory(job.run_dir)
     training = place_job(job, report, mark_of(job, report))

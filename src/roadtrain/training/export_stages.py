@@ -59,8 +59,7 @@ def newest(folder: Path) -> tuple[PartReader, Description]:
         if (snapshot := reader.marker()) is not None:
             return reader, snapshot
     raise ConfigError(
-        f"{folder} has no committed snapshot",
-        hint="train a step first, or name the run's directory",
+        f"{folder} has no committed snapshot", hint="train a step, or name the run's directory"
     )
 
 

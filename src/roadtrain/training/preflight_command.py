@@ -49,8 +49,7 @@ def command(
     begin = time.monotonic()
     if devices < 1 or not patience > 0:
         raise ConfigError(
-            f"--devices {devices}, --patience {patience:g}: must be at least 1 device and more"
-            " than 0 s"
+            f"--devices {devices}, --patience {patience:g}: need at least 1 device and some seconds"
         )
     launch = launch_among(hosts.split(","), port) if hosts else launch_of(os.environ)
     per_rank = devices if hosts else 1

@@ -120,8 +120,7 @@ def rows(
     rate = written / sum(line["seconds"] for line in lines) if written else 0.0
     if endurance_tbw is not None and not endurance_tbw > 0:
         raise ConfigError(
-            f"--endurance-tbw {endurance_tbw:g}: must be above 0 terabytes",
-            hint="--endurance-tbw 600",
+            f"--endurance-tbw {endurance_tbw:g} is not above 0", hint="--endurance-tbw 600"
         )
     tbw = ASSUMED_TBW if endurance_tbw is None else endurance_tbw
     source = "assumed, set --endurance-tbw" if endurance_tbw is None else "as specified"

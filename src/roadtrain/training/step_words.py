@@ -34,9 +34,7 @@ class StepExchange:
     def __init__(self, optimizer: Any) -> None:
         self._worker, self._first = optimizer.session.worker, optimizer.steps_done + 1
         staleness = optimizer.session.store_plan.staleness
-        self.lag = (
-            staleness + 1 if staleness else 0
-        )  # steps until the data is available without waiting
+        self.lag = staleness + 1 if staleness else 0  # steps until the data is there
 
     def send(self, loss: float, tokens: int, why: str) -> None:
         """Send data to the other workers with the step that is about to end; `why` it stops."""
@@ -50,9 +48,7 @@ class StepExchange:
             return None
         words = self._worker.words(step - self.lag)
         if any(len(word) != WORD.size for word in words):
-            raise WireError(
-                f"a worker sent {max(map(len, words))} bytes for step {step}, not {WORD.size}"
-            )
+            raise WireError(f"{max(map(len, words))} bytes from a worker for step {step}")
         losses, tokens, stops = zip(*map(WORD.unpack, words))
         most = min(max(stops), len(STOPS) - 1)
         return GlobalStep(sum(losses) / len(losses), sum(tokens), STOPS[most])

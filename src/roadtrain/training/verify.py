@@ -271,7 +271,6 @@ def _check_memory(plain_nbytes: int) -> None:
     needed, free = 4 * plain_nbytes, psutil.virtual_memory().available
     if needed > free:
         raise BudgetError(
-            f"verify needs the model in memory four times: {show_bytes(needed)}, but"
-            f" {show_bytes(free)} are free",
+            f"verify holds the model four times: {show_bytes(needed)}, {show_bytes(free)} are free",
             hint="verify a model with fewer layers: --model.config.num_hidden_layers 2",
         )

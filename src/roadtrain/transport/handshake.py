@@ -262,9 +262,7 @@ def _rest_of_greeting(
 def _fits(ours: Greeting, raw: bytes) -> Greeting:
     theirs = Greeting(*GREETING.unpack(opened(raw, "the peer's greeting")))
     if theirs.nonce == ours.nonce:
-        raise WireError(
-            "received our own greeting: something on the way sends back what it receives"
-        )
+        raise WireError("received our own greeting: something on the way echoes messages")
     if theirs.language != ours.language:
         raise WireError(
             f"the peer uses other messages ({theirs.language.hex()[:8]}) than this side"
@@ -278,9 +276,7 @@ def _fits(ours: Greeting, raw: bytes) -> Greeting:
         raise AuthError(f"token: {have[0]}, {have[1]}", hint="give both sides the same token")
     if theirs.checksums != ours.checksums:
         here, there = ("on" if g.checksums else "off" for g in (ours, theirs))
-        raise WireError(
-            f"checksums are {here} here and {there} there", hint="set the same on both sides"
-        )
+        raise WireError(f"checksums are {here} here and {there} there", hint="set both the same")
     return theirs
 
 

@@ -150,11 +150,9 @@ def parse_head(raw: memoryview, limit: int, summed: bool) -> Head:
             f"a goodbye has {head.header_nbytes + head.nbytes} bytes, kind {head.kind}, must be 0"
         )
     if head.header_nbytes > MAX_HEADER:
-        raise WireError(
-            f"a header has {head.header_nbytes} bytes, at most {MAX_HEADER} are allowed"
-        )
+        raise WireError(f"a header of {head.header_nbytes} bytes exceeds {MAX_HEADER}")
     if head.nbytes > limit:
-        raise WireError(f"a payload has {head.nbytes} bytes, at most {limit} are allowed")
+        raise WireError(f"a payload of {head.nbytes} bytes exceeds the limit of {limit}")
     return head
 
 
@@ -174,12 +172,10 @@ def copy(into: memoryview, source: memoryview) -> None:
 def check_sizes(peer: str, kind: int, header: bytes, nbytes: int, limit: int) -> None:
     """Raise WireError for a frame that is too large to send."""
     if len(header) > MAX_HEADER:
-        raise WireError(
-            f"{peer}: a header has {len(header)} bytes, at most {MAX_HEADER} are allowed"
-        )
+        raise WireError(f"{peer}: a header of {len(header)} bytes exceeds {MAX_HEADER}")
     if nbytes > limit:
         raise WireError(
-            f"{peer}: a payload has {nbytes} bytes, at most {limit} are allowed",
+            f"{peer}: a payload of {nbytes} bytes exceeds the limit of {limit}",
             hint="split it, or raise frame_limit on both sides",
         )
     if not 0 <= kind < 1 << 16:

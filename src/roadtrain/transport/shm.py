@@ -160,9 +160,7 @@ def _receive_channel(sock: socket.socket) -> Channel:
             raise WireError(f"the received descriptor is not memory for rings: {error}") from error
         nbytes = os.fstat(fds[0]).st_size
         if not sealed or size != RING_BYTES or nbytes != _MEMORY_BYTES:
-            raise WireError(
-                f"received {nbytes} bytes of memory for rings of {size}, sealed: {bool(sealed)}"
-            )
+            raise WireError(f"got {nbytes} bytes for rings of {size}, sealed: {bool(sealed)}")
         if any(os.readlink(f"/proc/self/fd/{fd}") != "anon_inode:[eventfd]" for fd in fds[1:]):
             raise WireError("a received descriptor is not an eventfd")
         return _ShmChannel(sock, fds[0], fds[1:], 0)

@@ -238,9 +238,7 @@ class FrameStream:
             if self._moved != moved:
                 moved, deadline = self._moved, time.monotonic() + self._close_s
             elif time.monotonic() > deadline:
-                self.stop(
-                    LostError(f"{self.peer} did not close its end within {self._close_s:g} s")
-                )
+                self.stop(LostError(f"{self.peer} did not close within {self._close_s:g} s"))
                 for thread in alive:
                     thread.join(self._close_s)
                 return
@@ -390,9 +388,7 @@ class FrameStream:
                 if sequence == self._accepted and sequence - self._delivered < WINDOW:
                     return True
                 if len(self._waiting) == self._reading and self._accepted not in self._waiting:
-                    raise WireError(
-                        f"frame {self._accepted} is missing, frame {sequence} was received"
-                    )
+                    raise WireError(f"frame {self._accepted} is missing before frame {sequence}")
                 self._turned.wait()
             self._waiting.remove(sequence)
             return False
@@ -405,9 +401,7 @@ class FrameStream:
             self._reading -= 1
             self._turned.notify_all()
             if not self._reading and self._accepted != self._end and not self._closing:
-                raise WireError(
-                    f"a goodbye after {self._end} frames, but {self._accepted} were received"
-                )
+                raise WireError(f"a goodbye after {self._end} frames, {self._accepted} received")
         self._deliver()
 
     def _deliver(self) -> None:
