@@ -168,7 +168,7 @@ def down(path: str) -> None:
 
     Waits until the lab is removed."""
     if not _found(path) and (swept := sweep()):
-        print(f"{path} was not up; removed what killed labs left: {', '.join(swept)}")
+        print(f"{path} was not up; removed the remains of killed labs: {', '.join(swept)}")
         return
     home, pid, _ = _up(path)
     os.kill(pid, signal.SIGTERM)
@@ -263,7 +263,7 @@ def _detached(path: str) -> None:
             print(line, end="")
             if line.startswith(f"{path} is up"):
                 return
-    raise ConfigError(f"{path} did not come up: exit code {process.wait()}")
+    raise ConfigError(f"{path} did not start: exit code {process.wait()}")
 
 
 def _found(path: str) -> tuple[Path, int, dict[str, dict[str, Any]]] | None:

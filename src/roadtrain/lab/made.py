@@ -1,5 +1,5 @@
 """LabResource: something that a lab has made, whose name identifies its maker, and which is undone
-exactly once. Does not know what it is.
+exactly once.
 
 Note "names". Directories and groups are called `roadtrain-lab-PID-START-KIND-...`. START is the
 kernel's start time of PID, so that a later process with the same PID is not mistaken for the maker.

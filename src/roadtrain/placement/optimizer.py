@@ -199,6 +199,14 @@ class PlacedOptimizer(StoredOptimizer):
                 p.grad = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse to add a group: parameter groups are fixed once placed.
+
+        Args:
+            param_group: A torch parameter group.
+
+        Raises:
+            LoopError: Always, after placement.
+        """
         if hasattr(self, "session"):
             raise LoopError(
                 "parameter groups are fixed once placed", hint="add the group before place()"

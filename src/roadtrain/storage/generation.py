@@ -277,7 +277,7 @@ def _open(named: Sequence[Path], direct: bool, accept: Accept) -> OpenedStore | 
         _check_accepted(store, accept)
         _check_fallback(store.tiers)
         repair(paths[0], meta.generation)
-        for tier in store.tiers:  # directory 0, whose record decides, first
+        for tier in store.tiers:  # directory 0 first, since its record is the commit
             tier.settle()
         store.events += _clean(named, store)
     return store

@@ -28,11 +28,11 @@ def command(name: str, dir: str = ".", report: Report = print) -> int:
     """Check an update rule against its reference on random data, and its speed against the
     storage's.
 
-    `name`: MODULE:NAME of a Rule, the class of one or of a torch optimizer. 1 where it fails its
-    check.
+    `name` is MODULE:NAME of a Rule, or of a class of rules or torch optimizers. The exit code is 1
+    if the check fails.
 
     Args:
-        dir: a directory on the device to compare with (here)
+        dir: a directory on the storage device to compare with (here)
     """
     found = named(name, repr(name))
     group: Mapping[str, Any] = getattr(found, "example_group", {"lr": 1e-3})

@@ -21,7 +21,7 @@ def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) ->
     Raises RoadtrainError.
 
     Args:
-        new_store: go on with the store that is there, or a new one, whatever the run has trained
+        new_store: continue with the store that is found, or a new one, whatever the run has trained
     """
     job = load_job(path, {**overrides, "run.new_store": True} if new_store else overrides)
     check_own(path, job)

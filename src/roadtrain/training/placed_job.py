@@ -88,7 +88,7 @@ class PlacedJob:
         self.tokens.begun = True
 
     def why(self, stop: Stop) -> str:
-        """Return why no further step is trained, equal on all workers; "" to go on."""
+        """Return why no further step is trained, equal on all workers; "" to continue."""
         return self.stopped if self.words else stop.why()
 
     def step(self, stop: Stop) -> StepRecord:

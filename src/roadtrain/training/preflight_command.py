@@ -43,7 +43,7 @@ def command(
     Args:
         hosts: HOST,HOST,...: names or addresses in the order of ranks; this host is found in it
         devices: ranks of each host, with --hosts
-        port: of the first host, where they meet, with --hosts
+        port: port of the first host at which the ranks meet, with --hosts
         patience: seconds to wait for all ranks
     """
     begin = time.monotonic()

@@ -95,7 +95,7 @@ def limited_by(job: Job, seconds: float, busy: Mapping[str, float]) -> str:
         return "other ranks and their links"
     if job.servers.addresses:
         return "servers and network"
-    # a server updates on one thread, beside those that read and write
+    # a server updates in a single thread; others read and write
     updates = (busy.get("Sum", 0.0) + busy.get("Update", 0.0)) / max(1, len(job.store.files))
     return "files" if job.store.files and updates < UPDATING * seconds else "updates"
 

@@ -38,7 +38,7 @@ from roadtrain.training.run_files import mark_of
 from roadtrain.training.schedule import set_learning_rate
 from roadtrain.training.step_record import StepRecord
 from roadtrain.training.stop import INTERRUPTED, Stop
-from roadtrain.training.summary import Summary, Totals, going_on, loss_rows
+from roadtrain.training.summary import Summary, Totals, resume_command, loss_rows
 from roadtrain.units import show_seconds
 
 HELD_OUT_BATCHES = 8
@@ -122,7 +122,7 @@ class StagedJob:
         """Do nothing: parallelize() has reported the plan."""
 
     def why(self, stop: Stop) -> str:
-        """Return why training ends, after agreeing on it with all ranks; "" to go on."""
+        """Return why training ends, after agreeing on it with all ranks; "" to continue."""
         if not self.stopped:
             return ""
         own = stop.why()
@@ -193,7 +193,7 @@ class StagedJob:
         run = self.job.run_dir
         out.append(("committed", f"step {self.training.committed_step}, in {run}"))
         command = f"torchrun ... {program} train {run / 'job.toml'}"
-        return [*out, ("to go on", going_on(summary, command))]
+        return [*out, ("to continue", resume_command(summary, command))]
 
     def __enter__(self) -> Self:
         self.training.__enter__()

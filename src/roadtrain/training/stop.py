@@ -24,7 +24,7 @@ class Stop:
         self._minutes, self._signalled = minutes, False
 
     def why(self) -> str:
-        """Return the reason to stop; "" to go on."""
+        """Return the reason to stop; "" to continue."""
         if self._signalled:
             return INTERRUPTED
         return f"{self._minutes:g} minutes are over" if time.monotonic() > self._until else ""

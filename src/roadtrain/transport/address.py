@@ -1,4 +1,4 @@
-"""Parsing of what is needed to reach a server: address, the job's token, TLS files."""
+"""Parsing of addresses, the job's token and TLS files."""
 
 from __future__ import annotations
 

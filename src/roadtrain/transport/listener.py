@@ -172,7 +172,7 @@ class Listener:
                 self._pending[thread] = sock, where[0] if where else ""
                 try:
                     thread.start()
-                # the host has no more threads: refuse this connection, go on listening
+                # the host has no more threads: refuse this connection, but keep listening
                 except RuntimeError as error:
                     del self._pending[thread]
                     sock.close()
