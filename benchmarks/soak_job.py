@@ -35,7 +35,7 @@ from roadtrain.placement.stores import Servers
 from roadtrain.servers.serve import SessionHost
 from roadtrain.storage.mark import Mark
 from roadtrain.training.metrics import Metrics, committed_by
-from roadtrain.training.step_words import StepExchange
+from roadtrain.training.step_exchange import StepExchange
 from roadtrain.training.stop import INTERRUPTED
 from roadtrain.transport.tcp import TcpOptions
 

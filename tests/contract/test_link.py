@@ -658,7 +658,7 @@ def wait_report(reports: list[str], word: str) -> None:
 @pytest.mark.parametrize("token", [b"another token of a job", None])
 def test_a_wrong_token_or_none_is_refused_on_both_sides(server, token):
     listener, reports = server
-    words = "token does not match" if token else "none here, one there"
+    words = "token does not match" if token else "this side has no token, the peer has one"
     with pytest.raises(AuthError, match=words):
         tcp.connect(listener.address, Recorder(), tcp.TcpOptions(token=token))
     wait_report(reports, "token")

@@ -122,7 +122,7 @@ FEEDBACK = TopK(0.1, error_feedback=True)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"compress": Downcast("bf16")}, "without servers: no gradient travels"),
+        ({"compress": Downcast("bf16")}, "without servers: no gradients are sent"),
         ({"compress": FEEDBACK, "store": Servers([A])}, r"1 server\(s\), 0 directories"),
         ({"store": Servers([A], residuals="r")}, "1 directories .* error feedback False"),
         ({"compress": FEEDBACK, "delay": Delay(1)}, "error feedback needs the last update"),

@@ -83,7 +83,7 @@ class GradientSums:
         if p in self.under_way or self.seen[p] > self.passes:
             raise LoopError(
                 f"{self.names[p]} was computed {self.seen[p]} times before step()",
-                hint=f"backward_passes_per_step is {self.passes}; step() or zero_grad() between",
+                hint=f"call step() or zero_grad() after {self.passes} backward pass(es)",
             )
         if (
             self.seen[p] == self.passes and p.dtype in SUMMED

@@ -44,8 +44,9 @@ class _Scatter(ReduceScatter):  # type: ignore[misc]
             dist.ReduceOp.AVG,
         ):
             raise ConfigError(
-                f"a reduce-scatter ({op}) of {dist.get_world_size(group)} of {self._state.workers}",
-                hint="use one group of all, set_force_sum_reduction_for_comms(True) for factors",
+                f"{op} of {dist.get_world_size(group)} of {self._state.workers} workers",
+                hint="use one group of all, and set_force_sum_reduction_for_comms(True) for other"
+                " factors",
             )
         if op == dist.ReduceOp.AVG:
             input_tensor.div_(self._state.workers)

@@ -408,14 +408,13 @@ def DistributedOptimizer(
             or model is not None
             or op != Average
         ):
-            raise ConfigError(
-                "options of DistributedOptimizer in asynchronous training", hint="leave them out"
-            )
+            raise ConfigError("asynchronous training takes no options", hint="leave them out")
         return distribute_asynchronously(optimizer, _exchange(), named_parameters)
     n, before = (size() if _averages(op) else 1), gradient_predivide_factor
     if before is not None and (op == Sum or before <= 0):
         raise ConfigError(
-            f"gradient_predivide_factor={before}, op={op!r}", hint="above 0, with op=Average"
+            f"gradient_predivide_factor={before}, op={op!r}",
+            hint="use a factor above 0, with op=Average",
         )
     made = distribute(
         optimizer,

@@ -128,7 +128,7 @@ class Exchange:
         """Wait for the sum. Raises typed errors: LostError, DeadlineError and others."""
         if self._under_way.pop(handle.name, None) is not handle:
             raise LoopError(
-                f"the handle of {handle.name!r} was already synchronized", hint="do it once each"
+                f"the handle of {handle.name!r} was already synchronized", hint="do it once"
             )
         try:
             found = handle.wait()

@@ -9,9 +9,9 @@ what is left after a SIGKILL. Read `network.py` first (hosts, NICs, links), then
 from roadtrain.lab.cpus import CpuLimit, cpus_available
 from roadtrain.lab.hosts import LabHost
 from roadtrain.lab.leftovers import sweep
-from roadtrain.lab.made import PREFIX
 from roadtrain.lab.network import CARRIED, Network, loss_available, network_available
 from roadtrain.lab.nics import CARD_MOST, LabLink, LabNic, Traffic
+from roadtrain.lab.resource import PREFIX
 from roadtrain.lab.storage import LoopDevice, Throttle, lab_available
 
 __all__ = [

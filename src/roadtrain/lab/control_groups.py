@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from roadtrain.lab.made import LabResource, folder, insist
+from roadtrain.lab.resource import LabResource, folder, retry_undo
 
 
 class ControlGroup(LabResource):
@@ -60,7 +60,7 @@ def undo_group(group: Path, back: Path) -> None:
                 (back / "cgroup.procs").write_text(pid)
         group.rmdir()
 
-    insist(empty_and_remove)
+    retry_undo(empty_and_remove)
 
 
 def _own_group(controller: str) -> Path | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from roadtrain.errors import ConfigError
 from roadtrain.lab.control_groups import ControlGroup, hierarchy, is_version_2
-from roadtrain.lab.made import lacking
+from roadtrain.lab.resource import why_not
 
 PERIOD_US = 20_000  # short, since it is the longest wait for the next share
 MIN_CPUS = 0.05  # the kernel's smallest quota is 1 ms
@@ -17,7 +17,7 @@ MIN_CPUS = 0.05  # the kernel's smallest quota is 1 ms
 
 def cpus_available() -> str | None:
     """Return why CPUs cannot be limited here, or None if they can."""
-    if why := lacking():
+    if why := why_not():
         return why
     root = hierarchy("cpu")
     if root is None or not (is_version_2(root) or (root / "cpu.cfs_quota_us").exists()):

@@ -19,8 +19,8 @@ from typing import Any
 
 from roadtrain.errors import ConfigError
 from roadtrain.lab.cpus import CpuLimit
-from roadtrain.lab.made import command
 from roadtrain.lab.nics import LabLink
+from roadtrain.lab.resource import command
 
 # $1: the host, $2: its file of names, $3: its control group or "", then the command. The sysfs is
 # mounted over the directory of the names, in this namespace only; nothing else in it is needed.

@@ -25,9 +25,9 @@ from roadtrain.errors import ConfigError, DeadlineError
 from roadtrain.lab.cpus import MIN_CPUS, cpus_available
 from roadtrain.lab.hosts import inside
 from roadtrain.lab.leftovers import sweep
-from roadtrain.lab.made import folder, folders, start_time
 from roadtrain.lab.network import Network, network_available
 from roadtrain.lab.nics import LabNic
+from roadtrain.lab.resource import folder, folders, start_time
 from roadtrain.lab.storage import LoopDevice, Throttle, lab_available
 from roadtrain.options.schema import Count, RateText, Section, SizeText, checked, read_toml
 from roadtrain.retry import undone_on_error
@@ -39,31 +39,31 @@ ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class NicSection(Section):
-    rate: RateText = Field(description="each way")
-    in_rate: RateText | None = Field(default=None, description="what arrives, where that differs")
+    rate: RateText = Field(description="in each direction")
+    in_rate: RateText | None = Field(default=None, description="of incoming data, if different")
     switch: str = Field(default="", description="default: the first switch")
     loss: float = Field(
-        default=0.0, ge=0, lt=1, description="share of the packets that are lost, each way: 0.001"
+        default=0.0, ge=0, lt=1, description="share of packets lost in each direction: 0.001"
     )
 
 
 class StorageSection(Section):
-    size: SizeText = Field(description="taken from the disk at once")
+    size: SizeText = Field(description="allocated on the disk at once")
     read: RateText = Field(description="of direct I/O")
     write: RateText
     dir: str = Field(
-        default="", description="where the image file goes; default: the temporary directory"
+        default="", description="directory of the image file; default: the temporary directory"
     )
 
 
 class HostSection(Section):
     name: str
     count: Count | None = Field(
-        default=None, le=1000, description="so many, called NAME0, NAME1, ..."
+        default=None, le=1000, description="number of such hosts, called NAME0, NAME1, ..."
     )
     nics: list[NicSection] = Field(min_length=1)
     cpus: float | None = Field(
-        default=None, ge=MIN_CPUS, description="CPUs that its processes may use, all together: 0.4"
+        default=None, ge=MIN_CPUS, description="CPUs for all its processes together: 0.4"
     )
     storage: StorageSection | None = None
 
@@ -74,7 +74,7 @@ class HostSection(Section):
 
 class LinkSection(Section):
     between: tuple[str, str]
-    rate: RateText = Field(description="each way")
+    rate: RateText = Field(description="in each direction")
 
 
 class LabFile(Section):

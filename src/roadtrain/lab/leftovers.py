@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from roadtrain.lab.control_groups import hierarchy, undo_group
-from roadtrain.lab.made import folders
 from roadtrain.lab.network import undo_network
+from roadtrain.lab.resource import folders
 from roadtrain.lab.storage import undo_loop
 
 UNDO: dict[str, Callable[[Path], None]] = {

@@ -34,7 +34,6 @@ from pathlib import Path
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab.cpus import CpuLimit, cpus_available
 from roadtrain.lab.hosts import ISOLATED, LabHost, batch
-from roadtrain.lab.made import LabResource, command, folder, insist, lacking
 from roadtrain.lab.nics import (
     ETHERNET,
     FILTER,
@@ -47,6 +46,7 @@ from roadtrain.lab.nics import (
     limit_of,
     losing,
 )
+from roadtrain.lab.resource import LabResource, command, folder, retry_undo, why_not
 
 CARRIED = (MTU - IP - TCP) / (ETHERNET + MTU)  # share of a rate that TCP carries as payload
 SWITCH = "+switch"  # not a valid host name
@@ -73,7 +73,7 @@ LOSS_TRIAL = (
 def network_available() -> str | None:
     """Return why no network can be emulated here, in one sentence, or None if it can. Tries it in
     namespaces that do not outlast the trial."""
-    return lacking("ip", "tc", "unshare", "nsenter", "mount", "umount") or _refused(TRIAL)
+    return why_not("ip", "tc", "unshare", "nsenter", "mount", "umount") or _refused(TRIAL)
 
 
 def loss_available() -> str | None:
@@ -224,7 +224,7 @@ def undo_network(home: Path) -> None:
     with contextlib.ExitStack() as held:
         namespaces = [os.fstat(held.enter_context(file.open()).fileno()) for file in home.iterdir()]
 
-        def nobody_left() -> None:
+        def kill_all() -> None:
             found = []
             for process in Path("/proc").glob("[0-9]*"):
                 with contextlib.suppress(OSError):
@@ -238,9 +238,9 @@ def undo_network(home: Path) -> None:
                     f"processes {', '.join(found)} on the hosts of {home} do not end"
                 )
 
-        insist(nobody_left)
+        retry_undo(kill_all)
         for file in home.iterdir():
             if os.path.ismount(file):
                 command("umount", "--lazy", str(file))
         shutil.rmtree(home)
-        insist(nobody_left)  # a process that was about to enter
+        retry_undo(kill_all)  # a process that was about to enter

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roadtrain.errors import ConfigError
-from roadtrain.lab.made import command
+from roadtrain.lab.resource import command
 
 BURST_S, LEAST_BURST, MOST_BURST = 0.02, 80_000, 262_144
 ETHERNET, IP, TCP = 14, 20, 32  # header bytes of a frame; TCP's include time stamps

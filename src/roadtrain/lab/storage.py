@@ -17,7 +17,7 @@ from pathlib import Path
 
 from roadtrain.errors import ConfigError
 from roadtrain.lab.control_groups import ControlGroup, hierarchy
-from roadtrain.lab.made import LabResource, command, folder, insist, lacking
+from roadtrain.lab.resource import LabResource, command, folder, retry_undo, why_not
 from roadtrain.units import show_bytes
 
 FEW_FILES = ("-i", "262144")  # bytes per inode, so that inode tables of a large device are small
@@ -27,7 +27,7 @@ MKFS = ("-q", "-F", "-m", "0", "-E", "nodiscard,lazy_itable_init=0,lazy_journal_
 
 def lab_available() -> str | None:
     """Return why storage cannot be emulated here, or None if it can."""
-    if why := lacking("losetup", "mount", "umount", "mkfs.ext4"):
+    if why := why_not("losetup", "mount", "umount", "mkfs.ext4"):
         return why
     if not Path("/dev/loop-control").exists():
         return "no loop devices: /dev/loop-control is missing"
@@ -112,7 +112,7 @@ class Throttle(ControlGroup):
 
 def undo_loop(home: Path) -> None:
     if os.path.ismount(home / "mount"):
-        insist(lambda: command("umount", str(home / "mount")))
+        retry_undo(lambda: command("umount", str(home / "mount")))
     if (home / "mount").exists():
         (home / "mount").rmdir()  # also unmounts it for processes on hosts of other labs
     for name in ("backing", "kept"):

@@ -43,7 +43,7 @@ HasState = Annotated[
 KEYS = {"torch", "cuda", "python", "numpy", "buffers", "groups", "extra"}
 GENERATORS = ("torch", "cuda", "python", "numpy")
 # hyperparameters that do not influence the results of a placed optimizer
-UNHEEDED = {"foreach", "fused", "capturable", "differentiable", "param_names"}
+IGNORED = {"foreach", "fused", "capturable", "differentiable", "param_names"}
 
 
 class CommittedState:
@@ -316,7 +316,7 @@ def resumed_groups(
                 group[key] = value
                 if key == "lr" and "initial_lr" in group:
                     group["initial_lr"] = value
-        group |= {key: own[key] for key in UNHEEDED & own.keys()}
+        group |= {key: own[key] for key in IGNORED & own.keys()}
     return groups, [
         line if len(numbers) == len(groups) else f"parameter group {str(numbers)[1:-1]}: {line}"
         for line, numbers in found.items()
@@ -329,7 +329,7 @@ def script_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         {
             key: group.get("initial_lr", value) if key == "lr" else value
             for key, value in group.items()
-            if key not in {"params", "initial_lr"} | UNHEEDED
+            if key not in {"params", "initial_lr"} | IGNORED
         }
         for group in groups
     ]

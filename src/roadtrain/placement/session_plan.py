@@ -116,7 +116,7 @@ def check(request: Request) -> None:
         servers.route.check_workers(request.group, str(request.top_k or ""))
     if request.downcast and servers is None:
         raise ConfigError(
-            f"Downcast({request.downcast!r}) without servers: no gradient travels",
+            f"Downcast({request.downcast!r}) without servers: no gradients are sent",
             hint="leave compress out, or use store=Servers([...])",
         )
     if request.staleness > 1 and request.buffering == "none":

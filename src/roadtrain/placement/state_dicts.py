@@ -91,7 +91,7 @@ class Values:
         return tensor
 
 
-class _Later:
+class _LazyTensor:
     """Placeholder for a tensor that was not accessed yet."""
 
     def __init__(self, take: Callable[[], torch.Tensor]) -> None:
@@ -104,7 +104,7 @@ class StateDict(OrderedDict[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
-        if isinstance(value, _Later):
+        if isinstance(value, _LazyTensor):
             value = value.take()
             super().__setitem__(key, value)
         return value
@@ -237,11 +237,11 @@ class ModelStates:
             if key not in destination:
                 continue
             with_grad = isinstance(destination[key], nn.Parameter)  # keep_vars=True
-            later = _Later(functools.partial(self._read, values, index, with_grad))
+            lazy = _LazyTensor(functools.partial(self._read, values, index, with_grad))
             if isinstance(destination, StateDict):
-                OrderedDict.__setitem__(destination, key, later)
+                OrderedDict.__setitem__(destination, key, lazy)
             else:  # a module around the placed one: its dict is an ordinary one
-                destination[key] = later.take()
+                destination[key] = lazy.take()
 
     def _values_of(self, destination: Any) -> Values:
         """Return the Values of a dict, shared by all modules that fill it, so that tied parameters

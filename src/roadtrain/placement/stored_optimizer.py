@@ -54,7 +54,7 @@ class StoredOptimizer(torch.optim.Optimizer):
         extra: Mapping[str, Any],
     ) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.state = _Elsewhere(dict)
+        self.state = _NoState(dict)
         self.model, self.table, self.session = model, plan.table, session
         self.request = plan.request
         self.group = session.group  # this worker's rank and the number of workers
@@ -525,7 +525,7 @@ class StoredOptimizer(torch.optim.Optimizer):
         )
 
 
-class _Elsewhere(defaultdict[Any, Any]):
+class _NoState(defaultdict[Any, Any]):
     """`optimizer.state`: empty, and an error where its truth is tested.
 
     torch.distributed.checkpoint.state_dict does so, and would then take a step with zero gradients

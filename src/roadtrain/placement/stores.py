@@ -147,7 +147,8 @@ class Servers:
         count, given_up = len(self.resolved), set(self.given_up)
         if self.replicas not in (1, 2) or self.replicas > count:
             raise ConfigError(
-                f"replicas = {self.replicas} with {count} server(s)", hint="1, or 2 with 2 or more"
+                f"replicas = {self.replicas} with {count} server(s)",
+                hint="use 1, or 2 with at least 2 servers",
             )
         unknown = not given_up <= set(self.resolved)
         if given_up and (unknown or self.replicas == 1 or len(given_up) == count):

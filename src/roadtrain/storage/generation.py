@@ -358,9 +358,9 @@ def create_part(
 ) -> FileTier:
     """Create empty files for the chunks of server `meta.index`.
 
-    Until `publish_part` the existing part stays the current one (with `anew`: none does) and takes
-    its room beside the new one. In RAM, if there is no room for both, it is removed first. With
-    `keep` a replaced part is renamed, whatever its step; otherwise an older one is removed.
+    The existing part stays the current one until `publish_part` (with `anew`, there is none), and
+    both need room on the disk; in RAM, if there is too little, the old one is removed first. A
+    replaced part is removed later; with `keep` it is renamed, whatever its step.
 
     Raises:
         ForeignError: Another part that has trained is there. A part of this server (which missed

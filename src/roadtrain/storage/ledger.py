@@ -169,7 +169,7 @@ class Ledger:
         before use")."""
         for number in (self.entry.file, 1 - self.entry.file):
             data, self._loaded[number] = self._loaded[number] or bytes(HEADER.size), b""
-            self._files[number].write(memoryview(data), 0, what := "a record that was found")
+            self._files[number].write(memoryview(data), 0, what := "the loaded record")
             self._files[number].sync(f"of {what}")
 
     def begin_session(self) -> tuple[str, str]:

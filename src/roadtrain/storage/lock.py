@@ -52,13 +52,13 @@ class Locks:
 _ALL: weakref.WeakSet[Locks] = weakref.WeakSet()  # of this process
 
 
-def _let_go() -> None:
+def _close_in_child() -> None:
     """Close the locks in a forked child, which would otherwise keep them as long as it lives."""
     for locks in list(_ALL):
         locks.close()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _locked(fd: int, directory: Path) -> int:

@@ -108,7 +108,7 @@ def import_weights(
     job = make_job(tree).changed({**overrides, "model.pretrained": directory})
     places = getattr(build_config(job), "max_position_embeddings", None) or job.data.seq_len
     if places < job.data.seq_len and "data.seq_len" not in overrides:
-        report(f"data.seq_len: {places} instead of {job.data.seq_len}, the positions of the model")
+        report(f"data.seq_len is {places}, not {job.data.seq_len}: the model has no more positions")
         job = job.changed({"data.seq_len": places})
     make_directory(job.run_dir)
     training = place_job(job, report, mark_of(job, report))

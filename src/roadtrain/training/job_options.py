@@ -71,12 +71,12 @@ def _placed_conflicts(job: Job) -> tuple[Conflict, ...]:
 
 def _staged_conflicts(job: Job) -> Iterator[Conflict]:
     for key, found, hint in (
-        ("compress", job.compress != CompressSection(), "parallelism.activations"),
+        ("compress", job.compress != CompressSection(), "use parallelism.activations"),
         ("optimizer.delay", job.optimizer.delay, "leave it out"),
-        ("budget.host", job.budget.host, "run.memory_limit, which holds for each process"),
-        ("budget.device", job.budget.device, "more stages, or a placement for a stage"),
-        ("servers.addresses", job.servers.addresses, "parallelism.placements, for each stage"),
-        ("model.dtype = fp16", job.model.dtype == "fp16", "bf16, which needs no loss scaling"),
+        ("budget.host", job.budget.host, "use run.memory_limit, which limits each process"),
+        ("budget.device", job.budget.device, "use more stages, or a placement for a stage"),
+        ("servers.addresses", job.servers.addresses, "use parallelism.placements for each stage"),
+        ("model.dtype = fp16", job.model.dtype == "fp16", "use bf16, which needs no loss scaling"),
     ):
         yield found, f"{key} and [parallelism] do not go together yet", hint
 

@@ -29,8 +29,8 @@ from roadtrain.training.metrics import missed_steps
 from roadtrain.training.progress import Report, silent
 from roadtrain.training.run_files import mark_of
 from roadtrain.training.schedule import set_learning_rate
+from roadtrain.training.step_exchange import GlobalStep, StepExchange
 from roadtrain.training.step_record import StepRecord
-from roadtrain.training.step_words import GlobalStep, StepExchange
 from roadtrain.training.stop import Stop
 from roadtrain.training.summary import Summary, Totals, disk_bytes, rows
 from roadtrain.units import show_bytes
@@ -193,7 +193,7 @@ def open_placed(job: Job, report: Report) -> PlacedJob:
         report = silent
     if job.limit_nbytes is not None and torch.get_num_threads() > MOST_THREADS:
         torch.set_num_threads(MOST_THREADS)
-        report(f"memory: using {MOST_THREADS} threads, because each thread's stack counts")
+        report(f"memory: using {MOST_THREADS} threads, since each stack counts")
     return place_job(job, report, mark_of(job, report))
 
 

@@ -49,7 +49,7 @@ def command(
     begin = time.monotonic()
     if devices < 1 or not patience > 0:
         raise ConfigError(
-            f"--devices {devices}, --patience {patience:g}: need at least 1 device and some seconds"
+            f"--devices {devices}, --patience {patience:g}: must be 1 or more, and above 0"
         )
     launch = launch_among(hosts.split(","), port) if hosts else launch_of(os.environ)
     per_rank = devices if hosts else 1

@@ -38,7 +38,7 @@ from roadtrain.training.run_files import mark_of
 from roadtrain.training.schedule import set_learning_rate
 from roadtrain.training.step_record import StepRecord
 from roadtrain.training.stop import INTERRUPTED, Stop
-from roadtrain.training.summary import Summary, Totals, resume_command, loss_rows
+from roadtrain.training.summary import Summary, Totals, loss_rows, resume_command
 from roadtrain.units import show_seconds
 
 HELD_OUT_BATCHES = 8

@@ -37,7 +37,7 @@ class Stop:
             if self._signalled:
                 raise KeyboardInterrupt
             self._signalled = True
-            report("stopping after this step (again: at once)")
+            report("stopping after this step (a second signal stops at once)")
 
         main = threading.current_thread() is threading.main_thread()
         signals = (signal.SIGINT, signal.SIGTERM) if main else ()

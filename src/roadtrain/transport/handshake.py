@@ -272,8 +272,8 @@ def _fits(ours: Greeting, raw: bytes) -> Greeting:
             " is that of the intended server",
         )
     if theirs.has_token != ours.has_token:
-        have = ("none here", "one there") if theirs.has_token else ("one here", "none there")
-        raise AuthError(f"token: {have[0]}, {have[1]}", hint="give both sides the same token")
+        have = ("no token", "one") if theirs.has_token else ("a token", "none")
+        raise AuthError(f"this side has {have[0]}, the peer has {have[1]}", hint="use the same")
     if theirs.checksums != ours.checksums:
         here, there = ("on" if g.checksums else "off" for g in (ours, theirs))
         raise WireError(f"checksums are {here} here and {there} there", hint="set both the same")

@@ -147,7 +147,7 @@ def parse_head(raw: memoryview, limit: int, summed: bool) -> Head:
         )
     if head.flags & LAST and (head.kind or head.header_nbytes or head.nbytes):
         raise WireError(
-            f"a goodbye has {head.header_nbytes + head.nbytes} bytes, kind {head.kind}, must be 0"
+            f"a goodbye of {head.header_nbytes + head.nbytes} bytes, kind {head.kind} is not empty"
         )
     if head.header_nbytes > MAX_HEADER:
         raise WireError(f"a header of {head.header_nbytes} bytes exceeds {MAX_HEADER}")

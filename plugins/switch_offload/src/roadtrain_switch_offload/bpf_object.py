@@ -246,7 +246,7 @@ class BpfObject:
 
         def run() -> tuple[int, int]:
             options.data_size_out = nbytes
-            _insist(call(program, at), "run a program on trial")
+            _insist(call(program, at), "test a program")
             return options.retval, options.duration
 
         return run
@@ -269,7 +269,7 @@ class BpfObject:
             flags=LIVE_FRAMES,
         )
         done = self._lib.bpf_prog_test_run_opts(program, ctypes.byref(options))
-        _insist(done, "send packets on trial")
+        _insist(done, "send test packets")
 
     def attach(self, program: int, interface: int, flags: int) -> int:
         """Attach the program to the interface. It is detached when the returned descriptor is

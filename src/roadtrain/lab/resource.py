@@ -66,14 +66,14 @@ class LabResource:
         raise NotImplementedError
 
 
-def lacking(*tools: str) -> str | None:
+def why_not(*tools: str) -> str | None:
     """Return why this process cannot emulate anything with these tools, or None if it can."""
     if os.geteuid() != 0:
         return "not root"
     return next((f"{tool} is not installed" for tool in tools if shutil.which(tool) is None), None)
 
 
-def insist(undo: Callable[[], object]) -> object:
+def retry_undo(undo: Callable[[], object]) -> object:
     """Retry `undo`: a dying process keeps its group and open files for a moment, and a process may
     fork while it is moved."""
     return retry(undo, (OSError, RoadtrainError), UNDO_TIMEOUT_S)
