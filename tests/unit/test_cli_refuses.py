@@ -94,7 +94,7 @@ def test_a_directory_that_must_not_be_written(
 @pytest.mark.parametrize("command", ["serve {} --sum", "serve {}", "serve {} --store folder"])
 def test_addresses(address: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, *command.format(address).split())
-    assert f"{address!r} is not an address" in said and "hint: HOST:PORT" in said
+    assert f"{address!r} is not an address" in said and "hint: write HOST:PORT" in said
     assert "None" not in said
 
 
