@@ -164,4 +164,8 @@ def test_a_host_that_goes_meanwhile(lab: Lab, how: str) -> None:
 def test_without_a_token(lab: Lab) -> None:
     asking = lab.probe()
     told, _ = asking.communicate(timeout=60)
-    assert asking.returncode == 2 and "token: none here, one there" in told and not lab.out.exists()
+    assert (
+        asking.returncode == 2
+        and "this side has no token, the peer has one" in told
+        and not lab.out.exists()
+    )

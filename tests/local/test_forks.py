@@ -46,7 +46,7 @@ def test_who_lagged_waits_for_the_other(cluster, alone):
     assert "LostError" in error and "server 1 (" in error and "is at step 2; server 0 (" in error, (
         error
     )
-    assert "may hold a later one" in error and "give_up" in error, error
+    assert "may hold a later step" in error and "give_up" in error, error
     late = two.start(6, **ONE)
     time.sleep(6.5)  # it would have begun without server 0 by now
     two.back(0)
@@ -100,8 +100,8 @@ def test_an_older_copy_is_refused_and_gone_on_from_where_it_is_meant(
         copy.rename(host.directory)
     two.back(0, 1)
     error = refused(two, 6, run=run["run"], replicas=replicas)
-    assert "StaleError" in error and "in the history of nobody here: they are at step 2" in error
-    assert "--new-store goes back to what is there" in error, error
+    assert "StaleError" in error and "in no server's history: they are at step 2" in error
+    assert "--new-store goes back to the step that they hold" in error, error
     same(two.train(6, new_store=True, **run), alone, 6)
     two.train(7, **run)
 
@@ -123,7 +123,7 @@ def test_two_histories_are_refused_and_one_is_given_up(cluster, alone):
             " step 2" in error
         )
     assert (
-        "ForkedError" in error and "neither goes on from the other" in error and "give_up" in error
+        "ForkedError" in error and "they were trained separately" in error and "give_up" in error
     ), error
     kept = contents(two.hosts[0].directory)
     running = two.train(6, give_up=[two.where[0]], **ONE)

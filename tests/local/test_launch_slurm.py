@@ -109,7 +109,7 @@ def test_a_run_goes_on_after_kills_and_a_notice_with_its_losses(
     upto(60)
     slurm.ask("scancel", "--signal=INT", "--batch", job)
     wait_for(lambda: "roadtrain: requeued" in log(), 60, log)
-    assert "is committed; the same command goes on from there" in log()
+    assert "is committed; run the same command to continue from there" in log()
     undisturbed = tmp_path / "undisturbed"  # while the other waits: Slurm begins it after 2 minutes
     undisturbed.mkdir()
     slurm.ask("sbatch", "run.sbatch", cwd=written(undisturbed, 120))

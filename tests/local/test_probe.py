@@ -261,7 +261,7 @@ def test_wrong_words(
     assert f"{tmp_path}/none is no directory" in told("--out", f"{tmp_path}/none/cluster.toml")
     assert "/sys: probing: " in told("--dirs", "/sys")  # nobody can make a file there
     assert "127.0.0.1:1" in told("--hosts", "127.0.0.1:1", code=3)
-    assert "'nowhere' is no address" in told("--hosts", "nowhere")
+    assert "'nowhere' is not an address" in told("--hosts", "nowhere")
     assert "give only one of them" in told("--hosts", "127.0.0.1:1", "--listen", "127.0.0.1:0")
     assert "without a token" in told("--listen", "0.0.0.0:0")
     assert "cannot read the token" in told(
@@ -271,7 +271,7 @@ def test_wrong_words(
     write_token(tmp_path / "token")
     try:
         where = "{}:{}".format(*guarded.address)
-        assert "token: none here, one there" in told("--hosts", where)
+        assert "this side has no token, the peer has one" in told("--hosts", where)
         assert "token" in told("--hosts", where, "--token-file", str(tmp_path / "token"))
     finally:
         guarded.close()

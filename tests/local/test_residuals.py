@@ -229,7 +229,7 @@ def test_what_is_refused(addresses, tmp_path):
 
     with pytest.raises(ConfigError, match=r"1 server\(s\), 0 director.*error feedback True"):
         place(["a:1"], **FEEDBACK)
-    with pytest.raises(ConfigError, match="residuals in 2 directories"):
+    with pytest.raises(ConfigError, match="residuals are in 2 directories"):
         place(["a:1"], **FEEDBACK, residuals=Files([tmp_path / "a", tmp_path / "b"]))
     with pytest.raises(ConfigError, match=r"1 server\(s\), 1 director.*error feedback False"):
         place(["a:1"], residuals=tmp_path / "a", compress=TopK(0.05))
@@ -238,7 +238,7 @@ def test_what_is_refused(addresses, tmp_path):
         model = placed.model
         for step in range(2):
             one_step(Case(), model, placed, new_scaler(Case()), step)
-    with pytest.raises(ForeignError, match=r"worker-0.*holds step 2 of a store already"):
+    with pytest.raises(ForeignError, match=r"worker-0.*already holds step 2 of a store"):
         place(second, residuals=tmp_path / "left", **FEEDBACK)
     with place(first, residuals=tmp_path / "left", **FEEDBACK) as placed:  # nothing was lost
         assert placed.steps_done == 2

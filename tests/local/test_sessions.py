@@ -177,7 +177,7 @@ def test_a_worker_says_soon_whom_it_waits_for(host, monkeypatch, busy):
         one._accept(Mute(), hello(1))
         where, why, error = one.where, "busy with a session of 2 worker", BusyError
     else:
-        where, why, error = f"127.0.0.1:{free_port()}", "nobody listens there", LostError
+        where, why, error = f"127.0.0.1:{free_port()}", "nothing listens there", LostError
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())
     lines = []

@@ -212,4 +212,4 @@ def test_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "2 of 1000" in out and "100 tokens/s" in out
     assert "1.8 TiB to 2 directories" in out
-    assert "1.0000% of 100 TBW a device (as given)" in out  # two devices took 1 TB each
+    assert "1.0000% of 100 TBW per device (as specified)" in out  # two devices took 1 TB each

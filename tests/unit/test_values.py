@@ -50,9 +50,9 @@ OPTIONS: dict[str, Any] = dict.fromkeys(("store", "compress", "delay", "host_bud
         (lambda: Files(["a", "b"], rates=[1]), r"rates \[1\] for 2 directories"),
         (lambda: Files("a", rates=[float("nan")]), r"`rates` cannot be \[nan\]"),
         (lambda: Files("a", rates="fast"), "`rates` cannot be 'fast'"),  # type: ignore[arg-type]
-        (lambda: Servers([]), r"Servers of \[\]"),
+        (lambda: Servers([]), r"Servers\(\[\]\): no addresses"),
         (lambda: Servers(A), f"`addresses` cannot be '{A}'"),
-        (lambda: Servers(["nowhere"]), "'nowhere' is no address"),
+        (lambda: Servers(["nowhere"]), "'nowhere' is not an address"),
         (lambda: Servers([A], replicas=2), r"replicas = 2 with 1 server\(s\)"),
         (lambda: Servers([A, B], replicas=3), "replicas = 3"),  # type: ignore[arg-type]
         (lambda: Servers([A, B], give_up=[A]), "with replicas = 1"),
@@ -63,12 +63,12 @@ OPTIONS: dict[str, Any] = dict.fromkeys(("store", "compress", "delay", "host_bud
             "which of 2 replicas of a server is missing",
         ),
         (lambda: Servers([A], buffering="some"), "`buffering` cannot be 'some'"),  # type: ignore[arg-type]
-        (lambda: Servers([A], residuals=Files(["a", "b"])), "residuals in 2 directories"),
+        (lambda: Servers([A], residuals=Files(["a", "b"])), "residuals are in 2 directories"),
         (lambda: Servers([A], token=b"x" * 16, link=TcpOptions()), "together with token"),
         (lambda: Servers([A], fan_in=B), f"`fan_in` cannot be '{B}'"),
         (lambda: Servers([A], fan_in=[]), "fan_in has no switch"),
         (lambda: Servers([A], fan_in=[A, B]), "2 switches have no parent"),
-        (lambda: Servers([A], fan_in=["rack"]), "'rack' is no address"),
+        (lambda: Servers([A], fan_in=["rack"]), "'rack' is not an address"),
         (lambda: Servers([A], fan_in=[B], tls=Tls(ca=Path("ca.pem"))), "not encrypted"),
         (lambda: Servers([A], fan_in=[B], link=TcpOptions(tls=Tls())), "not encrypted"),
         (lambda: Servers([A], fan_in=[B], link=OtherOptions()), "link is .*OtherOptions"),
@@ -125,18 +125,18 @@ FEEDBACK = TopK(0.1, error_feedback=True)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"compress": Downcast("bf16")}, "without servers: no gradient travels"),
+        ({"compress": Downcast("bf16")}, "without servers: no gradients are sent"),
         ({"compress": FEEDBACK, "store": Servers([A])}, r"1 server\(s\), 0 directories"),
         ({"store": Servers([A], residuals="r")}, "1 directories .* error feedback False"),
         ({"compress": FEEDBACK, "delay": Delay(1)}, "error feedback needs the last update"),
-        ({"compress": FEEDBACK, "backwards_per_step": 2}, "one residual a step"),
+        ({"compress": FEEDBACK, "backwards_per_step": 2}, "one residual per step"),
         (
             {"compress": TopK(0.1), "store": Servers([A], relay="1GiB"), "local": 2},
             "whole gradients of its 2 workers",
         ),
         (
             {"delay": Delay(2), "store": Servers([A], buffering="none")},
-            "needs those that forward had",
+            "may change between forward and backward",
         ),
         (
             {"compress": TopK(0.1), "store": Servers([A], fan_in=[B])},
@@ -244,5 +244,5 @@ def test_a_jobs_switches_reach_its_servers() -> None:
     store = placed_options(job, moves=False)["store"]
     assert isinstance(store, Servers) and store.route.plan == FanIn((SwitchNode(B),))  # type: ignore[attr-defined]
     alone = make_job({"model": {"pretrained": "x"}, "servers": {"switches": [B]}})
-    with pytest.raises(ConfigError, match="switches, and no servers are given"):
+    with pytest.raises(ConfigError, match="switches are set, but there are no servers"):
         placed_options(alone, moves=False)

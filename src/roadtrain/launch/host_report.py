@@ -24,9 +24,9 @@ import msgspec
 import psutil
 
 from roadtrain.errors import StoreError
-from roadtrain.storage.current import counting
+from roadtrain.storage.current import current
 from roadtrain.storage.direct import free_nbytes
-from roadtrain.storage.mark import Known
+from roadtrain.storage.mark import MarkRecord
 from roadtrain.storage.meta import StoreMeta
 from roadtrain.storage.sealed import unsealed
 
@@ -170,7 +170,7 @@ def _store(path: str) -> StoreReport:
         return StoreReport(at)
     locked = _is_locked(Path(path))
     try:
-        now = counting(Path(path))
+        now = current(Path(path))
         if now is None or now.step < 0:
             return StoreReport(at, locked)
         meta = StoreMeta.load(now.home)
@@ -196,13 +196,13 @@ def _is_locked(directory: Path) -> bool:
     return False
 
 
-def _mark(directory: Path) -> Known:
+def _mark(directory: Path) -> MarkRecord:
     """Read the run directory's mark.json; empty if it is absent or damaged, which `train` reports
     later."""
     try:
-        return msgspec.json.decode(unsealed((directory / "mark.json").read_bytes()), type=Known)
+        return msgspec.json.decode(unsealed((directory / "mark.json").read_bytes()), type=MarkRecord)
     except (OSError, ValueError):
-        return Known()
+        return MarkRecord()
 
 
 def _refused(port: PortQuery) -> str:

@@ -17,7 +17,7 @@ from roadtrain.errors import BusyError
 from roadtrain.storage.file import FileTier
 from roadtrain.storage.generation import open_part
 from roadtrain.storage.meta import StoreMeta
-from roadtrain.storage.snapshot import held_in, where_it_rests
+from roadtrain.storage.snapshot import describe_storage, held_in
 
 LOCK_S = 5.0  # how long to wait for the lock
 
@@ -27,7 +27,7 @@ class HostedStore:
         self.directory = directory
         self.snapshot = snapshot  # directory for snapshots
         self.every = every  # steps between two snapshots; 0: none are taken
-        self.rests = where_it_rests(directory, snapshot, every)  # location and durability, as text
+        self.rests = describe_storage(directory, snapshot, every)  # location and durability, as text
         self._lock = threading.Lock()
 
     @contextmanager
@@ -68,7 +68,7 @@ class HostedStore:
         """
         with self.storing():
             home = None if opened is None else opened.directory
-            if opened is None and (part := open_part(self.directory, look=True)) is not None:
+            if opened is None and (part := open_part(self.directory, read_only=True)) is not None:
                 home = part.directory
                 part.close()
             meta = None if home is None else StoreMeta.load(home)

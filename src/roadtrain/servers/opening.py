@@ -12,11 +12,11 @@ from enum import Enum
 from roadtrain.errors import ConfigError, ForeignError, ForkedError, StaleError
 from roadtrain.servers.store_plan import StorePlan, check_same
 from roadtrain.storage.history import (
-    Doubt,
     Histories,
     HistoryLink,
     Resume,
     ServerHoldings,
+    Unclear,
     Witness,
     back_to,
     lost_chunks,
@@ -82,16 +82,16 @@ class FoundStores:
         self.names = meta.directories
         self.found: dict[int, FoundStore] = {}
         self.given_up: tuple[int, ...] = ()
-        self._decided: Resume | Doubt | None = None  # from `found`; None: not computed yet
+        self._decided: Resume | Unclear | None = None  # from `found`; None: not computed yet
 
     def add(self, number: int, found: FoundStore) -> None:
         self.found[number] = found
         self._decided = None
 
-    def decide(self) -> Resume | Doubt:
+    def decide(self) -> Resume | Unclear:
         """Decide what the servers found so far may resume from. Raises ForkedError, StaleError."""
         if self._decided is None:
-            decided: Resume | Doubt | None = None
+            decided: Resume | Unclear | None = None
             try:
                 decided = self._histories(()).resume(self._witness())
             except (ForkedError, StaleError) as error:
@@ -180,7 +180,7 @@ class FoundStores:
     def _witness(self) -> Witness | None:
         """Return what the run directory recorded about the history of these servers."""
         jobs = {found.meta.job for found in self.found.values() if found.meta is not None}
-        record = None if self._mark is None else self._mark.known
+        record = None if self._mark is None else self._mark.record
         return Witness.of(record.history) if record is not None and record.job in jobs else None
 
     def _snapshot(self) -> tuple[int, tuple[int, ...]]:

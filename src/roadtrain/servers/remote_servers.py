@@ -39,7 +39,7 @@ from roadtrain.servers.store_plan import StorePlan
 from roadtrain.servers.trace import Stages
 from roadtrain.storage.convert import RecordView
 from roadtrain.storage.generation import OpenedStore
-from roadtrain.storage.history import Doubt, HistoryLink, Resume, Witness
+from roadtrain.storage.history import HistoryLink, Resume, Unclear, Witness
 from roadtrain.storage.mark import Mark
 from roadtrain.storage.meta import StoreMeta
 from roadtrain.transport.tcp import Address, TcpOptions
@@ -194,10 +194,10 @@ class RemoteServers:
         if self.meta.replicas == 1:
             return why
         doubt = self._stores.decide() if self._stores.found else None
-        which = f"; {doubt.why}" if isinstance(doubt, Doubt) else ", and no other has their chunks"
+        which = f"; {doubt.why}" if isinstance(doubt, Unclear) else ", and no other has their chunks"
         error = LostError(
             f"no answer for {limit_s:.0f} s from {self._names(missing)}{which}: {why}",
-            hint=(doubt.hint if isinstance(doubt, Doubt) else "")
+            hint=(doubt.hint if isinstance(doubt, Unclear) else "")
             or "a new store needs all its servers, later each chunk needs one of its two servers",
         )
         error.__cause__ = why

@@ -29,7 +29,7 @@ from roadtrain.switch.protocol.switch import SwitchStateMachine
 from roadtrain.switch.streams import Batch, DatagramRun, beat_packet, beats_of, read_runs
 from roadtrain.switch.switch_frames import SwitchHello
 from roadtrain.switch.switch_table import StuckSlot, Table
-from roadtrain.transport.listener import Few, Report
+from roadtrain.transport.listener import LineLimit, Report
 from roadtrain.transport.tcp import Address
 
 BEAT_S = 0.004  # shortest interval between two merged heartbeats
@@ -204,7 +204,7 @@ class SwitchJob:
     ) -> None:
         """`parent`: the numeric address of `hello.parent`. Owns `socket` and `table`."""
         self.hello, self._parent, self.socket, self.table = hello, parent, socket, table
-        self._key, self._report = key, Few(report)
+        self._key, self._report = key, LineLimit(report)
         machine = SwitchStateMachine(hello.slots, hello.children, hello.child)
         self.children = Children(machine, time.monotonic())
         self.counters = Counters()
