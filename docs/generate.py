@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dataclasses
 import importlib
-import inspect
 import io
 import re
 import sysconfig
-import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +25,6 @@ from mkdocs.structure.pages import Page
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
-import roadtrain
 from roadtrain import cli, errors
 from roadtrain.config.cluster import Cluster
 from roadtrain.config.job import Job

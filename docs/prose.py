@@ -32,7 +32,8 @@ SUBJECT = re.compile(
     rf"(?:(?<=[.:;] )|^)(?:[Ww]ho|[Ww]hat|[Ww]hose) (?:[\w`']+ ){{1,6}}(?:{VERBS})\b(?![^.]*\?)"
 )
 PARTICIPLES = frozenset(
-    "said told heard given taken came comes gone asked wanted known tell tells hear hears says".split()
+    ("said", "told", "heard", "given", "taken", "came", "comes", "gone", "asked", "wanted")
+    + ("known", "tell", "tells", "hear", "hears", "says")
 )
 
 
@@ -55,16 +56,10 @@ def _python(path: Path) -> Iterator[Finding]:
     source = path.read_text()
     texts = []
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if doc := ast.get_docstring(node):
-                line = node.body[0].lineno
-                texts.append((line, doc))
-                if OPENER.match(doc):
-                    yield Finding("opener", path, line, doc.partition("\n")[0])
-        elif isinstance(node, ast.Raise) and node.exc is not None:
-            texts.append((node.lineno, _literals(node.exc)))
-        elif isinstance(node, ast.keyword) and node.arg in ("hint", "help", "description"):
-            texts.append((node.value.lineno, _literals(node.value)))
+        for line, text in _texts(node):
+            texts.append((line, text))
+            if not isinstance(node, ast.Raise | ast.keyword) and OPENER.match(text):
+                yield Finding("opener", path, line, text.partition("\n")[0])
         for line, name in _names(node):
             bare = name.strip("_").lower()
             if bare == "one" or bare in PARTICIPLES:
@@ -75,6 +70,17 @@ def _python(path: Path) -> Iterator[Finding]:
     for line, text in texts:
         for match in SUBJECT.finditer(text.replace("\n", " ")):
             yield Finding("subject", path, line, match[0])
+
+
+def _texts(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the line and text of a docstring, of a raised error, and of a help text."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if doc := ast.get_docstring(node):
+            yield node.body[0].lineno, doc
+    elif isinstance(node, ast.Raise) and node.exc is not None:
+        yield node.lineno, _literals(node.exc)
+    elif isinstance(node, ast.keyword) and node.arg in ("hint", "help", "description"):
+        yield node.value.lineno, _literals(node.value)
 
 
 def _markdown(path: Path) -> Iterator[Finding]:
@@ -113,7 +119,9 @@ def main() -> None:
     for finding in found:
         print(f"{finding.path}:{finding.line}: {finding.kind}: {finding.text}")
     counts = Counter(finding.kind for finding in found)
-    print(", ".join(f"{kind} {counts[kind]}" for kind in ("opener", "subject", "one", "participle")))
+    print(
+        ", ".join(f"{kind} {counts[kind]}" for kind in ("opener", "subject", "one", "participle"))
+    )
 
 
 if __name__ == "__main__":

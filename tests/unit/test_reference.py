@@ -69,7 +69,9 @@ MADE_BY_US = {
 
 
 def test_the_check_finds_what_is_missing():
-    assert arguments("Do.\n\nArgs:\n    first: One.\n    second (int): Two,\n        in two lines.\n") == [
+    assert arguments(
+        "Do.\n\nArgs:\n    first: One.\n    second (int): Two,\n        in two lines.\n"
+    ) == [
         "first",
         "second",
     ]

@@ -200,7 +200,9 @@ def _mark(directory: Path) -> MarkRecord:
     """Read the run directory's mark.json; empty if it is absent or damaged, which `train` reports
     later."""
     try:
-        return msgspec.json.decode(unsealed((directory / "mark.json").read_bytes()), type=MarkRecord)
+        return msgspec.json.decode(
+            unsealed((directory / "mark.json").read_bytes()), type=MarkRecord
+        )
     except (OSError, ValueError):
         return MarkRecord()
 

@@ -27,7 +27,9 @@ class HostedStore:
         self.directory = directory
         self.snapshot = snapshot  # directory for snapshots
         self.every = every  # steps between two snapshots; 0: none are taken
-        self.rests = describe_storage(directory, snapshot, every)  # location and durability, as text
+        self.rests = describe_storage(
+            directory, snapshot, every
+        )  # location and durability, as text
         self._lock = threading.Lock()
 
     @contextmanager

@@ -194,7 +194,9 @@ class RemoteServers:
         if self.meta.replicas == 1:
             return why
         doubt = self._stores.decide() if self._stores.found else None
-        which = f"; {doubt.why}" if isinstance(doubt, Unclear) else ", and no other has their chunks"
+        which = (
+            f"; {doubt.why}" if isinstance(doubt, Unclear) else ", and no other has their chunks"
+        )
         error = LostError(
             f"no answer for {limit_s:.0f} s from {self._names(missing)}{which}: {why}",
             hint=(doubt.hint if isinstance(doubt, Unclear) else "")
