@@ -172,7 +172,7 @@ def test_the_keys_of_a_job_and_the_options_of_commands(tls, token, tmp_path, cap
 def test_a_probe_over_tls(tls):
     options = TcpOptions(token=SECRET, tls=tls)
     listener = probe_links.listening(
-        "127.0.0.1:0", options, lambda: probe_links.HostReport(missing=["all"])
+        "127.0.0.1:0", options, lambda: probe_links.ProbeReport(missing=["all"])
     )
     where = "{}:{}".format(*listener.address)
     try:

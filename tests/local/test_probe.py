@@ -24,7 +24,7 @@ from roadtrain.planner.probe_links import (
     DESCRIBE,
     MEASURE,
     PING,
-    HostReport,
+    ProbeReport,
     ask,
     listening,
     matrix,
@@ -128,11 +128,11 @@ def test_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (gpus[0],) in asked and (gpus[0], torch.bfloat16) in asked and (gpus,) in asked
 
 
-def one(name: str) -> Callable[[], HostReport]:
-    def describe() -> HostReport:
+def one(name: str) -> Callable[[], ProbeReport]:
+    def describe() -> ProbeReport:
         host = {"name": name, "memory": "1GB", "memory_rate": "5GB/s"}
         tree = {"name": name, "hosts": [host], "measured": [f"hosts.{name}.memory_rate"]}
-        return HostReport(tree, ["its devices"], ["NUMA node 0"])
+        return ProbeReport(tree, ["its devices"], ["NUMA node 0"])
 
     return describe
 
@@ -187,13 +187,13 @@ def test_a_host_that_cannot_is_named_and_the_rest_is_kept(two: list[str]) -> Non
     own, said = (
         one("this")(),
         [
-            HostReport(error="FullError: no space"),
-            HostReport({"hosts": [{"memory": "1GB"}]}),
+            ProbeReport(error="FullError: no space"),
+            ProbeReport({"hosts": [{"memory": "1GB"}]}),
             one("x")(),
         ],
     )
     made = [
-        listening("127.0.0.1:0", TcpOptions(), partial(HostReport.__copy__, each)) for each in said
+        listening("127.0.0.1:0", TcpOptions(), partial(ProbeReport.__copy__, each)) for each in said
     ]
     full, odd, gone = ("{}:{}".format(*listener.address) for listener in made)
     made[2].close()

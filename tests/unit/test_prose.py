@@ -16,7 +16,8 @@ prose = importlib.util.module_from_spec(spec)
 sys.modules["prose"] = prose  # a NamedTuple looks its module up
 spec.loader.exec_module(prose)
 
-ALLOWED = {"opener": 0, "subject": 0, "one": 0, "participle": 0}
+# The participle is `launch --comes`, an option that users type.
+ALLOWED = {"opener": 0, "subject": 0, "one": 0, "participle": 1}
 # Words that people wrote, without the log, decisions and the change log.
 MOST_WORDS, MOST_LOG_WORDS = 24_000, 5_000
 

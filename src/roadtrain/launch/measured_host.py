@@ -82,7 +82,7 @@ def seconds_of(path: Path) -> WorkerSeconds | None:
 def main(address: str = "", token_file: str = "") -> None:
     if address:
         options = TcpOptions(token=token_of(token_file), retry_s=PATIENCE_S)
-        links.serve(address, options, links.HostReport)
+        links.serve(address, options, links.ProbeReport)
     else:
         request = msgspec.json.decode(sys.stdin.buffer.read(), type=MeasureRequest)
         print(msgspec.json.encode(answer(request)).decode())

@@ -152,7 +152,7 @@ def fabric(devices: Sequence[torch.device], nbytes: int = COPIED) -> float:
     return min(_copy(source, target) for target in targets)
 
 
-def describe(dirs: Sequence[str], threads: int) -> links.HostReport:
+def describe(dirs: Sequence[str], threads: int) -> links.ProbeReport:
     """Measure and describe this host."""
     name, missing = socket.gethostname().split(".")[0] or "host", list[str]()
     ssds, uplink = _ssds(dirs, missing)
@@ -210,7 +210,7 @@ def describe(dirs: Sequence[str], threads: int) -> links.HostReport:
     )
     places, gaps = topology(dirs)
     tree = {"name": name, "hosts": [host], "measured": measured}
-    return links.HostReport(tree, [*missing, *unknown, *gaps], places)
+    return links.ProbeReport(tree, [*missing, *unknown, *gaps], places)
 
 
 def _ssds(dirs: Sequence[str], missing: list[str]) -> tuple[list[dict[str, Any]], float]:
@@ -239,7 +239,7 @@ def _ssds(dirs: Sequence[str], missing: list[str]) -> tuple[list[dict[str, Any]]
     return ssds, uplink
 
 
-def with_others(own: links.HostReport, hosts: Sequence[str], options: TcpOptions) -> bool:
+def with_others(own: links.ProbeReport, hosts: Sequence[str], options: TcpOptions) -> bool:
     """Add to `own` the reports of the listening `hosts` and the measured links. Returns False if a
     host or a link could not be measured."""
     trees, lost = {"here": own.tree["hosts"][0]}, list[str]()

@@ -36,7 +36,7 @@ PINGS, FLOOD_S, FRAMES, AHEAD, WAIT_S = 20, 0.5, 1 << 15, 8, 90.0  # FRAMES of 1
 Pair = tuple[str, str]
 
 
-class HostReport(msgspec.Struct, omit_defaults=True):
+class ProbeReport(msgspec.Struct, omit_defaults=True):
     """The answer of a host. `tree`: its cluster.toml; `missing`: what it could not measure;
     `topology`: lines of text; `link`: bytes a second, and seconds of latency; `error`: why the
     request failed."""
@@ -48,12 +48,12 @@ class HostReport(msgspec.Struct, omit_defaults=True):
     error: str = ""
 
 
-Describe = Callable[[], HostReport]
+Describe = Callable[[], ProbeReport]
 LANGUAGE = language_of(
     {
         "probe": 2,
         "kinds": " ".join(map(str, (PING, PONG, FLOOD, DESCRIBE, MEASURE, BACK, REPORT))),
-        **get_type_hints(HostReport),
+        **get_type_hints(ProbeReport),
     }
 )
 
@@ -92,9 +92,9 @@ class LinkEnd:
                 found = self.describe()
             else:
                 link = self.measured() if kind == BACK else measure(header.decode(), self.options)
-                found = HostReport(link=link)
+                found = ProbeReport(link=link)
         except Exception as error:  # reported to the requesting host
-            found = HostReport(error=f"{type(error).__name__}: {error}")
+            found = ProbeReport(error=f"{type(error).__name__}: {error}")
         with suppress(PeerError):  # the requesting host may be lost
             self.link.send(REPORT, msgspec.json.encode(found))
 
@@ -158,13 +158,13 @@ def measure(address: str, options: TcpOptions) -> tuple[float, float]:
         return end.measured()
 
 
-def ask(address: str, kind: int, words: str, options: TcpOptions) -> HostReport:
+def ask(address: str, kind: int, words: str, options: TcpOptions) -> ProbeReport:
     """Request a report from a host: on itself (DESCRIBE), on its link to the host `words`
     (MEASURE), or on its link to this host (BACK). Raises PeerError."""
     with _linked(address, options) as end:
         end.link.send(kind, words.encode())
         try:
-            report = msgspec.json.decode(end.receive("a request"), type=HostReport)
+            report = msgspec.json.decode(end.receive("a request"), type=ProbeReport)
         except msgspec.MsgspecError as error:
             raise WireError(
                 f"{address} sent an invalid report ({error})",

@@ -2,8 +2,8 @@
 
 It is compiled where it is loaded, which takes a few tenths of a second at the start of a switch and
 needs neither an opaque binary nor a cache that others might modify. Anything that is missing
-(clang, libbpf or its headers, permissions) raises BpfError with a one-line message. What is loaded
-and attached is held by descriptors of this process, and ends with it.
+(clang, libbpf or its headers, permissions) raises BpfError with a one-line message. Descriptors
+of this process hold what is loaded and attached, so all of it ends with the process.
 """
 
 from __future__ import annotations
