@@ -62,8 +62,8 @@ class CrossHostSums:
 
 @dataclass(frozen=True)
 class HostSums:
-    """The summation of one worker. `near` sums the tensors; `above` is None if `near` sums those of
-    all workers. Closing `ends` ends the summation."""
+    """The summation of one worker. `near` sums its tensors, inside the host if it has several
+    workers; `above` is set if this worker then sums with other hosts. Closing `ends` ends it."""
 
     near: WorkerSums
     above: CrossHostSums | None
