@@ -1,6 +1,8 @@
 """HostSums: two-level sums, inside a host with several workers first, then between hosts.
 
-worker -> near: the host's own reducers -> above: reducers of all hosts -> near -> worker
+    worker -> near: the host's own reducers -> above: reducers of all hosts -> near -> worker
+
+worker_places.py decides which of the two levels are needed.
 """
 
 from __future__ import annotations
