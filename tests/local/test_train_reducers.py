@@ -127,7 +127,10 @@ def test_another_token_ends_the_start_with_a_sentence(tmp_path, token):  # Rule 
 
 def test_a_file_of_reducers_that_is_not_there_is_said_by_all(tmp_path, token):  # Rules 5, 6
     ends = start(spec_of(tmp_path, token, str(tmp_path / "none")))
-    assert ends[0].startswith("ConfigError: the spare hosts in") and "No such file" in ends[0]
+    assert (
+        ends[0].startswith("ConfigError: cannot read the spare hosts in")
+        and "No such file" in ends[0]
+    )
     assert ends[1].startswith("LostError: the reducers: rank 0") and "No such file" in ends[1]
 
 

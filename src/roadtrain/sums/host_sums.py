@@ -1,6 +1,8 @@
 """HostSums: two-level sums, inside a host with several workers first, then between hosts.
 
-worker -> near: the host's own reducers -> above: reducers of all hosts -> near -> worker
+    worker -> near: the host's own reducers -> above: reducers of all hosts -> near -> worker
+
+worker_places.py decides which of the two levels are needed.
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ class CrossHostSums:
 
 @dataclass(frozen=True)
 class HostSums:
-    """The summation of one worker. `near` sums the tensors; `above` is None if `near` sums those of
-    all workers. Closing `ends` ends the summation."""
+    """The summation of one worker. `near` sums its tensors, inside the host if it has several
+    workers; `above` is set if this worker then sums with other hosts. Closing `ends` ends it."""
 
     near: WorkerSums
     above: CrossHostSums | None

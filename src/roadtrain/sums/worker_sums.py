@@ -249,7 +249,7 @@ class WorkerSums:
         self._post(posts)
 
     def _begin(self, tensor: TensorRound) -> None:
-        """Under the lock."""
+        """Begin a tensor's next round: queue all its parts. Under the lock."""
         key = tensor.key
         self._rounds[key] = tensor.round = self._rounds.get(key, 0) + 1
         tensor.waits.update(range(len(tensor.parts)))

@@ -65,7 +65,7 @@ class Kind(IntEnum):
     # chunk
     PARAMETERS = 3
     # down: the largest exponents of a chunk. a: chunk; b: round modulo 2**32; c: index of the
-    # packet; credit: number of the first GRADIENT packet, which all packets of MAXIMA grant
+    # packet; credit: number of the first GRADIENT packet, granted once all MAXIMA have arrived
     MAXIMA = 4
     # up: acknowledges PARAMETERS and MAXIMA. number: ack; credit: one more than the greatest number
     # that there is room for; a: milliseconds of silence of the worker below that has been silent

@@ -132,8 +132,8 @@ class Granted:
         self._add(Numbers(grant.first, count, Kind.EXPONENTS, round))
 
     def maxima(self, chunk: int, number: int, index: int, first: int, payload: np.ndarray) -> None:
-        """Take a packet of a round's maxima. All of them together grant the packet numbers from
-        `first` on. Raises WireError for an unexpected packet."""
+        """Take a packet of a round's maxima. Once all have arrived, the packets of the round's
+        gradient get the numbers from `first` on. Raises WireError for an unexpected packet."""
         round = self._rounds.get((chunk, number))
         if round is None or index not in round.missing:
             raise WireError(f"unexpected maxima: packet {index} of chunk {chunk}, round {number}")

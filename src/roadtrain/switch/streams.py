@@ -34,7 +34,7 @@ GATHERED = 264  # bulk packets that a port handles at once
 LOSS_S = 0.1  # retransmission timeout without progress; doubles each time
 MOST_LOSS_S = 2.0
 HOLD_S = 0.008  # longest time that packets stay in the kernel so that more are handled at once
-FEW = 8  # do not wait for fewer packets than these
+FEW = 8  # if fewer packets than these arrive in HOLD_S, each is handled at once
 BUSY_S = 0.01  # between two heartbeats while packets arrive
 # Send buffer of a socket. It must be smaller than the host's queue for its network device, which
 # silently drops packets when it is full; a full send buffer makes the sender wait instead.

@@ -16,7 +16,7 @@ from roadtrain.sums.protocol.shares import optimum, reducers
 
 @dataclass
 class _Epoch:
-    """The assignment between two changes."""
+    """The assignment of parts to reducers between two changes."""
 
     shares: Mapping[int, float]  # by reducer
     # Change.rounds: these shares apply to rounds after the first number of each tensor.

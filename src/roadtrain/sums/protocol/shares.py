@@ -72,7 +72,8 @@ def optimum(workers: Sequence[float], spares: Sequence[float] = ()) -> tuple[flo
 
 
 def busiest(workers: Sequence[float], spares: Sequence[float], shares: Sequence[float]) -> float:
-    """Return the seconds that an exchange of one byte takes with these shares (T above)."""
+    """Return the seconds that an exchange of one byte takes with these shares, by the formula for T
+    in the module's docstring."""
     n = len(workers)
     own = [(1 + (n - 2) * x) / rate for x, rate in zip(shares, workers)] if n > 1 else [0.0]
     return max([*own, *(n * y / rate for y, rate in zip(shares[n:], spares))])
