@@ -36,7 +36,7 @@ test-all: test test-rest
 check: $(READY) types docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pytest tests/unit/test_layers.py tests/unit/test_public_names.py
+	$(BIN)/pytest tests/unit/test_layers.py tests/unit/test_public_names.py tests/unit/test_prose.py tests/unit/test_reference.py
 
 types: $(READY)
 	$(BIN)/mypy -p roadtrain -p benchmarks -p roadtrain_rdma -p roadtrain_switch_offload

@@ -24,7 +24,7 @@ from benchmarks.fanin_machines import (
     sender_step,
 )
 from benchmarks.fanin_upwards import Variant
-from roadtrain.switch.protocol.numbered import NOTHING, Heartbeat, NumberedSender, heard, merged
+from roadtrain.switch.protocol.numbered import NOTHING, Heartbeat, NumberedSender, combined, merged
 from roadtrain.switch.protocol.switch import SwitchStateMachine
 
 
@@ -51,7 +51,7 @@ class Downwards:
         machine = HastySwitch if variant is Variant.HASTY else SwitchStateMachine
         kind = SwitchStep(machine, window, workers)
         self.switch = Parts(kind.first, kind)
-        self.sent_up = Parts(NOTHING, lambda said, beat: (heard(said, beat), None))
+        self.sent_up = Parts(NOTHING, lambda said, beat: (combined(said, beat), None))
         self.receivers = Parts((0, 0), ReceiverStep(window))
         self.said = cache(self._said)
         self.heard = cache(self._heard)
@@ -118,7 +118,7 @@ class Downwards:
     def _untrue(self, state: State, beat: Heartbeat | None) -> str:
         """A heartbeat that says more than is true of all workers."""
         true = merged(self._beats(state))
-        if beat is None or heard(true, beat) == true:
+        if beat is None or combined(true, beat) == true:
             return ""
         return f"the switch says {beat}, and {true} is true"
 

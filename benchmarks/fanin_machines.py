@@ -28,11 +28,11 @@ class LiteralSwitch(SwitchStateMachine):
     def packet(self, packet: Packet) -> Packet | None:
         slot = packet.number % self.slots
         entry = self.table.setdefault(slot, Entry(packet.number, packet.op))
-        if packet.child in entry.came:
+        if packet.child in entry.seen:
             return None
-        entry.data = packet.op(entry.data, packet.data) if entry.came else packet.data
-        entry.came.add(packet.child)
-        if len(entry.came) < self.children:
+        entry.data = packet.op(entry.data, packet.data) if entry.seen else packet.data
+        entry.seen.add(packet.child)
+        if len(entry.seen) < self.children:
             return None
         del self.table[slot]
         return Packet(packet.number, entry.data, packet.op, self.child)
@@ -58,7 +58,7 @@ def sender_step(state: SenderState, event: Heartbeat | str) -> tuple[SenderState
     ack, credit, have, sender.ready, sender.next, sender.judged, sender.lost, again = state
     sender.beat = Heartbeat(ack, credit, have)
     sender.resent = {number: Resend(before, i) for i, (number, before) in enumerate(again)}
-    sender.again = len(again)  # the next one's order
+    sender.resends = len(again)  # the next one's order
     if isinstance(event, Heartbeat):
         sender.heartbeat(event)
     elif event == SILENT:
@@ -90,7 +90,7 @@ class ReceiverStep:
         receiver = NumberedReceiver(self.depth)
         receiver.ack, receiver.have = state
         had = number < receiver.ack or receiver.have >> (number - receiver.ack) & 1
-        new = receiver.came(number)
+        new = receiver.accept(number)
         assert not (new and had), f"{number} was taken twice"
         receiver.check()
         return (receiver.ack, receiver.have), new
@@ -162,7 +162,7 @@ class SwitchStep:
 
     def _state(self, switch: SwitchStateMachine) -> SwitchState:
         entries = tuple(
-            (slot, entry.number, tuple(sorted(entry.came)), entry.data, entry.done)
+            (slot, entry.number, tuple(sorted(entry.seen)), entry.data, entry.done)
             for slot, entry in sorted(switch.table.items())
         )
         return switch.acked, entries, tuple(sorted(switch.beats.items()))

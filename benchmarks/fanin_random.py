@@ -191,7 +191,7 @@ class Scene:
             ticks += 1
             assert ticks < 10_000, f"it stands still at {self.end.ack} of {last}"
         self.outcome.packets = self.up.sent + self.sums.sent
-        self.outcome.resent = sum(sender.again for sender in self.senders)
+        self.outcome.resent = sum(sender.resends for sender in self.senders)
         return self.outcome
 
     def _send(self) -> None:
@@ -223,7 +223,7 @@ class Scene:
 
     def _end(self, sums: np.ndarray) -> None:
         numbers = sums[:, :HEADER_NBYTES].view(HEADER)[:, 0]["number"].astype(np.int64)
-        new = self.end.came_many(numbers)
+        new = self.end.accept_many(numbers)
         right = (sums[new, HEADER_NBYTES:] == self.payloads.sums(numbers[new])).all(axis=1)
         self.outcome.sums += len(right)
         self.outcome.wrong += int((~right).sum())

@@ -262,7 +262,7 @@ def node_added(name: str) -> Fault:
     def do(scene: Scenery) -> None:
         offset = len(scene.run.log())
         scene.ray.add(name)
-        scene.wait_log(f"host {name} came", offset, BACK_S)
+        scene.wait_log(f"host {name} joined", offset, BACK_S)
 
     return Fault(f"Ray node {name} is added: it is a spare one", do, restarts=False)
 

@@ -30,7 +30,7 @@ COMMAND_S = 300.0  # a command that a user waits for
 TURN_S = 0.1
 MOST_RANKS = 8  # of any scene
 FIRST_STEPS = 4  # of a start, which are no steady ones
-SUPERVISES = frozenset({"roadtrain.launch.supervise", "roadtrain.launch.succeed"})
+SUPERVISES = frozenset({"roadtrain.launch.supervise", "roadtrain.launch.standby_main"})
 
 
 def command(

@@ -42,7 +42,7 @@ from roadtrain.lab import (
     lab_available,
     network_available,
 )
-from roadtrain.planner.calibrate import EXACT, learnt
+from roadtrain.planner.calibrate import EXACT, fit_rates
 from roadtrain.planner.calibrate_lab import servers, workers
 from roadtrain.planner.measure import shape_of
 from roadtrain.simulator.run import Result, simulate
@@ -222,7 +222,7 @@ def calibrated(home: Path, threads: int, words: Mapping[str, Any]) -> Cluster:
         "memory": "24GB",
         "memory_rate": "20GB/s",
     }
-    return learnt(make_cluster({"name": "here", "hosts": [host]}), found)
+    return fit_rates(make_cluster({"name": "here", "hosts": [host]}), found)
 
 
 def _placed(case: Case, home: Path, known: Mapping[int, Cluster]) -> tuple[Real, Result]:

@@ -257,7 +257,7 @@ def smart_infinity() -> Values:
         result = _near(which, 6)
         up, down = result.bytes["stage 0 uplink in"] / m, result.bytes["stage 0 uplink out"] / m
         plan = result.plan
-        grads = plan.sizes.held_bytes / plan.sizes.parameter_bytes * plan.travels
+        grads = plan.sizes.held_bytes / plan.sizes.parameter_bytes * plan.sent_share
         read = grads if plan.placement.update == "host" else 0.0
         out |= {
             f"smart_infinity.tab1.{name}.opt_read": up - read,

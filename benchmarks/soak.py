@@ -57,7 +57,9 @@ RATE = 20e6  # bytes a second, of a link that is slowed
 LEFT = 64 << 10  # bytes that a full disk has
 WHO = re.compile(r"(server|worker) \d \((127\.0\.0\.1:\d+|/)")  # role and host; a relay's socket
 # the step, what was expected
-WHAT = re.compile(r"step \d|wait(ed|ing) (\d+ s )?for|refused|another model|asked for")
+WHAT = re.compile(
+    r"step \d|wait(ed|ing) (\d+ s )?for|refused|(another|different) model|asked for|requested"
+)
 
 
 CYCLE = (  # every kind is among any so many faults; a kind that has many moments comes more often
@@ -338,7 +340,8 @@ def foreign(scene: Scene, fault: Fault, reference: Reference) -> list[str]:
         scene.finished()
     scene.start(deadline_s=SHORT_S, wrong={rank: {"change": change}})
     said = refused(
-        scene, "the token does not match" if change == "token" else "another model|dtype"
+        scene,
+        "the token does not match" if change == "token" else "(another|different) model|dtype",
     )
     scene.finish()
     return said

@@ -35,7 +35,7 @@ from roadtrain.placement.stores import Servers
 from roadtrain.servers.serve import SessionHost
 from roadtrain.storage.mark import Mark
 from roadtrain.training.metrics import Metrics, committed_by
-from roadtrain.training.step_words import WorkerWords
+from roadtrain.training.step_exchange import StepExchange
 from roadtrain.training.stop import INTERRUPTED
 from roadtrain.transport.tcp import TcpOptions
 
@@ -206,7 +206,7 @@ def _train(errand: Errand, token: bytes) -> None:
         else nullcontext()
     )
     with placed, lines as metrics:
-        words, stopped = WorkerWords(placed) if errand.stops_at else None, False
+        words, stopped = StepExchange(placed) if errand.stops_at else None, False
         while placed.steps_done < errand.steps and not stopped:
             number = placed.steps_done
             growing.nbytes = GROWN if number >= errand.grows_at else 0
@@ -217,11 +217,11 @@ def _train(errand: Errand, token: bytes) -> None:
             if flavour.clip:
                 nn.utils.clip_grad_norm_(model.parameters(), flavour.clip)
             if words is not None:
-                words.say(float(loss), 64, INTERRUPTED * (number + 1 >= errand.stops_at))
+                words.send(float(loss), 64, INTERRUPTED * (number + 1 >= errand.stops_at))
             placed.step()
             placed.zero_grad()
             if words is not None:
-                told = words.hear(placed.steps_done)
+                told = words.receive(placed.steps_done)
                 stopped = told is not None and bool(told.why)
             if mark is not None and metrics is not None:
                 metrics.append({"step": placed.steps_done, "loss": float(loss)})

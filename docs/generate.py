@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dataclasses
 import importlib
-import inspect
 import io
 import re
 import sysconfig
-import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +25,6 @@ from mkdocs.structure.pages import Page
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
-import roadtrain
 from roadtrain import cli, errors
 from roadtrain.config.cluster import Cluster
 from roadtrain.config.job import Job
@@ -45,33 +41,45 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+# The public names in the order of use, each with those of its methods that users call.
+REFERENCE: Mapping[str, tuple[str, ...]] = {
+    "roadtrain.place": (),
+    "roadtrain.PlacedOptimizer": (
+        *("step", "zero_grad", "track", "flush", "close", "committed_step"),
+        *("state_dict", "load_state_dict", "read", "params", "grad_norm", "stages", "memory"),
+    ),
+    "roadtrain.Files": (),
+    "roadtrain.Memory": (),
+    "roadtrain.Servers": (),
+    "roadtrain.FanIn": (),
+    "roadtrain.SwitchNode": (),
+    "roadtrain.TopK": (),
+    "roadtrain.Downcast": (),
+    "roadtrain.Delay": (),
+    "roadtrain.Lion": (),
+    "roadtrain.parallelize": (),
+    "roadtrain.ParallelOptions": (),
+    "roadtrain.Parallelism": (),
+    "roadtrain.MicroBatch": (),
+    "roadtrain.stages.parallel_training.ParallelTraining": (
+        *("model", "rank", "steps_done", "step", "evaluate", "snapshot", "abandon", "close"),
+    ),
+    "roadtrain.Summation": ("close",),
+    "roadtrain.sum_hook": (),
+    "roadtrain.sum_fsdp": (),
+    "roadtrain.RoadtrainError": (),
+}
+
+
 def api() -> str:
-    """Every public name of the package, each with its docstring."""
-    text = ["# Python API\n", MADE, "Each name is one of `roadtrain`: `roadtrain.place`.\n"]
-    for name in sorted(roadtrain.__all__, key=str.lower):
-        found = getattr(roadtrain, name)
-        text.append(f"::: {_home(found)}\n")
-        if dataclasses.is_dataclass(found) and dataclasses.fields(found):
-            text += ["| field | default | meaning |", "|---|---|---|", *_fields(found), ""]
-    return "\n".join(text)
-
-
-def _fields(kind: type) -> Iterator[str]:
-    """A row for each field of a dataclass, whose comment says what it means: the lines above it,
-    or what follows it."""
-    lines = inspect.getsource(kind).splitlines()
-    (tree,) = ast.parse(textwrap.dedent("\n".join(lines))).body
-    for node in getattr(tree, "body", ()):
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-            continue
-        first = last = node.lineno - 1
-        while lines[first - 1].strip().startswith("#"):
-            first -= 1
-        comments = [*lines[first:last], lines[last].partition("  # ")[2]]
-        meaning = " ".join(line.strip().lstrip("# ") for line in comments).strip()
-        given = getattr(kind, node.target.id, dataclasses.MISSING)  # where a field has a default
-        default = "needed" if given is dataclasses.MISSING else f"`{given!r}`"
-        yield f"| `{node.target.id}` | {_cell(default)} | {_cell(meaning)} |"
+    """The reference of the Python API, from `place` on."""
+    text = ["# Python API\n", MADE, "Import each name from `roadtrain`, as in `roadtrain.place`.\n"]
+    for path, methods in REFERENCE.items():
+        module, _, name = path.rpartition(".")
+        members = "[" + ", ".join(methods) + "]" if methods else "false"
+        text.append(f"::: {_home(getattr(importlib.import_module(module), name))}\n    options:\n")
+        text.append(f"      members: {members}\n      inherited_members: {members}\n")
+    return "".join(text)
 
 
 def _home(found: Any) -> str:

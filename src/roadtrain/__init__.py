@@ -1,5 +1,5 @@
-"""Training of models larger than the accelerator's memory: `roadtrain.place(model, optimizer,
-store=...)`."""
+"""Training of models that are larger than the accelerator's memory:
+`roadtrain.place(model, optimizer, store=...)`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """torch takes a second to import; `roadtrain --help` does not need it."""
+    """Import a public name on first use, since importing torch takes a second."""
     if name not in _HOMES:
         raise AttributeError(f"module 'roadtrain' has no attribute {name!r}")
     module = __import__(_HOMES[name], fromlist=[name])

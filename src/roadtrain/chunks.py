@@ -1,19 +1,20 @@
-"""Block, Run, Chunk, ChunkTable: how a model's parameters become flat runs that travel and rest in
-chunks.
+"""The layout of a model's parameters: blocks of flat runs, cut into chunks that are transferred and
+stored.
 
-A block's parameters are laid out flat. Parameters that share dtype, trainability and parameter
-group form one *run*; each starts at a multiple of PARAM_ALIGN elements, the run is padded to
-RUN_ALIGN. A chunk is a contiguous piece of one run, so one chunk has one dtype and one set of
+The parameters of a block are laid out flat. Parameters that share dtype, trainability and optimizer
+parameter group form one *run*; each starts at a multiple of PARAM_ALIGN elements, and the run is
+padded to RUN_ALIGN. A chunk is a contiguous piece of one run, so it has one dtype and one set of
 hyperparameters. Chunks are cut on a grid that does not depend on the chunk size (SEGMENT divides
-every chunk size), which is why sums over segments are the same for every chunk size (Rule 1).
-Padding holds zeros and its gradients are zero.
+every chunk size), so sums over segments are the same for every chunk size (Rule 1). Padding is zero
+and so are its gradients.
 
-A chunk rests as one *record*: [weights | state]. The weights part is what a pull returns. The state
-part is all else that the update rule needs: the fp32 master where the weights are not fp32, the
-state arrays, the scalars (float64, a row per parameter span). A frozen chunk has no state part.
+A chunk is stored as one *record*: [weights | state]. A pull returns the weights part. The state
+part holds everything else that the update rule needs: the fp32 master copy if the weights are not
+fp32, the state arrays, and the scalars (float64, one row per parameter span). A frozen chunk has no
+state part.
 
-Assumes: names are unique, a parameter belongs to one block. Does NOT know files, tensors or
-devices.
+Assumes that parameter names are unique and that each parameter belongs to one block. Does not use
+files, tensors or devices.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from math import prod
 from roadtrain.errors import ConfigError
 from roadtrain.units import round_up
 
-PARAM_ALIGN = 32  # elements: 64 bytes in bf16, so that vector kernels see aligned rows
-# elements: one page of a 2-byte dtype, so that direct I/O reaches into the middle of a block
+PARAM_ALIGN = 32  # elements: 64 bytes in bf16, so rows are aligned for vector kernels
+# elements: one page of a 2-byte dtype, so direct I/O can address the middle of a block
 RUN_ALIGN = 2048
-SEGMENT = 1 << 16  # elements: the grid of partial sums; every chunk size is a multiple
+SEGMENT = 1 << 16  # elements: the grid of partial sums; every chunk size is a multiple of it
 MAX_CHUNK = 1 << 20  # elements
-PAGE = 4096  # bytes: what direct I/O wants offsets, lengths and addresses to be multiples of
+PAGE = 4096  # bytes: direct I/O needs offsets, lengths and addresses that are multiples of this
 
+# the numpy dtype that holds each dtype; 16-bit floats are held as uint16
 NUMPY = {
     "fp32": "f4",
     "bf16": "u2",
@@ -44,7 +46,6 @@ NUMPY = {
     "u8": "u1",
     "i16": "i2",
     "i32": "i4",
-    # what numpy holds each dtype as; 16-bit floats travel as uint16
     "i64": "i8",
     "bool": "u1",
 }
@@ -54,8 +55,8 @@ TRAINABLE = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter as the model names it. `group` indexes the optimizer's parameter groups
-    (-1: in none)."""
+    """A parameter as the model names it. `group` is its index among the optimizer's parameter
+    groups, -1 if it is in none."""
 
     name: str
     shape: tuple[int, ...]
@@ -70,8 +71,8 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Span:
-    """Elements [start, stop) of a run or chunk are elements [origin, origin + stop - start) of
-    parameter `param` (an index into ChunkTable.params)."""
+    """A slice of a parameter inside a run or chunk: elements [start, stop) there are elements
+    [origin, origin + stop - start) of parameter `param`, an index into ChunkTable.params."""
 
     param: int
     start: int
@@ -81,16 +82,16 @@ class Span:
 
 @dataclass(frozen=True)
 class Run:
-    """Parameters of one block with one dtype, group and trainability. `offset` is the run's
-    first byte in the block's pull buffer (and in its push buffer where trainable: there
-    `push_offset`)."""
+    """The parameters of one block that share dtype, group and trainability. `offset`: its first
+    byte in the block's pull buffer; `push_offset`: its first byte in the block's push buffer, if
+    it is trainable."""
 
     block: int
-    index: int  # among the block's runs
+    index: int  # its position among the block's runs
     dtype: str
     group: int
     trainable: bool
-    numel: int  # padded at the run's end
+    numel: int  # elements, including the padding at the end
     offset: int
     push_offset: int
     spans: tuple[Span, ...]
@@ -98,8 +99,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Chunk(Run):
-    """A piece of the run that has the same `index`. All fields are the piece's own. `start`: its
-    first element in that run."""
+    """A piece of the run with the same `index`. All inherited fields describe the piece. `start`:
+    the piece's first element in that run."""
 
     id: int
     start: int
@@ -110,8 +111,8 @@ class Chunk(Run):
 
     @cached_property
     def segments(self) -> tuple[tuple[int, int, int], ...]:
-        """(param, start, stop) pieces cut at every SEGMENT of the run: the grid of partial
-        sums, in flat order."""
+        """The (param, start, stop) pieces of the chunk, cut at every SEGMENT of the run: the grid
+        of partial sums, in flat order."""
         out = []
         for span in self.spans:
             at = span.start
@@ -124,9 +125,9 @@ class Chunk(Run):
 
 @dataclass(frozen=True)
 class Block:
-    """`params`: which of ChunkTable.params are its own, also those without elements, which are in
-    no run. `pull_nbytes`, `push_nbytes`: of the flat buffers of its parameters and of its
-    gradients, padded to pages.
+    """A block of the model. `params`: indices of its parameters in ChunkTable.params, including
+    parameters without elements, which are in no run. `pull_nbytes`, `push_nbytes`: sizes of the
+    flat buffers of its parameters and of its gradients, padded to pages.
     """
 
     index: int
@@ -144,11 +145,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Record:
-    """Byte offsets of a chunk's record. Every part starts on a page. `master` is 0 where the
-    weights part is the fp32 master itself."""
+    """Byte offsets in a chunk's record. Every part starts on a page. `master` is 0 if the weights
+    part is itself the fp32 master copy."""
 
-    weights_nbytes: int  # padded
-    state_nbytes: int  # padded
+    weights_nbytes: int  # padded to pages
+    state_nbytes: int  # padded to pages
     master: int
     arrays: tuple[int, ...]
     scalars: int
@@ -159,9 +160,9 @@ class Record:
 
 
 def record(chunk: Chunk, n_arrays: int, n_scalars: int, staleness: int = 0) -> Record:
-    """The record of `chunk` under an update rule with `n_arrays` state arrays, and `n_scalars`
-    scalars for each parameter span. With staleness 1 the weights part is one update behind the
-    master, so that both of the last two versions can be pulled.
+    """Lay out the record of `chunk` for an update rule with `n_arrays` state arrays and
+    `n_scalars` scalars per parameter span. With staleness 1 the weights part is one update behind
+    the master copy, so that both of the last two versions can be pulled.
     """
     weights = round_up(chunk.weights_nbytes, PAGE)
     if not chunk.trainable:
@@ -176,8 +177,8 @@ def record(chunk: Chunk, n_arrays: int, n_scalars: int, staleness: int = 0) -> R
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """All blocks of a model. Block 0 is the root block (it may be empty), then the others in
-    module order."""
+    """All blocks of a model: block 0 is the root block (it may be empty), followed by the others
+    in module order."""
 
     blocks: tuple[Block, ...]
     params: tuple[ParamSpec, ...]
@@ -188,12 +189,12 @@ class ChunkTable:
     def build(
         blocks: Iterable[tuple[str, Sequence[ParamSpec]]], chunk_elements: int = MAX_CHUNK
     ) -> ChunkTable:
-        """Lay out `blocks` (name, parameters), the root block first. Raises ConfigError for a
-        chunk size off the grid, a trainable parameter of a dtype that no rule updates, or a name
-        given twice."""
+        """Lay out `blocks`, pairs of a name and parameters, root block first. Raises ConfigError
+        for a chunk size off the grid, a trainable parameter of a dtype that cannot be updated, or
+        a parameter name that appears twice."""
         if not 0 < chunk_elements <= MAX_CHUNK or chunk_elements % SEGMENT:
             raise ConfigError(
-                f"a chunk of {chunk_elements} elements is off the grid of {SEGMENT}",
+                f"chunk_elements is {chunk_elements}, not a multiple of {SEGMENT}",
                 hint=f"choose a multiple of {SEGMENT}, at most {MAX_CHUNK}",
             )
         out: list[Block] = []
@@ -207,7 +208,7 @@ class ChunkTable:
         names = [p.name for p in params]
         if len(set(names)) != len(names):
             twice = next(n for n in names if names.count(n) > 1)
-            raise ConfigError(f"parameter {twice!r} is given to two blocks")
+            raise ConfigError(f"parameter {twice!r} is in two blocks")
         return ChunkTable(tuple(out), tuple(params), tuple(chunks), chunk_elements)
 
     @cached_property
@@ -215,8 +216,8 @@ class ChunkTable:
         return tuple(c for c in self.chunks if c.trainable)
 
     def fingerprint(self) -> str:
-        """A hash of names, shapes and trainability. It is the same for every chunk size, dtype of
-        the weights and number of directories."""
+        """Hash names, shapes and trainability. The hash does not depend on the chunk size, the
+        dtype of the weights or the number of directories."""
         params = [[self.params[s.param] for run in b.runs for s in run.spans] for b in self.blocks]
         body = [
             [b.name, sorted([p.name, *p.shape, p.trainable] for p in own)]
@@ -237,13 +238,13 @@ def _lay_out(
     for i, spec in enumerate(specs):
         if spec.dtype not in ITEMSIZE:
             raise ConfigError(
-                f"parameter {spec.name!r} has dtype {spec.dtype}, known are {', '.join(ITEMSIZE)}"
+                f"parameter {spec.name!r} has dtype {spec.dtype}, not one of {', '.join(ITEMSIZE)}"
             )
         if spec.trainable and spec.dtype not in TRAINABLE:
             raise ConfigError(
-                f"parameter {spec.name!r} is trainable with dtype {spec.dtype}, rules update"
+                f"parameter {spec.name!r} has dtype {spec.dtype}, but trainable dtypes are"
                 f" {', '.join(TRAINABLE)}",
-                hint="cast the parameter, or freeze it",
+                hint="cast the parameter or freeze it",
             )
         members.setdefault((spec.trainable, spec.dtype, spec.group), []).append(i)
     runs: list[Run] = []
@@ -285,7 +286,7 @@ def _lay_out(
 
 
 def cut_spans(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
-    """The parts of `spans` inside [start, stop), relative to `start`."""
+    """Return the parts of `spans` inside [start, stop), relative to `start`."""
     return tuple(
         Span(
             s.param,

@@ -1,10 +1,10 @@
-"""`roadtrain COMMAND ...`: finds the function that a command is, and calls it.
+"""The `roadtrain` command line: find the function of a command, parse its options and call it.
 
-A command is a typed function. Its docstring begins with the sentence that `--help` prints, and has
-its options under `Args:`. All is read from the source: a module is imported only when its command
-is to run, so help and mistakes are answered before torch has been imported (docs/decisions/0029).
-Errors made on purpose end in one message and exit code 2, or 3 where another process failed and the
-same command may go on. Does NO work itself.
+A command is a typed function. The first paragraph of its docstring is printed by `--help`, and its
+options are listed under `Args:`. Both are read from the source, and a module is imported only when
+its command runs, so help and usage errors do not wait for torch to be imported
+(docs/decisions/0029). A RoadtrainError is printed as one message; the exit code is 2, or 3 if
+another process failed and the same command may be run again.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from roadtrain import __version__
 from roadtrain.errors import AuthError, ConfigError, PeerError, RoadtrainError
 from roadtrain.options.names import unknown_name
 
-REFUSED, PEER_FAILED = 2, 3  # exit codes of errors made on purpose
+REFUSED, PEER_FAILED = 2, 3  # exit codes for a RoadtrainError
 
 
 @dataclass(frozen=True)
 class Command:
-    """The target returns an exit code or None."""
+    """A command and its target, a function that returns an exit code or None."""
 
     target: str  # module:function
-    words: tuple[str, ...] = ()  # its positional arguments; [WORD] may be left out
-    job_keys: bool = False  # it also takes every key of a job, as `overrides`
-    job_word: int = -1  # which word is a job file, checked before the module (torch) is imported
+    words: tuple[str, ...] = ()  # its positional arguments; [WORD] is optional
+    job_keys: bool = False  # it also accepts every key of a job, passed as `overrides`
+    # index of the job file in `words`, which is checked before torch is imported; -1: none
+    job_word: int = -1
 
     @property
     def takes_rest(self) -> bool:
-        """Whether the last word is `-- CMD...`: a list of all that follows a `--`."""
+        """Whether the last word is `-- CMD...`, a list of all arguments after `--`."""
         return bool(self.words) and self.words[-1].startswith("-- ")
 
 
@@ -81,23 +82,23 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # `| tee log` shows each step when it ends
+        sys.stdout.reconfigure(line_buffering=True)  # so `| tee log` shows each step when it ends
     try:
         return run(list(sys.argv[1:] if argv is None else argv))
     except RoadtrainError as error:
         print(f"roadtrain: {error}", file=sys.stderr)
-        another = isinstance(error, PeerError) and not isinstance(error, AuthError)
-        return PEER_FAILED if another else REFUSED
+        peer_failed = isinstance(error, PeerError) and not isinstance(error, AuthError)
+        return PEER_FAILED if peer_failed else REFUSED
     except KeyboardInterrupt:
         print("roadtrain: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `roadtrain status RUN | head`
+    except BrokenPipeError:  # as in `roadtrain status RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def run(args: list[str]) -> int:
-    """As main; errors are raised, not printed."""
+    """Run a command like main, but raise errors instead of printing them."""
     if not args or args[0] in ("-h", "--help", "help"):
         print(_help())
         return 0
@@ -115,16 +116,16 @@ def run(args: list[str]) -> int:
 
 
 def _check_job(name: str, words: Sequence[Any], overrides: Mapping[str, Any]) -> None:
-    """Refuse a wrong job file before the command's module is imported, and torch with it. Raises
+    """Check the job file before the command's module, and with it torch, is imported. Raises
     ConfigError."""
     if 0 <= (number := COMMANDS[name].job_word) < len(words):
-        job = importlib.import_module("roadtrain.config.job")  # pydantic
+        job = importlib.import_module("roadtrain.config.job")  # imports pydantic
         job.load_job(words[number], overrides)
 
 
 def _named(args: list[str]) -> tuple[str, list[str]]:
-    """The command's name, which may be two words, and what follows it."""
-    length = 2 if any(known.startswith(f"{args[0]} ") for known in COMMANDS) else 1
+    """Split off the command's name, which may be two words. Returns it and the other arguments."""
+    length = 2 if any(command.startswith(f"{args[0]} ") for command in COMMANDS) else 1
     name = " ".join(args[:length])
     if name not in COMMANDS:
         raise unknown_name("command", name, COMMANDS)
@@ -132,7 +133,8 @@ def _named(args: list[str]) -> tuple[str, list[str]]:
 
 
 def parse(name: str, args: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments that the function of a command is called with. Raises ConfigError."""
+    """Parse the arguments for a command's function: positional and by keyword. Raises
+    ConfigError."""
     command, options = COMMANDS[name], options_of(COMMANDS[name].target)
     words: list[Any] = []
     keywords: dict[str, Any] = {}
@@ -158,16 +160,16 @@ def parse(name: str, args: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
             raise unknown_name("option", f"--{typed}", map(_typed, options))
     _check_words(name, words)
     if command.job_keys:
-        job = importlib.import_module("roadtrain.config.job")  # pydantic
+        job = importlib.import_module("roadtrain.config.job")  # imports pydantic
         keywords["overrides"] = job.parse_overrides(job_args)
     return words, keywords
 
 
 def _value(key: str, kind: type, text: str | None, left: list[str]) -> Any:
-    """Of --key: `text` behind a `=`, else the next of the arguments that are `left`."""
+    """Return the value of option `key`: `text` after a `=`, or the next of the arguments `left`."""
     if kind is bool:
         if text:
-            raise ConfigError(f"--{key} takes no value, given: {text}")
+            raise ConfigError(f"--{key} takes no value, got {text}")
         return True
     if text is None:
         if not left:
@@ -186,20 +188,20 @@ def _check_words(name: str, words: Sequence[Any]) -> None:
     if not least <= len(words) <= len(command.words) or rest_is_missing:
         raise ConfigError(
             f"`roadtrain {name}` takes {' '.join(command.words) or 'options only'}, "
-            f"given: {' '.join(map(str, words)) or 'nothing'}",
-            hint=f"roadtrain {name} --help",
+            f"got {' '.join(map(str, words)) or 'nothing'}",
+            hint=f"see `roadtrain {name} --help`",
         )
 
 
 def _function_of(target: str) -> ast.FunctionDef:
-    """The source of a command's function. Raises ConfigError where it is one of the benchmarks, and
-    these are not here."""
+    """Parse the source of a command's function. Raises ConfigError if the function is one of the
+    benchmarks and these are not installed."""
     module, _, name = target.partition(":")
     top = Path(__file__).parents[1]
     if module.startswith("benchmarks."):
         top = _find_benchmarks()
     text = (top / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
-    # it alone is parsed: for whole modules, `roadtrain --help` would take twice as long
+    # only the function is parsed: parsing whole modules would make `roadtrain --help` twice as slow
     found = re.search(rf"^def {name}\(.*?(?=^[\w@]|\Z)", text, re.MULTILINE | re.DOTALL)
     assert found is not None, target
     (function,) = ast.parse(found[0]).body
@@ -208,7 +210,7 @@ def _function_of(target: str) -> ast.FunctionDef:
 
 
 def summary_of(target: str) -> str:
-    """The first paragraph of the docstring of a command's function, on one line."""
+    """Return the first paragraph of the docstring of a command's function, as one line."""
     try:
         function = _function_of(target)
     except ConfigError:
@@ -217,13 +219,13 @@ def summary_of(target: str) -> str:
 
 
 def options_of(target: str) -> Mapping[str, Option]:
-    """What the docstring of a command's function has under `Args:`, each of the type that the
-    signature gives it."""
+    """Return the options under `Args:` in the docstring of a command's function, with the types of
+    its signature."""
     function = _function_of(target)
     annotations = {
-        one.arg: ast.unparse(one.annotation)
-        for one in (*function.args.args, *function.args.kwonlyargs)
-        if one.annotation
+        arg.arg: ast.unparse(arg.annotation)
+        for arg in (*function.args.args, *function.args.kwonlyargs)
+        if arg.annotation
     }
     kinds: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str}
     _, _, section = (ast.get_docstring(function) or "").partition("Args:\n")
@@ -234,8 +236,8 @@ def options_of(target: str) -> Mapping[str, Option]:
 
 
 def _find_benchmarks() -> Path:
-    """The folder that `benchmarks` stands in, beside `src` in a clone, for it is not installed;
-    from here on it can be imported."""
+    """Return the directory that contains `benchmarks`, which is next to `src` in a clone and is not
+    installed, and make it importable."""
     clone = Path(__file__).parents[2]
     if not (clone / "benchmarks" / "__main__.py").is_file():
         raise ConfigError(
@@ -251,7 +253,7 @@ def _help() -> str:
     lines = ["Trains models larger than memory.", "", "roadtrain COMMAND ...", ""]
     for name, command in COMMANDS.items():
         lines.append(f"  {' '.join([name, *command.words]):32}{summary_of(command.target)}")
-    return "\n".join([*lines, "", "roadtrain COMMAND --help tells more."])
+    return "\n".join([*lines, "", "Run `roadtrain COMMAND --help` for the options of a command."])
 
 
 def _command_help(name: str) -> str:
@@ -266,7 +268,7 @@ def _command_help(name: str) -> str:
         lines += ["", "Options"]
         lines += [f"  {_typed(key) + ' ':24}{option.text}" for key, option in options.items()]
     if command.job_keys:
-        lines += ["", "Keys of the job, as `--run.steps 20`; the command line goes before the file"]
+        lines += ["", "Keys of the job, such as `--run.steps 20`; they override the job file"]
         for key, default, text in importlib.import_module("roadtrain.config.job").all_keys():
             lines.append(f"  --{key + ' ':26}{text}{f' [{default}]' if default else ''}")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
-"""Where this process runs: its place among those that torchrun has started, as the environment
-says it, and the host that it shares with others.
+"""The place of this process among the ranks that torchrun started, read from the environment, and
+the identity of the host that it runs on.
 
-Reads only. Does NOT meet the other processes.
+Reads only. Does NOT talk to the other processes.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ LAUNCH_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Launch:
-    """The place of a rank, and the store at which all ranks meet."""
+    """The rank of this process, and the address of the rendezvous store of all ranks."""
 
     rank: int
     world_size: int
-    address: str  # of the store: a name or an address
+    address: str  # of the rendezvous store: a host name or an IP address
     port: int
-    agent: bool  # whether torchrun's agent has the store; else rank 0 does
-    attempt: str  # how often this rank's agent has started it before
+    agent: bool  # whether torchrun's agent runs the store; otherwise rank 0 does
+    attempt: str  # how many times this rank's agent has restarted it
 
 
 def launch_of(environ: Mapping[str, str]) -> Launch:
-    """Raises ConfigError where torchrun (or another program that starts ranks as it does) has not
-    set the environment."""
+    """Read the variables that torchrun sets. Raises ConfigError if any of them is missing."""
     if missing := [name for name in LAUNCH_NAMES if not environ.get(name)]:
         raise ConfigError(
             f"{', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set",
@@ -47,10 +46,13 @@ def launch_of(environ: Mapping[str, str]) -> Launch:
 
 
 @dataclass(frozen=True)
-class WorkerGroup:
-    """Which worker this is. `session`: the same for all workers of one start, another after each
-    restart. `local`: how many workers this host has, and each other; 1 where they have different
-    numbers."""
+class WorkerIdentity:
+    """The rank of this worker, and the size of its group.
+
+    Attributes:
+        session: A string that all workers of one start share; every restart has another one.
+        local: Workers on each host; 1 if the hosts have different numbers of workers.
+    """
 
     rank: int = 0
     workers: int = 1
@@ -58,24 +60,26 @@ class WorkerGroup:
     local: int = 1
 
     @staticmethod
-    def of_environment(environ: Mapping[str, str] = os.environ) -> WorkerGroup:
-        """A process that no torchrun has started is the only worker. Raises ConfigError."""
+    def of_environment(environ: Mapping[str, str] = os.environ) -> WorkerIdentity:
+        """Read it from torchrun's variables; without them this process is the only worker.
+        Raises ConfigError if they contradict each other."""
         (rank, workers), (_, local) = _rank_of(environ), local_rank_of(environ)
         hosts = _number(environ, "GROUP_WORLD_SIZE", workers // max(local, 1))
         parts = [environ.get(f"TORCHELASTIC_{key}", "") for key in ("RUN_ID", "RESTART_COUNT")]
-        alone = uuid.uuid4().hex if workers == 1 else ""
+        alone = uuid.uuid4().hex if workers == 1 else ""  # other lone workers have another session
         session = ":".join([*parts, environ.get("MASTER_PORT", ""), alone])
-        return WorkerGroup(rank, workers, session, local if local * hosts == workers else 1)
+        return WorkerIdentity(rank, workers, session, local if local * hosts == workers else 1)
 
-    def of_stage(self, stage: int, replica: int, width: int) -> WorkerGroup:
-        """`self`: of all processes of a pipeline. Replica `replica` of the `width` that stage
-        `stage` has, which are alone with their servers."""
+    def of_stage(self, stage: int, replica: int, width: int) -> WorkerIdentity:
+        """Return the identity of replica `replica` of pipeline stage `stage`, which has `width`
+        replicas. `self` is the identity among all processes of the pipeline; the replicas of a
+        stage have their servers to themselves."""
         alone = uuid.uuid4().hex if width == 1 else ""
-        return WorkerGroup(replica, width, f"{self.session}:stage {stage}:{alone}")
+        return WorkerIdentity(replica, width, f"{self.session}:stage {stage}:{alone}")
 
 
 def local_rank_of(environ: Mapping[str, str]) -> tuple[int, int]:
-    """The number of this process on its host, and how many there are. Raises ConfigError."""
+    """Return the rank of this process on its host, and the number of ranks there."""
     return _number(environ, "LOCAL_RANK", 0), _number(environ, "LOCAL_WORLD_SIZE", 1)
 
 
@@ -93,10 +97,10 @@ def _number(environ: Mapping[str, str], name: str, default: int = 0) -> int:
     try:
         return int(environ.get(name, default))
     except ValueError as error:
-        raise ConfigError(f"{name} is no number: {error}") from error
+        raise ConfigError(f"{name} is not an integer: {error}") from error
 
 
 def host_identity() -> str:
-    """The same for processes that share this host's memory and its network."""
+    """Return a string that is equal for processes which share this host's memory and network."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"

@@ -1,44 +1,48 @@
-"""The error tree. A message says what is wrong, with both numbers; `hint` says the way out.
+"""The hierarchy of errors. A message says what is wrong, with both numbers; `hint` says what to do.
 
 RoadtrainError
 +-- UserError                 the job, the model or the call is wrong; nothing was changed
-|   +-- ConfigError           an unknown or contradictory setting
-|   |   +-- UnitError         a size or a rate without a known unit
-|   +-- BudgetError           what is asked for cannot fit (Rule 4): both numbers, and the least
-|   |                         change that would fit
+|   +-- ConfigError           an unknown or contradictory option
+|   |   +-- UnitError         a size or a rate with an unknown unit
+|   +-- BudgetError           the request does not fit; the hint is the smallest change that would
+|   |                         make it fit
 |   +-- ModelError            a model or a block that cannot be streamed exactly
 |   +-- RuleError             an optimizer that cannot run next to the storage
 |   +-- LoopError             the training loop did something that would make a step inexact
-|       +-- DifferError       workers mean different things by one operation (also a RuntimeError,
-|       |                     as Horovod's)
-|       +-- TwiceError        an operation of that name is already under way (also a ValueError, as
-|                             Horovod's)
-+-- StoreError                bytes at rest; the last committed step stays usable (Rule 3)
+|       +-- DifferError       workers disagree about an operation (also a RuntimeError, as in
+|       |                     Horovod)
+|       +-- TwiceError        an operation of that name is already in flight (also a ValueError, as
+|                             in Horovod)
++-- StoreError                stored data; the last committed step stays usable
 |   +-- DamagedError          a checksum does not match: file, chunk, step
 |   +-- ForeignError          the store belongs to another job, model or format
 |   +-- FullError             the device is full
-|   +-- GoneError             a directory or a file has vanished
-|   +-- StaleError            the store is behind what is known to be committed
-|   +-- ForkedError           two copies of a store trained on without each other: nobody can say
-|   |                         which one is meant
-|   +-- DivergedError         two servers that hold the same chunk made different bytes of it in one
-|                             step
-+-- LaunchError               a host or a process of a launched run cannot be used; what was begun
+|   +-- GoneError             a directory or a file is missing
+|   +-- StaleError            the store is behind a step that is known to be committed
+|   +-- ForkedError           two copies of a store were trained separately, and it is unclear which
+|   |                         one to use
+|   +-- DivergedError         two servers with the same chunk have computed different bytes for it
+|                             in one step
++-- LaunchError               a host or a process of a launched run cannot be used; what was started
 |                             is ended
 +-- PeerError                 a node that this one waits for
-    +-- DeadlineError         a wait passed its deadline (Rule 5): role, step, block, peer
-    +-- LostError             the peer ended with an error of its own (the cause)
-    +-- WireError             the peer sent no valid frame or handshake, or refused to talk
-    |   +-- BusyError         the peer serves other workers, who may be leaving
-    +-- AuthError             a token, a certificate or a user id does not match (Rule 8)
+    +-- DeadlineError         a wait has timed out: role, step, block, peer
+    +-- LostError             the peer ended or the connection broke (cause: the peer's error)
+    +-- WireError             the peer sent an invalid frame or handshake, or refused to communicate
+    |   +-- BusyError         the peer serves other workers, which may be leaving
+    +-- AuthError             a token, a certificate or a user id does not match
 """
 
 from __future__ import annotations
 
 
 class RoadtrainError(Exception):
-    """The base of all errors that are raised on purpose. `hint` is the way out, shown under the
-    message."""
+    """The base class of all errors that roadtrain raises on purpose.
+
+    Args:
+        message: What happened.
+        hint: What to do about it; shown below the message, and kept as an attribute.
+    """
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message + (f"\nhint: {hint}" if hint else ""))

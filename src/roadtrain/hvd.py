@@ -1,4 +1,4 @@
-"""`import roadtrain.hvd as hvd`: Horovod's and BytePS's calls (integrations/horovod.py)."""
+"""`import roadtrain.hvd as hvd`: the API of Horovod and BytePS (integrations/horovod.py)."""
 
 import sys
 

@@ -1,5 +1,4 @@
-"""After a failure: try again for a while, where somebody is about to come or to leave; or undo
-what was begun."""
+"""Helpers for failures: retry for a while, or undo what was begun."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
-SAY_SOON_S = 3.0  # until the first word about a wait
-SAY_S = 10.0  # between two words about it
+SAY_SOON_S = 3.0  # until the first report of a wait
+SAY_S = 10.0  # between two reports
 
 
 def retry(
@@ -19,9 +18,11 @@ def retry(
     for_s: float | None,
     waits: Callable[[BaseException, float], None] = lambda error, left_s: None,
 ) -> T:
-    """What `attempt` returns; its error where that still is one of `errors` after `for_s` (None:
-    the first), any other at once. `waits` is called now and then with the error and the seconds
-    that are left."""
+    """Call `attempt` until it succeeds, and return its result.
+
+    Raises the error of `attempt` if it is none of `errors`, or after `for_s` seconds (None: after
+    the first attempt). `waits` is called now and then with the error and the seconds left.
+    """
     begin = time.monotonic()
     until, say_at = begin + (for_s or 0.0), begin + SAY_SOON_S
     while True:
@@ -39,7 +40,7 @@ def retry(
 
 @contextmanager
 def undone_on_error(undo: Callable[[], object]) -> Iterator[None]:
-    """Call `undo` where the body raises, and let its error pass."""
+    """Call `undo` if the body raises, and let the error pass."""
     try:
         yield
     except BaseException:

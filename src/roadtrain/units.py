@@ -1,7 +1,7 @@
-"""Bytes, seconds and rates as people write them.
+"""Parse and print byte sizes, durations and rates.
 
-Inside the package a size is an `int` of bytes and a time a `float` of seconds. The unit stands in
-the name: `nbytes`, `timeout_s`, `bytes_per_s`. Does NOT keep the unit that was written.
+Inside the package a size is an `int` of bytes and a time a `float` of seconds. Names carry the
+unit: `nbytes`, `timeout_s`, `bytes_per_s`. The unit that the user wrote is not kept.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RATES = {unit: nbytes for unit, nbytes in _BYTES.items() if unit} | {
 }
 _FLOPS = {"gflop": 1e9, "tflop": 1e12, "pflop": 1e15, "gflops": 1e9, "tflops": 1e12, "pflops": 1e15}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-# unit, seconds, and the shortest duration that is shown in it
+# (unit, its seconds, the shortest duration in seconds that is printed in it)
 _DURATIONS = (
     ("d", 86400.0, 172800.0),
     ("h", 3600.0, 7200.0),
@@ -45,16 +45,16 @@ _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str | int) -> int:
-    """`"1.5GiB"`, `"800 MB"`, `4096` -> bytes. Raises UnitError for anything else, a negative
-    number included."""
+    """Parse a size into bytes: `"1.5GiB"`, `"800 MB"`, `4096`. Raises UnitError for anything else,
+    including a negative number."""
     if isinstance(text, int) and text >= 0:
         return text
     return int(_parsed(str(text), _BYTES, "a size", "900MB, 1.5GiB"))
 
 
 def parse_rate(text: str) -> float:
-    """`"400Mbit/s"`, `"1.5 GB/s"` -> bytes a second, more than 0. Raises UnitError for anything
-    else, `Gb/s` included, which may be bits or bytes."""
+    """Parse a rate above 0 into bytes a second: `"400Mbit/s"`, `"1.5 GB/s"`. Raises UnitError for
+    anything else, including `Gb/s`, which could mean bits or bytes."""
     if re.search(r"[0-9 ][kmgtKMGT]?b/s$", text):
         raise UnitError(
             f"{text!r} is not a rate: b may be bits or bytes", hint="write 100Gbit/s or 12.5GB/s"
@@ -63,18 +63,20 @@ def parse_rate(text: str) -> float:
 
 
 def parse_flops(text: str) -> float:
-    """`"312TFLOP/s"` -> floating-point operations a second, more than 0. Raises UnitError for
-    anything else."""
-    return _parsed(str(text), _FLOPS, "a speed of computing", "312TFLOP/s", per="/s")
+    """Parse a compute speed above 0 into floating-point operations a second: `"312TFLOP/s"`.
+    Raises UnitError for anything else."""
+    return _parsed(str(text), _FLOPS, "a compute speed", "312TFLOP/s", per="/s")
 
 
 def parse_seconds(text: str) -> float:
-    """`"5us"`, `"1.5 ms"`, `"2s"` -> seconds. Raises UnitError for anything else."""
+    """Parse a duration into seconds: `"5us"`, `"1.5 ms"`, `"2s"`. Raises UnitError for anything
+    else."""
     return _parsed(str(text), _SECONDS, "a time", "5us, 1.5ms, 2s")
 
 
 def _parsed(text: str, units: Mapping[str, float], what: str, example: str, per: str = "") -> float:
-    """`per`: what follows the unit, as `/s`. A number with it must be above 0."""
+    """Parse a number with a unit from `units`. `per`: the suffix after the unit, such as `/s`;
+    with a suffix, the number must be above 0."""
     match = _NUMBER.fullmatch(text.removesuffix(per))
     size = units.get(match[2].lower()) if match and text.endswith(per) else None
     if (
@@ -88,7 +90,7 @@ def _parsed(text: str, units: Mapping[str, float], what: str, example: str, per:
 
 
 def show_bytes(nbytes: float) -> str:
-    """Bytes for a person: `9.4 GiB`, `512 B`."""
+    """Format bytes: `9.4 GiB`, `512 B`."""
     for unit, size in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(nbytes) >= size:
             return f"{nbytes / size:.1f} {unit}"
@@ -96,7 +98,7 @@ def show_bytes(nbytes: float) -> str:
 
 
 def show_rate(bytes_per_s: float) -> str:
-    """A rate for a person, in the decimal units that disks are sold in: `3.10 GB/s`, `25 MB/s`."""
+    """Format a rate in decimal units: `3.10 GB/s`, `25 MB/s`."""
     for unit, size in (("TB/s", 1e12), ("GB/s", 1e9)):
         if bytes_per_s >= size:
             return f"{bytes_per_s / size:.2f} {unit}"
@@ -106,7 +108,7 @@ def show_rate(bytes_per_s: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """A duration for a person: `7.08 h`, `3.2 min`, `1.25 s`, `340 ms`, `12 us`."""
+    """Format a duration: `7.08 h`, `3.2 min`, `1.25 s`, `340 ms`, `12 us`."""
     for unit, size, least in _DURATIONS:
         if seconds >= least:
             return f"{show_number(seconds / size)} {unit}"
@@ -114,13 +116,13 @@ def show_seconds(seconds: float) -> str:
 
 
 def show_flops(flops_per_s: float) -> str:
-    """A speed of computing for a person: `312 TFLOP/s`, `45.2 GFLOP/s`."""
+    """Format a compute speed: `312 TFLOP/s`, `45.2 GFLOP/s`."""
     unit, size = ("TFLOP/s", 1e12) if flops_per_s >= 1e12 else ("GFLOP/s", 1e9)
     return f"{show_number(flops_per_s / size)} {unit}"
 
 
 def show_joules(joules: float) -> str:
-    """Energy for a person: `4.2 MJ`, `8.06 J`, `77.2 mJ`."""
+    """Format an energy: `4.2 MJ`, `8.06 J`, `77.2 mJ`."""
     for unit, size in (("MJ", 1e6), ("kJ", 1e3), ("J", 1.0)):
         if joules >= size:
             return f"{show_number(joules / size)} {unit}"
@@ -128,22 +130,22 @@ def show_joules(joules: float) -> str:
 
 
 def show_number(number: float) -> str:
-    """A number of any size to three digits, for a person: `0.0123`, `45.6`, `1,234,567`."""
+    """Format a number with three significant digits: `0.0123`, `45.6`, `1,234,567`."""
     return f"{number:.3g}" if abs(number) < 999.5 else f"{number:,.0f}"
 
 
 def show_params(count: float) -> str:
-    """How many parameters, for a person: `6.74 B`, `2.8 M`, `512`."""
+    """Format a parameter count: `6.74 B`, `2.8 M`, `512`."""
     if count >= 1e9:
         return f"{count / 1e9:.2f} B"
     return f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count:,.0f}"
 
 
-def show_count(count: int, one: str) -> str:
-    """`1 host`, `2 hosts`."""
-    return f"{count} {one}{'' if count == 1 else 's'}"
+def show_count(count: int, noun: str) -> str:
+    """Format a count and its noun: `1 host`, `2 hosts`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def round_up(n: int, to: int) -> int:
-    """The least multiple of `to` that is not below `n`."""
+    """Round `n` up to a multiple of `to`."""
     return -(-n // to) * to

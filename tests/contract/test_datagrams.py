@@ -184,7 +184,7 @@ def test_a_small_mtu_is_said_with_both_numbers(monkeypatch):  # Rule 6
     monkeypatch.setattr(ours, "_socket", Narrow())
     monkeypatch.setattr(ours, "_mtu", lambda to: 1400)
     for count in (1, 9):
-        with pytest.raises(ConfigError, match=r"1484 bytes, the way there has 1400"):
+        with pytest.raises(ConfigError, match=r"1484 bytes, the path has 1400"):
             ours.send(run_of(count), PACKET, ("127.0.0.1", 9))
     ours.close()
 
@@ -242,9 +242,9 @@ def test_a_group_reaches_all_that_joined_it_and_nobody_else():
         assert b"".join(received(sock, 44 * PACKET)) == run_of(44).tobytes()
     for sock in (alone, other):
         assert received(sock, 1, 0.1) == []
-    with pytest.raises(ConfigError, match=r"127\.0\.0\.1 is no multicast group"):
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1 is not a multicast address"):
         made(group=("127.0.0.1", group[1]))
-    with pytest.raises(ConfigError, match="is no multicast group"):
+    with pytest.raises(ConfigError, match="is not a multicast address"):
         made("::1", group=group)
     for sock in (ours, alone, other, *joined):
         sock.close()

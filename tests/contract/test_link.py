@@ -633,7 +633,7 @@ def test_a_peer_that_dies_in_the_handshake_is_named_with_what_was_waited_for(kin
 
         dying = threading.Thread(target=die)
         dying.start()
-        with pytest.raises(LostError, match=r"server 1 \(.*: .*while we waited for"):
+        with pytest.raises(LostError, match=r"server 1 \(.*: .*while waiting for"):
             if kind == "shm":
                 shm.connect(address, Recorder(), handshake.Common(retry_s=0), name="server 1")
             else:
@@ -658,7 +658,7 @@ def wait_report(reports: list[str], word: str) -> None:
 @pytest.mark.parametrize("token", [b"another token of a job", None])
 def test_a_wrong_token_or_none_is_refused_on_both_sides(server, token):
     listener, reports = server
-    words = "token does not match" if token else "none here, one there"
+    words = "token does not match" if token else "this side has no token, the peer has one"
     with pytest.raises(AuthError, match=words):
         tcp.connect(listener.address, Recorder(), tcp.TcpOptions(token=token))
     wait_report(reports, "token")
@@ -673,7 +673,7 @@ def test_a_server_that_cannot_prove_the_token_is_not_believed():
         handshake.receive(sock, handshake.GREETING.size + 8, time.monotonic() + 5, "")
         sock.sendall(sealed(handshake.GREETING.pack(*handshake.greeting(options, TOKEN, b""))))
         handshake.receive(sock, handshake.PROOF.size + 8, time.monotonic() + 5, "")
-        handshake.take(
+        handshake.accept(
             sock, handshake.OpenHandshake(None, b"another token", b""), time.monotonic() + 5
         )
         sock.close()
@@ -707,7 +707,7 @@ def test_no_hello_of_any_size_before_the_token_is_proven(server):  # Rule 8
     handshake.receive(sock, handshake.GREETING.size + SUM.size, time.monotonic() + WAIT_S, "")
     assert sock.recv(1) == b""
     sock.close()
-    wait_report(reports, "a hello of 65537 bytes, 65536 are allowed")
+    wait_report(reports, "hello has 65537 bytes, at most 65536 are allowed")
 
 
 def test_a_hello_that_was_changed_on_the_way_is_not_taken(server):
@@ -727,7 +727,7 @@ def test_a_connection_of_a_number_that_came_before_is_refused(server):
     for sock in socks:
         ours = handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16), 0, 2)
         handshake.client_greet(sock, ours, TOKEN, b"", until)
-    wait_report(reports, "connection 0 came twice")
+    wait_report(reports, "connection 0 was opened twice")
     for sock in socks:
         sock.close()
 
@@ -772,7 +772,7 @@ def test_garbage_gets_no_answer(server):
     with contextlib.suppress(ConnectionResetError):
         assert sock.recv(100) == b""
     sock.close()
-    wait_report(reports, "a stranger: began with b'GET / HTTP")
+    wait_report(reports, "not a roadtrain client: it began with b'GET / HTTP")
 
 
 def test_who_drips_is_cut_off_at_the_deadline():
@@ -794,7 +794,7 @@ def test_a_link_whose_other_connections_never_come_is_given_up():
         handshake.client_greet(sock, ours, TOKEN, b"", deadline)
         assert sock.recv(1) == b""
         sock.close()
-        wait_report(reports, "the others did not")
+        wait_report(reports, "others did not")
 
 
 def test_many_strangers_do_not_keep_a_friend_out(server):
@@ -810,7 +810,7 @@ def test_another_version_is_named_on_both_sides(server):
     listener, reports = server
     ours = handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16))._replace(version=9)
     sock = stranger(listener)
-    with pytest.raises(WireError, match="speaks protocol version 2, this side 9"):
+    with pytest.raises(WireError, match="has protocol version 2, this side has 9"):
         handshake.client_greet(sock, ours, TOKEN, b"", time.monotonic() + 5)
     sock.close()
     wait_report(reports, "version 9, this side 2")
@@ -851,7 +851,7 @@ SPOILED = {
     "a cut header": (pack_head(Head(0, 1, 10, 0, 0, 0)) + b"abc", LostError, "3 of 10"),
     "no goodbye": (b"", LostError, "without a goodbye"),
     "another magic": (b"GET " + bytes(HEAD_NBYTES), WireError, "begins with b'GET '"),
-    "another version": (b"RTfr\7" + bytes(HEAD_NBYTES), WireError, "version 7, this side speaks 2"),
+    "another version": (b"RTfr\7" + bytes(HEAD_NBYTES), WireError, "version 7, this side has 2"),
     "an unknown flag": (pack_head(Head(8, 1, 0, 0, 0, 0)), WireError, "flags 0x8"),
     "a checksum not agreed": (pack_head(Head(1, 1, 0, 0, 0, 0)), WireError, "checksums are off"),
     "a huge payload": (
@@ -862,19 +862,27 @@ SPOILED = {
     "a huge header": (
         pack_head(Head(0, 1, 1 << 31, 0, 0, 0)),
         WireError,
-        f"{1 << 31} bytes, {64 * KIB} are",
+        f"{1 << 31} bytes, at most {64 * KIB} are",
     ),
     "a frame left out": (
         pack_head(Head(0, 1, 0, 0, 1, 0)),
         WireError,
-        "frame 0 is missing, frame 1 came",
+        "frame 0 is missing before frame 1",
     ),
-    "a frame twice": (2 * pack_head(Head(0, 1, 0, 0, 0, 0)), WireError, "frame 0 came twice"),
-    "a goodbye too early": (pack_head(Head(2, 0, 0, 0, 7, 0)), WireError, "after 7 frames, 0 came"),
+    "a frame twice": (
+        2 * pack_head(Head(0, 1, 0, 0, 0, 0)),
+        WireError,
+        "frame 0 was received twice",
+    ),
+    "a goodbye too early": (
+        pack_head(Head(2, 0, 0, 0, 7, 0)),
+        WireError,
+        "after 7 frames, 0 received",
+    ),
     "a goodbye with a payload": (
         pack_head(Head(2, 0, 0, 9, 0, 0)),
         WireError,
-        "a goodbye of 9 bytes",
+        "a goodbye has 9 bytes",
     ),
 }
 
@@ -1083,7 +1091,7 @@ def greeted(
                     until,
                     **server,
                 )
-                handshake.take(theirs, caller, until)
+                handshake.accept(theirs, caller, until)
                 found.append(caller)
             except PeerError as error:
                 found.append(error)
@@ -1147,7 +1155,7 @@ def judged(change, error=None, *, summed=True):
         mine, its = socket.socketpair()
         with mine, its, theirs:
             if error is None:
-                handshake.take(mine, caller, until)
+                handshake.accept(mine, caller, until)
             else:
                 handshake.refuse(mine, error, until, caller)
             raw = its.recv(1 << 16)
@@ -1180,7 +1188,7 @@ def test_who_changes_a_verdict_on_the_way_is_found():
     assert isinstance(same, WireError) and "no room" in str(same)
     changes = {
         "refused": (lambda code, text, proof: (handshake.REFUSED, text, proof), None),
-        "taken": (lambda code, text, proof: (handshake.TAKEN, text, proof), refusal),
+        "taken": (lambda code, text, proof: (handshake.ACCEPTED, text, proof), refusal),
         "busy": (lambda code, text, proof: (handshake.BUSY, text, proof), refusal),
         "other words": (lambda code, text, proof: (code, b"go away", proof), refusal),
         "of another session": (lambda code, text, proof: (code, text, seen[0]), None),
@@ -1209,8 +1217,8 @@ def test_each_side_proves_its_own_role():
     answer = handshake.OpenHandshake(
         handshake.greeting(tcp.TcpOptions(), TOKEN, b""), TOKEN, b"said"
     )
-    words = b"said" + bytes([handshake.TAKEN])
-    assert handshake._prove_verdict(answer, handshake.TAKEN, b"") == handshake._prove(
+    words = b"said" + bytes([handshake.ACCEPTED])
+    assert handshake._prove_verdict(answer, handshake.ACCEPTED, b"") == handshake._prove(
         TOKEN, b"server", words
     )
     assert handshake._prove(TOKEN, b"server", words) != handshake._prove(TOKEN, b"client", words)
@@ -1222,7 +1230,7 @@ def test_the_smallest_limit_of_both_sides_counts(given):
     greetings = [handshake.greeting(tcp.TcpOptions(frame_limit=n), TOKEN, b"") for n in theirs]
     answers = [handshake.OpenHandshake(greeting, TOKEN, b"") for greeting in greetings]
     link = handshake.stream_between("the peer", tcp.TcpOptions(frame_limit=ours), answers)
-    with pytest.raises(WireError, match="a payload of 11 bytes, 10 are allowed"):
+    with pytest.raises(WireError, match="a payload of 11 bytes exceeds the limit of 10"):
         link.send(1, b"", [memoryview(bytes(11))])
 
 
@@ -1231,9 +1239,7 @@ def test_messages_of_another_edition_are_refused_with_a_sentence_on_both_sides()
         handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16), language=b"another edition!")
     )
     for error in (found, answer):
-        with pytest.raises(
-            WireError, match=r"speaks other messages .* another edition of roadtrain"
-        ):
+        with pytest.raises(WireError, match=r"uses other messages .* another version of roadtrain"):
             raise error
 
 
@@ -1249,7 +1255,7 @@ def test_the_first_edition_is_refused_with_a_sentence_on_both_sides(server):
     raw = handshake.receive(sock, FIRST_EDITION.size, time.monotonic() + 5, "")
     assert FIRST_EDITION.unpack(raw)[:2] == (handshake.MAGIC, 2)  # so that it can say so
     sock.close()
-    wait_report(reports, "the peer speaks protocol version 1, this side 2")
+    wait_report(reports, "the peer has protocol version 1, this side has 2")
     old = socket.create_server(("127.0.0.1", 0))
 
     def first_edition() -> None:
@@ -1262,7 +1268,7 @@ def test_the_first_edition_is_refused_with_a_sentence_on_both_sides(server):
 
     thread = threading.Thread(target=first_edition)
     thread.start()
-    with pytest.raises(WireError, match="speaks protocol version 1, this side 2"):
+    with pytest.raises(WireError, match="has protocol version 1, this side has 2"):
         tcp.connect(old.getsockname(), Recorder(), tcp.TcpOptions(token=TOKEN))
     thread.join()
     old.close()
@@ -1280,7 +1286,7 @@ def test_who_sends_back_what_it_hears_proves_nothing():
     thread = threading.Thread(target=reflect)
     thread.start()
     until = time.monotonic() + 5
-    with ours, pytest.raises(WireError, match="our own greeting came back"):
+    with ours, pytest.raises(WireError, match="received our own greeting"):
         handshake.client_greet(
             ours, handshake.greeting(tcp.TcpOptions(), TOKEN, bytes(16)), TOKEN, b"", until
         )
@@ -1358,7 +1364,7 @@ def test_lines_about_strangers_are_limited_and_counted(server, monkeypatch):
     listener, reports = server
     for _ in range(60):
         stranger(listener, b"GET / HTTP/1.1 and more").close()
-    wait_report(reports, "more such line(s) were left out")
+    wait_report(reports, "more such line(s) were dropped")
     lines = [line for line in reports if "refused" in line]
     assert len(lines) <= 2 * listeners.LINES + 2
     left_out = sum(int(line.split()[0]) for line in reports if "left out" in line)
@@ -1374,7 +1380,7 @@ def test_lines_about_strangers_are_limited_and_counted(server, monkeypatch):
 
 def test_what_was_left_out_is_told_at_the_end():
     lines: list[str] = []
-    few = listeners.Few(lines.append)
+    few = listeners.LineLimit(lines.append)
     for i in range(listeners.LINES + 7):
         few(f"line {i}")
     assert len(lines) == listeners.LINES
@@ -1443,7 +1449,9 @@ def test_what_cannot_be_asked_for(folder):
     with pytest.raises(ConfigError, match="without a token"):
         tcp.listen(("0.0.0.0", 0), accept)
     for token in (b"", b"fifteen bytes.."):
-        with pytest.raises(ConfigError, match=f"a token of {len(token)} bytes, 16 are the least"):
+        with pytest.raises(
+            ConfigError, match=f"the token has {len(token)} bytes, at least 16 are needed"
+        ):
             tcp.TcpOptions(token=token)
     with pytest.raises(ConfigError, match="`connections` cannot be 0"):
         tcp.TcpOptions(connections=0)
@@ -1543,7 +1551,7 @@ def test_rdma_without_its_package_is_one_sentence(monkeypatch):
 def test_what_rdma_cannot_be_asked_for():
     with pytest.raises(ConfigError, match="does not encrypt"):
         rdma.RdmaOptions(tls=tcp.Tls())
-    with pytest.raises(ConfigError, match="one is possible"):
+    with pytest.raises(ConfigError, match="only one device is supported"):
         rdma.RdmaOptions(device="mlx5_0:1,mlx5_1:1")
 
 
@@ -1598,8 +1606,8 @@ def meeting(nbytes: int, metadata: bytes) -> bytes:
 
 
 MEETINGS = {
-    "a frame of TCP": (pack_head(Head(0, 1, 0, 0, 0)), "speaks no RDMA: it began with b'RTfr"),
-    "huge metadata": (meeting(1 << 31, b""), f"{1 << 31} bytes, {64 * KIB} are"),
+    "a frame of TCP": (pack_head(Head(0, 1, 0, 0, 0)), "does not use RDMA: it began with b'RTfr"),
+    "huge metadata": (meeting(1 << 31, b""), f"{1 << 31} bytes, at most {64 * KIB} are"),
     "metadata that is none": (meeting(100, bytes(100)), "NIXL loadRemoteMD"),
     "metadata with a flipped bit": (
         meeting(100, bytes(100))[:-1] + b"\1",

@@ -113,7 +113,7 @@ def test_two_workers_and_a_server(files, capsys):
     assert cli.main(["calibrate", cluster, job, "--lab"]) == 0
     told = capsys.readouterr().out
     found = rows(told)
-    assert "placement server, 2 worker(s)" in told and "so these are not measured" in told
+    assert "placement server, 2 worker(s)" in told and "and are not measured" in told
     assert {"a step", "Forward", "Backward", "Wait", "Update"} <= set(found)
     real, by_file, calibrated = found["a step"]
     assert calibrated == pytest.approx(real, rel=0.25)
@@ -185,7 +185,7 @@ def test_a_plan_is_verified(files, capsys):
             {"rate": "100Gbit/s"},
             "12.50 GB/s cannot be emulated here, at most 500 MB/s",
         ),
-        ('[servers]\naddresses = ["HOST:PORT"]\nreplicas = 2', {}, "nothing compressed"),
+        ('[servers]\naddresses = ["HOST:PORT"]\nreplicas = 2', {}, "without compression"),
     ],
 )
 def test_what_the_lab_cannot_be(files, capsys, store, cluster, says):
@@ -205,7 +205,7 @@ def test_what_a_failed_worker_said_is_told(files, capsys):
     Path(job).write_text('[budget]\nhost = "1KiB"\n' + Path(job).read_text())
     assert cli.main(["calibrate", cluster, job, "--lab"]) == 2
     assert (
-        "worker 0 ended with 1" in (said := capsys.readouterr().err)
+        "worker 0 exited with 1" in (said := capsys.readouterr().err)
         and "budget" in said
         and "Traceback" not in said
     )

@@ -19,7 +19,7 @@ from roadtrain.errors import ConfigError, LaunchError
 from roadtrain.lab import PREFIX, lab_available, network_available, sweep
 from roadtrain.launch.lab_engine import LabEngine
 from roadtrain.launch.processes import Process, Role
-from roadtrain.launch.protocol.run_events import HostCame, HostLost, Output, ProcessEnded
+from roadtrain.launch.protocol.run_events import HostJoined, HostLost, Output, ProcessEnded
 
 pytestmark = [
     pytest.mark.lab,
@@ -123,29 +123,31 @@ def test_hosts_with_rates_that_go_and_come(tmp_path, nothing_left):
         engine.start(process("listener", "gpu1", HEAR, directory=tmp_path))
         took = []
         for rate in (FAST, SLOW):
-            engine.tell(["rate", "gpu0", "1", f"{rate / 1e6}MB/s"])
+            engine.run_verb(["rate", "gpu0", "1", f"{rate / 1e6}MB/s"])
             (line,) = said(engine, "gpu0", SEND, addresses["gpu1"], str(SIZE), directory=tmp_path)
             took.append(float(line.split()[1]))
         assert SIZE / SLOW * 0.8 < took[1] < SIZE / SLOW * 2
         assert took[0] < took[1] / 3
 
-        engine.tell(["hold", "gpu1"])
+        engine.run_verb(["hold", "gpu1"])
         assert [e.host for e in until(engine, HostLost) if isinstance(e, HostLost)] == ["gpu1"]
         for name in ("gpu1", "spare"):
-            engine.tell(["comes", name])
-            (came,) = [event for event in until(engine, HostCame) if isinstance(event, HostCame)]
+            engine.run_verb(["comes", name])
+            (came,) = [
+                event for event in until(engine, HostJoined) if isinstance(event, HostJoined)
+            ]
             assert (came.host, came.address) == (name, addresses.setdefault(name, came.address))
         assert len(set(addresses.values())) == 3
         engine.start(process("listener", "gpu1", HEAR, directory=tmp_path))
-        engine.tell(["link", "far", "rack", f"{SLOW / 1e6}MB/s"])
+        engine.run_verb(["link", "far", "rack", f"{SLOW / 1e6}MB/s"])
         (line,) = said(engine, "spare", SEND, addresses["gpu1"], str(SIZE), directory=tmp_path)
         assert SIZE / SLOW * 0.8 < float(line.split()[1]) < SIZE / SLOW * 2
         with pytest.raises(LaunchError, match="no host 'gpu7'"):
-            engine.tell(["rate", "gpu7", "0", "1MB/s"])
+            engine.run_verb(["rate", "gpu7", "0", "1MB/s"])
         with pytest.raises(LaunchError, match="no link between"):
-            engine.tell(["link", "a", "b", "1MB/s"])
-        with pytest.raises(LaunchError, match="is no verb"):
-            engine.tell(["dance"])
+            engine.run_verb(["link", "a", "b", "1MB/s"])
+        with pytest.raises(LaunchError, match="has no verb"):
+            engine.run_verb(["dance"])
     finally:
         engine.close()
 
@@ -265,7 +267,7 @@ directories = ["{home}/ssd0"]
 
 
 def supervisors(home, module="supervise"):
-    """Of the runs in this home. module: succeed: their standbys."""
+    """Of the runs in this home. module: standby_main: their standbys."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -309,11 +311,11 @@ def test_a_job_that_a_plan_runs_on_a_lab_survives_its_supervisor(tmp_path, nothi
             time.sleep(0.05)
         (pid,) = supervisors(tmp_path)
         os.kill(pid, signal.SIGKILL)
-        while "step 60/60" not in logged() or supervisors(tmp_path, "succeed"):
+        while "step 60/60" not in logged() or supervisors(tmp_path, "standby_main"):
             assert time.monotonic() < deadline, logged()
             time.sleep(0.05)
     finally:
-        for module in ("succeed", "supervise"):
+        for module in ("standby_main", "supervise"):
             for pid in supervisors(tmp_path, module):
                 os.kill(pid, signal.SIGKILL)
         sweep()

@@ -428,7 +428,7 @@ def test_a_lab_goes_with_the_process_that_holds_it(lab_file: Path, end: signal.S
         assert process.wait(20) == (-end if end == signal.SIGKILL else 0)
     if end == signal.SIGKILL:
         code, shown, _ = lab("down", str(lab_file))
-        assert code == 0 and "removed what killed labs left" in shown
+        assert code == 0 and "removed the remains of killed labs" in shown
     assert left_behind(process.pid) == []
 
 

@@ -418,8 +418,8 @@ def test_the_self_test_refuses_a_broken_program(
     monkeypatch.setattr(xdp, "SOURCE", broken)
     with network() as lab, HostThread(lab.hosts["switch"].net) as switch:
         why = switch.do(XdpDevice.opened, "eth0")
-        assert isinstance(why, str) and "the self-test of the program fails" in why
-        assert "user space sums" in why and "\n" not in why
+        assert isinstance(why, str) and "the self-test of the program failed" in why
+        assert "summing in user space" in why and "\n" not in why
         assert "xdp" not in shown(lab.hosts["switch"])
 
 
@@ -427,7 +427,7 @@ def test_what_lacks_is_said_in_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:  # Rule 6
     assert XdpDevice.opened("no-such-device") == (
-        "no sums in the kernel on no-such-device: there is no such device; user space sums"
+        "no sums in the kernel on no-such-device: there is no such device; summing in user space"
     )
     source = tmp_path / "x.bpf.c"
     source.write_text("this is no C\n")
@@ -441,7 +441,7 @@ def test_what_lacks_is_said_in_one_line(
     monkeypatch.setenv("PATH", str(tmp_path))
     with HostThread(None) as nowhere:
         assert nowhere.do(XdpDevice.opened, "lo") == (
-            "no sums in the kernel on lo: clang is not installed; user space sums"
+            "no sums in the kernel on lo: clang is not installed; summing in user space"
         )
     monkeypatch.undo()
 

@@ -143,7 +143,7 @@ class Peer:
                     self.below = int(said["a"]), int(said["b"])
                     if self.sender.ack > before:
                         self._moved = time.monotonic()
-            elif self.receiver.came(number):
+            elif self.receiver.accept(number):
                 assert kind == (Kind.GRADIENT if self.out == Kind.PARAMETERS else Kind.PARAMETERS)
                 self.got[number] = packet[HEADER_NBYTES:].tobytes()
             else:

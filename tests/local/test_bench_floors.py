@@ -40,7 +40,7 @@ def test_what_is_kept_is_what_the_prefetcher_does_not_pull_twice(slots: int, kep
     for _ in range(4):
         before = pulled
         for block in (1, 2, 3, 4, 5, 5, 4, 3, 2, 1):
-            arrive(fetch.asked(block))
+            arrive(fetch.request(block))
             slot = fetch.use(block)
             arrive(fetch.returned(slot))
             if len(fetch.now) > 5:

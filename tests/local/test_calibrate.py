@@ -15,7 +15,7 @@ from roadtrain.config.cluster import Cluster, load_cluster
 from roadtrain.config.job import load_job
 from roadtrain.config.models import from_config
 from roadtrain.config.plan_file import ElementBytes, Framework, Plan, PlanMemory, placement
-from roadtrain.planner.calibrate import EXACT, learnt, stages_of
+from roadtrain.planner.calibrate import EXACT, fit_rates, stages_of
 from roadtrain.planner.calibrate_steps import Measured, plan_of
 from roadtrain.simulator.run import simulate
 from roadtrain.training.placed_job import place_job
@@ -133,7 +133,7 @@ def test_what_it_cannot_run(files, capsys):
         Path(job).read_text().replace("[store]", "[compress]\nkeep = 0.01\n[store]")
     )
     assert cli.main(["calibrate", cluster, job]) == 2
-    assert "nothing compressed" in capsys.readouterr().err
+    assert "without compression" in capsys.readouterr().err
     Path(job).write_text(
         Path(job)
         .read_text()
@@ -141,10 +141,10 @@ def test_what_it_cannot_run(files, capsys):
         .replace("[store]", '[servers]\naddresses = ["h:1"]\n[store]')
     )
     assert cli.main(["calibrate", cluster, job]) == 2
-    assert "with --lab" in capsys.readouterr().err
+    assert "or add --lab" in capsys.readouterr().err
     cluster, job = files("[]")
     assert cli.main(["calibrate", cluster, job, "--steps", "0"]) == 2
-    assert "0 step(s) to be measured" in capsys.readouterr().err
+    assert "--steps is 0" in capsys.readouterr().err
     Path(cluster).write_text('[[hosts]]\nname = "here"\nmemory = "16GB"\n')
     assert cli.main(["calibrate", cluster, job]) == 2
     assert "0 kind(s) of hosts with a device" in capsys.readouterr().err
@@ -155,7 +155,7 @@ def test_the_lab_says_what_it_lacks(files, capsys, monkeypatch):
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     assert cli.main(["calibrate", cluster, job, "--lab"]) == 2
     assert (
-        "no lab can be made here: not root\nhint: root on Linux, or without --lab"
+        "no lab can be created here: not root\nhint: run as root on Linux, or omit --lab"
         in capsys.readouterr().err
     )
     assert cli.main(["plan", cluster, "--model", "OPT-125M", "--lab"]) == 2
@@ -206,7 +206,7 @@ def test_what_was_measured_is_what_is_simulated(files, late, updating):
         raw.model_copy(update={"hosts": (host.model_copy(update=quotient),)})
     )
     assert computes > 1.03 * found.compute_s and updates > 1.5 * updating
-    step, computes, updates = stages(learnt(raw, found))
+    step, computes, updates = stages(fit_rates(raw, found))
     assert computes == pytest.approx(found.compute_s, rel=0.01) and updates == pytest.approx(
         updating, rel=0.01
     )
@@ -264,4 +264,4 @@ def test_a_plan_is_verified_by_real_steps(files, tmp_path, capsys, monkeypatch):
     assert (
         cli.main([word if word != "config.json" else "OPT-125M" for word in words] + ["files"]) == 2
     )
-    assert "nothing to run" in capsys.readouterr().err
+    assert "cannot be run" in capsys.readouterr().err

@@ -234,5 +234,5 @@ def test_a_job_says_so_and_its_verify_compares_all(hosts, tmp_path):
     assert "lossy: gradients travel as bf16" in said
     said.clear()
     assert verify.verify(job, 2, said.append)
-    assert sum("are the same bits" in line for line in said) == 2
+    assert sum("are bit-identical" in line for line in said) == 2
     assert not any("lossy" in line for line in said)

@@ -82,7 +82,7 @@ class Elastic(Hosts):
     def worker(self, rank, **options):
         spares = tuple((self.n + i, name, 1.0) for i, name in enumerate(self.spares))
         link = CoordinatorLink()
-        sums = super().worker(rank, spares=spares, reducer_gone=link.reducer_gone, **options)
+        sums = super().worker(rank, spares=spares, reducer_lost=link.reducer_lost, **options)
         link.agreement, link.sums = Nothing(), sums
         first = None if rank == 0 else self.listeners[0].address
         hello = ("s", rank, self.n, TO_COORDINATOR)
@@ -161,7 +161,7 @@ def test_a_spare_host_that_dies_is_gone_round_and_one_that_comes_is_used(n, elas
     found = made.run(work)
     assert not any(isinstance(one, Exception) for one in found), found
     assert all(one == found[0] and n not in one and max(one) > n + 1 for one in found), found
-    assert any("left out" in words for words in made.said) and any(
+    assert any("not used any more" in words for words in made.said) and any(
         "from now on" in words for words in made.said
     )
     new = made.reducers[-1]
@@ -183,7 +183,7 @@ def test_sums_stay_right_whoever_dies_when(seed, elastic):
                 made.kill(rng.choice(there))
             elif there and rng.random() < 0.3:
                 made.control.lost_reducer(
-                    made.control.spares.get(rng.choice(there), -1), "not wanted any more"
+                    made.control.spares.get(rng.choice(there), -1), "no longer listed"
                 )
             elif len(there) < 4:
                 made.add()
@@ -196,7 +196,7 @@ def test_sums_stay_right_whoever_dies_when(seed, elastic):
         over.set()
         thread.join()
     assert found == [25] * n, (found, made.said)
-    assert any("left out" in words for words in made.said)
+    assert any("not used any more" in words for words in made.said)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_a_spare_host_that_dies_while_the_job_starts_is_gone_round(when, elastic
     found = made.run(partial(sum_all, rounds=8, workers=3))
     assert found == [8] * 3, (found, made.said)
     assert [*made.control.spares] == [second] and sum(
-        "left out" in words for words in made.said
+        "not used any more" in words for words in made.said
     ) == 1, made.said
 
 

@@ -181,7 +181,7 @@ def test_a_vanished_directory_at_the_start(tmp_path):
     for gone in (1, 0):
         (tmp_path / "abc"[gone]).rename(tmp_path / "away")
         with pytest.raises(
-            GoneError, match=f"{tmp_path / 'abc'[gone]}|whose first directory is not among"
+            GoneError, match=f"{tmp_path / 'abc'[gone]}|whose first directory was not named"
         ):
             train(dirs, 3)
         shutil.rmtree(tmp_path / "abc"[gone], ignore_errors=True)
@@ -440,7 +440,7 @@ def test_parameters_of_another_model():
 def test_placed_twice(tmp_path):
     model, placed, scaler = place(Case(), tmp_path / "s", host_budget="128MiB")
     with placed:
-        with pytest.raises(ConfigError, match="placed already"):
+        with pytest.raises(ConfigError, match="already placed"):
             roadtrain.place(model, placed, host_budget="128MiB", **QUIET)
         with pytest.raises(ConfigError, match="hold no values"):
             roadtrain.place(
@@ -462,7 +462,7 @@ def test_an_optimizer_that_has_trained():
     """Its state would be lost: it is refused rather than begun anew in silence."""
     model, optimizer = build(Case())
     one_step(Case(), model, optimizer, new_scaler(Case()), 0)
-    with pytest.raises(ConfigError, match="has taken steps: its state would be lost"):
+    with pytest.raises(ConfigError, match="has already taken steps: their state would be lost"):
         roadtrain.place(model, optimizer, host_budget="128MiB", **QUIET)
     optimizer.state.clear()
     roadtrain.place(model, optimizer, host_budget="128MiB", **QUIET).close()

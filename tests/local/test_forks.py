@@ -46,12 +46,12 @@ def test_who_lagged_waits_for_the_other(cluster, alone):
     assert "LostError" in error and "server 1 (" in error and "is at step 2; server 0 (" in error, (
         error
     )
-    assert "may hold a later one" in error and "give_up" in error, error
+    assert "may hold a later step" in error and "give_up" in error, error
     late = two.start(6, **ONE)
     time.sleep(6.5)  # it would have begun without server 0 by now
     two.back(0)
     assert late.join() == [0], late.errors()
-    assert any("server 1" in n and "filled up again at step 4" in n for n in late.notes()), (
+    assert any("server 1" in n and "being refilled at step 4" in n for n in late.notes()), (
         late.notes()
     )
     assert {int(s) for s in losses(late.logs[0]) if s != "end"} == set(range(1, 7))
@@ -73,7 +73,7 @@ def test_a_run_directory_knows_who_was_there(cluster, alone, tmp_path):
     assert "the run's last session was with server 1 (" in error and "server 0 (" in error, error
     two.back(1)
     running = two.train(6, **run)
-    assert any("server 0" in n and "filled up again at step 4" in n for n in running.notes()), (
+    assert any("server 0" in n and "being refilled at step 4" in n for n in running.notes()), (
         running.notes()
     )
     two.lose(0)  # with its disk, and nobody was training
@@ -100,8 +100,8 @@ def test_an_older_copy_is_refused_and_gone_on_from_where_it_is_meant(
         copy.rename(host.directory)
     two.back(0, 1)
     error = refused(two, 6, run=run["run"], replicas=replicas)
-    assert "StaleError" in error and "in the history of nobody here: they are at step 2" in error
-    assert "--new-store goes back to what is there" in error, error
+    assert "StaleError" in error and "in no server's history: they are at step 2" in error
+    assert "--new-store goes back to the step that they hold" in error, error
     same(two.train(6, new_store=True, **run), alone, 6)
     two.train(7, **run)
 
@@ -114,7 +114,7 @@ def test_two_histories_are_refused_and_one_is_given_up(cluster, alone):
     two.lose(0, keep=True)
     two.back(1)
     running = two.train(5, give_up=[two.where[0]], **ONE)  # a person says that server 0 is lost
-    assert any("given up: what server 0 (" in n for n in running.notes()), running.notes()
+    assert any("given up: contents of server 0 (" in n for n in running.notes()), running.notes()
     two.back(0)
     error = refused(two, 6)
     for number, step in ((0, 4), (1, 5)):
@@ -123,11 +123,11 @@ def test_two_histories_are_refused_and_one_is_given_up(cluster, alone):
             " step 2" in error
         )
     assert (
-        "ForkedError" in error and "neither goes on from the other" in error and "give_up" in error
+        "ForkedError" in error and "they were trained separately" in error and "give_up" in error
     ), error
     kept = contents(two.hosts[0].directory)
     running = two.train(6, give_up=[two.where[0]], **ONE)
-    assert any("server 0" in n and "filled up again at step 5" in n for n in running.notes()), (
+    assert any("server 0" in n and "being refilled at step 5" in n for n in running.notes()), (
         running.notes()
     )
     aside = [p for p in two.hosts[0].directory.iterdir() if ".aside" in p.name]
@@ -155,7 +155,7 @@ def test_of_four_servers_three_are_needed(cluster):
     four.lose(1)
     four.back(3)
     running = four.train(6, **ONE)
-    assert any("server 3" in n and "filled up again at step 4" in n for n in running.notes()), (
+    assert any("server 3" in n and "being refilled at step 4" in n for n in running.notes()), (
         running.notes()
     )
 
@@ -168,7 +168,7 @@ def test_a_flipped_bit_of_one_replica_is_found_at_the_commit(byte, cluster, alon
     running = two.start(100, **ONE)
     assert running.join() == [3], running.notes()
     error = running.errors()[0]
-    assert "DivergedError" in error and "different bytes of chunk" in error, error
+    assert "DivergedError" in error and "different bytes for chunk" in error, error
     assert f"server 0 ({two.where[0]})" in error and f"server 1 ({two.where[1]})" in error, error
     step = int(error.split(" in step ")[1].split(":")[0])
     # the next step may have computed with the damaged bytes, and ended with this one

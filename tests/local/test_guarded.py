@@ -172,7 +172,7 @@ def test_the_keys_of_a_job_and_the_options_of_commands(tls, token, tmp_path, cap
 def test_a_probe_over_tls(tls):
     options = TcpOptions(token=SECRET, tls=tls)
     listener = probe_links.listening(
-        "127.0.0.1:0", options, lambda: probe_links.Said(missing=["all"])
+        "127.0.0.1:0", options, lambda: probe_links.HostReport(missing=["all"])
     )
     where = "{}:{}".format(*listener.address)
     try:
@@ -297,7 +297,9 @@ def test_workers_and_a_spare_host_over_tls(hosts, tls, token, monkeypatch):
 def test_workers_of_several_hosts_need_a_token(monkeypatch):
     meeting = Meeting(monkeypatch, ["one", "two"])
     for error in meeting.run([SpareHosts((), None, None)] * 2, {1: "192.0.2.1"}):
-        with pytest.raises(ConfigError, match=r"workers on 2 hosts and no token(?s:.*)token_file="):
+        with pytest.raises(
+            ConfigError, match=r"workers on 2 hosts without a token(?s:.*)token_file="
+        ):
             raise error
     for error in meeting.run([SpareHosts((), None, SECRET), SpareHosts((), None, None)]):
         with pytest.raises(ConfigError, match="worker 0 has a token_file, worker 1 has none"):

@@ -38,7 +38,7 @@ def asked(capsys, where, token_file, until, deadline_s=30.0):
 
 def test_a_stopped_worker_is_named_by_all_who_wait_for_it(host, tmp_path, capsys):
     token = tmp_path / "token"
-    asked(capsys, host.where, token, "server 0.*no session: waits for workers")
+    asked(capsys, host.where, token, "server 0.*no session: waiting for workers")
     workers = Workers(Case(clip=0.5), [host.where], tmp_path, 100000, 2, token=SECRET)
     try:
         asked(capsys, host.where, token, "step [1-9].* 2 worker")
@@ -47,7 +47,7 @@ def test_a_stopped_worker_is_named_by_all_who_wait_for_it(host, tmp_path, capsys
             capsys,
             host.where,
             token,
-            r"waits since [2-9]\.\d s for the (gradient|release|end|update)",
+            r"waiting [2-9]\.\d s for the (gradient|release|end|update)",
         )
         server = re.search(
             r"(server 0.*?)worker 0 .*worker 1 \(127.0.0.1\) waits for no server", out

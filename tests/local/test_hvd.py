@@ -149,9 +149,9 @@ def test_unnamed_calls_make_no_new_buffers(alone):
 def test_formats_go_with_the_sum_and_none_otherwise(alone, monkeypatch):
     seen, own = [], Summation.sum
 
-    def sum(self, number, identity, tensor, *, says, priority, format):
+    def sum(self, number, identity, tensor, *, detail, priority, format):
         seen.append((format, priority))
-        return own(self, number, identity, tensor, says=says, priority=priority)
+        return own(self, number, identity, tensor, detail=detail, priority=priority)
 
     monkeypatch.setattr(Summation, "sum", sum)
     model, optimizer = small(compression=hvd.Compression.bf16)
@@ -246,7 +246,7 @@ def train(
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         with optimizer.skip_synchronize() if clip and how != "ddp" else contextlib.nullcontext():
             optimizer.step()
-        deferred += how == "later" and len(optimizer._later._due)
+        deferred += how == "later" and len(optimizer._deferred._due)
         scheduler.step()  # what was put off goes by the rate of its own step
         optimizer.zero_grad()
         if step in (0, 3):  # evaluation sees the newest
@@ -256,7 +256,7 @@ def train(
             model.train()
     if how == "later":
         assert deferred, "steps were put off"
-        assert bool(optimizer._later._due) == ("num_steps" not in options)
+        assert bool(optimizer._deferred._due) == ("num_steps" not in options)
     whole = b"".join(t.numpy().tobytes() for t in model.state_dict().values())
     return lines, hashlib.sha256(whole).hexdigest()
 
@@ -487,10 +487,10 @@ def test_what_a_loop_must_not_do(alone):
     with pytest.raises(LoopError, match="changed while it was being summed"):
         optimizer.step()
     handle = hvd.allreduce_async(torch.ones(3), name="a")
-    with pytest.raises(LoopError, match="'a' is being summed already"):
+    with pytest.raises(LoopError, match="'a' is already being summed"):
         hvd.allreduce(torch.ones(3), name="a")
     hvd.synchronize(handle)
-    with pytest.raises(LoopError, match="synchronized before"):
+    with pytest.raises(LoopError, match="already synchronized"):
         hvd.synchronize(handle)
 
 
@@ -521,7 +521,7 @@ def test_what_cannot_be_distributed(alone):
     model, optimizer = small()
     other = nn.Linear(2, 1)
     for match, call in {
-        "distributed already": lambda: hvd.DistributedOptimizer(optimizer),
+        "already distributed": lambda: hvd.DistributedOptimizer(optimizer),
         "lacks 1 of the optimizer's 2": lambda: hvd.DistributedOptimizer(
             torch.optim.SGD(other.parameters(), lr=1), [("weight", other.weight)]
         ),
@@ -575,7 +575,7 @@ def late(later, failed, rank):
             model(torch.ones(1, 2))
     finally:
         failed.touch()
-    optimizer._later = None  # shutdown() would raise it again
+    optimizer._deferred = None  # shutdown() would raise it again
     return error.value.__notes__
 
 
@@ -583,7 +583,7 @@ def late(later, failed, rank):
 def test_a_failed_sum_raises_its_own_error(later, tmp_path):  # Rule 5
     (note,), nothing = run(2, partial(late, later, tmp_path / "failed"), deadline_s=1)
     assert (
-        re.fullmatch("while 'gradient of group 0 parameter [01]' was waited for", note)
+        re.fullmatch("while waiting for 'gradient of group 0 parameter [01]'", note)
         and nothing is None
     )
 

@@ -15,7 +15,7 @@ from roadtrain.launch.agent_link import AgentHost
 from roadtrain.launch.agents import HostAgents
 from roadtrain.launch.processes import HostFile, Process, Role, WorkerSet
 from roadtrain.launch.protocol.run_events import (
-    HostCame,
+    HostJoined,
     HostLost,
     Output,
     ProcessEnded,
@@ -107,7 +107,7 @@ def test_a_service_says_lines_and_its_end(agents, tmp_path):
     agents.start(process("server a", code, files=files, directory=str(tmp_path / "home")))
     seen = events_until(agents, ProcessEnded)
     end = only(seen, ProcessEnded)
-    assert (end.name, end.code, end.said) == ("server a", 3, "why")
+    assert (end.name, end.code, end.last_line) == ("server a", 3, "why")
     assert lines(seen, "server a") == ["geheim", "why"] or lines(seen, "server a") == [
         "why",
         "geheim",
@@ -118,7 +118,7 @@ def test_a_service_says_lines_and_its_end(agents, tmp_path):
 def test_the_sentence_of_an_error_is_what_a_process_said_last(agents):
     code = "import sys; sys.exit('roadtrain: the store is full\\nhint: free space')"
     agents.start(process("server a", code))
-    assert only(events_until(agents, ProcessEnded), ProcessEnded).said == (
+    assert only(events_until(agents, ProcessEnded), ProcessEnded).last_line == (
         "roadtrain: the store is full"
     )
 
@@ -127,7 +127,7 @@ def test_what_cannot_be_begun_ends_with_a_sentence(agents, tmp_path):
     (tmp_path / "file").touch()
     agents.start(process("server a", SLEEP, directory=str(tmp_path / "file" / "below")))
     end = only(events_until(agents, ProcessEnded), ProcessEnded)
-    assert end.code and str(tmp_path) in end.said
+    assert end.code and str(tmp_path) in end.last_line
 
 
 def test_stop_interrupts_first_and_kills_after_the_grace(agents):
@@ -164,7 +164,7 @@ def test_workers_end_together_and_the_first_that_failed_is_named(agents):
     agents.start_workers(worker_set(SLEEP, fails, SLEEP, attempt=4))
     seen = events_until(agents, WorkersEnded)
     end = only(seen, WorkersEnded)
-    assert (end.attempt, end.code, end.first, end.said) == (4, 7, "worker 1", "bad disk")
+    assert (end.attempt, end.code, end.first, end.last_line) == (4, 7, "worker 1", "bad disk")
     agents.start_workers(worker_set("", "import time; time.sleep(0.3)", attempt=5))
     end = only(events_until(agents, WorkersEnded), WorkersEnded)
     assert (end.attempt, end.code) == (5, 0)
@@ -207,7 +207,7 @@ def test_a_flood_blocks_nobody(agents):
     assert lines(seen, "server b") == ["heard"]
     seen = events_until(agents, ProcessEnded, seen, name="server a")
     said = lines(seen, "server a")
-    assert said[-1] == "last" or any("lines left out" in line for line in said)
+    assert said[-1] == "last" or any("lines dropped" in line for line in said)
     assert max(map(len, said)) < 10_000
 
 
@@ -219,10 +219,14 @@ def test_an_agent_that_is_killed_is_a_lost_host_that_comes_back(agents, mark, tm
     # what it starts looks like it until it has become another program
     (pid,) = [p for p in found if psutil.Process(p).ppid() == os.getpid()]
     os.kill(pid, signal.SIGKILL)
-    seen = events_until(agents, HostCame, events_until(agents, WorkersEnded))
-    lost, came, workers = (only(seen, kind) for kind in (HostLost, HostCame, WorkersEnded))
+    seen = events_until(agents, HostJoined, events_until(agents, WorkersEnded))
+    lost, came, workers = (only(seen, kind) for kind in (HostLost, HostJoined, WorkersEnded))
     assert (lost.host, lost.why) == ("a", "its agent ended (signal 9)")
-    assert (workers.code, workers.first, workers.said) == (-9, "worker 0", "its host a was lost")
+    assert (workers.code, workers.first, workers.last_line) == (
+        -9,
+        "worker 0",
+        "its host a was lost",
+    )
     assert (came.host, came.workers) == ("a", 1)
     assert seen.index(lost) < seen.index(workers)
     assert not running(f"daemon of {tmp_path}")
@@ -231,17 +235,17 @@ def test_an_agent_that_is_killed_is_a_lost_host_that_comes_back(agents, mark, tm
 
 
 def test_a_host_that_leaves_is_gone_in_time_until_it_comes(agents):
-    agents.tell(["leaves", "b", "0.3"])
+    agents.run_verb(["leaves", "b", "0.3"])
     seen = events_until(agents, HostLost)
     assert only(seen, HostLost).host == "b"
     assert [host.name for host in agents.hosts()] == ["a"]
-    assert not [event for event in agents.events(1.5) if isinstance(event, HostCame)]
-    with pytest.raises(LaunchError, match="b is not there now"):
+    assert not [event for event in agents.events(1.5) if isinstance(event, HostJoined)]
+    with pytest.raises(LaunchError, match="host b is down"):
         agents.ask("b", ["-c", "print(1)"], {})
-    agents.tell(["comes", "b"])
-    assert only(events_until(agents, HostCame), HostCame).host == "b"
+    agents.run_verb(["comes", "b"])
+    assert only(events_until(agents, HostJoined), HostJoined).host == "b"
     with pytest.raises(LaunchError, match="no host 'c'"):
-        agents.tell(["hold", "c"])
+        agents.run_verb(["hold", "c"])
 
 
 def test_asking(agents, tmp_path):
@@ -250,7 +254,7 @@ def test_asking(agents, tmp_path):
     assert agents.ask("b", ["-c", echo, "word"], told) == [told, "word"]
     with pytest.raises(LaunchError, match="code 2: no such disk"):
         agents.ask("a", ["-c", "import sys; print('no such disk', file=sys.stderr); exit(2)"], {})
-    with pytest.raises(LaunchError, match="no JSON"):
+    with pytest.raises(LaunchError, match="is not JSON"):
         agents.ask("a", ["-c", "print('hm')"], {})
     path = tmp_path / "x" / "reducers.txt"
     agents.ask("a", PUT_FILE, {"path": str(path), "content": "10.0.0.1:7000\n"})

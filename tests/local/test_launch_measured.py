@@ -106,7 +106,7 @@ def test_a_dry_run_stops_a_run_measures_its_links_and_lets_it_go_on(tmp_path: Pa
         assert run.run(*words)[0] == 0
         run.step_reached(5)
         code, said = run.run("launch", "--replan", "tiny", "--dry-run")
-        assert code == 0 and "by the plan that ran" in said and "not measured" not in said, said
+        assert code == 0 and "old plan, predicted" in said and "not measured" not in said, said
         run.step_reached(len(run.lines) + 5)
         assert run.home.is_supervised() and load_plan_file(run.home.plan_path).plan == plan
         assert not run.home.measured_path.exists()  # it counts once

@@ -250,7 +250,7 @@ def test_a_cluster_that_is_not_there_is_one_sentence(run: LaunchedRun) -> None:
     process = run.launch(str(run.plan()), "job.toml", *words)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert f"no Ray cluster is reached at {where}" in out and "Traceback" not in out
+    assert f"cannot connect to a Ray cluster at {where}" in out and "Traceback" not in out
 
 
 @pytest.mark.exhaustive

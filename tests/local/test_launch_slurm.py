@@ -108,8 +108,8 @@ def test_a_run_goes_on_after_kills_and_a_notice_with_its_losses(
     a_task(slurm, "roadtrain.cli train").send_signal(signal.SIGKILL)
     upto(60)
     slurm.ask("scancel", "--signal=INT", "--batch", job)
-    wait_for(lambda: "roadtrain: put back into the queue" in log(), 60, log)
-    assert "is committed; the same command goes on from there" in log()
+    wait_for(lambda: "roadtrain: requeued" in log(), 60, log)
+    assert "is committed; run the same command to continue from there" in log()
     undisturbed = tmp_path / "undisturbed"  # while the other waits: Slurm begins it after 2 minutes
     undisturbed.mkdir()
     slurm.ask("sbatch", "run.sbatch", cwd=written(undisturbed, 120))
@@ -175,9 +175,7 @@ def test_a_notice_before_the_workers_begin_is_heard(
     job = begun(with_gpus, files, TORCHRUN, f"touch {asks}; sleep 3; {COMMITTED}")
     wait_for(asks.exists, 60, lambda: log_of(files))
     with_gpus.ask("scancel", "--signal=INT", "--batch", job)
-    wait_for(
-        lambda: "roadtrain: put back into the queue" in log_of(files), 60, lambda: log_of(files)
-    )
+    wait_for(lambda: "roadtrain: requeued" in log_of(files), 60, lambda: log_of(files))
     queue = "squeue", "--noheader", "--user=root", "--format=%T"
     parts = {"cpu": 1, "cuda": 2}[device]
     wait_for(
@@ -192,8 +190,8 @@ def test_workers_that_commit_nothing_are_given_up(with_gpus: LocalSlurm, tmp_pat
     files = written(tmp_path, 1)
     metrics = tmp_path / "run" / "metrics.jsonl"
     begun(with_gpus, files, f"{TORCHRUN}; echo >>{metrics}; exit 1")
-    wait_for(lambda: "without a step" in log_of(files), 120, lambda: log_of(files))
-    assert "workers began 6 times without a step, the last ended with code 1" in log_of(files)
+    wait_for(lambda: "without a committed step" in log_of(files), 120, lambda: log_of(files))
+    assert "workers failed 6 times without a committed step, last with code 1" in log_of(files)
     assert metrics.read_text() == 12 * "\n"
 
 
@@ -205,6 +203,6 @@ def test_a_host_whose_workers_outlive_the_others_has_a_minute(
     files = written(tmp_path, 1, "cuda", workers)
     hangs = "[[ $SLURMD_NODENAME = gpu0 ]] && sleep 600"
     begun(with_gpus, files, f"{TORCHRUN}; {hangs}; exit 7")
-    wait_for(lambda: "all begin again" in log_of(files), 120, lambda: log_of(files))
+    wait_for(lambda: "restarting all of them" in log_of(files), 120, lambda: log_of(files))
     assert "workers ended with code" in log_of(files)
     with_gpus.ask("scancel", "--user=root")

@@ -30,7 +30,7 @@ from roadtrain.launch.launch_engine import HostSeen
 from roadtrain.launch.logs import RunLogs
 from roadtrain.launch.processes import Process, WorkerSet
 from roadtrain.launch.protocol.run_events import (
-    HostCame,
+    HostJoined,
     HostLost,
     Output,
     ProcessEnded,
@@ -106,11 +106,11 @@ class SmallProcesses:
     def hosts(self) -> Sequence[HostSeen]:
         return [HostSeen(name, "127.0.0.1", 0) for name in ("gpu0", "s0")]
 
-    def ask(self, host: str, words: Sequence[str], told: Any) -> Any:
+    def ask(self, host: str, words: Sequence[str], request: Any) -> Any:
         stages = [[["stage 0", "predicted", "measured", "ratio"]]]
         return {"step": self.step, "code": 0, "lines": [f"asked on {host}"], "stages": stages}
 
-    def tell(self, words: Sequence[str]) -> str:
+    def run_verb(self, words: Sequence[str]) -> str:
         raise LaunchError(f"{words[0]} is no verb of this engine")
 
     def start(self, process: Process) -> None:
@@ -206,7 +206,7 @@ def test_workers_that_fail_once_and_end_well(tmp_path: Path) -> None:
     by_name = {one.name: one for one in state.processes}
     assert by_name["worker 0"].restarts == 1 and by_name["server s0 0"].restarts == 0
     log = run.log()
-    told = log.index("all workers begin again at the committed step, at once")
+    told = log.index("all workers restart from the committed step at once")
     assert "[worker 0 gpu0] attempt 0 is over" in log[:told]  # and then it was done
     assert "[worker 0 gpu0] attempt 1 is over" in log[told:]
 
@@ -228,7 +228,7 @@ def test_a_service_is_started_again_and_status_says_so(tmp_path: Path) -> None:
         ask_supervisor(run.home, "stop", ["enough"])
         state = run.ended()
     assert (state.code, state.why) == (130, "enough")
-    assert "server s0 0 on s0 ended (signal 9), it starts again at once: its last line" in run.log()
+    assert "server s0 0 on s0 ended (signal 9), it is restarted at once: its last line" in run.log()
 
 
 def test_a_start_that_the_engine_refuses_is_tried_again(tmp_path: Path) -> None:
@@ -244,9 +244,9 @@ def test_a_host_that_is_lost_before_the_first_turn_gets_nothing(tmp_path: Path) 
     run = Supervised(tmp_path, "exit 0")
     run.engine.happened.append(HostLost("gpu0", "it is gone"))
     with run:
-        wait_for(lambda: "workers wait: gpu0 must be there" in run.log(), "a word")
+        wait_for(lambda: "workers wait: gpu0 must be back" in run.log(), "a word")
         assert run.engine.workers is None
-        run.engine.happened.append(HostCame("gpu0", "127.0.0.1", 1))
+        run.engine.happened.append(HostJoined("gpu0", "127.0.0.1", 1))
         assert run.ended().code == 0
 
 
@@ -254,8 +254,8 @@ def test_a_host_that_came_and_cannot_run_workers_is_told(tmp_path: Path) -> None
     run = Supervised(tmp_path, "exec sleep 1000")
     with run:
         wait_for(lambda: run.engine.workers, "workers")
-        run.engine.happened.append(HostCame("new", "127.0.0.2", 1))
-        said = "host new came and is not used for workers: it does not answer"
+        run.engine.happened.append(HostJoined("new", "127.0.0.2", 1))
+        said = "host new joined, but is not used for workers: it does not answer"
         wait_for(lambda: said in run.log(), "a word")
         ask_supervisor(run.home, "stop")
         assert run.ended().code == 130
@@ -298,8 +298,8 @@ def test_a_full_home_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         wait_for(lambda: run.home.state().attempt == 2, "a state")
         ask_supervisor(run.home, "stop")
         assert run.ended().code == 130
-    assert run.log().count("goes on without writing state.json") == 1
-    assert run.log().count("state.json is written again") == 1
+    assert run.log().count("state.json cannot be written") == 1
+    assert run.log().count("state.json can be written again") == 1
 
 
 def test_a_run_that_was_asked_to_end_does_so_under_the_next_supervisor(tmp_path: Path) -> None:
@@ -340,11 +340,11 @@ def test_a_launcher_that_is_gone_ends_the_run(tmp_path: Path) -> None:
             launcher.ask("hello")
             with pytest.raises(LaunchError, match="no verb of this engine"):
                 launcher.ask("tell", "dance")
-            with pytest.raises(LaunchError, match="'dance' is no verb"):
+            with pytest.raises(LaunchError, match="no verb 'dance'"):
                 launcher.ask("dance")
             assert run.code is None
         state = run.ended()
-    assert (state.code, state.why) == (130, "its launcher is gone")
+    assert (state.code, state.why) == (130, "its launcher ended")
 
 
 # -- whole runs --
@@ -424,7 +424,10 @@ def launched(directory: Path, workers: int, steps: int) -> Iterator[Launched]:
     try:
         yield run
     finally:
-        for what in ("succeed", "supervise"):  # a standby goes on where its supervisor is killed
+        for what in (
+            "standby_main",
+            "supervise",
+        ):  # a standby goes on where its supervisor is killed
             for pid in run.processes(f"roadtrain.launch.{what}"):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -444,7 +447,7 @@ def test_a_run_goes_on_when_its_server_and_worker_are_killed(tmp_path: Path) -> 
         assert "server s0 0" in said and "worker 0" in said, said
         assert launcher.wait(RUN_S) == 0, (tmp_path / "launcher.log").read_text()
         printed = (tmp_path / "launcher.log").read_text()
-        assert "server s0 0 on s0 ended (signal 9), it starts again at once" in printed
+        assert "server s0 0 on s0 ended (signal 9), it is restarted at once" in printed
         assert f"step {steps}/{steps}" in printed and "first step " in printed
         assert "run tiny is done: all workers are done" in printed
         state = run.home.state()
@@ -477,7 +480,7 @@ def test_a_run_whose_home_is_full_goes_on_also_under_its_standby(tmp_path: Path)
     with small_disk(tmp_path / ".roadtrain", 200_000), launched(tmp_path, 1, steps) as run:
         launcher = run.launch()
         run.step_reached(8)
-        wait_for(lambda: run.processes("roadtrain.launch.succeed"), "a standby")
+        wait_for(lambda: run.processes("roadtrain.launch.standby_main"), "a standby")
         filling = tmp_path / ".roadtrain" / "filling"
         with suppress(OSError), filling.open("wb") as file:
             while True:
@@ -517,20 +520,20 @@ def test_launchers_and_supervisors_that_are_killed(tmp_path: Path) -> None:
         wait_for(
             lambda: not run.home.is_supervised(), "the end of a run without its launcher", RUN_S
         )
-        assert (run.home.state().code, run.home.state().why) == (130, "its launcher is gone")
+        assert (run.home.state().code, run.home.state().why) == (130, "its launcher ended")
         assert run.run("status", "tiny")[0] == 0
         wait_for(run.nothing_runs, "the end of what ran")
 
         assert run.run("launch", "--resume", "tiny", "--detach")[0] == 0
         run.step_reached(len(run.lines) + 5)
-        assert "is alive" in run.run(*words)[1]
+        assert "is running" in run.run(*words)[1]
         run.kill("roadtrain.launch.supervise")
         run.step_reached(len(run.lines) + 5)
         assert run.home.record().start == 1 and run.home.is_supervised()
         assert "its standby goes on" in run.home.all_log.read_text()
-        for pid in run.processes("roadtrain.launch.succeed"):  # it, and one of its own
+        for pid in run.processes("roadtrain.launch.standby_main"):  # it, and one of its own
             os.kill(pid, signal.SIGSTOP)
-        for pid in run.processes("roadtrain.launch.succeed"):
+        for pid in run.processes("roadtrain.launch.standby_main"):
             os.kill(pid, signal.SIGKILL)
         wait_for(run.nothing_runs, "the end of what a supervisor had started")
         code, said = run.run("status", "tiny")

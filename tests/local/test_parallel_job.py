@@ -34,8 +34,8 @@ from roadtrain.training.job_options import check
 from roadtrain.training.staged_job import (
     StagedJob,
     as_stages,
+    shared_lines,
     snapshot_options,
-    told_of,
     unused,
 )
 from roadtrain.training.stop import Stop
@@ -132,7 +132,7 @@ def test_a_job_in_stages_goes_on_as_one_without_torchrun(job, monkeypatch, capfd
     told = ["train", str(path), "--run.steps"]
     assert cli.main([*told, "3", "--parallelism.pp", "1"]) == 0
     said = capfd.readouterr().out
-    assert "of step 2, trained as dp 1 x tp 1 x pp 2: it goes on from there as one stage" in said
+    assert "at step 2, trained as dp 1 x tp 1 x pp 2: continuing as one stage" in said
     assert cli.main([*told, "4"]) == 0  # the same once more
     assert losses(path) == pytest.approx(losses(whole), abs=1e-5)
     assert cli.main(["export", str(path.with_suffix("")), str(path.parent / "out")]) == 0
@@ -240,7 +240,7 @@ def test_a_rank_that_was_away_goes_on(job):
     said = []
     staged.report = said.append
     train_steps(staged, Stop(None))
-    assert (home / "metrics.2.before-1.jsonl").exists() and "told of other steps" in said[0]
+    assert (home / "metrics.2.before-1.jsonl").exists() and "had lines of other steps" in said[0]
 
 
 def test_what_has_no_effect_is_named(job):  # Rule 6
@@ -260,7 +260,11 @@ def test_hosts_whose_text_or_optimizer_differs_do_not_mean_the_same(job):  # Rul
     own = load_job(job("own", 1))
     texts = [Tokens([str(path)]) for path in (*own.data.paths, job("other", 1))]
     slower = own.changed({"optimizer.lr": 1e-4})
-    told = [told_of(own, texts[0]), told_of(own, texts[1]), told_of(slower, texts[0])]
+    told = [
+        shared_lines(own, texts[0]),
+        shared_lines(own, texts[1]),
+        shared_lines(slower, texts[0]),
+    ]
     hosts = HostCards("a", "a", ())
     for there in told[1:]:
         with pytest.raises(ConfigError, match=r"the same job: (text|optimizer) = .*, and \1 = "):

@@ -56,7 +56,7 @@ def test_placing_again_closes_the_first_session(same_model, tmp_path):
     losses = run(CASE, model, first, scaler, 1, 4)
     again, second, lines = place_again(tmp_path, model if same_model else None)
     with second:
-        assert "placed again in this process: the earlier session is closed" in lines
+        assert "placed again in this process: the earlier session was closed" in lines
         assert first.closed and second.steps_done == 3
         losses += run(CASE, again, second, scaler, 4, 6)
         for use in (first.step, first.flush, first.state_dict, lambda: first.read("embed.weight")):
@@ -74,7 +74,7 @@ def test_placing_again_on_servers(hosts):
     losses = run(CASE, model, first, scaler, 1, 4)
     again, second, lines = place_again(store)
     with second:
-        assert "placed again in this process: the earlier session is closed" in lines
+        assert "placed again in this process: the earlier session was closed" in lines
         losses += run(CASE, again, second, scaler, 4, 6)
         with pytest.raises(LoopError, match="placed again in this process"):
             first.step()
@@ -88,7 +88,7 @@ def test_a_model_in_ram_is_not_lost(tmp_path):
     model, placed, scaler = place(CASE, None)
     with placed:
         run(CASE, model, placed, scaler, 1, 3)
-        with pytest.raises(LoopError, match=r"placed already, at step 2, .* in RAM"):
+        with pytest.raises(LoopError, match=r"already placed, at step 2, .* in RAM"):
             place_again(tmp_path, model)
         run(CASE, model, placed, scaler, 3, 4)
 
@@ -227,7 +227,7 @@ def test_a_forked_child_is_refused_at_once(name, taken, tmp_path):
         os.close(write)
         said = answer(child, read)
         assert said.startswith(
-            f"LoopError: the model was placed in process {os.getpid()}, and this is process {child}"
+            f"LoopError: the model was placed in process {os.getpid()}, but this is process {child}"
         ), said
         assert "DataLoader's workers" in said
         losses += run(CASE, model, placed, scaler, 3 if taken else 1, 5)

@@ -22,7 +22,7 @@ from torch.nn import functional
 import roadtrain
 from roadtrain import Files, Memory, Servers
 from roadtrain.chunks import ParamSpec
-from roadtrain.environment import WorkerGroup
+from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import LoopError, PeerError, RoadtrainError
 from roadtrain.stages.control_links import RankPlace
 from roadtrain.stages.cuts import Cuts, Segment
@@ -60,7 +60,7 @@ def staged(store, tied=False, frozen=False, group=None, **options):
         optimizer,
         store=store,
         host_budget="200MiB",
-        group=group or WorkerGroup(),
+        group=group or WorkerIdentity(),
         chunk_elements=1 << 16,
         report=lambda line: None,
         **options,
@@ -187,7 +187,7 @@ def test_the_mean_of_the_servers_is_undone_exactly(width):
 
 
 def in_servers(addresses, rank):
-    group = WorkerGroup.of_environment().of_stage(1, rank, 2)
+    group = WorkerIdentity.of_environment().of_stage(1, rank, 2)
     return staged(Servers(addresses), group=group, deadline_s=30)
 
 
@@ -357,7 +357,7 @@ class NoStore:
     """A placed optimizer of a root block in bf16, as far as the sum of copies needs it."""
 
     def __init__(self, p):
-        self.group, self.root_waits, self.steps_done = WorkerGroup(), False, 4
+        self.group, self.root_waits, self.steps_done = WorkerIdentity(), False, 4
         spec = ParamSpec("w", tuple(p.shape), "bf16", True, 0)
         self.params, self.param_groups = [spec], [{"params": [p]}]
         self.root = SimpleNamespace(specs=[spec], params=[("w", p)], pass_ended=lambda: None)
@@ -402,7 +402,7 @@ def cut_stage(segment, store):
         optimizer,
         store=store,
         host_budget="200MiB",
-        group=WorkerGroup(),
+        group=WorkerIdentity(),
         blocks=stage_model.own_names,
         report=lambda line: None,
     )

@@ -24,7 +24,7 @@ from roadtrain.planner.probe_links import (
     DESCRIBE,
     MEASURE,
     PING,
-    Said,
+    HostReport,
     ask,
     listening,
     matrix,
@@ -123,16 +123,16 @@ def test_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (host.device.kind, host.device.flops, host.device.copy_rate) == ("A", 6e14, 25e9)
     assert (host.device.memory_rate, host.device.memory) == (2e12, 80 * GIB)
     assert f"hosts.{host.name}.fabric" in said.tree["measured"]
-    assert "device 1, a B: taken to be as device 0, a A" in said.missing
+    assert "device 1, a B: assumed to be like device 0, a A" in said.missing
     gpus = [torch.device("cuda", number) for number in range(2)]
     assert (gpus[0],) in asked and (gpus[0], torch.bfloat16) in asked and (gpus,) in asked
 
 
-def one(name: str) -> Callable[[], Said]:
-    def describe() -> Said:
+def one(name: str) -> Callable[[], HostReport]:
+    def describe() -> HostReport:
         host = {"name": name, "memory": "1GB", "memory_rate": "5GB/s"}
         tree = {"name": name, "hosts": [host], "measured": [f"hosts.{name}.memory_rate"]}
-        return Said(tree, ["its devices"], ["NUMA node 0"])
+        return HostReport(tree, ["its devices"], ["NUMA node 0"])
 
     return describe
 
@@ -186,9 +186,15 @@ def test_a_reverse_flood_ends_by_itself(two: list[str], monkeypatch: pytest.Monk
 def test_a_host_that_cannot_is_named_and_the_rest_is_kept(two: list[str]) -> None:
     own, said = (
         one("this")(),
-        [Said(error="FullError: no space"), Said({"hosts": [{"memory": "1GB"}]}), one("x")()],
+        [
+            HostReport(error="FullError: no space"),
+            HostReport({"hosts": [{"memory": "1GB"}]}),
+            one("x")(),
+        ],
     )
-    made = [listening("127.0.0.1:0", TcpOptions(), partial(Said.__copy__, each)) for each in said]
+    made = [
+        listening("127.0.0.1:0", TcpOptions(), partial(HostReport.__copy__, each)) for each in said
+    ]
     full, odd, gone = ("{}:{}".format(*listener.address) for listener in made)
     made[2].close()
     try:
@@ -210,7 +216,7 @@ def test_a_host_that_cannot_is_named_and_the_rest_is_kept(two: list[str]) -> Non
     assert set(found) == {("here", two[0]), (two[0], "here")}
     assert [what.partition(": ")[0] for what in missing] == [
         f"the link from here to {gone}",
-        f"other links of host {gone}, which has gone",
+        f"other links of host {gone}, which was lost",
     ]
 
 
@@ -229,7 +235,7 @@ def test_strangers_and_the_absent(two: list[str]) -> None:  # Rule 8
     with pytest.raises(LostError, match="LostError"):  # what failed there is said here
         ask(two[0], MEASURE, "127.0.0.1:1", TcpOptions())
     assert ask(two[0], DESCRIBE, "", TcpOptions()).missing == ["its devices"]
-    with pytest.raises(WireError, match="what no probe does"):
+    with pytest.raises(WireError, match="sent an invalid report"):
         ask(two[0], PING, "not a word of a probe", TcpOptions())
 
 
@@ -255,8 +261,8 @@ def test_wrong_words(
     assert f"{tmp_path}/none is no directory" in told("--out", f"{tmp_path}/none/cluster.toml")
     assert "/sys: probing: " in told("--dirs", "/sys")  # nobody can make a file there
     assert "127.0.0.1:1" in told("--hosts", "127.0.0.1:1", code=3)
-    assert "'nowhere' is no address" in told("--hosts", "nowhere")
-    assert "give one of them" in told("--hosts", "127.0.0.1:1", "--listen", "127.0.0.1:0")
+    assert "'nowhere' is not an address" in told("--hosts", "nowhere")
+    assert "give only one of them" in told("--hosts", "127.0.0.1:1", "--listen", "127.0.0.1:0")
     assert "without a token" in told("--listen", "0.0.0.0:0")
     assert "cannot read the token" in told(
         "--listen", "127.0.0.1:0", "--token-file", f"{tmp_path}/none"
@@ -265,7 +271,7 @@ def test_wrong_words(
     write_token(tmp_path / "token")
     try:
         where = "{}:{}".format(*guarded.address)
-        assert "token: none here, one there" in told("--hosts", where)
+        assert "this side has no token, the peer has one" in told("--hosts", where)
         assert "token" in told("--hosts", where, "--token-file", str(tmp_path / "token"))
     finally:
         guarded.close()

@@ -150,7 +150,7 @@ def test_a_lost_server_is_left_out_and_filled_up_again(victim, undisturbed, clus
     # a worker may hear first of the other, which ended because of the server
     told = running.errors()
     assert any(f"server {victim}" in e for e in told), told
-    assert all(f"server {victim}" in e or "has gone before step" in e for e in told), told
+    assert all(f"server {victim}" in e or "was lost before step" in e for e in told), told
     running = three.train(STEPS // 2)
     assert [n for n in running.notes() if "left out" in n and f"server {victim}" in n], (
         running.notes()
@@ -162,7 +162,7 @@ def test_a_lost_server_is_left_out_and_filled_up_again(victim, undisturbed, clus
     three.lose((victim + 1) % 3)
     lost[1].touch()
     assert set(running.join(60)) == {3}
-    assert [n for n in running.notes() if "filled up again" in n and f"server {victim}" in n], (
+    assert [n for n in running.notes() if "being refilled" in n and f"server {victim}" in n], (
         running.notes()
     )
     running = three.train(STEPS)
@@ -185,7 +185,7 @@ def test_what_a_late_server_missed_is_filled_up(cluster, tmp_path):
     three.train(3, case=case)  # step 3 is the one that the scaler skips
     three.back(1)
     running = three.train(6, case=case)
-    assert any("server 1" in n and "filled up again at step 3" in n for n in running.notes()), (
+    assert any("server 1" in n and "being refilled at step 3" in n for n in running.notes()), (
         running.notes()
     )
     three.lose(2)
@@ -218,7 +218,7 @@ def test_another_number_of_replicas_is_refused(cluster):
     two.sessions += 1
     running = Workers(LONG, two.where, two.home, 4, 1, session="other")
     assert running.join() == [3]
-    assert "made with replicas = 2, asked for are 1" in running.errors()[0]
+    assert "made with replicas = 2, but 1 requested" in running.errors()[0]
     alone = Workers(LONG, two.where[:1], two.home, 4, 1, session="alone", replicas=2)
     assert alone.join() == [3] and "replicas = 2 with 1 server" in alone.errors()[0]
     two.train(3)

@@ -136,7 +136,7 @@ def test_stopped_and_gone_on(case, addresses, tmp_path):
                 for log in run.logs
             ]
         )
-        assert not any("begin at zero" in line for line in run.notes())
+        assert not any("start at zero" in line for line in run.notes())
     assert found[0] == found[1] and len(found[0][0]) == 4
 
 
@@ -178,7 +178,7 @@ def test_kills_change_no_loss(replicas, addresses, tmp_path):  # Rules 3 and 5
         steps = {int(step): lines for step, lines in losses(log).items() if step.isdigit()}
         assert set(steps) == set(range(1, max(steps) + 1))
         assert all(len(lines) == 1 for lines in steps.values()), "repeated with another loss"
-    assert not any("begin at zero" in line for line in run.notes())
+    assert not any("start at zero" in line for line in run.notes())
 
 
 def test_a_worker_whose_residuals_are_gone_says_so(addresses, tmp_path):
@@ -188,7 +188,7 @@ def test_a_worker_whose_residuals_are_gone_says_so(addresses, tmp_path):
     shutil.rmtree(left / "worker-0")
     run = Workers(Case(), servers, tmp_path, 4, 2, residuals=str(left), session="2", **FEEDBACK)
     assert run.join() == [0, 0], run.errors()
-    said = [line for line in run.notes() if "begin at zero" in line]
+    said = [line for line in run.notes() if "start at zero" in line]
     assert len(said) == 1 and "worker-0" in said[0] and "lossy" in said[0]
 
 
@@ -229,7 +229,7 @@ def test_what_is_refused(addresses, tmp_path):
 
     with pytest.raises(ConfigError, match=r"1 server\(s\), 0 director.*error feedback True"):
         place(["a:1"], **FEEDBACK)
-    with pytest.raises(ConfigError, match="residuals in 2 directories"):
+    with pytest.raises(ConfigError, match="residuals are in 2 directories"):
         place(["a:1"], **FEEDBACK, residuals=Files([tmp_path / "a", tmp_path / "b"]))
     with pytest.raises(ConfigError, match=r"1 server\(s\), 1 director.*error feedback False"):
         place(["a:1"], residuals=tmp_path / "a", compress=TopK(0.05))
@@ -238,7 +238,7 @@ def test_what_is_refused(addresses, tmp_path):
         model = placed.model
         for step in range(2):
             one_step(Case(), model, placed, new_scaler(Case()), step)
-    with pytest.raises(ForeignError, match=r"worker-0.*holds step 2 of a store already"):
+    with pytest.raises(ForeignError, match=r"worker-0.*already holds step 2 of a store"):
         place(second, residuals=tmp_path / "left", **FEEDBACK)
     with place(first, residuals=tmp_path / "left", **FEEDBACK) as placed:  # nothing was lost
         assert placed.steps_done == 2

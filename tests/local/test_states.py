@@ -134,7 +134,7 @@ def test_one_that_is_kept_keeps_its_step():
         assert any(not torch.equal(before[n], model.state_dict()[n]) for n in mine)
         assert optimizer_before["state"][0]["step"] == 1
         model(torch.ones(1, 4, dtype=torch.long)).sum().backward()
-        with pytest.raises(LoopError, match="begun in backward"):
+        with pytest.raises(LoopError, match="begun during backward"):
             model.state_dict()
         placed.step()
         placed.zero_grad()
@@ -305,7 +305,7 @@ def test_a_state_of_other_parameters_is_refused():
         for wrong, words in (
             ({"state": {}, "param_groups": old[1]["param_groups"]}, "refers to no store"),
             ({"state": {}, "param_groups": []}, "parameter groups"),
-            ({}, "no state of an optimizer"),
+            ({}, "not an optimizer's state dict"),
             ({**old[1], "state": {0: {"momentum": torch.ones(1)}}}, "keeps"),
         ):
             with pytest.raises(LoopError, match=words):
@@ -390,7 +390,7 @@ def test_when_nothing_can_be_loaded():
     model, placed, _ = place(case, None, **BUDGET)
     other = {n: v + 1 for n, v in model.state_dict().items()}
     model(torch.ones(1, 4, dtype=torch.long)).sum().backward()
-    with pytest.raises(LoopError, match="gradients wait"):
+    with pytest.raises(LoopError, match="there are gradients for the next step"):
         model.load_state_dict(other)
     placed.zero_grad()
     model.load_state_dict(other)
@@ -399,7 +399,7 @@ def test_when_nothing_can_be_loaded():
     placed.close()
     with pytest.raises(LoopError, match="closed"):
         model.load_state_dict(other)
-    with pytest.raises(LoopError, match="in RAM, and are gone"):
+    with pytest.raises(LoopError, match="in RAM and are lost"):
         model.state_dict()
     late, placed, _ = place(Case(staleness=1), None, **BUDGET)
     with placed, pytest.raises(LoopError, match="staleness 1"):

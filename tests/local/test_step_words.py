@@ -1,5 +1,5 @@
 """Workers of servers end after the same step, whoever is asked to stop, and the run's loss and tokens
-are those of all (`training/step_words.py`)."""
+are those of all (`training/step_exchange.py`)."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Hosts:
             (i, "{}:{}".format(*address), 1.0) for i, address in enumerate(addresses) if i >= self.n
         )
         who = {"spares": spares}
-        who |= {key: options.pop(key) for key in ("spares", "reducer_gone") if key in options}
+        who |= {key: options.pop(key) for key in ("spares", "reducer_lost") if key in options}
         options = {"deadline_s": 20, "part_bytes": 1 << 16, **options}
         return WorkerSums(
             rank,
@@ -213,7 +213,7 @@ def test_a_worker_that_leaves_is_named(hosts):  # Rule 5
         return once(100_000)(rank, sums) if rank == 0 else None
 
     found = hosts(2).run(work)
-    assert isinstance(found[0], LostError) and "worker 1 has gone" in str(found[0])
+    assert isinstance(found[0], LostError) and "worker 1 has left" in str(found[0])
 
 
 def test_a_worker_that_left_before_others_pushed_is_named(hosts):  # Rule 5
@@ -234,7 +234,7 @@ def test_a_worker_that_left_before_others_pushed_is_named(hosts):  # Rule 5
 
     begin = time.monotonic()
     found = made.run(work)
-    assert isinstance(found[0], LostError) and "worker 1 has gone" in str(found[0])
+    assert isinstance(found[0], LostError) and "worker 1 has left" in str(found[0])
     assert time.monotonic() - begin < 15, "nobody waits for the deadline of 20 s"
 
 
@@ -248,7 +248,7 @@ def test_the_budget_of_a_summer_holds(hosts):  # Rule 4
 
     found = made.run(work)
     assert all(isinstance(e, (LostError, BudgetError)) for e in found)
-    assert any("its budget is 1.0 MiB" in str(e) for e in found), found
+    assert any("the budget is 1.0 MiB" in str(e) for e in found), found
 
 
 def test_what_a_stranger_sends_ends_only_his_own(hosts):  # Rule 8

@@ -166,8 +166,8 @@ def test_a_stalled_worker_below_a_rack_is_named_at_the_end(switches, peers):
     alive, stalled = (peers(Worker(end.key, end.job, 4 + i, i, (HOST, port))) for i in range(2))
     assert pumped([end, alive, stalled], lambda: end.below[1] in (4, 5))
     # this thread may stand still itself, and then switches name others than the stalled one too
-    asked(rack, "silent: nobody", [end, alive, stalled])
-    asked(root, "silent: nobody", [end, alive, stalled])
+    asked(rack, "silent: none", [end, alive, stalled])
+    asked(root, "silent: none", [end, alive, stalled])
     before = len(switches.lines)
     assert pumped([end, alive], lambda: end.below[1] == 5 and end.below[0] > 1000)
     said = asked(rack, "silent: child 1", [end, alive])
@@ -177,10 +177,10 @@ def test_a_stalled_worker_below_a_rack_is_named_at_the_end(switches, peers):
     lines = [x for x in switches.lines[before:] if not re.search(alive_at, x)]
     for child in (r"child 1 .worker 5, ", r"child 0 .worker \d, "):
         silent = [x for x in lines if re.search(child + r".* has been silent for \d", x)]
-        again = [x for x in lines if re.search(child + ".* is heard again", x)]
+        again = [x for x in lines if re.search(child + ".* sends packets again", x)]
         assert len(silent) == len(again) + 1, lines  # one a switch, not one a look
-    asked(rack, "silent: nobody", [end, alive, stalled])
-    assert any("is heard again" in line for line in switches.lines)
+    asked(rack, "silent: none", [end, alive, stalled])
+    assert any("sends packets again" in line for line in switches.lines)
 
 
 def test_a_child_that_never_came_is_named(switches, peers):
@@ -188,7 +188,7 @@ def test_a_child_that_never_came_is_named(switches, peers):
     end = peers(End())
     end.register(address(switch), 2)
     said = asked(switch, "silent: child 0", [end])
-    assert "child 1 (never heard)" in said
+    assert "child 1 (no packet yet)" in said
     assert pumped([end], lambda: end.below[1] == UNKNOWN_RANK and end.below[0] > 1000)
 
 
@@ -311,7 +311,7 @@ def test_a_job_that_is_flooded_does_not_stop_another(switches, peers, inside):
     if inside:
         assert first.table.counters["repeated"] > 100
     else:
-        assert first.counters.came == 0 and not any(first.table.counters.values())
+        assert first.counters.received == 0 and not any(first.table.counters.values())
     run(flooded, workers, 100)  # its own sums are right, too
 
 
@@ -377,11 +377,11 @@ class Silent(Receiver):
         ({"nonce": b"short"}, "length >= 16"),
         ({"child": -1}, ">= 0"),
         ({"job": 1 << 40}, "<= 4294967295"),
-        ({"first": 65535}, "a first child that calls itself 65535"),
+        ({"first": 65535}, "sender number 65535 of the first child is too large"),
         ({"parent": (HOST, 0)}, ">= 1"),
         ({"parent": ("no such host.invalid", 5)}, "no such host"),
         ({"port": 1}, "asks for port 1, this switch has"),
-        ({"session": 5}, "no greeting of a fan-in end"),
+        ({"session": 5}, "invalid greeting of a fan-in end"),
     ],
 )
 def test_wrong_greetings_are_refused(switches, changes, words):
@@ -394,7 +394,9 @@ def test_who_is_no_end_of_a_fan_in_is_refused(switches):
     worker = m.encode(m.Hello("s", 0, 1, 1, 0, "x"))
     refused(switch, worker, words="is a switch: it sums and copies packets")
     refused(
-        switch, switch_frames.SWITCH_GREETING + b"\xff\xff", words="no greeting of a fan-in end"
+        switch,
+        switch_frames.SWITCH_GREETING + b"\xff\xff",
+        words="invalid greeting of a fan-in end",
     )
     other = TcpOptions(token=b"the token of somebody else")
     with pytest.raises(AuthError):
@@ -404,7 +406,9 @@ def test_who_is_no_end_of_a_fan_in_is_refused(switches):
 def test_a_server_that_is_named_as_a_switch_says_so(tmp_path):  # Rule 6
     with serve.SessionHost((HOST, 0), tmp_path, 64 * MIB, OPTIONS, [].append) as server:
         where = server.where.rpartition(":")
-        with pytest.raises(WireError, match=f"{server.where} is a server, no switch"):
+        with pytest.raises(
+            WireError, match=f"{server.where} is a server with a store, not a switch"
+        ):
             connect(
                 (where[0], int(where[2])),
                 Silent(),
@@ -418,7 +422,7 @@ def test_a_port_that_another_job_has_is_refused(switches, peers):
     switch = switches()
     end, _ = job(peers, switch, 2)
     other = peers(End(8))
-    with pytest.raises(BusyError, match=f"port {end.port} of this switch is that of job job7 now"):
+    with pytest.raises(BusyError, match=f"port {end.port} of this switch is in use by job job7"):
         other.register(address(switch), 2, port=end.port)
 
 
@@ -428,7 +432,9 @@ def test_a_port_that_is_not_free_yet_is_asked_for_again(switches, peers):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
         taken.bind((HOST, switch.port + 1))
         end = peers(End(7))
-        with pytest.raises(BusyError, match=f"no datagrams at {HOST}:{switch.port + 1}"):
+        with pytest.raises(
+            BusyError, match=f"cannot open a UDP socket at {HOST}:{switch.port + 1}"
+        ):
             end.register(address(switch), 2, port=switch.port + 1)
         assert not switch.quota.used_slots
     assert end.register(address(switch), 2, port=switch.port + 1) == switch.port + 1
@@ -452,7 +458,7 @@ def test_packets_that_belong_elsewhere_change_nothing(switches, peers):
         elsewhere.bind(("127.0.0.2", 0))
         elsewhere.sendto(end.packets(range(1)).tobytes(), (HOST, end.port))
     assert pumped([end, *workers], lambda: one.counters.refused == 3)
-    words = f"came from 127.0.0.2, the parent is {HOST}"
+    words = f"from 127.0.0.2, the address of the parent is {HOST}"
     assert pumped([end, *workers], lambda: any(words in x for x in switches.lines))  # Rule 6
     assert one.counters.copied == 0 or not workers[0].got
     run(end, workers, 100)
@@ -533,11 +539,11 @@ def test_memory_is_bounded_under_stuck_slots(switches, peers):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"switch": True, "store": "/tmp/x"}, "--switch with --store"),
-        ({"switch": True, "sum": True}, "--switch with --sum"),
-        ({"switch": True, "snapshot": "/tmp/x"}, "--switch with --snapshot"),
-        ({"switch": True, "budget": "1GiB"}, "--switch with --budget"),
-        ({"switch": True, "link": "rdma"}, "--switch with --link rdma"),
+        ({"switch": True, "store": "/tmp/x"}, "--switch cannot be combined with --store"),
+        ({"switch": True, "sum": True}, "--switch cannot be combined with --sum"),
+        ({"switch": True, "snapshot": "/tmp/x"}, "--switch cannot be combined with --snapshot"),
+        ({"switch": True, "budget": "1GiB"}, "--switch cannot be combined with --budget"),
+        ({"switch": True, "link": "rdma"}, "--switch cannot be combined with --link rdma"),
         ({"sum": True, "memory": "64MiB"}, "--memory 64MiB without --switch"),
         ({"sum": True, "xdp": "eth0"}, "--xdp eth0 without --switch"),
         ({"switch": True, "memory": "64KiB"}, "64.0 KiB of memory"),
@@ -569,7 +575,7 @@ def test_the_status_of_a_run_asks_its_switches(switches, peers, tmp_path, capsys
     deadline, out = time.monotonic() + 20, ""
     with pumping([end, *workers]):
         # on a slow machine a sum was stuck or a worker silent, until the switch looks again
-        while not re.search("stuck slots: none silent: nobody", out):
+        while not re.search("stuck slots: none silent: none", out):
             assert time.monotonic() < deadline, out
             assert cli.main(["status", str(tmp_path / "run")]) == 1  # no server answers
             out = " ".join(capsys.readouterr().out.split())

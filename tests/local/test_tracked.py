@@ -92,11 +92,11 @@ def test_an_interrupted_script_goes_on(tmp_path):
 
 def test_a_scheduler_that_is_not_tracked_is_said(tmp_path):
     _, said, _ = script(tmp_path / "s", steps=3, tracked=False)
-    assert not any("schedule begins" in line for line in said)
+    assert not any("schedule starts" in line for line in said)
     _, said, _ = script(tmp_path / "s", steps=5, tracked=False)
-    assert sum("schedule begins anew" in line for line in said) == 1
+    assert sum("schedule starts from the beginning" in line for line in said) == 1
     _, said, _ = script(tmp_path / "s", steps=7)
-    assert sum("holds no state of 'scheduler' at step 5" in line for line in said) == 1
+    assert sum("has no state of 'scheduler' at step 5" in line for line in said) == 1
 
 
 def test_what_is_tracked_no_more_is_said(tmp_path):

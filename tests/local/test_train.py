@@ -137,7 +137,7 @@ def test_an_unmounted_store_is_not_begun_anew(path: Path) -> None:
     (job.run_dir / "store").rename(path.parent / "elsewhere")
     (job.run_dir / "store").mkdir()
     with pytest.raises(
-        GoneError, match="no store is there, this run has committed step 3"
+        GoneError, match="there is no store, but this run has committed step 3"
     ) as raised:
         train(job, quiet)
     assert "--new-store" in str(raised.value)
@@ -213,7 +213,7 @@ def test_a_copy_of_a_run_means_its_own_store(path: Path) -> None:
         cli.run(["export", str(copy), str(path.parent / "out")])
     shutil.rmtree(copy)
     shutil.copytree(job.run_dir, copy)
-    with pytest.raises(ConfigError, match=r"lies in .*copy") as raised:
+    with pytest.raises(ConfigError, match=r"not for .*copy") as raised:
         cli.run(["train", str(copy / "job.toml")])
     assert f"--run.dir {copy} --store.files {copy}/store" in str(raised.value)
     # `{run}` is the copy's
@@ -228,7 +228,7 @@ def test_a_copy_of_a_run_means_its_own_store(path: Path) -> None:
         .replace(str(copy), str(job.run_dir))
     )
     (copy / "job.toml").write_text(edition1)
-    with pytest.raises(ConfigError, match=r"are of that run"):
+    with pytest.raises(ConfigError, match=r"belong to that run"):
         cli.run(["train", str(copy / "job.toml"), "--run.dir", str(copy)])
     assert job_of_run(str(copy)).store.files == [str(copy / "store")]
 
@@ -247,7 +247,9 @@ def test_a_copy_that_was_trained_elsewhere_is_refused(path: Path, ahead: int) ->
     (job.run_dir / "store").rename(path.parent / "own")
     (copy / "store").rename(job.run_dir / "store")
     before = contents(job.run_dir)
-    with pytest.raises(ForkedError, match=f"step {3 + ahead} there was trained without this run"):
+    with pytest.raises(
+        ForkedError, match=f"step {3 + ahead} of the store was trained outside of this run"
+    ):
         train(job, quiet)
     with pytest.raises(ForkedError):
         cli.run(["export", str(job.run_dir), str(path.parent / "out")])
@@ -287,7 +289,7 @@ def test_servers_that_hold_no_store_or_an_older_one(path: Path, hosts: Any) -> N
         lambda: train(other, quiet),
         lambda: cli.run(["export", str(other_run(job, empty)), "out"]),
     ):
-        with pytest.raises(GoneError, match="no store is there"):
+        with pytest.raises(GoneError, match="there is no store"):
             call()
     assert lines_of(job) == lines and not list(empty.directory.glob("gen-*"))
     train(job, quiet)
@@ -434,9 +436,9 @@ def test_other_text_is_refused(path: Path, tmp_path: Path) -> None:
         ),
         (
             {"model.config.vocab_size": 100},
-            "takes 100 tokens at 64 positions, the data has 256 at 16",
+            "vocabulary of 100 and 64 positions, but the data needs 256 and 16",
         ),
-        ({"data.seq_len": 65}, "the data has 256 at 65"),
+        ({"data.seq_len": 65}, "the data needs 256 and 65"),
         ({"optimizer.momentum": 0.9}, "optimizer adamw: .*momentum"),
         ({"optimizer.name": "no.such:Thing"}, "optimizer.name: No module"),
         ({"model.pretrained": "/no/such", "model.config": {}}, "no config.json"),
@@ -468,7 +470,7 @@ def test_verify(path: Path, tmp_path: Path, more: dict[str, Any]) -> None:
     """Rule 1, on the user's own job."""
     shown: list[str] = []
     assert verify.verify(load_job(path, more), 3, shown.append)
-    assert sum("are the same bits" in text for text in shown) == 2
+    assert sum("are bit-identical" in text for text in shown) == 2
     assert not [*tmp_path.glob("**/verify-*")], "the temporary store is removed"
     deviation = float(shown[-1].split("at most ")[1].split(" ")[0])
     assert deviation < 1e-5
@@ -477,7 +479,7 @@ def test_verify(path: Path, tmp_path: Path, more: dict[str, Any]) -> None:
 def test_verify_of_a_lossy_job_compares_placements_only(path: Path) -> None:
     shown: list[str] = []
     assert verify.verify(job_of(path, compress__keep=0.05), 2, shown.append)
-    assert "lossy on purpose" in shown[-1]
+    assert "because the job is lossy" in shown[-1]
 
 
 def test_verify_names_the_first_tensor_that_differs(

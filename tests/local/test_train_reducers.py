@@ -100,9 +100,9 @@ def test_reducers_die_and_come_while_training_goes_on(tmp_path, token, plain):  
             processes.end()
     assert losses(processes.spec.home) == plain
     lines = said(processes.spec)
-    assert f"reducers: {one} ({listed}) sum gradients, so do workers" in lines
+    assert f"reducers: {one} ({listed}) sum gradients, and so do the workers" in lines
     assert f"spare host {two} sums from now on" in lines
-    assert re.search(f"# spare host {one} .*: left out from now on", lines)
+    assert re.search(f"# spare host {one} .*: not used any more", lines)
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_reducers_alone_sum_and_a_run_goes_on_without_them(tmp_path, token, plai
         spec = spec_of(tmp_path, token, [where])
         spec.sums["reducers_alone"] = True
         assert start(replace(spec, steps=4)) == ["ended"] * 2
-    assert f"reducers: {where} sum gradients, the workers sum where none is there" in said(spec)
+    assert f"reducers: {where} sum gradients, workers only while there are none" in said(spec)
     assert start(replace(spec, sums={})) == ["ended"] * 2
     assert (losses(tmp_path), resumed(tmp_path)) == (plain, [0, 4])
 
@@ -142,7 +142,7 @@ def test_one_worker_needs_no_reducers(tmp_path, token):  # Rule 6
     spec = spec_of(tmp_path, token, ["127.0.0.1:1"])
     spec = replace(spec, parallelism=Parallelism(), steps=1)
     assert start(spec) == ["ended"]
-    assert "reducers: none is used, one worker has nothing to sum with others" in said(spec)
+    assert "reducers: not used, as there is only one worker" in said(spec)
 
 
 JOB = """

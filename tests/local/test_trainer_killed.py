@@ -102,4 +102,4 @@ def test_a_store_that_no_trainer_has_trained_is_refused(tmp_path):
     assert done.returncode == 0, done.stderr
     lines, done = script(tmp_path)
     assert done.returncode and not lines
-    assert "the store is at step 1, and holds no progress of a Trainer" in done.stderr
+    assert "the store is at step 1, but has no progress of a Trainer" in done.stderr

@@ -93,7 +93,7 @@ def test_a_kill_is_noticed_and_nothing_is_lost(whom, addresses, tmp_path):  # Ru
     begin = time.monotonic()
     codes = workers.join(30)
     assert time.monotonic() - begin < 20 and 0 not in codes and 3 in codes
-    assert "relay" in workers.errors()[0] or "has gone" in workers.errors()[0], workers.errors()
+    assert "relay" in workers.errors()[0] or "was lost" in workers.errors()[0], workers.errors()
     done = max(int(s) for s in losses(workers.logs[0]) if s.isdigit())
     last = steps if done < steps else done + 5
     again = Workers(case, servers, home, last, 2, local=2, relay=RELAY, session="2")
@@ -108,7 +108,7 @@ def test_what_cannot_be_is_said():
     with pytest.raises(ConfigError, match=r"`relay` is an option of Servers\n"):
         roadtrain.place(model, optimizer, relay="1GiB")
     with pytest.raises(
-        BudgetError, match=r"a relay of 1 worker\(s\) .* needs at least \d+ MiB, it has 1"
+        BudgetError, match=r"a relay of 1 worker\(s\) .* needs at least \d+ MiB, but it has 1"
     ):
         roadtrain.place(model, optimizer, store=Servers(["127.0.0.1:1"], relay="1MiB"))
     assert all(not p.is_meta for p in model.parameters())

@@ -157,7 +157,7 @@ class Hub:
                 assert np.array_equal(had, payload)  # a number's bytes never change
                 self.headers[number] = batch.headers[i]
                 if len(self.numbers[number]) == self.workers:
-                    self.came.came(number)
+                    self.came.accept(number)
             self.changed.notify_all()
 
     def _tick(self) -> None:

@@ -9,12 +9,12 @@ import pytest
 
 from roadtrain.sums.protocol.agreement import (
     Agreed,
+    AgreementAction,
     AgreementStateMachine,
     AskWhetherBegun,
-    Differ,
-    Gone,
+    Mismatch,
     Operation,
-    Said,
+    WorkerLost,
 )
 
 
@@ -41,7 +41,7 @@ def test_one_sentence_says_who_says_what() -> None:
     machine.say(0, 0, op("x", "int32 [17]"))
     machine.say(2, 0, op("x", "int32 [17]"))
     (verdict,) = machine.say(1, 0, op("x", "float32 [17]"))
-    assert verdict == Differ(
+    assert verdict == Mismatch(
         1, "workers differ about 'x': workers 0, 2: int32 [17]; worker 1: float32 [17]"
     )
     assert machine.say(0, 0, op("y")) == [], "of the epoch that is over"
@@ -58,19 +58,19 @@ def test_one_that_is_known_differs_from_one_that_is_new() -> None:
     assert machine.stall(0, 0, [op("x", use=4)], None) == [], "an older one is merely late"
     (verdict,) = machine.stall(0, 0, [op("x", use=5)], None)
     assert (
-        isinstance(verdict, Differ)
+        isinstance(verdict, Mismatch)
         and "worker 0: float32 [3]; worker 1: float32 [4]" in verdict.words
     )
 
 
 def answers(
     machine: AgreementStateMachine,
-    said: list[Said],
+    said: list[AgreementAction],
     begun: dict[int, set[str]],
     blocked: dict[int, str],
-) -> list[Said]:
+) -> list[AgreementAction]:
     """What the workers asked say, and what follows."""
-    out: list[Said] = []
+    out: list[AgreementAction] = []
     for one in said:
         if isinstance(one, AskWhetherBegun):
             name = one.place[0]
@@ -88,7 +88,7 @@ def test_a_ring_of_waits_is_found(workers: int) -> None:
         rank: {name for other, name in blocked.items() if other != (rank - 1) % workers}
         for rank in blocked
     }
-    found: list[Said] = []
+    found: list[AgreementAction] = []
     for _ in range(2):
         for rank, name in blocked.items():
             if not found:
@@ -96,7 +96,7 @@ def test_a_ring_of_waits_is_found(workers: int) -> None:
                     machine, machine.stall(rank, 0, [op(name)], op(name)), begun, blocked
                 )
                 machine.check()
-    assert len(found) == 1 and isinstance(found[0], Differ)
+    assert len(found) == 1 and isinstance(found[0], Mismatch)
     for rank, name in blocked.items():
         assert f"worker {rank} waits for '{name}' (float32 [3])" in found[0].words
 
@@ -118,10 +118,11 @@ def test_who_is_late_is_no_ring() -> None:
 def test_what_waits_for_one_that_has_gone_hears_it() -> None:
     machine = AgreementStateMachine(3)
     machine.say(0, 0, op("x"))
-    (told,) = machine.left(1, "closed")
-    assert isinstance(told, Gone) and told.to is None and "worker 1 has gone, 'x'" in told.words
-    (told,) = machine.say(2, 0, op("y"))
-    assert isinstance(told, Gone) and told.to == 2
+    (lost,) = machine.left(1, "closed")
+    assert isinstance(lost, WorkerLost) and lost.to is None
+    assert "needs worker 1, which has left" in lost.words
+    (lost,) = machine.say(2, 0, op("y"))
+    assert isinstance(lost, WorkerLost) and lost.to == 2
 
 
 def test_asynchronous_workers_are_compared_and_wait_for_nobody() -> None:
@@ -129,7 +130,7 @@ def test_asynchronous_workers_are_compared_and_wait_for_nobody() -> None:
     assert machine.say(0, 0, op("x", use=3)) == []
     assert machine.left(1, "closed") == []
     (verdict,) = machine.say(1, 0, op("x", "bfloat16 [3]"))
-    assert isinstance(verdict, Differ)
+    assert isinstance(verdict, Mismatch)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -154,7 +155,7 @@ def test_programs_that_are_the_same_always_end(seed: int) -> None:
             blocked = op(pick.choice(waits)) if waits and not left else None
             said = machine.stall(rank, 0, [op(name) for name in waits], blocked)
         for one in said:
-            assert not isinstance(one, Differ)
+            assert not isinstance(one, Mismatch)
             if isinstance(one, Agreed):
                 done.add(one.operation.identity)
             if isinstance(one, AskWhetherBegun):

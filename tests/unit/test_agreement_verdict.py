@@ -19,7 +19,7 @@ def test_what_begins_while_a_verdict_is_carried_out_is_of_the_new_epoch() -> Non
     agreement = Agreement(0, True, 60.0, silent, lambda: None, lambda error: None)
     heard = threading.Event()
     errors: list[BaseException] = []
-    goes_on = threading.Thread(target=lambda: heard.wait(10) and agreement.program_goes_on())
+    goes_on = threading.Thread(target=lambda: heard.wait(10) and agreement.resume())
 
     def dropped(error: BaseException) -> None:
         errors.append(error)
@@ -29,7 +29,7 @@ def test_what_begins_while_a_verdict_is_carried_out_is_of_the_new_epoch() -> Non
     try:
         agreement.run(agreement.begin("a sum", "float32 [1]"), lambda: None, dropped)
         goes_on.start()
-        agreement.heard(sum_frames.DIFFER, (1, "workers differ"))
+        agreement.take(sum_frames.MISMATCH, (1, "workers differ"))
         goes_on.join(10)
         later = agreement.begin("another sum", "float32 [1]")
     finally:

@@ -223,7 +223,7 @@ def test_a_chunk_size_off_the_grid_is_refused(size):
 
 
 def test_what_cannot_be_laid_out_is_refused():
-    with pytest.raises(ConfigError, match="'w' is given to two blocks"):
+    with pytest.raises(ConfigError, match="'w' is in two blocks"):
         ChunkTable.build(
             [
                 ("root", [ParamSpec("w", (1,), "fp32", True, 0)]),
@@ -232,5 +232,5 @@ def test_what_cannot_be_laid_out_is_refused():
         )
     with pytest.raises(ConfigError, match="'w' has dtype c64"):
         ChunkTable.build([("root", [ParamSpec("w", (1,), "c64", False, -1)])])
-    with pytest.raises(ConfigError, match="'w' is trainable with dtype fp64"):
+    with pytest.raises(ConfigError, match="'w' has dtype fp64, but trainable dtypes"):
         ChunkTable.build([("root", [ParamSpec("w", (1,), "fp64", True, 0)])])

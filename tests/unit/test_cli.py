@@ -53,15 +53,15 @@ def test_words_options_and_job_keys(recorded: list[Any]) -> None:
     ("args", "message"),
     [
         (["trian", "x"], "unknown command `trian`\nhint: did you mean `train`?"),
-        (["train"], "`roadtrain train` takes JOB.toml, given: nothing"),
-        (["train", "a", "b"], "given: a b"),
+        (["train"], "`roadtrain train` takes JOB.toml, got nothing"),
+        (["train", "a", "b"], "got a b"),
         (["train", "a", "--run.step", "3"], "did you mean `run.steps`?"),
         (["train", "a", "--quick"], "unknown option `--quick`"),
         (["verify", "a", "--step", "3"], "did you mean `--steps`?"),
         (["verify", "a", "--steps", "three"], "--steps: 'three' is not a number"),
         (["verify", "a", "--steps"], "--steps needs a value"),
-        (["train", "a", "--new-store=no"], "--new-store takes no value, given: no"),
-        (["lab", "run", "lab.toml", "host"], "takes LAB.toml HOST -- CMD..., given: lab.toml host"),
+        (["train", "a", "--new-store=no"], "--new-store takes no value, got no"),
+        (["lab", "run", "lab.toml", "host"], "takes LAB.toml HOST -- CMD..., got lab.toml host"),
         (["lab", "u"], "unknown command `lab u`\nhint: did you mean `lab up`?"),
         (["status", "r", "--run.dir", "x"], "unknown option `--run.dir`"),
         (
@@ -69,7 +69,7 @@ def test_words_options_and_job_keys(recorded: list[Any]) -> None:
             "unknown link `tpc`\nhint: did you mean `tcp`?",
         ),
         (["bench", "no-such"], "unknown benchmark `no-such`"),
-        (["soak", "everything"], "`roadtrain soak` takes options only, given: everything"),
+        (["soak", "everything"], "`roadtrain soak` takes options only, got everything"),
         (["soak", "--only", "first"], "--only 'first'\nhint: a fault's number"),
         (["status", "/no/such/run"], "is not a run directory"),
     ],
@@ -212,4 +212,4 @@ def test_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "2 of 1000" in out and "100 tokens/s" in out
     assert "1.8 TiB to 2 directories" in out
-    assert "1.0000% of 100 TBW a device (as given)" in out  # two devices took 1 TB each
+    assert "1.0000% of 100 TBW per device (as specified)" in out  # two devices took 1 TB each

@@ -52,7 +52,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     [
         ("export run file", "file cannot be a directory: "),
         ("export run file/in", "file/in cannot be a directory: "),
-        ("export run dangling", "is a link to nothing"),
+        ("export run dangling", "is a broken link"),
         ("export folder out", "folder is not a run directory"),
         ("export file out", "file is not a run directory"),
         ("import folder --run.dir out", "no config.json in 'folder'"),
@@ -84,7 +84,7 @@ def test_a_directory_that_must_not_be_written(
         "serve 127.0.0.1:0 --store folder",
         "train job.toml --run.dir r",
     ):
-        assert "this user must not write to" in refused(capsys, *args.split())
+        assert "this user may not write to" in refused(capsys, *args.split())
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_directory_that_must_not_be_written(
 @pytest.mark.parametrize("command", ["serve {} --sum", "serve {}", "serve {} --store folder"])
 def test_addresses(address: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, *command.format(address).split())
-    assert f"{address!r} is no address" in said and "hint: HOST:PORT" in said
+    assert f"{address!r} is not an address" in said and "hint: write HOST:PORT" in said
     assert "None" not in said
 
 

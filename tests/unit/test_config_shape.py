@@ -431,7 +431,7 @@ def test_the_formula_is_only_for_what_it_is_right_for() -> None:
         assert [b.params for b in one.blocks] == [b.params for b in found(name, 1000).blocks]
     for kind, config, _ in PUBLISHED.values():
         if kind not in ("llama", "mistral", "mixtral", "gpt2"):
-            with pytest.raises(ConfigError, match=f"of a `{kind}` are not known by formula"):
+            with pytest.raises(ConfigError, match=f"no formula gives the parameters of a `{kind}`"):
                 from_config({"model_type": kind, **config})
 
 
@@ -480,7 +480,7 @@ def test_what_was_assumed_is_said() -> None:
                     if k != "num_experts_per_tok"
                 },
             },
-            "has 64 experts, and of these a token takes",
+            "has 64 experts, of which a token uses",
         ),
         (
             {
@@ -501,7 +501,7 @@ def test_what_is_not_understood_is_refused(config: dict[str, Any], said: str) ->
 
 
 def test_samples_longer_than_the_model() -> None:
-    with pytest.raises(ConfigError, match="samples of 2048 tokens, the model's longest is 1024"):
+    with pytest.raises(ConfigError, match="samples have 2048 tokens, the model's longest is 1024"):
         shape_of_config({"model_type": "gpt2", **PUBLISHED["gpt2"][1]}, seq_len=2048)
     with pytest.raises(ConfigError, match="its samples have no length"):
         found("vit-base", 12)
@@ -516,7 +516,7 @@ def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             if kind == "llama":
                 assert load_model(str(tmp_path), 1024).params == params
                 continue
-            with pytest.raises(ConfigError, match="of a `qwen3_moe` are not known") as caught:
+            with pytest.raises(ConfigError, match="parameters of a `qwen3_moe`") as caught:
                 load_model(str(tmp_path))
             assert "roadtrain[hf]" in caught.value.hint
 

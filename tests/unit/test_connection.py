@@ -85,7 +85,7 @@ def test_a_frame_goes_to_the_session_with_its_fields(made: Any) -> None:
 def test_no_more_bytes_than_a_kind_may_have(
     made: Any, kind: int, header: bytes, nbytes: int
 ) -> None:
-    with pytest.raises(WireError, match=f"{nbytes} bytes came"):
+    with pytest.raises(WireError, match=f"came with {nbytes} bytes"):
         made[2][0].room(kind, header, nbytes)
 
 
@@ -113,7 +113,7 @@ def test_what_is_wrong_with_a_frame_ends_all_once(
 def test_it_is_over_when_all_have_gone(made: Any) -> None:
     session, _, (first, second) = made
     first.lost(LostError("closed by peer"))
-    assert session.over is None and session.gone == {0}
+    assert session.over is None and session.lost_ranks == {0}
     second.lost(LostError("the last one"))
     assert str(session.over) == "the last one"
 
@@ -127,12 +127,12 @@ def test_who_comes_after_the_end_is_busy() -> None:
 
 def test_silence_is_not_that_of_a_frame_on_its_way(made: Any) -> None:
     worker = made[2][0]
-    worker.heard -= 100
+    worker.last_seen -= 100
     assert worker.silent_for(5) > 99 and worker.silent_for(200) == 0
     room = worker.room(sum_frames.PART, PART, 1)
-    worker.heard -= 100
+    worker.last_seen -= 100
     assert worker.silent_for(5) == 0 == worker.silent_for(COMING_S)
-    worker.heard -= COMING_S
+    worker.last_seen -= COMING_S
     assert worker.silent_for(5) > COMING_S
     worker.arrived(sum_frames.PART, PART, room)
     assert worker.silent_for(5) == 0

@@ -35,7 +35,7 @@ def test_files_folders_globs(folder: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/no/such", "/no/such/*.py"])
 def test_a_path_that_gives_nothing(path: str) -> None:
-    with pytest.raises(ConfigError, match=r"data.paths: '/no/such.* gives no text file"):
+    with pytest.raises(ConfigError, match=r"data.paths: '/no/such.* has no text file"):
         Tokens([path])
 
 
@@ -74,7 +74,7 @@ def test_held_out_is_never_trained_on(folder: Path) -> None:
     batches = list(tokens.held_out_batches(3, 2, 16))
     assert len(batches) == 3
     assert all(torch.equal(a[0], b[0]) for a, b in zip(batches, tokens.held_out_batches(3, 2, 16)))
-    with pytest.raises(ConfigError, match="held out, a batch needs"):
+    with pytest.raises(ConfigError, match="held out, but a batch needs"):
         next(iter(tokens.held_out_batches(1, 10**6, 16)))
 
 

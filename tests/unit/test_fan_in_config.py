@@ -31,12 +31,12 @@ def test_a_tree_numbers_the_switches_below_before_the_workers() -> None:
 @pytest.mark.parametrize(
     ("switches", "words"),
     [
-        ((), "without a switch"),
+        ((), "has no switch"),
         ((ROOT, ROOT), "twice"),
-        ((ROOT, SwitchNode("a:1")), "2 switches are below no other"),
-        ((ROOT, SwitchNode("a:1", "b:1")), "not there"),
-        ((ROOT, SwitchNode("a:1", "b:1"), SwitchNode("b:1", "a:1")), "circle"),
-        ((SwitchNode("a:1", "b:1"), SwitchNode("b:1", "a:1")), "0 switches are below no other"),
+        ((ROOT, SwitchNode("a:1")), "2 switches have no parent"),
+        ((ROOT, SwitchNode("a:1", "b:1")), "not listed"),
+        ((ROOT, SwitchNode("a:1", "b:1"), SwitchNode("b:1", "a:1")), "cycle"),
+        ((SwitchNode("a:1", "b:1"), SwitchNode("b:1", "a:1")), "0 switches have no parent"),
     ],
 )
 def test_what_is_no_tree_is_refused(switches: tuple[SwitchNode, ...], words: str) -> None:

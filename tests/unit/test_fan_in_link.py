@@ -344,15 +344,17 @@ def test_a_trial_of_the_networks_multicast_is_answered() -> None:
                 packets.write_headers(packet, 48, 1, kind=Kind.TRIAL, job=7, first=0)
                 packets.seal(packet, 48, 1, it.hub.key)
                 it.hub.socket.send(packet, 48, ("239.255.1.2", 29317))
-            it.hub.heard(switch_frames.HEARD, 1)
-            assert [said.trial for said in it.hub.members[0].of(switch_frames.HEARD)] == [sends]
+            it.hub.heard(switch_frames.TRIAL_RESULT, 1)
+            assert [said.trial for said in it.hub.members[0].of(switch_frames.TRIAL_RESULT)] == [
+                sends
+            ]
         finally:
             it.close()
 
 
 def test_a_compressed_gradient_is_refused(scene: Any) -> None:
     it = scene(workers=1)
-    with pytest.raises(WireError, match="compressed gradient of chunk 0 is not summed"):
+    with pytest.raises(WireError, match="compressed gradient of chunk 0 cannot be summed"):
         it.owners[0].link.send(m.PUSH, m.encode((0, True, 1, 3, "fp32")), [memoryview(b"x" * 32)])
 
 
@@ -371,9 +373,9 @@ def bad_maxima(it: Scene) -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (bad_grant, "round 1 of chunk 0 was not announced"),
-        (bad_parameters, "parameters of chunk 0, version 3, came and were not asked for"),
-        (bad_maxima, "maxima 0 of chunk 0, round 3, are not waited for"),
+        (bad_grant, "round 1 of chunk 0 was granted but not announced"),
+        (bad_parameters, "parameters that were not requested: chunk 0, version 3"),
+        (bad_maxima, "unexpected maxima: packet 0 of chunk 0, round 3"),
     ],
 )
 def test_what_nobody_asked_for_ends_the_link(scene: Any, wrong: Any, words: str) -> None:
@@ -417,7 +419,7 @@ def test_a_switch_that_sends_nothing_is_named_until_it_does_or_the_server_knows_
 
     hub.quiet = True
     owner.until(lambda: len(words()) == 1)
-    silent = r"switch 127.0.0.1:9, from which no packet has come since \d\d:\d\d:\d\d UTC"
+    silent = r"switch 127.0.0.1:9, which has sent no packet since \d\d:\d\d:\d\d UTC"
     assert re.fullmatch(silent, words()[0])
     hub.quiet = False
     owner.until(lambda: words()[1:] == [""])
@@ -463,7 +465,7 @@ def test_what_was_given_up_is_not_sent(scene: Any, monkeypatch: pytest.MonkeyPat
     def slow(*given: Any) -> None:
         if not made.is_set():
             threading.Thread(target=owner.link.close).start()
-            while vars(owner.link)["_joined"] is not None:
+            while vars(owner.link)["_member"] is not None:
                 time.sleep(0.001)
             owner.link.lost(LostError("the server is gone"))
             assert owner.free

@@ -13,9 +13,9 @@ from roadtrain.switch.protocol.chunk_queue import Announce
 from roadtrain.switch.protocol.fan_in import (
     ALONE_S,
     Broadcast,
-    ExponentsCame,
+    ExponentsArrived,
     FanInStateMachine,
-    GradientCame,
+    GradientArrived,
     Grant,
     PushRound,
     SendMaxima,
@@ -62,13 +62,13 @@ class World:
                 self.sums[chunk, number] = [
                     self.announced[worker, chunk].pop(0) for worker in sorted(announced)
                 ]
-                self.todo.append(ExponentsCame(chunk, number))
+                self.todo.append(ExponentsArrived(chunk, number))
             case SendMaxima(chunk, number, first, buffer):
                 _, gradient = packets_of(chunk)
                 self.numbers.append((first, gradient))
                 assert buffer not in self.buffers, "a sum buffer is used twice"
                 self.buffers[buffer] = chunk, number
-                self.todo.append(GradientCame(chunk, number))
+                self.todo.append(GradientArrived(chunk, number))
             case PushRound(chunk, number, buffer, fresh):
                 assert self.buffers[buffer] == (chunk, number)
                 self.up.append(("sum", chunk, fresh, self.sums.pop((chunk, number))))
@@ -380,17 +380,17 @@ def test_data_is_granted_only_where_a_sum_buffer_is_free():  # Rule 4
     for chunk in range(3):
         for worker in range(2):
             world.announce(chunk, True, worker, worker)
-    grants = [one for one in world.todo if isinstance(one, ExponentsCame)]
+    grants = [one for one in world.todo if isinstance(one, ExponentsArrived)]
     assert len(grants) == 3, "exponents need no sum buffer"
     world.todo.clear()
     for came in reversed(grants):
         world.feed(came)
-    assert world.todo == [GradientCame(0, 1)], "in the order of their exponents"
+    assert world.todo == [GradientArrived(0, 1)], "in the order of their exponents"
     world.todo.clear()
-    world.feed(GradientCame(0, 1))
+    world.feed(GradientArrived(0, 1))
     [push] = world.todo
     world.run_one()
-    assert isinstance(push, PushRound) and world.todo == [GradientCame(1, 1)]
+    assert isinstance(push, PushRound) and world.todo == [GradientArrived(1, 1)]
     world.run_all()
 
 
@@ -401,11 +401,13 @@ def test_what_workers_differ_in_is_said():
     world.feed(messages.DiscardGrad(5, 0))
     world.feed(messages.Close(5, 1, 1))
     world.feed(messages.DiscardGrad(5, 2))
-    with pytest.raises(LoopError, match=r"worker\(s\) 0, 2 drop .* chunk 5, worker\(s\) 1 do not"):
+    with pytest.raises(
+        LoopError, match=r"worker\(s\) 0, 2 discard .* chunk 5, worker\(s\) 1 do not"
+    ):
         world.feed(update(5, 1, 1))
     world = World(2)
     world.announce(5, True, 0, 0)
-    with pytest.raises(LoopError, match="worker 1 says that its gradient of chunk 5 is not the"):
+    with pytest.raises(LoopError, match="worker 1 announced a gradient of chunk 5 as not the"):
         world.announce(5, False, 1, 1)
     world = World(2)
     world.feed(update(5, 1, 0))
@@ -413,14 +415,14 @@ def test_what_workers_differ_in_is_said():
         world.feed(messages.ApplyUpdate(5, 1, (0.2,), [1.0], 0, 1))
     world = World(2)
     world.feed(messages.Close(5, 1, 0))
-    with pytest.raises(LoopError, match="steps 1, 2"):
+    with pytest.raises(LoopError, match="steps: 1, 2"):
         world.feed(messages.Close(5, 2, 1))
 
 
 def test_a_worker_that_goes_in_the_middle_of_a_step_is_missed():  # Rule 5
     world = World(2)
     world.feed(messages.PeerLost(1, "killed"))  # between steps it may be leaving
-    with pytest.raises(LostError, match="worker 1 has gone: killed"):
+    with pytest.raises(LostError, match="worker 1 was lost: killed"):
         world.announce(0, True, 0, 0)
     world = World(2)
     for worker in range(2):

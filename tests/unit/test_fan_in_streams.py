@@ -86,9 +86,9 @@ def test_sums_land_where_they_belong_in_any_order(width, seed):  # Rule 6
 def test_packets_that_were_not_granted_are_refused():
     incoming = Incoming(64, 4, WORKERS)
     incoming.expect_exponents(0, 1, 0, 10)
-    with pytest.raises(WireError, match="packet 1 came, 1 were granted"):
+    with pytest.raises(WireError, match="packet 1, only 1 were granted"):
         incoming.take(batch_of(Kind.EXPONENTS, [(1, [])]))
-    with pytest.raises(WireError, match="GRADIENT came with a number of EXPONENTS"):
+    with pytest.raises(WireError, match="GRADIENT with a number granted for EXPONENTS"):
         incoming.take(batch_of(Kind.GRADIENT, [(0, [])]))
 
 
@@ -130,10 +130,10 @@ def test_the_network_copies_where_all_have_heard_it(answers, verdict):
     trial = MulticastTrial(3)
     assert not trial.due(0.0), "nobody would hear it"
     for rank in range(3):
-        trial.told(rank, 1.0)
+        trial.invite(rank, 1.0)
     assert trial.due(1.0) and not trial.due(1.01) and trial.due(1.06)
     for rank, came in enumerate(answers):
-        trial.heard(rank, came)
+        trial.answered(rank, came)
     assert trial.verdict(1.5) is verdict
     assert trial.verdict(1.1 + ANSWERS_S) is (verdict or False)
 
@@ -149,22 +149,22 @@ def test_who_is_late_is_named_once_and_within_two_seconds():  # Rule 5
     lateness, lines = Lateness(3, "10.0.0.9:7100"), []
 
     def look(now, late=(), gone=(), here=True):
-        lines.extend(lateness.look(late, now, set(gone), here))
+        lines.extend(lateness.update(late, now, set(gone), here))
 
     look(10.0)
-    lateness.heard(100, 2, 10.5)
+    lateness.heartbeat(100, 2, 10.5)
     look(11.0)
     assert not lines
-    lateness.heard(int(SILENT_S * 1000), 2, 11.5)
+    lateness.heartbeat(int(SILENT_S * 1000), 2, 11.5)
     look(11.6)
     look(11.8)
     assert len(lines) == 1 and "worker 2 has sent no packet for 1." in lines[0]
     assert list(lateness.named) == [2]
-    lateness.heard(50, 1, 12.0)
+    lateness.heartbeat(50, 1, 12.0)
     look(12.1, [LateWorker(1, 4, 12.1 - LATE_S / 2)])
-    assert lines[1:] == ["worker 2 is not late any more"]
+    assert lines[1:] == ["worker 2 is no longer late"]
     look(12.8, [LateWorker(1, 4, 12.8 - LATE_S - 0.1)])
-    assert len(lines) == 3 and "worker 1 has said nothing of chunk 4" in lines[2]
+    assert len(lines) == 3 and "worker 1 has been behind the others with chunk 4" in lines[2]
     look(12.9, gone=[1])
     assert len(lines) == 3 and not lateness.named, "who has left is not late"
     look(14.0)
@@ -172,12 +172,12 @@ def test_who_is_late_is_named_once_and_within_two_seconds():  # Rule 5
     assert re.search(r"since \d\d:\d\d:\d\d UTC", lines[3])
     look(14.2, here=False)
     assert not lateness.named
-    lateness.heard(3000, (1 << 32) - 1, 15.0)
+    lateness.heartbeat(3000, (1 << 32) - 1, 15.0)
     look(15.1)
     assert not lateness.named, "it has not begun yet"
-    lateness.heard(5100, (1 << 32) - 1, 17.1)
+    lateness.heartbeat(5100, (1 << 32) - 1, 17.1)
     look(17.2)
-    assert "a worker that no switch has heard yet" in lines[-1]
+    assert "a worker that has not reached any switch yet" in lines[-1]
 
 
 def test_what_the_end_takes_is_a_quarter_or_the_least():  # Rule 4

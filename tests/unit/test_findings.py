@@ -376,7 +376,7 @@ def test_a_refusal_is_the_same_error_elsewhere(kind) -> None:
     [
         ({}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set"),
         ({"RANK": "4"}, "RANK is 4 and WORLD_SIZE 4"),
-        ({"RANK": "first"}, "is no number: .*first"),
+        ({"RANK": "first"}, "is not an integer: .*first"),
     ],
 )
 def test_ranks_that_were_not_started_by_torchrun(environment, reason) -> None:
@@ -410,7 +410,7 @@ def test_which_of_the_hosts_this_is(monkeypatch) -> None:
     assert preflight_command.launch_among(["a", "10.1.0.2"], 7).address == "a"
     with pytest.raises(ConfigError, match=r"name c resolves to 127.0.1.1 on host b"):
         preflight_command.launch_among(["a", "b", "c"], 7)
-    with pytest.raises(ConfigError, match=r"host b \(addresses 10.1.0.2\) is 0 of a"):
+    with pytest.raises(ConfigError, match=r"host b \(addresses 10.1.0.2\) matches 0 of a"):
         preflight_command.launch_among(["a"], 7)
 
 
@@ -424,7 +424,7 @@ def test_how_many_ranks_must_meet() -> None:
     assert preflight_command.needed_ranks(asked(pp=2, dp=2), 1) == 4
     assert preflight_command.needed_ranks(asked(pp=2, widths=[2, 1]), 1) == 3
     assert preflight_command.needed_ranks(asked(pp=2, dp=2, tp=2), 4) == 2
-    with pytest.raises(ConfigError, match="is 4 ranks, which 3 a host do not divide"):
+    with pytest.raises(ConfigError, match="has 4 ranks, not a multiple of 3 per host"):
         preflight_command.needed_ranks(asked(pp=2, dp=2), 3)
 
 

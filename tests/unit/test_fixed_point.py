@@ -261,7 +261,10 @@ def test_numbers_of_packets(elements, width, packets, exponents):
 def test_what_cannot_be_is_refused():  # Rule 4: both numbers, and the way out
     values, maxima = np.zeros(352, np.float32), np.zeros(1, np.uint8)
     buffer = np.zeros(PACKET_NBYTES, np.uint8)
-    with pytest.raises(ConfigError, match="65 workers in an integer of 1 bytes, of 64 at most"):
+    with pytest.raises(
+        ConfigError,
+        match="65 workers cannot be summed in integers of 1 bytes, at most 64 can",
+    ):
         fixed.quantize(values, "fp32", maxima, 65, 1, 0, buffer)
     with pytest.raises(ConfigError, match="3 bytes"):
         fixed.error_bound(100, 2, 3)

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roadtrain.errors import ForkedError, StaleError
-from roadtrain.storage.history import Doubt, Histories, HistoryLink, Resume, ServerHoldings, Witness
+from roadtrain.storage.history import (
+    Histories,
+    HistoryLink,
+    Resume,
+    ServerHoldings,
+    Unclear,
+    Witness,
+)
 
 NAMES = [f"server {n} (host{n}:7000)" for n in range(5)]
 A, B, C = (
@@ -53,9 +60,9 @@ def test_a_committed_step_is_not_gone_back_behind():
         {0: ServerHoldings(8, (A,)), 1: ServerHoldings(7, (A,))}, NAMES[:2], {(0,), (1,)}
     ).resume()
     assert (
-        isinstance(found, Doubt)
+        isinstance(found, Unclear)
         and "step 8" in found.why
-        and "not by server 1 (host1:7000)" in found.why
+        and "held by server 1 (host1:7000), is missing" in found.why
     )
 
 
@@ -64,12 +71,12 @@ def test_one_of_two_does_not_go_on_alone_without_a_witness():
     one = {1: ServerHoldings(8, (A,))}
     doubt = histories(one).resume()
     assert (
-        isinstance(doubt, Doubt)
+        isinstance(doubt, Unclear)
         and "server 1 (host1:7000) is at step 8; server 0 (host0:7000) may" in doubt.why
     )
     assert "give_up" in doubt.hint and "step 8" in doubt.hint
     # an empty disk is not the other's word
-    assert isinstance(histories({**one, 0: ServerHoldings()}).resume(), Doubt)
+    assert isinstance(histories({**one, 0: ServerHoldings()}).resume(), Unclear)
     assert histories({1: ServerHoldings(8, (A,), without=(0,))}).resume() == Resume(8, (1,), (A,))
     assert histories(one).resume(Witness("", "a", (0, 1))) == Resume(8, (1,), (A,))
     assert histories(one).resume(given_up=[0]) == Resume(8, (1,), (A,))
@@ -82,11 +89,11 @@ def test_who_lagged_does_not_go_on_alone():
     lagged = {0: ServerHoldings(5, (A,))}
     began = Witness("a", "b", (1,))
     doubt = histories(lagged).resume(began)
-    assert isinstance(doubt, Doubt) and "the run's last session was with server 1" in doubt.why
-    assert isinstance(histories(lagged).resume(Witness("b", "c", (1,))), Doubt)
+    assert isinstance(doubt, Unclear) and "the run's last session included server 1" in doubt.why
+    assert isinstance(histories(lagged).resume(Witness("b", "c", (1,))), Unclear)
     # by a start of another run directory, after the last of this one
     elsewhere = {1: ServerHoldings(8, (A, B))}
-    assert isinstance(histories(elsewhere).resume(Witness("", "a", (0, 1))), Doubt)
+    assert isinstance(histories(elsewhere).resume(Witness("", "a", (0, 1))), Unclear)
     met = histories({**lagged, 1: ServerHoldings(9, (A, alone(B, 1)))})
     # server 0 is filled up
     assert met.resume() == met.resume(began) == Resume(9, (1,), (A, alone(B, 1)))
@@ -107,7 +114,7 @@ def test_two_that_went_on_without_each_other_are_refused_by_name():
         histories(found)
     first, _, hint = str(raised.value).partition("\n")
     assert (
-        "server 0 (host0:7000) is at step 9 on a history of its own since step 5, begun at"
+        "server 0 (host0:7000) is at step 9 on a history of its own since step 5, started at"
         " 2026-09-21" in first
     )
     assert "server 1 (host1:7000) is at step 7 on a history of its own since step 5" in first
@@ -129,12 +136,12 @@ def test_of_three_or_more_a_majority_is_needed(n, few):
         if count <= few:
             assert f"{count} of {n} servers" in got.why and "majority" in got.why
     empty = {0: ServerHoldings(4, (link,)), **{i: ServerHoldings() for i in range(1, n)}}
-    assert isinstance(Histories(empty, NAMES[:n], everything).resume(), Doubt)
+    assert isinstance(Histories(empty, NAMES[:n], everything).resume(), Unclear)
 
 
 def test_an_older_copy_is_refused_by_the_run():
     """All servers were put back to a copy that was made before the last session."""
-    with pytest.raises(StaleError, match="in the history of nobody here: they are at step 8"):
+    with pytest.raises(StaleError, match="in no server's history: they are at step 8"):
         histories({0: ServerHoldings(8, (A,)), 1: ServerHoldings(8, (A,))}).resume(
             Witness("b", "c", (0, 1))
         )
@@ -187,7 +194,7 @@ class World:
         found, given_up = {i: self.held(i) for i in alive}, ()
         try:
             got = Histories(found, NAMES[: self.n], ring(self.n)).resume(self.witness)
-            if isinstance(got, Doubt):
+            if isinstance(got, Unclear):
                 if self.draw(st.integers(0, 9)):
                     return
                 given_up = tuple(
@@ -197,7 +204,7 @@ class World:
                 got = Histories(found, NAMES[: self.n], ring(self.n)).resume(self.witness, given_up)
         except (ForkedError, StaleError):
             return
-        if isinstance(got, Doubt):
+        if isinstance(got, Unclear):
             return
         contents = {self.disks[i]["records"].get(got.step) for i in got.members}
         assert len(contents) == 1 and None not in contents, "members differ"
@@ -311,17 +318,17 @@ def test_the_way_out_of_a_fork_is_one_that_is_taken(replicas):
     """Servers without replicas cannot be given up: nobody else has their chunks (Rule 6)."""
     holders = ring(2) if replicas else {(0,), (1,)}
     forked = {0: ServerHoldings(8, (A, alone(B, 0))), 1: ServerHoldings(8, (A, alone(C, 1)))}
-    with pytest.raises(ForkedError, match="neither goes on from the other") as raised:
+    with pytest.raises(ForkedError, match="they were trained separately") as raised:
         Histories(forked, NAMES[:2], holders)
     hint = str(raised.value).partition("hint: ")[2]
     assert ("give_up" in hint) is replicas
-    assert replicas or "Start them with the directories that were trained together" in hint
+    assert replicas or "Start the servers with directories that were trained together" in hint
 
 
 def ways_out(error):
     """The servers that the hint of a fork says may be given up, each way."""
     hint = str(error).partition("hint: ")[2]
-    named = re.search("with the address of (.*); what they hold", hint)
+    named = re.search("with the address of (.*); their stores", hint)
     ways = named.group(1).split(" or of ") if named else []
     return [{NAMES.index(name) for name in way.split(", ")} for way in ways], hint
 

@@ -234,11 +234,11 @@ def test_real_model_is_left_alone():
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
 
 
-@pytest.mark.parametrize("how", [{"values": False}, {"given": ["a"]}])
+@pytest.mark.parametrize("how", [{"values": False}, {"loaded": ["a"]}])
 def test_values_from_elsewhere(how):
     model = llama("meta")
-    if "given" in how:
-        how = {"given": [n for n, _ in model.named_parameters()]}
+    if "loaded" in how:
+        how = {"loaded": [n for n, _ in model.named_parameters()]}
     s = split(model)
     for part in (s.root, *s.blocks):
         materialize(part, s, **how)

@@ -156,10 +156,13 @@ def test_switches_are_an_address_or_tables() -> None:
 @pytest.mark.parametrize(
     ("servers", "words"),
     [
-        ({"wire": "int8"}, "no switches are given"),
-        ({"switches": ["a:1", "b:1"]}, "2 switches are below no other"),
+        ({"wire": "int8"}, "is given, but no switches"),
+        ({"switches": ["a:1", "b:1"]}, "2 switches have no parent"),
         ({"switches": ["a:1"], "window": 100}, "a window of 100 packets"),
-        ({"switches": [{"address": "a:1", "parent": "b:1"}]}, "below b:1, which is not there"),
+        (
+            {"switches": [{"address": "a:1", "parent": "b:1"}]},
+            "parent b:1 of switch a:1 is not listed",
+        ),
         ({"switches": ["a:1"], "wire": "int4"}, "`servers.wire`: .*int4"),
         ({"switches": [{"addres": "a:1"}]}, "unknown key `servers.switches.0.addres`"),
     ],

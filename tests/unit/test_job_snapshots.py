@@ -385,7 +385,7 @@ def test_going_back_needs_the_word_of_the_run_directory_too(tmp_path):
     mark = Mark(run, new_store=True, report=lines.append)
     assert resume(root, places(2), mark=mark, go_back=True) == [1, 1]
     assert any("--new-store" in line for line in lines)
-    assert Mark(run).known.step == 1
+    assert Mark(run).record.step == 1
 
 
 def test_ranks_that_share_a_directory_remove_a_snapshot_together(tmp_path):  # Rule 3

@@ -7,11 +7,18 @@ from roadtrain.sums import sum_frames
 from roadtrain.switch import switch_frames
 
 ROOMS = (frames, sum_frames, switch_frames)
+# Frames whose names in the digest differ from those in the code: the digest is part of the handshake.
+NAMES = {
+    "ASK_BEGUN": "ASKED",
+    "MISMATCH": "DIFFER",
+    "REDUCER_LOST": "GONE",
+    "TRIAL_RESULT": "HEARD",
+}
 
 
 def kinds() -> dict[str, int]:
     return {
-        name: number
+        NAMES.get(name, name): number
         for room in ROOMS
         for name, number in vars(room).items()
         if type(number) is int and number in room.HEADERS and name != "EDITION"

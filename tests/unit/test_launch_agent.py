@@ -18,7 +18,7 @@ from roadtrain.launch.agent_messages import (
     EndProcess,
     LineSplitter,
     OutputLine,
-    ProcessGone,
+    ProcessExited,
     encode_line,
 )
 from roadtrain.launch.here import device_names, worker_threads
@@ -32,7 +32,7 @@ def test_messages_arrive_as_they_were_sent():
     for message in (BeginProcess(process), EndProcess("worker 0", 2.5)):
         line = encode_line(message)
         assert line.count(b"\n") == 1 and TO_AGENT.decode(line) == message
-    for said in (AgentReady(8), ProcessGone("s", -9, "é\n"), OutputLine("w", "\x00")):
+    for said in (AgentReady(8), ProcessExited("s", -9, "é\n"), OutputLine("w", "\x00")):
         assert FROM_AGENT.decode(encode_line(said)) == said
 
 
@@ -56,7 +56,7 @@ def test_what_is_no_message_is_refused(line):
 
 
 def test_a_message_beyond_the_limit_is_refused_with_both_numbers():
-    with pytest.raises(WireError, match=f"at most {MESSAGE_LIMIT}"):
+    with pytest.raises(WireError, match=f"more than the {MESSAGE_LIMIT}"):
         encode_line(OutputLine("a", "x" * MESSAGE_LIMIT))
 
 
@@ -99,11 +99,11 @@ def test_the_first_worker_that_fails_ends_the_others_and_is_told():
     assert run.ended() is None
     assert ended(run, ("a", -9, 5.2)) == []
     assert (end := run.ended()) is not None
-    assert (end.attempt, end.code, end.first, end.said) == (2, 1, "b", "b said")
+    assert (end.attempt, end.code, end.first, end.last_line) == (2, 1, "b", "b said")
 
 
 def test_workers_that_were_asked_to_end_are_let_alone():
-    run = run_of("a", "b", asked=True)
+    run = run_of("a", "b", stopping=True)
     assert ended(run, ("a", 130, 1.0), ("b", 130, 2.0)) == []
     assert run.ended().code == 130
 

@@ -1,5 +1,5 @@
-"""All that is wrong before a start (launch/checks.py, look.py), one sentence each. The engine here
-runs `look` in this process, on temporary directories and free ports."""
+"""All that is wrong before a start (launch/checks.py, host_report.py), one sentence each. The engine
+runs `report_host` in this process, on temporary directories and free ports."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from roadtrain.device.buffers import Buffer
 from roadtrain.errors import LaunchError
 from roadtrain.launch import checks
 from roadtrain.launch.checks import check, directory_is_shared, without_unfit_spares
+from roadtrain.launch.host_report import HostQuery, report_host
 from roadtrain.launch.launch_engine import HostSeen
-from roadtrain.launch.look import HostQuestion, look
 from roadtrain.launch.resolve import ResolvedRun, resolve
 from roadtrain.planner.job_plans import JobPlans
 from roadtrain.stages.parallelism import Parallelism
@@ -58,17 +58,17 @@ class OneProcess:
     seen: dict[str, HostSeen]
     silent: Sequence[str] = ()
     changed: dict[str, dict[str, Any]] = field(default_factory=dict)
-    questions: dict[str, HostQuestion] = field(default_factory=dict)
+    questions: dict[str, HostQuery] = field(default_factory=dict)
 
     def hosts(self) -> list[HostSeen]:
         return [*self.seen.values()]
 
-    def ask(self, host: str, words: Sequence[str], told: Mapping[str, Any]) -> Any:
-        assert words == checks.LOOK
+    def ask(self, host: str, words: Sequence[str], request: Mapping[str, Any]) -> Any:
+        assert words == checks.REPORT
         if host in self.silent:
             raise LaunchError(f"{host} answered nothing within 30 s", hint="is it up?")
-        asked = self.questions[host] = msgspec.convert(told, HostQuestion)
-        return {**msgspec.to_builtins(look(asked)), **self.changed.get(host, {})}
+        asked = self.questions[host] = msgspec.convert(request, HostQuery)
+        return {**msgspec.to_builtins(report_host(asked)), **self.changed.get(host, {})}
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +133,7 @@ def test_a_host_that_is_not_there(tmp_path: Path) -> None:
     engine = an_engine(run)
     del engine.seen["spare0"]
     assert wrong(run, engine) == (
-        "host spare0 (127.0.0.1) cannot be reached: of the plan's 2 machines 1 are there"
+        "host spare0 (127.0.0.1) cannot be reached: of the plan's 2 hosts 1 are up"
     )
 
 
@@ -141,14 +141,14 @@ def test_a_plan_for_other_machines(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     engine = OneProcess({"a": HostSeen("a", "127.0.0.1", 0)})
     assert wrong(run, engine) == (
-        "the plan is for other machines than there are: it has 2 (gpu0, spare0), here are 1 (a)"
+        "none of the plan's 2 hosts (gpu0, spare0) is up, the engine has 1 others (a)"
     )
 
 
 def test_a_host_that_does_not_answer(tmp_path: Path) -> None:  # Rule 5
     run = a_run(tmp_path)
     assert wrong(run, an_engine(run, silent=("gpu0",))) == (
-        "host gpu0 cannot be asked: gpu0 answered nothing within 30 s; is it up?"
+        "host gpu0 does not answer: gpu0 answered nothing within 30 s; is it up?"
     )
 
 
@@ -187,11 +187,12 @@ def test_a_host_whose_devices_are_not_seen(tmp_path: Path) -> None:
     alone = {"spare0": {"machine": "another"}}
     assert wrong(run, an_engine(run, changed=alone)) == (
         "host gpu0 has 0 devices, the plan has 1 worker there (A100); run.device ="
-        ' "cpu" lets it compute on its processors'
+        ' "cpu" in the job makes its workers compute on processors'
     )
     # a lab's hosts are one machine, whose devices nobody emulates
     assert check(run, an_engine(run)) == [
-        "host gpu0: the plan's cluster has A100 there, no device is seen: its processors compute"
+        "host gpu0: the plan's cluster has A100 there, no device is visible: its workers"
+        " compute on processors"
     ]
     meant = replace(run, job=run.job.changed({"run.device": "cpu"}))
     assert check(meant, an_engine(meant, changed=alone)) == []
@@ -220,10 +221,10 @@ def test_numbers_of_the_job_that_are_not_the_plans_are_told_of(tmp_path: Path) -
     words = {"model.dtype": "bf16", "compress.keep": 0.1, "optimizer.delay": 1}
     other = replace(run, job=run.job.changed(words))
     assert check(other, an_engine(other)) == [
-        "the plan was made for another job, so is what it predicts and needs: bytes of a parameter"
-        " 4 (here 2), bytes of a gradient that travels 4 (here 2), bytes of a parameter's optimizer"
-        " state 8 (here 12), share of a gradient that is sent 1 (here 0.1), updates that a step may"
-        " lack 0 (here 1)"
+        "the plan was made for a job with other numbers, so its predictions may be wrong: bytes of"
+        " a parameter 4 (here 2), bytes of a gradient in transfer 4 (here 2), bytes of a"
+        " parameter's optimizer state 8 (here 12), fraction of a gradient that is sent 1 (here"
+        " 0.1), updates that a step may miss 0 (here 1)"
     ]
 
 
@@ -256,22 +257,22 @@ def test_stores_of_stages_are_of_a_part_of_the_model_each(tmp_path: Path) -> Non
 def test_a_store_whose_disk_is_not_mounted(tmp_path: Path) -> None:
     run = a_run(tmp_path, f"{tmp_path}/mnt/store")
     assert wrong(run, an_engine(run)) == (
-        f"host spare0: store {tmp_path}/mnt/store is missing, and so is {tmp_path}/mnt: is its disk"
-        " mounted?"
+        f"host spare0: store {tmp_path}/mnt/store does not exist, and neither does"
+        f" {tmp_path}/mnt: is its disk mounted?"
     )
 
 
 def test_a_store_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     run = a_run(tmp_path, f"{tmp_path}/file")
-    said = f"host spare0: store {tmp_path}/file cannot be written: {tmp_path}/file is no directory"
+    said = f"host spare0: store {tmp_path}/file is not writable: {tmp_path}/file is not a directory"
     assert wrong(run, an_engine(run)) == said
 
 
 def test_a_store_that_is_a_link_to_nothing(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("/nope/store")
     run = a_run(tmp_path, f"{tmp_path}/link")
-    said = f"host spare0: store {tmp_path}/link cannot be written: {tmp_path}/link is a link to"
+    said = f"host spare0: store {tmp_path}/link is not writable: {tmp_path}/link is a dangling"
     assert wrong(run, an_engine(run)).startswith(said)
 
 
@@ -306,8 +307,8 @@ def test_a_store_of_another_model(tmp_path: Path) -> None:
     a_store(tmp_path / "store", width=100)
     run = a_run(tmp_path)
     assert wrong(run, an_engine(run)) == (
-        f"host spare0: store {tmp_path}/store is of another model: it holds 100 parameters, the"
-        f" job's model has {PARAMS:,}"
+        f"host spare0: store {tmp_path}/store is of a different model: it holds 100 parameters,"
+        f" the job's model has {PARAMS:,}"
     )
 
 
@@ -322,19 +323,19 @@ def test_a_store_of_another_run(tmp_path: Path) -> None:  # Rule 3
     a_store(tmp_path / "store")
     run = a_run(tmp_path)
     assert wrong(run, an_engine(run)) == (
-        f"host spare0: store {tmp_path}/store is of another run: it is of job {OURS}, at step 3, the"
-        f" run in {tmp_path}/run knows of none; give the plan another directory, or say"
-        " run.new_store = true to go on with what is there"
+        f"host spare0: store {tmp_path}/store belongs to another run: it has job {OURS}, at step 3,"
+        f" {tmp_path}/run is not marked with any job; give the plan another directory, or set"
+        " run.new_store = true to go on from this store"
     )
     meant = replace(run, job=run.job.changed({"run.new_store": True}))
     assert check(meant, an_engine(meant)) == [
-        f"host spare0: the run goes on with what is in {tmp_path}/store, job {OURS} at step 3"
+        f"host spare0: the run goes on from the state in {tmp_path}/store, job {OURS} at step 3"
     ]
     (tmp_path / "run").mkdir()
     Mark(tmp_path / "run").adopt(THEIRS, 9)
     assert wrong(run, an_engine(run)) == (
-        f"host spare0: store {tmp_path}/store belongs to another run: it is of job {OURS}, at"
-        f" step 3, the run in {tmp_path}/run is of job {THEIRS}, at step 9"
+        f"host spare0: store {tmp_path}/store belongs to another run: it has job {OURS}, at"
+        f" step 3, the run in {tmp_path}/run has job {THEIRS}, at step 9"
     )
 
 
@@ -348,9 +349,9 @@ def test_a_host_that_computed_before_a_new_plan_knows_the_run(tmp_path: Path) ->
     mine = engine.seen["gpu0"]
     engine.seen["old"] = replace(mine, name="old")
     engine.changed["old"] = {"marked_job": OURS, "marked_step": 3}
-    assert any("goes on with" in line for line in check(run, engine))
+    assert any("goes on from" in line for line in check(run, engine))
     engine.changed["old"] = {}
-    assert "is of another run" in wrong(run, engine)
+    assert "belongs to another run" in wrong(run, engine)
 
 
 def test_stores_of_two_runs(tmp_path: Path) -> None:
@@ -381,8 +382,8 @@ def test_two_servers_in_one_directory(tmp_path: Path, second: str) -> None:
     machines = replace(run.machines, hosts=(*run.machines.hosts, more))
     run = replace(run, plan_file=replace(run.plan_file, machines=machines))
     assert wrong(run, an_engine(run)) == (
-        f"stores {tmp_path}/a on spare0 and {tmp_path}/{second} on spare1 are one directory, or one"
-        " lies in the other: each server needs one of its own"
+        f"stores {tmp_path}/a on spare0 and {tmp_path}/{second} on spare1 are the same"
+        " directory or nested: each server needs a directory of its own"
     )
 
 
@@ -397,7 +398,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     port = run.machines.hosts[1].servers[0].port
     with closing(socket.create_server(("127.0.0.1", port))):
-        said = f"host spare0: port {port} of 127.0.0.1 is taken by another process"
+        said = f"host spare0: port {port} of 127.0.0.1 is in use by another process"
         assert wrong(run, an_engine(run)) == said
 
 
@@ -405,7 +406,7 @@ def test_an_address_that_the_host_does_not_have(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     port = run.machines.hosts[1].servers[0].port
     run = replace(run, addresses={**run.addresses, "spare0": "198.51.100.1"})
-    said = f"port {port} of 198.51.100.1 is at an address that this host does not have"
+    said = f"port {port} of 198.51.100.1 cannot be bound: this host does not have the address"
     assert said in wrong(run, an_engine(run))
 
 
@@ -413,9 +414,9 @@ def test_text_and_tokenizer_that_a_host_lacks(tmp_path: Path) -> None:
     data = {"paths": [f"{tmp_path}/none/*.txt"], "tokenizer": f"{tmp_path}/tokenizer.json"}
     run = a_run(tmp_path, data={**data, "seq_len": 16})
     assert wrong(run, an_engine(run)) == (
-        "2 things are wrong, nothing is started:\n"
-        f"  host gpu0 lacks {tmp_path}/none/*.txt, which the job names\n"
-        f"  host gpu0 lacks {tmp_path}/tokenizer.json, which the job names"
+        "2 problems, nothing is started:\n"
+        f"  host gpu0 does not have {tmp_path}/none/*.txt, which the job names\n"
+        f"  host gpu0 does not have {tmp_path}/tokenizer.json, which the job names"
     )
 
 
@@ -460,7 +461,10 @@ def test_a_spare_host_without_the_runs_directory_runs_no_workers(tmp_path: Path)
     apart = {"gpu1": {"machine": "another"}}
     used, (line,) = without_unfit_spares(run, with_spare(run, changed=apart))
     assert not used.machines.spares
-    assert line.startswith("spare host gpu1 is not used for workers: host gpu1 has another")
+    assert (
+        line.startswith("spare host gpu1 is not used for workers: ")
+        and "on host gpu1 is not" in line
+    )
     used, (line,) = without_unfit_spares(run, with_spare(run, silent=("gpu1",)))
     assert not used.machines.spares and "answered nothing" in line
 
@@ -469,12 +473,12 @@ def test_a_spare_host_that_lacks_the_text_runs_no_workers(tmp_path: Path) -> Non
     run = meeting(tmp_path)
     lacking = {"gpu1": {"lacking": ["/data/text"]}}
     _, (line,) = without_unfit_spares(run, with_spare(run, changed=lacking))
-    assert "host gpu1 lacks /data/text, which the job names" in line
+    assert "host gpu1 does not have /data/text, which the job names" in line
 
 
 def test_hosts_that_do_not_answer_share_a_directory_of_a_network(tmp_path: Path) -> None:
     run = meeting(tmp_path)
-    about = msgspec.to_builtins(look(HostQuestion(run.directory)))
+    about = msgspec.to_builtins(report_host(HostQuery(run.directory)))
     about["directory"]["files"] = "nfs server:/runs /runs"
     engine = with_spare(run, changed={"gpu0": about}, silent=("gpu1",))
     assert directory_is_shared(run, engine, ("gpu1",))
@@ -483,9 +487,7 @@ def test_hosts_that_do_not_answer_share_a_directory_of_a_network(tmp_path: Path)
 
 
 def test_look_is_a_command_that_imports_no_torch(tmp_path: Path) -> None:
-    code = (
-        "import sys; from roadtrain.launch.look import main; main(); print('torch' in sys.modules)"
-    )
+    code = "import sys; from roadtrain.launch.host_report import main; main(); print('torch' in sys.modules)"
     asked = json.dumps({"directory": str(tmp_path), "files": ["/nope"]})
     out = subprocess.run(
         [sys.executable, "-c", code],

@@ -38,7 +38,7 @@ def home(tmp_path: Path) -> RunHome:
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a b", "x" * 65])
 def test_names_that_are_no_files(name: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be a run's name"):
+    with pytest.raises(ConfigError, match="is not a valid run name"):
         RunHome.of(name)
 
 
@@ -75,7 +75,7 @@ def test_a_damaged_state_is_gone_on_from_by_the_one_before(home: RunHome, how: s
     state = home.state(said.append)
     assert (state.phase, state.step) == ("unknown", 3) and state.stamps[StartPhase.LAUNCHED] == 1.5
     assert state.attempt == 2  # the lost one may have begun it
-    assert said and "the one before it is used" in said[0]
+    assert said and "state.before.json is used" in said[0]
     damaged(home.path / "state.before.json", how)
     state = home.state(said.append)
     assert (state.phase, state.attempt, state.step) == ("unknown", 0, 0)
@@ -129,7 +129,7 @@ def test_one_supervisor_at_a_time(home: RunHome) -> None:
     assert not home.is_supervised()
     with home.supervised():
         assert home.is_supervised()
-        with pytest.raises(LaunchError, match="has a supervisor already"), home.supervised():
+        with pytest.raises(LaunchError, match="already has a supervisor"), home.supervised():
             pass
     assert not home.is_supervised()
 
@@ -153,7 +153,7 @@ def test_lines_of_all_processes(home: RunHome) -> None:
         logs.write("server a/../b 0", "s0", "serving [x] y")
         logs.flush()
         assert tail.lines() == ["step 1", "[server a/../b 0 s0] serving [x] y"]
-        logs.tell("all is well")
+        logs.notify("all is well")
     (told,) = tail.lines()
     assert told.startswith("[launch] ") and told.endswith(" all is well")
     assert (home.log_directory / "worker_0.log").read_text() == "step 1\n"
@@ -180,9 +180,9 @@ def test_requests_and_answers(home: RunHome) -> None:
         assert (request.verb, request.words) == ("tell", ("comes", "a"))
         request.connection.answer({"said": "yes"})
         with client.makefile("rb") as answers:
-            assert b"no request" in answers.readline()
+            assert b"invalid request" in answers.readline()
             assert answers.readline() == b'{"said": "yes"}\n'
-    with pytest.raises(LaunchError, match="no supervisor that answers"):
+    with pytest.raises(LaunchError, match=r"the supervisor of run '.*' does not answer"):
         ControlClient(home)
 
 
@@ -233,11 +233,11 @@ def test_whose_the_time_to_the_first_step_was() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--resume", "x", "--dry-run"], "--dry-run and --resume do not go together"),
-        (["--stop", "x", "--dry-run"], "--dry-run and --stop do not go together"),
-        (["p", "j", "--write", "slurm", "--dry-run"], "--dry-run and --write do not go together"),
+        (["--resume", "x", "--dry-run"], "--dry-run and --resume cannot be combined"),
+        (["--stop", "x", "--dry-run"], "--dry-run and --stop cannot be combined"),
+        (["p", "j", "--write", "slurm", "--dry-run"], "--dry-run and --write cannot be combined"),
         (["--resume", "x", "--if-launcher-dies", "Stop"], "did you mean `stop`?"),
-        (["--resume", "x", "--detach", "--if-launcher-dies", "stop"], "does not stay"),
+        (["--resume", "x", "--detach", "--if-launcher-dies", "stop"], "stop cannot be combined"),
     ],
 )
 def test_words_that_do_not_go_together(
@@ -286,4 +286,4 @@ def test_a_new_run_of_a_name_does_not_find_what_the_one_before_left_in_the_lab(
 
 def test_a_notice_is_a_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["launch", "--leaves", "run:gpu1", "--notice", "-1"]) == 2
-    assert "--notice -1: 0 seconds or more" in capsys.readouterr().err
+    assert "--notice is -1, not 0 seconds or more" in capsys.readouterr().err

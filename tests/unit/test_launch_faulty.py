@@ -71,9 +71,9 @@ def test_a_supervisor_begins_though_its_lock_is_probed_all_the_time(home: RunHom
 
 def test_one_command_at_a_time_launches_a_run(home: RunHome) -> None:
     with home.starting():
-        with pytest.raises(LaunchError, match="another command just now"), home.starting():
+        with pytest.raises(LaunchError, match="another command is launching"), home.starting():
             pass
-        with pytest.raises(LaunchError, match="another command just now"):
+        with pytest.raises(LaunchError, match="another command is launching"):
             resume_run("r", "keep", True)
     assert home.record().start == 0
 
@@ -91,7 +91,7 @@ def test_logs_on_a_full_disk(home: RunHome) -> None:
                 logs.write("worker 0", "a", f"line {n} of a worker that says a lot")
             logs.flush()
         logs.flush()
-        logs.tell("there is room again")
+        logs.notify("there is room again")
     text = home.all_log.read_text()
     assert "lines of these logs were lost: File too large" in text
     assert "there is room again" in text
@@ -100,7 +100,7 @@ def test_logs_on_a_full_disk(home: RunHome) -> None:
 class NoHosts:
     """A LaunchEngine that has none."""
 
-    goes_on = False
+    resumed = False
     closed = False
 
     def hosts(self) -> list[Any]:
@@ -150,7 +150,7 @@ def test_a_full_home_does_not_keep_a_run_from_going_on(home: RunHome, no_hosts: 
     home.write_state(RunState(phase="going", attempt=3, step=7, stamps={StartPhase.CHECKED: 1.0}))
     with RunLogs(home) as logs:
         with full_disk(1):
-            supervise.begun(home, home.record(), logs)
+            supervise.prepare(home, home.record(), logs)
         logs.flush()
     assert not no_hosts.closed and home.state().attempt == 3
     assert home.all_log.read_text().count("the run goes on, though its home is full") == 2
@@ -198,7 +198,7 @@ def test_a_supervisor_that_never_listens_is_not_waited_for(
     home: RunHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor_process, "CHECKS_S", 0.3)
-    with home.supervised(), pytest.raises(LaunchError, match=r"not listened within 0 s"):
+    with home.supervised(), pytest.raises(LaunchError, match=r"not answered within 0 s"):
         supervisor_process.ask_to_stop(home)  # Rule 5
 
 
@@ -233,7 +233,7 @@ def test_a_run_whose_standby_is_slow_to_take_over_is_alive(home: RunHome) -> Non
     code = (
         "import sys, time; from pathlib import Path; from roadtrain.launch.home import RunHome\n"
         "time.sleep(1.0)\n"
-        "with RunHome(Path(sys.argv[-1])).succeeding(): time.sleep(60)"
+        "with RunHome(Path(sys.argv[-1])).taking_over(): time.sleep(60)"
     )
     words = [sys.executable, "-c", code, STANDBY, str(home.path)]
     with subprocess.Popen(words) as standby:
@@ -265,7 +265,7 @@ def test_two_runs_do_not_train_in_one_directory(home: RunHome, tmp_path: Path) -
     same = job.changed({"run.dir": str(tmp_path / "elsewhere" / ".." / "run")})
     launch.check_directory(other, same)  # nothing trains there now
     with home.supervised():
-        with pytest.raises(ConfigError, match=r"run 'r' trains in .*/run just now"):
+        with pytest.raises(ConfigError, match=r"run 'r' is training in .*/run"):
             launch.check_directory(other, same)
         launch.check_directory(home, same)  # that it is alive is said elsewhere
         launch.check_directory(other, job.changed({"run.dir": str(tmp_path / "of its own")}))

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from roadtrain.launch.protocol.run_events import (
     Committed,
     EndRun,
-    HostCame,
-    HostLeaves,
+    HostJoined,
+    HostLeaving,
     HostLost,
+    NotifyUser,
     Output,
     ProcessEnded,
     ProcessRestarted,
@@ -25,9 +26,8 @@ from roadtrain.launch.protocol.run_events import (
     SetReducers,
     StartService,
     StartWorkers,
-    StopAsked,
     StopProcess,
-    TellUser,
+    StopRequested,
     TimePassed,
     WorkersEnded,
 )
@@ -64,8 +64,8 @@ class Driven:
         out = self.machine.handle(event, self.at)
         self.machine.check()
         told_first(out)
-        self.told += [one.text for one in out if isinstance(one, TellUser)]
-        return [one for one in out if not isinstance(one, TellUser)]
+        self.told += [one.text for one in out if isinstance(one, NotifyUser)]
+        return [one for one in out if not isinstance(one, NotifyUser)]
 
     def later(self, seconds: float) -> list[RunAction]:
         self.at += seconds
@@ -81,17 +81,17 @@ class Driven:
         return self(HostLost(host, "its agent is gone"))
 
     def came(self, host: str, workers: int = 1) -> list[RunAction]:
-        return self(HostCame(host, "10.0.0.1", workers))
+        return self(HostJoined(host, "10.0.0.1", workers))
 
     def leaves(self, host: str) -> list[RunAction]:
-        return self(HostLeaves(host, 100))
+        return self(HostLeaving(host, 100))
 
 
 def told_first(actions: Sequence[RunAction]) -> None:
     """All that happens was said before."""
     for i, action in enumerate(actions):
-        if not isinstance(action, TellUser):
-            assert any(isinstance(one, TellUser) for one in actions[:i]), action
+        if not isinstance(action, NotifyUser):
+            assert any(isinstance(one, NotifyUser) for one in actions[:i]), action
 
 
 def start(name: str) -> StartService:
@@ -123,7 +123,7 @@ def test_workers_done_ends_the_run() -> None:
 def test_a_service_starts_again_at_once_then_later() -> None:
     run = Driven()
     assert run.ended("server s0 0", -9, "killed") == [start("server s0 0")]
-    assert run.told[-2] == ("server s0 0 on s0 ended (signal 9), it starts again at once: killed")
+    assert run.told[-2] == ("server s0 0 on s0 ended (signal 9), it is restarted at once: killed")
     assert run.ended("server s0 0") == []  # after 1 s
     assert run.later(0.5) == []
     assert run.later(0.6) == [start("server s0 0")]
@@ -154,7 +154,7 @@ def test_workers_sum_without_a_reducer_that_ends_six_times() -> None:
         run.ended("reducer r0", 1)
         run.later(31)
     assert run.ended("reducer r0", 1, "port 7000 is taken") == [SetReducers(())]
-    assert "port 7000 is taken; workers sum without it" in run.told[-2]
+    assert "port 7000 is taken; workers run without it" in run.told[-2]
     assert run.machine.phase is RunPhase.GOING and run.later(599) == []
     assert run.later(2) == [start("reducer r0"), SetReducers(("r0",))]
 
@@ -188,7 +188,7 @@ def test_a_resumed_run_knows_its_committed_step() -> None:
 
 def test_workers_have_as_long_as_a_step_takes() -> None:
     run = Driven(step_grace_s=900.0)
-    assert run(StopAsked("asked"))[0] == stop_workers(900)
+    assert run(StopRequested("asked"))[0] == stop_workers(900)
 
 
 def test_workers_that_were_killed_before_their_step_was_committed_are_told() -> None:
@@ -209,7 +209,7 @@ def test_workers_begin_again() -> None:
     run = Driven()
     assert run.failed(-9) == [StartWorkers(1, ("a", "b"))]
     assert run.told[-2] == (
-        "worker 1 ended (signal 9): all workers begin again at the committed step, at once"
+        "worker 1 ended (signal 9): all workers restart from the committed step at once"
     )
     assert run(WorkersEnded(0, 1, "worker 0")) == []  # of an attempt that is over
     assert run.failed(1, "LostError") == [] and run.later(1) == [StartWorkers(2, ("a", "b"))]
@@ -247,8 +247,8 @@ def test_a_worker_that_somebody_interrupts() -> None:
 
 def test_stop_asked() -> None:
     run = Driven()
-    assert run(StopAsked("the user asked for it")) == [stop_workers(120)]
-    assert run(StopAsked("again")) == []
+    assert run(StopRequested("the user asked for it")) == [stop_workers(120)]
+    assert run(StopRequested("again")) == []
     assert run.failed(130) == [StopProcess("reducer r0", 20), StopProcess("server s0 0", 20)]
     run.ended("server s0 0", 0)
     assert run.ended("reducer r0", 0) == [EndRun(130, "the user asked for it")]
@@ -256,7 +256,7 @@ def test_stop_asked() -> None:
 
 def test_workers_that_do_not_end_are_given_up() -> None:
     run = Driven(services=())
-    run(StopAsked("asked"))
+    run(StopRequested("asked"))
     assert run.later(179) == []
     assert run.later(2) == [EndRun(130, "asked")]  # Rule 5
 
@@ -264,7 +264,7 @@ def test_workers_that_do_not_end_are_given_up() -> None:
 def test_a_worker_host_is_lost_and_a_spare_one_takes_its_place() -> None:
     run = Driven()
     assert run.lost("b") == [stop_workers(5)]
-    assert run.told[-1] == "host b is lost: workers end and begin again on a, spare (2 workers)"
+    assert run.told[-1] == "host b is lost: workers end and restart on a, spare (2 workers)"
     assert run.failed(-9) == [StartWorkers(1, ("a", "spare"))]
     assert run.came("b") == []  # as wide as before
     assert run.failed(-9) == []  # the second time without a committed step
@@ -292,7 +292,7 @@ def test_a_worker_host_is_lost_and_all_wait_for_it(changes) -> None:
     run = Driven(**changes)
     run.lost("b")
     assert run.failed(1) == [] and run.later(99) == []
-    assert "b must be there again" in run.told[-1]
+    assert "b must be back first" in run.told[-1]
     assert run.came("b") == [StartWorkers(1, ("a", "b"))]
 
 
@@ -320,7 +320,7 @@ def test_a_worker_host_is_back_before_the_others_go_on() -> None:
 
 def test_all_worker_hosts_are_lost_while_the_run_ends() -> None:
     run = Driven(services=())
-    run(StopAsked("asked"))
+    run(StopRequested("asked"))
     run.lost("a")
     assert run.lost("b") == []
     assert run.failed(-9) == [EndRun(130, "asked")]
@@ -337,7 +337,7 @@ def test_a_server_host_is_lost() -> None:
 
 def test_a_server_host_is_lost_whose_chunks_others_have_too() -> None:
     run = Driven(services=REPLICATED)
-    assert run.lost("s0") == [] and "the others go on" in run.told[-1]
+    assert run.lost("s0") == [] and "workers go on with its replicas" in run.told[-1]
     assert run.failed(1) == [StartWorkers(1, ("a", "b"))]
     assert run.came("s0") == [start("server s0 0")]
 
@@ -529,7 +529,7 @@ def test_random_faults(options, faults, stops) -> None:
             happen(engine, kind, what, step)
     for host in HOSTS[:-1]:
         engine.up.add(host)
-        engine.feed(HostCame(host, "", 1))
+        engine.feed(HostJoined(host, "", 1))
     for _ in range(8):
         engine.end_asked()
         engine.wait(31)
@@ -538,7 +538,7 @@ def test_random_faults(options, faults, stops) -> None:
         assert engine.attempt is not None, "no progress though all hosts are there"
         assert len(machine.worker_hosts) == 2
         if stops:
-            engine.feed(StopAsked("asked"))
+            engine.feed(StopRequested("asked"))
         else:
             engine.end_workers(0)
         for _ in range(3):
@@ -552,9 +552,9 @@ def happen(engine: FakeEngine, kind: str, what, step: int) -> None:
             engine.lose(what)
         case "came":
             engine.up.add(what)
-            engine.feed(HostCame(what, "", 1))
+            engine.feed(HostJoined(what, "", 1))
         case "leaves":
-            engine.feed(HostLeaves(what, 60))
+            engine.feed(HostLeaving(what, 60))
         case "service":
             engine.end_service(what, -9)
         case "workers":

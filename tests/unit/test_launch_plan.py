@@ -12,7 +12,7 @@ from roadtrain.config.job import load_job, make_job
 from roadtrain.errors import ConfigError
 from roadtrain.launch import status_command
 from roadtrain.training.command import command as train
-from roadtrain.training.predicted import compared, promised
+from roadtrain.training.predicted import compared, predicted_for
 
 MODEL: dict[str, Any] = {"config": {"model_type": "llama"}}
 STAGES = {"stage 0": {"Forward": 0.1, "Wait": 0.4}, "stage 1": {"Forward": 0.3, "Backward": 0.5}}
@@ -33,13 +33,17 @@ def test_a_job_may_leave_its_parallelism_to_the_plan(tmp_path):
 
 
 def test_a_line_says_what_was_promised_at_its_place():
-    assert promised(make_job({"model": MODEL}), 0, 0) == {}
+    assert predicted_for(make_job({"model": MODEL}), 0, 0) == {}
     own = {"stage 0 replica 1": {"Forward": 0.2}}
     job = make_job({"model": MODEL, "predicted": {"seconds": 1.0, "stages": STAGES | own}})
-    [line] = promised(job, 0, 1).values()
+    [line] = predicted_for(job, 0, 1).values()
     assert line == {"where": "stage 0 replica 1", "seconds": 1.0, "stages": {"Forward": 0.2}}
-    assert promised(job, 1, 1)["predicted"]["stages"] == STAGES["stage 1"]
-    assert promised(job, 7, 0)["predicted"] == {"where": "stage 7", "seconds": 1.0, "stages": {}}
+    assert predicted_for(job, 1, 1)["predicted"]["stages"] == STAGES["stage 1"]
+    assert predicted_for(job, 7, 0)["predicted"] == {
+        "where": "stage 7",
+        "seconds": 1.0,
+        "stages": {},
+    }
     assert make_job(json.loads(job.model_dump_json())) == job
 
 
@@ -55,7 +59,7 @@ def lines(job: Any, stage: int, forward: float) -> str:
             "seconds": 2.0 * times,
             "stages": {"Forward": {"seconds": forward * times, "bytes": 0}},
         }
-        out.append(json.dumps(line | promised(job, stage, 0)))
+        out.append(json.dumps(line | predicted_for(job, stage, 0)))
     return "\n".join(out) + "\n"
 
 

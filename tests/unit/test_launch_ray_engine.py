@@ -24,7 +24,7 @@ from roadtrain.launch.home import LaunchRecord, RunHome, RunState, StartPhase
 from roadtrain.launch.processes import Process, Role, WorkerSet, with_threads
 from roadtrain.launch.protocol import run_state
 from roadtrain.launch.protocol.run_events import (
-    HostCame,
+    HostJoined,
     HostLost,
     Output,
     ProcessEnded,
@@ -122,7 +122,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     monkeypatch.setattr(engine, "remove_old_places", lambda: fake.did.append("places removed"))
     # A real one would ask Ray itself once it is an orphan, long after this test.
     monkeypatch.setattr(engine, "ServedProcess", lambda process, _: FakeService(process, "n0"))
-    monkeypatch.setattr(cluster, "ask_for", lambda places: fake.did.append(places))
+    monkeypatch.setattr(cluster, "request_nodes", lambda places: fake.did.append(places))
     monkeypatch.setattr(cluster, "on_node", lambda node: node)
     monkeypatch.setattr(cluster, "nodes", lambda: [node("n0", "a")])
     monkeypatch.setattr(workers, "trainer_of", lambda *_: SimpleNamespace(fit=lambda: None))
@@ -157,7 +157,7 @@ def made_engine(**told: Any) -> engine.RayEngine:
 
 
 def test_lines_push_out_no_end_and_say_how_many_are_gone() -> None:
-    told = actors.KeptNews()
+    told = actors.EventLog()
     told.add(ProcessEnded("worker 1", 2))
     told.add(*(Output("worker 0", "a", str(n)) for n in range(actors.KEPT + 7)))
     news = told.news("", 0, 0.0)
@@ -179,7 +179,7 @@ def test_the_engine_says_how_many_lines_it_has_not_got(fake: FakeRay) -> None:
     made.events(0.0)
     box.post(0, [Output("worker 0", "a", "x")] * (actors.KEPT + 3))
     lines = [e.line for e in heard(made, 5) if isinstance(e, Output)]
-    assert lines[0].startswith("[3 lines left out") and lines.count("x") == actors.KEPT
+    assert lines[0].startswith("[3 lines dropped") and lines.count("x") == actors.KEPT
 
 
 def heard(made: engine.RayEngine, calls: int) -> list[Any]:
@@ -249,7 +249,7 @@ def test_a_trainer_that_never_begins_its_workers_is_given_up(
     until(made.is_over)
     assert given == [0.0]  # those that have begun are killed
     ended = made.ended()
-    assert ended.code == workers.KILLED and "has not begun worker 1 within" in ended.said
+    assert ended.code == workers.KILLED and "has not started worker 1 within" in ended.last_line
 
 
 def test_a_trainer_that_never_lets_go_of_ended_workers_is_given_up(
@@ -294,7 +294,7 @@ def test_workers_whose_nodes_died_have_ended(
     made.lose("a")
     until(made.is_over)
     ended = made.ended()
-    assert (ended.code, ended.first, ended.said) == (
+    assert (ended.code, ended.first, ended.last_line) == (
         workers.KILLED,
         "worker 1",
         "its host b was lost",
@@ -421,7 +421,7 @@ def test_whatever_fails_the_end_of_a_held_process_is_told(monkeypatch: pytest.Mo
     said: list[Any] = []
     held_process.HeldProcess(server(), "m", said.append).wait(10)
     (ended,) = said
-    assert isinstance(ended, ProcessEnded) and "a fault of ours" in ended.said
+    assert isinstance(ended, ProcessEnded) and "a fault of ours" in ended.last_line
 
 
 class FakeService:
@@ -433,8 +433,8 @@ class FakeService:
     def place(self) -> tuple[Process, str, bool]:
         return self.process, self.node, self.alive
 
-    def news(self, life: str, after: int, patience_s: float) -> actors.News:
-        return actors.News("life", max(after, 0), ())
+    def news(self, life: str, after: int, patience_s: float) -> actors.EventBatch:
+        return actors.EventBatch("life", max(after, 0), ())
 
 
 @pytest.mark.parametrize("why", ["unavailable", "silent"])
@@ -453,7 +453,7 @@ def test_an_actor_that_answers_nothing_is_replaced(
     began = time.monotonic()
     (ended,) = until(lambda: [e for e in made.events(0.05) if isinstance(e, ProcessEnded)])
     assert 0.3 <= time.monotonic() - began < 5
-    assert "has not answered for" in ended.said and ended.name == "server a 0" and actor.killed
+    assert "has not answered for" in ended.last_line and ended.name == "server a 0" and actor.killed
 
 
 def test_a_run_that_had_begun_goes_on_without_a_host_that_is_gone(
@@ -461,10 +461,10 @@ def test_a_run_that_had_begun_goes_on_without_a_host_that_is_gone(
 ) -> None:
     """Also one without services: the supervisor was started again meanwhile."""
     monkeypatch.setattr(cluster, "nodes", list)
-    with pytest.raises(LaunchError, match="host a of the plan is no node of the Ray cluster"):
+    with pytest.raises(LaunchError, match="the Ray cluster has no node for host a of"):
         made_engine()
     made = made_engine(begun=True)
-    assert made.goes_on
+    assert made.resumed
     assert [e.host for e in made.events(0.0) if isinstance(e, HostLost)] == ["a"]
 
 
@@ -473,7 +473,7 @@ def test_services_of_another_launch_end_and_this_one_is_checked(fake: FakeRay) -
     actor = fake.named["roadtrain:r:server a 0"] = FakeActor(FakeService(server(), "n0"))
     other = fake.named["roadtrain:r2:server a 0"] = FakeActor(FakeService(server(), "n0"))
     made = made_engine()
-    assert not made.goes_on and actor.killed and not other.killed
+    assert not made.resumed and actor.killed and not other.killed
     made.start(server())
     assert fake.made[-1] is not actor  # one of its own
 
@@ -506,21 +506,21 @@ def test_hosts_without_an_address_are_where_they_were(
 
     def made(known: str, *, begun: bool) -> engine.RayEngine:
         hosts = [PlanHost("h", "k", workers=1)]
-        return engine.RayEngine(hosts, "roadtrain:r", known={"h": known}, begun=begun)
+        return engine.RayEngine(hosts, "roadtrain:r", addresses={"h": known}, begun=begun)
 
     assert {one.name: one.address for one in made("10.0.0.2", begun=False).hosts()} == {
         "h": "10.0.0.2"
     }
-    with pytest.raises(LaunchError, match=r"host h \(it was 10\.0\.0\.3\) of the plan is no node"):
+    with pytest.raises(LaunchError, match=r"no node for host h \(it was 10\.0\.0\.3\) of the plan"):
         made("10.0.0.3", begun=False)
     events = made("10.0.0.3", begun=True).events(0.0)
     assert [e.host for e in events if isinstance(e, HostLost)] == ["h"]
-    assert [e.host for e in events if isinstance(e, HostCame)] == ["y"]  # it may stand in
+    assert [e.host for e in events if isinstance(e, HostJoined)] == ["y"]  # it may stand in
 
 
 def test_a_spare_host_without_a_node_refuses_nothing(fake: FakeRay) -> None:
     made = made_engine(spares=[PlanHost("d", "k", "10.0.0.9", workers=1)])
-    assert not made.goes_on
+    assert not made.resumed
     assert [e.host for e in made.events(0.0) if isinstance(e, HostLost)] == ["d"]
 
 
@@ -528,9 +528,9 @@ def test_the_plans_own_address_of_a_host_is_told(fake: FakeRay) -> None:
     hosts = [PlanHost("a", "k", "192.168.0.1", workers=1)]
     made = engine.RayEngine(hosts, "roadtrain:r")
     assert [one.address for one in made.hosts()] == ["192.168.0.1"]
-    made.tell(["comes", "a"])
+    made.run_verb(["comes", "a"])
     (came,) = made.events(0.0)
-    assert isinstance(came, HostCame) and came.address == "192.168.0.1"
+    assert isinstance(came, HostJoined) and came.address == "192.168.0.1"
 
 
 def test_a_host_that_came_and_sums_is_told_to_the_next_supervisor(
@@ -540,7 +540,7 @@ def test_a_host_that_came_and_sums_is_told_to_the_next_supervisor(
     reducer = server("new", "reducer new")
     fake.named["roadtrain:r:reducer new"] = FakeActor(FakeService(reducer, "n9"))
     events = made_engine(begun=True).events(0.0)
-    assert [(e.host, e.workers) for e in events if isinstance(e, HostCame)] == [("new", 4)]
+    assert [(e.host, e.workers) for e in events if isinstance(e, HostJoined)] == [("new", 4)]
 
 
 @pytest.mark.parametrize("supervised", [True, False])
@@ -548,14 +548,14 @@ def test_a_service_ends_where_there_never_will_be_a_supervisor(
     fake: FakeRay, monkeypatch: pytest.MonkeyPatch, supervised: bool
 ) -> None:
     monkeypatch.setattr(actors, "HeldProcess", lambda *_: None)
-    monkeypatch.setattr(actors.ServedProcess, "_mind", lambda _: None)
+    monkeypatch.setattr(actors.ServedProcess, "_watch", lambda _: None)
     if supervised:
         fake.named["roadtrain:r"] = FakeActor(None)
     served = actors.ServedProcess(server(), "roadtrain:r")
     own = fake.named["roadtrain:r:server a 0"] = FakeActor(served)
-    served.look_after(time.monotonic() + actors.ORPHAN_S - 1)
+    served.end_if_orphaned(time.monotonic() + actors.ORPHAN_S - 1)
     assert not own.killed
-    served.look_after(time.monotonic() + actors.ORPHAN_S + 1)
+    served.end_if_orphaned(time.monotonic() + actors.ORPHAN_S + 1)
     assert bool(own.killed) != supervised
 
 
@@ -670,7 +670,7 @@ def test_a_launch_waits_for_the_actor_of_the_run_that_has_just_ended(
     assert len(fake.made) == 1
     monkeypatch.setattr(start, "NAME_S", 0.2)
     fake.named["roadtrain:r"] = FakeActor(None)
-    with pytest.raises(LaunchError, match="a run of this name is alive there"):
+    with pytest.raises(LaunchError, match="a run of this name is still running there"):
         begins()
 
 
@@ -691,7 +691,7 @@ def test_while_its_node_is_there_a_run_is_alive_though_the_cluster_does_not_answ
     home: RunHome, monkeypatch: pytest.MonkeyPatch, here: bool
 ) -> None:
     def refuses(address: str) -> None:
-        raise LaunchError("no Ray cluster is reached")
+        raise LaunchError("cannot connect")
 
     words = ["raylet", "--gcs-address=10.0.0.1:6379"]
     processes = [SimpleNamespace(info={"name": words[0], "cmdline": words})] if here else []

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from roadtrain.config.machines import PlanHost, ServerPlace
-from roadtrain.launch.protocol.run_events import HostCame, HostLeaves, HostLost
+from roadtrain.launch.protocol.run_events import HostJoined, HostLeaving, HostLost
 from roadtrain.launch.ray.nodes import HostMap, RayNode
 
 STORE = (ServerPlace("/store", 7000),)
@@ -88,7 +88,7 @@ def test_a_node_that_dies_is_told_and_one_of_its_label_is_that_host_again() -> N
     ]
     assert hosts.look([node("1", label="a")]) == []
     back = [node("1", label="a"), node("9", label="b", address="10.2.0.2")]
-    assert hosts.look(back) == [HostCame("b", "10.2.0.2", 0)]
+    assert hosts.look(back) == [HostJoined("b", "10.2.0.2", 0)]
     hosts.check()
 
 
@@ -100,10 +100,10 @@ def test_a_free_node_never_takes_a_lost_hosts_name() -> None:
     lost = hosts.look([])
     assert {event.host for event in lost if isinstance(event, HostLost)} == {"w", "s"}
     came = hosts.look([node("7", processors=2)])
-    assert came == [HostCame("10.1.0.7", "10.1.0.7", 2)]
+    assert came == [HostJoined("10.1.0.7", "10.1.0.7", 2)]
     assert [host.name for host in hosts.missing()] == ["w", "s"]
     back = [node("7", processors=2), node("9", address="10.1.0.1")]  # where w was
-    assert hosts.look(back) == [HostCame("w", "10.1.0.1", 2)]
+    assert hosts.look(back) == [HostJoined("w", "10.1.0.1", 2)]
     hosts.check()
 
 
@@ -115,11 +115,11 @@ def test_a_node_that_was_idle_from_the_first_is_told_when_a_host_with_workers_is
     assert [type(event) for event in hosts.look([w, *idle])] == [HostLost]  # nobody can be s
     lost, came = hosts.look(idle)
     assert isinstance(lost, HostLost) and lost.host == "w"
-    assert came == HostCame("10.1.0.4", "10.1.0.4", 4)
+    assert came == HostJoined("10.1.0.4", "10.1.0.4", 4)
     assert hosts.look(idle) == []  # one for each
     lost, came = hosts.look([one for one in idle if one.node_id != "4"])
     assert isinstance(lost, HostLost) and lost.host == "10.1.0.4"
-    assert isinstance(came, HostCame) and came.host == "10.1.0.5"
+    assert isinstance(came, HostJoined) and came.host == "10.1.0.5"
 
 
 def test_hosts_are_where_they_were_in_the_start_before() -> None:
@@ -130,9 +130,9 @@ def test_hosts_are_where_they_were_in_the_start_before() -> None:
     events = hosts.look([node(str(n)) for n in range(1, 5)])
     assert where(hosts) == {"a": "3", "c": "1", "d": "2", "10.1.0.4": "4"}
     assert [host.name for host in hosts.missing()] == ["b"]  # not dealt anew
-    assert events == [HostCame("10.1.0.4", "10.1.0.4", 4)]
-    assert [event.host for event in hosts.tell_missing() if isinstance(event, HostLost)] == ["b"]
-    assert hosts.look([node(str(n)) for n in (1, 2, 3, 4, 9)]) == [HostCame("b", "10.1.0.9", 1)]
+    assert events == [HostJoined("10.1.0.4", "10.1.0.4", 4)]
+    assert [event.host for event in hosts.missing_events() if isinstance(event, HostLost)] == ["b"]
+    assert hosts.look([node(str(n)) for n in (1, 2, 3, 4, 9)]) == [HostJoined("b", "10.1.0.9", 1)]
 
 
 @pytest.mark.parametrize("devices", [0, 4])
@@ -141,9 +141,9 @@ def test_a_node_of_its_label_that_is_too_small_is_not_that_host_again(devices: i
     hosts.look([node("1", label="w", devices=devices)])
     hosts.look([])
     small = node("2", label="w", devices=3 if devices else 0, processors=4 if devices else 3)
-    assert hosts.look([small]) == [HostCame("2", "10.1.0.2", 3)]
+    assert hosts.look([small]) == [HostJoined("2", "10.1.0.2", 3)]
     whole = node("3", label="w", devices=devices)
-    assert hosts.look([small, whole]) == [HostCame("w", "10.1.0.3", 4)]
+    assert hosts.look([small, whole]) == [HostJoined("w", "10.1.0.3", 4)]
 
 
 def test_a_host_without_accelerators_among_others_is_itself_again() -> None:
@@ -151,7 +151,7 @@ def test_a_host_without_accelerators_among_others_is_itself_again() -> None:
     gpu, cpu = node("1", label="gpu", devices=2), node("2", label="cpu")
     hosts.look([gpu, cpu])
     hosts.look([gpu])
-    assert hosts.look([gpu, node("3", label="cpu")]) == [HostCame("cpu", "10.1.0.3", 2)]
+    assert hosts.look([gpu, node("3", label="cpu")]) == [HostJoined("cpu", "10.1.0.3", 2)]
 
 
 def test_the_plans_own_address_of_a_host_stays() -> None:
@@ -161,14 +161,14 @@ def test_the_plans_own_address_of_a_host_stays() -> None:
     assert (hosts.address_of("a"), hosts.address_of("b")) == ("192.168.0.1", "10.1.0.2")
     hosts.look([node("2", label="b")])
     (came,) = hosts.look([node("3", label="a"), node("2", label="b")])
-    assert isinstance(came, HostCame) and came.address == "192.168.0.1"
+    assert isinstance(came, HostJoined) and came.address == "192.168.0.1"
 
 
 def test_a_node_that_the_plan_does_not_have_is_told_under_a_name_of_its_own() -> None:
     hosts = HostMap([PlanHost("a", "k")])
     hosts.look([node("1", label="a")])
     events = hosts.look([node("1", label="a"), node("2", processors=3)])
-    assert events == [HostCame("10.1.0.2", "10.1.0.2", 3)]
+    assert events == [HostJoined("10.1.0.2", "10.1.0.2", 3)]
     assert hosts.look([node("1", label="a")])[0] == HostLost(
         "10.1.0.2", "Ray's node 2: it has died"
     )
@@ -178,7 +178,7 @@ def test_a_drained_node_leaves_once_and_is_given_to_no_host() -> None:
     hosts = HostMap([PlanHost("a", "k"), PlanHost("b", "k")])
     drained = node("1", label="a", leaves=90.0)
     hosts.look([node("1", label="a")])
-    assert hosts.look([drained]) == [HostLeaves("a", 90.0)]
+    assert hosts.look([drained]) == [HostLeaving("a", 90.0)]
     assert hosts.look([drained, node("2", leaves=5.0)]) == []
     assert where(hosts) == {"a": "1"}
 
@@ -199,11 +199,11 @@ def test_a_node_that_came_before_the_old_one_was_known_as_dead_is_its_host(
     w, s = node("1", label="w"), node("2", address="10.1.0.2")
     hosts.look([w, s])
     [came] = hosts.look([w, s, twin])
-    assert isinstance(came, HostCame) and came.host == alias
+    assert isinstance(came, HostJoined) and came.host == alias
     assert hosts.look([w, twin]) == [
         HostLost("s", "Ray's node 2: it has died"),
-        HostLost(alias, "Ray's node 9 is s again"),
-        HostCame("s", twin.address, 0),
+        HostLost(alias, "Ray's node 9 is now host s again"),
+        HostJoined("s", twin.address, 0),
     ]
     assert where(hosts) == {"w": "1", "s": "9"}
     hosts.check()
@@ -242,7 +242,7 @@ def test_whatever_comes_and_goes_a_node_is_one_host(seed: int) -> None:
                 case HostLost(host):
                     assert host not in hosts.hosts or hosts.hosts[host].node_id in there
                     known.discard(host)
-                case HostCame(host):
+                case HostJoined(host):
                     known.add(host)
         hosts.check()
         assert {one.node_id for one in hosts.hosts.values()} <= there.keys()

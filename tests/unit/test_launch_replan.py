@@ -25,8 +25,14 @@ from roadtrain.launch import paused_run, run_verbs, supervisor_process
 from roadtrain.launch.control_socket import ControlSocket
 from roadtrain.launch.engines import ENGINES, EngineKind
 from roadtrain.launch.home import PLANNED_ANEW, LaunchRecord, RunHome, RunState, StartPhase
-from roadtrain.launch.measured_cluster import LinkSeen, measured_cluster
-from roadtrain.launch.measured_host import MODULE, HostAnswer, Told, WorkerSeconds, seconds_of
+from roadtrain.launch.measured_cluster import MeasuredLink, measured_cluster
+from roadtrain.launch.measured_host import (
+    MODULE,
+    HostAnswer,
+    MeasureRequest,
+    WorkerSeconds,
+    seconds_of,
+)
 from roadtrain.launch.measured_run import MeasuredRun, MeasuredWorker
 from roadtrain.launch.replan import ReplanOptions, kept, planned_run, replan, search_again
 from roadtrain.planner.arrangements import MOST, arrangements, best_arrangement
@@ -85,10 +91,10 @@ def planned_on(names: list[str], kind: str) -> Machines:
     )
 
 
-def seen(rates: dict[str, float], share: float) -> tuple[LinkSeen, ...]:
+def seen(rates: dict[str, float], share: float) -> tuple[MeasuredLink, ...]:
     """Each pair as fast as the slower card of both."""
     return tuple(
-        LinkSeen(a, b, min(rates[a], rates[b]) * MBIT * share, 1e-4)
+        MeasuredLink(a, b, min(rates[a], rates[b]) * MBIT * share, 1e-4)
         for a in rates
         for b in rates
         if a != b
@@ -120,7 +126,7 @@ def test_of_a_card_the_worse_direction_counts() -> None:
     cluster = cluster_of([100], count=3)
     machines = planned_on(["a", "b", "c"], "g0")
     links = [
-        LinkSeen(one.sender, one.receiver, one.rate / (4 if one.receiver == "b" else 1), 0.0)
+        MeasuredLink(one.sender, one.receiver, one.rate / (4 if one.receiver == "b" else 1), 0.0)
         for one in seen(dict.fromkeys("abc", 100.0), 0.9)
     ]
     found, _ = measured_cluster(cluster, machines, tuple(links), {}, 0.9)
@@ -180,7 +186,7 @@ def test_a_slow_link_between_switches_is_the_links_and_no_cards() -> None:
     kinds = {"a": "left", "b": "left", "c": "right", "d": "right"}
     hosts = tuple(PlanHost(name=n, kind=k, address=n, workers=1) for n, k in kinds.items())
     links = tuple(
-        LinkSeen(one, other, (400 if kinds[one] == kinds[other] else 50) * MBIT, 1e-4)
+        MeasuredLink(one, other, (400 if kinds[one] == kinds[other] else 50) * MBIT, 1e-4)
         for one in kinds
         for other in kinds
         if one != other
@@ -196,7 +202,7 @@ def names(hosts: tuple[Host, ...]) -> tuple[str, ...]:
 
 
 def test_hosts_that_are_alike_have_one_order() -> None:
-    assert [one.said for one in arrangements(cluster_of([100, 100, 100]))] == [
+    assert [one.text for one in arrangements(cluster_of([100, 100, 100]))] == [
         "hosts in the order g0, g1, g2"
     ]
 
@@ -300,7 +306,7 @@ def test_hosts_measure_their_links_with_the_token_told_on_standard_input(tmp_pat
         for one in others
     ]
     try:
-        told = msgspec.json.encode(Told("t" * 32, others))
+        told = msgspec.json.encode(MeasureRequest("t" * 32, others))
         done = subprocess.run(words, input=told, capture_output=True, timeout=90, check=False)
         assert done.returncode == 0, done.stderr.decode()
         found = msgspec.json.decode(done.stdout, type=HostAnswer)
@@ -375,7 +381,7 @@ def test_a_slowed_link_gives_another_plan_of_the_same_hosts_and_the_old_one_is_k
     ours = {host.name: host.address for host in (*new.machines.hosts, *new.machines.spares)}
     assert ours == {host.name: host.address for host in old.machines.hosts}
     assert load_plan_file(home.path / "plan.before-1.toml") == old
-    assert lines[0] == "hosts.gpu1.nics: 3.1 MB/s measured, the plan has 12 MB/s"
+    assert lines[0] == "hosts.gpu1.nics: measured 3.1 MB/s, the plan has 12 MB/s"
 
 
 def test_a_dry_run_leaves_the_plan_and_writes_the_new_one_where_it_is_asked_to(
@@ -402,7 +408,7 @@ def test_a_plan_that_is_hardly_better_is_not_taken(home: RunHome) -> None:
 def test_a_run_of_which_nothing_was_measured_is_refused_with_what_to_do(home: RunHome) -> None:
     launched(home, gpus(), DP4)
     home.measured_path.unlink()
-    with pytest.raises(LaunchError, match=r"does not run.*\n.*--resume again, then --replan"):
+    with pytest.raises(LaunchError, match=r"is not running.*\n.*--resume again, then --replan"):
         replan(home, ReplanOptions(), pytest.fail, lambda _: None)
 
 
@@ -418,7 +424,7 @@ def test_what_was_measured_goes_with_the_plan_that_it_was_measured_by(home: RunH
     replan(home, ReplanOptions(), pytest.fail, lambda _: None)
     assert not home.measured_path.exists()
     after = home.plan_path.read_text()
-    with pytest.raises(LaunchError, match="nothing of run 'again' was measured"):
+    with pytest.raises(LaunchError, match=r"run 'again' .* has no measurements"):
         replan(home, ReplanOptions(), pytest.fail, lambda _: None)
     assert home.plan_path.read_text() == after
 
@@ -442,7 +448,7 @@ def test_a_plan_stays_where_no_link_was_measured_and_what_lacks_is_told(home: Ru
         assert "no link between hosts was measured" in lines
         assert not any("within 15" in line for line in lines)
         assert load_plan_file(home.plan_path) == old
-    assert lines[-2] == "by rates that were not measured no plan is replaced: the plan stays"
+    assert lines[-2] == "no link was measured: the plan stays"
 
 
 def test_a_run_goes_on_with_the_hosts_that_have_its_state(home: RunHome) -> None:
@@ -457,7 +463,7 @@ def test_a_run_goes_on_with_the_hosts_that_have_its_state(home: RunHome) -> None
     found, _ = measured_cluster(run.cluster, run.machines, (), slower, 0.9)
     assert again(found).pick is not None
     without = [host for host in found.hosts if host.name != "gpu1"]
-    with pytest.raises(ConfigError, match="gpu1 left out would have a part"):
+    with pytest.raises(ConfigError, match="gpu1 cannot be left out: part"):
         again(found.model_copy(update={"hosts": tuple(without)}))
 
 
@@ -476,11 +482,11 @@ def test_delay_and_compression_of_a_run_stay(home: RunHome) -> None:  # Rule 2
         assert pick is not None and pick.plan.staleness == delay
     found = again(old.changed(staleness=0), **{"optimizer.delay": 1})
     assert found.pick is None
-    assert "other losses: updates 1 steps late" in str(found.families["server"].refused)
+    assert "losses would differ: updates 1 steps late" in str(found.families["server"].refused)
     old = old.changed(staleness=0, keep=0.1)
     found = again(old)
     assert found.pick is None
-    assert "another part of gradients that travels" in str(found.families["server"].refused)
+    assert "another share of the gradients sent" in str(found.families["server"].refused)
     pick = again(old, **{"compress.keep": 0.1}).pick
     assert pick is not None and pick.plan.keep == 0.1
 
@@ -499,9 +505,11 @@ def test_a_new_run_has_no_store_of_the_old_one(home: RunHome, tmp_path: Path) ->
     )
     assert theirs == {"/dev/shm/roadtrain-other-spare"} and not ours & theirs
     home.plan_path.write_text(path.read_text())  # it was launched under another name
-    with pytest.raises(ConfigError, match="its stores would be this run's: /dev/shm/roadtrain-ot"):
+    with pytest.raises(
+        ConfigError, match="would use stores of the existing run: /dev/shm/roadtrain-ot"
+    ):
         replan(home, options, pytest.fail, lambda _: None)
-    with pytest.raises(ConfigError, match="that is the run itself"):
+    with pytest.raises(ConfigError, match="names the existing run"):
         replan(home, ReplanOptions(new_run="again"), pytest.fail, lambda _: None)
 
 
@@ -591,7 +599,7 @@ def test_a_run_goes_on_as_it_was_launched(
     with Paused(home) as run:
         assert run.replan(**options) == 0
     assert (run.asked, run.gone_on) == (["measure"], [started])
-    stays = any("which this command is now: it stays" in line for line in run.lines)
+    stays = any("now this command: it waits" in line for line in run.lines)
     assert stays == (recorded == "stop" and "dry_run" in options)
 
 
@@ -626,7 +634,7 @@ def test_a_run_goes_on_by_the_plan_before_where_the_new_one_is_refused(home: Run
 
         assert replan(home, ReplanOptions(detach=True), go_on, run.lines.append) == 0
     assert plans[0] != old and plans[1] == old
-    assert "the one before: port 7000 is taken" in run.lines[-1]
+    assert "the old plan: port 7000 is taken" in run.lines[-1]
 
 
 def checked_later(home: RunHome) -> None:
@@ -644,14 +652,14 @@ def test_a_run_that_ended_by_itself_meanwhile_does_not_go_on(home: RunHome, why:
     with Paused(home, why) as run:
         assert run.replan() == 130
     assert not run.gone_on and load_plan_file(home.plan_path) == old
-    assert f"and does not go on: {why} (`roadtrain launch --resume again`)" in run.lines[-1]
+    assert f"and is not resumed: {why} (`roadtrain launch --resume again`" in run.lines[-1]
 
 
 def stays_stopped(home: RunHome, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `--replan` does next starts nothing."""
     monkeypatch.setattr(run_verbs, "start", lambda *_: pytest.fail("the run goes on"))
     assert run_verbs.resume_run(home.name, "keep", True, paused=True) == 130
-    assert home.state().why == supervisor_process.ASKED
+    assert home.state().why == supervisor_process.USER_ASKED
 
 
 def test_a_run_that_is_stopped_while_it_is_planned_anew_stays_stopped(
@@ -716,16 +724,16 @@ def test_a_stop_does_not_wait_for_another_start_of_the_run(
 
     monkeypatch.setattr(run_verbs, "is_alive", is_alive)
     assert run_verbs.stop_run(home.name) == 0
-    assert "was started again" in capsys.readouterr().out
+    assert "was restarted" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), LaunchError("a host is gone")])
 @pytest.mark.parametrize(
     ("why", "recorded", "gone_on", "said"),
     [
-        (PLANNED_ANEW, "keep", True, "run again goes on by its old plan"),
+        (PLANNED_ANEW, "keep", True, "run again goes on with its old plan"),
         (PLANNED_ANEW, "stop", False, "stays stopped, as it ends with its launcher"),
-        ("the user asked for it", "keep", False, "does not go on: the user asked for it"),
+        ("the user asked for it", "keep", False, "is not resumed: the user asked for it"),
     ],
 )
 def test_whatever_fails_once_it_was_asked_the_run_ends_and_goes_on(
@@ -782,9 +790,7 @@ def test_hosts_that_the_cluster_names_otherwise_are_refused_before_anything_is_s
     machines = replace(old.machines, hosts=hosts)
     home.plan_path.write_text(replace(old, machines=machines).to_toml())
     with Paused(home) as run:
-        with pytest.raises(
-            ConfigError, match=r"mine0, mine1, .* in \[machines\] alone; gpu0, gpu1"
-        ):
+        with pytest.raises(ConfigError, match=r"mine0, mine1, .* only in \[machines\]; gpu0, gpu1"):
             run.replan()
         assert not run.asked
 
@@ -793,7 +799,7 @@ def test_a_run_that_nothing_would_hold_is_not_planned_anew_detached(home: RunHom
     launched(home, gpus(), DP4)
     ends_with_its_launcher(home)
     with Paused(home) as run:
-        with pytest.raises(ConfigError, match="ends with its launcher: none would stay"):
+        with pytest.raises(ConfigError, match="ends with its launcher, this command"):
             run.replan(detach=True)
         assert not run.asked
 
@@ -807,13 +813,13 @@ def test_a_run_whose_supervisor_is_started_again_just_now_is_alive(
     kind = EngineKind("", alive=f"{__name__}:alive")
     monkeypatch.setitem(cast(dict[str, EngineKind], ENGINES), "again", kind)
     monkeypatch.setattr(supervisor_process, "CHECKS_S", 0.0)
-    monkeypatch.setattr(paused_run, "HEARD_S", 0.0)
+    monkeypatch.setattr(paused_run, "STOPS_S", 0.0)
     home.write_state(RunState(phase="going"))
     lines: list[str] = []
-    with pytest.raises(LaunchError, match="has not listened"):
+    with pytest.raises(LaunchError, match="has not answered"):
         replan(home, ReplanOptions(), pytest.fail, lines.append)
     assert load_plan_file(home.plan_path) == old
-    assert lines[-1] == "run again is alive and left as it is: `roadtrain status again`"
+    assert lines[-1] == "run again is still running: `roadtrain status again`"
 
 
 def alive(home: RunHome) -> bool:

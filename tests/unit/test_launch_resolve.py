@@ -196,7 +196,8 @@ def test_micro_batches_that_do_not_divide_are_refused_with_both_numbers() -> Non
     three = (*TWO, PlanHost("gpu2", "gpu", "10.0.0.4", 2), SERVER)
     run = of(a_plan("server", three, parallelism=Parallelism(dp=6)))
     assert (
-        run.can_run_on(["gpu0", "gpu1"]) == "6 micro-batches a step do not divide among 4 workers"
+        run.can_run_on(["gpu0", "gpu1"])
+        == "6 micro-batches per step cannot be divided among 4 workers"
     )
     with pytest.raises(ConfigError, match=r"6 micro-batches .* 4 workers"):
         run.workers(("gpu0", "gpu1"), 0)
@@ -212,16 +213,16 @@ def test_stages_that_are_narrower_keep_the_micro_batches_of_a_step() -> None:
 def test_stages_of_other_widths_do_not_shrink() -> None:
     run = staged((3, 1))
     assert run.can_run_on(["gpu0", "gpu1"]) == ""
-    assert "2 workers cannot be the stages of dp 3+1" in run.can_run_on(["gpu0"])
+    assert "2 workers cannot be divided among the stages of dp 3+1" in run.can_run_on(["gpu0"])
 
 
 def test_state_beside_the_ranks_does_not_leave_its_host_unless_all_hosts_see_it() -> None:  # Rule 3
-    assert "snapshots rest in" in staged().can_run_on(["gpu0", "gpu9"])
+    assert "snapshots are in" in staged().can_run_on(["gpu0", "gpu9"])
 
 
 def test_what_compression_has_not_sent_does_not_leave_its_host() -> None:
     run = of(FOUR, a_job(compress={"keep": 0.1, "error_feedback": True}))
-    assert "compression has not sent" in run.can_run_on(["gpu0", "gpu9"])
+    assert "residuals of compression" in run.can_run_on(["gpu0", "gpu9"])
 
 
 def test_a_host_that_came_can_take_a_place() -> None:
@@ -285,7 +286,7 @@ def test_degrees_that_the_job_contradicts_are_refused(words: dict[str, Any], sen
 
 
 def test_degrees_and_a_plan_without_stages_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"parallelism\.dp is 4 in the job, and not said in"):
+    with pytest.raises(ConfigError, match=r"parallelism\.dp is 4 in the job, but unset in"):
         of(FOUR, a_job(parallelism={"dp": 4}))
 
 
@@ -348,10 +349,10 @@ def test_a_dry_run_names_what_starts_where_and_what_is_written(tmp_path: Path) -
         == 2
     )
     for host in ("gpu0", "gpu1", "spare0"):
-        assert f"{host} {launched}/token mode 600, a secret that is made at the start" in lines
+        assert f"{host} {launched}/token mode 600, a secret that is generated at the start" in lines
     assert f"gpu1 {launched}/job.toml mode 644" in lines
     assert "spare0 /mnt/ssd0/run/ by its server" in lines
-    assert f"here {home.token_path} mode 600, a secret that is made at the start" in lines
+    assert f"here {home.token_path} mode 600, a secret that is generated at the start" in lines
     assert not os.path.exists(launched) and not home.path.exists()
 
 
@@ -370,7 +371,7 @@ def test_paths_of_a_job_are_those_where_it_is_launched() -> None:
 def test_servers_on_workers_hosts_do_not_leave_them() -> None:
     hosts = tuple(replace(one, servers=(ServerPlace("/dev/shm/x", 7000),)) for one in TWO)
     run = of(a_plan("server", hosts, parallelism=DP4))
-    assert "servers on the workers' hosts have the state" in run.can_run_on(["gpu0", "gpu9"])
+    assert "the state is on servers on the workers' hosts" in run.can_run_on(["gpu0", "gpu9"])
     assert run.can_run_on(["gpu1", "gpu0"]) == ""
 
 
@@ -379,11 +380,11 @@ def test_a_tree_of_switches_names_workers_by_rank() -> None:
     tree = [{"address": "10.0.0.1:7100", "workers": [0, 1, 2, 3]}]
     run = replace(run, job=run.job.changed({"servers.switches": tree}))
     assert run.can_run_on(["gpu0", "gpu9"]) == ""
-    assert "names 4 workers by rank, here are 2" in run.can_run_on(["gpu0"])
+    assert "is set up for 4 workers, there are 2" in run.can_run_on(["gpu0"])
 
 
 def test_workers_that_would_each_train_by_themselves_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"placement files is of one worker, .* is 2"):
+    with pytest.raises(ConfigError, match=r"placement files runs one worker, .* has 2"):
         of(a_plan("files", TWO[:1], parallelism=Parallelism(dp=2)), a_job())
 
 
@@ -434,7 +435,7 @@ def test_a_host_with_both_copies_of_a_chunk_is_not_left() -> None:  # Rule 3
 
 def test_a_batch_that_the_job_states_is_the_plan_s() -> None:
     stated = a_job(data={"batch_size": 16}, optimizer={"accumulate": 4})
-    with pytest.raises(ConfigError, match=r"64 samples .* of the plan 8"):
+    with pytest.raises(ConfigError, match=r"64 samples .* the plan has 8"):
         check_batch(FOUR, stated)
     check_batch(FOUR, a_job())
     check_batch(FOUR, a_job(data={"batch_size": 8}))
@@ -443,12 +444,12 @@ def test_a_batch_that_the_job_states_is_the_plan_s() -> None:
 @pytest.mark.parametrize(
     ("name", "hosts", "sentence"),
     [
-        ("server", TWO[:1], "placement server and 0 servers in the plan's machines: 1 or more"),
-        ("smartnic", TWO[:1], "placement smartnic and 0 servers"),
-        ("summation", TWO, "placement summation and 0 reducers"),
-        ("zero1", (*TWO, SERVER), "placement zero1 and 1 servers .*: nobody would use them"),
-        ("zero1", (*TWO, PlanHost("s", "spare", "10.0.0.9", reducer=7000)), "and 1 reducers"),
-        ("optimizer-node", (*TWO, SERVER), "placement optimizer-node and 0 switches"),
+        ("server", TWO[:1], "the plan's machines have 0 servers, placement server uses at least 1"),
+        ("smartnic", TWO[:1], "have 0 servers, placement smartnic"),
+        ("summation", TWO, "have 0 reducers, placement summation"),
+        ("zero1", (*TWO, SERVER), "have 1 servers, placement zero1 uses none"),
+        ("zero1", (*TWO, PlanHost("s", "spare", "10.0.0.9", reducer=7000)), "have 1 reducers"),
+        ("optimizer-node", (*TWO, SERVER), "have 0 switches, placement optimizer-node"),
     ],
 )
 def test_a_plan_has_the_services_that_its_placement_uses_and_no_others(
@@ -469,7 +470,7 @@ def test_servers_of_a_stage_may_stand_in_the_plan() -> None:
 def test_servers_and_reducers_of_the_job_contradict_a_plan_also_with_auto() -> None:
     for own in ({"servers": {"addresses": ["10.0.0.9:9"]}}, {"parallelism": {"reducers": "r"}}):
         auto = {"auto": True, **own.get("parallelism", {})}
-        with pytest.raises(ConfigError, match=r"(addresses|reducers) is .* in the job, and"):
+        with pytest.raises(ConfigError, match=r"(addresses|reducers) is .* in the job, but"):
             of(FOUR, a_job(**{**own, "parallelism": auto}))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from roadtrain.launch import succeed, supervise
+from roadtrain.launch import standby_main, supervise
 from roadtrain.launch.home import LaunchRecord, RunHome
 from roadtrain.launch.supervise import Standby
 
@@ -32,15 +32,15 @@ def tries(home: RunHome, monkeypatch: pytest.MonkeyPatch) -> list[RunHome]:
         made.append(home)
         return 1
 
-    monkeypatch.setattr(succeed, "supervise_locked", fails)
-    monkeypatch.setattr(succeed, "AGAIN_S", 0.0)
+    monkeypatch.setattr(standby_main, "supervise_locked", fails)
+    monkeypatch.setattr(standby_main, "AGAIN_S", 0.0)
     return made
 
 
 def test_it_waits_until_the_supervisor_is_gone(home: RunHome, tries: list[RunHome]) -> None:
     """Rule 3."""
     with home.supervised():
-        waits = threading.Thread(target=succeed.succeed, args=(home,))
+        waits = threading.Thread(target=standby_main.stand_by, args=(home,))
         waits.start()
         time.sleep(0.2)
         assert not tries
@@ -51,18 +51,18 @@ def test_it_waits_until_the_supervisor_is_gone(home: RunHome, tries: list[RunHom
 
 def test_a_run_that_had_ended_stays_so(home: RunHome, tries: list[RunHome]) -> None:
     home.write_state(msgspec.structs.replace(home.state(), phase="ended", code=130, why="enough"))
-    assert succeed.succeed(home) == 130 and home.state().why == "enough" and not tries
+    assert standby_main.stand_by(home) == 130 and home.state().why == "enough" and not tries
 
 
 def test_a_run_that_cannot_go_on_is_told_as_ended(home: RunHome, tries: list[RunHome]) -> None:
-    assert succeed.succeed(home) == 1 and len(tries) == succeed.TRIES
+    assert standby_main.stand_by(home) == 1 and len(tries) == standby_main.TRIES
     state = home.state()
-    assert (state.phase, state.code) == ("ended", 1) and "could not go on" in state.why
+    assert (state.phase, state.code) == ("ended", 1) and "attempts to go on failed" in state.why
 
 
 def test_an_empty_state_does_not_end_the_standby(home: RunHome, tries: list[RunHome]) -> None:
     (home.path / "state.json").write_bytes(b"")
-    assert succeed.succeed(home) == 1 and len(tries) == succeed.TRIES
+    assert standby_main.stand_by(home) == 1 and len(tries) == standby_main.TRIES
 
 
 POPEN = subprocess.Popen  # the real one
@@ -75,7 +75,7 @@ class Started:
 
     def __init__(self, words: list[str], **options: Any) -> None:
         Started.made += 1
-        assert words[1:3] == ["-m", "roadtrain.launch.succeed"]
+        assert words[1:3] == ["-m", "roadtrain.launch.standby_main"]
         self._real = POPEN(["sleep", "60"])
 
     def __getattr__(self, name: str) -> Any:
@@ -112,4 +112,4 @@ def test_a_standby_that_cannot_be_started_ends_nothing(
     one.keep(1.0)
     one.keep(2.0)
     one.close()
-    assert said == ["the supervisor has no standby for now: no processes left"]
+    assert said == ["the standby could not be started, which is retried: no processes left"]

@@ -30,10 +30,10 @@ def test_a_new_run_takes_what_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("job", "step", "error", "words"),
     [
-        ("", -1, GoneError, f"no store is there, this run has committed step 5 of store {JOB}"),
-        (OTHER, 5, ForeignError, f"holds step 5 of store {OTHER}, this run has committed step 5"),
-        (JOB, 4, StaleError, "the store is at step 4, this run has committed step 5"),
-        (JOB, 0, StaleError, "the store is at step 0, this run has committed step 5"),
+        ("", -1, GoneError, f"there is no store, but this run has committed step 5 of store {JOB}"),
+        (OTHER, 5, ForeignError, f"has step 5 of store {OTHER}, but this run has committed step 5"),
+        (JOB, 4, StaleError, "the store is at step 4, but this run has committed step 5"),
+        (JOB, 0, StaleError, "the store is at step 0, but this run has committed step 5"),
     ],
 )
 def test_what_is_refused(
@@ -62,11 +62,11 @@ def test_the_same_store_or_a_later_step(tmp_path: Path) -> None:
 def test_metrics_are_a_witness(tmp_path: Path) -> None:
     """The mark is replaced now and then only."""
     marked(tmp_path, 5)
-    with pytest.raises(StaleError, match="at step 8, this run has committed step 9"):
+    with pytest.raises(StaleError, match="at step 8, but this run has committed step 9"):
         Mark(tmp_path, witness=9).check(JOB, 8, "there")
     # also where the mark is lost
     (tmp_path / module.NAME).unlink()
-    with pytest.raises(StaleError, match="at step 8, this run has committed step 9"):
+    with pytest.raises(StaleError, match="at step 8, but this run has committed step 9"):
         Mark(tmp_path, witness=9).check(OTHER, 8, "there")
     with pytest.raises(GoneError, match="this run has committed step 9"):
         Mark(tmp_path, witness=9).check("", -1, "there")
@@ -87,7 +87,9 @@ def test_a_copy_that_was_trained_elsewhere(tmp_path: Path, lost: str) -> None:
     lines = {} if lost == "metrics" else sessions
     for step, session in [(6, "theirs"), (7, "theirs"), (8, "theirs"), (6, "")]:
         known = Mark(tmp_path, witness=4, sessions=lines)
-        with pytest.raises(ForkedError, match=f"step {step} there was trained without this run"):
+        with pytest.raises(
+            ForkedError, match=f"step {step} of the store was trained outside of this run"
+        ):
             known.check(JOB, step, "there", session=session)
     for step, session in [(6, "ours"), (7, "ours")]:
         Mark(tmp_path, witness=4, sessions=lines).check(JOB, step, "there", session=session)
@@ -103,7 +105,7 @@ def test_a_store_ahead_of_the_lines(tmp_path: Path) -> None:
     marked(tmp_path, 5)
     for step in (5, 6):
         Mark(tmp_path, witness=4, sessions={5: "", 6: ""}).check(JOB, step, "there", session="")
-    with pytest.raises(ForkedError, match="step 7 there was trained without this run"):
+    with pytest.raises(ForkedError, match="step 7 of the store was trained outside of this run"):
         Mark(tmp_path, witness=4, sessions={5: "", 6: ""}).check(JOB, 7, "there", session="")
 
 
@@ -120,7 +122,7 @@ def test_a_start_that_goes_back(tmp_path: Path) -> None:
     again.check(JOB, 4, "there")
     again.adopt(JOB, 4)
     again.advance(4)
-    with pytest.raises(StaleError, match="at step 4, this run has committed step 9"):
+    with pytest.raises(StaleError, match="at step 4, but this run has committed step 9"):
         Mark(tmp_path, witness=9).check(JOB, 4, "there")
 
 
@@ -147,7 +149,7 @@ def test_state_in_ram_has_no_store(tmp_path: Path) -> None:
         mark.check("", -1, IN_RAM)
         mark.adopt("", 0)
         mark.advance(9, now=True)
-        assert mark.known.step == -1
+        assert mark.record.step == -1
     Mark(tmp_path, witness=9).check("", -1, "there")  # and leaves nothing that a store must have
     marked(tmp_path, 5)
     with pytest.raises(GoneError, match="RAM"):
@@ -170,5 +172,5 @@ def test_it_is_not_written_at_every_step(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_whoever_only_reads_makes_no_store(tmp_path: Path) -> None:
-    with pytest.raises(GoneError, match="no store is there"):
+    with pytest.raises(GoneError, match="there is no store"):
         Mark(tmp_path, reads=True).check("", -1, "there")

@@ -83,4 +83,4 @@ def test_simulate_takes_a_function(
     )
     assert "on_meta (0.2 M parameters)" in capsys.readouterr().out
     assert cli.main(["simulate", "workstation", "--model", "test_measure:nothing"]) == 2
-    assert "gives no model and arguments" in capsys.readouterr().err
+    assert "does not return a model and arguments" in capsys.readouterr().err

@@ -91,11 +91,11 @@ class World:
             new = self.maps[worker].reducers(key, PARTS, number)
             lacked = message.rounds.get(key, (0, 1))[1]
             if number >= lacked:  # earlier ones nobody needs any more
-                assert all(a == b or a in message.gone for a, b in zip(old, new)), (
+                assert all(a == b or a in message.removed for a, b in zip(old, new)), (
                     "only what is gone moves"
                 )
         for key, number in self.rounds[worker].items():
-            assert self.maps[worker].gone.isdisjoint(
+            assert self.maps[worker].removed.isdisjoint(
                 self.maps[worker].reducers(key, PARTS, number + 1)
             )
         self.held[worker] = False
@@ -107,15 +107,15 @@ class World:
         if self.states:
             worker, number, state = self.states.pop(self.rng.randrange(len(self.states)))
             refused = (
-                [site for site, _, _ in self.coordinator.asked.added if self.rng.random() < 0.2]
-                if self.coordinator.asked is not None
+                [site for site, _, _ in self.coordinator.query.added if self.rng.random() < 0.2]
+                if self.coordinator.query is not None
                 else []
             )
             self.say(self.coordinator.state(worker, number, state, refused))
 
     def trouble(self) -> None:
         if self.rng.random() < 0.5 and self.coordinator.spares:
-            self.say(self.coordinator.gone(self.rng.choice([*self.coordinator.spares])))
+            self.say(self.coordinator.remove(self.rng.choice([*self.coordinator.spares])))
         else:
             self.names += 1
             self.say(self.coordinator.offered(f"new {self.names}", self.rng.choice((0.5, 1.0))))
@@ -143,7 +143,7 @@ def test_all_agree_and_every_round_ends(n: int, k: int, seed: int) -> None:
         for worker in range(n):
             world.deliver(worker)
         world.answer()
-    assert not any(world.held) and world.coordinator.asked is None
+    assert not any(world.held) and world.coordinator.query is None
     for _ in range(4):  # all go to the same round
         for key in KEYS:
             for worker in range(n):
@@ -175,8 +175,8 @@ def test_who_is_not_reached_by_all_is_not_used() -> None:
     assert isinstance(coordinator.state(1, 2, {}, [])[0], Change) and coordinator.spares == {
         3: ("b:1", 1.0)
     }
-    assert coordinator.offered("b:1", 1.0) == [] == coordinator.gone(7)
-    (ask,) = coordinator.gone(3)
+    assert coordinator.offered("b:1", 1.0) == [] == coordinator.remove(7)
+    (ask,) = coordinator.remove(3)
     assert ask == AskRounds(3, ())
 
 
@@ -207,14 +207,14 @@ class Sums:
 def test_what_a_worker_says_before_it_knows_its_coordinator_is_said_then() -> None:
     delegate, link, sums = CoordinatorLink(), Heard(), Sums()
     delegate.sums = sums
-    delegate.reducer_gone(3, "s3 died")
+    delegate.reducer_lost(3, "s3 died")
     # as soon as the link is there, before we are told
     delegate.arrived(sum_frames.ASK, m.encode((1, [])), memoryview(b""))
     delegate.linked(link)  # type: ignore[arg-type]
-    delegate.reducer_gone(4, "s4 died")
+    delegate.reducer_lost(4, "s4 died")
     assert link.frames == [
-        (sum_frames.GONE, m.encode((3, "s3 died"))),
+        (sum_frames.REDUCER_LOST, m.encode((3, "s3 died"))),
         (sum_frames.STATE, m.encode((1, []))),
-        (sum_frames.GONE, m.encode((4, "s4 died"))),
+        (sum_frames.REDUCER_LOST, m.encode((4, "s4 died"))),
     ]
     assert not sums.failed

@@ -45,7 +45,7 @@ except BudgetError as error:
 take(128 * MIB)  # the limit ends with the context
 assert resource.getrlimit(resource.RLIMIT_DATA) == before
 """)
-    assert "asked for more" in said and "enforced by Linux (RLIMIT_DATA)" in said
+    assert "needed more" in said and "enforced by Linux (RLIMIT_DATA)" in said
     assert "hint: take less, or raise run.memory_limit" in said
 
 
@@ -61,7 +61,7 @@ except OSError as error:
 
 
 def test_a_limit_below_what_is_held_is_refused_with_both_numbers() -> None:
-    said = r"run.memory_limit is 1.0 MiB, the process holds [0-9.]+ [MG]iB"
+    said = r"run.memory_limit is 1.0 MiB, but the process holds [0-9.]+ [MG]iB"
     with pytest.raises(ConfigError, match=said), limited(1 << 20):
         pass
 
@@ -76,7 +76,7 @@ try:
 except ConfigError as error:
     print(error)
 """)
-    assert "run.memory_limit is 1.0 TiB, this process may have at most" in said
+    assert "run.memory_limit is 1.0 TiB, but this process is limited to" in said
 
 
 def test_a_system_that_does_not_enforce_it_is_refused() -> None:

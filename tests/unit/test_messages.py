@@ -37,7 +37,7 @@ CHUNKS = ChunkTable.build(
 def connection(local: int = 1) -> tuple[ParameterConnection, list[Any]]:
     told: list[Any] = []
     session = SimpleNamespace(
-        chunk=lambda number: CHUNKS[number], local=local, tell=told.append, end=told.append
+        chunk=lambda number: CHUNKS[number], local=local, post=told.append, end=told.append
     )
     made = ParameterConnection(session, 3, None)  # type: ignore[arg-type]
     made.pool = BufferPool(4, max(4 * c.numel for c in CHUNKS))
@@ -105,15 +105,15 @@ def test_gradients_follow_each_other_into_their_own_buffers() -> None:
 @pytest.mark.parametrize(
     ("chunk", "dtype", "nbytes", "words"),
     [
-        (0, "bf16", 4, "expected"),
-        (0, "bf16", 1, "expected"),
-        (0, "", 2, "expected"),
+        (0, "bf16", 4, "instead of"),
+        (0, "bf16", 1, "instead of"),
+        (0, "", 2, "instead of"),
         (0, "fp32", 4, "came as 'fp32'"),
         (0, "16", 2, "came as '16'"),
         (0, "i8", 1, "came as 'i8'"),
-        (1, "bf16", 2, "which is bf16, came as 'bf16'"),
-        (1, "fp16", 2, "which is bf16, came as 'fp16'"),
-        (2, "bf16", 2, "-1 expected"),
+        (1, "bf16", 2, "of dtype bf16 came as 'bf16'"),
+        (1, "fp16", 2, "of dtype bf16 came as 'fp16'"),
+        (2, "bf16", 2, "instead of -1"),
     ],
 )
 def test_what_does_not_fit_is_refused(chunk: int, dtype: str, nbytes: int, words: str) -> None:

@@ -16,7 +16,7 @@ from roadtrain.switch.protocol.numbered import (
     Heartbeat,
     NumberedReceiver,
     NumberedSender,
-    heard,
+    combined,
     merged,
 )
 
@@ -45,8 +45,8 @@ def test_merged_is_what_all_have(receivers: list[tuple[set[int], int]]) -> None:
 
 @given(SETS, SETS)
 def test_heard_is_what_either_says(one: set[int], other: set[int]) -> None:
-    assert heard(beat_of(one, 21), beat_of(other, 20)) == beat_of(one | other, 21)
-    assert heard(NOTHING, beat_of(one, 25)) == beat_of(one, 25)
+    assert combined(beat_of(one, 21), beat_of(other, 20)) == beat_of(one | other, 21)
+    assert combined(NOTHING, beat_of(one, 25)) == beat_of(one, 25)
 
 
 def sent_to(receiver: NumberedReceiver | None = None, ready: int = 100) -> NumberedSender:
@@ -87,7 +87,7 @@ def test_a_hole_goes_again_once_before_new_numbers() -> None:
     sender.heartbeat(seen)
     assert [list(sender.next_numbers(9)) for _ in range(2)] == [[1, 2], [5]]
     sender.heartbeat(seen)  # says nothing new
-    assert sender.again == 3
+    assert sender.resends == 3
     assert list(sender.next_numbers(2)) == [8, 9]
     sender.heartbeat(Heartbeat(1, 16, 0b1101100))  # 7 has come, sent before the resends
     assert list(sender.next_numbers(0)) == [] and list(sender.next_numbers(1)) == [10]
@@ -113,7 +113,7 @@ def test_silence_sends_again_all_that_has_not_come() -> None:
     sender.next_numbers(1)
     sender.silent()
     assert [list(sender.next_numbers(9)) for _ in range(3)] == [[0, 1], [3, 4], [5, 6, 7]]
-    assert sender.sent == 5 + 1 + 7 and sender.again == 5
+    assert sender.sent == 5 + 1 + 7 and sender.resends == 5
     sender.check()
 
 
@@ -121,18 +121,18 @@ def test_what_was_never_sent_cannot_have_come() -> None:  # Rule 6
     sender = sent_to(NumberedReceiver(8))
     sender.next_numbers(4)
     for beat in (Heartbeat(5, 20), Heartbeat(2, 20, 0b100)):
-        with pytest.raises(WireError, match="5 packets have come, 4 were sent"):
+        with pytest.raises(WireError, match="acknowledges 5 packets, 4 were sent"):
             sender.heartbeat(beat)
 
 
 def test_a_receiver_takes_each_number_of_its_window_once() -> None:
     receiver = NumberedReceiver(4)
-    assert [receiver.came(n) for n in (2, 4, 2, 0, 4, 1, 3)] == [
+    assert [receiver.accept(n) for n in (2, 4, 2, 0, 4, 1, 3)] == [
         *(True, False, False, True),
         *(True, True, True),
     ]
     assert receiver.heartbeat() == Heartbeat(5, 8)
-    assert not receiver.came(4) and not receiver.came(0) and not receiver.came(-3)
+    assert not receiver.accept(4) and not receiver.accept(0) and not receiver.accept(-3)
     receiver.check()
 
 
@@ -145,8 +145,8 @@ def test_many_are_as_one_after_the_other(depth: int, batches: list[list[tuple[in
     one, many = NumberedReceiver(depth), NumberedReceiver(depth)
     for batch in batches:
         numbers = [n for first, count in batch for n in range(first, first + count)]
-        new = many.came_many(np.array(numbers, np.int64))
-        assert new.dtype == np.bool_ and new.tolist() == [one.came(n) for n in numbers]
+        new = many.accept_many(np.array(numbers, np.int64))
+        assert new.dtype == np.bool_ and new.tolist() == [one.accept(n) for n in numbers]
         assert many.heartbeat() == one.heartbeat()
         many.check()
 
@@ -159,7 +159,7 @@ def test_a_plain_set_agrees() -> None:
         for _ in range(2000):
             number = ack + rng.randrange(-5, depth + 3)
             new = number >= 0 and number not in came and number < ack + depth
-            assert receiver.came(number) == new
+            assert receiver.accept(number) == new
             came |= {number} if new else set()
             while ack in came:
                 ack += 1
@@ -183,9 +183,9 @@ def test_all_comes_to_all_once(loss: float, receivers: int) -> None:  # Rule 5
             if loss:
                 arrived += rng.sample(arrived, len(arrived) // 4)
                 rng.shuffle(arrived)
-            mine += [n for n in arrived if end.came(n)]
+            mine += [n for n in arrived if end.accept(n)]
         said = [
-            heard(old, end.heartbeat()) if rng.random() >= loss else old
+            combined(old, end.heartbeat()) if rng.random() >= loss else old
             for old, end in zip(said, ends)
         ]
         sender.heartbeat(merged(said))
@@ -196,7 +196,7 @@ def test_all_comes_to_all_once(loss: float, receivers: int) -> None:  # Rule 5
             sender.silent()
     assert all(sorted(mine) == list(range(count)) for mine in got)
     if loss == 0:
-        assert sender.again == 0 and sender.sent == count
+        assert sender.resends == 0 and sender.sent == count
 
 
 def test_silence_sends_a_few_again_and_twice_as_many_each_time() -> None:

@@ -183,7 +183,7 @@ def test_a_store_that_is_a_file(tmp_path: Path, below: str) -> None:
 
 def test_weights_are_looked_at_before_a_store_is_made(tmp_path: Path) -> None:
     net, store = model(), tmp_path / "store"
-    with pytest.raises(ConfigError, match="no safetensors file there"):
+    with pytest.raises(ConfigError, match="there is no safetensors file"):
         roadtrain.place(
             net, torch.optim.SGD(net.parameters(), lr=0.1), store=store, weights=tmp_path
         )

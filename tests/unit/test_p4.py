@@ -233,9 +233,9 @@ def test_entries_that_cannot_be() -> None:
         job(slots=12)
     with pytest.raises(ConfigError, match="65 children"):
         job(children=65)
-    with pytest.raises(BudgetError, match="2 jobs with 8192 slots"):
+    with pytest.raises(BudgetError, match="2 jobs need 8192 slots"):
         entries([job(slots=4096), job(78, udp=1, slots=4096)])
-    with pytest.raises(ConfigError, match="two jobs of one number"):
+    with pytest.raises(ConfigError, match="two jobs have the same number"):
         entries([job(), job()])
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from roadtrain.switch import packets
 from roadtrain.switch.packets import HEADER_NBYTES, PACKET_NBYTES, Kind, PacketKey
 from roadtrain.switch.protocol.numbered import Heartbeat
-from roadtrain.switch.streams import GATHERED, LEFT_S, Batch, Moderation, PacketPort, beat_packet
+from roadtrain.switch.streams import GATHERED, HOLD_S, Batch, Moderation, PacketPort, beat_packet
 
 KEY, JOB = PacketKey.derive(b"0123456789abcdef", b"nonce"), 7
 ABOVE, OTHER = ("10.0.0.1", 7101), ("10.0.0.2", 7101)
@@ -110,7 +110,7 @@ def test_strangers_change_nothing_and_are_counted() -> None:
 def test_packets_are_left_to_the_kernel_only_while_many_come() -> None:
     moderation = Moderation()
     assert moderation.pause_s(GATHERED, 1000.0) == 0, "nobody knows yet how many come"
-    assert moderation.pause_s(44, 1000.002) == LEFT_S, "22,000 a second"
+    assert moderation.pause_s(44, 1000.002) == HOLD_S, "22,000 a second"
     assert moderation.pause_s(6, 1000.010) == 0, "fewer than 8 in 8 ms"
     fast = moderation.pause_s(44, 1000.0101)
     assert 0 < 44 / 1e-4 * fast <= GATHERED, "440,000 a second: until a batch is there"

@@ -70,7 +70,7 @@ def test_every_step_of_a_slots_table_is_taken(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(3):
         _run_sequence(prefetcher, [*range(6), *reversed(range(6))])
         prefetcher.updated(range(6))
-    for pull in prefetcher.asked(0):
+    for pull in prefetcher.request(0):
         prefetcher.arrived(pull.slot)
     assert prefetcher.use(0) == prefetcher.use(0)  # two passes at once
     assert seen == steps_of(prefetch.NEXT_PHASES)

@@ -15,7 +15,7 @@ from roadtrain.errors import ConfigError
 
 def test_a_relay_does_not_turn_rdma_into_tcp() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with pytest.raises(ConfigError, match=r"over TCP, and link= is roadtrain_rdma\.RdmaOptions"):
+    with pytest.raises(ConfigError, match=r"over TCP, but link is roadtrain_rdma\.RdmaOptions"):
         roadtrain.place(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),

@@ -191,11 +191,11 @@ def test_the_refusal_names_the_largest_block_and_a_way_out():
     table = ChunkTable.build([("root", []), ("small", []), ("large", specs)])
     records = {c.id: record(c, ARRAYS, SCALARS) for c in table.chunks}
     with pytest.raises(
-        BudgetError, match=r"(?s)the budget is 1.0 MiB.*'large'.*at least .* smaller chunks"
+        BudgetError, match=r"(?s)the budget is 1.0 MiB.*'large'.*at least .* chunks smaller"
     ) as caught:
         derive(table, records, (0,), BudgetTerms(on_files=True, holds_gradients=True), MIB)
     assert parse_bytes(re.findall(r"needs at least (\d+ MiB)", str(caught.value))[0]) > MIB
-    with pytest.raises(BudgetError, match="place the state on files"):
+    with pytest.raises(BudgetError, match="keep the state on files"):
         derive(table, records, (0,), BudgetTerms(on_files=False, holds_gradients=True), MIB)
 
 
@@ -214,6 +214,6 @@ def test_blocks_are_kept_until_backward_as_asked():
     few = 80 * MIB
     assert 0 <= slots(few)[1] < 8
     with pytest.raises(
-        BudgetError, match=rf"{slots(few)[0]} of 8 blocks of 4.0 MiB can be kept.*80.0 MiB"
+        BudgetError, match=rf"{slots(few)[0]} of 8 blocks of 4.0 MiB fit in memory.*80.0 MiB"
     ):
         slots(few, buffering="all")

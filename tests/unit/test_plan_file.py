@@ -101,10 +101,10 @@ def cluster(**host: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("host", "words"),
     [
-        ({"count": 2, "addresses": ["10.0.0.1"]}, "there 2 times and has 1 addresses"),
+        ({"count": 2, "addresses": ["10.0.0.1"]}, "count = 2 and 1 addresses"),
         ({"addresses": ["10.0.0.1:7000"]}, "has a port"),
         ({"ssds": [{"count": 2, "directories": ["/a"]}]}, "2 SSDs have 1 directories"),
-        ({"ssds": [{"directories": ["a"]}]}, "does not begin with /"),
+        ({"ssds": [{"directories": ["a"]}]}, "is not absolute"),
     ],
 )
 def test_each_machine_has_an_address_and_each_ssd_a_directory(host, words):
@@ -124,7 +124,7 @@ def test_addresses_and_directories_are_written_again():
 
 @pytest.mark.parametrize("store", ["store", "~/store", ""])
 def test_stores_are_absolute_paths(store: str) -> None:
-    with pytest.raises(ConfigError, match="no absolute path"):
+    with pytest.raises(ConfigError, match="is not an absolute path"):
         ServerPlace(store, 7000)
 
 

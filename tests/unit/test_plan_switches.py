@@ -98,7 +98,8 @@ def test_the_report_names_switches_and_integers() -> None:  # Rule 2
     result = simulate(plan, where, model, WHOLE, checked=False)
     said = simulator.report(result, where, model, WHOLE)
     assert (
-        "summed  by root, rack0 (below root), rack1 (below root): gradients travel as int8" in said
+        "summed  by root, rack0 (below root), rack1 (below root): gradients are sent as int8"
+        in said
     )
     assert "copied by the switches" in said
     assert "summed by switches as int8" in words(plan)

@@ -304,7 +304,7 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ),
         (
             ["simulate", "servers", "--model", "GPT-2", "--tp", "3"],
-            "does not divide the cluster's 32 devices",
+            "the cluster's 32 devices are not divisible",
         ),
         (["reproduce", "luwwu"], "no paper is called 'luwwu'"),
     ],
@@ -406,7 +406,7 @@ def test_a_plan_or_a_sentence(
     try:
         answer = search(cluster, shape(model), OF, batch=batch, placements=names, explain=False)
     except ConfigError as error:
-        assert "takes a batch of" in str(error)
+        assert "divides a batch of" in str(error)
         return
     if answer.pick is not None:
         assert (
@@ -523,7 +523,7 @@ def test_without_a_batch_accumulation_is_searched() -> None:
 
 @pytest.mark.parametrize(
     ("batch", "said"),
-    [(0, "`batch`: .* 1, not 0"), (-8, "`batch`: .* 1, not -8"), (7, "takes a batch of 7")],
+    [(0, "`batch`: .* 1, not 0"), (-8, "`batch`: .* 1, not -8"), (7, "divides a batch of 7")],
 )
 def test_a_batch_that_cannot_be(batch: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -602,17 +602,17 @@ memory = "128GB"
             "hosts.gpu.updates 12.00 GB/s",
             "hosts.gpu.fabric 25.00 GB/s",
             "efficiency 0.5 of a device's peak",
-            "network 0.9 of a card's rate",
+            "network 0.9 of a network card's rate",
             "step inside a host 2 us",
             "assumed samples of 1024 tokens (as published",
-            "5% of devices' and hosts' memory is kept free",
+            "5% of device and host memory is kept free",
         ):
             assert said in text, said
-    assert "batch   4 samples (4096 tokens) a step: as given" in told
+    assert "batch   4 samples (4096 tokens) per step: as given" in told
     values = json.loads(out.read_text())["assumed_values"]
     assert values["hosts.gpu.memory_rate"] == 20e9 and values["efficiency"] == 0.5
     assert cli.main(["simulate", *words[:-2], "--placement", "ddp", "--headroom", "0.99"]) == 2
-    assert "99% of devices' and hosts' memory is kept free" in capsys.readouterr().err
+    assert "99% of device and host memory is kept free" in capsys.readouterr().err
     assert load_plan(plan).headroom == 0.05
 
 
@@ -696,7 +696,7 @@ def test_what_is_not_tried_is_listed_with_the_nearest_batch() -> None:  # Rule 6
     answer = search(gpus(4), gpt(4, 1024, 16), OF, batch=30, explain=False)
     assert set(answer.families) == set(PLACEMENTS)
     assert answer.families["zero3"].left_out == {
-        "batch 30 does not divide by 4 data-parallel ranks; 28 or 32 would": 1
+        "batch 30 is not divisible by 4 data-parallel ranks; 28 or 32 would be": 1
     }
     assert any("interleaved" in why for why in answer.families["ddp"].left_out)
 
@@ -706,7 +706,7 @@ def test_hosts_without_a_network_are_told_so() -> None:
     answer = search(gpus(nic=False), gpt(96, 12288, 96), OF, batch=4, explain=False)
     assert answer.pick is None and least_change(answer) is None
     why, hint = main_reason(answer) or ("", "")
-    assert why == "2 hosts called gpu have no network in common: gpu has no network card"
+    assert why == "2 hosts named gpu have no network in common: gpu has no network card"
     assert "nics" in hint
 
 

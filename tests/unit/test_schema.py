@@ -135,7 +135,7 @@ def test_an_unknown_key_at_any_depth_is_answered_with_the_nearest() -> None:
             ConfigError, match=f"unknown key `{'.'.join(map(str, near))}`"
         ) as caught:
             make(changed(tree, tuple(near), 1))
-        assert "did you mean" in str(caught.value) or "keys here are" in str(caught.value)
+        assert "did you mean" in str(caught.value) or "valid keys are" in str(caught.value)
 
 
 def test_every_error_is_of_the_house() -> None:

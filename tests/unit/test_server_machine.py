@@ -354,7 +354,7 @@ def test_a_worker_that_goes_in_a_step_ends_the_session(case):  # Rule 5
     machine = server({0: Resident.RECORD}, workers=2)
     for event in IN_A_STEP[case]:
         machine.handle(event)
-    with pytest.raises(LostError, match="worker 1 has gone before step 1 was committed: unplugged"):
+    with pytest.raises(LostError, match="worker 1 was lost before step 1 was committed: unplugged"):
         machine.handle(messages.PeerLost(1, "unplugged"))
 
 
@@ -374,7 +374,7 @@ def test_no_step_begins_without_a_worker_that_has_gone(event):  # Rule 5
     assert machine.handle(messages.PeerLost(1, "unplugged")) == []
     assert machine.handle(messages.DiscardGrad(0)) == [messages.Discard(0, 0)]
     assert machine.handle(messages.Pull(0, 0, None, 1))
-    with pytest.raises(LostError, match="worker 1 has gone"):
+    with pytest.raises(LostError, match="worker 1 was lost"):
         machine.handle(event)
 
 
@@ -597,7 +597,7 @@ def _run_sequence(prefetcher, sequence):
     """Plays uses; pulls arrive one use later. Returns how many uses had to wait."""
     pending, waits = [], 0
     for block in sequence:
-        pending += prefetcher.asked(block)
+        pending += prefetcher.request(block)
         prefetcher.check()
         if prefetcher.here(block) is None:
             waits += 1

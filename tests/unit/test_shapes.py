@@ -136,11 +136,11 @@ def test_what_cannot_be_a_model() -> None:
     }
     assert from_config(whole).params > 0
     for more, said in (
-        ({"hidden_size": 4097}, "4097 does not divide into 32 heads"),
+        ({"hidden_size": 4097}, "hidden_size 4097 is not divisible by 32 heads"),
         ({"head_dim": 256}, "has heads of 128, the config says 256"),
         ({"attention_bias": True}, "does not count `attention_bias`"),
-        ({"model_type": "qwen3"}, "of a `qwen3` are not known by formula"),
-        ({"model_type": "mixtral"}, "of 0 experts, of which a token takes 0"),
+        ({"model_type": "qwen3"}, "no formula gives the parameters of a `qwen3`"),
+        ({"model_type": "mixtral"}, "has 0 experts, of which 0 are active"),
         ({"model_type": ""}, "model without model_type"),
         ({"vocab_size": None}, "has none of vocab_size"),
         ({"hidden_size": "wide"}, "hidden_size of a model's config is 'wide'"),
@@ -151,7 +151,7 @@ def test_what_cannot_be_a_model() -> None:
 
 def test_the_length_of_samples_is_given_or_said() -> None:
     assert named_shape("GPT-2").notes == (
-        "samples of 1024 tokens (as published; --seq-len says otherwise)",
+        "samples of 1024 tokens (as published; change with --seq-len)",
     )
     assert named_shape("GPT-2", 512).tokens == 512 and not named_shape("GPT-2", 512).notes
     for name, length, said in (

@@ -412,7 +412,9 @@ def test_processors_and_their_host_share_one_memory() -> None:  # Rule 4
     assert both.nbytes == pytest.approx(2 * alone.nbytes)
     assert alone.fits and not both.fits
     assert all(need.fits for need in two.needs if need is not both)
-    with pytest.raises(BudgetError, match=r"host box.* needs .* GiB, there are 13.4 GiB") as caught:
+    with pytest.raises(
+        BudgetError, match=r"host box.* needs .* GiB, 13.4 GiB is available"
+    ) as caught:
         simulate(two.plan, two.cluster, model, WHOLE)
     assert "GiB more there" in caught.value.hint
 
@@ -541,7 +543,7 @@ def test_energy_and_cost_add_up() -> None:
 def test_memory_is_counted_and_what_does_not_fit_is_refused() -> None:  # Rule 4
     model, where = gpt(24, 8192, 64), cluster(4, 1)
     with pytest.raises(
-        BudgetError, match=r"stage 0 device: the plan needs .* GiB, there are 74.5 GiB"
+        BudgetError, match=r"stage 0 device: the plan needs .* GiB, 74.5 GiB is available"
     ) as caught:
         simulate(Plan(placement("ddp"), Parallelism(dp=4)), where, model, WHOLE)
     assert "activation_checkpointing" in caught.value.hint
@@ -591,7 +593,7 @@ def test_plans_are_read_back() -> None:
     )
     assert make_plan(tomllib.loads(PlanFile(plan).to_toml())) == plan
     for tree, said in (
-        ({}, "`placement` is missing\nhint: known are ddp, zero1"),
+        ({}, "`placement` is missing\nhint: one of ddp, zero1"),
         ({"placement": "zero4"}, "no placement is called 'zero4'"),
         ({"placement": "ddp", "micro_bach": 2}, "unknown key `micro_bach`"),
         ({"placement": "ddp", "micro_batch": 0}, "`micro_batch`: .* not 0"),
@@ -631,7 +633,7 @@ def test_no_key_of_a_plan_takes_what_it_cannot_be(wrong: Any) -> None:
 
 
 def test_more_devices_than_there_are() -> None:
-    with pytest.raises(ConfigError, match="is 32 devices, the cluster has 4"):
+    with pytest.raises(ConfigError, match="needs 32 devices, the cluster has 4"):
         simulate(Plan(placement("ddp"), Parallelism(dp=32)), cluster(4), lump(1e6), WHOLE)
 
 

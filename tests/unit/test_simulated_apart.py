@@ -386,7 +386,7 @@ def test_a_placement_for_each_stage() -> None:
     assert result.bytes["gpu 3 ssd read"] == pytest.approx(state)
     assert "gpu 1 ssd read" not in {name for name, n in result.bytes.items() if n}
     assert {need.where for need in result.needs} >= {"server SSDs", "stage 2 SSDs"}
-    with pytest.raises(ConfigError, match="2 stages have a placement, pp is 3"):
+    with pytest.raises(ConfigError, match="stage_placements has 2 names, pp is 3"):
         plan.changed(stage_placements=("ddp",) * 2)
     with pytest.raises(ConfigError, match="no placement is called 'dpd'"):
         plan.changed(stage_placements=("ddp", "dpd", "files"))
@@ -439,7 +439,7 @@ def test_people_read_what_each_replica_did_and_each_card_carried() -> None:
     assert "placement zero1, files, dp 3+1 x tp 1 x pp 2" in text
     assert "micro-batch 1 x 6 over all replicas" in text
     assert "stage 0 replica 2: the device waits" in text and "stage 1 replica 0: the" in text
-    assert "carried gpu 3 roce out: 11.4 MiB a step" in text  # gradients of 6 x 2 MB activations
+    assert "carried gpu 3 roce out: 11.4 MiB per step" in text  # gradients of 6 x 2 MB activations
     told = as_json(result, where, model, WHOLE)
     assert make_plan(tomllib.loads(PlanFile(plan).to_toml())) == plan
     assert told["plan"]["stage_placements"] == ("zero1", "files")

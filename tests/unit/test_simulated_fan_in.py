@@ -193,7 +193,7 @@ def test_the_end_of_the_real_run_drives_it(monkeypatch: pytest.MonkeyPatch) -> N
         return [action for action in handle(self, event) if not isinstance(action, Grant)]
 
     monkeypatch.setattr(FanInStateMachine, "handle", silent)
-    with pytest.raises(LoopError, match="stands still"):
+    with pytest.raises(LoopError, match="is deadlocked"):
         run(racks(2))
 
 
@@ -224,8 +224,8 @@ def test_as_many_packets_as_in_the_real_run(elements: int, wire: str, width: int
     ("where", "said"),
     [
         (racks(2, sums=False), "no switch of cluster sums"),
-        (racks(2, slots=100), "2048 packets under way, switch root has 100 slots"),
-        (racks(65), "65 hosts and switches send to switch root, at most 64"),
+        (racks(2, slots=100), "2048 packets in flight, switch root has 100 slots"),
+        (racks(65), "65 hosts and switches send to switch root, the maximum is 64"),
     ],
 )
 def test_what_switches_lack_is_said(where: Cluster, said: str) -> None:
@@ -244,7 +244,7 @@ def test_a_host_outside_the_tree_is_named() -> None:
     with pytest.raises(ConfigError, match="do not reach root over switches that sum"):
         run(apart)
     mute = tuple(s.model_copy(update={"sums": s.name != "rack1"}) for s in where.switches)
-    with pytest.raises(ConfigError, match="host workers 1 is at no switch that sums"):
+    with pytest.raises(ConfigError, match="host workers 1 is connected to no switch that sums"):
         run(where.model_copy(update={"switches": mute}))
 
 

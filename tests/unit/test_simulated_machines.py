@@ -66,7 +66,7 @@ def test_a_reducer_says_when_a_sum_is_there(monkeypatch: pytest.MonkeyPatch) -> 
     """One that waits for ever holds the step up; one that does not wait for all is noticed."""
     original = ReducerStateMachine.arrived
     monkeypatch.setattr(ReducerStateMachine, "arrived", lambda self, worker, part: None)
-    with pytest.raises(LoopError, match="stands still"):
+    with pytest.raises(LoopError, match="is deadlocked"):
         run("summation", cluster(4, 1), lump(1e7, 1e9))
     run("ddp", cluster(4, 1), lump(1e7, 1e9))  # a ring is a closed form: nobody is asked
 
@@ -110,5 +110,5 @@ def test_a_step_on_files_waits_for_the_commit_of_the_one_before(
     where = cluster(3, 1, sums=True)
     run(name, where, lump(1e7, 1e9))
     monkeypatch.setattr(CommitStateMachine, "blob", lambda self, step, blob: [])
-    with pytest.raises(LoopError, match="stands still"):
+    with pytest.raises(LoopError, match="is deadlocked"):
         run(name, where, lump(1e7, 1e9))

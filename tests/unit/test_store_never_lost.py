@@ -114,7 +114,7 @@ def test_a_flip_is_said(part: Path, tmp_path: Path) -> None:
         shutil.copytree(part, home := tmp_path / str(number))
         (home / "CURRENT").write_bytes(content)
         tier = open_part(home)
-        assert tier is not None and "gen-1, at step 3, counts" in tier.note, content
+        assert tier is not None and "gen-1, at step 3, is used" in tier.note, content
         tier.close()
 
 
@@ -190,7 +190,7 @@ def test_a_damaged_record_is_left_alone_where_the_one_before_is_not_whole(
     before = {p: p.read_bytes() for d in directories for p in sorted(d.rglob("*")) if p.is_file()}
     flipped(path, 8 * 70)
     with pytest.raises(
-        DamagedError, match="step 1, of the record before, is not whole any more"
+        DamagedError, match="step 1, of the record before, is no longer complete"
     ) as error:
         opened(directories)
     assert "nothing was changed" in str(error.value)
@@ -217,7 +217,7 @@ def test_a_servers_damaged_record_is_left_alone_too(tmp_path: Path) -> None:  # 
     tier.close()
     before = path.read_bytes()
     flipped(path, 8 * 70)
-    with pytest.raises(DamagedError, match="step 1, of the record before, is not whole any more"):
+    with pytest.raises(DamagedError, match="step 1, of the record before, is no longer complete"):
         open_part(home)
     flipped(path, 8 * 70)
     assert path.read_bytes() == before
@@ -263,7 +263,7 @@ def test_a_kill_between_the_first_commit_and_current(tmp_path: Path) -> None:
     store.tiers[1].prepare(0, b"")
     store.close()
     with pytest.raises(
-        GoneError, match="holds step 0 of a store whose first directory is not among those given"
+        GoneError, match="holds step 0 of a store whose first directory was not named"
     ):
         open_store([tmp_path / "b"])  # its disk is not mounted
     assert (tmp_path / "b" / "gen-1" / "slot0.bin").exists()
@@ -378,11 +378,11 @@ def test_a_copy_does_not_touch_the_original(tmp_path: Path) -> None:
     }
     for given in ([copy[0]], [copy[0], tmp_path / "nowhere"]):
         with pytest.raises(
-            GoneError, match=r"directory 1 of the store's 2 .* is none of the . given"
+            GoneError, match=r"directory 1 of the store's 2 .* is none of the . that were named"
         ) as raised:
             open_store(given)
         assert "moved_from" in str(raised.value)
-    with pytest.raises(GoneError, match="first directory is not among"):
+    with pytest.raises(GoneError, match="first directory was not named"):
         open_store([copy[1]])
     flipped(copy[1] / "gen-1" / "store.json", 99)
     with pytest.raises(DamagedError, match=r"copy/b/gen-1/store.json"):
@@ -419,7 +419,7 @@ def test_a_second_one_is_refused_at_once_and_deletes_nothing(tmp_path: Path) -> 
     first.commit(0, b"")
     first.publish()
     first.close()
-    with pytest.raises(ForeignError, match="holds a store already"):  # it came a moment later
+    with pytest.raises(ForeignError, match="already holds a store"):  # it came a moment later
         create_store([tmp_path / "a"], META, [0] * len(OWNERS))
     opened([tmp_path / "a", tmp_path / "b"]).close()
 
@@ -637,6 +637,6 @@ def test_a_conversion_that_was_killed(
         ):
             os.close(int(fd))
     store = opened([tmp_path])
-    assert store.step == 0 and not store.said
+    assert store.step == 0 and not store.events
     assert names(tmp_path) == {"CURRENT", "gen-1" if moment == "switch" else "gen-2"}
     store.close()

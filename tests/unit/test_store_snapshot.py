@@ -19,7 +19,7 @@ from roadtrain.storage.direct import in_ram
 from roadtrain.storage.file import FileTier
 from roadtrain.storage.generation import create_part, open_part, publish_part
 from roadtrain.storage.meta import GroupRule, StoreMeta
-from roadtrain.storage.snapshot import Snapshots, held_in, open_snapshot, restore, where_it_rests
+from roadtrain.storage.snapshot import Snapshots, describe_storage, held_in, open_snapshot, restore
 from roadtrain.storage.tier import RECORD, STATE_PART, WEIGHTS, part_range
 
 TABLE = ChunkTable.build(
@@ -182,7 +182,7 @@ def test_of_another_job(tmp_path: Path) -> None:
 def test_the_start_says_what_holds(tmp_path: Path) -> None:  # Rule 3
     ram, files = Path("/dev/shm/x"), tmp_path / "files"
     assert in_ram(ram) and not in_ram(files)
-    assert "RAM alone" in where_it_rests(ram, Path(), 0)
-    assert where_it_rests(ram, files, 7) == "in RAM, a snapshot to files every 7 steps"
-    assert "RAM as well" in where_it_rests(ram, ram, 7)
-    assert where_it_rests(files, Path(), 0) == "on files: every committed step is durable"
+    assert "RAM alone" in describe_storage(ram, Path(), 0)
+    assert describe_storage(ram, files, 7) == "in RAM, a snapshot to files every 7 steps"
+    assert "RAM as well" in describe_storage(ram, ram, 7)
+    assert describe_storage(files, Path(), 0) == "on files: every committed step is durable"

@@ -35,7 +35,7 @@ sums = [
     sum_frames.PART,
     sum_frames.MOVED,
     sum_frames.SUM,
-    sum_frames.GONE,
+    sum_frames.REDUCER_LOST,
     sum_frames.STATE,
     sum_frames.ASK,
     sum_frames.CHANGE,
@@ -48,8 +48,8 @@ agreement = [
     sum_frames.STALL,
     sum_frames.HAS,
     sum_frames.AGREED,
-    sum_frames.ASKED,
-    sum_frames.DIFFER,
+    sum_frames.ASK_BEGUN,
+    sum_frames.MISMATCH,
 ]
 kinds = st.sampled_from([*sums, *agreement])
 frames = st.tuples(kinds, headers, st.sampled_from([0, 1, 2, 4, 8, 36]) | st.integers(0, 300))
@@ -153,7 +153,7 @@ def test_a_worker_that_hears_a_coordinator(heard: list[tuple[int, bytes, int]]) 
 
 @pytest.mark.parametrize(
     ("ended", "heard"),
-    [(WireError("no format 'doubled'"), WireError), (LostError("worker 1 has gone"), BusyError)],
+    [(WireError("no format 'doubled'"), WireError), (LostError("worker 1 has left"), BusyError)],
 )
 def test_a_worker_that_comes_when_the_summer_has_just_ended_hears_why(
     ended: Any, heard: type[RoadtrainError]

@@ -9,7 +9,7 @@ import pytest
 from roadtrain.config.job import make_job
 from roadtrain.config.machines import LAUNCHED_AS
 from roadtrain.training.progress import describe, shares
-from roadtrain.training.summary import Summary, Totals, going_on, rows
+from roadtrain.training.summary import Summary, Totals, resume_command, rows
 from roadtrain.units import show_seconds
 
 MODEL = {"model": {"config": {"model_type": "llama"}}}
@@ -85,7 +85,9 @@ def test_what_was_held_is_compared_where_it_is_less() -> None:
 
 def test_a_launched_run_is_gone_on_with_by_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped, done = (Summary(3, 2.0, 1.0, None, why) for why in ("interrupted", ""))
-    assert going_on(stopped, "roadtrain train job.toml") == "roadtrain train job.toml"
+    assert resume_command(stopped, "roadtrain train job.toml") == "roadtrain train job.toml"
     monkeypatch.setenv(LAUNCHED_AS, "first")
-    assert going_on(stopped, "roadtrain train job.toml") == "roadtrain launch --resume first"
-    assert "run.steps" in going_on(done, "") and going_on(done, "").endswith("--name first")
+    assert resume_command(stopped, "roadtrain train job.toml") == "roadtrain launch --resume first"
+    assert "run.steps" in resume_command(done, "") and resume_command(done, "").endswith(
+        "--name first"
+    )

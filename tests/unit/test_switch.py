@@ -57,7 +57,7 @@ class Tree:
         self.root.check()
 
     def arrive(self, sum_: Packet) -> None:
-        if self.server.came(sum_.number):
+        if self.server.accept(sum_.number):
             self.got[sum_.number] = sum_.data
 
     def beat(self, beat: Heartbeat) -> None:
@@ -171,7 +171,7 @@ def test_merging_at_two_levels_is_merging_at_one() -> None:
         latest = None
         for step in range(40):
             worker = workers[step % 4]
-            worker.came(rng.randrange(12))
+            worker.accept(rng.randrange(12))
             beat = leaves[step % 4 // 2].child_beat(step % 2, worker.heartbeat())
             if beat is not None:
                 latest = root.child_beat(step % 4 // 2, beat)

@@ -157,10 +157,10 @@ def test_what_cannot_leave_waits_in_order_and_blocks_nobody() -> None:
     out.send(run_of(3), 10, [A])
     assert out.waits and socket.sent == [(run_of(1, 2).tobytes(), 10, A)]
     socket.room = 1
-    out.go_on()
+    out.resume()
     assert out.waits
     socket.room = 9
-    out.go_on()
+    out.resume()
     assert not out.waits and out.given_up == 0 and out.sent == 7
     assert socket.sent[1:] == [
         (run_of(1, 2).tobytes(), 10, B),
@@ -174,7 +174,7 @@ def test_what_waits_for_too_long_is_lost_and_counted(monkeypatch: pytest.MonkeyP
     socket = Narrow(1)
     out = SwitchOutgoing(socket)  # type: ignore[arg-type]
     out.send(run_of(1, 2), 10, [A, B, C])
-    out.go_on()
+    out.resume()
     assert not out.waits and out.given_up == 4 and out.sent == 2
 
 
@@ -184,9 +184,9 @@ def children(count: int) -> Children:
 
 def test_nothing_is_said_before_all_children_have_spoken() -> None:
     both = children(2)
-    assert both.heard(0, Heartbeat(5, 9), A, (0, 4), 100.1)
+    assert both.heartbeat(0, Heartbeat(5, 9), A, (0, 4), 100.1)
     assert both.merged == NOTHING and both.addresses == [A]
-    assert both.heard(1, Heartbeat(3, 12, 0b10), B, (0, 6), 100.1)
+    assert both.heartbeat(1, Heartbeat(3, 12, 0b10), B, (0, 6), 100.1)
     assert both.merged == Heartbeat(3, 9, 0b10) and both.addresses == [A, B]
 
 
@@ -196,21 +196,21 @@ def test_a_heartbeat_from_elsewhere_moves_a_child_only_if_it_says_more_or_the_ch
 ):
     one = children(1)
     beat = Heartbeat(5, 9)
-    assert one.heard(0, beat, A, (0, 0), 100.0)
-    assert not one.heard(0, beat, B, (0, 0), 100.5) and one.addresses == [A]
-    assert one.heard(0, Heartbeat(6, 10), B, (0, 0), 100.5) and one.addresses == [B]
-    assert not one.heard(0, Heartbeat(5, 9), A, (0, 0), 100.6) and one.addresses == [B]
-    assert one.heard(0, Heartbeat(6, 10), C, (0, 0), 101.6) and one.addresses == [C]
+    assert one.heartbeat(0, beat, A, (0, 0), 100.0)
+    assert not one.heartbeat(0, beat, B, (0, 0), 100.5) and one.addresses == [A]
+    assert one.heartbeat(0, Heartbeat(6, 10), B, (0, 0), 100.5) and one.addresses == [B]
+    assert not one.heartbeat(0, Heartbeat(5, 9), A, (0, 0), 100.6) and one.addresses == [B]
+    assert one.heartbeat(0, Heartbeat(6, 10), C, (0, 0), 101.6) and one.addresses == [C]
 
 
 def test_the_most_silent_worker_of_the_subtree_is_told() -> None:
     three = children(3)
     assert three.most_silent(100.25) == (250, UNKNOWN_RANK)
     for number, below in enumerate([(0, 7), (1300, 12), (40, 9)]):
-        assert three.heard(number, Heartbeat(0, 3), (f"10.0.0.{number}", 1), below, 100.25)
+        assert three.heartbeat(number, Heartbeat(0, 3), (f"10.0.0.{number}", 1), below, 100.25)
     assert three.most_silent(100.5) == (1550, 12)  # a switch says it of one of its workers
     silent = three.silent(100.5)
     assert [(child.number, seconds) for child, seconds in silent] == [(1, 1.55)]
     assert str(silent[0][0]) == "child 1 (worker 12, 10.0.0.1:1)"
-    assert three.heard(1, Heartbeat(0, 3), ("10.0.0.1", 1), (0, 11), 101.5)
+    assert three.heartbeat(1, Heartbeat(0, 3), ("10.0.0.1", 1), (0, 11), 101.5)
     assert [child.number for child, _ in three.silent(101.5)] == [0, 2]

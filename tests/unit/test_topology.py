@@ -97,7 +97,7 @@ def test_two_nodes_a_gpu_a_card_and_an_ssd(server: Tree, tmp_path: Path) -> None
             " most 16.0 GT/s x16"
         ),
         "note: network card ens1 uses 8 of its 16 PCIe lanes",
-        "note: between network card ens1 and GPU 0000:41:00.0 lies the link of two NUMA nodes",
+        "note: network card ens1 and GPU 0000:41:00.0 are on different NUMA nodes",
         f"{tmp_path} on nvme0n1: NUMA node 0, 0000:40:03.2 > 0000:44:00.0, link 16.0 GT/s x4",
     ]
     assert not missing
@@ -132,7 +132,7 @@ def test_an_array_is_its_disks(server: Tree, tmp_path: Path) -> None:
         in lines
     )
     assert f"{tmp_path} on loop0: NUMA node unknown, unknown, link unknown" in lines
-    assert missing == [f"NUMA node, PCIe place, PCIe link of {tmp_path} on loop0"]
+    assert missing == [f"NUMA node, PCIe path, PCIe link of {tmp_path} on loop0"]
 
 
 def test_a_virtual_machine(tree: Tree, tmp_path: Path) -> None:
@@ -147,10 +147,10 @@ def test_a_virtual_machine(tree: Tree, tmp_path: Path) -> None:
         "network card eth0: NUMA node 0, 0000:00:03.0, link unknown",
     ]
     assert missing == [
-        f"the device under {tmp_path}: its file system does not say it",
+        f"the device under {tmp_path}: its file system does not report it",
         "PCIe link of network card eth0",
     ]
-    assert cards(tree.root) == ([], ["the rate that network card eth0 is made for"])
+    assert cards(tree.root) == ([], ["the rate of network card eth0"])
 
 
 def test_nothing_at_all(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_nothing_at_all(tmp_path: Path) -> None:
     assert lines == [] and missing == [
         "NUMA nodes",
         "network cards: there are none",
-        f"the device under {tmp_path}: its file system does not say it",
+        f"the device under {tmp_path}: its file system does not report it",
     ]
     assert (
         cards(tmp_path / "none") == ([], [])
@@ -202,6 +202,6 @@ def test_a_function_that_does_not_say_what_it_is(server: Tree, what: str) -> Non
 
 def test_a_card_whose_link_is_down(server: Tree) -> None:
     (server.root / f"devices/{CARD}/net/ens1/speed").unlink()
-    assert cards(server.root) == ([], ["the rate that network card ens1 is made for"])
+    assert cards(server.root) == ([], ["the rate of network card ens1"])
     server.write(f"devices/{CARD}/net/ens1/speed", "-1")
-    assert cards(server.root) == ([], ["the rate that network card ens1 is made for"])
+    assert cards(server.root) == ([], ["the rate of network card ens1"])

@@ -15,7 +15,7 @@ import roadtrain
 from roadtrain import Delay, Downcast, FanIn, Files, Memory, Servers, SwitchNode, TopK
 from roadtrain.chunks import ChunkTable, ParamSpec
 from roadtrain.config.job import make_job
-from roadtrain.environment import WorkerGroup
+from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.kernels.torch_rules import rules_for
 from roadtrain.placement.session_plan import Request, plan_session
@@ -50,25 +50,28 @@ OPTIONS: dict[str, Any] = dict.fromkeys(("store", "compress", "delay", "host_bud
         (lambda: Files(["a", "b"], rates=[1]), r"rates \[1\] for 2 directories"),
         (lambda: Files("a", rates=[float("nan")]), r"`rates` cannot be \[nan\]"),
         (lambda: Files("a", rates="fast"), "`rates` cannot be 'fast'"),  # type: ignore[arg-type]
-        (lambda: Servers([]), r"Servers of \[\]"),
+        (lambda: Servers([]), r"Servers\(\[\]\): no addresses"),
         (lambda: Servers(A), f"`addresses` cannot be '{A}'"),
-        (lambda: Servers(["nowhere"]), "'nowhere' is no address"),
+        (lambda: Servers(["nowhere"]), "'nowhere' is not an address"),
         (lambda: Servers([A], replicas=2), r"replicas = 2 with 1 server\(s\)"),
         (lambda: Servers([A, B], replicas=3), "replicas = 3"),  # type: ignore[arg-type]
         (lambda: Servers([A, B], give_up=[A]), "with replicas = 1"),
         (lambda: Servers([A, B], replicas=2, give_up=[A, B]), "give_up = .* with replicas = 2"),
         (lambda: Servers([A, B], replicas=2, give_up=["x:1"]), "give_up = .*x:1"),
-        (lambda: Servers([A, B], replicas=2, relay="1GiB"), "which of 2 replicas is missing"),
+        (
+            lambda: Servers([A, B], replicas=2, relay="1GiB"),
+            "which of 2 replicas of a server is missing",
+        ),
         (lambda: Servers([A], buffering="some"), "`buffering` cannot be 'some'"),  # type: ignore[arg-type]
-        (lambda: Servers([A], residuals=Files(["a", "b"])), "residuals in 2 directories"),
+        (lambda: Servers([A], residuals=Files(["a", "b"])), "residuals are in 2 directories"),
         (lambda: Servers([A], token=b"x" * 16, link=TcpOptions()), "together with token"),
         (lambda: Servers([A], fan_in=B), f"`fan_in` cannot be '{B}'"),
-        (lambda: Servers([A], fan_in=[]), "fan_in without a switch"),
-        (lambda: Servers([A], fan_in=[A, B]), "2 switches are below no other"),
-        (lambda: Servers([A], fan_in=["rack"]), "'rack' is no address"),
+        (lambda: Servers([A], fan_in=[]), "fan_in has no switch"),
+        (lambda: Servers([A], fan_in=[A, B]), "2 switches have no parent"),
+        (lambda: Servers([A], fan_in=["rack"]), "'rack' is not an address"),
         (lambda: Servers([A], fan_in=[B], tls=Tls(ca=Path("ca.pem"))), "not encrypted"),
         (lambda: Servers([A], fan_in=[B], link=TcpOptions(tls=Tls())), "not encrypted"),
-        (lambda: Servers([A], fan_in=[B], link=OtherOptions()), "link= is .*OtherOptions"),
+        (lambda: Servers([A], fan_in=[B], link=OtherOptions()), "link is .*OtherOptions"),
     ],
 )
 def test_a_value_refuses_what_it_cannot_be(make: Any, words: str) -> None:
@@ -110,7 +113,7 @@ def asked(local: int = 1, **options: Any) -> Request:
         "backwards_per_step": None,
         "chunk_elements": 1 << 16,
         "deadline_s": 1.0,
-        "group": WorkerGroup(local=local),
+        "group": WorkerIdentity(local=local),
         "report": lambda _: None,
     }
     return Request(**{**given, **options})
@@ -122,37 +125,37 @@ FEEDBACK = TopK(0.1, error_feedback=True)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"compress": Downcast("bf16")}, "without servers: no gradient travels"),
+        ({"compress": Downcast("bf16")}, "without servers: no gradients are sent"),
         ({"compress": FEEDBACK, "store": Servers([A])}, r"1 server\(s\), 0 directories"),
         ({"store": Servers([A], residuals="r")}, "1 directories .* error feedback False"),
         ({"compress": FEEDBACK, "delay": Delay(1)}, "error feedback needs the last update"),
-        ({"compress": FEEDBACK, "backwards_per_step": 2}, "one residual a step"),
+        ({"compress": FEEDBACK, "backwards_per_step": 2}, "one residual per step"),
         (
             {"compress": TopK(0.1), "store": Servers([A], relay="1GiB"), "local": 2},
             "whole gradients of its 2 workers",
         ),
         (
             {"delay": Delay(2), "store": Servers([A], buffering="none")},
-            "needs those that forward had",
+            "may change between forward and backward",
         ),
         (
             {"compress": TopK(0.1), "store": Servers([A], fan_in=[B])},
             "switches add whole gradients",
         ),
         (
-            {"store": Servers([A], fan_in=TREE), "group": WorkerGroup(workers=3)},
-            r"workers \[0, 1\] are below switches, the job has workers 0 to 2",
+            {"store": Servers([A], fan_in=TREE), "group": WorkerIdentity(workers=3)},
+            r"the switches list workers \[0, 1\], the job has workers 0 to 2",
         ),
         (
             {
                 "store": Servers([A], fan_in=TREE, relay="1GiB"),
-                "group": WorkerGroup(workers=2, local=2),
+                "group": WorkerIdentity(workers=2, local=2),
             },
-            r"workers \[0, 1\] are below switches, the job has workers 0 to 0",
+            r"the switches list workers \[0, 1\], the job has workers 0 to 0",
         ),
         (
-            {"store": Servers([A], fan_in=[B]), "group": WorkerGroup(workers=65)},
-            "65 children of switch 10.0.0.2:7000, 1 to 64",
+            {"store": Servers([A], fan_in=[B]), "group": WorkerIdentity(workers=65)},
+            "switch 10.0.0.2:7000 has 65 children, 1 to 64",
         ),
     ],
 )
@@ -163,14 +166,14 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], words: st
 
 def test_what_sums_in_the_network_cost_is_printed() -> None:  # Rule 2
     said: list[str] = []
-    group = WorkerGroup(workers=2)
+    group = WorkerIdentity(workers=2)
     asked(store=Servers([A], fan_in=TREE), group=group, report=said.append).say_lossy()
     # 2 workers, 6 bits of magnitude each: 2 units of 2^-6 of a power of two of up to twice as much
     assert len(said) == 1 and "summed in the network as int8, by 2 switch(es)" in said[0]
     assert f"off by at most {2 * 2 * 2.0**-6:.1e} of the greatest magnitude" in said[0]
     relayed = Servers([A], fan_in=[B], relay="1GiB")
     said.clear()
-    asked(store=relayed, group=WorkerGroup(workers=4, local=2), report=said.append).say_lossy()
+    asked(store=relayed, group=WorkerIdentity(workers=4, local=2), report=said.append).say_lossy()
     assert "an element of the sum of 2 is off" in said[0]  # relays are summed, not workers
 
 
@@ -241,5 +244,5 @@ def test_a_jobs_switches_reach_its_servers() -> None:
     store = placed_options(job, moves=False)["store"]
     assert isinstance(store, Servers) and store.route.plan == FanIn((SwitchNode(B),))  # type: ignore[attr-defined]
     alone = make_job({"model": {"pretrained": "x"}, "servers": {"switches": [B]}})
-    with pytest.raises(ConfigError, match="switches, and no servers are given"):
+    with pytest.raises(ConfigError, match="switches are set, but there are no servers"):
         placed_options(alone, moves=False)

@@ -133,7 +133,7 @@ class World:
     def feed(self, actions):
         for action in actions:
             match action:
-                case w.Say(message, servers):
+                case w.SendTo(message, servers):
                     for number in servers:
                         self.say(number, message)
                 case w.StartPulls(target, pulls):
@@ -265,7 +265,7 @@ class World:
         self.end_update(block)
 
     def end_update(self, block):
-        if self.machine.left_over(block):
+        if self.machine.unchanged(block):
             self.until(lambda: self.machine.sums_here(block))
         self.feed(self.machine.end_update(block))
 
@@ -457,9 +457,9 @@ def test_what_a_gradient_may_become():
 def test_nothing_is_said_of_gradients_on_their_way():
     machine = a_machine()
     machine.copying += 1
-    assert not machine.may_say()
+    assert not machine.may_send()
     machine.copying -= 1
-    assert machine.may_say()
+    assert machine.may_send()
 
 
 def test_residuals_are_of_one_worker():
@@ -530,7 +530,7 @@ def test_a_block_is_fetched_again_when_its_values_change(staleness, versions):
 
 def test_a_slot_says_which_version_is_in_it():
     machine = a_machine()
-    machine.begin_again(3)
+    machine.reset(3)
     machine.fetch_block(1)
     slot = machine.prefetch.where[1]
     assert machine.slot_version[slot] == machine.blocks[1].version == 1
@@ -557,7 +557,7 @@ def test_to_begin_again_is_to_begin_there(staleness):
         arrive(machine, machine.end_step(step))
         machine.commit.committed = step
     machine.current.add(0)
-    machine.begin_again(7)
+    machine.reset(7)
     machine.check()
     fresh = a_machine(staleness=staleness, committed=7)
 
@@ -599,6 +599,6 @@ def test_other_contents_are_fetched_anew():
     for pull in pulls.pulls:
         machine.handle(messages.Pulled(pull.ticket, pull.chunk.id))
     assert machine.slot_of(1) is not None and not machine.root_is_old
-    machine.begin_again(7)
+    machine.reset(7)
     assert machine.slot_of(1) is None and machine.root_is_old
     assert machine.commit.committed == 7 and machine.open_step == 8

@@ -1,4 +1,5 @@
-"""The files that users write: jobs, clusters, models and plans, typed and checked.
+"""Files that users write (jobs, clusters, models and plans), as typed and checked values.
 
-Frozen values, and arithmetic on them; no torch, sockets or clock. Read `job.py` first.
+The values are frozen, and the code here only does arithmetic on them: no torch, sockets or clock.
+Read `job.py` first.
 """

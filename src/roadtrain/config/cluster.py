@@ -1,5 +1,4 @@
-"""Cluster: what machines and links there are, with measured, stated or assumed rates. <->
-cluster.toml
+"""The cluster file: machines, devices and links, with measured, stated or assumed rates.
 
     name = "two servers and a spare host"
     [[hosts]]
@@ -15,12 +14,11 @@ cluster.toml
     memory = "128GB"
     nics = [{ kind = "ethernet", rate = "25Gbit/s" }]
 
-Every rate is of one direction and bytes (or bits) a second. An SSD has three limits: its media
-(`read`, `write`, and
-`mixed`: 1 where reads and writes share one, 2 where they do not touch), the `internal` link to a
-processor of its own, and the host's `uplink`, which all SSDs of a host share. NICs of one kind meet
-at one switch, unless they name others. What the file leaves out is filled in and listed in
-`assumed` (`guesses` has the values); what was measured, in `measured`. Arithmetic only.
+Every rate is for one direction, in bytes or bits a second. An SSD has three limits: its media
+(`read`, `write` and `mixed`), the `internal` link to its own processor, and the `uplink` that all
+SSDs of a host share. NICs of the same kind are connected to one switch, unless they name different
+switches. Values that the file leaves out are filled in and their keys listed in `assumed`
+(`guesses` returns the values); keys of measured values are listed in `measured`. Arithmetic only.
 """
 
 from __future__ import annotations
@@ -58,72 +56,71 @@ from roadtrain.units import show_rate, show_seconds
 
 
 class Device(Section):
-    """One accelerator. `flops`: peak of the 16-bit dtype that is computed in, `peaks`: of others
-    by name ("fp8", "nvfp4"); `copy`: to and from its host (PCIe)."""
+    """An accelerator. `peaks`: compute speeds in other number formats by name ("fp8", "nvfp4")."""
 
-    kind: str = "device"
-    flops: Flops = Field(gt=0)
+    kind: str = Field(default="device", description="model of the device, such as A100-80GB")
+    flops: Flops = Field(gt=0, description="peak compute speed in 16 bits")
     peaks: dict[str, Annotated[Flops, Field(gt=0)]] = Field(default_factory=dict)
-    memory: Bytes = Field(gt=0)
-    memory_rate: Rate = 0.0
-    copy_rate: Rate = Field(default=0.0, alias="copy")
-    idle_watts: Number = 0
-    peak_watts: Number = 0
+    memory: Bytes = Field(gt=0, description="bytes of device memory")
+    memory_rate: Rate = Field(default=0.0, description="memory bandwidth; 0: assumed from flops")
+    copy_rate: Rate = Field(default=0.0, alias="copy", description="to and from host; 0: 12GB/s")
+    idle_watts: Number = Field(default=0, description="watts when idle")
+    peak_watts: Number = Field(default=0, description="watts when busy; 0: as when idle")
 
     @property
     def is_host(self) -> bool:
-        """Whether it is the host's processors, so that its memory is the host's."""
+        """Whether the device is the host's CPUs, which use the host's memory."""
         return self.kind == "cpu"
 
     def peak(self, precision: str) -> float:
-        """FLOP/s; "" is the 16-bit dtype. Raises ConfigError for one that it has no peak of."""
+        """Return the peak in FLOP/s; "" means 16 bits. Raises ConfigError for a precision without
+        a peak."""
         if precision and precision not in self.peaks:
             raise ConfigError(
                 f"device {self.kind} has no peak for {precision!r}",
-                hint=f"known are {', '.join(self.peaks) or 'none'}; give it in `peaks`",
+                hint=f"its `peaks` are {', '.join(self.peaks) or 'empty'}; add {precision!r} there",
             )
         return self.peaks[precision] if precision else self.flops
 
 
 class Ssd(Section):
-    """`updates`: state bytes a second that a processor beside it updates (near-storage), over
-    `internal`. `depth`: how many reads, and writes, share its rate at once; 1: in the order of
-    arrival."""
+    """SSDs of one kind. `mixed`: how much reads and writes overlap, from 1 (they share one rate) to
+    2 (they do not slow each other down). With `depth` 1, requests run in order of arrival.
+    `updates`: a second, by a processor in the SSD (near-storage)."""
 
-    count: Count = 1
-    read: Rate = Field(gt=0)
-    write: Rate = Field(gt=0)
-    mixed: Real = Field(default=1.0, ge=1, le=2)
-    capacity: Bytes = 0.0
-    depth: Count = 2
-    internal: Rate = 0.0
-    updates: Rate = 0.0
-    price: Number = 0
+    count: Count = Field(default=1, description="number of these SSDs in each machine")
+    read: Rate = Field(gt=0, description="read rate of one SSD")
+    write: Rate = Field(gt=0, description="write rate of one SSD")
+    mixed: Real = Field(default=1.0, ge=1, le=2, description="1: reads and writes share a rate")
+    capacity: Bytes = Field(default=0.0, description="bytes of one; needed to keep data on it")
+    depth: Count = Field(default=2, description="reads, and writes, that run at the same time")
+    internal: Rate = Field(default=0.0, description="rate to a processor in it; 0: as `read`")
+    updates: Rate = Field(default=0.0, description="bytes of state that it updates; 0: none")
+    price: Number = Field(default=0, description="cost of buying one SSD")
     directories: tuple[str, ...] = ()
-    """where each is mounted, which `plan` needs for what runs; `{host}` stands for the name of the
-    machine"""
+    """mount point of each SSD, needed to run a plan and not to simulate it; `{host}` stands for the
+    name of the machine"""
 
     @model_validator(mode="after")
-    def _one_directory_each(self) -> Self:
+    def _check_directories(self) -> Self:
         if self.directories and len(self.directories) != self.count:
             raise ValueError(
-                f"{self.count} SSDs have {len(self.directories)} directories, give one each or none"
+                f"{self.count} SSDs have {len(self.directories)} directories; give each one or none"
             )
-        if relative := next((one for one in self.directories if not one.startswith("/")), None):
-            raise ValueError(f"the directory {relative!r} of an SSD does not begin with /")
+        if relative := next((path for path in self.directories if not path.startswith("/")), None):
+            raise ValueError(f"the directory {relative!r} of an SSD is not absolute")
         return self
 
 
 class Nic(Section):
-    """`count` cards of `rate` each. `relay`: it has a processor and memory of its own
-    (SmartNIC)."""
+    """Network cards of one kind."""
 
     kind: Literal["infiniband", "roce", "ethernet"] = "ethernet"
-    rate: Rate = Field(gt=0)
-    count: Count = 1
-    latency: Seconds = 0.0
-    switch: str = ""
-    relay: Flag = False
+    rate: Rate = Field(gt=0, description="rate of one card in each direction")
+    count: Count = Field(default=1, description="number of these cards in each machine")
+    latency: Seconds = Field(default=0.0, description="one-way latency; 0: usual for its kind")
+    switch: str = Field(default="", description="switch it connects to; default: one for each kind")
+    relay: Flag = Field(default=False, description="it has a processor and memory (SmartNIC)")
 
     @property
     def total(self) -> float:
@@ -132,7 +129,7 @@ class Nic(Section):
 
 def _without_port(address: str) -> str:
     if address.count(":") == 1:
-        raise ConfigError(f"the address {address!r} has a port, give it none")
+        raise ConfigError(f"the address {address!r} has a port; write it without one")
     return address
 
 
@@ -140,53 +137,53 @@ Address = Annotated[str, AfterValidator(refusing(_without_port))]
 
 
 class Switch(Section):
-    """Of the network, or a machine beside it that runs `roadtrain serve --switch` (`rate`)."""
+    """A switch of the network, or, with `rate`, a machine beside it that runs
+    `roadtrain serve --switch`."""
 
-    name: str
+    name: str = Field(description="name, unique among switches")
     sums: Flag = False
-    """adds gradients up on the way, and copies parameters to all"""
+    """it sums gradients on their way and copies parameters to all hosts"""
     multicasts: Flag = False
-    """the network sends one packet to many"""
+    """the network delivers one packet to many hosts"""
     slots: Whole = 0
-    """packets that its table has room for; 0: all that a plan asks for"""
+    """packets that fit into its table; 0: as many as a plan needs"""
     packet_rate: Number = 0
-    """that it takes in and sends out a second, together; 0: any number"""
+    """packets a second that it can receive and send, counted together; 0: unlimited"""
     rate: Rate = 0.0
-    """of its own card, each way, where it is a machine beside the network; 0: it is in the way of
-    all that crosses it"""
+    """rate of its own network card in each direction, if it is a machine beside the network;
+    0: it is a switch that all traffic crosses"""
     address: Address = ""
-    """by which hosts reach the machine that it is, without a port"""
+    """address at which hosts reach that machine, without a port"""
 
 
-def _device(given: object) -> object:
-    return template("device", given) if isinstance(given, str) else given
+def _device(value: object) -> object:
+    return template("device", value) if isinstance(value, str) else value
 
 
 class Host(Section):
-    """`count` machines alike. `updates`: bytes of state and gradient a second that its processors
-    update; `sums`: bytes of arriving gradient that they add up. `fabric`: between its devices, of
-    one device's direction (NVLink).
+    """Machines of one kind. `fabric`: for one device and direction. `updates`: bytes of state and
+    gradients a second. `sums`: bytes of arriving gradients a second.
     """
 
-    name: str
-    count: Count = 1
-    devices: Whole = 0
+    name: str = Field(description="name of this kind of host")
+    count: Count = Field(default=1, description="number of machines")
+    devices: Whole = Field(default=0, description="devices of each; 1 if `device` is set")
     device: Annotated[Device | None, BeforeValidator(refusing(_device))] = None
-    fabric: Rate = 0.0
-    memory: Bytes = Field(gt=0)
-    memory_rate: Rate = 0.0
-    updates: Rate = 0.0
-    sums: Rate = 0.0
+    fabric: Rate = Field(default=0.0, description="rate between its devices (NVLink); 0: by `copy`")
+    memory: Bytes = Field(gt=0, description="bytes of memory of one machine")
+    memory_rate: Rate = Field(default=0.0, description="memory bandwidth; 0: 20GB/s is assumed")
+    updates: Rate = Field(default=0.0, description="bytes that CPUs update; 0: 60 % of memory_rate")
+    sums: Rate = Field(default=0.0, description="bytes that CPUs sum; 0: 60 % of memory_rate")
     ssds: tuple[Ssd, ...] = ()
-    uplink: Rate = 0.0
+    uplink: Rate = Field(default=0.0, description="rate that all its SSDs share; 0: 12GB/s")
     nics: tuple[Nic, ...] = ()
     price: Number = 0
-    """of buying one"""
-    price_per_hour: Number = 0
-    idle_watts: Number = 0
-    peak_watts: Number = 0
+    """cost of buying one machine"""
+    price_per_hour: Number = Field(default=0, description="cost of renting one machine for an hour")
+    idle_watts: Number = Field(default=0, description="watts when idle, without devices")
+    peak_watts: Number = Field(default=0, description="watts when busy, without devices")
     addresses: tuple[Address, ...] = ()
-    """by which the others reach each of them, without a port"""
+    """address of each machine, at which the others reach it, without a port"""
 
     @model_validator(mode="before")
     @classmethod
@@ -195,69 +192,69 @@ class Host(Section):
         return {"devices": 1, **tree} if has_device else tree
 
     @property
-    def together(self) -> Self:
-        """One machine that has what all `count` have."""
+    def combined(self) -> Self:
+        """A single machine with the combined resources of all `count` machines."""
         names = ("memory", "memory_rate", "updates", "sums", "uplink")
         more = {name: getattr(self, name) * self.count for name in names}
         ssds, nics = (
-            tuple(one.model_copy(update={"count": one.count * self.count}) for one in every)
-            for every in (self.ssds, self.nics)
+            tuple(part.model_copy(update={"count": part.count * self.count}) for part in parts)
+            for parts in (self.ssds, self.nics)
         )
         return self.model_copy(update={**more, "count": 1, "ssds": ssds, "nics": nics})
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
+    def _check_whole(self) -> Self:
         if self.devices and self.device is None:
-            raise ValueError(f"host {self.name!r} has {self.devices} devices but no `device`")
+            raise ValueError(f"host {self.name!r} has {self.devices} devices and no `device`")
         if self.addresses and len(self.addresses) != self.count:
             raise ValueError(
-                f"host {self.name!r} is there {self.count} times and has {len(self.addresses)}"
-                " addresses, give one each or none"
+                f"host {self.name!r} has count = {self.count} and {len(self.addresses)} addresses;"
+                " give each machine one or none"
             )
-        for what in (self, *([self.device] if self.device else ())):
-            if 0 < what.peak_watts < what.idle_watts:
+        for part in (self, *([self.device] if self.device else ())):
+            if 0 < part.peak_watts < part.idle_watts:
                 raise ValueError(
-                    f"host {self.name!r}: {what.peak_watts:g} W at most are less than"
-                    f" {what.idle_watts:g} W idle"
+                    f"host {self.name!r}: peak_watts = {part.peak_watts:g} is less than"
+                    f" idle_watts = {part.idle_watts:g}"
                 )
         return self
 
 
 class LinkRate(Section):
-    """Between two switches, all that crosses them together."""
+    """A link between two switches."""
 
-    between: tuple[str, str]
-    rate: Rate = Field(gt=0)
-    latency: Seconds = 0.0
+    between: tuple[str, str] = Field(description="names of the two switches")
+    rate: Rate = Field(gt=0, description="rate in each direction, shared by all traffic")
+    latency: Seconds = Field(default=0.0, description="one-way latency")
 
 
 class Cluster(Section):
-    name: str = "cluster"
+    name: str = Field(default="cluster", description="name in reports")
     hosts: tuple[Host, ...] = Field(min_length=1)
     switches: tuple[Switch, ...] = ()
     links: tuple[LinkRate, ...] = ()
-    measured: tuple[str, ...] = ()
-    assumed: tuple[str, ...] = ()
-    price_per_kwh: Number = 0
+    measured: tuple[str, ...] = Field(default=(), description="keys whose values were measured")
+    assumed: tuple[str, ...] = Field(default=(), description="keys whose values were assumed")
+    price_per_kwh: Number = Field(default=0, description="cost of a kilowatt-hour")
 
     @model_validator(mode="after")
-    def _meets(self) -> Self:
+    def _check_names(self) -> Self:
         names = [host.name for host in self.hosts]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"two kinds of hosts are called {twice!r}")
-        known = {switch.name for switch in self.switches}
+            raise ValueError(f"two entries of `hosts` are named {twice!r}")
+        switches = {switch.name for switch in self.switches}
         ends = [
-            (f"a card of host {host.name!r}", nic.switch)
+            (f"a network card of host {host.name!r}", nic.switch)
             for host in self.hosts
             for nic in host.nics
             if nic.switch
         ]
         ends += [("a link", end) for link in self.links for end in link.between]
-        for what, end in ends:
-            if end not in known:
+        for source, end in ends:
+            if end not in switches:
                 raise ValueError(
-                    f"{what} leads to a switch {end!r} that is not there; there are "
-                    f"{len(known)} ({', '.join(sorted(known)) or 'none'})"
+                    f"{source} leads to switch {end!r}, which is not defined; there are "
+                    f"{len(switches)} switches ({', '.join(sorted(switches)) or 'none'})"
                 )
         return self
 
@@ -274,21 +271,24 @@ class Cluster(Section):
         return sum(host.count * host.devices for host in self.hosts)
 
     def switch_of(self, nic: Nic) -> str:
-        """The name of the switch where `nic` meets others; cards that name none meet those of
-        their kind."""
+        """Return the name of the switch that `nic` is connected to: its `switch`, or its kind if
+        it names none."""
         return nic.switch or nic.kind
 
     def common(self, hosts: Sequence[Host]) -> tuple[Nic, ...]:
-        """The cards (one a host, in order) by which all of `hosts` reach each other fastest: of one
-        kind and one switch (Yang et al. (Holmes), section 3.2, the general case), else of different
-        kinds or switches over links between these, with what the slowest link leaves of their rate
-        and with all latency. Raises ConfigError where there are none.
+        """Choose the network cards, one per host in order, over which `hosts` reach each other
+        fastest.
+
+        Cards of one kind on one switch are preferred (Yang et al. (Holmes), section 3.2, the
+        general case). Otherwise cards on different switches are used, with their rate limited by
+        the slowest link between the switches and with its latency added. Raises ConfigError if
+        the hosts are not connected.
         """
-        way = fastest_common([host.nics for host in hosts], self.switch_of, lambda nic: nic.total)
-        if way is not None:
-            return way
+        cards = fastest_common([host.nics for host in hosts], self.switch_of, lambda nic: nic.total)
+        if cards is not None:
+            return cards
         best = tuple(max(host.nics, key=lambda n: n.total) for host in hosts if host.nics)
-        link = self._slowest_way(best)
+        link = self._slowest_route(best)
         if len(best) == len(hosts) and link is not None:
             return tuple(
                 nic.model_copy(
@@ -303,7 +303,7 @@ class Cluster(Section):
         raise self._apart(hosts)
 
     def _apart(self, hosts: Sequence[Host]) -> ConfigError:
-        """Say why hosts cannot reach each other, and which keys of the file would change it."""
+        """Explain why hosts cannot reach each other and which keys of the file to change."""
         names = list(dict.fromkeys(host.name for host in hosts))
         ends = {host.name: dict.fromkeys(map(self.switch_of, host.nics)) for host in hosts}
         bare = [name for name in names if not ends[name]]
@@ -311,62 +311,62 @@ class Cluster(Section):
             why = f"{' and '.join(bare)} {'has' if len(bare) == 1 else 'have'} no network card"
             hint = f'give {" and ".join(bare)} `nics = [{{ rate = "10Gbit/s" }}]`'
         else:
-            why = "; ".join(f"{name} is at {', '.join(ends[name])}" for name in names)
-            hint = "give them cards of one kind, or a [[links]] between their switches"
-        many = f"{len(hosts)} hosts called" if len(names) == 1 else "hosts"
+            why = "; ".join(f"{name} is connected to {', '.join(ends[name])}" for name in names)
+            hint = "give them cards of one kind, or add a [[links]] between their switches"
+        many = f"{len(hosts)} hosts named" if len(names) == 1 else "hosts"
         return ConfigError(
             f"{many} {', '.join(names)} have no network in common: {why}",
             hint=f"{hint} in the cluster file",
         )
 
     def between(self, nics: Sequence[Nic]) -> float:
-        """Bytes a second of the slowest way between the switches of these cards; infinite where it
-        is one switch, or where no links lead from one to another."""
-        link = self._slowest_way(nics)
+        """Return the rate, in bytes a second, of the slowest route between the switches of these
+        cards; infinity if all are on one switch, or if no links connect the switches."""
+        link = self._slowest_route(nics)
         return float("inf") if link is None else link.rate
 
-    def _slowest_way(self, nics: Sequence[Nic]) -> LinkRate | None:
-        """Between any two of the cards' switches, as one link; None where it is one switch, or
-        where two are not connected."""
+    def _slowest_route(self, nics: Sequence[Nic]) -> LinkRate | None:
+        """Return the slowest route between any two switches of the cards, as one link; None if
+        all are on one switch, or if some are not connected."""
         ends = sorted({self.switch_of(nic) for nic in nics})
-        ways = [self.way(a, b) for a, b in itertools.combinations(ends, 2)]
-        found = [way for way in ways if way is not None]
-        return min(found, key=lambda way: way.rate) if found and len(found) == len(ways) else None
+        routes = [self.route(a, b) for a, b in itertools.combinations(ends, 2)]
+        found = [route for route in routes if route is not None]
+        return min(found, key=lambda r: r.rate) if found and len(found) == len(routes) else None
 
-    def way(self, here: str, there: str) -> LinkRate | None:
-        """From one switch to another by the fewest links, as one link; None where none lead
-        there."""
-        ways = {here: LinkRate.model_construct(between=(here, here), rate=float("inf"))}
+    def route(self, here: str, there: str) -> LinkRate | None:
+        """Return the route between two switches with the fewest links, as one link; None if they
+        are not connected."""
+        routes = {here: LinkRate.model_construct(between=(here, here), rate=float("inf"))}
         front, links = [here], sorted(self.links, key=lambda link: link.rate)
-        for at in front:  # grows meanwhile
+        for at in front:  # breadth first: grows while it is iterated
             for link in links:
                 end = link.between[link.between[0] == at]
-                if at in link.between and end not in ways:
-                    rate, latency = min(ways[at].rate, link.rate), ways[at].latency + link.latency
+                if at in link.between and end not in routes:
+                    rate, wait = min(routes[at].rate, link.rate), routes[at].latency + link.latency
                     ends = (here, end)
-                    ways[end] = LinkRate.model_construct(between=ends, rate=rate, latency=latency)
+                    routes[end] = LinkRate.model_construct(between=ends, rate=rate, latency=wait)
                     front.append(end)
-        return ways.get(there)
+        return routes.get(there)
 
     def to_toml(self) -> str:
         return as_toml(self, exclude_defaults=True, by_alias=True)
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Raises ConfigError: what is wrong, with both numbers, in one sentence. A path that is no
-    file may be the name of a template."""
+    """Read a cluster file, or a template if `path` is the name of one. Raises ConfigError."""
     if not Path(path).suffix and str(path) in _templates()["cluster"]:
         return make_cluster(template("cluster", str(path)))
     return make_cluster(read_toml(path, "cluster file"), str(path))
 
 
 def make_cluster(tree: Mapping[str, Any], where: str = "cluster") -> Cluster:
-    """`where`: the file, for errors. Raises ConfigError naming the key."""
+    """Build a cluster from a table. `where`: the file, for error messages. Raises ConfigError that
+    names the key."""
     return _filled(checked(Cluster, tree, where))
 
 
 def _filled(cluster: Cluster) -> Cluster:
-    """What was left out, by what is common; all of it listed."""
+    """Fill in typical values for those that were left out, and list their keys in `assumed`."""
     assumed, hosts = list(cluster.assumed), []
     for host in cluster.hosts:
         changes, names = _guessed(host)
@@ -377,7 +377,8 @@ def _filled(cluster: Cluster) -> Cluster:
 
 
 def _guessed(host: Host) -> tuple[dict[str, Any], list[str]]:
-    """Values of what the host's tables leave out, and what `assumed` calls them."""
+    """Guess the values that the host's tables leave out; returns them and their names in
+    `assumed`."""
     processed = 0.6 * (host.memory_rate or 20e9)
     usual = {"memory_rate": 20e9, "updates": processed, "sums": processed}
     usual |= {"uplink": 12e9} if host.ssds else {}
@@ -389,7 +390,7 @@ def _guessed(host: Host) -> tuple[dict[str, Any], list[str]]:
         names += [f"device.{'copy' if key == 'copy_rate' else key}" for key in own]
         changes["device"] = device.model_copy(update=own)
         if host.devices > 1 and not host.fabric:
-            # they reach each other as they reach their host
+            # devices without a fabric reach each other through their host
             changes["fabric"] = changes["device"].copy_rate
             names.append("fabric")
     if any(not nic.latency for nic in host.nics):
@@ -402,36 +403,36 @@ def _guessed(host: Host) -> tuple[dict[str, Any], list[str]]:
         if any(name not in ssd.model_fields_set for ssd in host.ssds):
             names.append(f"ssds.{name}")
     if any(ssd.updates and not ssd.internal for ssd in host.ssds):
-        names.append("ssds.internal")  # as fast as its reads
+        names.append("ssds.internal")  # assumed to be as fast as reads
     return changes, names
 
 
 def guesses(cluster: Cluster) -> dict[str, tuple[float, str]]:
-    """Of all that is assumed: its value (bytes a second, seconds, a number) and how people say
-    it."""
+    """Return, for every assumed key, its value (bytes a second, seconds or a plain number) and the
+    text to print for it."""
     out = {}
     for host in cluster.hosts:
         prefix = f"hosts.{host.name}."
         for name in (name for name in cluster.assumed if name.startswith(prefix)):
-            for what, value, said in _values(host, name.removeprefix(prefix)):
-                out[f"{prefix}{what}"] = value, said
+            for what, value, text in _values(host, name.removeprefix(prefix)):
+                out[f"{prefix}{what}"] = value, text
     return out
 
 
 def _values(host: Host, what: str) -> list[tuple[str, float, str]]:
-    """What is called so of a host, with its value; `nics` and `device` are all that could be
-    left out of them."""
+    """Return (key, value, text) for an assumed key of a host; `nics` and `device` stand for all
+    their keys that can be left out."""
     device, ssds = host.device, host.ssds
     if what == "device":
         return [*_values(host, "device.copy"), *_values(host, "device.memory_rate")]
     if what in ("nics", "nics.latency"):
         return [("nics.latency", nic.latency, show_seconds(nic.latency)) for nic in host.nics][:1]
     if what == "ssds.mixed":
-        words = "reads and writes share one rate" if ssds and ssds[0].mixed == 1 else "of at most 2"
+        words = "reads and writes share one rate" if ssds and ssds[0].mixed == 1 else "1 to 2"
         return [(what, ssd.mixed, f"{ssd.mixed:g} ({words})") for ssd in ssds][:1]
     if what == "ssds.depth":
-        said = "{} reads at once, and writes"
-        return [(what, float(ssd.depth), said.format(ssd.depth)) for ssd in ssds][:1]
+        text = "{} reads and as many writes at once"
+        return [(what, float(ssd.depth), text.format(ssd.depth)) for ssd in ssds][:1]
     values = {
         "device.copy": device.copy_rate if device else 0.0,
         "device.memory_rate": device.memory_rate if device else 0.0,
@@ -442,8 +443,8 @@ def _values(host: Host, what: str) -> list[tuple[str, float, str]]:
 
 
 def least_of(hosts: Sequence[Host]) -> Host:
-    """One host that has of each thing what the one with least has: what a group of them can rely
-    on. Its cards are the first host's."""
+    """Return a host that has, of each resource, the least that any of `hosts` has: what every host
+    of a group can rely on. Its network cards are those of the first host."""
     first = hosts[0]
     if all(host is first or host == first for host in hosts):
         return first
@@ -458,14 +459,14 @@ def least_of(hosts: Sequence[Host]) -> Host:
             for name in slowest.peaks
             if all(name in device.peaks for device in devices)
         }
-        # of which each takes of its host's memory
+        # the largest number of devices, because they share their host's memory
         changes |= {"device": slowest.model_copy(update=own)}
         changes |= {"devices": max(host.devices for host in hosts)}
     if all(host.ssds for host in hosts):
         every = [ssd for host in hosts for ssd in host.ssds]
         own = _least(every, "mixed", "depth") | {"count": 1}
         for name in ("read", "write", "capacity", "internal", "updates"):
-            # of a host all together; an internal link without a rate is as fast as reads
+            # per host, all SSDs together; an internal link without a rate is as fast as reads
             own[name] = min(
                 sum(
                     s.count * (getattr(s, name) or s.read * (name == "internal")) for s in host.ssds
@@ -479,20 +480,20 @@ def least_of(hosts: Sequence[Host]) -> Host:
 
 
 def _least(parts: Sequence[Any], *names: str) -> dict[str, Any]:
-    """The least of what parts have of each name."""
+    """Return the minimum over `parts` of each named attribute."""
     return {name: min(getattr(part, name) for part in parts) for name in names}
 
 
 def template(kind: str, name: str) -> dict[str, Any]:
-    """Of devices.toml: a `device` or a `cluster`, without its `source`. Raises ConfigError."""
-    known = _templates()[kind]
-    if name not in known:
+    """Return a `device` or `cluster` of devices.toml, without its `source`. Raises ConfigError."""
+    templates = _templates()[kind]
+    if name not in templates:
         raise ConfigError(
             f"no {kind} is called {name!r}",
-            hint=did_you_mean(name, known) or f"known are {', '.join(known)}; or give its figures",
+            hint=did_you_mean(name, templates) or f"give a table, or one of {', '.join(templates)}",
         )
     named = {"kind": name} if kind == "device" else {}
-    return {key: value for key, value in known[name].items() if key != "source"} | named
+    return {key: value for key, value in templates[name].items() if key != "source"} | named
 
 
 @cache

@@ -1,9 +1,9 @@
-"""Job: what the user asks for, one training run. One schema for the TOML file and the command line.
+"""The job file: one training run, with one schema for the TOML file and the command line.
 
-Order: default < file < command line. Unknown keys and wrong types raise ConfigError with the
-nearest valid name. Relative paths are relative to where the command runs; `{run}` in a store
-directory stands for the run directory.
-Does NOT know torch: names of optimizers and dtypes stay text here.
+The command line overrides the file, the file overrides defaults. Unknown keys and wrong types raise
+ConfigError with the nearest valid name. Relative paths are relative to the working directory;
+`{run}` in a store directory stands for the run directory.
+Does not import torch: names of optimizers and dtypes are plain text here.
 """
 
 from __future__ import annotations
@@ -49,32 +49,32 @@ from roadtrain.units import parse_bytes
 
 class RunSection(Section):
     dir: str = ""
-    """run directory; default runs/NAME-OF-THE-JOB-FILE"""
+    """run directory; default: runs/ and the name of the job file"""
     steps: Whole = 1000
-    """train up to this step"""
+    """train until this step, counted from the start of the run"""
     minutes: Number | None = Field(default=None, gt=0)
-    """stop after so long; the same command goes on"""
+    """stop after so many minutes; the same command continues the run"""
     memory_limit: SizeText | None = None
-    """hard limit of a process's memory, enforced by the system, as `1.5GiB`"""
+    """hard limit of a process's memory, enforced by the system, such as `1.5GiB`; default: none"""
     device: str = ""
-    """cpu, cuda (each worker's own one) or cuda:N; default: cuda where there is one"""
+    """cpu, cuda (each worker uses its own) or cuda:N; default: cuda if available, else cpu"""
     seed: Integer = 0
-    """of initial parameters, data order and dropout"""
+    """random seed of initial parameters, data order and dropout"""
     new_store: Flag = False
-    """go on with the store that is there, or a new one, whatever the run has trained"""
+    """start from the store as it is, or create a new one, even if the run has trained further"""
     log_every: Count = 1
-    """a line every so many steps where no progress bar can be drawn"""
+    """print a line every so many steps if no progress bar can be drawn"""
 
 
 class ModelSection(Section):
     config: dict[str, Any] = {}
-    """a transformers config: model_type and its own keys"""
+    """transformers config of a model to create: model_type and its own keys"""
     pretrained: str | None = None
-    """folder of config.json and safetensors"""
+    """directory of a model to load, with config.json and safetensors files"""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """of parameters in compute"""
+    """dtype of parameters during computation"""
     blocks: Texts | None = None
-    """names of the modules to stream; default: found"""
+    """names of the modules to stream one at a time; default: the model's layers are found"""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -87,152 +87,152 @@ class ModelSection(Section):
 
 class DataSection(Section):
     paths: Texts = [f"{sysconfig.get_path('stdlib')}/**/*.py"]
-    """files, folders or globs; default: the source of this Python's standard library"""
-    seq_len: Count = 256
+    """text files, directories or globs; default: the source of Python's standard library"""
+    seq_len: Count = Field(default=256, description="tokens of a sample")
     batch_size: Count = 8
-    """rows of one forward pass"""
+    """samples of one forward pass of a worker"""
     held_out: Number = Field(default=0.01, lt=1)
-    """fraction of the tokens never trained on"""
+    """fraction of the tokens that is held out for evaluation and never trained on"""
     tokenizer: str = "bytes"
-    """`bytes`, or the path of a tokenizer.json"""
+    """`bytes` (each byte is a token), or the path of a tokenizer.json"""
 
 
 class OptimizerSection(Section):
     name: str = Field(default="adamw", description=f"{', '.join(OPTIMIZERS)}, or MODULE:CLASS")
-    lr: Number = 3e-4
+    lr: Number = Field(default=3e-4, description="peak learning rate")
     weight_decay: Number | None = None
-    """default: the optimizer's own, as all below"""
-    betas: tuple[Number, Number] | None = None
-    eps: Number | None = None
-    momentum: Number | None = None
+    """weight decay coefficient; default of this and the next three: the optimizer's own"""
+    betas: tuple[Number, Number] | None = Field(default=None, description="Adam's two decay rates")
+    eps: Number | None = Field(default=None, description="added to denominators to avoid zero")
+    momentum: Number | None = Field(default=None, description="momentum factor of SGD")
     options: dict[str, Any] = {}
-    """any other argument of the optimizer's class"""
+    """further arguments of the optimizer's class"""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """of lr over run.steps"""
-    warmup_steps: Whole = 0
+    """how lr changes until run.steps"""
+    warmup_steps: Whole = Field(default=0, description="steps in which lr rises from 0")
     clip_norm: Number | None = Field(default=None, gt=0)
-    """clip the gradient's global norm"""
+    """largest norm of the whole gradient, which is scaled down to it; default: no clipping"""
     accumulate: Count = 1
-    """forward and backward passes a step"""
+    """forward and backward passes (micro-batches) per step, whose gradients are added up"""
     delay: Whole | Literal["none"] = 0
-    """updates that a step's parameters may lack; 1: a step computes while the last one's updates
-    run; `none`: no bound"""
+    """updates that may be missing from the parameters of a step; 0: none; 1: a step runs while the
+    updates of the step before are applied; `none`: no bound"""
 
     @field_validator("name")
     @classmethod
-    def _known(cls, name: str) -> str:
+    def _check_name(cls, name: str) -> str:
         if name not in OPTIMIZERS and ":" not in name:
             raise ValueError(
                 f"unknown optimizer {name!r};"
-                f" {did_you_mean(name, OPTIMIZERS) or 'or give MODULE:CLASS'}"
+                f" {did_you_mean(name, OPTIMIZERS) or 'give MODULE:CLASS for another'}"
             )
         return name
 
 
 class StoreSection(Section):
     files: Texts = ["{run}/store"]
-    """a directory for each server of this host; [] keeps all in RAM"""
+    """directories of the store, one server for each; [] keeps it in RAM"""
     rates: list[Number] | Literal["measured"] | None = None
-    """relative rates of the directories, or `measured`: a new store is spread by them"""
+    """relative speeds of the directories, to divide a new store, or `measured`; default: equal"""
     direct: Flag = True
-    """direct I/O where the file system takes it"""
+    """use direct I/O if the file system supports it"""
     moved_from: Texts = []
-    """directories that the store rested in and shall leave"""
+    """directories that held the store before and are no longer used"""
     chunk_elements: Count = MAX_CHUNK
-    """parameters of a unit that is transferred and stored"""
+    """parameters of a chunk, the unit of transfer and storage"""
 
 
 class SwitchSection(Section):
-    """A switch that sums the workers' gradients."""
+    """A switch that sums the gradients of workers."""
 
     address: str
     """HOST:PORT of its `roadtrain serve --switch`"""
     parent: str = ""
-    """the switch above it; default: the server is"""
+    """address of the next switch towards the server; default: the server is next"""
     workers: list[Whole] = []
-    """ranks (with servers.relay: hosts) that send to it; default: of the only switch all"""
+    """ranks (with servers.relay: hosts) that send to it; default: all, if it is the only switch"""
 
 
-def _switch_tables(given: object) -> object:
-    """An address alone stands for a switch of all workers, text for addresses with commas."""
-    texts = [text for text in given.split(",") if text] if isinstance(given, str) else given
+def _switch_tables(value: object) -> object:
+    """Turn addresses (a list, or text with commas) into switches with all workers."""
+    texts = [text for text in value.split(",") if text] if isinstance(value, str) else value
     if not isinstance(texts, list):
-        return given
-    return [{"address": one} if isinstance(one, str) else one for one in texts]
+        return value
+    return [{"address": entry} if isinstance(entry, str) else entry for entry in texts]
 
 
 class ServersSection(Section):
     addresses: Texts = []
-    """HOST:PORT of each `roadtrain serve`, instead of store.files"""
+    """HOST:PORT of each `roadtrain serve` that holds the store, instead of store.files"""
     token_file: str | None = None
-    """file (mode 600) with the servers' token"""
+    """file (mode 600) with the token that servers require"""
     ca: str | None = None
-    """TLS: PEM file that the servers' certificates are known by"""
+    """TLS: PEM file of the authority that signed the servers' certificates; default: no TLS"""
     cert: str | None = None
-    """TLS: PEM file of this worker's certificate, if demanded"""
+    """TLS: PEM file of this worker's certificate, if servers require one"""
     key: str | None = None
-    """TLS: PEM file of its key"""
+    """TLS: PEM file of that certificate's private key"""
     connections: Count = 1
     """TCP connections to each server"""
     relay: SizeText | None = None
-    """host bytes for a process that communicates for the workers"""
+    """memory for a relay, a process that communicates for all workers of a host; default: none"""
     buffering: Literal["auto", "all", "none"] = "auto"
-    """blocks kept from forward to backward: what fits and pays, all, none"""
+    """blocks kept in memory from forward to backward: all, none, or auto (if it helps and fits)"""
     replicas: Count = Field(default=1, le=2)
-    """2: two servers hold each chunk, any one may die"""
+    """servers that hold each chunk; with 2, any one of the servers may fail"""
     give_up: Texts = []
-    """HOST:PORT of servers whose contents do not count at a start that is in doubt"""
+    """HOST:PORT of servers to disregard if it is unclear at the start which servers are current"""
     switches: Annotated[list[SwitchSection], BeforeValidator(_switch_tables)] = []
-    """switches that sum gradients on their way: HOST:PORT of the only, or tables"""
+    """switches that sum gradients on their way: HOST:PORT if there is only one, or tables"""
     wire: Wire = "int32"
-    """what an element of a gradient travels as to switches"""
+    """number format of gradients on the way to switches"""
     window: Count = Field(default=WINDOW, ge=WINDOWS[0], le=WINDOWS[-1])
-    """packets of a job that are under way to switches, a power of two"""
+    """packets that a job may have in flight to switches, a power of two"""
     multicast: Literal["auto", "off"] = "auto"
-    """auto: the network copies parameters to all where it can; off: switches do"""
+    """auto: the network copies parameters to all workers if it can; off: switches do"""
 
     @model_validator(mode="after")
     def _fan_in_is_a_tree(self) -> Self:
         refusing(lambda _: self.fan_in)(None)
-        asked = (self.wire, self.window, self.multicast)
-        if not self.switches and asked != ("int32", WINDOW, "auto"):
-            raise ValueError("wire, window or multicast, and no switches are given")
+        options = (self.wire, self.window, self.multicast)
+        if not self.switches and options != ("int32", WINDOW, "auto"):
+            raise ValueError("wire, window or multicast is given, but no switches")
         return self
 
     @property
     def fan_in(self) -> FanIn | None:
-        """That gradients are summed in the network, and how. Raises ConfigError."""
+        """The options for summing gradients in switches; None without any. Raises ConfigError."""
         if not self.switches:
             return None
-        nodes = [SwitchNode(one.address, one.parent, tuple(one.workers)) for one in self.switches]
-        return FanIn(tuple(nodes), self.wire, self.window, self.multicast)
+        nodes = tuple(SwitchNode(s.address, s.parent, tuple(s.workers)) for s in self.switches)
+        return FanIn(nodes, self.wire, self.window, self.multicast)
 
 
 class BudgetSection(Section):
     host: SizeText | None = None
-    """bytes of host memory, as `900MiB`; default: no limit"""
+    """host memory to use, such as `900MiB`; default: half of the free memory, in RAM all"""
     device: SizeText | None = None
-    """bytes of the accelerator for parameters and gradients; default: no limit"""
+    """accelerator memory for parameters and gradients; default: no limit"""
 
 
 class CompressSection(Section):
     keep: Number | None = Field(default=None, gt=0, lt=1)
-    """fraction of a gradient's elements that is sent, the largest; default: all"""
+    """fraction of each gradient's elements that is sent, the largest ones; default: all"""
     error_feedback: Flag = False
-    """add to the next gradient what was not sent"""
+    """add the elements that were not sent to the next gradient"""
     downcast: Literal["bf16", "fp16"] | None = None
-    """what gradients of fp32 parameters travel to servers in; default: fp32"""
+    """dtype in which gradients of fp32 parameters are sent to servers; default: fp32"""
 
 
 class LaunchedSection(Section):
-    """What `roadtrain launch` knows of the run that it starts; it writes this."""
+    """Facts about the run that `roadtrain launch` writes for the workers it starts."""
 
     committed: Whole = 0
-    """a step that the run has committed: a start that finds less is refused"""
+    """step that the run has committed; a start that finds an older one is refused"""
 
 
-def _parallelism_table(given: object) -> object:
-    return {"auto": True} if given == "auto" else given
+def _parallelism_table(value: object) -> object:
+    return {"auto": True} if value == "auto" else value
 
 
 class Job(Section):
@@ -260,8 +260,8 @@ class Job(Section):
 
     @property
     def lossy(self) -> dict[str, Any]:
-        """What is on that makes training lossy or late (Rule 2); empty by default. Each step's
-        metrics have it."""
+        """The options that make training lossy or delayed (Rule 2), as in the metrics of each
+        step; empty by default."""
         late = {"staleness": self.optimizer.delay} if self.optimizer.delay else {}
         top_k = {"keep": self.compress.keep, "error_feedback": self.compress.error_feedback}
         narrow = {"downcast": self.compress.downcast} if self.compress.downcast else {}
@@ -271,12 +271,12 @@ class Job(Section):
         return late | narrow | in_network | wire | (top_k if self.compress.keep is not None else {})
 
     def changed(self, overrides: Mapping[str, Any]) -> Job:
-        """This job with dotted keys set. Raises ConfigError."""
+        """Return this job with dotted keys set. Raises ConfigError."""
         return make_job(merged(self.model_dump(exclude_none=True), overrides))
 
     def to_toml(self, leave_out: Iterable[tuple[str, str]] = ()) -> str:
-        """Directories inside the run directory are written as `{run}`, so that a copy of it
-        means its own. leave_out: (section, key) pairs that are not written."""
+        """Format the job file. Directories inside the run directory are written as `{run}`, so a
+        copy of the run refers to its own. `leave_out`: (section, key) pairs to omit."""
         tree = self.model_dump(mode="json", exclude_none=True)
         for section, name in leave_out:
             tree[section].pop(name, None)
@@ -286,18 +286,18 @@ class Job(Section):
 
 
 def moved(directory: str, run: str, to: str) -> str:
-    """`directory` as it is called where the run directory `run` is called `to`."""
+    """Return `directory` as it is named if the run directory `run` is named `to` instead."""
     inside = run and Path(directory).is_relative_to(run)
     return str(Path(to) / Path(directory).relative_to(run)) if inside else directory
 
 
 def job_of_run(run: str) -> Job:
-    """The job that a run directory was trained with. Of a copy, or one that was moved, the job
-    in this directory. Raises ConfigError where `run` is not a run directory."""
+    """Load the job of a run directory. If the directory was copied or moved, the job's paths point
+    into `run`. Raises ConfigError if `run` is not a run directory."""
     path = Path(run, "job.toml")
     if not path.is_file():
         raise ConfigError(
-            f"{run} is not a run directory: it has no job.toml", hint="it is the job's --run.dir"
+            f"{run} is not a run directory: it has no job.toml", hint="give the job's run.dir"
         )
     job = load_job(path)
     if job.run_dir.resolve() == Path(run).resolve():
@@ -307,8 +307,8 @@ def job_of_run(run: str) -> Job:
 
 
 def check_own(path: str, job: Job) -> None:
-    """ConfigError where `path` is the job.toml of a run directory that was copied or moved, and
-    `job`, made of it, would train in the directories of the run that it was written for."""
+    """Check that `path` is not the job.toml of a copied or moved run directory while `job`, read
+    from it, still uses directories of the original run. Raises ConfigError."""
     home = Path(path).parent
     trained = any((home / name).exists() for name in ("mark.json", "metrics.jsonl"))
     if Path(path).name != "job.toml" or not trained:
@@ -319,17 +319,17 @@ def check_own(path: str, job: Job) -> None:
     if named.resolve() == home.resolve() or not any(inside):
         return
     raise ConfigError(
-        f"{path} is of the run in {named}, and lies in {home}: {', '.join(there)} are of that run",
+        f"{path} was written for the run in {named}, not for {home}: {', '.join(there)} belong to"
+        " that run",
         hint=(
-            f"to go on with the copy: --run.dir {home} --store.files"
+            f"to continue the copy: --run.dir {home} --store.files"
             f" {','.join(job_of_run(str(home)).store.files)}"
         ),
     )
 
 
 def load_job(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Job:
-    """Read a job file, put `overrides` (dotted key -> value) over it, resolve. Raises
-    ConfigError."""
+    """Read a job file and set `overrides` (dotted key -> value) in it. Raises ConfigError."""
     tree = merged(read_toml(path, "job file"), overrides or {})
     run = tree.setdefault("run", {})
     if isinstance(run, dict) and not run.get("dir"):
@@ -338,8 +338,8 @@ def load_job(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Jo
 
 
 def make_job(tree: Mapping[str, Any], where: str = "job") -> Job:
-    """Of nested plain data. `where`: the file, for errors. Raises ConfigError naming the key and
-    the nearest valid one."""
+    """Build a job from nested tables. `where`: the file, for error messages. Raises ConfigError
+    that names the key and the nearest valid one."""
     job = checked(Job, tree, where)
     here = [] if job.servers.addresses else job.store.files
     files = [d.replace("{run}", job.run.dir) for d in here]
@@ -350,9 +350,12 @@ def make_job(tree: Mapping[str, Any], where: str = "job") -> Job:
 
 
 def parse_overrides(args: Iterable[str]) -> dict[str, Any]:
-    """`--run.steps 20 --optimizer.lr=1e-4 --compress.error_feedback` -> dotted key -> value.
-    Values are TOML or JSON literals (`null`: back to the default); what is neither is text, a
-    text field takes its value as it stands. Raises ConfigError."""
+    """Parse `--run.steps 20 --optimizer.lr=1e-4 --compress.error_feedback` into dotted key ->
+    value.
+
+    Values are TOML or JSON literals (`null` restores the default); anything else is text. A text
+    option takes its value unparsed. Raises ConfigError.
+    """
     out: dict[str, Any] = {}
     pending: str | None = None
     for arg in args:
@@ -369,7 +372,7 @@ def parse_overrides(args: Iterable[str]) -> dict[str, Any]:
             pending = None
         else:
             raise ConfigError(
-                f"unexpected argument {arg!r}", hint="options look like --run.steps 20"
+                f"unexpected argument {arg!r}", hint="write options such as --run.steps 20"
             )
     if pending is not None:
         out[pending] = _flag(pending)
@@ -377,31 +380,31 @@ def parse_overrides(args: Iterable[str]) -> dict[str, Any]:
 
 
 def all_keys() -> Iterator[tuple[str, str, str]]:
-    """(dotted key, default as text, description) of every key of a job."""
+    """Yield (dotted key, default as text, description) of every key of a job."""
     for section, field in Job.model_fields.items():
         for name, sub in keys_of(field.annotation).items():
             default = getattr(field.default, name, sub.default)
             yield f"{section}.{name}", "" if default is None else str(default), meaning_of(sub)
 
 
-_NUMBERS = re.compile(r"\d+(,\d+)*")  # as `--parallelism.widths 2,1`
+_NUMBERS = re.compile(r"\d+(,\d+)*")  # such as `--parallelism.widths 2,1`
 _FREE_KEYS = ("model.config.", "optimizer.options.")
 
 
 def _kind(key: str) -> Any:
-    """The type of a key's values; None for one below a free table."""
+    """Return the type of a key's values; None for a key inside a free-form table."""
     section, _, name = key.partition(".")
     field = keys_of(Job.model_fields[section].annotation).get(name)
     return None if field is None else field.annotation
 
 
 def _check_key(key: str) -> None:
-    if not key.startswith(_FREE_KEYS) and key not in {known for known, _, _ in all_keys()}:
+    if not key.startswith(_FREE_KEYS) and key not in {valid for valid, _, _ in all_keys()}:
         raise unknown_key(Job, key.split("."))
 
 
 def _flag(key: str) -> bool:
-    """The value of an option given without one."""
+    """Return the value of an option that was given without a value."""
     if _kind(key) not in (bool, None):
         raise ConfigError(f"--{key} needs a value")
     return True
@@ -411,19 +414,19 @@ def _value(key: str, text: str) -> Any:
     kind = _kind(key)
     if kind is str or (kind == str | None and text != "null"):
         return text
-    given: Any = text
+    value: Any = text
     for read in (_toml_value, json.loads):
         with suppress(tomllib.TOMLDecodeError, json.JSONDecodeError):
-            given = read(text)
+            value = read(text)
             break
-    if kind in (float, Number | None) and isinstance(given, str):
+    if kind in (float, Number | None) and isinstance(value, str):
         with suppress(ValueError):
-            return float(given)  # as `.01`
-    if kind in (list[Count], Stages) and isinstance(given, str) and _NUMBERS.fullmatch(given):
-        return [int(piece) for piece in given.split(",")]
-    if kind in (list[str], Texts | None) and isinstance(given, str):
-        return [piece for piece in given.split(",") if piece]
-    return given
+            return float(value)  # such as `.01`
+    if kind in (list[Count], Stages) and isinstance(value, str) and _NUMBERS.fullmatch(value):
+        return [int(piece) for piece in value.split(",")]
+    if kind in (list[str], Texts | None) and isinstance(value, str):
+        return [piece for piece in value.split(",") if piece]
+    return value
 
 
 def _toml_value(text: str) -> Any:

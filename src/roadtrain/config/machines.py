@@ -1,6 +1,5 @@
-"""The machines of a plan: which host runs which processes, in which directories, at which ports;
-and what the planner promised of it, for which model. <-> the tables `machines`, `predicted` and
-`model` of a plan.toml
+"""The tables `machines`, `predicted` and `model` of a plan.toml: which host runs which processes,
+in which directories and at which ports; the predicted step; the model that the plan is for.
 
     [machines]
     rendezvous_port = 29500
@@ -15,8 +14,8 @@ and what the planner promised of it, for which model. <-> the tables `machines`,
     address = "10.0.0.9"
     servers = [{ store = "/mnt/ssd0/run", port = 7000 }]
 
-All that `roadtrain launch` needs of machines is here: no name, path or port is made up later.
-Does NOT know a job, nor how processes are started.
+`roadtrain launch` takes all names, paths and ports from here and chooses none itself. Does not
+depend on a job or on how processes are started.
 """
 
 from __future__ import annotations
@@ -30,28 +29,28 @@ from pydantic import Field, model_validator
 from roadtrain.errors import ConfigError
 from roadtrain.options.schema import Integer, Number, Section, Whole, refusing, value
 
-PORT = 7000  # the first port of a host's processes that listen
+PORT = 7000  # first listening port of a host's processes
 RENDEZVOUS_PORT = 29500
-LAUNCHED_AS = "ROADTRAIN_RUN"  # tells a worker the name of its run, where a supervisor is
-FILES = "launch"  # the directory, in the run's, with what a launch writes there
+LAUNCHED_AS = "ROADTRAIN_RUN"  # environment variable with the run's name, set by a supervisor
+FILES = "launch"  # directory inside the run directory for the files of `roadtrain launch`
 LOOPBACK = {"localhost": "127.0.0.1"}
 Port = Annotated[Integer, Field(ge=1, le=65535)]
 
 
 class LostHost(StrEnum):
-    """What workers do when a host of theirs is lost and no spare one takes its place."""
+    """The reaction of workers when one of their hosts is lost and no spare host replaces it."""
 
-    SHRINK = "shrink"  # the others begin again at the committed step, where the batch divides
-    WAIT = "wait"  # all wait until it is back
+    SHRINK = "shrink"  # the others continue from the committed step, if the batch can be divided
+    WAIT = "wait"  # all wait until the host is back
 
 
 @value
 class ServerPlace:
-    """One `roadtrain serve --store`."""
+    """A `roadtrain serve --store` process."""
 
-    store: str  # directory of its own; one in /dev/shm rests in memory
+    store: str  # its own directory; one in /dev/shm keeps the store in memory
     port: Port
-    snapshot: str = ""  # directory on files that a store in memory is copied to
+    snapshot: str = ""  # directory on disk to which a store in memory is copied
 
     @model_validator(mode="after")
     @refusing
@@ -59,118 +58,116 @@ class ServerPlace:
         for key, path in (("store", self.store), ("snapshot", self.snapshot or "/")):
             if not path.startswith("/"):
                 raise ConfigError(
-                    f"{key} = {path!r} of the server at port {self.port} is no absolute path",
-                    hint="servers run in other directories, and as other users, than this one",
+                    f"{key} = {path!r} of the server at port {self.port} is not an absolute path",
+                    hint="servers run in other directories, and as other users, than this command",
                 )
         return self
 
 
 @value
 class SwitchPlace:
-    """One `roadtrain serve --switch`."""
+    """A `roadtrain serve --switch` process."""
 
     port: Port
-    switch: str = ""  # the name of the cluster file's switch that it is
+    switch: str = ""  # its name among the switches of the cluster file
 
 
 @value
 class PlanHost:
-    """One machine. Hosts with workers stand in the order of ranks."""
+    """A machine and its processes. Hosts with workers are in the order of ranks."""
 
     name: str
     kind: str  # the name of its [[hosts]] in the cluster file
-    address: str = ""  # by which the others reach it; "": the engine knows it (Ray)
-    workers: Whole = 0  # processes that compute, one a device
+    address: str = ""  # address that other hosts use; "": the launch engine (Ray) provides it
+    workers: Whole = 0  # processes that compute, one per device
     servers: tuple[ServerPlace, ...] = ()
     reducer: Annotated[Whole, Field(le=65535)] = (
-        0  # the port of its `roadtrain serve --sum`; 0: none runs here
+        0  # port of its `roadtrain serve --sum`; 0: none runs here
     )
     switch: SwitchPlace | None = None
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """At which its servers, its reducer and its switch listen."""
+        """Ports at which its servers, reducer and switch listen."""
         reducer = (self.reducer,) if self.reducer else ()
         switch = (self.switch.port,) if self.switch is not None else ()
         return (*(server.port for server in self.servers), *reducer, *switch)
 
     @property
     def directories(self) -> tuple[str, ...]:
-        """Those of its stores, and those that stores in memory are copied to."""
+        """Directories of its stores and of the copies of stores in memory."""
         found = [name for server in self.servers for name in (server.store, server.snapshot)]
         return tuple(filter(None, found))
 
 
 @value
 class Machines:
-    """All machines of a run. Invariant: names are unique, and so are ports and directories at one
-    address."""
+    """All machines of a run. Names are unique; so are ports and directories at each address."""
 
     hosts: tuple[PlanHost, ...]
-    spares: tuple[PlanHost, ...] = ()  # run nothing until they take a lost host's place
+    spares: tuple[PlanHost, ...] = ()  # idle until one replaces a lost host
     rendezvous_port: Port = RENDEZVOUS_PORT  # on the first host with workers
     lost_host: LostHost = LostHost.SHRINK
-    stores_of: str = ""  # the run in the names of its stores, where it is not to find another's
+    stores_of: str = ""  # run name in store names, so that the run finds no other run's
 
     @property
     def worker_hosts(self) -> tuple[PlanHost, ...]:
-        """Those that compute, in the order of ranks."""
+        """Hosts that run workers, in the order of ranks."""
         return tuple(host for host in self.hosts if host.workers)
 
     @model_validator(mode="after")
     @refusing
-    def _each_once(self) -> Self:
-        _once((host.name for host in (*self.hosts, *self.spares)), "hosts are called")
+    def _check_all_unique(self) -> Self:
+        _check_unique((host.name for host in (*self.hosts, *self.spares)), "hosts are called")
         if not self.worker_hosts:
             raise ConfigError(
-                f"{len(self.hosts)} hosts have 0 workers", hint="give a host `workers = 1`"
+                f"{len(self.hosts)} hosts have 0 workers", hint="set `workers = 1` for a host"
             )
         for host in self.spares:
             if host.ports:
                 raise ConfigError(
-                    f"spare host {host.name!r} listens at {len(host.ports)} ports, a spare host"
-                    " runs nothing until it takes a lost host's place",
-                    hint="a host that serves stands in `hosts`",
+                    f"spare host {host.name!r} listens at {len(host.ports)} ports, but a spare"
+                    " host runs nothing until it replaces a lost host",
+                    hint="move a host that runs servers to `hosts`",
                 )
-        meeting = self.worker_hosts[0]
-        at_one: dict[str, list[PlanHost]] = {}
+        first = self.worker_hosts[0]
+        by_address: dict[str, list[PlanHost]] = {}
         for host in self.hosts:
             address = host.address or host.name
-            at_one.setdefault(LOOPBACK.get(address, address), []).append(host)
-        for address, hosts in at_one.items():
+            by_address.setdefault(LOOPBACK.get(address, address), []).append(host)
+        for address, hosts in by_address.items():
             ports = [port for host in hosts for port in host.ports]
-            if meeting in hosts:
-                ports.append(self.rendezvous_port)
-            _once(ports, f"processes at {address} listen at port")
-            _once((name for host in hosts for name in host.directories), f"stores at {address} are")
+            ports += [self.rendezvous_port] if first in hosts else []
+            _check_unique(ports, f"processes at {address} listen at port")
+            _check_unique([d for h in hosts for d in h.directories], f"stores at {address} are")
         return self
 
 
 def host_port(address: str, port: int) -> str:
-    """HOST:PORT, as a job writes it."""
+    """Format HOST:PORT, with brackets around an IPv6 address."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def _once(given: Iterable[str | int], what: str) -> None:
-    """Raises ConfigError where something is given more than once."""
-    found = list(given)
-    if (twice := next((one for one in found if found.count(one) > 1), None)) is not None:
+def _check_unique(values: Iterable[str | int], what: str) -> None:
+    """Raise ConfigError if a value occurs more than once."""
+    found = list(values)
+    if (twice := next((v for v in found if found.count(v) > 1), None)) is not None:
         raise ConfigError(f"{found.count(twice)} {what} {twice!r}", hint="give each its own")
 
 
 class Predicted(Section):
-    """What the simulator says of a step; `roadtrain launch` writes it into the job that it runs."""
+    """The simulated step times of a plan, which `roadtrain launch` copies into the job."""
 
     seconds: Number
-    """of a step, by the plan that is run; 0: nothing is predicted"""
+    """seconds of a step of the plan; 0: no prediction"""
     stages: dict[str, dict[str, Number]] = {}
-    """of each pipeline stage (`stage 0`) seconds of Forward, Wait, ..."""
+    """for each pipeline stage (`stage 0`), the seconds of Forward, Wait, ..."""
 
 
 @value
 class PlannedModel:
-    """What the plan is for, so that it is not launched for another."""
+    """The model of a plan, so that the plan is not launched for another model."""
 
     parameters: Whole
-    seq_len: Whole  # tokens of a sample; 1 where it has none
-    layers: Whole = 0  # 0: the planner was told none
+    seq_len: Whole  # tokens of a sample; 1 if it has none
+    layers: Whole = 0  # 0: unknown to the planner

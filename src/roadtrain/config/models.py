@@ -1,14 +1,14 @@
-"""Model shapes: of every block the parameters, the FLOPs and the activations. Arithmetic only,
-nothing is built.
+"""Model shapes: parameters, FLOPs and activation bytes of every block. Arithmetic only; no model is
+built.
 
-Per sample (a sequence, an image, a row) and block: `flops` of one forward (a multiply-add is 2;
-backward takes twice as many), `saved` bytes that backward needs of it, `input` bytes of its input,
-all that activation checkpointing keeps. Activations are of 2-byte elements; those of a transformer
-layer as in Korthikanti et al. (2022), section 4: s h (34 + 5 a s / h) bytes, without the second
-term where attention is fused (it then takes no s x s matrix). A gated layer has no dropout: two
-norms' inputs and outputs (4 h a token), queries, keys, values and what attention gives, and 3 ff.
-Logits are counted apart. Attention is counted in full, as is usual, not as half for its causal
-mask.
+Per sample (a sequence, an image or a row) and block: `flops` of one forward (a multiply-add is 2;
+backward takes twice as many), `saved` bytes that backward needs, and `input` bytes of its input,
+which is all that activation checkpointing keeps. Activations have 2-byte elements. A transformer
+layer saves s h (34 + 5 a s / h) bytes as in Korthikanti et al. (2022), section 4, without the
+second term if attention is fused and keeps no s x s matrix. A gated layer has no dropout: it saves
+inputs and outputs of two norms (4 h a token), queries, keys, values, the attention's result, and 3
+ff. Logits are counted separately. Attention is counted in full, as is usual, not as half because of
+the causal mask.
 
     shape("OPT-175B").params                            # 174.6e9
     shape("LLaMA-2-13B", seq_len=2048)
@@ -29,14 +29,16 @@ from roadtrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class BlockShape:
-    """`attention`: of `flops`, those of scores and values. `tables`: of `params`, rows that are
-    looked up (embeddings), of which a sample touches `touched` bytes. `experts`: of `params`, those
-    of experts, of a sample's tokens to which
-    `routed` bytes go. `kv`: bytes of keys and values. `logits`: elements of the output. `whole`:
-    of `saved`, what each tensor-parallel rank has unless the sequence is split too. `products`:
-    bytes that stay where all but attention and every second product are computed again, which
-    are `again` FLOPs. `matrices`: experts that are multiplied side by side, each with its part
-    of the tokens. `passing`: bytes that later blocks need of earlier ones, besides `input`."""
+    """The costs of one block; bytes, FLOPs and elements are per sample.
+
+    `attention`: the part of `flops` spent on scores and values. `tables`: the part of `params` that
+    is looked up by row (embeddings); a sample reads `touched` bytes of it. `experts`: the part of
+    `params` in experts, to which `routed` bytes of a sample's tokens are sent. `kv`: bytes of keys
+    and values. `logits`: elements of the output. `whole`: the part of `saved` that every
+    tensor-parallel rank holds, unless the sequence is split too. `products`: bytes saved if all
+    except attention and every second product is recomputed, which costs `again` FLOPs. `matrices`:
+    number of experts multiplied in parallel, each with its share of the tokens. `passing`: bytes
+    that later blocks need from earlier ones, in addition to `input`."""
 
     name: str
     params: int
@@ -62,8 +64,9 @@ class BlockShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """`tokens`: of a sample; 1 where it has none. `hidden`: width of what passes between blocks.
-    `notes`: what of it was assumed or not counted, each a line for people."""
+    """The blocks of a model. `tokens`: per sample; 1 if it has none. `hidden`: width of the
+    activations between blocks. `notes`: lines for the user about what was assumed or not
+    counted."""
 
     name: str
     blocks: tuple[BlockShape, ...]
@@ -78,7 +81,7 @@ class ModelShape:
 
     @property
     def flops(self) -> float:
-        """Of one sample's forward."""
+        """FLOPs of the forward of one sample."""
         return sum(block.flops for block in self.blocks)
 
     @property
@@ -86,21 +89,22 @@ class ModelShape:
         return sum("." in block.name for block in self.blocks)
 
     def step_flops(self, activation_checkpointing: bool = False) -> float:
-        """Of one sample's forward and backward; with activation checkpointing the blocks' forward
-        runs twice, the output layer's once (so Narayanan et al., 2021: 96 s l h^2 (1 + s / 6h + V /
-        16lh))."""
+        """FLOPs of forward and backward of one sample. With activation checkpointing, the forward
+        of all blocks but the first and the output layer runs twice (Narayanan et al., 2021:
+        96 s l h^2 (1 + s / 6h + V / 16lh))."""
         again = sum(block.flops for block in self.blocks[1:-1]) if activation_checkpointing else 0.0
         return 3 * self.flops + again
 
 
 @dataclass(frozen=True)
 class Transformer:
-    """`kv`: width of keys, and of values. `ff`: width inside the MLP; `gated`: it has three
-    matrices. `positions`: rows of learnt positions. `fused`: attention keeps no s x s matrix, else
-    `score_bytes` a score. `biases`: linear layers have them; `norms`: vectors of normalisation a
-    layer. `dense`: so many of the first layers have no experts but an
-    MLP of `dense_ff`. `latent`: ranks of queries and of keys and values, widths of a head
-    without and with positions and of its values (DeepSeek-AI, 2024, section 2.1.2)."""
+    """The sizes of a transformer. `kv`: width of keys, and of values. `ff`: inner width of the MLP;
+    `gated`: the MLP has three matrices. `positions`: rows of learned position embeddings. `fused`:
+    attention keeps no s x s matrix; otherwise it keeps `score_bytes` per score. `biases`: linear
+    layers have biases. `norms`: normalization vectors per layer. `dense`: number of first layers
+    that have an MLP of width `dense_ff` instead of experts. `latent`: ranks of queries and of
+    keys/values, then widths of a head without positions, with positions, and of its values
+    (DeepSeek-AI, 2024, section 2.1.2)."""
 
     layers: int
     hidden: int
@@ -116,8 +120,8 @@ class Transformer:
     biases: bool = True
     norms: int = 4
     experts: int = 1
-    active: int = 1  # experts that a token takes
-    shared: int = 0  # experts that every token takes besides
+    active: int = 1  # experts used per token
+    shared: int = 0  # additional experts used by every token
     dense: int = 0
     dense_ff: int = 0
     latent: Sequence[int] | None = None
@@ -187,13 +191,13 @@ _TRANSFORMERS = dict(_published())
 
 
 def _layer(name: str, weights: int, outputs: int, spatial: int, inputs: float) -> BlockShape:
-    """`weights` used at `spatial` places, giving `outputs` elements (2 bytes each; the
-    activation keeps them too)."""
+    """Return the shape of a layer with `weights` applied at `spatial` positions, giving `outputs`
+    elements of 2 bytes; the activation function saves them too."""
     return BlockShape(name, weights, 2.0 * weights * spatial, 4.0 * outputs, 2.0 * inputs)
 
 
 def _vgg16() -> ModelShape:
-    """Simonyan and Zisserman (2014)."""
+    """Return the shape of VGG-16, Simonyan and Zisserman (2014)."""
     blocks, side, channels = [], 224, 3
     for i, (count, width) in enumerate(((2, 64), (2, 128), (3, 256), (3, 512), (3, 512))):
         for j in range(count):
@@ -207,12 +211,12 @@ def _vgg16() -> ModelShape:
 
 
 def _resnet50() -> ModelShape:
-    """He et al. (2015)."""
+    """Return the shape of ResNet-50, He et al. (2015)."""
     blocks = [_layer("stem", 49 * 3 * 64, 64 * 112 * 112, 112 * 112, 3 * 224 * 224)]
     side, channels = 56, 64
     for i, (count, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512))):
         for j in range(count):
-            # the first of a stage halves the side
+            # the first block of a stage halves the side
             before, area = channels, side * side * (4 if i and not j else 1)
             after = side * side
             reduce, middle, expand = before * width, 9 * width * width, 4 * width * width
@@ -228,9 +232,10 @@ def _resnet50() -> ModelShape:
 
 
 def _dlrm() -> ModelShape:
-    """Each sample looks one row up in every table; rows go to where the sample is (all-to-all).
-    Then each two of these and the bottom MLP's result are multiplied (the interaction). Naumov et
-    al. (2019); rows of the Criteo Kaggle data."""
+    """Return the shape of DLRM, Naumov et al. (2019), with the rows of the Criteo Kaggle data.
+
+    Each sample reads one row of every table; an all-to-all sends the rows to the samples. Then each
+    pair of these rows and of the bottom MLP's result is multiplied (the interaction)."""
     rows, width = _FILE["criteo_kaggle"], 16
     params, touched = sum(rows) * width, 2.0 * len(rows) * width
     tables = BlockShape("tables", params, 0.0, touched, 8.0 * len(rows), params, touched)
@@ -255,41 +260,41 @@ NAMES = (*_TRANSFORMERS, *_OTHERS)
 
 
 def named_shape(name: str, seq_len: int | None = None) -> ModelShape:
-    """A named shape for samples of `seq_len` tokens (None: as published, which its notes say).
-    Raises ConfigError for a name that is not known, and for a length that its samples cannot
-    have."""
+    """Return the shape of a named model for samples of `seq_len` tokens (None: the published
+    length, which is noted). Raises ConfigError for an unknown name, and for a length that the
+    model does not support."""
     own = shape(name)
     if seq_len is None:
-        said = f"samples of {own.tokens} tokens (as published; --seq-len says otherwise)"
-        return replace(own, notes=(said,) if own.tokens > 1 else ())
+        note = f"samples of {own.tokens} tokens (as published; change with --seq-len)"
+        return replace(own, notes=(note,) if own.tokens > 1 else ())
     if own.name not in _TRANSFORMERS:
         raise ConfigError(
-            f"samples of {own.name} have no tokens, given are {seq_len}", hint="leave --seq-len out"
+            f"samples of {own.name} have no tokens, seq_len is {seq_len}", hint="omit --seq-len"
         )
     chosen_length(seq_len, _TRANSFORMERS[own.name].positions or None)
     return shape(name, seq_len=seq_len)
 
 
 def shape(name: str, **changes: Any) -> ModelShape:
-    """A named shape, in the spelling of NAMES but for case and `_`. `changes`: a transformer's,
-    instead of what is published (None: as published), as `seq_len`, `layers`, `fused`: whether
-    attention keeps no s x s matrix. Raises ConfigError for a name that is not known."""
-    wanted = name.lower().replace("_", "-")
-    found = next((known for known in NAMES if known.lower() == wanted), None)
+    """Return the shape of a named model; case and `_` for `-` are ignored. `changes`: fields of
+    Transformer that differ from what was published (None: as published), such as `seq_len`,
+    `layers` or `fused`. Raises ConfigError for an unknown name."""
+    key = name.lower().replace("_", "-")
+    found = next((n for n in NAMES if n.lower() == key), None)
     if found in _OTHERS:
         return _OTHERS[found]()
     if found is not None:
-        given = {what: value for what, value in changes.items() if value is not None}
-        return replace(_TRANSFORMERS[found], **given).shape(found)
-    near = [known for known in NAMES if wanted.split("-")[0] == known.lower().split("-")[0]]
-    known = f"known are {', '.join(near or NAMES)}"
+        changed = {field: value for field, value in changes.items() if value is not None}
+        return replace(_TRANSFORMERS[found], **changed).shape(found)
+    near = [n for n in NAMES if key.split("-")[0] == n.lower().split("-")[0]]
+    names = f"available are {', '.join(near or NAMES)}"
     raise ConfigError(
         f"no model is called {name!r}",
-        hint=f"{known}; or give the path of a Hugging Face config.json",
+        hint=f"{names}; or give the path of a Hugging Face config.json",
     )
 
 
-KEYS = {  # of a Hugging Face config, by transformers' common name
+KEYS = {  # names in Hugging Face configs, by transformers' common name
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
@@ -302,51 +307,51 @@ KEYS = {  # of a Hugging Face config, by transformers' common name
     ),
     "vocab_size": ("vocab_size",),
 }
-TOKENS = 4096  # of a sample, where nobody says
-# -> whether embeddings are tied
+TOKENS = 4096  # of a sample, if no length is given
+# model types that the formula is exact for -> whether embeddings are tied by default
 _EXACT = {"llama": False, "mistral": False, "mixtral": False, "gpt2": True}
-# keys that the formula does not count
+# keys of parts that the formula does not count
 _NEVER = ("attention_bias", "mlp_bias", "add_cross_attention")
-_COUNT_MODULES = "pip install 'roadtrain[hf]' counts the parameters of its modules"
+_COUNT_MODULES = "`pip install 'roadtrain[hf]'` to count the parameters of its modules"
 
 
 def chosen_length(seq_len: int | None, longest: int | None) -> tuple[int, list[str]]:
-    """Tokens of a sample, and what of that was assumed. `longest`: positions that the model has.
-    Raises ConfigError where a sample is longer, or has no tokens."""
+    """Return the tokens of a sample, and notes on what was assumed. `longest`: the model's longest
+    sample, None if unlimited. Raises ConfigError for a longer sample or one without tokens."""
     if seq_len is None:
         tokens = min(TOKENS, longest or TOKENS)
-        most = f"the model's longest is {longest or 'not known'}"
-        return tokens, [f"samples of {tokens} tokens ({most}; --seq-len says otherwise)"]
+        limit = f"the model's longest is {longest or 'unknown'}"
+        return tokens, [f"samples of {tokens} tokens ({limit}; change with --seq-len)"]
     if seq_len < 1 or seq_len > (longest or seq_len):
         raise ConfigError(
-            f"samples of {seq_len} tokens, the model's longest is {longest or 'not known'}",
-            hint="--seq-len of 1 or more" + (f" and at most {longest}" if longest else ""),
+            f"samples have {seq_len} tokens, the model's longest is {longest or 'unknown'}",
+            hint="give a --seq-len of 1 or more" + (f" and at most {longest}" if longest else ""),
         )
     return seq_len, []
 
 
-def _whole(config: Mapping[str, Any], key: str, instead: int = 0) -> int:
-    """instead: where it is not said. Raises ConfigError."""
-    value = config.get(key) or instead
+def _whole(config: Mapping[str, Any], key: str, default: int = 0) -> int:
+    """Return a whole number of a config; `default` if it is missing. Raises ConfigError."""
+    value = config.get(key) or default
     try:
         return int(value)
     except (TypeError, ValueError, OverflowError) as cause:
         raise ConfigError(
-            f"{key} of a model's config is {value!r}, and should be a whole number"
+            f"{key} of a model's config is {value!r}, must be a whole number"
         ) from cause
 
 
 def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> ModelShape:
-    """The shape of a Hugging Face config (its keys, from config.json) by formula, for the few
-    architectures that the formula is exact for; `planner/model_config.py` counts the modules of
-    all others. `seq_len`: as in `chosen_length`. Raises ConfigError for any other model type,
-    and where a key that is needed is missing."""
+    """Compute the shape of a Hugging Face config (the keys of a config.json) by formula, for the
+    few architectures that the formula is exact for; `planner/model_config.py` counts the modules
+    of all others. `seq_len`: as in `chosen_length`. Raises ConfigError for any other model type,
+    and if a required key is missing."""
     kind = str(config.get("model_type", ""))
     if kind not in _EXACT:
         raise ConfigError(
-            f"the parameters of a `{kind or 'model without model_type'}` are not known by formula",
+            f"no formula gives the parameters of a `{kind or 'model without model_type'}`",
             hint=(
-                "pip install 'roadtrain[hf]' counts those of its modules; or --model"
+                "`pip install 'roadtrain[hf]'` to count its modules; or give --model"
                 " MODULE:FUNCTION"
             ),
         )
@@ -357,7 +362,7 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
     found, gated = _sizes(config, kind), kind != "gpt2"
     hidden, heads = found["hidden_size"], found["num_attention_heads"]
     if hidden % heads:
-        raise ConfigError(f"a width of {hidden} does not divide into {heads} heads")
+        raise ConfigError(f"hidden_size {hidden} is not divisible by {heads} heads")
     if (head := _whole(config, "head_dim", hidden // heads)) * heads != hidden:
         raise ConfigError(
             f"the formula of a `{kind}` has heads of {hidden // heads}, the config says {head}",
@@ -367,8 +372,8 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
     active = _whole(config, "num_experts_per_tok")
     if kind == "mixtral" and not 0 < active <= experts:
         raise ConfigError(
-            f"a `mixtral` of {experts} experts, of which a token takes {active}",
-            hint="give num_local_experts and num_experts_per_tok",
+            f"a `mixtral` config has {experts} experts, of which {active} are active per token",
+            hint="set num_local_experts and num_experts_per_tok",
         )
     longest = found["max_position_embeddings"]
     tokens, notes = chosen_length(seq_len, longest or None)
@@ -393,7 +398,7 @@ def from_config(config: Mapping[str, Any], *, seq_len: int | None = None) -> Mod
 
 
 def _sizes(config: Mapping[str, Any], kind: str) -> dict[str, int]:
-    """The numbers of KEYS. Raises ConfigError where one is missing."""
+    """Return the numbers of KEYS. Raises ConfigError if one is missing."""
     found = {
         name: next((_whole(config, key) for key in keys if config.get(key)), 0)
         for name, keys in KEYS.items()
@@ -401,7 +406,7 @@ def _sizes(config: Mapping[str, Any], kind: str) -> dict[str, int]:
     if kind == "gpt2":
         found["intermediate_size"] = found["intermediate_size"] or 4 * found["hidden_size"]
     for name, value in found.items():
-        # gpt2 has a row of each
+        # gpt2 has a row for each position, the others need no maximum
         if not value and (kind == "gpt2" or name != "max_position_embeddings"):
             raise ConfigError(
                 f"the config of a `{kind}` has none of {', '.join(KEYS[name])}",

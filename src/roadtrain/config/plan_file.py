@@ -1,11 +1,10 @@
-"""Plan: how to train a model on a cluster; and PlanFile, all of a plan.toml: the plan, the machines
-that run it (`Machines`), what the planner promised (`Predicted`), and the cluster and the model
-that it was planned for.
+"""The plan.toml: a Plan for training a model on a cluster, and optionally the machines that run it
+(`Machines`), the prediction (`Predicted`), and the cluster and model it was made for.
 
-A `Placement` says where parameters and optimizer state rest, where gradients are summed, where the
-update runs. The systems are named choices of the same duties (docs/concepts/design.md), baselines
-too. The plan's keys stand at the top of the file, the rest in tables of their own. Arithmetic only.
-Does NOT know a job.
+A `Placement` defines where parameters and optimizer state are stored, where gradients are summed
+and where the update runs. Other systems, including baselines, are named combinations of these
+choices (docs/concepts/design.md). The plan's keys are at the top of the file, everything else is in
+tables. Arithmetic only; does not depend on a job.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from roadtrain.options.schema import (
 from roadtrain.stages.parallelism import Parallelism
 from roadtrain.switch.options import WIDTH, WINDOW, Wire
 
-# of each device's and host's memory, that a plan leaves free where nobody says otherwise
+# default fraction of each device's and host's memory that a plan leaves free
 HEADROOM = 0.05
 Where = Literal["device", "split", "host", "ssd", "server"]
 NetworkGroup = Literal["dp", "pp"]
@@ -45,34 +44,34 @@ NetworkGroup = Literal["dp", "pp"]
 
 @value
 class Placement:
-    """Where parameters and optimizer state rest, where gradients are summed, where they are
-    applied."""
+    """A combination of where parameters and optimizer state are stored, where gradients are
+    summed, and where the update runs."""
 
     name: str
-    # all on each device, split over the devices, in the hosts' memory, on their SSDs, at the server
+    # on each device, split over the devices, in host memory, on the hosts' SSDs, or at the server
     parameters: Where
     state: Where
-    # "ring": all-reduce, or reduce-scatter where the state is split; "switch": in the network;
-    # "spares": the summation service, shares by sums/protocol/shares.py; "separate": servers on the
-    # spare hosts alone; "relay": cards that compute
+    # "ring": all-reduce, or reduce-scatter if the state is split; "switch": in the network;
+    # "spares": the summation service, with shares from sums/protocol/shares.py; "separate":
+    # parameter servers on the spare hosts; "relay": network cards with processors
     sum: Literal["ring", "switch", "spares", "separate", "relay", "server"]
     update: Literal["device", "host", "ssd", "server"]
-    gradients: Literal["memory", "ssd"] = "memory"  # where they wait for the update
+    gradients: Literal["memory", "ssd"] = "memory"  # where they are held until the update
 
     @property
     def streamed(self) -> bool:
-        """Whether parameters come to the device block by block."""
+        """Whether parameters are transferred to the device block by block."""
         return self.parameters != "device"
 
     @property
     def served(self) -> bool:
-        """Whether a server of its own has the state."""
+        """Whether a separate server holds the state."""
         return self.state == "server"
 
     @property
     def fans_in(self) -> bool:
-        """Whether switches stand between workers and that server: the network's, or machines that
-        run `roadtrain serve --switch`."""
+        """Whether gradients pass summing switches on the way to the server: switches of the
+        network, or machines that run `roadtrain serve --switch`."""
         return self.served and self.sum == "switch"
 
 
@@ -98,157 +97,157 @@ PLACEMENTS = {
 
 
 def placement(name: str) -> Placement:
-    """Raises ConfigError for a name that is not known."""
+    """Return the placement with this name. Raises ConfigError for an unknown name."""
     if name not in PLACEMENTS:
         raise ConfigError(
             f"no placement is called {name!r}",
-            hint=did_you_mean(name, PLACEMENTS) or f"known are {', '.join(PLACEMENTS)}",
+            hint=did_you_mean(name, PLACEMENTS) or f"available are {', '.join(PLACEMENTS)}",
         )
     return PLACEMENTS[name]
 
 
-def _named(given: object) -> object:
-    return placement(given) if isinstance(given, str) else given
+def _named(value: object) -> object:
+    return placement(value) if isinstance(value, str) else value
 
 
-def _known(name: str) -> str:
+def _checked_name(name: str) -> str:
     return placement(name).name
 
 
 @value
 class PlanMemory:
-    """What is in memory, and for how long."""
+    """The buffers of a plan and what stays in them."""
 
-    slots: Integer = Field(default=3, ge=2)  # blocks of parameters that are on the device at once
-    buffers: Count = 3  # records that a server works on at once
-    pushes: Whole = 0  # buffers for a block's gradients
+    slots: Integer = Field(default=3, ge=2)  # blocks of parameters on the device at once
+    buffers: Count = 3  # records that a server processes at once
+    pushes: Whole = 0  # buffers for the gradients of a block
     kept: Whole = 0  # blocks that a relay keeps from forward to backward
-    chunk: Whole = 0  # elements of a record; 0: a few records a block
-    root: Flag = True  # embeddings and the output layer stay on the device and take no slot
-    offload: Flag = False  # activations go to the host
-    file_slots: Whole = 2  # of a record on files; 2: a step never overwrites the last one
-    resident: Number = 0  # the share of records on files that memory keeps too
-    public: Number = 1  # the share of which memory keeps the parameters
+    chunk: Whole = 0  # elements of a record; 0: a few records per block
+    root: Flag = True  # embeddings and output layer stay on the device and use no slot
+    offload: Flag = False  # activations are moved to host memory
+    file_slots: Whole = 2  # versions of a record on files; 2: a step never overwrites the last one
+    resident: Number = 0  # fraction of the records on files that is also kept in memory
+    public: Number = 1  # fraction of the records whose parameters are kept in memory
 
 
 @value
 class ElementBytes:
-    """Bytes of one element."""
+    """Bytes of one element in each role."""
 
     parameter_bytes: Number = 2
-    gradient_bytes: Number = 2  # on the wire
-    activation_bytes: Number = 2  # between stages, on the wire
-    held_bytes: Number = 4  # of a gradient at rest
-    upstream_bytes: Number = 2  # of a parameter that comes back from a processor beside an SSD
+    gradient_bytes: Number = 2  # in transfer
+    activation_bytes: Number = 2  # in transfer between stages
+    held_bytes: Number = 4  # of a gradient that is held until the update
+    upstream_bytes: Number = 2  # of a parameter returned by a processor in an SSD
     state_bytes: Number = 12
-    host_bytes: Number = 0  # what hosts keep besides
+    host_bytes: Number = 0  # additional host memory per parameter
 
 
 @value
 class SwitchPackets:
-    """How data crosses switches that sum. As roadtrain's own packets (switch/packets.py), unless a
-    plan describes others'."""
+    """The packets in which data crosses summing switches. The defaults are roadtrain's own packets
+    (switch/packets.py); a plan may describe another system's."""
 
-    wire: Wire = "int32"  # what an element of a gradient travels as
-    window: Count = WINDOW  # packets under way of a stream, at most
-    payload: Count = 1408  # bytes of data in a packet
-    overhead: Whole = 90  # bytes of a packet besides: our header 48, UDP 8, IP 20, Ethernet 14
-    block: Whole = 352  # elements that share an exponent, which is a byte; 0: scales are fixed
+    wire: Wire = "int32"  # number format of a gradient's elements
+    window: Count = WINDOW  # packets in flight per stream, at most
+    payload: Count = 1408  # data bytes of a packet
+    overhead: Whole = 90  # other bytes of a packet: our header 48, UDP 8, IP 20, Ethernet 14
+    block: Whole = 352  # elements that share a one-byte exponent; 0: scales are fixed
 
     @property
     def width(self) -> int:
-        """Bytes of an element on the wire."""
+        """Bytes of an element in a packet."""
         return WIDTH[self.wire]
 
 
 @value
 class Framework:
-    """What a framework does besides."""
+    """Properties of the framework that trains, used by the simulation."""
 
-    precision: str = ""  # of the layers' products; "": 16 bits, as attention and the output
-    # of each layer "products" (all but attention and every second product), or all of every second
-    # of the "layers", is computed again; "": as the plan says
+    precision: str = ""  # of the layers' products; "": 16 bits, as attention and the output always
+    # what is recomputed in backward: "products" (in each layer, all but attention and every second
+    # product), or "layers" (every second layer in full); "": as activation_checkpointing says
     selective: Literal["", "products", "layers"] = ""
-    sequence: Flag = True  # tensor-parallel ranks split norms and inputs too
-    hidden: Number = 0  # the share of tensor-parallel traffic that products hide
-    passes: Number = 1  # how often kernels cross the device's memory, over what the constants say
-    logit_bytes: Number = 6  # a logit, on the device while the loss is made
-    output_bytes: Number = 0  # a parameter of the output layer, likewise
-    outputs: Flag = False  # what goes to the next stage stays until its backward
-    context_bytes: Number = 1e9  # of a device's memory, that nobody asked for
-    fragmentation: Number = 1.0  # of a device's memory: what is taken over what was asked for
+    sequence: Flag = True  # tensor-parallel ranks also split norms and inputs
+    hidden: Number = 0  # fraction of tensor-parallel traffic that is hidden behind products
+    passes: Number = 1  # device memory traffic of kernels, relative to the calibrated constants
+    logit_bytes: Number = 6  # device memory per logit while the loss is computed
+    output_bytes: Number = 0  # device memory per parameter of the output layer, at the same time
+    outputs: Flag = False  # outputs sent to the next stage are kept until their backward
+    context_bytes: Number = 1e9  # device memory taken by the driver and libraries
+    fragmentation: Number = 1.0  # device memory reserved, relative to what is allocated
 
 
 @value
 class Plan:
-    """One way to train a model on a cluster. Raises ConfigError."""
+    """A way to train a model on a cluster. Raises ConfigError."""
 
     placement: Annotated[
         Placement,
         BeforeValidator(refusing(_named)),
-        PlainSerializer(lambda one: one.name),
-        Field(description=f"known are {', '.join(PLACEMENTS)}"),
+        PlainSerializer(lambda placement: placement.name),
+        Field(description=f"one of {', '.join(PLACEMENTS)}"),
     ]
     parallelism: Parallelism = Parallelism()
-    micro_batch: Count = 1  # samples a device and pass
-    # passes a step; of all replicas of a stage together, where `parallelism.widths` gives each
-    # stage its own number of them
+    micro_batch: Count = 1  # samples per device and pass
+    # passes per step; if `parallelism.widths` gives each stage its own number of replicas, the
+    # passes of all replicas of a stage together
     num_microbatches: Count = 1
-    # of each pipeline stage the name of its placement, where it is not `placement` for all
-    stage_placements: tuple[Annotated[str, AfterValidator(refusing(_known))], ...] = ()
-    activation_checkpointing: Flag = False  # blocks' inputs alone are kept for backward
-    staleness: Whole = 0  # updates that a step's parameters may lack
-    # "gradient": each block's update begins as its gradient is there; "step": when all are there,
-    # so that norms are known
+    # name of each pipeline stage's placement, if they are not all `placement`
+    stage_placements: tuple[Annotated[str, AfterValidator(refusing(_checked_name))], ...] = ()
+    activation_checkpointing: Flag = False  # only blocks' inputs are kept for backward
+    staleness: Whole = 0  # updates that may be missing from the parameters of a step
+    # "gradient": a block's update starts once its gradient has arrived; "step": once all have
+    # arrived, so that norms can be computed
     update_at: Literal["gradient", "step"] = "step"
-    overlap: Flag = True  # gradients leave while backward runs, else after it
-    # where each device updates its part: parameters are gathered as the update ends; or, block by
-    # block, during the next forward
+    overlap: Flag = True  # gradients are sent during backward, otherwise after it
+    # when updated parameters are gathered, if each device updates a part: after the update, or
+    # block by block during the next forward
     gather: Literal["update", "forward"] = "update"
-    in_turn: Flag = False  # updates in the order of their gradients, not of the next forward
-    keep: Number | None = None  # fraction of a gradient's elements that travels; None: all
-    # kind of card for a group; for what is not named one is chosen
+    in_turn: Flag = False  # update in the order of gradients instead of the next forward's order
+    keep: Number | None = None  # fraction of a gradient's elements that is sent; None: all
+    # kind of network card for each group; groups that are not listed use the fastest choice
     networks: Mapping[NetworkGroup, Literal["infiniband", "roce", "ethernet"]] = field(
         default_factory=dict, hash=False
     )
-    headroom: Number = Field(default=0.0, lt=1)  # share of devices' and hosts' memory left free
+    headroom: Number = Field(default=0.0, lt=1)  # fraction of device and host memory left free
     memory: PlanMemory = PlanMemory()
     sizes: ElementBytes = ElementBytes()
     framework: Framework = Framework()
-    packets: SwitchPackets = SwitchPackets()  # of placements that sum in switches
+    packets: SwitchPackets = SwitchPackets()  # used by placements that sum in switches
 
     @model_validator(mode="after")
     @refusing
-    def _one_placement_a_stage(self) -> Self:
+    def _check_stage_placements(self) -> Self:
         if self.stage_placements and len(self.stage_placements) != self.parallelism.pp:
             raise ConfigError(
-                f"{len(self.stage_placements)} stages have a placement, pp is"
+                f"stage_placements has {len(self.stage_placements)} names, pp is"
                 f" {self.parallelism.pp}",
-                hint="stage_placements has one name a stage; or `placement` alone is of all",
+                hint="give one name per stage, or only `placement` for all stages",
             )
         return self
 
     def changed(self, **changes: Any) -> Plan:
-        """With other values of fields, of its own or of one of its parts."""
+        """Return a copy with other values of fields of the plan or of its parts."""
         for part, names in PARTS.items():
             if mine := {name: changes.pop(name) for name in names & changes.keys()}:
                 changes[part] = replace(changes.get(part, getattr(self, part)), **mine)
         return replace(self, **changes)
 
     @property
-    def travels(self) -> float:
-        """The share of a gradient's bytes that travels: an element that is kept has its index
-        beside it."""
+    def sent_share(self) -> float:
+        """Transferred bytes of a gradient relative to all its bytes: each element that is kept is
+        sent with its index."""
         return 1.0 if self.keep is None else 2 * self.keep
 
     @property
     def samples(self) -> int:
-        """Of one step."""
+        """Samples of one step."""
         return self.micro_batch * self.step_microbatches
 
     @property
     def step_microbatches(self) -> int:
-        """Of one step, over all replicas."""
+        """Micro-batches of one step, over all replicas."""
         replicas = 1 if self.parallelism.widths else self.parallelism.dp
         return self.num_microbatches * replicas
 
@@ -261,7 +260,7 @@ class Plan:
         return placement(self.stage_placements[stage]) if self.stage_placements else self.placement
 
     def of_stage(self, stage: int) -> Plan:
-        """The plan as one stage has it: its own placement, and its own replicas as all."""
+        """Return the plan of one stage, with its own placement and its own number of replicas."""
         if not (self.stage_placements or self.parallelism.widths):
             return self
         parallelism = replace(self.parallelism, dp=self.widths[stage], widths=())
@@ -270,11 +269,11 @@ class Plan:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """Those of its stages, each once."""
+        """Placements of all stages, without duplicates."""
         return tuple(dict.fromkeys(map(self.placement_of, range(self.parallelism.pp))))
 
 
-# parts of a plan -> names of their fields, no two of which are the same
+# parts of a plan -> names of their fields, which are unique over all parts
 PARTS = {
     part: frozenset(f.name for f in fields(kind))
     for part, kind in (
@@ -284,28 +283,28 @@ PARTS = {
         ("packets", SwitchPackets),
     )
 }
-# what a plan.toml has beside the plan
+# tables of a plan.toml that are not part of the plan
 OTHER_TABLES = ("machines", "predicted", "cluster", "model")
 
 
 def make_plan(tree: Mapping[str, Any], where: str = "plan") -> Plan:
-    """Of plain data, as in a plan.toml; what says no `headroom` keeps HEADROOM. Raises ConfigError
-    naming the key."""
+    """Build a plan from tables as in a plan.toml; the default of `headroom` is HEADROOM here.
+    Raises ConfigError that names the key."""
     return checked(Plan, {"headroom": HEADROOM, **tree}, where)
 
 
 def load_plan(path: str | Path) -> Plan:
-    """The plan alone of a plan.toml, whatever else the file has. Raises ConfigError."""
+    """Read the plan of a plan.toml and ignore its other tables. Raises ConfigError."""
     return make_plan(_own_keys(read_toml(path, "plan")), where=str(path))
 
 
 def _own_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: given for key, given in tree.items() if key not in OTHER_TABLES}
+    return {key: value for key, value in tree.items() if key not in OTHER_TABLES}
 
 
 @dataclass(frozen=True)
 class PlanFile:
-    """`machines`: None for a plan that is simulated only."""
+    """The contents of a plan.toml. `machines` is None for a plan that is only simulated."""
 
     plan: Plan
     machines: Machines | None = None
@@ -314,19 +313,19 @@ class PlanFile:
     model: PlannedModel | None = None
 
     def to_toml(self) -> str:
-        """The file that this is read from."""
+        """Format the file, so that reading it gives an equal value."""
         tree = as_tree(self.plan)
         for name in ("machines", "predicted", "model"):
             if (table := getattr(self, name)) is not None:
                 tree[name] = as_tree(table, exclude_defaults=True)
         if self.cluster is not None:
-            # with what was filled in, and no more: so that `assumed` stays what it is
+            # write filled-in values, but no defaults, so that `assumed` stays the same
             tree["cluster"] = as_tree(self.cluster, exclude_unset=True, by_alias=True)
         return tomli_w.dumps(tree)
 
 
 def make_plan_file(tree: Mapping[str, Any], where: str = "plan") -> PlanFile:
-    """Raises ConfigError naming the key."""
+    """Build a plan file from tables. Raises ConfigError that names the key."""
     machines, predicted, cluster, model = (tree.get(name) for name in OTHER_TABLES)
     return PlanFile(
         make_plan(_own_keys(tree), where),
@@ -338,5 +337,5 @@ def make_plan_file(tree: Mapping[str, Any], where: str = "plan") -> PlanFile:
 
 
 def load_plan_file(path: str | Path) -> PlanFile:
-    """Raises ConfigError."""
+    """Read a plan.toml. Raises ConfigError."""
     return make_plan_file(read_toml(path, "plan"), where=str(path))

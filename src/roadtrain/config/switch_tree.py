@@ -1,10 +1,10 @@
-"""The tree of switches that sum, as a cluster's cards and links give it.
+"""Find the tree of summing switches in a cluster, from its network cards and links.
 
     workers' cards -> switch of the rack -> link -> root switch -> the server's card
 
-The root is where the server is; without a server, the switch that the fewest links lead to from all
-others. Every switch of the tree sums, since a sum of a part must not be added up elsewhere again.
-Pure.
+The root is the server's switch; without a server, it is the switch for which the tree has the
+fewest switches. Every switch of the tree must sum, because a partial sum cannot be added up
+elsewhere. Pure functions.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from roadtrain.stages.networks import listed
 
 @dataclass(frozen=True)
 class SwitchTree:
-    """`cards`: of each host, in order, the one that leads to its switch."""
+    """The summing switches between workers and the root."""
 
     root: str
-    switches: Mapping[str, Switch]  # of the tree, the root first, each after its parent
-    parents: Mapping[str, str]  # of each of them but the root, the one above it
-    cards: tuple[Nic, ...]
-    at: tuple[str, ...]  # of each host the name of its switch
+    switches: Mapping[str, Switch]  # root first, each switch after its parent
+    parents: Mapping[str, str]  # parent of each switch except the root
+    cards: tuple[Nic, ...]  # for each host, the card that leads to its switch
+    at: tuple[str, ...]  # for each host, the name of its switch
     node: Nic | None = None  # the server's card
-    # of each switch but the root, the link to its parent
+    # for each switch except the root, the link to its parent
     links: Mapping[str, LinkRate] = field(default_factory=dict)
 
     def children(self, switch: str) -> int:
-        """What sends to it: hosts and switches below."""
+        """Return the number of hosts and switches that send directly to `switch`."""
         below = sum(parent == switch for parent in self.parents.values())
         return self.at.count(switch) + below
 
     def path(self, switch: str) -> list[str]:
-        """From it to the root, both included."""
+        """Return the switches from `switch` to the root, both included."""
         out = [switch]
         while out[-1] in self.parents:
             out.append(self.parents[out[-1]])
@@ -44,17 +44,17 @@ class SwitchTree:
 
     @property
     def levels(self) -> int:
-        """Switches that a packet of the host farthest away crosses."""
+        """Switches that a packet from the most distant host crosses."""
         return max(len(self.path(switch)) for switch in self.at)
 
     @property
     def latency(self) -> float:
-        """Seconds of one way from the host farthest away, without what switches take."""
-        ways = (
-            card.latency + sum(self.links[one].latency for one in self.path(switch)[:-1])
+        """One-way latency in seconds from the most distant host, without delays in the switches."""
+        routes = (
+            card.latency + sum(self.links[name].latency for name in self.path(switch)[:-1])
             for card, switch in zip(self.cards, self.at, strict=True)
         )
-        return max(ways)
+        return max(routes)
 
     @property
     def multicasts(self) -> bool:
@@ -63,33 +63,33 @@ class SwitchTree:
 
 
 def switch_tree(cluster: Cluster, hosts: Sequence[Host], node: Host | None = None) -> SwitchTree:
-    """`hosts`: that compute; `node`: the server's. Raises ConfigError where no tree of switches
-    that sum leads from all of them to one, with what is lacking."""
-    known = {switch.name: switch for switch in cluster.switches if switch.sums}
-    if not known:
+    """Find the tree of summing switches from `hosts` (the compute hosts) to `node` (the server's
+    host). Raises ConfigError that says what is missing if there is no such tree."""
+    summing = {switch.name: switch for switch in cluster.switches if switch.sums}
+    if not summing:
         raise ConfigError(
             f"no switch of {cluster.name} sums",
-            hint="give one `sums = true`: a switch of the network that can, or a host that runs"
-            " `roadtrain serve HOST:PORT --switch`",
+            hint="set `sums = true` for a switch of the network that can sum, or for a host that"
+            " runs `roadtrain serve HOST:PORT --switch`",
         )
-    cards = tuple(_card(cluster, host, known) for host in hosts)
+    cards = tuple(_card(cluster, host, summing) for host in hosts)
     at = tuple(cluster.switch_of(card) for card in cards)
-    above = None if node is None else _card(cluster, node, known)
-    wanted = list(dict.fromkeys(at))
-    roots = [cluster.switch_of(above)] if above is not None else list(known)
-    found = [(root, _from(cluster, known, root, wanted)) for root in roots]
-    ways = [(root, parents) for root, parents in found if parents is not None]
-    if not ways:
+    above = None if node is None else _card(cluster, node, summing)
+    needed = list(dict.fromkeys(at))
+    roots = [cluster.switch_of(above)] if above is not None else list(summing)
+    found = [(root, _from(cluster, summing, root, needed)) for root in roots]
+    trees = [(root, parents) for root, parents in found if parents is not None]
+    if not trees:
         raise ConfigError(
-            f"switches {listed(wanted)} of {cluster.name} do not reach"
+            f"switches {listed(needed)} of {cluster.name} do not reach"
             f" {roots[0] if above is not None else 'one another'} over switches that sum",
-            hint="give [[links]] between them, and `sums = true` to those on the way",
+            hint="add [[links]] between them, and `sums = true` to the switches in between",
         )
-    root, parents = min(ways, key=lambda way: len(way[1]))
+    root, parents = min(trees, key=lambda tree: len(tree[1]))
     used = [root, *parents]
     return SwitchTree(
         root,
-        {name: known[name] for name in used},
+        {name: summing[name] for name in used},
         parents,
         cards,
         at,
@@ -98,42 +98,42 @@ def switch_tree(cluster: Cluster, hosts: Sequence[Host], node: Host | None = Non
     )
 
 
-def _card(cluster: Cluster, host: Host, known: Mapping[str, Switch]) -> Nic:
-    found = [nic for nic in host.nics if cluster.switch_of(nic) in known]
+def _card(cluster: Cluster, host: Host, summing: Mapping[str, Switch]) -> Nic:
+    found = [nic for nic in host.nics if cluster.switch_of(nic) in summing]
     if not found:
         have = listed([cluster.switch_of(nic) for nic in host.nics]) or "none"
         raise ConfigError(
-            f"host {host.name} is at no switch that sums (its cards lead to {have}; those that sum"
-            f" are {listed(list(known))})",
-            hint="give its switch `sums = true`, or its card a `switch` that does",
+            f"host {host.name} is connected to no switch that sums (its cards lead to {have};"
+            f" switches that sum are {listed(list(summing))})",
+            hint="set `sums = true` for its switch, or connect its card to a `switch` that sums",
         )
     return max(found, key=lambda nic: nic.total)
 
 
 def _from(
-    cluster: Cluster, known: Mapping[str, Switch], root: str, wanted: Sequence[str]
+    cluster: Cluster, summing: Mapping[str, Switch], root: str, needed: Sequence[str]
 ) -> dict[str, str] | None:
-    """Parents of the switches that lead from `wanted` to `root` by the fewest links, each after
-    its own parent; None where one is not reached."""
+    """Return the parents of the switches that connect `needed` to `root` over the fewest links,
+    each switch after its parent; None if a switch cannot be reached."""
     parents: dict[str, str] = {}
     front = [root]
-    for here in front:  # grows meanwhile
+    for here in front:  # breadth first: grows while it is iterated
         for link in cluster.links:
             there = link.between[link.between[0] == here]
-            new = there in known and there != root and there not in parents
+            new = there in summing and there != root and there not in parents
             if new and here in link.between:
                 parents[there] = here
                 front.append(there)
-    if any(one != root and one not in parents for one in wanted):
+    if any(switch != root and switch not in parents for switch in needed):
         return None
     used: dict[str, None] = {}
-    for one in wanted:
-        while one != root:
-            used[one] = None
-            one = parents[one]
-    return {one: parents[one] for one in front if one in used}
+    for switch in needed:
+        while switch != root:
+            used[switch] = None
+            switch = parents[switch]
+    return {switch: parents[switch] for switch in front if switch in used}
 
 
-def _link(cluster: Cluster, one: str, other: str) -> LinkRate:
-    found = [link for link in cluster.links if {*link.between} == {one, other}]
+def _link(cluster: Cluster, a: str, b: str) -> LinkRate:
+    found = [link for link in cluster.links if {*link.between} == {a, b}]
     return min(found, key=lambda link: link.rate)

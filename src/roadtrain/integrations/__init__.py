@@ -1,4 +1,4 @@
-"""One file for each framework: ddp, fsdp, horovod, huggingface.
+"""Integrations with training frameworks, one file each: ddp, fsdp, horovod, huggingface.
 
-A script keeps its framework's way of training and changes one line. Read the file of the framework.
+A script keeps its framework's way of training and changes one line. Read the framework's file.
 """

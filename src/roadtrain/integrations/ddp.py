@@ -1,14 +1,14 @@
-"""DDP over the summation service: the user's model, loop and optimizer stay; gradients meet at
+"""DDP over the summation service: model, loop and optimizer stay the same; gradients are summed on
 CPUs.
 
     model = torch.nn.parallel.DistributedDataParallel(model)
     model.register_comm_hook(roadtrain.Summation(spares=["10.0.0.9:7000"]), roadtrain.sum_hook)
 
-Each worker runs a reducer for the others in its own process; `spares` are hosts that run `roadtrain
-serve HOST:PORT --sum`. Workers of one host sum through shared memory first. Gradients are divided
-by the number of workers, then summed in their order: with two workers the bits of DDP's own
-all-reduce, with more equal to rounding. Assumes an initialized process group, used at the start,
-for addresses.
+Each worker runs a reducer for all in its own process; `spares` are additional hosts that run
+`roadtrain serve HOST:PORT --sum`. Workers of one host sum through shared memory first. Gradients
+are divided by the number of workers, then summed in the order of ranks: with two workers the result
+has the bits of DDP's own all-reduce, with more it is equal up to rounding. Needs an initialized
+process group, which is used at the start to exchange addresses.
 """
 
 from __future__ import annotations
@@ -38,32 +38,50 @@ ANY_PORT = 9
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Summation(TensorSums):
-    """The state of `sum_hook`: this worker's end of the summation service. Raises ConfigError,
-    PeerError. `close` it before the process group ends."""
+    """A worker's end of the summation service: the state of `sum_hook`.
 
-    # HOST:PORT of spare hosts, or the path of a file with one a line (and its rate, if any). Worker
-    # 0 reads the file again while training goes on: a host that is added is used, one that is
-    # removed is left out. A host that dies is gone round, and used again when it is back.
+    Call close() before the process group is destroyed.
+
+    Args:
+        spares: HOST:PORT of spare hosts, or the path of a file with one per line (and its rate, if
+            any). Worker 0 rereads the file during training: added hosts are used, removed ones
+            are left out. A host that dies is bypassed, and used again when it is back.
+        rates: Link rates of the workers' hosts, by rank, in any unit; parts of the sums are
+            distributed accordingly. None: all equal.
+        spare_rates: Link rates of the spare hosts, in the same unit. None: all equal.
+        format: How fp32 is sent between hosts: "" (as it is), "bf16", "fp16", "topk:0.01",
+            "onebit", "dither:4", or a format of your own (sums/formats.py).
+        local: Whether the workers of a host sum through shared memory first.
+        roots: Which workers of a host do so, by their local rank. None: according to its topology.
+        rule: "sum", or "accumulate" for asynchronous training.
+        address: Address of this host for the others. None: the one that reaches MASTER_ADDR.
+        token_file: File with the token of the spare hosts, by which workers of several hosts also
+            authenticate each other. Needed with more than one host.
+        budget: Bytes for this process's reducers. None: half of the free memory.
+        deadline_s: Seconds that a sum may take.
+        tls: Certificate and key of this host, and the authority of the others, for links to spare
+            hosts and other workers.
+
+    Attributes:
+        rank: This worker's rank in the process group.
+        workers: The number of workers.
+
+    Raises:
+        ConfigError: There is no process group, or options contradict each other.
+        PeerError: A host cannot be reached.
+    """
+
     spares: Sequence[str] | str = ()
-    # of the links of the workers' hosts (by rank) and of the spare ones, in any unit; parts of the
-    # sums are placed by them; None: all equal
     rates: Sequence[float] | None = None
     spare_rates: Sequence[float] | None = None
-    # how fp32 travels between hosts: "" (as it is), bf16, fp16, topk:0.01, onebit, dither:4, or one
-    # of your own (sums/formats.py)
     format: str = ""
-    local: bool = True  # the workers of a host sum through shared memory first
-    # which workers of a host do so, by their place on it; None: as its topology says
+    local: bool = True
     roots: Sequence[int] | None = None
-    rule: str = "sum"  # or "accumulate", for asynchronous training
-    # of this host, as the others reach it; None: the one that reaches MASTER_ADDR
+    rule: str = "sum"
     address: str | None = None
-    # the token of the spare hosts, by which the workers of several hosts know each other too;
-    # needed beyond this host
     token_file: PathLike | None = None
-    budget: Size | None = None  # bytes for this process's reducers; None: half of what is free
-    deadline_s: Deadline = 600.0  # how long a sum may take
-    # this host's certificate and key, and who signs the others'; to spare hosts and other workers
+    budget: Size | None = None
+    deadline_s: Deadline = 600.0
     tls: Tls | None = None
     rank: int = field(init=False)
     workers: int = field(init=False)
@@ -72,7 +90,7 @@ class Summation(TensorSums):
         check_options(Summation, vars(self))
         if not dist.is_initialized():
             raise ConfigError(
-                "no process group", hint="torch.distributed.init_process_group() comes first"
+                "no process group", hint="call torch.distributed.init_process_group() first"
             )
         self.rank, self.workers = dist.get_rank(), dist.get_world_size()
         if self.format:
@@ -80,11 +98,9 @@ class Summation(TensorSums):
         if self.rule not in RULES or (self.format and self.rule == "accumulate"):
             raise ConfigError(
                 f"rule={self.rule!r} with format={self.format!r}",
-                hint=(
-                    "sum, or accumulate without a format: what stays at a reducer would be rounded"
-                ),
+                hint=("use sum, or accumulate without a format, which would round stored values"),
             )
-        wanted = SpareHosts(self.spares, self.spare_rates, token_of(self.token_file), self.tls)
+        spares = SpareHosts(self.spares, self.spare_rates, token_of(self.token_file), self.tls)
         master = os.environ.get("MASTER_ADDR", "127.0.0.1")
         free = psutil.virtual_memory().available
         setup = SumSetup(
@@ -98,34 +114,46 @@ class Summation(TensorSums):
             rates=self.rates,
             roots=self.roots,
         )
-        super().__init__(connect(wanted, setup, tell_all), self.format)
+        super().__init__(connect(spares, setup, exchange), self.format)
 
 
 def sum_hook(state: Summation, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """For `register_comm_hook`. What DDP gives last is nearest the input, and wanted first by
-    the next forward."""
+    """Sum a gradient bucket of DDP over all workers, as the hook of `register_comm_hook`.
+
+    Buckets that the next forward needs first, which DDP passes last, have priority.
+
+    Args:
+        state: The summation service.
+        bucket: DDP's bucket of gradients.
+
+    Returns:
+        A future of the bucket's tensor, averaged over the workers.
+
+    Raises:
+        ConfigError: The service has another rule than "sum".
+    """
     if state.rule != "sum":
         raise ConfigError(
-            f"DDP's gradients under rule={state.rule!r}",
-            hint="asynchronous training: roadtrain.hvd",
+            f"DDP's gradients need rule='sum', not rule={state.rule!r}",
+            hint="use roadtrain.hvd for asynchronous training",
         )
-    if bucket.index() == 0:  # of another backward than one that has failed
-        state.begins_anew()
+    if bucket.index() == 0:  # a new backward, perhaps after a failed one
+        state.resume()
     grads = bucket.buffer()
     grads.div_(state.workers)
-    key = bucket.index() << 40 | grads.numel()  # another after DDP has grouped anew
+    key = bucket.index() << 40 | grads.numel()  # changes when DDP regroups its buckets
     shapes = " ".join("x".join(map(str, tensor.shape)) for tensor in bucket.gradients())
-    says = f" of gradients {shapes}{', the last' * bucket.is_last()}"
+    suffix = f" of gradients {shapes}{', the last' * bucket.is_last()}"
     identity, priority = f"DDP's bucket {bucket.index()}", -bucket.index()
-    return state.sum(key, identity, grads, says=says, priority=priority).future
+    return state.sum(key, identity, grads, detail=suffix, priority=priority).future
 
 
-# DDP compares them with the classes themselves
+# DDP compares the annotations with the classes themselves
 sum_hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
 
 
-def tell_all(words: bytes) -> list[bytes]:
-    """What every worker says, by rank."""
+def exchange(words: bytes) -> list[bytes]:
+    """Send `words` to all workers; return those of every worker, by rank."""
     device = own_device("cuda" if dist.get_backend() == "nccl" else "cpu")
     workers = range(dist.get_world_size())
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in workers]
@@ -134,4 +162,4 @@ def tell_all(words: bytes) -> list[bytes]:
     found = [torch.zeros(most, dtype=torch.uint8, device=device) for _ in workers]
     mine = torch.frombuffer(bytearray(words.ljust(most, b"\0")), dtype=torch.uint8)
     dist.all_gather(found, mine.to(device))
-    return [bytes(one.cpu().numpy())[: int(length)] for one, length in zip(found, lengths)]
+    return [bytes(row.cpu().numpy())[: int(length)] for row, length in zip(found, lengths)]

@@ -1,22 +1,22 @@
-"""A torch optimizer whose gradients are summed over the workers, each from the moment backward has
-it.
+"""A torch optimizer whose gradients are summed over the workers, each as soon as backward has
+computed it.
 
-    backward: ready(p) -> sum begins        step(): all sums come into p.grad, then the optimizer's
-                                            own step
-    with `model`:  step(): nothing waits    before the forward of a module: its sums, the step of
-                                            its parameters alone
+    backward: a gradient is ready -> its    step(): wait for all sums, then take the optimizer's
+    sum begins                              own step
+    with `model`:  step() does not wait     the forward of a module first waits for its sums and
+                                            steps its parameters alone
 
-NOTE later steps (BytePS's cross-barrier). A module's parameters are brought up to date when its
-forward begins, while later modules' gradients still travel, with the settings that the groups had
-at step(). At the first forward of any module come those that a module of their own cannot bring in
-time: parameters of several modules, of none, and of modules whose forward was not seen to be called
-(others read their weights, as MultiheadAttention does). All at once where nothing is trained: in
-eval mode, without gradients. Limits: what reads parameters without any forward of a module reads
-old ones, until synchronize(), which model.state_dict() does by itself; a parameter that was used
-too early is an error as soon as its gradient comes; `p.grad` is gone after step(); hooks of the
-optimizer's step run once for every module.
+Note "deferred steps" (BytePS's cross-barrier). A module's parameters are updated when its forward
+begins, while gradients of later modules still travel, with the settings that the groups had at
+step(). Some parameters are updated at the first forward of any module, because no forward of their
+own module would do so in time: those of several modules, of none, and of modules whose forward has
+not been seen (because other modules read their weights, as in MultiheadAttention). All are updated
+at once in eval mode or without gradients. Limits: code that reads parameters without the forward of
+a module gets old ones until synchronize(), which model.state_dict() calls by itself; a parameter
+that was used too early causes an error when its gradient is ready; `p.grad` is None after step();
+hooks of the optimizer's step run once per module.
 
-Assumes that all workers train the same model. Does NOT fuse small gradients.
+Assumes that all workers train the same model. Small gradients are not fused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from roadtrain.integrations.named_sums import SUMMED, Exchange, Handle
 
 
 class _Sum(NamedTuple):
-    """Of one gradient. `version`: of its memory as it was sent."""
+    """The sum of a gradient in flight. `version` is the tensor version when it was sent."""
 
     grad: torch.Tensor
     handle: Handle
@@ -43,8 +43,8 @@ class _Sum(NamedTuple):
 
 
 class GradientSums:
-    """One optimizer's, on their way. division: before the sum on every worker; a factor of the
-    sum."""
+    """The sums of one optimizer's gradients. `division` holds the divisor before the sum and the
+    factor after it."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class GradientSums:
     ) -> None:
         self.optimizer, self.exchange, self.passes = optimizer, exchange, 1
         self._division, self._format = division, format
-        self.names: dict[nn.Parameter, str] = {}  # of all that are watched
-        # the first named is nearest the input, wanted first
+        self.names: dict[nn.Parameter, str] = {}  # of all parameters with a hook
+        # position in the model: the first parameters are needed first by the next forward
         self._priority: dict[nn.Parameter, int] = {}
         self.seen: dict[nn.Parameter, int] = {}  # backward passes since the last step
         self.under_way: dict[nn.Parameter, _Sum] = {}
-        self.complete = False  # all are summed, and none has come since
-        self.late: Mapping[nn.Parameter, Any] = {}  # what the parameter lacks still
+        self.complete = False  # all are summed, and no gradient was computed since
+        self.late: Mapping[nn.Parameter, Any] = {}  # parameters with a deferred step
         self._watch(_checked(named, optimizer))
 
     def _watch(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -75,22 +75,24 @@ class GradientSums:
     def _ready(self, p: nn.Parameter) -> None:
         if p in self.late:
             raise LoopError(
-                f"{self.names[p]} came, its last one is not applied: the parameter was used without"
-                " its module's forward",
-                hint="leave model= out, or optimizer.synchronize() before forward",
+                f"{self.names[p]} was computed before the last one was applied: the parameter was"
+                " used without its module's forward",
+                hint="leave model= out, or call optimizer.synchronize() before forward",
             )
         self.complete, self.seen[p] = False, self.seen.get(p, 0) + 1
         if p in self.under_way or self.seen[p] > self.passes:
             raise LoopError(
-                f"{self.names[p]} came {self.seen[p]} times before step()",
-                hint=f"backward_passes_per_step is {self.passes}; step() or zero_grad() between",
+                f"{self.names[p]} was computed {self.seen[p]} times before step()",
+                hint=f"call step() or zero_grad() after {self.passes} backward pass(es)",
             )
-        if self.seen[p] == self.passes and p.dtype in SUMMED:  # others need an order: begin_all's
+        if (
+            self.seen[p] == self.passes and p.dtype in SUMMED
+        ):  # others are summed in order by begin_all
             self._begin(p)
 
     def _begin(self, p: nn.Parameter) -> None:
         if p.grad is None:
-            p.grad = torch.zeros_like(p)  # another worker may have one
+            p.grad = torch.zeros_like(p)  # another worker may have a gradient
         handle = self.exchange.begin(
             p.grad,
             self.names[p],
@@ -109,7 +111,7 @@ class GradientSums:
             )
 
     def begin_all(self) -> None:
-        """Also of those that backward did not reach here, and those that joined the optimizer
+        """Begin the sums that backward has not begun, also of parameters that joined the optimizer
         since."""
         self._watch(_trained(self.optimizer))
         for p in self.names:
@@ -118,25 +120,25 @@ class GradientSums:
         self.seen.clear()
 
     def take(self) -> dict[nn.Parameter, _Sum]:
-        """They are the caller's to `arrive`; `p.grad` is free for the next backward."""
-        taken, self.under_way = self.under_way, {}
-        for p, one in taken.items():
-            if p.grad is not one.grad or one.grad._version != one.version:
+        """Return the sums in flight for the caller to `arrive`, and free `p.grad`."""
+        sums, self.under_way = self.under_way, {}
+        for p, total in sums.items():
+            if p.grad is not total.grad or total.grad._version != total.version:
                 raise LoopError(
                     f"{self.names[p]} was changed while it was being summed",
-                    hint="optimizer.synchronize() comes before clipping, unscale_() and the like",
+                    hint="call optimizer.synchronize() before clipping, unscale_() and the like",
                 )
             p.grad = None
-        return taken
+        return sums
 
     def arrive_all(self) -> None:
-        for p, one in self.take().items():
-            self.arrive(p, one)
+        for p, total in self.take().items():
+            self.arrive(p, total)
         self.complete = True
 
-    def arrive(self, p: nn.Parameter, one: _Sum) -> None:
-        self.exchange.finish(one.handle)
-        p.grad = one.grad
+    def arrive(self, p: nn.Parameter, total: _Sum) -> None:
+        self.exchange.finish(total.handle)
+        p.grad = total.grad
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
@@ -151,33 +153,32 @@ def _trained(optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]
 def _checked(
     named: Iterable[tuple[str, nn.Parameter]] | None, optimizer: torch.optim.Optimizer
 ) -> list[tuple[str, nn.Parameter]]:
-    """The optimizer's own by the names given, in the order given."""
+    """Return the optimizer's parameters with the given names, in the given order."""
     if named is None:
         return _trained(optimizer)
-    pairs, wanted = list(named), {p for _, p in _trained(optimizer)}
+    pairs, needed = list(named), {p for _, p in _trained(optimizer)}
     if len({name for name, _ in pairs}) < len(pairs):
+        raise ConfigError("named_parameters has a name twice", hint="pass model.named_parameters()")
+    if missing := len(needed - {p for _, p in pairs}):
         raise ConfigError(
-            "named_parameters has a name twice", hint="model.named_parameters() has each once"
+            f"named_parameters lacks {missing} of the optimizer's {len(needed)} parameters",
+            hint="pass model.named_parameters(), or None",
         )
-    if missing := len(wanted - {p for _, p in pairs}):
-        raise ConfigError(
-            f"named_parameters lacks {missing} of the optimizer's {len(wanted)} parameters",
-            hint="give model.named_parameters(), or None",
-        )
-    return [(name, p) for name, p in pairs if p in wanted]
+    return [(name, p) for name, p in pairs if p in needed]
 
 
-class Later:
-    """See NOTE later steps. `step`: the optimizer's own, over whatever is in its groups."""
+class DeferredSteps:
+    """See Note "deferred steps". `step` is the optimizer's own step, for the parameters in its
+    groups."""
 
     def __init__(
         self, gradients: GradientSums, model: nn.Module, step: Callable[[], Any], num_steps: int
     ) -> None:
         self._gradients, self._step, self._left = gradients, step, num_steps
-        # of the last step(), not applied yet; one object for ever
+        # the sums of the last step() that are not applied yet; always the same dict
         self._due: dict[nn.Parameter, _Sum] = {}
-        self._early: list[nn.Parameter] = []  # of them, at the first forward
-        self._settings: list[dict[str, Any]] = []  # of the groups, at step()
+        self._early: list[nn.Parameter] = []  # those to apply at the first forward
+        self._settings: list[dict[str, Any]] = []  # settings of the groups at step()
         self._group_of: dict[nn.Parameter, int] = {}
         self._called: set[nn.Module] = set()
         self._own = {module: list(module.parameters(recurse=False)) for module in model.modules()}
@@ -190,7 +191,7 @@ class Later:
         gradients.late = self._due
 
     def defer(self) -> None:
-        """step() without waiting."""
+        """Take a step without waiting for its sums."""
         self.apply_all()
         self._gradients.begin_all()
         groups = self._gradients.optimizer.param_groups
@@ -234,20 +235,20 @@ class Later:
         for p in chosen:
             self._gradients.arrive(p, self._due.pop(p))
             groups[self._group_of[p]].append(p)
-        given = [{**self._settings[i], "params": own} for i, own in groups.items()]
-        real, optimizer.param_groups = optimizer.param_groups, [dict(group) for group in given]
-        try:  # forward's modes are not those of a step
+        partial = [{**self._settings[i], "params": own} for i, own in groups.items()]
+        real, optimizer.param_groups = optimizer.param_groups, [dict(group) for group in partial]
+        try:  # leave the modes of the forward
             with torch.inference_mode(False), torch.autocast(chosen[0].device.type, enabled=False):
                 self._step()
             kept = all(
                 now.keys() == was.keys() and all(now[key] is was[key] for key in was)
-                for now, was in zip(optimizer.param_groups, given)
+                for now, was in zip(optimizer.param_groups, partial)
             )
         finally:
             optimizer.param_groups = real
         if not kept:
             raise LoopError(
-                f"{type(optimizer).__name__} keeps numbers of its own in its groups",
+                f"{type(optimizer).__name__} stores values of its own in its groups",
                 hint="leave model= out: its steps cannot be taken module by module",
             )
         for p in chosen:
@@ -255,27 +256,27 @@ class Later:
 
 
 class Distributed(torch.optim.Optimizer):
-    """What `distribute` makes of an optimizer, whose class it keeps as its base."""
+    """The class that `distribute` gives an optimizer, with its own class as a base."""
 
     _gradients: GradientSums
-    _later: Later | None = None
-    _alone = False  # inside skip_synchronize()
+    _deferred: DeferredSteps | None = None
+    _alone = False  # within skip_synchronize()
 
     def synchronize(self) -> None:
-        """Every gradient is the sum after this; and every parameter up to date."""
+        """Wait for the sums of all gradients, and apply deferred steps."""
         self.apply_all()
         self._gradients.begin_all()
         self._gradients.arrive_all()
 
     def apply_all(self) -> None:
-        """What `model=` put off."""
-        if self._later is not None:
-            self._later.apply_all()
+        """Apply the steps that `model=` has deferred."""
+        if self._deferred is not None:
+            self._deferred.apply_all()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """step() takes the gradients as they are: after synchronize(), and what was done to
-        them since."""
+        """Let step() use the gradients as they are: summed by synchronize(), then perhaps
+        changed."""
         self._alone = True
         try:
             yield
@@ -287,21 +288,21 @@ class Distributed(torch.optim.Optimizer):
             return super().step(self._summed(closure))
         if self._alone:
             self._gradients.check_quiet(
-                "step() inside skip_synchronize()", "optimizer.synchronize() comes first"
+                "step() within skip_synchronize()", "call optimizer.synchronize() first"
             )
         if not (self._alone or self._gradients.complete):
-            if self._later is not None:
-                return self._later.defer()
+            if self._deferred is not None:
+                return self._deferred.defer()
             self.synchronize()
         self.apply_all()
         self._gradients.complete = False
         return super().step()
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch's mark: the base's step runs the hooks of steps
+    step.hooked = True  # type: ignore[attr-defined]  # tells torch that the base's step runs the step hooks
 
     def _summed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        if self._later is not None:
-            raise ConfigError("step(closure) with model=", hint="leave model= out")
+        if self._deferred is not None:
+            raise ConfigError("step(closure) with model= is not supported", hint="leave model= out")
 
         def whole() -> Any:
             loss = closure()
@@ -314,14 +315,14 @@ class Distributed(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._gradients.check_quiet(
-            "zero_grad()", "it comes before backward(), or after step() or synchronize()"
+            "zero_grad()", "call it before backward(), or after step() or synchronize()"
         )
         self._gradients.seen.clear()
         super().zero_grad(set_to_none)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         if passes < 1:
-            raise ConfigError(f"backward_passes_per_step={passes}", hint="1 or more")
+            raise ConfigError(f"backward_passes_per_step={passes}", hint="it must be 1 or more")
         self._gradients.passes = passes
 
     def state_dict(self) -> dict[str, Any]:
@@ -334,15 +335,18 @@ class Distributed(torch.optim.Optimizer):
 
 
 class Asynchronous(torch.optim.Optimizer):
-    """Nobody waits for anybody: a step is taken with this worker's own gradients, what it
-    changed is pushed, and the parameters become what they began as plus all that all workers
-    have pushed so far. The same as one process that applies the workers' steps in the order of
-    their pushes where a step depends on the gradient alone (SGD). Momentum and Adam's moments
-    are each worker's own and see only its gradients: that is another method."""
+    """An optimizer for asynchronous training.
+
+    A step is taken with this worker's own gradients. Its change is pushed, and the parameters
+    become their initial values plus the sum of all changes that any worker has pushed so far,
+    without waiting for the others. This equals one process that applies the workers' steps in the
+    order of their pushes, provided that a step depends on the gradient alone (SGD). Momentum and
+    Adam's moments belong to each worker and see only its gradients, which is a different method.
+    """
 
     _exchange: Exchange
     _named: list[tuple[str, nn.Parameter]]
-    # at the first step: the same on all workers by then
+    # the parameters at the first step, equal on all workers
     _first: dict[nn.Parameter, torch.Tensor] | None = None
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
@@ -367,13 +371,15 @@ class Asynchronous(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
 
 def _become(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> Any:
-    """The same object, so that schedulers see it, with a class of the same name between it and
-    its own."""
-    vars(optimizer).pop("step", None)  # a scheduler's wrapper of the old one
+    """Replace the optimizer's class by a subclass of the same name that has `kind` as a base.
+
+    It stays the same object, so that schedulers continue to refer to it.
+    """
+    vars(optimizer).pop("step", None)  # a scheduler's wrapper of the old step
     cls = type(optimizer)
     optimizer.__class__ = type(cls.__name__, (kind, cls), {"__doc__": cls.__doc__})
     return optimizer
@@ -384,11 +390,11 @@ def distribute_asynchronously(
     exchange: Exchange,
     named: Iterable[tuple[str, nn.Parameter]] | None,
 ) -> Asynchronous:
-    """As `distribute`, with a service whose rule is accumulate."""
+    """Do the same as `distribute` for a service with the rule "accumulate"."""
     pairs = _checked(named, optimizer)
     if unfit := [name for name, p in pairs if p.dtype not in SUMMED]:
         raise ConfigError(
-            f"{unfit[0]} is of a dtype that the service does not sum", hint="fp32, bf16 or fp16"
+            f"{unfit[0]} has a dtype that the service does not sum", hint="use fp32, bf16 or fp16"
         )
     made = _become(optimizer, Asynchronous)
     made._exchange, made._named = exchange, pairs
@@ -406,11 +412,12 @@ def distribute(
     model: nn.Module | None,
     num_steps: int,
 ) -> Distributed:
-    """Raises ConfigError. num_steps: the last step, which `model` does not put off (0: unknown)."""
+    """Make an optimizer Distributed. `num_steps` is the last step, which is not deferred even with
+    `model` (0: unknown). Raises ConfigError."""
     cls = type(optimizer)
     if isinstance(optimizer, Distributed):
         raise ConfigError(
-            f"this {cls.__name__} is distributed already", hint="once for each optimizer"
+            f"this {cls.__name__} is already distributed", hint="distribute each optimizer once"
         )
     if (
         model is not None
@@ -425,5 +432,5 @@ def distribute(
     made._gradients = gradients
     made.set_backward_passes_per_step(passes)
     if model is not None:
-        made._later = Later(gradients, model, super(Distributed, made).step, num_steps)
+        made._deferred = DeferredSteps(gradients, model, super(Distributed, made).step, num_steps)
     return made  # type: ignore[no-any-return]

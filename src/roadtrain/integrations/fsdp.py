@@ -1,12 +1,12 @@
-"""FSDP2 over the summation service: its reduce-scatter of gradients, by its own interface for that.
+"""FSDP2 over the summation service, by FSDP2's interface for a custom reduce-scatter.
 
     fully_shard(model)
     roadtrain.sum_fsdp(model, roadtrain.Summation(spares=["10.0.0.9:7000"]))
 
-Every worker gets the whole sum and keeps its piece: n times the bytes that come back by a ring, so
-it pays only with links that are faster inwards, or workers that share a host. Parameters are
-gathered as before. Assumes one group of all workers. Does NOT overlap: FSDP2 waits for each
-reduce-scatter.
+Every worker receives the whole sum and keeps its shard: n times the bytes of a ring reduce-scatter.
+So it pays only with links that are faster inbound, or with workers that share a host. Parameters
+are gathered as before. Needs one group of all workers. FSDP2 waits for each reduce-scatter, without
+overlap.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from roadtrain.integrations.ddp import Summation
 
 
 class _Scatter(ReduceScatter):  # type: ignore[misc]
-    """Of one module."""
+    """The reduce-scatter of one module."""
 
     def __init__(self, state: Summation, number: int) -> None:
         self._state, self._number = state, number
@@ -44,8 +44,9 @@ class _Scatter(ReduceScatter):  # type: ignore[misc]
             dist.ReduceOp.AVG,
         ):
             raise ConfigError(
-                f"a reduce-scatter, {op}, of {dist.get_world_size(group)} of {self._state.workers}",
-                hint="one group of all; for other factors set_force_sum_reduction_for_comms(True)",
+                f"{op} of {dist.get_world_size(group)} of {self._state.workers} workers",
+                hint="use one group of all, and set_force_sum_reduction_for_comms(True) for other"
+                " factors",
             )
         if op == dist.ReduceOp.AVG:
             input_tensor.div_(self._state.workers)
@@ -58,12 +59,19 @@ class _Scatter(ReduceScatter):  # type: ignore[misc]
 
 
 def sum_fsdp(model: torch.nn.Module, state: Summation) -> None:
-    """Gradients of every module of `model` that `fully_shard` was applied to are summed by
-    `state`. Raises ConfigError where there is none."""
+    """Sum the gradients of FSDP2 modules with the summation service.
+
+    Args:
+        model: A model with modules that `fully_shard` was applied to.
+        state: The summation service.
+
+    Raises:
+        ConfigError: `fully_shard` was not applied to any module.
+    """
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise ConfigError(
-            "no module of this model is FSDP2's", hint="fully_shard(model) comes first"
+            "no module of this model is an FSDP2 module", hint="call fully_shard(model) first"
         )
     for number, module in enumerate(modules):
         module.set_custom_reduce_scatter(_Scatter(state, number))

@@ -1,15 +1,15 @@
-"""Horovod's and BytePS's calls for PyTorch over roadtrain's summation service: a script changes its
-import.
+"""The PyTorch API of Horovod and BytePS over roadtrain's summation service: a script only changes
+its import.
 
     import roadtrain.hvd as hvd  # or: as bps
     hvd.init()
 
-Started by torchrun, or alone as a world of one. An average divides first and sums then: with two
-workers the bits of DDP's. Names of tensors: integrations/named_sums.py, NOTE keys. Workers that do
-not mean the same (type, shape, order, name) all get a DifferError within seconds, a RuntimeError as
-Horovod's, and may go on. `compression`: one of Compression, or its string. Does NOT know process
-sets, other operations than sum and average, gather and its kin, elastic training; sums are not
-differentiated.
+Started by torchrun, or alone as a world of one. An average divides before it sums: with two workers
+the result has the bits of DDP's. For names of tensors see integrations/named_sums.py, Note "keys".
+If workers disagree (in type, shape, order or name), all get a DifferError within seconds, which is
+a RuntimeError as in Horovod, and may continue. `compression` is a member of Compression, or its
+string. Process sets, other operations than sum and average, gather and similar calls, and elastic
+training are not supported; sums are not differentiable.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ __all__ = [
 ]
 
 Average, Sum = "average", "sum"
-# of DistributedOptimizer: they change no result
+# options of DistributedOptimizer that do not change results
 IGNORED = {"num_groups", "groups", "sparse_as_dense"}
-PIECE = 64 << 20  # bytes of a broadcast that are on the link, and where need be on the device
+PIECE = 64 << 20  # bytes of a broadcast in flight, and on the device if needed
 
 
 class Compression:
-    """How a tensor travels. Lossy, but for `none`. bits: of each value."""
+    """Formats of tensors on the wire; all but `none` are lossy. `bits` are per value."""
 
     none, fp16, bf16, onebit = "", "fp16", "bf16", "onebit"
 
@@ -91,7 +91,7 @@ class Compression:
 def _format(compression: str) -> str:
     if not isinstance(compression, str):
         raise ConfigError(
-            f"compression={compression!r}", hint="one of Compression, or a string as 'topk:0.01'"
+            f"compression={compression!r}", hint="use Compression, or a string such as 'topk:0.01'"
         )
     return compression
 
@@ -103,8 +103,11 @@ class _World:
 
 
 def init(**options: Any) -> None:
-    """`options` are those of roadtrain.Summation; workers of several hosts need its token_file.
-    A second call does nothing."""
+    """Start the summation service. A second call does nothing.
+
+    Args:
+        **options: Options of roadtrain.Summation. Workers of several hosts need `token_file`.
+    """
     if _World.exchange is not None:
         return
     _World.own_group = not dist.is_initialized()
@@ -128,8 +131,11 @@ def init(**options: Any) -> None:
 
 
 def shutdown() -> None:
-    """What steps with `model=` put off is applied first. init() after it needs another
-    MASTER_PORT: torch's store of the old group may still answer at the old one."""
+    """Apply deferred steps and stop the service.
+
+    A later init() needs another MASTER_PORT, because torch's store of the old process group may
+    still answer at the old one.
+    """
     if (exchange := _World.exchange) is None:
         return
     try:
@@ -150,7 +156,7 @@ def is_initialized() -> bool:
 def _exchange() -> Exchange:
     if _World.exchange is None:
         raise ConfigError(
-            "roadtrain.hvd is not initialized", hint="init() comes first, shutdown() last"
+            "roadtrain.hvd is not initialized", hint="call init() first, and shutdown() last"
         )
     return _World.exchange
 
@@ -181,7 +187,7 @@ def _averages(op: str | None, average: bool | None = None) -> bool:
     if op not in (None, Average, Sum) or (average is not None and op is not None):
         raise ConfigError(
             f"average={average}, op={op!r}",
-            hint="op=Average, op=Sum, or none of both for the average",
+            hint="pass op=Average or op=Sum, or average=, but not both",
         )
     return op != Sum and average is not False
 
@@ -194,7 +200,7 @@ def _begun(
     how: tuple[bool, bool],
     priority: int = 0,
 ) -> Any:
-    """how: whether in place, and whether waited for."""
+    """Begin a sum. `how` is (in place, wait for it)."""
     exchange, (inplace, wait) = _exchange(), how
     handle = exchange.begin(
         tensor,
@@ -215,9 +221,11 @@ def _allreduce(*how: bool) -> Callable[..., Any]:
         compression: str = Compression.none,
         op: str | None = None,
     ) -> Any:
-        """The average (or sum) over all workers, a tensor of the caller's own; `_` at the end:
-        in the tensor's place. async: a Handle for `synchronize`, before which the tensor must
-        not change."""
+        """Return the average (or sum) of a tensor over all workers.
+
+        Variants whose name ends with `_` work in place. Async variants return a Handle for
+        `synchronize`; the tensor must not change before.
+        """
         return _begun(tensor, _averages(op, average), name, compression, how)  # type: ignore[arg-type]
 
     return allreduce
@@ -232,7 +240,7 @@ def _push_pull(*how: bool) -> Callable[..., Any]:
         priority: int = 0,
         compression: str = Compression.none,
     ) -> Any:
-        """BytePS's allreduce. Greater priorities go first; `version` means nothing here."""
+        """Do BytePS's allreduce. Greater priorities go first; `version` is ignored."""
         return _begun(tensor, average, name, compression, how, -priority)  # type: ignore[arg-type]
 
     return push_pull
@@ -245,23 +253,23 @@ push_pull_async, push_pull_async_inplace = _push_pull(False, False), _push_pull(
 
 
 def synchronize(handle: Handle) -> torch.Tensor:
-    """Waits for the result. Once for each handle."""
+    """Wait for the result of a handle, once per handle."""
     return _exchange().finish(handle)
 
 
 def poll(handle: Handle) -> bool:
-    """Whether `synchronize` would not wait."""
+    """Whether `synchronize` would return at once."""
     return handle.done()
 
 
 def declare(name: str) -> str:
-    """BytePS's; nothing needs it here."""
+    """Return the name. BytePS needs this call, roadtrain does not."""
     return name
 
 
 def _agree(identity: str, signature: str) -> None:
-    """All workers have come to that, and to nothing else, before torch's group is used: it
-    would wait for ever."""
+    """Wait until all workers have made the same call, before torch's group is used, which would
+    hang otherwise."""
     _exchange().summation.agree(identity, signature)
 
 
@@ -277,8 +285,8 @@ def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) ->
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int, prefix: str = ""
 ) -> None:
-    """A state_dict's tensors, in the order of their names, or named ones, in place. ConfigError on
-    all workers where they do not match."""
+    """Broadcast the tensors of a state_dict in the order of their names, or named tensors, in
+    place. Raises ConfigError on all workers where they do not match."""
     _agree("broadcast_parameters", f"from worker {root_rank}")
     pairs = sorted(params.items()) if isinstance(params, Mapping) else list(params)
     tensors = [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]
@@ -292,11 +300,11 @@ def broadcast_parameters(
         )
         raise ConfigError(
             (
-                f"another worker has other tensors than worker {root_rank}"
+                f"another worker's tensors differ from those of worker {root_rank}"
                 if mine == roots
                 else f"worker {dist.get_rank()} has {differs[0]}, worker {root_rank} {differs[1]}"
             ),
-            hint="they build the same model",
+            hint="build the same model on all workers",
         )
     for _, tensor in tensors:
         _broadcast(tensor, root_rank)
@@ -305,23 +313,23 @@ def broadcast_parameters(
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, prefix: str = ""
 ) -> None:
-    """State and groups' settings, also where only root has any."""
+    """Broadcast the state and the groups' settings; workers other than root may have none."""
     _agree("broadcast_optimizer_state", f"from worker {root_rank}")
     mine = optimizer.state_dict() if dist.get_rank() == root_rank else None
     optimizer.load_state_dict(_broadcast_value(mine, root_rank))
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
-    """Numbers, text, bytes, None, tensors; lists, tuples and dicts of them. ConfigError on all
-    workers for others."""
+    """Broadcast numbers, text, bytes, None, tensors, and lists, tuples and dicts of them. Raises
+    ConfigError on all workers for other types."""
     _agree(name or "broadcast_object", f"from worker {root_rank}")
     return _broadcast_value(obj, root_rank)
 
 
 @torch.no_grad()
 def _broadcast(tensor: torch.Tensor, root: int) -> torch.Tensor:
-    """In place, the same bytes."""
-    flat = tensor.detach().contiguous().reshape(-1)  # another memory where `tensor` has gaps
+    """Broadcast in place, byte by byte."""
+    flat = tensor.detach().contiguous().reshape(-1)  # a copy if `tensor` is not contiguous
     for piece in flat.view(torch.uint8).split(PIECE) if flat.numel() else ():
         carried = on_link(piece)
         dist.broadcast(carried, root)
@@ -331,9 +339,9 @@ def _broadcast(tensor: torch.Tensor, root: int) -> torch.Tensor:
 
 
 def _broadcast_value(value: Any, root: int) -> Any:
-    """Root's `value` in its plain form (streaming/plain.py), on every worker a new one; nothing is
-    pickled (Rule 8). Tensors come back on the host. Raises ConfigError on all workers where it has
-    no plain form."""
+    """Return a new copy of root's `value` on every worker, sent in plain form (streaming/plain.py)
+    without pickle. Tensors are returned on the host. Raises ConfigError on all workers if it has no
+    plain form."""
     packed, wrong = b"", None
     if dist.get_rank() == root:
         try:
@@ -367,16 +375,31 @@ def DistributedOptimizer(
     num_steps: int = 0,
     **others: Any,
 ) -> Distributed | Asynchronous:
-    """After init(rule="accumulate") steps are asynchronous (integrations/distributed.py,
-    Asynchronous) and take no other options. Else: `optimizer` itself, whose gradients are
-    averaged from the moment backward has them. gradient_predivide_factor: divides before the
-    sum, the rest after it; None: all before. model: step() does not wait, the model's next
-    forward does, module by module; the same bits (integrations/distributed.py, NOTE later steps).
-    num_steps: the last step, which is not put off. Raises ConfigError; LoopError and errors of
-    the service come from backward, step and forward."""
+    """Make an optimizer average its gradients over all workers, each as soon as it is computed.
+
+    After init(rule="accumulate") steps are asynchronous (integrations/distributed.py,
+    Asynchronous), and no other options are allowed.
+
+    Args:
+        optimizer: The optimizer, which is changed and returned.
+        named_parameters: Its parameters with names, such as model.named_parameters().
+        compression: Format of gradients on the wire.
+        backward_passes_per_step: Backward passes before each step().
+        op: Average or Sum.
+        gradient_predivide_factor: Divisor before the sum; the rest of the division follows it.
+            None: all of it before the sum.
+        model: If set, step() does not wait; the model's next forward does, module by module, with
+            the same results (integrations/distributed.py, Note "deferred steps").
+        num_steps: The last step, which is not deferred.
+        **others: Options that do not change results are ignored, others refused.
+
+    Raises:
+        ConfigError: An option is unknown or not possible. LoopError and errors of the service are
+            raised by backward, step and forward.
+    """
     if unknown := {key for key, value in others.items() if value and key not in IGNORED}:
         raise ConfigError(
-            f"DistributedOptimizer has no {', '.join(sorted(unknown))}", hint="leave it out"
+            f"DistributedOptimizer has no option {', '.join(sorted(unknown))}", hint="leave it out"
         )
     if _exchange().summation.rule == "accumulate":
         if (
@@ -385,14 +408,13 @@ def DistributedOptimizer(
             or model is not None
             or op != Average
         ):
-            raise ConfigError(
-                "options of DistributedOptimizer in asynchronous training", hint="it takes none"
-            )
+            raise ConfigError("asynchronous training takes no options", hint="leave them out")
         return distribute_asynchronously(optimizer, _exchange(), named_parameters)
     n, before = (size() if _averages(op) else 1), gradient_predivide_factor
     if before is not None and (op == Sum or before <= 0):
         raise ConfigError(
-            f"gradient_predivide_factor={before}, op={op!r}", hint="above 0, and with Average"
+            f"gradient_predivide_factor={before}, op={op!r}",
+            hint="use a factor above 0, with op=Average",
         )
     made = distribute(
         optimizer,

@@ -1,11 +1,11 @@
-"""Hugging Face's Trainer (and those of TRL, which are one) on a placed model:
+"""Hugging Face's Trainer, and TRL's trainers derived from it, with a placed model:
 
     Trainer(..., optimizer_cls_and_kwargs=(Placed, dict(optimizer=torch.optim.AdamW, lr=1e-3,
     store=DIR)))
 
-Assumes: transformers 5, whose Trainer calls `cls()(model, **kwargs)` for a class that is no torch
-Optimizer. A killed run goes on by the same command (trainer_progress.py). Does NOT start workers;
-checkpoints, clipping and accumulation are the Trainer's own (docs/guides/integrations.md).
+Needs transformers 5, whose Trainer calls `cls()(model, **kwargs)` for a class that is not a torch
+Optimizer. A killed run is resumed by the same command (trainer_progress.py). Starts no workers;
+checkpoints, clipping and accumulation are those of the Trainer (docs/guides/integrations.md).
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from roadtrain.placement.place import place
 from roadtrain.placement.stores import Memory, store_of
 from roadtrain.retry import undone_on_error
 
-# in a name, as the Trainer has it; norms by their class too
+# parts of names, as in the Trainer; norms are also found by their class
 NOT_DECAYED = ("bias", "layernorm", "rmsnorm")
 OPTIONS = {*inspect.signature(place).parameters} - {"model", "optimizer", "unknown"}
 
 
 class Placed:
-    """What the Trainer makes its optimizer of.
+    """The optimizer factory for the Trainer.
 
-    The parameter groups are those that the Trainer made for its own optimizer: weight decay
-    (`args.weight_decay`) for all but biases and norms. `lr`, and for Adam and AdamW `betas` and
-    `eps`, are those of the TrainingArguments unless they are given. Called by something else than
-    the Trainer, `weight_decay` (0 unless given) holds for the same parameters, and `lr` must be
-    given where the optimizer has no default of its own.
+    The parameter groups are those that the Trainer makes for its own optimizer, with weight decay
+    (`args.weight_decay`) for all parameters but biases and norms. `lr`, and for Adam and AdamW
+    `betas` and `eps`, come from the TrainingArguments unless they are passed. When it is not called
+    by the Trainer, `weight_decay` (default 0) applies to the same parameters, and `lr` is required
+    unless the optimizer has a default.
     """
 
     def __call__(
@@ -49,14 +49,25 @@ class Placed:
         whole_checkpoints: bool | None = None,
         **kwargs: Any,
     ) -> PlacedOptimizer:
-        """`optimizer`: torch's class, or another that can run next to the storage.
-        `whole_checkpoints`: optimizer.pt holds the whole state, so that the checkpoint is
-        complete without the store (None: where the state is in RAM); else a reference to the
-        store's step. `kwargs`: options of `place`, all others are the optimizer's. Raises what
-        `place` raises."""
+        """Make the optimizer and place the model.
+
+        Args:
+            model: The model to train.
+            optimizer: The class of the optimizer, torch's or one that can run next to the storage.
+            whole_checkpoints: True: optimizer.pt has the whole state, so that checkpoints do not
+                need the store. False: it refers to the store's step. None: True if the state is
+                in RAM.
+            **kwargs: Options of `place`, and for all other names, of the optimizer.
+
+        Returns:
+            The placed optimizer.
+
+        Raises:
+            ConfigError: `optimizer` is not a class. Other errors are those of `place`.
+        """
         if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
             raise ConfigError(
-                f"optimizer = {optimizer!r}", hint="a class, such as torch.optim.AdamW"
+                f"optimizer = {optimizer!r}", hint="pass a class, such as torch.optim.AdamW"
             )
         options = {key: value for key, value in kwargs.items() if key in OPTIONS}
         own = {key: value for key, value in kwargs.items() if key not in OPTIONS}
@@ -76,7 +87,7 @@ class Placed:
 
 
 def groups_of(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two parameter groups: with `weight_decay`, and biases and norms without."""
+    """Return two parameter groups: one with `weight_decay`; biases and norms without."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     norms = {
         id(p) for m in model.modules() if "norm" in type(m).__name__.lower() for p in m.parameters()
@@ -93,29 +104,29 @@ def groups_of(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def _of_trainer(frame: FrameType, name: str) -> Any:
-    """A local variable of the Trainer's method that called, None for another caller."""
+    """Return a local variable of the Trainer's calling method; None for another caller."""
     ours = str(frame.f_globals.get("__name__", "")).startswith(("transformers.", "trl."))
     return frame.f_locals.get(name) if ours else None
 
 
 def _trainers_groups(frame: FrameType, model: nn.Module) -> list[dict[str, Any]] | None:
-    """The parameter groups that the Trainer has just made, which it hands to classes of torch
-    only."""
+    """Return the parameter groups that the Trainer has just made, which it only passes to torch
+    classes."""
     groups = _of_trainer(frame, "optimizer_grouped_parameters")
-    wanted = {id(p) for p in model.parameters() if p.requires_grad}
+    needed = {id(p) for p in model.parameters() if p.requires_grad}
     if not isinstance(groups, Sequence) or not all(
         isinstance(g, dict) and "params" in g for g in groups
     ):
         return None
     return (
         [dict(g) for g in groups]
-        if {id(p) for g in groups for p in g["params"]} == wanted
+        if {id(p) for g in groups for p in g["params"]} == needed
         else None
     )
 
 
 def _arguments(frame: FrameType, optimizer: type[torch.optim.Optimizer]) -> dict[str, Any]:
-    """What the TrainingArguments say of the optimizer's hyperparameters."""
+    """Return the hyperparameters from the TrainingArguments."""
     arguments = getattr(_of_trainer(frame, "self"), "args", None)
     if arguments is None:
         return {}

@@ -1,20 +1,22 @@
-"""Sums of named tensors over the workers: what Horovod's and BytePS's calls have in common.
+"""Sums of named tensors over the workers: the common part of Horovod's and BytePS's calls.
 
-    begin(tensor, name) -> Handle -> finish(handle) -> a tensor that is the caller's own
+    begin(tensor, name) -> Handle -> finish(handle) -> a tensor that belongs to the caller
 
-NOTE keys. A tensor's key is a hash of its name, type, shape and operation, so workers may call in
-any order. A key's buffers stay for ever, so a name is used again and again; with another size or
-dtype than at first it is another key. NOTE unnamed. One without a name is named by its size, its
-dtype and the lowest number that none under way has: buffers do not grow with the number of calls.
-Workers agree where all make their unnamed calls, and finish them, in the same order; where that
-order depends on time (on `poll`), names are needed. NOTE agreement. That all mean the same by a
-name (or by the n-th unnamed call) is checked when it is new, and while a call waits
-(sums/agreement.py): who differs, and those who wait for each other, all get a DifferError within
-seconds, and may go on. What is then under way anywhere is given up.
+Note "keys". A tensor's key is a hash of its name, type, shape and operation, so workers may call in
+any order. The buffers of a key are kept forever, so a name should be reused; with another size or
+dtype it becomes another key.
 
-What the summation service does not sum (fp64, integers) goes through torch.distributed, where order
-always matters: all workers come to such a call before it begins. Assumes a Summation. Does NOT
-differentiate, and does NOT take sparse tensors.
+Note "unnamed". An unnamed tensor is named by its size, its dtype and the lowest number that is not
+in flight, so buffers do not grow with the number of calls. Workers agree if all make and finish
+their unnamed calls in the same order; if that order depends on time (on `poll`), use names.
+
+Note "agreement". A new name (or the n-th unnamed call) is checked to mean the same on all workers,
+and so is a call that waits (sums/agreement.py). If workers disagree or wait for each other, all get
+a DifferError within seconds and may continue. All calls in flight are then abandoned.
+
+Types that the summation service does not sum (fp64, integers) go through torch.distributed, where
+order always matters: such a call begins once all workers have made it. Needs a Summation. Sums are
+not differentiable, and sparse tensors are not supported.
 """
 
 from __future__ import annotations
@@ -35,30 +37,30 @@ from roadtrain.streaming.split import DTYPES, NAMES
 from roadtrain.sums.agreement import OperationTicket
 from roadtrain.sums.tensor_sums import described, key_of
 
-AT_ONCE = "unnamed, waited for"  # one call at a time: nothing to number
-UNNAMED = "an unnamed sum"  # to the other workers, by its number
+AT_ONCE = "unnamed, waited for"  # only one such call at a time
+UNNAMED = "an unnamed sum"  # name on other workers, followed by its number
 SUMMED = {DTYPES[name] for name in TRAINABLE}
 
 
 @dataclass(eq=False)
 class Handle:
-    """A sum under way. `out`: where it goes, None: into a new tensor. `factor`: of it, at the
-    end."""
+    """A sum in flight. `out` is the tensor for the result, None for a new one; `factor` is applied
+    at the end."""
 
     name: str
     wait: Callable[[], torch.Tensor]
     done: Callable[[], bool]
     out: torch.Tensor | None
     factor: float
-    ticket: OperationTicket | None = None  # of what all must agree about
+    ticket: OperationTicket | None = None  # of the agreement of all workers
 
 
 class Exchange:
-    """`begin`, `finish`. `close` it before the process group ends."""
+    """The sums of one worker. Call close() before the process group is destroyed."""
 
     def __init__(self, summation: Summation) -> None:
         self.summation, self.rank, self.workers = summation, summation.rank, summation.workers
-        self._under_way: dict[str, Handle] = {}  # not finished
+        self._under_way: dict[str, Handle] = {}  # not finished yet
         self._closed = False
 
     @torch.no_grad()
@@ -74,17 +76,19 @@ class Exchange:
         format: str = "",
         accumulate: bool = False,
     ) -> Handle:
-        """Each worker's `tensor` is divided by `divisor` (in its place if it is `out` too), then
-        summed. It must not change before the end. Smaller priorities go first. `accumulate`: an
-        asynchronous service adds it to what is there; others' sums go through torch then. Raises
-        ConfigError, LoopError."""
+        """Divide each worker's `tensor` by `divisor` (in place if it is `out`), and sum it.
+
+        The tensor must not change before the end. Smaller priorities go first. `accumulate` adds it
+        to the value at an asynchronous service; other sums go through torch then. Raises
+        ConfigError or LoopError.
+        """
         if self._closed:
-            raise ConfigError("a sum after shutdown()", hint="shutdown() comes after the last step")
+            raise ConfigError("a sum was requested after shutdown()", hint="call shutdown() last")
         identity = UNNAMED if name in (None, AT_ONCE) else name
         if tensor.layout is not torch.strided:
             raise ConfigError(
                 f"{name or 'a tensor'} is sparse ({tensor.layout}), only dense tensors are summed",
-                hint="Embedding(..., sparse=False), or tensor.to_dense()",
+                hint="use Embedding(..., sparse=False), or tensor.to_dense()",
             )
         name = name or next(
             free
@@ -92,13 +96,13 @@ class Exchange:
             if (free := f"unnamed {tensor.numel()} {tensor.dtype} {i}") not in self._under_way
         )
         before = self._under_way.get(name)
-        # else it was given up
+        # a call that was abandoned may be repeated
         if before is not None and (before.ticket is None or before.ticket.error is None):
             raise TwiceError(
-                f"{name!r} is being summed already",
+                f"{name!r} is already being summed",
                 hint=(
-                    "synchronize() its handle first; names of tensors under way together must"
-                    " differ"
+                    "synchronize() its handle first; tensors that are summed at the same time need"
+                    " different names"
                 ),
             )
         if tensor.dtype in SUMMED and accumulate == (self.summation.rule == "accumulate"):
@@ -108,40 +112,38 @@ class Exchange:
                 key_of(name),
                 identity,
                 tensor.contiguous(),
-                says=_says(divisor, factor),
+                detail=_scaling(divisor, factor),
                 priority=priority,
                 format="" if format == NAMES[tensor.dtype] else format,
             )
             handle = Handle(name, begun.wait, begun.future.done, out, factor, begun.ticket)
         else:
-            self.summation.agree(identity, described(tensor) + _says(divisor, factor))
+            self.summation.agree(identity, described(tensor) + _scaling(divisor, factor))
             handle = Handle(name, *_by_torch(tensor, divisor), out, factor)
         self._under_way[name] = handle
         return handle
 
     @torch.no_grad()
     def finish(self, handle: Handle) -> torch.Tensor:
-        """Waits. Raises what has failed, typed: LostError, DeadlineError and others of
-        errors.py."""
+        """Wait for the sum. Raises typed errors: LostError, DeadlineError and others."""
         if self._under_way.pop(handle.name, None) is not handle:
             raise LoopError(
-                f"the handle of {handle.name!r} was synchronized before", hint="once for each"
+                f"the handle of {handle.name!r} was already synchronized", hint="do it once"
             )
         try:
             found = handle.wait()
-        except RuntimeError as error:  # torch's future keeps the words of an error, not its type
+        except RuntimeError as error:  # torch's future keeps an error's message, not its type
             raise self._why(error, handle) from error
         out = torch.empty_like(found) if handle.out is None else handle.out
         out.copy_(found)  # `found` is overwritten by the next sum of this name
         return out.mul_(handle.factor) if handle.factor != 1 else out
 
     def _why(self, error: RuntimeError, handle: Handle) -> RoadtrainError:
-        """What ended that alone, or all: a Summation that has failed says why to every further
-        call."""
-        told = handle.ticket.error if handle.ticket is not None else None
-        told = told or self.summation.error
-        why = told if isinstance(told, RoadtrainError) else PeerError(str(error))
-        why.add_note(f"while {handle.name!r} was waited for")
+        """Return the error that ended this sum or the whole Summation."""
+        cause = handle.ticket.error if handle.ticket is not None else None
+        cause = cause or self.summation.error
+        why = cause if isinstance(cause, RoadtrainError) else PeerError(str(error))
+        why.add_note(f"while waiting for {handle.name!r}")
         return why
 
     def close(self) -> None:
@@ -149,8 +151,8 @@ class Exchange:
         self.summation.close()
 
 
-def _says(divisor: float, factor: float) -> str:
-    """What is done, for people and to compare."""
+def _scaling(divisor: float, factor: float) -> str:
+    """Describe the scaling, for messages and to be compared among workers."""
     return (f", divided by {divisor:g}" if divisor != 1 else "") + (
         f", times {factor:g}" if factor != 1 else ""
     )
@@ -159,7 +161,7 @@ def _says(divisor: float, factor: float) -> str:
 def _by_torch(
     tensor: torch.Tensor, divisor: float
 ) -> tuple[Callable[[], torch.Tensor], Callable[[], bool]]:
-    """Averages of integers are rounded down, as Horovod's are."""
+    """Sum by torch.distributed. Averages of integers are rounded down, as in Horovod."""
     exact = tensor.is_floating_point() or tensor.is_complex()
     carried = on_link(tensor).clone()
     work: Any = dist.all_reduce(carried.div_(divisor) if exact else carried, async_op=True)
@@ -174,7 +176,7 @@ def _by_torch(
 
 
 def on_link(tensor: torch.Tensor) -> torch.Tensor:
-    """Where the process group can reach it: NCCL alone knows no host memory."""
+    """Return the tensor where the process group can reach it: NCCL cannot use host memory."""
     return (
         tensor if tensor.is_cuda or dist.get_backend() != "nccl" else tensor.to(own_device("cuda"))
     )

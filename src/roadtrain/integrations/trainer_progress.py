@@ -1,16 +1,16 @@
-"""TrainerProgress: what Hugging Face's Trainer knows of its own progress, committed with each step.
+"""TrainerProgress: the progress of Hugging Face's Trainer, committed with each step.
 
-The Trainer keeps its step, log, schedule and place in the data in checkpoints, which are older than
-the store once a run is killed. So they are committed with each step, as whatever `track` is given,
-and a Trainer on a resumed store goes on from there, whether or not it was told to resume from its
-last checkpoint.
+The Trainer keeps its step, log, schedule and position in the data in checkpoints, which are older
+than the store once a run was killed. So they are committed with each step, like other tracked
+objects, and a Trainer on a resumed store continues there, whether or not it was told to resume from
+its last checkpoint.
 
-Note "the seam": the Trainer decides where to begin before it makes its optimizer. `_run_epoch`
-takes all that it needs of this as arguments, so that method of this one Trainer is replaced: it
-leaves out epochs that are done, and begins the next one where the step left it.
+Note "the seam": the Trainer decides where to begin before it makes its optimizer. But its method
+`_run_epoch` takes all that it needs as arguments, so this method is replaced in the Trainer object:
+it skips finished epochs, and begins the next one at the resumed step.
 
-Assumes: transformers 5, whose Trainer has `_run_epoch`. Does NOT import transformers, and does NOT
-read or write checkpoints.
+Needs transformers 5, whose Trainer has `_run_epoch`. Does not import transformers, or read or write
+checkpoints.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from roadtrain.errors import ConfigError
 from roadtrain.placement.optimizer import PlacedOptimizer
 from roadtrain.placement.tracked import generators, set_generators
 
-# of TrainerState: all that changes while it trains
+# fields of TrainerState that change during training
 KEPT = (
     "epoch", "global_step", "log_history", "best_metric", "best_global_step",
     "best_model_checkpoint", "num_input_tokens_seen", "total_flos", "stateful_callbacks",
 )  # fmt: skip
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 HOST = torch.device("cpu")
-NAME = "trainer"  # of this state among what a step is committed with
+NAME = "trainer"  # name of this state among the tracked objects
 
 
 def follow(trainer: Any, placed: PlacedOptimizer, frame: FrameType) -> None:
@@ -47,24 +47,24 @@ def follow(trainer: Any, placed: PlacedOptimizer, frame: FrameType) -> None:
         frame: The Trainer's method that makes the optimizer.
 
     Raises:
-        ConfigError: The store has steps, and neither it nor a checkpoint says how to go on.
+        ConfigError: The store has steps, but neither it nor a checkpoint has the progress.
     """
     checkpoint = _local(frame, "resume_from_checkpoint")
-    known = placed.job_state.resumed(NAME) is not None
+    recorded = placed.job_state.resumed(NAME) is not None
     step, begun = placed.steps_done, trainer.state.global_step
-    goes_on = known and (checkpoint is None or (begun <= step and _is_last(trainer, checkpoint)))
+    goes_on = recorded and (checkpoint is None or (begun <= step and _is_last(trainer, checkpoint)))
     if step and checkpoint is None and not goes_on:
         raise ConfigError(
-            f"the store is at step {step}, and holds no progress of a Trainer: it was trained by"
-            " something else, or by an earlier version",
+            f"the store is at step {step}, but has no progress of a Trainer: it was trained by"
+            " another program, or by an earlier version",
             hint=(
-                "nothing was changed: resume_from_checkpoint=DIR of a checkpoint of that step goes"
-                " on from it; to begin anew with its values, export them and name another store"
+                "nothing was changed. resume_from_checkpoint=DIR continues from a checkpoint of"
+                " that step; to start a new run with its values, export them and name another store"
             ),
         )
     if not hasattr(trainer, "_run_epoch"):
         raise ConfigError(
-            "this version of transformers has no Trainer._run_epoch, by which a run is resumed",
+            "this version of transformers has no Trainer._run_epoch, needed to resume runs",
             hint="pip install 'transformers>=5.24'",
         )
     placed.passes_over_earlier = goes_on and checkpoint is not None
@@ -76,10 +76,10 @@ def follow(trainer: Any, placed: PlacedOptimizer, frame: FrameType) -> None:
 
 
 class TrainerProgress:
-    """An object with a state dict that stands for the progress of `trainer`.
+    """The progress of `trainer` as an object with a state dict.
 
-    `began`: the epoch that was begun last, and the random generators just before. `resumed`: the
-    state to go on from, until the first epoch has begun.
+    `began` is the epoch that began last, with the random generators just before. `resumed` is the
+    state to continue from, until the first epoch has begun.
     """
 
     def __init__(self, trainer: Any, placed: PlacedOptimizer) -> None:
@@ -87,12 +87,12 @@ class TrainerProgress:
         self._run_epoch = trainer._run_epoch
         self.began: tuple[int, Mapping[str, Any]] = (-1, {})
         self.resumed: Mapping[str, Any] | None = None
-        self._at_forward: Mapping[str, Any] = {}  # the generators, when its step was captured
-        self._scheduler: Any = None  # that is tracked
+        self._at_forward: Mapping[str, Any] = {}  # generators when the resumed step was captured
+        self._scheduler: Any = None  # the tracked scheduler
         trainer._run_epoch = self.run_epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data; the log and the callbacks' states as JSON."""
+        """Return plain data; the log and the callbacks' states are JSON."""
         trainer, state = self._trainer, self._trainer.state
         kept = {name: getattr(state, name) for name in KEPT}
         kept["stateful_callbacks"] = [
@@ -102,7 +102,7 @@ class TrainerProgress:
         return {
             "state": json.dumps(kept, default=float),
             "began": list(self.began),
-            # made when the loop begins; a state may be loaded before
+            # these attributes are set when the loop begins, perhaps after a state was loaded
             "loss": float(getattr(trainer, "_tr_loss", 0.0)),
             "total_loss": float(getattr(trainer, "_total_loss_scalar", 0.0)),
             "last_logged": int(getattr(trainer, "_globalstep_last_logged", state.global_step)),
@@ -110,29 +110,29 @@ class TrainerProgress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the Trainer's state as it was; the rest follows when its first epoch begins."""
+        """Restore the Trainer's state; the rest is restored when its first epoch begins."""
         self.resumed, self._at_forward = state, self._placed.job_state.resumed_generators()
         kept = json.loads(state["state"])
-        known = list(kept.pop("stateful_callbacks"))
+        states = list(kept.pop("stateful_callbacks"))
         for name, value in kept.items():
             setattr(self._trainer.state, name, value)
         for callback in _callbacks(self._trainer):
-            mine = next((one for one in known if one[0] == type(callback).__name__), None)
+            mine = next((s for s in states if s[0] == type(callback).__name__), None)
             if mine is None:
                 continue
-            known.remove(mine)
-            if callback is not self._trainer.control:  # whose orders were of that moment
+            states.remove(mine)
+            if callback is not self._trainer.control:  # its requests were for that moment
                 vars(callback).update(mine[1])
 
-    def run_epoch(self, **given: Any) -> Any:
-        """Run one epoch, or what is left of it. Called with the arguments of `_run_epoch`."""
+    def run_epoch(self, **kwargs: Any) -> Any:
+        """Run one epoch, or the rest of it. Called with the arguments of `_run_epoch`."""
         trainer = self._trainer
         self._track_schedule()
-        step, epoch = trainer.state.global_step, given["epoch"]
+        step, epoch = trainer.state.global_step, kwargs["epoch"]
         if self.resumed is None:
             self.began = (epoch, generators(HOST))
-            return self._run_epoch(**given)
-        per_epoch = given["num_update_steps_per_epoch"]
+            return self._run_epoch(**kwargs)
+        per_epoch = kwargs["num_update_steps_per_epoch"]
         if step >= trainer.state.max_steps:
             trainer.control.should_training_stop = True
             return None
@@ -148,21 +148,21 @@ class TrainerProgress:
         self.began = (epoch, generators(HOST))
         batches = step % per_epoch * trainer.args.gradient_accumulation_steps
         if not batches:
-            return self._run_epoch(**given | {"resume_from_checkpoint": None})
+            return self._run_epoch(**kwargs | {"resume_from_checkpoint": None})
         load = trainer._load_rng_state
-        # called once the batches that are done were left out
+        # called after the finished batches were skipped
         trainer._load_rng_state = lambda checkpoint: set_generators(
             now, self._placed.job_state.device
         )
         try:
             done = 0 if trainer.args.ignore_data_skip else batches
             more = {"epochs_trained": epoch, "steps_trained_in_current_epoch": done}
-            return self._run_epoch(**given | more | {"resume_from_checkpoint": "the store"})
+            return self._run_epoch(**kwargs | more | {"resume_from_checkpoint": "the store"})
         finally:
             trainer._load_rng_state = load
 
     def _track_schedule(self) -> None:
-        """Track the scheduler and the loss scaler, which are made after the optimizer."""
+        """Track the scheduler and the loss scaler, which are created after the optimizer."""
         if self._scheduler is self._trainer.lr_scheduler:
             return
         self._scheduler = self._trainer.lr_scheduler
@@ -173,13 +173,13 @@ class TrainerProgress:
 
 
 def _callbacks(trainer: Any) -> list[Any]:
-    """The Trainer's callbacks that have a state, its control included."""
+    """Return the Trainer's callbacks that have a state, and its control."""
     every = [*trainer.callback_handler.callbacks, trainer.control]
-    return [one for one in every if callable(getattr(one, "state", None))]
+    return [callback for callback in every if callable(getattr(callback, "state", None))]
 
 
 def _local(frame: FrameType | None, name: str) -> Any:
-    """A local variable of the nearest caller that has one of that name; None where none has."""
+    """Return a local variable of the nearest caller that has it; None if none has."""
     while frame is not None and name not in frame.f_locals:
         frame = frame.f_back
     return None if frame is None else frame.f_locals[name]

@@ -1,17 +1,17 @@
-"""The lab: a cluster emulated on one machine; storage and network with set rates.
+"""The lab: a cluster emulated on one machine, with set rates of storage and network.
 
-Promises: everything that was made is undone when its context ends, also by an error; what a SIGKILL
-left, `sweep()` removes. Read `network.py` first (hosts, cards, links), then `storage.py` (SSDs).
-`lab_command.py` holds a lab of a file that is up; links that are bad on purpose are in
+Everything that was made is undone when its context ends, also after an error; `sweep()` removes
+what is left after a SIGKILL. Read `network.py` first (hosts, NICs, links), then `storage.py`
+(SSDs). `lab_command.py` keeps a lab described by a file up; links with deliberate faults are in
 `roadtrain.lab.bad_link`.
 """
 
 from roadtrain.lab.cpus import CpuLimit, cpus_available
 from roadtrain.lab.hosts import LabHost
 from roadtrain.lab.leftovers import sweep
-from roadtrain.lab.made import PREFIX
 from roadtrain.lab.network import CARRIED, Network, loss_available, network_available
 from roadtrain.lab.nics import CARD_MOST, LabLink, LabNic, Traffic
+from roadtrain.lab.resource import PREFIX
 from roadtrain.lab.storage import LoopDevice, Throttle, lab_available
 
 __all__ = [

@@ -1,16 +1,16 @@
-"""A TCP relay that makes a link bad on purpose: slow, late, stalled, cut, flipping bits. In user
-space: no root needed.
+"""A TCP relay that makes a link faulty on purpose: slow, delayed, stalled, cut, with flipped bits.
+Runs in user space, without root.
 
-Stands before one target; peers connect to the relay instead. Runs in a thread of its own, or as a
-process, also on a host of the lab: `python -m roadtrain.lab.bad_link LISTEN:PORT TARGET:PORT`
-prints its address, then each line of its input is a method with its arguments, answered by `done`:
-`set_rate 1e6`, `cut 1000 back`, `flip 5000 there 7`; it ends with its input. Assumes TCP. Does NOT
-lose or reorder bytes, changes none but those that `flip` asks for, and does NOT look into them.
+Peers connect to the relay instead of its target. It runs in a thread of its own, or as a process,
+also on a host of the lab: `python -m roadtrain.lab.bad_link LISTEN:PORT TARGET:PORT` prints its
+address. Each line of its input is then a method with its arguments, answered by `done`:
+`set_rate 1e6`, `cut 1000 back`, `flip 5000 there 7`; it ends with its input. Only TCP is supported.
+No bytes are lost, reordered, or changed except by `flip`, and their content is not interpreted.
 
-Note: two ways. `there` is from the peer to the target, `back` the other. Each has its own rate,
-which all connections share; a piece leaves no earlier than the delay after its arrival. What is on
-the way is bounded: QUEUE pieces a connection and way, so at a long delay the rate is at most QUEUE
-* PIECE / delay.
+Note "directions". `there` is from the peer to the target, `back` the opposite. Each has its own
+rate, shared by all connections; a piece leaves no earlier than the delay after its arrival. At most
+QUEUE pieces per connection and direction are in flight, so with a long delay the rate is limited to
+QUEUE * PIECE / delay.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from concurrent.futures import Future
 from typing import Literal
 
 PIECE, QUEUE = 1 << 16, 256
-SLICE_S = 0.02  # the longest piece in time: a new rate, a stall or a cut takes effect within it
-# asyncio wakes up to some ms late; a direction that was busy may catch up with that
+SLICE_S = 0.02  # the duration of a piece: changes take effect within it
+# asyncio wakes up to some ms late; a busy direction may catch up by so much
 CREDIT_S = 0.01
 Way = Literal["there", "back"]
 
 
 class Relay:
-    """Inside the context `.address` is where it listens; port 0: any free one. `nbytes` counts what
-    it passed on, `flipped` the bits that it changed.
+    """A relay, within its context. `address` is where it listens (with port 0, on any free port).
+    `nbytes` counts the bytes passed on, `flipped` the changed bits.
 
-    The methods may be called from any thread at any time and have taken effect when they return.
+    The methods are thread-safe, and have taken effect when they return.
     """
 
     def __init__(
@@ -46,28 +46,28 @@ class Relay:
         self.target, self.delay_s, self.listen = target, delay_s, listen
         self.nbytes: dict[Way, int] = {"there": 0, "back": 0}
         self._rate: dict[Way, float] = {"there": bytes_per_s, "back": bytes_per_s}
-        # when the last piece will have crossed
+        # time at which the last piece will have crossed
         self._free_at: dict[Way, float] = {"there": 0.0, "back": 0.0}
-        # bytes until the cut
+        # bytes left until the cut
         self._left: dict[Way, float] = {"there": float("inf"), "back": float("inf")}
         self.flipped = 0
-        # way, place among the bytes that go that way, bit
+        # (direction, offset among its bytes, bit)
         self._flips: list[tuple[Way, int, int]] = []
-        # every living connection and its sides
+        # open connections, with both sides
         self._open: dict[asyncio.Task[None], list[asyncio.StreamWriter]] = {}
 
     def set_rate(self, bytes_per_s: float, back_bytes_per_s: float | None = None) -> None:
-        """`there`, and `back` (the same, unless said otherwise)."""
+        """Set the rate of `there`, and of `back` (the same by default)."""
         rates: dict[Way, float] = {"there": bytes_per_s, "back": back_bytes_per_s or bytes_per_s}
         self._do(lambda: self._rate.update(rates))
 
     def stall(self) -> None:
-        """Nothing is passed on, every connection stays open, new ones too. Until `resume`."""
+        """Pass nothing on, but keep connections open and accept new ones, until `resume`."""
         self._do(self._going.clear)
 
     def cut(self, after_nbytes: int = 0, way: Way = "there") -> None:
-        """Closes both sides of every connection, at once or as soon as exactly so many more bytes
-        went that way."""
+        """Close both sides of every connection, at once or after exactly so many more bytes in
+        that direction."""
 
         def begin() -> None:
             self._left[way] = after_nbytes
@@ -77,9 +77,9 @@ class Relay:
         self._do(begin)
 
     def flip(self, after_nbytes: int = 0, way: Way = "there", bit: int = 0) -> None:
-        """Changes one bit (0 to 7) of the byte that goes that way after so many more, of all
-        connections together. Any number may be asked for. What waits here (for its rate, a
-        delay, a stall) has yet to go."""
+        """Flip one bit (0 to 7) of the byte after so many more bytes in that direction, counted
+        over all connections. May be called repeatedly. Bytes that wait for their rate, a delay or
+        a stall are not counted yet."""
 
         def begin() -> None:
             self._flips.append((way, self.nbytes[way] + int(after_nbytes), int(bit)))
@@ -87,7 +87,7 @@ class Relay:
         self._do(begin)
 
     def resume(self) -> None:
-        """No stall, no cut or flip that waits for its bytes."""
+        """End a stall, and cancel pending cuts and flips."""
 
         def begin() -> None:
             self._flips.clear()
@@ -133,7 +133,7 @@ class Relay:
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         sides = [writer]
-        # asyncio's own logs when it is cancelled
+        # a task of our own: asyncio's would log its cancellation
         task = self._loop.create_task(self._connect(reader, sides))
         self._open[task] = sides
         task.add_done_callback(self._close)
@@ -149,11 +149,11 @@ class Relay:
             async with asyncio.TaskGroup() as tasks:
                 for way, source, sink in ways:
                     queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(QUEUE)
-                    # after drain() all is with the kernel, also before a cut
+                    # drain() then waits until all is in the kernel, which matters before a cut
                     sink.transport.set_write_buffer_limits(0)
                     tasks.create_task(self._read(source, queue))
                     tasks.create_task(self._write(way, queue, sink))
-        except* OSError:  # one side broke: so does the other, in _close
+        except* OSError:  # one side failed: _close closes the other
             pass
 
     def _close(self, task: asyncio.Task[None]) -> None:
@@ -164,7 +164,7 @@ class Relay:
         self, reader: asyncio.StreamReader, queue: asyncio.Queue[tuple[float, bytes]]
     ) -> None:
         piece = b"x"
-        while piece:  # the last one is empty: the end of the stream, which is as late as the rest
+        while piece:  # the last, empty piece is the end of the stream; it is delayed as well
             piece = await reader.read(PIECE)
             await queue.put((self._loop.time() + self.delay_s, piece))
 
@@ -179,7 +179,7 @@ class Relay:
                 return writer.write_eof()
             while piece:
                 await self._going.wait()
-                # another connection passes on the last bytes before the cut
+                # another connection is passing on the last bytes before the cut
                 while not self._left[way]:
                     await asyncio.sleep(CREDIT_S)
                 size = int(max(1, min(len(piece), self._left[way], self._rate[way] * SLICE_S)))
@@ -198,8 +198,7 @@ class Relay:
                     return self._cut(way)
 
     def _spoiled(self, way: Way, begin: int, piece: bytes) -> bytes:
-        """`piece`, which goes as bytes `begin`, ... of its way, with the bits changed that
-        `flip` asked for."""
+        """Apply pending flips to `piece`, whose first byte has offset `begin` in its direction."""
         if not self._flips:
             return piece
         spoiled = bytearray(piece)
@@ -215,7 +214,7 @@ class Relay:
         self._left[way] = float("inf")
         for task, sides in self._open.items():
             task.cancel()
-            for side in sides:  # now: nothing more may leave until the tasks notice
+            for side in sides:  # at once, so that nothing more leaves before the tasks end
                 side.transport.abort()
 
 

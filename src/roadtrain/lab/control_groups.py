@@ -1,5 +1,5 @@
-"""Control groups of a lab: made, filled, and removed with their members sent back. Does NOT know
-what a group limits."""
+"""Control groups of a lab, which are removed with their members moved back. Does not know what a
+group limits."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from roadtrain.lab.made import Made, folder, insist
+from roadtrain.lab.resource import LabResource, folder, retry_undo
 
 
-class ControlGroup(Made):
-    """A group of its own below the root of one controller's hierarchy (version 1 or 2).
+class ControlGroup(LabResource):
+    """A control group below the root of one controller's hierarchy (version 1 or 2).
 
-    On exit its members go to the group of the process that made it, and the group is removed.
+    On exit, its members are moved to the group of the process that made it, and it is removed.
     """
 
     controller: str
-    """As the kernel calls it: `blkio`, `cpu`."""
+    """The kernel's name of the controller: `blkio`, `cpu`."""
 
     group: Path
-    """Its directory, inside the context."""
+    """The group's directory, within the context."""
 
     def _begin(self) -> Callable[[], None]:
         root, back = hierarchy(self.controller), _own_group(self.controller)
@@ -30,14 +30,13 @@ class ControlGroup(Made):
         return partial(undo_group, self.group, back)
 
     def enter_process(self, pid: int) -> None:
-        """Moves the process with all its threads; threads and processes that it starts later
-        follow it."""
+        """Move a process with all its threads; its later threads and children are included."""
         (self.group / "cgroup.procs").write_text(str(pid))
 
 
 def hierarchy(controller: str) -> Path | None:
-    """Where the controller's groups are: the version 1 hierarchy that has it, else the version 2
-    hierarchy if it has it, else None."""
+    """Return the hierarchy with the controller's groups: version 1 if it has the controller, else
+    version 2 if it has it, else None."""
     mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     for _, at, kind, how, *_ in mounts:
         if kind == "cgroup" and controller in how.split(","):
@@ -53,7 +52,7 @@ def is_version_2(root: Path) -> bool:
 
 
 def undo_group(group: Path, back: Path) -> None:
-    """Sends the members to `back`, and removes the group."""
+    """Move the members to `back`, and remove the group."""
 
     def empty_and_remove() -> None:
         for pid in (group / "cgroup.procs").read_text().split():
@@ -61,11 +60,11 @@ def undo_group(group: Path, back: Path) -> None:
                 (back / "cgroup.procs").write_text(pid)
         group.rmdir()
 
-    insist(empty_and_remove)
+    retry_undo(empty_and_remove)
 
 
 def _own_group(controller: str) -> Path | None:
-    """The group of this process in the controller's hierarchy."""
+    """Return the group of this process in the controller's hierarchy."""
     if (root := hierarchy(controller)) is None:
         return None
     for line in Path("/proc/self/cgroup").read_text().splitlines():

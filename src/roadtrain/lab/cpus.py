@@ -1,33 +1,32 @@
-"""CpuLimit: a control group whose members, all together, may use so many CPUs. Does NOT choose
-which ones.
+"""CpuLimit: a control group that limits the CPU time of all its members together. Does not pin them
+to CPUs.
 
-Assumes Linux, root and the `cpu` controller with CFS bandwidth control, of cgroup version 1 or 2:
-`cpus_available()` says what is missing.
+Requires Linux, root and the `cpu` controller with CFS bandwidth control, of cgroup version 1 or 2;
+`cpus_available()` reports what is missing.
 """
 
 from __future__ import annotations
 
 from roadtrain.errors import ConfigError
 from roadtrain.lab.control_groups import ControlGroup, hierarchy, is_version_2
-from roadtrain.lab.made import lacking
+from roadtrain.lab.resource import why_not
 
-PERIOD_US = 20_000  # short: a process that used up its share waits at most so long
-MIN_CPUS = 0.05  # the kernel takes no quota below 1 ms
+PERIOD_US = 20_000  # short, since it is the longest wait for the next share
+MIN_CPUS = 0.05  # the kernel's smallest quota is 1 ms
 
 
 def cpus_available() -> str | None:
-    """Why CPUs cannot be limited here, or None when they can."""
-    if why := lacking():
+    """Return why CPUs cannot be limited here, or None if they can."""
+    if why := why_not():
         return why
     root = hierarchy("cpu")
     if root is None or not (is_version_2(root) or (root / "cpu.cfs_quota_us").exists()):
-        return "no CPU limits: no cgroup hierarchy with the cpu controller and its CFS quota"
+        return "no CPU limits: there is no cgroup hierarchy with the cpu controller and CFS quota"
     return None
 
 
 class CpuLimit(ControlGroup):
-    """A control group that holds its members, all together, to `cpus` CPUs (0.4: two fifths of
-    one), whichever they run on.
+    """A control group whose members together get the time of `cpus` CPUs (0.4: two fifths of one).
 
     Raises ConfigError for a number below 0.05.
     """
@@ -44,7 +43,7 @@ class CpuLimit(ControlGroup):
         self.set_cpus(self.cpus)
 
     def set_cpus(self, cpus: float) -> None:
-        """From now on, also for the processes that are in it."""
+        """Change the limit, also for running processes."""
         self.cpus = _checked(cpus)
         quota = round(cpus * PERIOD_US)
         if is_version_2(self.group):
@@ -56,5 +55,5 @@ class CpuLimit(ControlGroup):
 
 def _checked(cpus: float) -> float:
     if not cpus >= MIN_CPUS:
-        raise ConfigError(f"{cpus} CPUs for a host, at least {MIN_CPUS} can be given")
+        raise ConfigError(f"{cpus} CPUs for a host, must be at least {MIN_CPUS}")
     return cpus

@@ -1,10 +1,9 @@
-"""LabHost: a network namespace with its NICs, its names for the others, and its CPUs. Does NOT make
-them (network.py).
+"""LabHost: a network namespace with NICs, host names and CPUs. network.py makes it.
 
-Note: what a process on a host sees. `nsenter` brings it into the network namespace, `unshare` gives
-it a mount and a host-name namespace of its own: its host name is the host's, /etc/hosts is the
-host's file of names, and /sys shows the host's NICs. These namespaces end with their processes, so
-nothing is left to undo. What was mounted when the process began stays mounted for it.
+Note "inside a host". `nsenter` enters the network namespace, `unshare` makes a mount and a
+host-name namespace for each process: its host name is the host's, /etc/hosts is the host's file of
+names, and /sys shows the host's NICs. These namespaces end with their processes, so nothing has to
+be undone. A process keeps the mounts that existed when it began.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from typing import Any
 
 from roadtrain.errors import ConfigError
 from roadtrain.lab.cpus import CpuLimit
-from roadtrain.lab.made import command
 from roadtrain.lab.nics import LabLink
+from roadtrain.lab.resource import command
 
-# $1 the host, $2 its names, $3 its control group or nothing, then the command. A sysfs is mounted
-# where the names lay: in this namespace only, and nothing else is needed from there.
+# $1: the host, $2: its file of names, $3: its control group or "", then the command. The sysfs is
+# mounted over the directory of the names, in this namespace only; nothing else in it is needed.
 ENTER = """
 echo "$1" > /proc/sys/kernel/hostname &&
 mount --bind "$2" /etc/hosts && at=$(dirname "$2") &&
@@ -35,12 +34,11 @@ if [ -n "$3" ]; then echo $$ > "$3/cgroup.procs"; fi &&
 shift 3 && exec "$@"
 """
 ISOLATED = ["unshare", "--mount", "--uts", "--propagation", "slave", "sh", "-c", ENTER, "sh"]
-DROPPED = ("tcp", "udp", "icmp")  # not ARP: who is refused still finds the way
+DROPPED = ("tcp", "udp", "icmp")  # not ARP, so that addresses can still be resolved
 
 
 def inside(name: str, net: str | Path, names: str | Path, group: str | Path = "") -> list[str]:
-    """The words before a command that run it on a host; the command replaces them in their
-    process."""
+    """Return the words to put before a command, to run it on a host in the same process."""
     return ["nsenter", f"--net={net}", "--", *ISOLATED, name, str(names), str(group)]
 
 
@@ -54,17 +52,17 @@ class LabHost:
     nics: tuple[LabLink, ...]
 
     names: Path
-    """Its /etc/hosts."""
+    """The file of its /etc/hosts."""
 
     limit: CpuLimit | None = None
-    """Of its processes all together; None: as much as the machine gives."""
+    """The limit of all its processes together; None: no limit."""
 
-    _known: dict[str, str] = field(default_factory=dict)
-    """Name -> address, as its file of names says."""
+    _addresses: dict[str, str] = field(default_factory=dict)
+    """Address of each name in its file of names."""
 
     @property
     def address(self) -> str:
-        """Of the first NIC; `nics[k].address` has the others."""
+        """The address of the first NIC. `nics[k].address` has the others."""
         return self.nics[0].address
 
     @property
@@ -73,40 +71,40 @@ class LabHost:
         return str(self.limit.group) if self.limit else ""
 
     def run(self, argv: Sequence[str], **popen: Any) -> subprocess.Popen[Any]:
-        """A process, on this host when this returns: its PID is the command's own. Killed when
-        the network ends."""
+        """Start a process and wait until it runs on this host. Its PID is that of the command. It
+        is killed when the network ends."""
         words = [*inside(self.name, self.net, self.names, self.group), *argv]
         process = subprocess.Popen(words, **popen)
-        with contextlib.suppress(FileNotFoundError):  # it has ended already
+        with contextlib.suppress(FileNotFoundError):  # it has already ended
             while not os.path.samefile(f"/proc/{process.pid}/ns/net", self.net):
                 time.sleep(0.001)
         return process
 
     def set_cpus(self, cpus: float) -> None:
-        """From now on, also for the processes that run on it. Raises ConfigError where it was made
+        """Change the CPU limit, also for running processes. Raises ConfigError for a host made
         without a limit."""
         if self.limit is None:
             raise ConfigError(
-                f"host {self.name} was made without a limit of its CPUs",
+                f"host {self.name} was made without a CPU limit",
                 hint=f"make it with `cpus`, or Network(..., cpus={{{self.name!r}: {cpus}}})",
             )
         self.limit.set_cpus(cpus)
 
     def set_names(self, addresses: Mapping[str, str]) -> None:
-        """From now on these names mean these addresses here, also for the processes that run;
-        the other names stay."""
-        self._known.update(addresses)
-        lines = ["127.0.0.1 localhost", *(f"{to} {name}" for name, to in self._known.items())]
-        self.names.write_text("\n".join(lines) + "\n")  # in place: it is mounted
+        """Set the addresses of these names on this host, also for running processes. Other names
+        are kept."""
+        self._addresses.update(addresses)
+        lines = ["127.0.0.1 localhost", *(f"{to} {name}" for name, to in self._addresses.items())]
+        self.names.write_text("\n".join(lines) + "\n")  # in place, because it is mounted
 
     def drop_from(self, other: LabHost) -> None:
-        """A firewall: no packet that `other` sends to this host arrives, while what this host sends
-        to `other` does. Connections that are there stall."""
+        """Drop all packets from `other` to this host, like a firewall, but not those in the
+        opposite direction. Existing connections stall."""
         _enter(self.net, "echo 0 > /proc/sys/net/ipv4/ip_early_demux")
         self._rules("add", other)
 
     def pass_from(self, other: LabHost) -> None:
-        """Undoes `drop_from`."""
+        """Undo `drop_from`."""
         self._rules("del", other)
 
     def _rules(self, verb: str, other: LabHost) -> None:
@@ -115,7 +113,7 @@ class LabHost:
 
 
 def batch(net: Path, lines: Sequence[str]) -> None:
-    """Lines for iproute2, carried out in a namespace."""
+    """Run lines of iproute2 in a namespace."""
     _enter(net, "ip -batch -", "\n".join(lines) + "\n")
 
 

@@ -1,10 +1,9 @@
-"""`roadtrain lab up | run | down`: a lab from a file, held by one process that removes it when it
-ends.
+"""`roadtrain lab up | run | down`: a lab described by a file, held by a process that removes it at
+its end.
 
-What `run` and `down` need to know of a lab that is up is in `lab.json`, in the `up` directory of
-the process that holds it. The lab is named by its file (`LabFile`): unknown keys and wrong types
-raise ConfigError; rates and sizes are checked and stay as they were written, for people. Does NOT
-start anything on the hosts.
+`lab.json`, in the `up` directory of that process, describes a lab that is up for `run` and `down`.
+A lab is identified by its file (`LabFile`). Unknown keys and wrong types in it raise ConfigError;
+rates and sizes are checked but kept as written, for display. Starts nothing on the hosts.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from roadtrain.errors import ConfigError, DeadlineError
 from roadtrain.lab.cpus import MIN_CPUS, cpus_available
 from roadtrain.lab.hosts import inside
 from roadtrain.lab.leftovers import sweep
-from roadtrain.lab.made import folder, folders, start_time
 from roadtrain.lab.network import Network, network_available
 from roadtrain.lab.nics import LabNic
+from roadtrain.lab.resource import folder, folders, start_time
 from roadtrain.lab.storage import LoopDevice, Throttle, lab_available
 from roadtrain.options.schema import Count, RateText, Section, SizeText, checked, read_toml
 from roadtrain.retry import undone_on_error
@@ -40,31 +39,31 @@ ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class NicSection(Section):
-    rate: RateText = Field(description="each way")
-    in_rate: RateText | None = Field(default=None, description="what arrives, where that differs")
+    rate: RateText = Field(description="in each direction")
+    in_rate: RateText | None = Field(default=None, description="of incoming data, if different")
     switch: str = Field(default="", description="default: the first switch")
     loss: float = Field(
-        default=0.0, ge=0, lt=1, description="share of the packets that are lost, each way: 0.001"
+        default=0.0, ge=0, lt=1, description="share of packets lost in each direction: 0.001"
     )
 
 
 class StorageSection(Section):
-    size: SizeText = Field(description="taken from the disk at once")
+    size: SizeText = Field(description="allocated on the disk at once")
     read: RateText = Field(description="of direct I/O")
     write: RateText
     dir: str = Field(
-        default="", description="where the image file goes; default: the temporary directory"
+        default="", description="directory of the image file; default: the temporary directory"
     )
 
 
 class HostSection(Section):
     name: str
     count: Count | None = Field(
-        default=None, le=1000, description="so many, called NAME0, NAME1, ..."
+        default=None, le=1000, description="number of such hosts, called NAME0, NAME1, ..."
     )
     nics: list[NicSection] = Field(min_length=1)
     cpus: float | None = Field(
-        default=None, ge=MIN_CPUS, description="CPUs that its processes may use, all together: 0.4"
+        default=None, ge=MIN_CPUS, description="CPUs for all its processes together: 0.4"
     )
     storage: StorageSection | None = None
 
@@ -75,7 +74,7 @@ class HostSection(Section):
 
 class LinkSection(Section):
     between: tuple[str, str]
-    rate: RateText = Field(description="each way")
+    rate: RateText = Field(description="in each direction")
 
 
 class LabFile(Section):
@@ -88,7 +87,7 @@ class LabFile(Section):
         named = [nic.switch for host in self.hosts for nic in host.nics if nic.switch]
         for switch in named + [switch for link in self.links for switch in link.between]:
             if switch not in self.switches:
-                raise ValueError(f"no switch {switch!r}, only {', '.join(self.switches)}")
+                raise ValueError(f"there is no switch {switch!r}, only {', '.join(self.switches)}")
         names = [name for host in self.hosts for name in host.names]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"several hosts are called {', '.join(sorted(twice))}")
@@ -113,7 +112,7 @@ class LabFile(Section):
 
 
 def load_lab(path: str | Path) -> LabFile:
-    """Raises ConfigError, which names the key and the nearest valid one."""
+    """Read a lab file. Raises ConfigError that names the wrong key and the nearest valid one."""
     return checked(LabFile, read_toml(path, "lab file"), str(path))
 
 
@@ -121,17 +120,17 @@ def up(path: str, detach: bool = False) -> None:
     """Make the cluster that the file describes on this machine, hold it until Ctrl-C or `lab down`,
     remove it.
 
-    Prints its hosts, and returns when a signal has ended it.
+    Prints the hosts, and returns when a signal has ended it.
 
     Args:
         detach: return when it is up; it stays until `lab down`
     """
     lab = load_lab(path)
     if why := _lacking(lab):
-        raise ConfigError(f"no lab can be made here: {why}")
+        raise ConfigError(f"a lab cannot be made here: {why}")
     sweep()
     if _found(path):
-        raise ConfigError(f"{path} is up already", hint=f"roadtrain lab down {path}")
+        raise ConfigError(f"{path} is already up", hint=f"roadtrain lab down {path}")
     if detach:
         return _detached(path)
     for end in ENDS:
@@ -140,12 +139,12 @@ def up(path: str, detach: bool = False) -> None:
         try:
             _show(lab, _make(lab, path, made))
             print(f"{path} is up; Ctrl-C here or `roadtrain lab down {path}` ends it")
-            while True:  # not signal.pause(): one that comes just before it would be lost
+            while True:  # not signal.pause(), which would miss a signal just before it
                 time.sleep(0.5)
         except KeyboardInterrupt:
             pass
         finally:
-            for end in ENDS:  # nothing interrupts the undoing
+            for end in ENDS:  # the removal must not be interrupted
                 signal.signal(end, signal.SIG_IGN)
 
 
@@ -153,7 +152,7 @@ def run(path: str, host: str, argv: list[str]) -> None:
     """Run a command on a host of a lab that is up: its network, its storage's rates; everything
     else is shared.
 
-    Becomes the command, under the host's limit of CPUs. Its exit code is the command's."""
+    Replaces this process by the command, with the CPU limit of the host."""
     _, _, hosts = _up(path)
     if host not in hosts:
         raise ConfigError(f"{path} has no host {host!r}", hint=f"hosts: {', '.join(hosts)}")
@@ -167,9 +166,9 @@ def run(path: str, host: str, argv: list[str]) -> None:
 def down(path: str) -> None:
     """End a lab, and remove what killed labs left.
 
-    Waits until the lab is gone."""
+    Waits until the lab is removed."""
     if not _found(path) and (swept := sweep()):
-        print(f"{path} was not up; removed what killed labs left: {', '.join(swept)}")
+        print(f"{path} was not up; removed the remains of killed labs: {', '.join(swept)}")
         return
     home, pid, _ = _up(path)
     os.kill(pid, signal.SIGTERM)
@@ -184,7 +183,7 @@ def down(path: str) -> None:
 
 
 def _lacking(lab: LabFile) -> str | None:
-    """Why this lab cannot be made here, or None when it can."""
+    """Return why this lab cannot be made here, or None if it can."""
     why = network_available()
     if not why and lab.cpus():
         why = cpus_available()
@@ -195,7 +194,7 @@ def _lacking(lab: LabFile) -> str | None:
 
 def _make(lab: LabFile, path: str, made: contextlib.ExitStack) -> dict[str, dict[str, Any]]:
     home = folder("up")
-    made.callback(shutil.rmtree, home)  # the last to go: `down` waits for it
+    made.callback(shutil.rmtree, home)  # removed last, since `down` waits for it
     sections = {name: section for section in lab.hosts for name in section.names}
     network = Network(
         {name: lab.nics(section) for name, section in sections.items()},
@@ -264,19 +263,19 @@ def _detached(path: str) -> None:
             print(line, end="")
             if line.startswith(f"{path} is up"):
                 return
-    raise ConfigError(f"{path} did not come up: exit code {process.wait()}")
+    raise ConfigError(f"{path} did not start: exit code {process.wait()}")
 
 
 def _found(path: str) -> tuple[Path, int, dict[str, dict[str, Any]]] | None:
-    """(its `up` directory, the process that holds it, its hosts) of a lab that is up."""
+    """Return (`up` directory, PID of the holder, hosts) of a lab that is up; else None."""
     if os.geteuid() != 0:
-        raise ConfigError("labs belong to root, and this is not root")
+        raise ConfigError("labs need root, but this process is not root")
     for home, kind, pid, alive in folders():
         with contextlib.suppress(FileNotFoundError):  # it is not up yet, or no longer
             if kind == "up" and alive:
-                known: dict[str, Any] = json.loads((home / "lab.json").read_text())
-                if known["file"] == str(Path(path).resolve()):
-                    return home, pid, known["hosts"]
+                lab: dict[str, Any] = json.loads((home / "lab.json").read_text())
+                if lab["file"] == str(Path(path).resolve()):
+                    return home, pid, lab["hosts"]
     return None
 
 

@@ -1,4 +1,4 @@
-"""What labs whose process no longer lives have left. Does NOT touch what belongs to a living
+"""Removal of what labs of dead processes have left. Does not touch what belongs to a living
 process."""
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from roadtrain.lab.control_groups import hierarchy, undo_group
-from roadtrain.lab.made import folders
 from roadtrain.lab.network import undo_network
+from roadtrain.lab.resource import folders
 from roadtrain.lab.storage import undo_loop
 
 UNDO: dict[str, Callable[[Path], None]] = {
@@ -21,12 +21,11 @@ CONTROLLERS = ("blkio", "cpu")
 
 
 def sweep() -> list[str]:
-    """Removes what lab processes that no longer live have left; returns what it removed, for
-    printing."""
+    """Remove what lab processes that are dead have left. Returns what was removed, for printing."""
     homes = [(path, kind) for path, kind, _, alive in folders() if not alive]
     roots = {root for name in CONTROLLERS if (root := hierarchy(name))}
     groups = [path for root in roots for path, _, _, alive in folders(root) if not alive]
-    # processes on a network keep storage busy
+    # networks first, since their processes keep storage busy
     for path, kind in sorted(homes, key=lambda home: home[1] != "net"):
         UNDO[kind](path)
     for group in groups:

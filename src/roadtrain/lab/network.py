@@ -1,21 +1,21 @@
-"""Network of a lab: hosts as network namespaces, NICs with set rates, switches, slower links
+"""Network of a lab: hosts as network namespaces, NICs with set rates, switches, and slower links
 between switches.
 
-Assumes Linux, root, iproute2 and util-linux: `network_available()` says what is missing. A rate
-counts whole Ethernet frames: of it TCP carries 0.956 at an MTU of 1500. Latency is NOT emulated
-(see bad_link.py); file systems and process numbers are shared by all hosts; nothing outside
-can be reached from a host. A host knows the others by name, by the first of their NICs that one of
-its own can reach (`NAME-ethK` is NIC K). Undone as everything of a lab is (storage.py): the
-processes on its hosts are killed, the namespaces and control groups removed.
+Requires Linux, root, iproute2 and util-linux; `network_available()` reports what is missing. A rate
+counts whole Ethernet frames; TCP carries 0.956 of it at an MTU of 1500. Latency is not emulated
+(see bad_link.py). File systems and process ids are shared by all hosts; a host cannot reach
+anything outside. Hosts find each other by name, which stands for the first NIC that can be reached
+(`NAME-ethK` is NIC K). When the network ends, processes on its hosts are killed, and namespaces and
+control groups are removed.
 
-Note: how it is wired. All switches are bridges in one namespace of their own, `+switch`. A NIC is a
-pair of veths, `ethN` in the host and a port `pN` of the bridge; a link between switches is a pair
-of ports. On both ends tc's tbf holds what leaves, so each direction has its rate. A namespace lives
-through a bind mount in the network's directory, and through the processes in it. Switches that
-links join are one network 10.F.0.0/16; NIC K of host H has 10.F.K.H there. A host with two NICs on
-one network answers from the address it was asked at, and sends by the NIC whose address is bound.
-The rule that finds a host's own addresses has number 1, so that a rule 0 can come before it and
-drop what arrives (`LabHost.drop_from`).
+Note "wiring". All switches are bridges in one namespace, `+switch`. A NIC is a pair of veths,
+`ethN` in the host and a port `pN` of the bridge; a link between switches is a pair of ports. tc's
+tbf limits both ends, so each direction has its rate. A namespace is kept alive by a bind mount in
+the network's directory, and by its processes. Switches that are linked form one network
+10.F.0.0/16, in which NIC K of host H has the address 10.F.K.H. A host with two NICs on one network
+answers from the address that was contacted, and sends through the NIC whose address is bound. The
+rule for a host's own addresses has number 1, so that a rule 0 can drop packets before it
+(`LabHost.drop_from`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from pathlib import Path
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.lab.cpus import CpuLimit, cpus_available
 from roadtrain.lab.hosts import ISOLATED, LabHost, batch
-from roadtrain.lab.made import Made, command, folder, insist, lacking
 from roadtrain.lab.nics import (
     ETHERNET,
     FILTER,
@@ -47,12 +46,13 @@ from roadtrain.lab.nics import (
     limit_of,
     losing,
 )
+from roadtrain.lab.resource import LabResource, command, folder, retry_undo, why_not
 
-CARRIED = (MTU - IP - TCP) / (ETHERNET + MTU)  # of a rate: what TCP carries of Ethernet frames
-SWITCH = "+switch"  # no host can be called so
-# Each NIC answers for its own address only; congestion control is cubic, as Linux comes, whatever
-# this machine has set; where that has another default, Linux may allow a namespace only reno, which
-# on links without loss is much the same.
+CARRIED = (MTU - IP - TCP) / (ETHERNET + MTU)  # share of a rate that TCP carries as payload
+SWITCH = "+switch"  # not a valid host name
+# Each NIC answers for its own address only. Congestion control is cubic, Linux's default, whatever
+# this machine uses; where the default differs, Linux may allow a namespace only reno, which is much
+# the same on links without loss.
 HOST = (
     "cd /proc/sys/net/ipv4 && echo 1 > conf/all/arp_ignore && "
     "(echo cubic > tcp_congestion_control || echo reno > tcp_congestion_control) 2> /dev/null"
@@ -71,18 +71,18 @@ LOSS_TRIAL = (
 
 
 def network_available() -> str | None:
-    """Why no network can be emulated here, in one sentence, or None when it can. Tries it,
-    where nothing can remain."""
-    return lacking("ip", "tc", "unshare", "nsenter", "mount", "umount") or _refused(TRIAL)
+    """Return why no network can be emulated here, in one sentence, or None if it can. Tries it in
+    namespaces that do not outlast the trial."""
+    return why_not("ip", "tc", "unshare", "nsenter", "mount", "umount") or _refused(TRIAL)
 
 
 def loss_available() -> str | None:
-    """Why NICs cannot lose packets here, in one sentence, or None when they can."""
+    """Return why NICs cannot lose packets here, in one sentence, or None if they can."""
     return network_available() or _refused(LOSS_TRIAL)
 
 
 def _refused(script: str) -> str | None:
-    """What the kernel says of a script, run where nothing remains of it; None: nothing."""
+    """Run a script in namespaces of its own; return the kernel's error, or None."""
     with tempfile.TemporaryDirectory() as home:
         names = Path(home, "names")
         names.touch()
@@ -91,13 +91,15 @@ def _refused(script: str) -> str | None:
     return f"the kernel refuses: {' '.join(done.stderr.split())}" if done.returncode else None
 
 
-class Network(Made):
-    """Hosts by name with their NICs; `links` joins two switches at a rate in bytes a second, the
-    same both ways; `cpus` says how many CPUs a host's processes may use all together.
+class Network(LabResource):
+    """Hosts with NICs, by name.
 
-    Inside the context `.hosts` has the hosts by name and `.links` the links by (switch, switch).
-    Raises ConfigError for a name that cannot be, for links that form a circle, and for CPUs that
-    cannot be limited.
+    `links` gives the rate between two switches in bytes per second, the same in both directions;
+    `cpus` limits the CPUs of all processes of a host together.
+
+    Within the context, `hosts` has the hosts by name and `links` the links by (switch, switch).
+    Raises ConfigError for an invalid name, for links that form a cycle, and if CPUs cannot be
+    limited.
     """
 
     def __init__(
@@ -106,10 +108,10 @@ class Network(Made):
         links: Mapping[tuple[str, str], float] = {},
         cpus: Mapping[str, float] = {},
     ) -> None:
-        self._wanted, self._rates = hosts, links
+        self._nics, self._rates = hosts, links
         self._limits = {name: CpuLimit(share) for name, share in cpus.items()}
         if unknown := sorted(cpus.keys() - hosts.keys()):
-            raise ConfigError(f"`cpus` of hosts that are not there: {', '.join(unknown)}")
+            raise ConfigError(f"`cpus` of unknown hosts: {', '.join(unknown)}")
         if cpus and (why := cpus_available()):
             raise ConfigError(f"the CPUs of hosts cannot be limited here: {why}")
         for name, nics in hosts.items():
@@ -119,14 +121,14 @@ class Network(Made):
                     " `_`, `-`"
                 )
         if len(hosts) > 254:
-            raise ConfigError(f"{len(hosts)} hosts, at most 254 have addresses")
-        # switch -> one joined with it
+            raise ConfigError(f"{len(hosts)} hosts, but there are only 254 addresses")
+        # each switch, and a representative of the switches joined with it
         self._root = {nic.switch: nic.switch for nics in hosts.values() for nic in nics}
         for pair in self._rates:
             first, second = (self._root.setdefault(switch, switch) for switch in pair)
             if first == second:
                 raise ConfigError(
-                    f"the link between {pair[0]} and {pair[1]} closes a circle of switches"
+                    f"the link between {pair[0]} and {pair[1]} closes a cycle of switches"
                 )
             self._root = {
                 switch: first if root == second else root for switch, root in self._root.items()
@@ -147,7 +149,7 @@ class Network(Made):
         bridge = "link add name {} up type bridge mcast_snooping 0"
         batch(self._switch, [bridge.format(at) for at in self._bridges.values()])
         ports = (End(self._switch, f"p{n}") for n in range(1 << 16))
-        for h, (name, nics) in enumerate(self._wanted.items(), 1):
+        for h, (name, nics) in enumerate(self._nics.items(), 1):
             self.hosts[name] = self._host(name, h, nics, ports)
         for pair, rate in self._rates.items():
             self.links[pair] = self._link(pair, LabLink(next(ports), next(ports)))
@@ -195,7 +197,7 @@ class Network(Made):
         return link
 
     def _names(self, host: LabHost) -> dict[str, str]:
-        """What every host is called, as `host` reaches it."""
+        """Return the address of every host, as `host` reaches it."""
         reached = {_network_of(nic) for nic in host.nics}
         names: dict[str, str] = {}
         for other in self.hosts.values():
@@ -217,13 +219,12 @@ def _network_of(nic: LabLink) -> str:
 
 
 def undo_network(home: Path) -> None:
-    """Kills the processes in the network's namespaces, except this one, and removes the
-    namespaces."""
-    # while a namespace is held, its number belongs to no other
+    """Kill all other processes in the network's namespaces, and remove these."""
+    # an open namespace keeps its inode number from being reused
     with contextlib.ExitStack() as held:
         namespaces = [os.fstat(held.enter_context(file.open()).fileno()) for file in home.iterdir()]
 
-        def nobody_left() -> None:
+        def kill_all() -> None:
             found = []
             for process in Path("/proc").glob("[0-9]*"):
                 with contextlib.suppress(OSError):
@@ -234,12 +235,12 @@ def undo_network(home: Path) -> None:
                         os.kill(pid, signal.SIGKILL)
             if found:
                 raise RoadtrainError(
-                    f"processes {', '.join(found)} do not end on the hosts of {home}"
+                    f"processes {', '.join(found)} on the hosts of {home} do not end"
                 )
 
-        insist(nobody_left)
+        retry_undo(kill_all)
         for file in home.iterdir():
             if os.path.ismount(file):
                 command("umount", "--lazy", str(file))
         shutil.rmtree(home)
-        insist(nobody_left)  # who was about to enter
+        retry_undo(kill_all)  # a process that was about to enter

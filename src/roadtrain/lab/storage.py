@@ -1,10 +1,10 @@
 """Storage of a lab: files as SSDs with set rates.
 
-Assumes Linux, root, cgroup v1 blkio: `lab_available()` says what is missing. Rates hold for direct
-I/O only, buffered writes escape blkio. Latency is NOT emulated. Everything made is undone when its
-context ends, also by an error, else when the process ends; what a SIGKILL left is found by its name
-and removed by `sweep()`. The directory of a LoopDevice holds `mount/` and `backing`, a file with
-the path of the image (`kept`, where the image stays).
+Requires Linux, root and cgroup v1 blkio; `lab_available()` reports what is missing. Rates apply to
+direct I/O only, because buffered writes bypass blkio. Latency is not emulated. Everything is undone
+when its context ends, also after an error, or else when the process ends; `sweep()` finds by name
+what is left after a SIGKILL. The directory of a LoopDevice has `mount/` and `backing`, a file with
+the path of the image (or `kept`, if the image is kept).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pathlib import Path
 
 from roadtrain.errors import ConfigError
 from roadtrain.lab.control_groups import ControlGroup, hierarchy
-from roadtrain.lab.made import Made, command, folder, insist, lacking
+from roadtrain.lab.resource import LabResource, command, folder, retry_undo, why_not
 from roadtrain.units import show_bytes
 
-FEW_FILES = ("-i", "262144")  # bytes a file, so that tables of files take little of a large one
-# a discard frees the blocks
+FEW_FILES = ("-i", "262144")  # bytes per inode, so that inode tables of a large device are small
+# without discard, which would free the blocks
 MKFS = ("-q", "-F", "-m", "0", "-E", "nodiscard,lazy_itable_init=0,lazy_journal_init=0")
 
 
 def lab_available() -> str | None:
-    """Why storage cannot be emulated here, or None when it can."""
-    if why := lacking("losetup", "mount", "umount", "mkfs.ext4"):
+    """Return why storage cannot be emulated here, or None if it can."""
+    if why := why_not("losetup", "mount", "umount", "mkfs.ext4"):
         return why
     if not Path("/dev/loop-control").exists():
         return "no loop devices: /dev/loop-control is missing"
@@ -38,14 +38,14 @@ def lab_available() -> str | None:
     return None
 
 
-class LoopDevice(Made):
+class LoopDevice(LabResource):
     """A preallocated file of `nbytes` at `path` behind a loop device with direct I/O, formatted and
     mounted noatime.
 
-    Inside the context `.mount` is the directory to write into and `.major_minor` names the device
-    for a Throttle. The file must not exist before and must fit (ConfigError), and is removed with
-    the rest. RoadtrainError has a failed command's words. `keep`: the file stays, with what was
-    written; where it exists it is used as it is, and its room is taken as it is needed.
+    Within the context, `mount` is the directory to write into and `major_minor` identifies the
+    device for a Throttle. The file must not exist and must fit (ConfigError), and is removed at the
+    end. A failed command raises RoadtrainError. With `keep`, the file and its content stay, an
+    existing file is used as it is, and its space is allocated as needed.
     """
 
     def __init__(self, path: str | Path, nbytes: int, *, keep: bool = False) -> None:
@@ -54,7 +54,7 @@ class LoopDevice(Made):
     def _begin(self) -> Callable[[], None]:
         if self.path.exists() and not self.keep:
             raise ConfigError(
-                f"{self.path} exists", hint="name a file that does not: it is removed at the end"
+                f"{self.path} exists", hint="name a new file, which will be removed at the end"
             )
         self.home = folder("loop")
         return partial(undo_loop, self.home)
@@ -62,7 +62,7 @@ class LoopDevice(Made):
     def _make(self) -> None:
         self.mount = self.home / "mount"
         self.mount.mkdir()
-        # before the file: sweep() needs no more than this
+        # before the file is made, since sweep() needs only this
         (self.home / ("kept" if self.keep else "backing")).write_text(str(self.path))
         try:
             if not self.keep:
@@ -73,7 +73,7 @@ class LoopDevice(Made):
         except OSError as cause:
             raise ConfigError(
                 f"{self.path} of {show_bytes(self.nbytes)}: {cause.strerror}",
-                hint="a smaller device, or a directory with more room",
+                hint="choose a smaller device, or a directory with more room",
             ) from cause
         device = command("losetup", "-f", "--show", "--direct-io=on", str(self.path)).strip()
         self.major_minor = Path(f"/sys/block/{Path(device).name}/dev").read_text().strip()
@@ -82,7 +82,7 @@ class LoopDevice(Made):
         command("mount", "-o", "noatime", device, str(self.mount))
 
     def _make_kept(self, new: Path) -> None:
-        """The image has its name when it is whole: what a kill has left is no image."""
+        """Make the image under a temporary name, so that a kill leaves no incomplete image."""
         with new.open("wb") as image:
             image.truncate(self.nbytes)
         command("mkfs.ext4", *MKFS, *FEW_FILES, str(new))
@@ -90,10 +90,10 @@ class LoopDevice(Made):
 
 
 class Throttle(ControlGroup):
-    """A control group that holds its members, all together, to these rates on each of the devices
-    (or "MAJ:MIN"s).
+    """A control group whose members together are limited to these rates on each of the devices (or
+    "MAJ:MIN" numbers).
 
-    On exit its members go to the group of the process that made it, and the group is removed.
+    On exit, its members are moved to the group of the process that made it, and it is removed.
     """
 
     controller = "blkio"
@@ -112,9 +112,9 @@ class Throttle(ControlGroup):
 
 def undo_loop(home: Path) -> None:
     if os.path.ismount(home / "mount"):
-        insist(lambda: command("umount", str(home / "mount")))
+        retry_undo(lambda: command("umount", str(home / "mount")))
     if (home / "mount").exists():
-        (home / "mount").rmdir()  # which also unmounts it for processes of other labs' hosts
+        (home / "mount").rmdir()  # also unmounts it for processes on hosts of other labs
     for name in ("backing", "kept"):
         image = Path((home / name).read_text()) if (home / name).exists() else home / "none"
         if image.exists():

@@ -1,9 +1,10 @@
-"""HostAgent: starts, watches and ends the processes of a run on one host, as its supervisor says:
-`python -m roadtrain.launch.agent MARK`, a JSON object a line on its standard input and output.
+"""HostAgent: starts, watches and ends the processes of a run on one host, on its supervisor's
+orders: `python -m roadtrain.launch.agent MARK`, one JSON object per line on stdin and stdout.
 
-Assumes Linux. When its input ends, its supervisor has: it kills all that it started, and itself.
-When it is killed, its processes are too; what those had started is killed by the next agent with
-the same mark. One thread, no torch. Does NOT start anything again, and does NOT know a job.
+Assumes Linux. The end of stdin means that the supervisor is gone: the agent then kills every
+process it started and exits. When the agent itself is killed, its child processes die with it;
+their descendants are killed by the next agent with the same mark. One thread, no torch. Does NOT
+restart processes, and does NOT know the job.
 """
 
 from __future__ import annotations
@@ -30,35 +31,35 @@ from roadtrain.launch.started_process import READ, StartedProcess
 from roadtrain.storage.direct import make_directory
 from roadtrain.units import MIB
 
-UNSENT = 8 * MIB  # bytes that wait for a slow supervisor before lines of output are left out
-GIVE_UP_S = 30.0  # a process that was killed and does not end is given up
-TURN_S = 0.05  # between looks at what has ended, or is late
-REFUSED = 1  # the code of a process that could not be begun
+UNSENT = 8 * MIB  # bytes buffered for a slow supervisor before lines of output are dropped
+GIVE_UP_S = 30.0  # a killed process that has not ended by then is reported as ended
+TURN_S = 0.05  # between checks for ended and overdue processes
+REFUSED = 1  # exit code reported for a process that could not be started
 
 
 class HostAgent:
-    """`said`, `heard`: descriptors to and from the supervisor, this agent's alone."""
+    """`source`, `sink`: descriptors from and to the supervisor. No other process shares them."""
 
-    def __init__(self, mark: str, heard: int, said: int) -> None:
-        self._mark, self._heard, self._said = mark, heard, said
+    def __init__(self, mark: str, source: int, sink: int) -> None:
+        self._mark, self._source, self._sink = mark, source, sink
         self._running: dict[str, StartedProcess] = {}  # by name
         self._orders = m.LineSplitter(m.MESSAGE_LIMIT)
         self._unsent = bytearray()
-        self._left_out = 0  # lines, because of UNSENT
+        self._left_out = 0  # lines dropped because of UNSENT
         self._going = True
         self._selector = selectors.DefaultSelector()
-        for descriptor in (heard, said):
+        for descriptor in (source, sink):
             os.set_blocking(descriptor, False)
-        self._watch(heard, self._hear)
+        self._watch(source, self._read_orders)
 
     def run(self) -> None:
-        """Until its input ends, or nobody reads what it says."""
+        """Serve orders until stdin ends or nobody reads stdout."""
         adopt_orphans()
-        # a Ctrl-C is the supervisor's to handle; not ignored, or its processes would ignore it too
+        # Only the supervisor reacts to Ctrl-C. A handler, as child processes would inherit SIG_IGN.
         signal.signal(signal.SIGINT, lambda *_: None)
-        # blocked where a thread of Ray's starts agents; processes would have it blocked as well
+        # A Ray thread starts agents with SIGINT blocked, and child processes would inherit that.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        kill_marked(f"{self._mark}#")  # what an agent before this one has left
+        kill_marked(f"{self._mark}#")  # processes left over from an earlier agent
         self._send(m.AgentReady(device_count()))
         alive_at = time.monotonic() + m.ALIVE_S
         try:
@@ -78,16 +79,16 @@ class HostAgent:
     def _watch(self, descriptor: int, do: Callable[[], object], event: int = 0) -> None:
         self._selector.register(descriptor, event or selectors.EVENT_READ, do)
 
-    def _hear(self) -> None:
-        data = os.read(self._heard, READ)
+    def _read_orders(self) -> None:
+        data = os.read(self._source, READ)
         self._going = bool(data) and self._going
         for line, dropped in self._orders.feed(data):
             if dropped:
-                raise SystemExit(f"a message of {len(line) + dropped} bytes came")
+                raise SystemExit(f"got a message with {dropped} bytes above the limit")
             try:
                 order = m.TO_AGENT.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise SystemExit(f"a line that is no message for an agent: {error}") from error
+                raise SystemExit(f"got a line that is not a valid message: {error}") from error
             self._obey(order)
 
     def _obey(self, order: m.ToAgent) -> None:
@@ -100,23 +101,22 @@ class HostAgent:
     def _begin(self, process: Process) -> None:
         name = process.name
         if name in self._running:
-            return self._send(
-                m.ProcessGone(name, REFUSED, f"{name} runs already on {process.host}")
-            )
+            refused = f"{name} is already running on {process.host}"
+            return self._send(m.ProcessExited(name, REFUSED, refused))
         for file in process.files:
             if refused := put_file(file):
-                return self._send(m.ProcessGone(name, REFUSED, refused))
+                return self._send(m.ProcessExited(name, REFUSED, refused))
         try:
             make_directory(Path(process.directory))
             started = StartedProcess(
                 process.words,
                 f"{self._mark}#{name};",
-                partial(self._say, name),
+                partial(self._send_output, name),
                 directory=process.directory,
                 environment=process.environment,
             )
         except (RoadtrainError, OSError, subprocess.SubprocessError) as error:
-            return self._send(m.ProcessGone(name, REFUSED, f"{name} cannot be begun: {error}"))
+            return self._send(m.ProcessExited(name, REFUSED, f"cannot start {name}: {error}"))
         self._running[name] = started
         for pipe in started.pipes:
             self._watch(pipe, partial(self._read, started, pipe))
@@ -128,7 +128,7 @@ class HostAgent:
 
     def _end(self, name: str, grace_s: float) -> None:
         if (started := self._running.get(name)) is None:
-            return  # its end has been told
+            return  # its exit is already reported
         if grace_s > 0:
             started.interrupt()
             started.kill_at = time.monotonic() + grace_s
@@ -140,42 +140,43 @@ class HostAgent:
         started.kill_at, started.give_up_at = None, time.monotonic() + GIVE_UP_S
 
     def _reap(self) -> None:
-        """Tells the end of all that have ended."""
+        """Report every process that has ended."""
         ended: dict[int, int] = {}
         with contextlib.suppress(ChildProcessError):  # there is no child
-            while (one := os.waitpid(-1, os.WNOHANG))[0]:
-                ended[one[0]] = os.waitstatus_to_exitcode(one[1])
+            while (child := os.waitpid(-1, os.WNOHANG))[0]:
+                ended[child[0]] = os.waitstatus_to_exitcode(child[1])
         for name, started in list(self._running.items()):
             if started.pid in ended:
                 self._finish(name, ended[started.pid])
 
     def _finish(self, name: str, code: int) -> None:
-        """Kill what a process that has ended has started, and tell its end."""
+        """Kill the descendants of a process that has ended, and report its exit."""
         started = self._running.pop(name)
         started.kill()
         for pipe in started.pipes:
-            with contextlib.suppress(KeyError):  # it was at its end
+            with contextlib.suppress(KeyError):  # already unregistered at its end of file
                 self._selector.unregister(pipe)
         started.finish(code)
-        self._send(m.ProcessGone(name, code, started.said))
+        self._send(m.ProcessExited(name, code, started.last_line))
 
     def _end_late(self) -> None:
-        """Kills those whose grace is over, and gives those up that do not end then."""
+        """Kill processes whose grace period is over; give up on those that survive the kill."""
         now = time.monotonic()
         for name, started in list(self._running.items()):
             if started.kill_at is not None and now >= started.kill_at:
                 self._kill(started)
             elif started.give_up_at is not None and now >= started.give_up_at:
-                self._say(name, f"process {started.pid} does not end after {GIVE_UP_S:.0f} s")
+                text = f"process {started.pid} has not ended {GIVE_UP_S:.0f} s after it was killed"
+                self._send_output(name, text)
                 self._finish(name, -signal.SIGKILL)
 
-    def _say(self, name: str, line: str) -> None:
+    def _send_output(self, name: str, line: str) -> None:
         if len(self._unsent) > UNSENT:
             self._left_out += 1
             return
         if self._left_out:
             left, self._left_out = self._left_out, 0
-            self._send(m.OutputLine(name, f"[{left} lines left out: the supervisor is slow]"))
+            self._send(m.OutputLine(name, f"[{left} lines dropped: the supervisor is slow]"))
         self._send(m.OutputLine(name, line))
 
     def _send(self, message: m.FromAgent) -> None:
@@ -184,17 +185,17 @@ class HostAgent:
         if idle:
             self._flush()
             if self._unsent:
-                self._watch(self._said, self._flush_later, selectors.EVENT_WRITE)
+                self._watch(self._sink, self._flush_later, selectors.EVENT_WRITE)
 
     def _flush_later(self) -> None:
         self._flush()
         if not self._unsent:
-            self._selector.unregister(self._said)
+            self._selector.unregister(self._sink)
 
     def _flush(self) -> None:
         try:
             while self._unsent:
-                del self._unsent[: os.write(self._said, self._unsent[: 16 * READ])]
+                del self._unsent[: os.write(self._sink, self._unsent[: 16 * READ])]
         except BlockingIOError:
             pass
         except BrokenPipeError:
@@ -203,17 +204,17 @@ class HostAgent:
 
 
 def device_count() -> int:
-    """Accelerators that processes of this host may use."""
+    """Return the number of accelerators that processes on this host may use."""
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return len([name for name in visible.split(",") if name.strip()])
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def main(mark: str) -> None:
-    heard, said = (os.dup(descriptor) for descriptor in (0, 1))
+    source, sink = (os.dup(descriptor) for descriptor in (0, 1))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # nothing but messages goes to the supervisor
-    HostAgent(mark, heard, said).run()
+    os.dup2(2, 1)  # stray prints go to stderr: only messages may reach the supervisor
+    HostAgent(mark, source, sink).run()
 
 
 if __name__ == "__main__":

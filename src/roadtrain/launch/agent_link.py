@@ -1,5 +1,5 @@
-"""AgentLink: the supervisor's side of one agent: its process, what is said to it and what it says.
-Does NOT decide what an agent's end means (agents.py)."""
+"""AgentLink: the supervisor's side of one agent: its process, the orders sent to it and the
+messages read from it. Does NOT decide what an agent's end means (agents.py)."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ import msgspec
 
 from roadtrain.launch import agent_messages as m
 from roadtrain.launch.descendants import MARK
-from roadtrain.launch.launch_engine import Begin
+from roadtrain.launch.launch_engine import Spawn
 from roadtrain.units import KIB
 
-READ = 256 * KIB  # bytes at once
-SILENT_S = 60.0  # an agent that has said nothing for so long is ended; python starts within it
-KILLED_S = 30.0  # one that was killed and is there still, in its disk, is given up
-END_S = 15.0  # an agent whose input is closed has ended within it
+READ = 256 * KIB  # bytes per read
+SILENT_S = 60.0  # an agent that sends nothing for this long is killed; covers Python's start-up
+KILLED_S = 30.0  # how long to wait for a killed agent (it may hang in disk I/O)
+END_S = 15.0  # how long to wait for an agent to end after its stdin is closed
 
 
 @dataclass(frozen=True)
 class AgentHost:
-    """A host that agents are started on."""
+    """A host on which agents are started."""
 
     name: str
 
     address: str
 
-    begin: Begin = subprocess.Popen
-    """Starts a command there, given as Popen gets it."""
+    spawn: Spawn = subprocess.Popen
+    """Starts a command on this host; takes the arguments of Popen."""
 
     workers: int = 0
-    """As many as the plan has there."""
+    """Number of workers that the plan places on this host."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Of its agent, and of all processes there."""
+    """Extra environment variables of its agent and of all processes on the host."""
 
     threads: int = 0
-    """Of each worker, where nothing else says how many; 0: as many as it likes."""
+    """Default number of threads per worker; 0: no limit is set."""
 
 
 class AgentLink:
-    """Raises OSError where the agent cannot be started."""
+    """A running agent and the pipes to it. Raises OSError if the agent cannot be started."""
 
     def __init__(self, host: AgentHost, mark: str) -> None:
         self.host = host
         words = [sys.executable, "-m", "roadtrain.launch.agent", f"{mark}/{host.name}"]
-        self._process = host.begin(
+        self._process = host.spawn(
             words,
             env={**os.environ, **host.environment, MARK: f"{mark}/{host.name}@"},
             stdin=subprocess.PIPE,
@@ -67,16 +67,16 @@ class AgentLink:
             os.set_blocking(pipe, False)
         self.ready: m.AgentReady | None = None
         self.unsent = bytearray()
-        self.last_words = ""  # on its standard error
+        self.last_words = ""  # its last line on stderr, or why its stdout could not be decoded
         self._lines, self._errors = m.LineSplitter(m.MESSAGE_LIMIT), m.LineSplitter(READ)
-        self._heard = time.monotonic()
+        self._last_read = time.monotonic()
 
     def send(self, message: m.ToAgent) -> None:
         self.unsent += m.encode_line(message)
         self.flush()
 
     def flush(self) -> None:
-        """An agent that has ended is found by its end of output, not here."""
+        """Write as much as the pipe takes. An ended agent is noticed when its output is read."""
         try:
             while self.unsent:
                 del self.unsent[: os.write(self.to_agent, self.unsent[:READ])]
@@ -86,18 +86,18 @@ class AgentLink:
             self.unsent.clear()
 
     def read(self) -> list[m.FromAgent] | None:
-        """What it has said since; None: it has ended, or says what no agent says."""
+        """Return new messages; None if the agent has ended or sent an invalid message."""
         try:
             data = os.read(self.pipes[0], READ)
         except BlockingIOError:
             return []
         if not data:
             return None
-        self._heard = time.monotonic()
+        self._last_read = time.monotonic()
         try:
             messages = [m.FROM_AGENT.decode(line) for line, _ in self._lines.feed(data)]
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            self.last_words = f"a line that is no message of an agent: {error}"
+            self.last_words = f"it sent a line that is not a valid message: {error}"
             return None
         for message in messages:
             if isinstance(message, m.AgentReady):
@@ -105,7 +105,7 @@ class AgentLink:
         return messages
 
     def read_errors(self) -> list[str] | None:
-        """Lines that it has written on standard error; None: it has ended."""
+        """Return new lines of its stderr; None at the end of the stream."""
         try:
             data = os.read(self.pipes[1], READ)
         except BlockingIOError:
@@ -118,12 +118,12 @@ class AgentLink:
         return lines
 
     def why_silent(self) -> str:
-        """Why it cannot be used, or ""."""
-        late = time.monotonic() - self._heard > SILENT_S
-        return f"its agent has said nothing for {SILENT_S:.0f} s" if late else ""
+        """Return the reason if the agent has been silent for too long, else ""."""
+        late = time.monotonic() - self._last_read > SILENT_S
+        return f"its agent has sent nothing for {SILENT_S:.0f} s" if late else ""
 
     def end_input(self) -> None:
-        """It kills all that it started, and ends."""
+        """Close its stdin, which makes it kill all its processes and end."""
         if (pipe := self._process.stdin) is not None:
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
@@ -133,7 +133,7 @@ class AgentLink:
         self._process.kill()
 
     def wait(self) -> str:
-        """Its end: killed if it does not come by itself. Returns how it ended."""
+        """Wait for the agent to end, killing it if it is late. Return a text on how it ended."""
         process = self._process
         self.end_input()
         for patience_s in (END_S, KILLED_S):
@@ -142,8 +142,8 @@ class AgentLink:
                 break
             except subprocess.TimeoutExpired:
                 process.kill()
-        else:  # it is in a disk that does not answer
-            return f"its agent was killed, and is still there after {KILLED_S:.0f} s"
+        else:  # stuck in disk I/O
+            return f"its agent was killed but has not ended after {KILLED_S:.0f} s"
         self._error_lines(errors)
         code = process.returncode
         how = f"signal {-code}" if code < 0 else f"code {code}"

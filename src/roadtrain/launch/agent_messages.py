@@ -1,5 +1,5 @@
-"""What a supervisor and its agent on a host say to each other: one JSON object a line, typed, of
-limited length. Does NOT read or write (agent.py, agents.py)."""
+"""Messages between a supervisor and its agent on a host: one typed JSON object per line, of
+limited length. Does NOT do any I/O (agent.py, agent_link.py)."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from roadtrain.launch.processes import Process
 from roadtrain.units import MIB
 
 ALIVE_S = 5.0
-MESSAGE_LIMIT = 32 * MIB  # bytes of a line: the files of a process are within it
+MESSAGE_LIMIT = 32 * MIB  # bytes per line, including the files of a process
 
 
 class BeginProcess(msgspec.Struct, tag="begin", frozen=True):
-    """Its files are written first. Answered by a ProcessGone, some time."""
+    """Order to write the files of a process and start it. ProcessExited reports its end."""
 
     process: Process
 
 
 class EndProcess(msgspec.Struct, tag="end", frozen=True):
-    """Interrupt it, and kill it with all that it started after `grace_s`; 0: kill it now."""
+    """Order to interrupt a process, and kill it and its descendants after `grace_s` seconds.
+    0 kills it at once."""
 
     name: str
     grace_s: float
 
 
 class AgentReady(msgspec.Struct, tag="ready", frozen=True):
-    """The first that an agent says."""
+    """The first message of an agent."""
 
     devices: int  # accelerators
 
@@ -37,42 +38,41 @@ class OutputLine(msgspec.Struct, tag="line", frozen=True):
     line: str
 
 
-class ProcessGone(msgspec.Struct, tag="gone", frozen=True):
-    """A process and all that it started have ended, or it could not be begun. code: negative for
-    the signal that killed it."""
+class ProcessExited(msgspec.Struct, tag="gone", frozen=True):
+    """Report that a process and its descendants have ended, or that it could not be started.
+    code: exit code; negative: the signal that killed it."""
 
     name: str
     code: int
-    said: str  # its last line on standard error
+    last_line: str = msgspec.field(name="said")  # of its stderr
 
 
 class AgentAlive(msgspec.Struct, tag="alive", frozen=True):
-    """Said every ALIVE_S."""
+    """Heartbeat, sent every ALIVE_S."""
 
 
 ToAgent = BeginProcess | EndProcess
-FromAgent = AgentReady | OutputLine | ProcessGone | AgentAlive
+FromAgent = AgentReady | OutputLine | ProcessExited | AgentAlive
 TO_AGENT: msgspec.json.Decoder[ToAgent] = msgspec.json.Decoder(ToAgent)
 FROM_AGENT: msgspec.json.Decoder[FromAgent] = msgspec.json.Decoder(FromAgent)
 
 
 def encode_line(message: ToAgent | FromAgent) -> bytes:
-    """Raises WireError for one beyond the limit."""
+    """Encode a message. Raises WireError if it exceeds MESSAGE_LIMIT."""
     line = msgspec.json.encode(message) + b"\n"
     if len(line) > MESSAGE_LIMIT:
-        raise WireError(f"a message of {len(line)} bytes, at most {MESSAGE_LIMIT} can be sent")
+        raise WireError(f"the message has {len(line)} bytes, more than the {MESSAGE_LIMIT} allowed")
     return line
 
 
 class LineSplitter:
-    """Bytes as they come -> whole lines. What a line has beyond `limit` bytes is dropped; the
-    second of each pair says how many bytes were. Invariant: it holds at most `limit` bytes
-    between calls."""
+    """Splits a byte stream into lines, each paired with the number of bytes dropped from its end
+    because it was longer than `limit`. Invariant: buffers at most `limit` bytes between calls."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._begun = bytearray()  # of the line that has no end yet
-        self._dropped = 0  # bytes of it
+        self._begun = bytearray()  # the unfinished line
+        self._dropped = 0  # bytes dropped from the unfinished line
 
     def feed(self, data: bytes) -> list[tuple[bytes, int]]:
         *ended, rest = data.split(b"\n")
@@ -85,7 +85,7 @@ class LineSplitter:
         return lines
 
     def last(self) -> list[tuple[bytes, int]]:
-        """The line that has no end, where there is one: nothing more comes."""
+        """Return the unfinished line, if any, at the end of the stream."""
         return self.feed(b"\n") if self._begun or self._dropped else []
 
     def _add(self, piece: bytes) -> None:

@@ -1,9 +1,9 @@
-"""HostAgents: the LaunchEngine of this host and of the lab: one agent a host (agent.py), started
-again when it ends.
+"""HostAgents: the LaunchEngine of this host and of the lab: one agent per host (agent.py),
+restarted when it ends.
 
-An agent that ends is a lost host, also where the host still stands: what ran there has ended. All
-in the thread that calls; nothing happens between two calls but what agents do by themselves. Does
-NOT know what hosts are made of (here.py, lab_engine.py).
+The end of an agent counts as the loss of its host, even if the host is still up, because all
+processes there have ended. Everything runs in the calling thread; between calls only the agents
+themselves are active. Does NOT create hosts (here.py, lab_engine.py).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from roadtrain.launch.descendants import MARK, kill_marked
 from roadtrain.launch.launch_engine import HostSeen, answer_of, run_command
 from roadtrain.launch.processes import THREADS, Process, WorkerSet, with_threads
 from roadtrain.launch.protocol.run_events import (
-    HostCame,
-    HostLeaves,
+    HostJoined,
+    HostLeaving,
     HostLost,
     Output,
     ProcessEnded,
@@ -35,9 +35,9 @@ from roadtrain.launch.protocol.run_events import (
 from roadtrain.launch.worker_run import WorkerRun
 from roadtrain.retry import undone_on_error
 
-WORKERS = "workers"  # all of them, as `stop` calls them
-TURN_S = 0.1  # between looks at agents that are slow, silent, or to be started
-AGAIN_S = 1.0  # before an agent is started again
+WORKERS = "workers"  # the name of all workers together in `stop`
+TURN_S = 0.1  # between checks for agents that are slow, silent or due to start
+AGAIN_S = 1.0  # before an agent is restarted
 KILLED = -9
 
 
@@ -47,9 +47,9 @@ class _HostState:
 
     host: AgentHost
     link: AgentLink | None = None
-    lost: bool = False  # HostLost was told, HostCame was not
-    held: bool = False  # no agent is started here
-    start_at: float = 0.0  # where there is no agent
+    lost: bool = False  # HostLost was reported, and no HostJoined since
+    held: bool = False  # no agent may be started here
+    start_at: float = 0.0  # monotonic time of the next start, while there is no agent
 
     @property
     def usable(self) -> bool:
@@ -57,12 +57,13 @@ class _HostState:
 
 
 class HostAgents:
-    """A LaunchEngine. `mark`: of this run alone, the same when it is launched again.
+    """A LaunchEngine. `mark`: unique to this run and the same when the run is launched again.
 
-    Returns when all agents are ready. Raises LaunchError, and ends them all, where one is not.
+    The constructor returns when all agents are ready. If any is not, it ends them all and raises
+    LaunchError.
     """
 
-    goes_on = False  # what it starts ends with it
+    resumed = False  # its processes end with it, so a new engine never finds any
     verbs = "leaves HOST SECONDS, comes HOST, hold HOST"
 
     def __init__(self, hosts: Sequence[AgentHost], mark: str) -> None:
@@ -70,11 +71,11 @@ class HostAgents:
         self._places = {host.name: _HostState(host) for host in hosts}
         self._selector = selectors.DefaultSelector()
         self._events: list[RunEvent] = []
-        self._services: dict[str, str] = {}  # name -> host, of those that run
+        self._services: dict[str, str] = {}  # running service -> host
         self._workers: WorkerRun | None = None
-        self._leaving: dict[str, float] = {}  # host -> when it will be gone
-        # A supervisor before this one may have been killed a moment ago, or have had an agent that
-        # stood still: nothing of it may run beside what is started now, nor end it.
+        self._leaving: dict[str, float] = {}  # host -> monotonic time at which it will be lost
+        # An earlier supervisor may have been killed just now, or have left a frozen agent. Its
+        # processes must neither run beside the new ones nor end them.
         kill_marked(f"{mark}/")
         with undone_on_error(self.close):
             self._begin_all()
@@ -86,7 +87,7 @@ class HostAgents:
             self._turn(TURN_S)
             for event in self._events:
                 if isinstance(event, HostLost):
-                    raise LaunchError(f"host {event.host} cannot be used: {event.why}")
+                    raise LaunchError(f"cannot use host {event.host}: {event.why}")
 
     def hosts(self) -> Sequence[HostSeen]:
         return [
@@ -95,26 +96,26 @@ class HostAgents:
             if at.link is not None and (ready := at.link.ready) is not None
         ]
 
-    def ask(self, host: str, words: Sequence[str], told: Mapping[str, Any]) -> Any:
-        """What agents say meanwhile waits."""
-        at, what = self._link(host).host, f"`{' '.join(words)}` on {host}"
+    def ask(self, host: str, words: Sequence[str], request: Mapping[str, Any]) -> Any:
+        """Blocks; messages of agents stay queued meanwhile."""
+        at, command = self._link(host).host, f"`{' '.join(words)}` on {host}"
         environment = {**os.environ, **at.environment, MARK: f"{self._mark}/{host}#ask"}
         try:
-            done = run_command(words, json.dumps(told), at.begin, env=environment)
+            done = run_command(words, json.dumps(request), at.spawn, env=environment)
         except (OSError, subprocess.SubprocessError) as error:
-            raise LaunchError(f"{what}: {error}") from error
-        return answer_of(what, *done)
+            raise LaunchError(f"{command}: {error}") from error
+        return answer_of(command, *done)
 
     def _link(self, host: str) -> AgentLink:
         place = self._place(host)
         if place.link is None or not place.usable:
-            raise LaunchError(f"host {host} is not there now: no agent runs on it")
+            raise LaunchError(f"host {host} is down: no agent is running on it")
         return place.link
 
     def _place(self, host: str) -> _HostState:
         if host not in self._places:
-            known = ", ".join(self._places)
-            raise LaunchError(f"no host {host!r}", hint=f"hosts are {known}")
+            names = ", ".join(self._places)
+            raise LaunchError(f"the run has no host {host!r}", hint=f"its hosts are {names}")
         return self._places[host]
 
     def start(self, process: Process) -> None:
@@ -122,7 +123,7 @@ class HostAgents:
         self._services[process.name] = process.host
 
     def start_workers(self, workers: WorkerSet) -> None:
-        assert self._workers is None, "the workers of the attempt before have not ended"
+        assert self._workers is None, "the workers of the previous attempt have not ended"
         hosts = {process.name: process.host for process in workers.processes}
         self._workers = WorkerRun(workers.attempt, hosts)
         threads = {name: place.host.threads for name, place in self._places.items()}
@@ -141,7 +142,7 @@ class HostAgents:
             if name in self._services:
                 self._send_end(self._services[name], name, grace_s)
         elif self._workers is not None:
-            self._workers.asked = True
+            self._workers.stopping = True
             self._end_workers(grace_s)
 
     def _end_workers(self, grace_s: float) -> None:
@@ -161,60 +162,59 @@ class HostAgents:
         events, self._events = self._events, []
         return events
 
-    def tell(self, words: Sequence[str]) -> str:
+    def run_verb(self, words: Sequence[str]) -> str:
         match words:
             case ["leaves", host, seconds] if seconds.replace(".", "", 1).isdecimal():
                 self._place(host)
                 self._leaving[host] = time.monotonic() + float(seconds)
-                self._events.append(HostLeaves(host, float(seconds)))
+                self._events.append(HostLeaving(host, float(seconds)))
                 return f"{host} leaves within {float(seconds):g} s"
             case ["comes", host]:
                 return self.free_host(host)
             case ["hold", host]:
                 return self.hold_host(host)
         raise LaunchError(
-            f"`{' '.join(words)}` is no verb of this engine",
-            hint=self.verbs,
+            f"this engine has no verb `{' '.join(words)}`",
+            hint=f"its verbs are {self.verbs}",
         )
 
     def hold_host(self, name: str) -> str:
-        """A host is lost from now on, until it is freed: its agent and all that ran there are
-        killed."""
+        """Make a host lost until it is freed: its agent and all processes there are killed."""
         place = self._place(name)
         place.held = True
         self._leaving.pop(name, None)
         if place.link is not None:
             place.link.kill()
-            self._lose(place, f"{name} is gone")
-        return f"{name} is gone until it comes"
+            self._lose(place, "it was taken down with `hold`")
+        return f"{name} is down until `comes {name}`"
 
     def free_host(self, name: str) -> str:
-        """A host that was held is there again soon; one that was to leave stays."""
+        """Restart the agent of a held host, or cancel the announced leaving of a host."""
         if name not in self._places and (new := self._new_host(name)) is not None:
-            self._places[name] = _HostState(new, lost=True)  # told when its agent is ready
+            self._places[name] = _HostState(new, lost=True)  # reported when its agent is ready
         place = self._place(name)
         if self._leaving.pop(name, None) is not None:
-            self._events.append(HostCame(name, place.host.address, place.host.workers))
+            self._events.append(HostJoined(name, place.host.address, place.host.workers))
         place.held, place.start_at = False, 0.0
         return f"{name} comes"
 
     def _new_host(self, name: str) -> AgentHost | None:
-        """A host that this run did not have, where there can be one of this name."""
+        """Return a host of this name that the run has not used yet; None if there is none."""
         return None
 
     def close(self) -> None:
         links = [place.link for place in self._places.values() if place.link is not None]
         for link in links:
-            link.end_input()  # all at the same time
+            link.end_input()  # first for all, so that they end at the same time
         for place in self._places.values():
             if place.link is not None:
                 self._forget(place)
-        kill_marked(f"{self._mark}/")  # of an agent that had to be killed
+        kill_marked(f"{self._mark}/")  # processes of an agent that had to be killed
         self._selector.close()
         self._places.clear()
 
     def _turn(self, timeout_s: float) -> None:
-        """Waits for what agents say, does what is due."""
+        """Handle messages of agents, waiting up to `timeout_s`, then everything that is due."""
         for key, _ in self._selector.select(min(timeout_s, TURN_S)):
             key.data()
         now = time.monotonic()
@@ -238,33 +238,33 @@ class HostAgents:
             place.link = link = AgentLink(place.host, self._mark)
         except OSError as error:
             return self._lose(place, f"its agent cannot be started: {error}")
-        said, errors = link.pipes
-        self._selector.register(said, selectors.EVENT_READ, partial(self._hear, place, link))
+        output, errors = link.pipes
+        self._selector.register(output, selectors.EVENT_READ, partial(self._read, place, link))
         self._selector.register(
-            errors, selectors.EVENT_READ, partial(self._hear_errors, place, link)
+            errors, selectors.EVENT_READ, partial(self._read_errors, place, link)
         )
         return None
 
-    def _hear(self, place: _HostState, link: AgentLink) -> None:
+    def _read(self, place: _HostState, link: AgentLink) -> None:
         if place.link is not link:
             return None  # it was lost in the same turn
-        came = not place.usable
+        was_starting = not place.usable
         messages = link.read()
         if messages is None:
             return self._lose(place, "")
-        if came and place.usable and place.lost:
+        if was_starting and place.usable and place.lost:
             place.lost = False
             host = place.host
-            self._events.append(HostCame(host.name, host.address, host.workers))
+            self._events.append(HostJoined(host.name, host.address, host.workers))
         for message in messages:
             self._take(place.host.name, message)
         return None
 
-    def _hear_errors(self, place: _HostState, link: AgentLink) -> None:
+    def _read_errors(self, place: _HostState, link: AgentLink) -> None:
         if place.link is not link:
             return
         lines = link.read_errors()
-        if lines is None:  # its standard output says the same
+        if lines is None:  # the end of its stdout is handled by `_read`
             self._selector.unregister(link.pipes[1])
         for line in lines or ():
             self._events.append(Output("agent", place.host.name, line))
@@ -273,15 +273,15 @@ class HostAgents:
         match message:
             case m.OutputLine(name, line):
                 self._events.append(Output(name, host, line))
-            case m.ProcessGone(name, code, said):
+            case m.ProcessExited(name, code, last):
                 if self._workers is not None and name in self._workers.hosts:
-                    self._worker_ended(name, code, said)
+                    self._worker_ended(name, code, last)
                 elif self._services.pop(name, None) is not None:
-                    self._events.append(ProcessEnded(name, code, said))
+                    self._events.append(ProcessEnded(name, code, last))
 
-    def _worker_ended(self, name: str, code: int, said: str) -> None:
+    def _worker_ended(self, name: str, code: int, last_line: str) -> None:
         assert self._workers is not None
-        if self._workers.end(name, code, said, time.monotonic()):
+        if self._workers.end(name, code, last_line, time.monotonic()):
             self._end_workers(0.0)
         if (ended := self._workers.ended()) is not None:
             self._workers = None
@@ -303,7 +303,7 @@ class HostAgents:
                     self._worker_ended(worker, KILLED, f"its host {name} was lost")
 
     def _forget(self, place: _HostState) -> str:
-        """The agent's end, awaited; returns how it ended."""
+        """Drop the agent and wait for its end. Return a text on how it ended."""
         link, place.link = place.link, None
         assert link is not None
         for pipe in link.pipes:

@@ -1,11 +1,11 @@
-"""check(): everything that is wrong with a run, one sentence each, before anything of it starts.
+"""check(): report every problem of a run, one sentence each, before any of its processes starts.
 
-    LaunchEngine.hosts()   which hosts are there, with how many devices and how much memory
-    launch/look.py         on each of them: stores, ports, text, versions
-    here                   what these mean for the plan and the job, and for each other
+    LaunchEngine.hosts()    the hosts that are up, each with its number of devices
+    host_report.py          on each host: memory, stores, ports, text files, versions
+    this file               compares the reports with the plan, the job and each other
 
-Nothing is started, made or changed. Clocks are not compared: nothing depends on them. Does NOT know
-what starts when all is well, nor why a host that does not answer is gone.
+Nothing is started, created or changed. Clocks are not compared, as nothing depends on them. Does
+NOT start anything, and does NOT find out why a host does not answer.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from roadtrain.config.job_model import shape_of
 from roadtrain.config.machines import PlanHost
 from roadtrain.config.models import ModelShape
 from roadtrain.errors import ConfigError, LaunchError
-from roadtrain.launch.launch_engine import HostSeen, LaunchEngine
-from roadtrain.launch.look import (
-    HostLook,
-    HostQuestion,
-    PathLook,
-    PortQuestion,
-    StoreLook,
+from roadtrain.launch.host_report import (
+    HostQuery,
+    HostReport,
+    PathReport,
+    PortQuery,
+    StoreReport,
     versions,
 )
+from roadtrain.launch.launch_engine import HostSeen, LaunchEngine
 from roadtrain.launch.processes import Process, Role
 from roadtrain.launch.resolve import ResolvedRun, files_read
 from roadtrain.planner.job_plans import other_numbers
@@ -38,31 +38,31 @@ from roadtrain.simulator.memory import USABLE, cut, file_bytes, host_bytes
 from roadtrain.switch.options import MOST_JOBS
 from roadtrain.units import show_bytes, show_count
 
-LOOK = ("-m", "roadtrain.launch.look")
-LEAVE_S = (2.0, 3.0)  # a run that has just ended may hold its stores and ports for so long
-# in the order of the sentences
+REPORT = ("-m", "roadtrain.launch.host_report")
+LEAVE_S = (2.0, 3.0)  # waits for a run that has just ended to release its stores and ports
+# What `check` examines, in the order of its sentences.
 CHECKED = (
-    "the plan's hosts are there, and answer",
-    "devices and memory of each host are enough for its workers",
-    "text, tokenizer and weights of the job are on each host with workers",
-    "the run's directory can be written",
-    "the ports of each host are free, and at an address of it",
-    "stores can be written, are whole, of this model, and in use by nobody",
-    "no two servers have one directory; the stores are those that this run has trained",
-    "what will be stored fits",
-    "said only: other versions of Python, torch or roadtrain, fewer processors than workers; spare"
-    " hosts that cannot run workers, which are left out",
+    "the plan's hosts are up and answer",
+    "each host has enough devices and memory for its workers",
+    "the job's text, tokenizer and weights are on each host with workers",
+    "the run's directory is writable",
+    "the ports of each host are free, at an address that the host has",
+    "stores are writable, undamaged, for this model, and not in use",
+    "no two servers share a directory, and the stores belong to this run",
+    "the disks have room for the stores",
+    "warnings only: different versions of Python, torch or roadtrain; fewer processors than"
+    " workers; spare hosts that cannot run workers, which are then not used",
 )
 
 
 @dataclass(frozen=True)
-class SeenHost:
-    """A host of the plan that is there, and what it told of itself."""
+class LiveHost:
+    """A host of the plan that is up, with its report."""
 
     plan: PlanHost
-    seen: HostSeen
-    asked: HostQuestion
-    look: HostLook
+    seen: HostSeen  # as the engine describes it
+    query: HostQuery
+    report: HostReport
 
     @property
     def name(self) -> str:
@@ -70,15 +70,15 @@ class SeenHost:
 
 
 def check(run: ResolvedRun, engine: LaunchEngine) -> list[str]:
-    """Lines that the user should know. Raises one LaunchError with all that is wrong."""
-    there = {one.name: one for one in engine.hosts()}
+    """Return warnings for the user. Raises one LaunchError that lists every problem."""
+    there = {seen.name: seen for seen in engine.hosts()}
     wrong = [*_absent(run, there)]
-    hosts, silent = _look_at(run, engine, there)
+    hosts, silent = _report_all(run, engine, there)
     for patience_s in LEAVE_S:
         if not any(_in_use(host) for host in hosts):
             break
         time.sleep(patience_s)
-        hosts, silent = _look_at(run, engine, there)
+        hosts, silent = _report_all(run, engine, there)
     wrong += silent
     shape = shape_of(run.job)
     wrong += itertools.chain.from_iterable(
@@ -87,163 +87,162 @@ def check(run: ResolvedRun, engine: LaunchEngine) -> list[str]:
             *(_lacking_files(host) for host in hosts),
             *(_ports_in_use(host) for host in hosts),
             *(_bad_stores(run, host, shape) for host in hosts),
-            _stores_together(run, hosts),
-            _full(run, hosts, shape),
+            _store_conflicts(run, hosts),
+            _no_space(run, hosts, shape),
         )
     )
-    wrong = wrong or [*_of_no_run(run, engine, there, hosts)]
+    wrong = wrong or [*_foreign_stores(run, engine, there, hosts)]
     if wrong:
-        many = f"{len(wrong)} things are wrong, nothing is started:\n  " if wrong[1:] else ""
+        many = f"{len(wrong)} problems, nothing is started:\n  " if wrong[1:] else ""
         raise LaunchError(many + "\n  ".join(wrong))
-    return [*_lines(run, there, hosts)]
+    return [*_warnings(run, there, hosts)]
 
 
 def directory_is_shared(run: ResolvedRun, engine: LaunchEngine, hosts: Sequence[str] = ()) -> bool:
-    """Whether the run's directory is one and the same on all of the plan's hosts with workers, and
-    on `hosts`: what one of them wrote there is not lost with it. Hosts that do not answer now have
-    a directory that is on a network too."""
-    asked = (*run.worker_hosts, *hosts)
-    looks = [_look(engine, host, HostQuestion(run.directory)) for host in asked]
-    seen = [look for look in looks if isinstance(look, HostLook)]
-    on_network = all(look.directory.files for look in seen)
-    return len({_place_of(look) for look in seen}) == 1 and (len(seen) == len(asked) or on_network)
+    """Return True if the plan's worker hosts, and `hosts`, all see the same run directory, so that
+    its files survive the loss of a host. Hosts that do not answer are assumed to share it if it is
+    on a network file system."""
+    queried = (*run.worker_hosts, *hosts)
+    reports = [_report_of(engine, host, HostQuery(run.directory)) for host in queried]
+    seen = [report for report in reports if isinstance(report, HostReport)]
+    on_network = all(report.directory.files for report in seen)
+    one_place = len({_place_of(report) for report in seen}) == 1
+    return one_place and (len(seen) == len(queried) or on_network)
 
 
-def _place_of(look: HostLook) -> tuple[object, ...]:
-    """Where a host has the run's directory: two that are equal are one directory."""
-    at = look.directory
+def _place_of(report: HostReport) -> tuple[object, ...]:
+    """Return the location of the run's directory; equal values mean the same directory."""
+    at = report.directory
     if at.files:
         return at.files, at.exists, at.rest
-    return look.machine, at.device, at.inode, at.rest
+    return report.machine, at.device, at.inode, at.rest
 
 
 def without_unfit_spares(run: ResolvedRun, engine: LaunchEngine) -> tuple[ResolvedRun, list[str]]:
-    """The run without those spare hosts that cannot run workers, and a sentence for each."""
-    there = {one.name for one in engine.hosts()}
+    """Drop the spare hosts that cannot run workers. Also return a sentence for each of them."""
+    there = {seen.name for seen in engine.hosts()}
     unfit = {
-        one.name: why
-        for one in run.machines.spares
-        if one.workers and one.name in there and (why := why_unfit(run, engine, one.name))
+        spare.name: why
+        for spare in run.machines.spares
+        if spare.workers and spare.name in there and (why := why_unfit(run, engine, spare.name))
     }
     lines = [f"spare host {name} is not used for workers: {why}" for name, why in unfit.items()]
     return run.without_spares(unfit), lines
 
 
 def why_unfit(run: ResolvedRun, engine: LaunchEngine, host: str) -> str:
-    """Why a spare host, or one that came, can run no workers; "" where it can."""
-    there = {one.name: one for one in engine.hosts()}
+    """Return why a spare host or a newly joined host cannot run workers; "" if it can."""
+    there = {seen.name: seen for seen in engine.hosts()}
     if host not in there:
         return "it does not answer"
     place = run.host(host)
-    asked = _question(run, place, [])
-    look = _look(engine, host, asked)
-    if isinstance(look, str):
-        return look.partition("\n")[0]
-    seen = SeenHost(place, there[host], asked, look)
+    query = _query(run, place, [])
+    report = _report_of(engine, host, query)
+    if isinstance(report, str):
+        return report.partition("\n")[0]
+    seen = LiveHost(place, there[host], query, report)
     wrong = [*_lacking_hardware(run, seen, [seen], None), *_lacking_files(seen)]
     if not wrong and run.shared and run.snapshots_at_workers:
-        at = f"host {host} has another {run.directory} than the workers, whose snapshots rest there"
+        at = f"{run.directory} on host {host} is not the directory with the workers' snapshots"
         wrong += [] if directory_is_shared(run, engine, (host,)) else [at]
     return "; ".join(wrong)
 
 
-def _look(engine: LaunchEngine, host: str, asked: HostQuestion) -> HostLook | str:
-    """What a host told, or why it did not."""
+def _report_of(engine: LaunchEngine, host: str, query: HostQuery) -> HostReport | str:
+    """Fetch a host's report. Return a text with the reason if that fails."""
     try:
-        return msgspec.convert(engine.ask(host, LOOK, msgspec.to_builtins(asked)), HostLook)
+        return msgspec.convert(engine.ask(host, REPORT, msgspec.to_builtins(query)), HostReport)
     except (LaunchError, msgspec.ValidationError) as error:
         return str(error)
 
 
 def _absent(run: ResolvedRun, there: Mapping[str, HostSeen]) -> Iterator[str]:
-    wanted = [host.name for host in run.machines.hosts]
-    if not set(wanted) & there.keys():
+    names = [host.name for host in run.machines.hosts]
+    if not set(names) & there.keys():
         yield (
-            f"the plan is for other machines than there are: it has {len(wanted)}"
-            f" ({', '.join(wanted)}), here are {len(there)} ({', '.join(there) or 'none'})"
+            f"none of the plan's {len(names)} hosts ({', '.join(names)}) is up, the engine has"
+            f" {len(there)} others ({', '.join(there) or 'none'})"
         )
         return
-    for name in wanted:
+    for name in names:
         if name not in there:
             yield (
                 f"host {name} ({run.address(name)}) cannot be reached: of the plan's"
-                f" {len(wanted)} machines {len(set(wanted) & there.keys())} are there"
+                f" {len(names)} hosts {len(set(names) & there.keys())} are up"
             )
 
 
-def _look_at(
+def _report_all(
     run: ResolvedRun, engine: LaunchEngine, there: Mapping[str, HostSeen]
-) -> tuple[list[SeenHost], list[str]]:
-    """Hosts that answered, and a sentence for each of the others."""
+) -> tuple[list[LiveHost], list[str]]:
+    """Return the hosts that answered, and a sentence for each of the others."""
     processes: list[Process] = [*run.services()]
     if not run.can_run_on(run.worker_hosts):
         processes += run.workers(run.worker_hosts, 0).processes
-    hosts, silent = list[SeenHost](), list[str]()
-    for one in run.machines.hosts:
-        if one.name not in there:
+    hosts, silent = list[LiveHost](), list[str]()
+    for host in run.machines.hosts:
+        if host.name not in there:
             continue
-        asked = _question(run, one, [p for p in processes if p.host == one.name])
-        look = _look(engine, one.name, asked)
-        if isinstance(look, str):
-            silent.append(f"host {one.name} cannot be asked: {look}".replace("\nhint: ", "; "))
+        query = _query(run, host, [p for p in processes if p.host == host.name])
+        report = _report_of(engine, host.name, query)
+        if isinstance(report, str):
+            silent.append(f"host {host.name} does not answer: {report}".replace("\nhint: ", "; "))
         else:
-            hosts.append(SeenHost(one, there[one.name], asked, look))
+            hosts.append(LiveHost(host, there[host.name], query, report))
     return hosts, silent
 
 
-def _question(run: ResolvedRun, host: PlanHost, processes: Sequence[Process]) -> HostQuestion:
+def _query(run: ResolvedRun, host: PlanHost, processes: Sequence[Process]) -> HostQuery:
     job, address = run.job, run.address(host.name)
     ports = []
     for process in processes:
-        ports += [PortQuestion(address, port) for port in process.ports]
+        ports += [PortQuery(address, port) for port in process.ports]
         if process.role is Role.SWITCH:
             (port,) = process.ports
             above = range(port + 1, port + MOST_JOBS + 1)
-            ports += [PortQuestion(address, each, datagrams=True) for each in above]
-    stores = [place for one in host.servers for place in (one.store, one.snapshot) if place]
+            ports += [PortQuery(address, each, datagrams=True) for each in above]
+    stores = [path for server in host.servers for path in (server.store, server.snapshot) if path]
     globs, files = list[str](), list[str]()
     if host.workers:
         stores += run.stores_of_workers(host.name)
         globs = job.data.paths
         files = list(files_read(job).values())
-    return HostQuestion(run.directory, tuple(stores), tuple(ports), tuple(globs), tuple(files))
+    return HostQuery(run.directory, tuple(stores), tuple(ports), tuple(globs), tuple(files))
 
 
-def _in_use(host: SeenHost) -> bool:
-    return any(host.look.ports) or any(store.locked for store in host.look.stores)
+def _in_use(host: LiveHost) -> bool:
+    return any(host.report.ports) or any(store.locked for store in host.report.stores)
 
 
-def _on_devices(run: ResolvedRun, host: SeenHost, hosts: Sequence[SeenHost]) -> bool:
-    """Whether workers of a host are meant to compute on devices, which it may not have now."""
-    asked = run.job.run.device
-    if asked:
-        return asked.startswith("cuda")
-    others = any(one.seen.devices for one in hosts if one.plan.workers)
+def _on_devices(run: ResolvedRun, host: LiveHost, hosts: Sequence[LiveHost]) -> bool:
+    """Return True if the workers of a host are meant to compute on devices, seen or not."""
+    if stated := run.job.run.device:
+        return stated.startswith("cuda")
+    others = any(other.seen.devices for other in hosts if other.plan.workers)
     return others or bool(_planned_device(run, host) and not _is_emulated(host, hosts))
 
 
-def _planned_device(run: ResolvedRun, host: SeenHost) -> str:
-    """The kind of device that the plan's cluster says it has; "" for processors, and where it does
-    not say."""
+def _planned_device(run: ResolvedRun, host: LiveHost) -> str:
+    """Return the kind of accelerator of the host in the plan's cluster; "" for none or unknown."""
     cluster = run.plan_file.cluster
     kinds = () if cluster is None else cluster.hosts
-    found = (one.device for one in kinds if one.name == host.plan.kind and one.device is not None)
-    kind = next((device.kind for device in found), "cpu")
+    devices = (kind.device for kind in kinds if kind.name == host.plan.kind)
+    kind = next((device.kind for device in devices if device is not None), "cpu")
     return "" if kind == "cpu" else kind
 
 
-def _is_emulated(host: SeenHost, hosts: Sequence[SeenHost]) -> bool:
-    """Whether other hosts are on the same machine, as in the lab, which emulates no devices."""
-    return sum(one.look.machine == host.look.machine for one in hosts) > 1
+def _is_emulated(host: LiveHost, hosts: Sequence[LiveHost]) -> bool:
+    """Return True if other hosts are on the same machine, as in the lab (which has no devices)."""
+    return sum(other.report.machine == host.report.machine for other in hosts) > 1
 
 
 def _lacking_hardware(
-    run: ResolvedRun, host: SeenHost, hosts: Sequence[SeenHost], shape: ModelShape | None
+    run: ResolvedRun, host: LiveHost, hosts: Sequence[LiveHost], shape: ModelShape | None
 ) -> Iterator[str]:
     workers, seen = host.plan.workers, host.seen
     if workers > seen.devices and _on_devices(run, host, hosts):
         kind = _planned_device(run, host)
-        way_out = '; run.device = "cpu" lets it compute on its processors'
+        way_out = '; run.device = "cpu" in the job makes its workers compute on processors'
         yield (
             f"host {host.name} has {show_count(seen.devices, 'device')}, the plan has"
             f" {show_count(workers, 'worker')} there{f' ({kind})' if kind else ''}"
@@ -267,87 +266,88 @@ def _lacking_hardware(
         )
         for stage in set(stages)
     )
-    if nbytes > host.look.memory * USABLE:
+    if nbytes > host.report.memory * USABLE:
         yield (
-            f"host {host.name} has {show_bytes(host.look.memory)} of memory, the plan needs"
+            f"host {host.name} has {show_bytes(host.report.memory)} of memory, the plan needs"
             f" {show_bytes(nbytes / USABLE)} there"
         )
 
 
-def _lacking_files(host: SeenHost) -> Iterator[str]:
-    for path in host.look.lacking:
-        yield f"host {host.name} lacks {path}, which the job names"
-    if refused := host.look.directory.refused:
+def _lacking_files(host: LiveHost) -> Iterator[str]:
+    for path in host.report.lacking:
+        yield f"host {host.name} does not have {path}, which the job names"
+    if refused := host.report.directory.refused:
         yield (
-            f"host {host.name}: the run's directory {host.asked.directory} cannot be written:"
+            f"host {host.name}: the run's directory {host.query.directory} is not writable:"
             f" {refused}"
         )
 
 
-def _ports_in_use(host: SeenHost) -> Iterator[str]:
-    for asked, why in zip(host.asked.ports, host.look.ports, strict=True):
+def _ports_in_use(host: LiveHost) -> Iterator[str]:
+    for port, why in zip(host.query.ports, host.report.ports, strict=True):
         if why:
-            kind = "UDP port" if asked.datagrams else "port"
-            yield f"host {host.name}: {kind} {asked.port} of {asked.address} {why}"
+            kind = "UDP port" if port.datagrams else "port"
+            yield f"host {host.name}: {kind} {port.port} of {port.address} {why}"
 
 
-def _bad_stores(run: ResolvedRun, host: SeenHost, shape: ModelShape | None) -> Iterator[str]:
-    for store in host.look.stores:
-        if why := _bad_place(run, store.at) or _of_another(run, store, shape):
+def _bad_stores(run: ResolvedRun, host: LiveHost, shape: ModelShape | None) -> Iterator[str]:
+    for store in host.report.stores:
+        if why := _why_unusable(run, store.at) or _why_foreign(run, store, shape):
             yield f"host {host.name}: store {store.at.path} {why}"
 
 
-def _bad_place(run: ResolvedRun, at: PathLook) -> str:
-    """Why no store can be in a directory; "" where one can."""
+def _why_unusable(run: ResolvedRun, at: PathReport) -> str:
+    """Return why a directory cannot hold a store; "" if it can."""
     ours = Path(at.path).is_relative_to(run.directory)
     if len(Path(at.rest).parts) > 1 and not ours:
-        return f"is missing, and so is {Path(at.path).parent}: is its disk mounted?"
-    return f"cannot be written: {at.refused}" if at.refused else ""
+        return f"does not exist, and neither does {Path(at.path).parent}: is its disk mounted?"
+    return f"is not writable: {at.refused}" if at.refused else ""
 
 
-def _of_another(run: ResolvedRun, store: StoreLook, shape: ModelShape | None) -> str:
-    """Why a store that is there is not this run's to open; "" where it is."""
+def _why_foreign(run: ResolvedRun, store: StoreReport, shape: ModelShape | None) -> str:
+    """Return why this run may not open an existing store; "" if it may."""
     if store.locked:
         return "is in use by another run"
     if store.damage:
         return f"cannot be opened: {store.damage}"
-    # residuals have elements of their own, and so has a stage's store
+    # Element counts are comparable only without residuals and without stages.
     whole = run.job.compress.keep is None and not run.job.parallelism.used
     if shape is not None and whole and store.elements not in (0, shape.params):
         return (
-            f"is of another model: it holds {store.elements:,} parameters, the job's model has"
+            f"is of a different model: it holds {store.elements:,} parameters, the job's model has"
             f" {shape.params:,}"
         )
     return ""
 
 
-def _stores_together(run: ResolvedRun, hosts: Sequence[SeenHost]) -> Iterator[str]:
-    """What is wrong with the stores of all hosts, seen beside each other."""
-    stores = [(host, store) for host in hosts for store in host.look.stores]
-    for (host, one), (other, two) in itertools.combinations(stores, 2):
-        if host.look.machine != other.look.machine:
+def _store_conflicts(run: ResolvedRun, hosts: Sequence[LiveHost]) -> Iterator[str]:
+    """Report stores that share a directory or belong to different runs."""
+    stores = [(host, store) for host in hosts for store in host.report.stores]
+    for (host, store), (other, second) in itertools.combinations(stores, 2):
+        if host.report.machine != other.report.machine:
             continue
-        if _inside(one.at, two.at) or _inside(two.at, one.at):
+        if _inside(store.at, second.at) or _inside(second.at, store.at):
             yield (
-                f"stores {one.at.path} on {host.name} and {two.at.path} on {other.name} are one"
-                " directory, or one lies in the other: each server needs one of its own"
+                f"stores {store.at.path} on {host.name} and {second.at.path} on {other.name} are"
+                " the same directory or nested: each server needs a directory of its own"
             )
-    marks = {host.look.marked_job: host.look.marked_step for host in hosts if host.look.marked_job}
+    marked = [host.report for host in hosts if host.report.marked_job]
+    marks = {report.marked_job: report.marked_step for report in marked}
     held = {store.job: (host.name, store) for host, store in stores if store.job}
-    if run.job.run.new_store or run.job.parallelism.used:  # each stage's store is of its own
+    if run.job.run.new_store or run.job.parallelism.used:  # stages have stores of different jobs
         return
     for job, (name, store) in held.items():
         if marks and job not in marks:
             yield (
-                f"host {name}: store {store.at.path} belongs to another run: it is of job {job}, at"
-                f" step {store.step}, the run in {run.directory} is of job"
+                f"host {name}: store {store.at.path} belongs to another run: it has job {job}, at"
+                f" step {store.step}, the run in {run.directory} has job"
                 f" {', '.join(marks)}, at step {max(marks.values())}"
             )
     if len(held) > 1 and not marks:
-        said = " and ".join(
+        owners = " and ".join(
             f"{store.at.path} on {name} (job {job})" for job, (name, store) in held.items()
         )
-        yield f"the stores belong to {len(held)} different runs: {said}"
+        yield f"the stores belong to {len(held)} different runs: {owners}"
     if marks and stores and not held:
         yield (
             f"the run in {run.directory} has committed step {max(marks.values())}, and its stores"
@@ -356,102 +356,104 @@ def _stores_together(run: ResolvedRun, hosts: Sequence[SeenHost]) -> Iterator[st
         )
 
 
-def _of_no_run(
-    run: ResolvedRun, engine: LaunchEngine, there: Mapping[str, HostSeen], hosts: Sequence[SeenHost]
+def _foreign_stores(
+    run: ResolvedRun, engine: LaunchEngine, there: Mapping[str, HostSeen], hosts: Sequence[LiveHost]
 ) -> Iterator[str]:
-    """Stores that were trained, where no run directory knows of any: another run's. One at step 0
-    may be this run's, which ended before it was marked."""
-    if run.job.run.new_store or any(host.look.marked_job for host in hosts):
+    """Report trained stores that no run directory is marked with: they belong to other runs.
+    A store at step 0 is not reported: this run may have ended before its directory was marked."""
+    if run.job.run.new_store or any(host.report.marked_job for host in hosts):
         return
     trained = [
         (host, store)
         for host in hosts
-        for store in host.look.stores
+        for store in host.report.stores
         if store.job and store.step > 0
     ]
-    # hosts that may have computed before the run was planned anew
-    spares = [one.name for one in run.machines.spares if one.name in there]
+    # Before the run was replanned, these may have been its workers.
+    spares = [spare.name for spare in run.machines.spares if spare.name in there]
     if not trained or any(_is_marked(run, engine, name) for name in spares):
         return
     for host, store in trained:
         yield (
-            f"host {host.name}: store {store.at.path} is of another run: it is of job {store.job},"
-            f" at step {store.step}, the run in {run.directory} knows of none; give the plan"
-            " another directory, or say run.new_store = true to go on with what is there"
+            f"host {host.name}: store {store.at.path} belongs to another run: it has job"
+            f" {store.job}, at step {store.step}, {run.directory} is not marked with any job; give"
+            " the plan another directory, or set run.new_store = true to go on from this store"
         )
 
 
 def _is_marked(run: ResolvedRun, engine: LaunchEngine, host: str) -> bool:
-    look = _look(engine, host, HostQuestion(run.directory))
-    return isinstance(look, HostLook) and bool(look.marked_job)
+    report = _report_of(engine, host, HostQuery(run.directory))
+    return isinstance(report, HostReport) and bool(report.marked_job)
 
 
-def _inside(outer: PathLook, inner: PathLook) -> bool:
+def _inside(outer: PathReport, inner: PathReport) -> bool:
     if not outer.rest:
         return (outer.device, outer.inode) in inner.above
     same = (outer.device, outer.inode) == (inner.device, inner.inode)
     return same and Path(inner.rest).is_relative_to(outer.rest)
 
 
-def _full(run: ResolvedRun, hosts: Sequence[SeenHost], shape: ModelShape | None) -> Iterator[str]:
-    """Of all new stores on one file system together: what will be stored, and what is free."""
+def _no_space(
+    run: ResolvedRun, hosts: Sequence[LiveHost], shape: ModelShape | None
+) -> Iterator[str]:
+    """Report file systems with too little free space for all new stores on them."""
     if shape is None:
         return
     plan = run.plan_file.plan
     servers = sum(len(host.servers) for host in run.machines.hosts)
     copies = run.job.servers.replicas if servers else 1
-    count = servers or max(1, sum(len(host.look.stores) for host in hosts))
+    count = servers or max(1, sum(len(host.report.stores) for host in hosts))
     each = file_bytes(plan, shape.params) * copies / count
-    snapshots = {one.snapshot for host in run.machines.hosts for one in host.servers}
-    found: dict[tuple[str, int], list[tuple[str, StoreLook]]] = {}
+    snapshots = {server.snapshot for host in run.machines.hosts for server in host.servers}
+    found: dict[tuple[str, int], list[tuple[str, StoreReport]]] = {}
     for host in hosts:
-        for store in host.look.stores:
+        for store in host.report.stores:
             if not store.job and not store.at.refused:
-                key = host.look.machine, store.at.device
+                key = host.report.machine, store.at.device
                 found.setdefault(key, []).append((host.name, store))
     for stores in found.values():
         free = min(store.at.free for _, store in stores)
         if (nbytes := each * len(stores)) > free:
-            said = ", ".join(
+            full = ", ".join(
                 f"{'snapshots' if store.at.path in snapshots else 'store'} {store.at.path} on"
                 f" {name}"
                 for name, store in stores
             )
-            yield f"{said}: {show_bytes(nbytes)} will be stored there, {show_bytes(free)} are free"
+            yield f"{full}: {show_bytes(nbytes)} will be stored there, {show_bytes(free)} are free"
 
 
-def _lines(
-    run: ResolvedRun, there: Mapping[str, HostSeen], hosts: Sequence[SeenHost]
+def _warnings(
+    run: ResolvedRun, there: Mapping[str, HostSeen], hosts: Sequence[LiveHost]
 ) -> Iterator[str]:
-    """What is possible, and should be known."""
+    """Warnings that do not prevent a start."""
     own, planned = versions(), run.plan_file
     if planned.model is not None and planned.cluster is not None:
-        said = other_numbers(planned.plan, run.job, planned.cluster)
-        yield from [said] if said else []
+        difference = other_numbers(planned.plan, run.job, planned.cluster)
+        yield from [difference] if difference else []
     for host in hosts:
-        cores, workers = host.look.processors, host.plan.workers
+        cores, workers = host.report.processors, host.plan.workers
         kind = _planned_device(run, host)
         if workers and kind and not host.seen.devices and not run.job.run.device:
             yield (
-                f"host {host.name}: the plan's cluster has {kind} there, no device is seen: its"
-                " processors compute"
+                f"host {host.name}: the plan's cluster has {kind} there, no device is visible: its"
+                " workers compute on processors"
             )
         if not host.seen.devices and workers > cores:
             yield f"host {host.name}: {workers} workers share {cores} processors"
-        for name in own.keys() & host.look.versions.keys():
-            if own[name] != host.look.versions[name]:
+        for name in own.keys() & host.report.versions.keys():
+            if own[name] != host.report.versions[name]:
                 yield (
-                    f"host {host.name} has {name} {host.look.versions[name]}, this one has"
+                    f"host {host.name} has {name} {host.report.versions[name]}, this one has"
                     f" {own[name]}"
                 )
-        if lacking := own.keys() - host.look.versions.keys():
+        if lacking := own.keys() - host.report.versions.keys():
             yield f"host {host.name} has no {', '.join(sorted(lacking))}, this one has"
-        for store in host.look.stores:
-            if store.job and not any(one.look.marked_job for one in hosts):
+        for store in host.report.stores:
+            if store.job and not any(other.report.marked_job for other in hosts):
                 yield (
-                    f"host {host.name}: the run goes on with what is in {store.at.path}, job"
+                    f"host {host.name}: the run goes on from the state in {store.at.path}, job"
                     f" {store.job} at step {store.step}"
                 )
-    absent = [one.name for one in run.machines.spares if one.name not in there]
+    absent = [spare.name for spare in run.machines.spares if spare.name not in there]
     if absent:
-        yield f"spare hosts that are not there: {', '.join(absent)}"
+        yield f"spare hosts that are down: {', '.join(absent)}"

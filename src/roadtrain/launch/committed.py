@@ -1,6 +1,6 @@
-"""`python -m roadtrain.launch.committed`: the last step of a run that is known to be committed, on
-the host of worker 0, which writes its metrics: {"directory": RUN} on standard input, {"step": N} on
-standard output, -1 for none. It is asked when something has ended, so it imports little.
+"""`python -m roadtrain.launch.committed`: report the last committed step of a run, from the metrics
+on the host of worker 0: {"directory": RUN} on stdin, {"step": N} on stdout, -1 for none. It runs
+whenever a process of the run has ended, so it imports little.
 """
 
 from __future__ import annotations

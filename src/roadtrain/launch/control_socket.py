@@ -1,15 +1,15 @@
-"""ControlSocket: how a run's supervisor is spoken to: a Unix socket in the run's home (mode 600), a
-JSON object a line there and back.
+"""ControlSocket: the Unix socket of a run's supervisor, in the run's home (mode 600). Requests and
+replies are one JSON object per line.
 
-    {"verb": "status"}                                 the run's state, and its step
-    {"verb": "stop", "words": [WHY]}                   the run ends, its step committed
-    {"verb": "measure"}                                the run ends so, and the links between its
-                                                       hosts are measured (measured_run.py)
-    {"verb": "tell", "words": ["leaves", HOST, "120"]} for the engine: leaves, comes, ...
-    {"verb": "hello"}                                  a launcher; the run is stopped when the
+    {"verb": "status"}                                 return the run's state and its step
+    {"verb": "stop", "words": [WHY]}                   commit the step and end the run
+    {"verb": "measure"}                                the same, then measure the links between
+                                                       its hosts (measured_run.py)
+    {"verb": "tell", "words": ["leaves", HOST, "120"]} a verb for the engine: leaves, comes, ...
+    {"verb": "hello"}                                  from a launcher: stop the run when this
                                                        connection ends
 
-No thread: the supervisor calls `requests` again and again. Does NOT carry verbs out.
+No thread: the supervisor polls `requests`. Does NOT carry out requests.
 """
 
 from __future__ import annotations
@@ -29,31 +29,32 @@ from roadtrain.launch.agent_messages import LineSplitter
 from roadtrain.launch.home import RunHome
 
 NAME = "control"
-REQUEST_LIMIT = 1 << 16  # bytes of a request
-ANSWER_S = 180.0  # the supervisor may be asking a host in between
-READ = 1 << 16  # bytes
+REQUEST_LIMIT = 1 << 16  # bytes per request
+ANSWER_S = 180.0  # timeout of a request; the supervisor may be waiting for a host meanwhile
+READ = 1 << 16  # bytes per read
 
 
 @dataclass
 class ControlConnection:
     socket: socket.socket
-    holds: bool = False  # said hello: its end ends the run
-    _heard: LineSplitter = field(default_factory=lambda: LineSplitter(REQUEST_LIMIT))
+    holds: bool = False  # it sent hello: the run ends with this connection
+    _splitter: LineSplitter = field(default_factory=lambda: LineSplitter(REQUEST_LIMIT))
 
     def lines(self) -> list[bytes] | None:
-        """Whole ones that have come; None when the other side is gone."""
+        """Return the complete lines received; None if the peer has closed the connection or sent
+        a line that is too long."""
         try:
             data = self.socket.recv(READ)
         except BlockingIOError:
             return []
         except OSError:
             return None
-        lines = self._heard.feed(data)
-        gone = not data or any(dropped for _, dropped in lines)
-        return None if gone else [line for line, _ in lines]
+        lines = self._splitter.feed(data)
+        closed = not data or any(dropped for _, dropped in lines)
+        return None if closed else [line for line, _ in lines]
 
     def answer(self, reply: Mapping[str, Any]) -> None:
-        """The other side may be gone: that is found at its next read."""
+        """Send a reply. A closed connection is ignored here and noticed by the next read."""
         with contextlib.suppress(OSError):
             self.socket.settimeout(1.0)
             self.socket.sendall(json.dumps(reply).encode() + b"\n")
@@ -63,7 +64,7 @@ class ControlConnection:
 
 @dataclass(frozen=True)
 class ControlRequest:
-    """verb: "gone" for a launcher whose connection has ended."""
+    """A request. verb: "gone" stands for the end of a launcher's connection."""
 
     verb: str
     words: tuple[str, ...]
@@ -71,7 +72,7 @@ class ControlRequest:
 
 
 class ControlSocket:
-    """`greeted`: whether a launcher has said hello."""
+    """The listening socket. `greeted`: True once a launcher has sent hello."""
 
     def __init__(self, home: RunHome) -> None:
         self.greeted = False
@@ -89,8 +90,8 @@ class ControlSocket:
         self._connections: list[ControlConnection] = []
 
     def requests(self) -> list[ControlRequest]:
-        """Those that have come since the last call."""
-        # nobody waits; or too many descriptors are open, which must not end a run
+        """Return the requests received since the last call."""
+        # EAGAIN: no connection is pending. EMFILE, too many open files, must not end the run.
         with contextlib.suppress(OSError):
             while True:
                 accepted, _ = self._listener.accept()
@@ -110,10 +111,10 @@ class ControlSocket:
 
     def _request(self, connection: ControlConnection, line: bytes) -> list[ControlRequest]:
         try:
-            told = json.loads(line)
-            verb, words = str(told["verb"]), tuple(map(str, told.get("words", ())))
+            request = json.loads(line)
+            verb, words = str(request["verb"]), tuple(map(str, request.get("words", ())))
         except (ValueError, KeyError, TypeError, AttributeError):
-            connection.answer({"error": f"no request: {line[:80].decode(errors='replace')}"})
+            connection.answer({"error": f"invalid request: {line[:80].decode(errors='replace')}"})
             return []
         if verb == "hello":
             connection.holds = self.greeted = True
@@ -132,7 +133,7 @@ class ControlSocket:
 
 
 class ControlClient:
-    """A connection to the supervisor of a run. Raises LaunchError where there is none."""
+    """A connection to the supervisor of a run. Raises LaunchError if no supervisor answers."""
 
     def __init__(self, home: RunHome) -> None:
         self._name = home.name
@@ -144,19 +145,20 @@ class ControlClient:
         except OSError as cause:
             self._socket.close()
             raise LaunchError(
-                f"run {home.name!r} has no supervisor that answers",
-                hint=f"roadtrain launch --resume {home.name}",
+                f"the supervisor of run {home.name!r} does not answer",
+                hint=f"roadtrain launch --resume {home.name} starts it again",
             ) from cause
         self._file = self._socket.makefile("rb")
 
     @property
-    def gone(self) -> bool:
-        """Whether the supervisor has closed it. Only where no answer is awaited: the end is then
-        all that can come."""
+    def closed(self) -> bool:
+        """Return True if the supervisor has closed the connection. Valid only while no reply is
+        pending, as readable data then means the end."""
         return bool(select.select([self._socket], [], [], 0.0)[0])
 
     def ask(self, verb: str, *words: str) -> Mapping[str, Any]:
-        """Raises LaunchError: what the supervisor refused, or that it is gone."""
+        """Send a request and return the reply. Raises LaunchError if the supervisor refuses the
+        request, does not answer in time or ends."""
         try:
             self._socket.sendall(json.dumps({"verb": verb, "words": words}).encode() + b"\n")
             reply = json.loads(self._file.readline() or b"null")
@@ -177,14 +179,14 @@ class ControlClient:
 
 
 def ask_supervisor(home: RunHome, verb: str, words: Sequence[str] = ()) -> Mapping[str, Any]:
-    """As `ControlClient.ask`, of a connection of its own."""
+    """Send one request over a new connection, like `ControlClient.ask`."""
     with contextlib.closing(ControlClient(home)) as client:
         return client.ask(verb, *words)
 
 
 @contextlib.contextmanager
 def short_path(path: Path) -> Iterator[str]:
-    """`path` as a Unix socket takes it: those are 107 bytes at most."""
+    """Yield an alias of `path` that fits into the 107 bytes of a Unix socket address."""
     directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{directory}/{path.name}"

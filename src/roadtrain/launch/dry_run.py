@@ -1,5 +1,6 @@
-"""dry_run(): what a run would start where, which files it would write, and what is checked before,
-in that order, as text. Asks no host and makes nothing; secrets are named, never shown (Rule 8)."""
+"""dry_run(): describe as text what is checked before a run starts, which processes would start
+where, and which files would be written. Contacts no host and creates nothing; secrets are named,
+never shown (Rule 8)."""
 
 from __future__ import annotations
 
@@ -14,21 +15,22 @@ from roadtrain.units import show_count
 
 
 def dry_run(run: ResolvedRun, home: RunHome) -> str:
-    """home: which the launch would write here. Raises ConfigError, as `ResolvedRun.workers`."""
+    """Describe a run. home: where the launch would write. Raises ConfigError if the workers do not
+    fit the plan's hosts."""
     services = run.services()
     workers = run.workers(run.worker_hosts, 0).processes
     hosts = run.machines.hosts
-    spares = ", ".join(one.name for one in run.machines.spares) or "none"
+    spares = ", ".join(spare.name for spare in run.machines.spares) or "none"
     lines = [
         f"run {run.name}: {show_count(len(workers), 'worker')} and"
         f" {show_count(len(services), 'service')} on {show_count(len(hosts), 'host')},"
         f" spare hosts: {spares}",
         "",
         "checked before anything starts",
-        *(f"  {number}. {what}" for number, what in enumerate(CHECKED, 1)),
+        *(f"  {number}. {text}" for number, text in enumerate(CHECKED, 1)),
         "",
         "started, in this order",
-        *_table([_process(run, one) for one in (*services, *workers)]),
+        *_table([_process(run, process) for process in (*services, *workers)]),
         "",
         "written",
         *_table([*_written_here(home), *_written(run, (*services, *workers))]),
@@ -42,24 +44,24 @@ def _process(run: ResolvedRun, process: Process) -> tuple[str, str, str]:
 
 
 def _written_here(home: RunHome) -> Iterator[tuple[str, str, str]]:
-    before = ", those of the run of this name before are removed" if home.exists else ""
+    before = "; replaces that of the previous run of this name" if home.exists else ""
     files = (home.plan_path, home.job_path, home.path / "launch.json", home.path / "state.json")
     for path in files:
         yield "here", str(path), "in a directory of mode 700"
-    yield "here", str(home.token_path), "mode 600, a secret that is made at the start"
+    yield "here", str(home.token_path), "mode 600, a secret that is generated at the start"
     yield "here", str(home.all_log), f"all lines{before}"
     yield "here", f"{home.log_directory}/", f"the lines of each process{before}"
 
 
 def _written(run: ResolvedRun, processes: Sequence[Process]) -> Iterator[tuple[str, str, str]]:
-    """Of each host: the files that a launch writes, and the directories that its processes do."""
+    """Yield for each host the files written by the launch and the directories of its processes."""
     for host in run.machines.hosts:
         own = [process for process in processes if process.host == host.name]
         files = {file.path: file for process in own for file in process.files}
         for path, file in files.items():
-            secret = "600, a secret that is made at the start"
+            secret = "600, a secret that is generated at the start"
             yield host.name, path, f"mode {secret if file.secret else 644}"
-        for path in (one for place in host.servers for one in (place.store, place.snapshot)):
+        for path in (path for place in host.servers for path in (place.store, place.snapshot)):
             if path:
                 yield host.name, f"{path}/", "by its server"
         if host.workers:

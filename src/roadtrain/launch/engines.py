@@ -1,5 +1,5 @@
-"""ENGINES: what a run can be launched on. Each makes a LaunchEngine of a plan and of what was
-launched. Their modules are imported when they are used: Ray is an extra. Does NOT start anything.
+"""ENGINES: the kinds of engine that can run a launch: this host, a lab, or Ray. Their modules are
+imported on first use, as Ray is an optional dependency. Does NOT start anything.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from roadtrain.launch.home import RunHome
 from roadtrain.launch.waiting import wait_until
 
 LOCAL = ("localhost", "")
-STANDBY = "roadtrain.launch.succeed"  # the module of a standby's process
-TAKES_OVER_S = 10.0  # a standby has the run's lock so soon after its supervisor is gone
+STANDBY = "roadtrain.launch.standby_main"  # the main module of the standby process
+TAKES_OVER_S = 10.0  # how long a standby may take to get the run's lock after the supervisor ended
 
 
 @dataclass(frozen=True)
 class EngineKind:
-    """Each field is a "module:function"."""
+    """The functions of an engine, each as "module:function"."""
 
-    # makes a LaunchEngine of a PlanFile and a LaunchRecord
+    # (PlanFile, LaunchRecord) -> LaunchEngine
     make: str
-    # starts the supervisor of a run where it is not a process of this launcher; gets the RunHome
+    # (RunHome) -> None: start the supervisor, if it is not simply a process of this host
     supervise: str = ""
-    # the same, returns whether a run is alive whose supervisor is away: something starts it again
+    # (RunHome) -> bool: True if a run without a supervisor will get one again by itself
     alive: str = ""
 
 
@@ -48,26 +48,26 @@ ENGINES: Mapping[str, EngineKind] = {
 
 
 def machines_of(plan_file: PlanFile) -> Machines:
-    """Raises ConfigError for a plan that names none."""
+    """Return the machines of a plan. Raises ConfigError if the plan names none."""
     if plan_file.machines is None:
         raise ConfigError(
-            "the plan names no machines: it can be simulated, not launched",
-            hint="roadtrain plan CLUSTER.toml --job JOB.toml writes one that can",
+            "the plan names no machines: it can only be simulated, not launched",
+            hint="roadtrain plan CLUSTER.toml --job JOB.toml writes a plan with machines",
         )
     return plan_file.machines
 
 
 def default_engine(machines: Machines) -> str:
-    """`here`, where all addresses of a plan are of this host. Raises ConfigError elsewhere."""
+    """Return "here" if all addresses of the plan belong to this host. Raises ConfigError if not."""
     own = {address.address for all in psutil.net_if_addrs().values() for address in all}
     hosts = (*machines.hosts, *machines.spares)
     others = [host for host in hosts if not _is_own(host.address, own)]
     if not others:
         return "here"
     raise ConfigError(
-        f"{len(others)} of the plan's {len(hosts)} hosts are not this one: {others[0].name} at"
+        f"{len(others)} of the plan's {len(hosts)} hosts are not this machine: {others[0].name} at"
         f" {others[0].address}",
-        hint=f"--on {' or --on '.join(ENGINES)}, or --write slurm or --write kubernetes",
+        hint=f"choose --on {' or --on '.join(ENGINES)}, or --write slurm or --write kubernetes",
     )
 
 
@@ -81,12 +81,12 @@ def _is_own(address: str, own: set[str]) -> bool:
 
 
 def is_alive(home: RunHome) -> bool:
-    """Whether it has a supervisor, or will have one again by itself."""
+    """Return True if the run has a supervisor or will get one again by itself."""
     if home.is_supervised():
         return True
     if alive := ENGINES[home.record().engine].alive:
         return home.state().phase != "ended" and bool(function_of(alive)(home))
-    with suppress(LaunchError):  # a state that cannot be read does not say that it has ended
+    with suppress(LaunchError):  # an unreadable state does not mean that the run has ended
         if home.state().phase == "ended":
             return False
     wait_until(lambda: home.is_supervised() or not _has_standby(home), TAKES_OVER_S, 0.05)
@@ -94,13 +94,13 @@ def is_alive(home: RunHome) -> bool:
 
 
 def _has_standby(home: RunHome) -> bool:
-    """Whether a process of this host waits to go on with the run, or goes on with it."""
+    """Return True if this host has a standby process of the run, waiting or already supervising."""
     of_home = [STANDBY, str(home.path)]
     return any((p.info["cmdline"] or [])[-2:] == of_home for p in psutil.process_iter(["cmdline"]))
 
 
 def function_of(target: str) -> Callable[..., Any]:
-    """`module:function`: modules of one engine or format are imported when they are used."""
+    """Import "module:function". Raises LaunchError if an optional dependency is missing."""
     module, _, function = target.partition(":")
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), function)

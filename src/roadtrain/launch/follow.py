@@ -1,4 +1,4 @@
-"""Follow a launched run: print its lines, how long its first step took, and how it has ended."""
+"""Follow a launched run: print its output, how long it took to its first step, and how it ended."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from roadtrain.launch.supervisor_process import REFUSED, ask_to_stop
 from roadtrain.launch.waiting import POLL_S
 
 INTERRUPTED = 130  # the exit code of a run that was stopped
-WHOSE = {
+# What the time of each phase of a start is attributed to; other phases: "ours".
+PHASE_OWNERS = {
     StartPhase.READY: "engine",
     StartPhase.PLACED: "engine",
     StartPhase.IMPORTED: "Python and imports",
-}  # else ours
+}
 
 
 def follow(home: RunHome, record: LaunchRecord, offset: int = 0, *, detach: bool = False) -> int:
-    """Print the run's lines, from `offset` bytes on, until it has ended; its exit code. `detach`:
-    only say where it is found."""
+    """Print the run's log from byte `offset` on until the run has ended. Return its exit code.
+    `detach`: return at once and only print how to look at the run."""
     if detach:
         print(f"run {home.name} is starting: roadtrain status {home.name}")
         return 0
@@ -37,7 +38,7 @@ def follow(home: RunHome, record: LaunchRecord, offset: int = 0, *, detach: bool
             if not stops:
                 print(
                     f"\nrun {home.name} goes on: `roadtrain launch --stop {home.name}` ends it,"
-                    f" --logs {home.name} shows it"
+                    f" `--logs {home.name}` shows its output"
                 )
                 return INTERRUPTED
             print("\nstopping after this step")
@@ -48,16 +49,16 @@ def follow(home: RunHome, record: LaunchRecord, offset: int = 0, *, detach: bool
 
 
 class LauncherHello:
-    """The hello of a launcher that the run is to end with: also to a supervisor that was started
-    again."""
+    """The launcher's connection to the supervisor, for a run that ends with its launcher. `say`
+    reconnects when the supervisor was restarted."""
 
     def __init__(self, home: RunHome) -> None:
         self._home = home
         self._client: ControlClient | None = None
 
     def say(self) -> None:
-        """Unless the supervisor has heard it, or there is none now."""
-        if self._client is not None and not self._client.gone:
+        """Send hello if the current supervisor has not had it. Without a supervisor do nothing."""
+        if self._client is not None and not self._client.closed:
             return
         self.close()
         with suppress(LaunchError):
@@ -75,7 +76,7 @@ def show_until_end(home: RunHome, offset: int, greeting: LauncherHello | None = 
     while True:
         if greeting is not None:
             greeting.say()
-        alive = is_alive(home)  # before its last lines are read
+        alive = is_alive(home)  # checked first, so that its last lines are not missed
         for line in tail.lines():
             print(line)
         if not first_shown and (text := first_step(home.state(), home.record().engine)):
@@ -91,15 +92,15 @@ def log_size(home: RunHome) -> int:
 
 
 def report_end(home: RunHome, record: LaunchRecord) -> int:
-    """Print how a run with this record has ended; its exit code."""
-    if home.record().launched != record.launched:  # by --replan or --resume of another terminal
-        print(f"run {home.name} was started again: `roadtrain launch --logs {home.name}` shows it")
+    """Print how the run has ended. Return its exit code."""
+    if home.record().launched != record.launched:  # by --replan or --resume in another terminal
+        print(f"run {home.name} was restarted: see `roadtrain launch --logs {home.name}`")
         return INTERRUPTED
     state = home.state()
     if state.phase != "ended":
         raise LaunchError(
-            f"the supervisor of {home.name} was killed, and all that it had started with it",
-            hint=f"roadtrain launch --resume {home.name} goes on at the committed step",
+            f"the supervisor of run {home.name} was killed, and all its processes with it",
+            hint=f"roadtrain launch --resume {home.name} goes on from the committed step",
         )
     if state.code == REFUSED:
         raise LaunchError(state.why)
@@ -109,14 +110,14 @@ def report_end(home: RunHome, record: LaunchRecord) -> int:
 
 
 def first_step(state: RunState, engine: str) -> str:
-    """What the time from nothing to the first step was, once it is known, and whose it was."""
+    """Describe the time from launch to first step, split by cause; "" before the first step."""
     stamps = state.stamps
     if not {StartPhase.LAUNCHED, StartPhase.STEPPED} <= stamps.keys():
         return ""
-    whose = dict.fromkeys(("engine", "Python and imports", "ours"), 0.0)
+    spent = dict.fromkeys(("engine", "Python and imports", "ours"), 0.0)
     for before, after in itertools.pairwise(phase for phase in StartPhase if phase in stamps):
-        whose[WHOSE.get(after, "ours")] += max(0.0, stamps[after] - stamps[before])
+        spent[PHASE_OWNERS.get(after, "ours")] += max(0.0, stamps[after] - stamps[before])
     names = {"engine": "Ray" if engine == "ray" else f"engine `{engine}`"}
-    sums = ", ".join(f"{names.get(name, name)} {took_s:.1f} s" for name, took_s in whose.items())
+    sums = ", ".join(f"{names.get(name, name)} {took_s:.1f} s" for name, took_s in spent.items())
     whole_s = stamps[StartPhase.STEPPED] - stamps[StartPhase.LAUNCHED]
     return f"first step {whole_s:.1f} s after launch: {sums}"

@@ -1,5 +1,5 @@
-"""A LaunchEngine of this machine: every host of the plan is an agent here. Does NOT make networks
-(lab_engine.py)."""
+"""A LaunchEngine that runs every host of the plan as an agent on this machine. Does NOT create
+networks (lab_engine.py)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ HERE = "127.0.0.1"
 
 
 def here_engine(plan_file: PlanFile, record: LaunchRecord) -> HostAgents:
-    """Raises LaunchError."""
+    """Start the agents of a launch. Raises LaunchError."""
     return agents_here(machines_of(plan_file), record.mark)
 
 
 def agents_here(machines: Machines, mark: str) -> HostAgents:
-    """`mark`: of this run alone, the same when it is launched again. Raises LaunchError."""
+    """Start an agent for each host and spare host of the plan. `mark`: see HostAgents. Raises
+    LaunchError."""
     devices = device_names(machines)
     threads = worker_threads(machines)
     hosts = [
@@ -42,9 +43,8 @@ def agents_here(machines: Machines, mark: str) -> HostAgents:
 
 
 def device_names(machines: Machines) -> Mapping[str, str]:
-    """Host -> its part of this machine's devices, as CUDA_VISIBLE_DEVICES has it, where several
-    hosts of the plan share them: each counts its own from 0. A spare host has those of no other,
-    where there are enough."""
+    """Split this machine's devices among the plan's hosts: host -> its CUDA_VISIBLE_DEVICES. Empty
+    if at most one host has workers. Spare hosts get devices of their own while they last."""
     sharing = [host for host in (*machines.hosts, *machines.spares) if host.workers]
     if len(sharing) < 2 or not device_count():
         return {}
@@ -57,6 +57,6 @@ def device_names(machines: Machines) -> Mapping[str, str]:
 
 
 def worker_threads(machines: Machines) -> int:
-    """Of each worker, so that all together have one a processor (torchrun says 1)."""
+    """Return the threads per worker with which all workers together use each processor once."""
     all_workers = sum(host.workers for host in machines.hosts)
     return max(1, len(os.sched_getaffinity(0)) // max(1, all_workers))

@@ -1,21 +1,20 @@
-"""RunHome: the directory in which a launched run is found by its name: ~/.roadtrain/runs/NAME.
+"""RunHome: the directory of a launched run, found by the run's name: ~/.roadtrain/runs/NAME.
 
-launch.json      what was launched (`LaunchRecord`)
-plan.toml        as it was given
-job.toml         the user's, with its run.dir
-token            the secret of the run's processes (mode 600)
-addresses.json   of the hosts, as the engine knew them when the run began
-measured.json    links and steps, as the last --replan found them
-state.json       of the supervisor (`RunState`): processes, and when the start's phases were done;
-                 its first key is a checksum of the rest
-state.before.json  the state before that one, in case state.json is damaged
+launch.json      how the run was launched (`LaunchRecord`)
+plan.toml        a copy of the plan
+job.toml         the user's job, with its run.dir
+token            the secret shared by the run's processes (mode 600)
+addresses.json   addresses of the hosts when the run started
+measured.json    link rates and step times measured for the last --replan
+state.json       the supervisor's state (`RunState`); its first key is a checksum of the rest
+state.before.json  the previous state, a fallback in case state.json is damaged
 control          Unix socket of the supervisor (mode 600, control_socket.py)
-lock             locked while the supervisor is alive; its standby waits for it
+lock             locked while the supervisor is alive; its standby waits for the lock
 starting         locked while a command writes the files above and starts the supervisor
 all.log          every line of every process, with its role and host
-log/PROCESS.log  the lines of one process; log/supervisor.log what the supervisor says when it fails
+log/PROCESS.log  the lines of one process; log/supervisor.log: stderr of the supervisor itself
 
-The directory is its user's alone (mode 700). Does NOT know engines, nor what a run consists of.
+Only its owner can read the directory (mode 700). Does NOT know engines or processes.
 """
 
 from __future__ import annotations
@@ -38,69 +37,69 @@ from roadtrain.storage.sealed import check_json, sealed_json
 from roadtrain.transport.address import write_token
 
 Struct = TypeVar("Struct")
-TRIES, PAUSE_S = 50, 0.01  # of the lock: a probe (`is_supervised`) has it for a moment only
+TRIES, PAUSE_S = 50, 0.01  # retries for the lock: `is_supervised` of others holds it for a moment
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 AGAIN = (
-    "launch the same plan and job under another --name: training goes on at the last committed step"
+    "launch the same plan and job under another --name: training continues at the committed step"
 )
-PLANNED_ANEW = "it is planned anew"  # why a run ends that `launch --replan` goes on with
+PLANNED_ANEW = "it is planned anew"  # `RunState.why` of a run stopped by `launch --replan`
 
 
 class StartPhase(StrEnum):
-    """The phases of a start, in their order; `RunState.stamps` says when each was done."""
+    """The phases of a start, in order. `RunState.stamps` has the time at which each was done."""
 
-    LAUNCHED = "launched"  # the command was typed
-    READY = "ready"  # the engine and the plan's hosts are there
-    CHECKED = "checked"  # nothing is wrong with the hosts
-    WORKERS = "workers"  # workers were told to start
-    PLACED = "placed"  # an engine that looks for workers' places has them; other engines skip it
-    IMPORTED = "imported"  # worker 0 said its first line: python and its modules are there
-    JOINED = "joined"  # worker 0 said its last line before a step: its servers and peers are there
-    STEPPED = "stepped"  # worker 0 said its first step
+    LAUNCHED = "launched"  # the user entered the command
+    READY = "ready"  # the engine and the plan's hosts are up
+    CHECKED = "checked"  # the hosts passed all checks
+    WORKERS = "workers"  # the engine was told to start workers
+    PLACED = "placed"  # the workers have resources; only of an engine that schedules them (Ray)
+    IMPORTED = "imported"  # worker 0 printed its first line: Python has imported its modules
+    JOINED = "joined"  # worker 0 printed its last line before a step: it has joined its peers
+    STEPPED = "stepped"  # worker 0 printed its first step
 
 
 class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """launch.json."""
+    """The content of launch.json."""
 
     name: str
-    engine: str  # of engines.ENGINES
+    engine: str  # a key of engines.ENGINES
     launched: float  # seconds since 1970
-    directory: str  # where the command was typed: the job's relative paths begin here
+    directory: str  # the command's working directory, the base of the job's relative paths
     if_launcher_dies: str = "keep"  # or "stop"
     ray_address: str = ""
-    start: int = 0  # of this run: 0, and one more with each --resume
+    start: int = 0  # number of times that the run was resumed
 
     @property
     def mark(self) -> str:
-        """Names this run's processes on a host: a supervisor finds what the one before has left."""
+        """The mark of this run's processes, by which a supervisor finds leftover ones."""
         return f"roadtrain:{RunHome.of(self.name).path}"
 
 
 class ProcessRow(msgspec.Struct, frozen=True):
-    """One process of a run, as state.json has it."""
+    """A process of a run in state.json."""
 
     name: str
     host: str
     state: str  # launch/protocol/run_state.py: waiting, running, stopping, ended
     restarts: int
-    since: float  # of the state, seconds since 1970
+    since: float  # when it entered the state, seconds since 1970
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
-    """state.json."""
+    """The content of state.json."""
 
-    phase: str = "starting"  # then going, ending, ended; unknown: read from damaged files
-    code: int = 0  # of an ended run: 0 done, 130 stopped, 2 refused, else it failed
-    why: str = ""  # of an ended run: one sentence
-    stops: str = ""  # why it was asked to end: the next supervisor ends it, too
-    attempt: int = -1  # the workers' last
-    step: int = -1  # the last that is known to be committed
+    phase: str = "starting"  # then going, ending, ended; unknown: recovered from damaged files
+    code: int = 0  # exit code of an ended run: 0 done, 130 stopped, 2 refused, else failed
+    why: str = ""  # why the run ended, one sentence
+    stops: str = ""  # reason of a pending stop request, which a later supervisor carries out
+    attempt: int = -1  # the workers' last attempt
+    step: int = -1  # the last step known to be committed
     processes: tuple[ProcessRow, ...] = ()
-    stamps: dict[str, float] = {}  # phase of the start -> when it was done, seconds since 1970
+    stamps: dict[str, float] = {}  # StartPhase -> when it was done, seconds since 1970
 
 
 class RunHome:
-    """`path`: the directory."""
+    """The directory `path` and the files in it."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, path.name
@@ -110,11 +109,11 @@ class RunHome:
 
     @staticmethod
     def of(name: str) -> RunHome:
-        """Raises ConfigError for a name that cannot be a file's."""
+        """Return the home of a run. Raises ConfigError if the name is not valid."""
         if not NAME.fullmatch(name):
             raise ConfigError(
-                f"{name!r} cannot be a run's name",
-                hint="letters, digits, `.`, `_` and `-`, 64 at most, a letter or digit first",
+                f"{name!r} is not a valid run name",
+                hint="use up to 64 letters, digits, `.`, `_` and `-`, a letter or digit first",
             )
         return RunHome(Path.home() / ".roadtrain" / "runs" / name)
 
@@ -123,11 +122,11 @@ class RunHome:
         return (self.path / "launch.json").is_file()
 
     def write(self, record: LaunchRecord, plan: str, job: str) -> None:
-        """A run that is launched anew. launch.json goes first and comes last: what a launch that
-        was cut off has left is no run. Raises StoreError where the directory cannot be written."""
+        """Write the files of a new run, replacing a previous run. launch.json is removed first and
+        written last, so an interrupted launch leaves no run. Raises StoreError."""
         self._make()
         make_directory(self.log_directory)
-        with typed_errors(self.path, "removing what the run before has left"):
+        with typed_errors(self.path, "removing the files of the previous run"):
             for name in ("launch", "state", "state.before", "addresses", "measured"):
                 (self.path / f"{name}.json").unlink(missing_ok=True)
             self.all_log.unlink(missing_ok=True)
@@ -142,15 +141,15 @@ class RunHome:
 
     def _make(self) -> None:
         make_directory(self.path)
-        with typed_errors(self.path, "keeping it from others"):
+        with typed_errors(self.path, "making it private"):
             self.path.chmod(0o700)
 
     def write_record(self, record: LaunchRecord) -> None:
         body = msgspec.json.format(msgspec.json.encode(record), indent=2)
-        replace_file(self.path / "launch.json", body, "writing what was launched")
+        replace_file(self.path / "launch.json", body, "writing the launch record")
 
     def record(self) -> LaunchRecord:
-        """Raises ConfigError where no run of this name was launched."""
+        """Read launch.json. Raises ConfigError if no run of this name was launched."""
         if not self.exists:
             raise ConfigError(
                 f"no run {self.name!r} was launched: {self.path} has no launch.json",
@@ -159,27 +158,27 @@ class RunHome:
         return _decoded(self.path / "launch.json", LaunchRecord)
 
     def write_state(self, state: RunState) -> None:
-        """Replace state.json. What it held becomes state.before.json, if it is whole and there is
-        room for both. Raises FullError, StoreError."""
+        """Replace state.json. The old content moves to state.before.json, if it is undamaged and
+        the disk has room for both. Raises FullError, StoreError."""
         path, before = self.path / "state.json", self.path / "state.before.json"
         if path.exists() and _whole_state(path) is not None:
             try:
-                replace_file(before, path.read_bytes(), "keeping the state before this one")
+                replace_file(before, path.read_bytes(), "keeping the previous state")
             except FullError:
-                before.unlink(missing_ok=True)  # the new state may fit where it was
+                before.unlink(missing_ok=True)  # makes room for the new state
         body = msgspec.json.format(msgspec.json.encode(state), indent=2)
         replace_file(path, sealed_json(body), "writing the run's state")
 
     def write_ended(self, code: int, why: str) -> None:
-        """The run has ended, for this reason."""
+        """Record in state.json that the run has ended."""
         ended = msgspec.structs.replace(self.state(), phase="ended", code=code, why=why)
         self.write_state(ended)
 
     def state(self, report: Callable[[str], None] = lambda _: None) -> RunState:
-        """The content of state.json. Where that is damaged or absent: a state of phase "unknown",
-        made of the one before, that a supervisor can go on from; `report` is told.
+        """Read state.json. If it is damaged or absent, report that and return a state of phase
+        "unknown", derived from state.before.json, from which a supervisor can go on.
 
-        Raises LaunchError where the files cannot be read, or the run's home is gone.
+        Raises LaunchError if the files cannot be read or the run's home was removed.
         """
         path = self.path / "state.json"
         if (state := _whole_state(path)) is not None:
@@ -190,63 +189,63 @@ class RunHome:
                 f"{path} is damaged or absent, and {self.path} has no launch.json",
                 hint=AGAIN,
             )
-        used = "the one before it is used" if before else "so is the one before it"
+        used = "state.before.json is used" if before else "and so is state.before.json"
         report(
-            f"{path} is damaged or absent, {used}; nothing that was trained depends on it: the run"
-            " goes on at its last committed step"
+            f"{path} is damaged or absent, {used}; no training state is lost: the run continues"
+            " from its last committed step"
         )
         return _state_after(before or RunState())
 
     def write_addresses(self, addresses: Mapping[str, str]) -> None:
-        """host -> address."""
+        """Write addresses.json: host -> address."""
         body = msgspec.json.encode(addresses)
         replace_file(self.path / "addresses.json", body, "writing the hosts' addresses")
 
     def addresses(self) -> dict[str, str]:
-        """Empty where no engine has begun the run."""
+        """Read addresses.json; empty if no engine has started the run yet."""
         path = self.path / "addresses.json"
         return _decoded(path, dict[str, str]) if path.exists() else {}
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Inside, no other command writes this run's files or starts its supervisor. Raises
-        LaunchError where another does, StoreError where the directory cannot be written."""
+        """Keep other commands from writing this run's files or starting its supervisor. Raises
+        LaunchError if another command is doing so, StoreError if the directory is not writable."""
         self._make()
         with _opened(self.path / "starting", os.O_CREAT) as descriptor:
             if not _lock(descriptor, fcntl.LOCK_EX):
                 raise LaunchError(
-                    f"run {self.name!r} is being launched by another command just now",
-                    hint=f"roadtrain status {self.name}, or another --name",
+                    f"another command is launching run {self.name!r} right now",
+                    hint=f"see roadtrain status {self.name}, or use another --name",
                 )
             yield
 
     @contextmanager
     def supervised(self) -> Iterator[None]:
-        """Inside, this process is the run's supervisor. Raises LaunchError where another is."""
+        """Hold the lock of the run's supervisor. Raises LaunchError if another process has it."""
         with _opened(self.path / "lock", os.O_CREAT) as descriptor:
-            for _ in range(TRIES):  # and no deadline: this process may stand still for a while
+            for _ in range(TRIES):  # a count, not a deadline: this process may be frozen meanwhile
                 if _lock(descriptor, fcntl.LOCK_EX):
                     break
                 time.sleep(PAUSE_S)
             else:
                 raise LaunchError(
-                    f"run {self.name!r} has a supervisor already",
-                    hint=f"roadtrain launch --stop {self.name}",
+                    f"run {self.name!r} already has a supervisor",
+                    hint=f"roadtrain launch --stop {self.name} ends it",
                 )
             yield
 
     @contextmanager
-    def succeeding(self) -> Iterator[None]:
-        """As `supervised`, as soon as the run's supervisor is gone: however long that takes."""
+    def taking_over(self) -> Iterator[None]:
+        """Wait, without a timeout, until the run's supervisor ends, then hold its lock."""
         with _opened(self.path / "lock", os.O_CREAT) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
 
     def is_supervised(self) -> bool:
-        """Whether a supervisor is alive, on this host."""
+        """Return True if a supervisor of the run is alive on this host."""
         try:
             with _opened(self.path / "lock") as descriptor:
-                return not _lock(descriptor, fcntl.LOCK_SH)  # shared: two probes do not meet
+                return not _lock(descriptor, fcntl.LOCK_SH)  # shared: probes do not conflict
         except FileNotFoundError:
             return False
 
@@ -261,7 +260,7 @@ def _opened(path: Path, more: int = 0) -> Iterator[int]:
 
 
 def _lock(descriptor: int, how: int) -> bool:
-    """Until it is closed; whether nobody else has it."""
+    """Try to lock a file until its descriptor is closed. Return False if another has the lock."""
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -280,14 +279,14 @@ def _decoded(path: Path, kind: type[Struct]) -> Struct:
 
 
 def _whole_state(path: Path) -> RunState | None:
-    """None where it is damaged or absent. Raises LaunchError where it cannot be read."""
+    """Read a state file; None if it is damaged or absent. Raises LaunchError on I/O errors."""
     try:
         return _checked(path, RunState)
     except (ValueError, FileNotFoundError):
         return None
     except OSError as error:
         raise LaunchError(
-            f"{path} cannot be read: {error.strerror}", hint="try again: it may be whole"
+            f"{path} cannot be read: {error.strerror}", hint="try again: the file may be undamaged"
         ) from error
 
 
@@ -298,9 +297,9 @@ def _checked(path: Path, kind: type[Struct]) -> Struct:
 
 
 def _state_after(before: RunState) -> RunState:
-    """A state to go on from where the one after `before` is lost: that one may have begun another
-    attempt, and seen a step (so that `run.new_store` holds no longer)."""
-    if before.phase == "ended":  # the lost one is of another start
+    """Derive a safe state when the one after `before` is lost. The lost state may have counted one
+    more attempt and have seen a step, after which `run.new_store` no longer applies."""
+    if before.phase == "ended":  # the lost state belongs to a later start
         before = RunState(attempt=before.attempt, step=before.step)
     return msgspec.structs.replace(
         before,

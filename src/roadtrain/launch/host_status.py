@@ -1,6 +1,6 @@
-"""`python -m roadtrain.launch.host_status`: what `roadtrain status` says of a launched run, on a
-host with workers: {"directory": RUN, "first": true} on standard input, {"step": N, "code": 0,
-"lines": [...], "stages": [TABLE, ...]} on standard output. Does NOT import torch.
+"""`python -m roadtrain.launch.host_status`: report the status of a launched run from a host with
+workers: {"directory": RUN, "first": true} on stdin, {"step": N, "code": 0, "lines": [...],
+"stages": [TABLE, ...]} on stdout. Does NOT import torch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,16 @@ from roadtrain.training.predicted import compared
 
 
 def run_status(directory: str, first: bool) -> dict[str, Any]:
-    """first: this is worker 0's host, which knows what the others do not: lines of the run and its
-    servers. stages: predicted beside measured, of ranks of this directory. step: the last that is
-    known to be committed, -1 for none. A run that has not begun has no lines."""
+    """Collect the status of a run from its directory.
+
+    Args:
+        directory: The run's directory.
+        first: True on worker 0's host, which also reports on the run as a whole and its servers.
+
+    Returns:
+        `step`: the last committed step, -1 for none. `code`: 0 if all is well. `lines`: text on
+        the run, empty before its start. `stages`: tables of predicted and measured times.
+    """
     lines: list[str] = []
     code = 0
     if first and Path(directory, "job.toml").is_file():

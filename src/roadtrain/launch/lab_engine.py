@@ -1,15 +1,16 @@
-"""LabEngine: a LaunchEngine whose hosts are a lab made of the plan's cluster: network namespaces
-with the cards' rates, links between switches, SSDs with theirs, an even share of this machine's
-processors.
+"""LabEngine: a LaunchEngine that emulates the plan's cluster on this machine: a network namespace
+per host with the rates of its network cards, links between switches, SSDs with their rates, and an
+even share of the processors.
 
-Needs root, as labs do. Every host has directories of its own where its SSDs are mounted and in
-/dev/shm, and shares all others with this machine. What was written to these directories stays, in
-`directory` and in /dev/shm, so that the run can be resumed; all else is removed when the engine is
-closed, or when the next lab begins where a kill came before. Does NOT emulate devices or latency.
+Needs root, as labs do. Each host has private directories at the mount points of its SSDs and in
+/dev/shm and shares the rest of the file system with this machine. The files in these directories
+are kept, in `directory` and in /dev/shm, so that the run can be resumed. Everything else is removed
+when the engine is closed or, if it was killed, when the next lab starts. Does NOT emulate devices
+or latency.
 
-    rate HOST NIC RATE      a card, from now on: `rate gpu0 0 100Mbit/s`
-    link SWITCH SWITCH RATE   a link between switches
-    hold HOST, comes HOST   as if it were switched off, and on
+    rate HOST NIC RATE        set the rate of a card: `rate gpu0 0 100Mbit/s`
+    link SWITCH SWITCH RATE   set the rate of a link between switches
+    hold HOST, comes HOST     emulate switching a host off and on
 """
 
 from __future__ import annotations
@@ -48,17 +49,17 @@ from roadtrain.storage.direct import free_nbytes
 from roadtrain.storage.rates import storage_rates
 from roadtrain.units import GIB, parse_rate
 
-SSD_MOST = 16 * GIB  # bytes of an emulated SSD
-FREE = 0.8  # of what is free here, all SSDs together
+SSD_MOST = 16 * GIB  # largest size of an emulated SSD, bytes
+FREE = 0.8  # share of the free space here that all emulated SSDs together may use
 SHM = Path("/dev/shm")
-# pairs of directories, `--`, then the command: in this process's own namespace of mounts
+# Arguments: pairs of directories to bind-mount, `--`, the command. Runs in a mount namespace.
 BIND = 'while [ "$1" != -- ]; do mount --bind "$1" "$2" || exit 1; shift 2; done; shift; exec "$@"'
 
 
 class LabEngine(HostAgents):
-    """`directory`: of this run; what its hosts write to their SSDs stays there.
+    """An emulated cluster. `directory`: keeps the content of the hosts' SSDs across starts.
 
-    Raises ConfigError for a cluster that no lab can be, LaunchError where an agent is not ready.
+    Raises ConfigError if a lab cannot emulate the cluster, LaunchError if an agent is not ready.
     """
 
     verbs = f"{HostAgents.verbs}, rate HOST NIC RATE, link A B RATE"
@@ -66,17 +67,17 @@ class LabEngine(HostAgents):
     def __init__(self, plan_file: PlanFile, mark: str, directory: Path) -> None:
         if plan_file.cluster is None or plan_file.machines is None:
             raise ConfigError(
-                "the plan names no cluster or no machines, a lab is made of both",
-                hint="roadtrain plan CLUSTER.toml --job JOB.toml writes such a plan",
+                "the plan names no cluster or no machines, a lab needs both",
+                hint="roadtrain plan CLUSTER.toml --job JOB.toml writes a plan with both",
             )
         if why := network_available():
-            raise ConfigError(f"no lab can be made here: {why}", hint="root on Linux, or --on here")
+            raise ConfigError(f"cannot create a lab: {why}", hint="root on Linux, or --on here")
         self._shape = shape = lab_shape(plan_file.cluster, plan_file.machines)
         self._directory = directory
         self._threads = worker_threads(plan_file.machines)
         self._binds: dict[str, list[str]] = {name: [] for name in shape.hosts}
         self._throttles: dict[str, Throttle] = {}
-        self._notes: list[str] = [f"not emulated: {what}" for what in shape.left_out()]
+        self._notes: list[str] = [f"not emulated: {part}" for part in shape.left_out()]
         self._made = ExitStack()
         sweep()
         with ExitStack() as stack:
@@ -95,34 +96,34 @@ class LabEngine(HostAgents):
         super().close()
         self._made.close()
 
-    def tell(self, words: Sequence[str]) -> str:
+    def run_verb(self, words: Sequence[str]) -> str:
         match words:
             case ["rate", host, nic, rate] if nic.isdecimal():
                 cards = self._lab_host(host).nics
                 if int(nic) >= len(cards):
-                    raise LaunchError(f"host {host} has {len(cards)} cards, 0 is the first")
+                    raise LaunchError(f"host {host} has {len(cards)} cards, the first is card 0")
                 cards[int(nic)].set_rate(parse_rate(rate))
                 return f"card {nic} of {host} carries {rate} from now on"
-            case ["link", one, other, rate]:
+            case ["link", a, b, rate]:
                 links = self._network.links
-                if (link := links.get((one, other)) or links.get((other, one))) is None:
-                    raise LaunchError(f"there is no link between {one!r} and {other!r}")
+                if (link := links.get((a, b)) or links.get((b, a))) is None:
+                    raise LaunchError(f"there is no link between {a!r} and {b!r}")
                 link.set_rate(parse_rate(rate))
-                return f"the link between {one} and {other} carries {rate} from now on"
-        return super().tell(words)
+                return f"the link between {a} and {b} carries {rate} from now on"
+        return super().run_verb(words)
 
     def _new_host(self, name: str) -> AgentHost | None:
         return self._agent_host(name) if name in self._shape.hosts else None
 
     def _lab_host(self, name: str) -> LabHost:
         if name not in self._network.hosts:
-            known = ", ".join(self._network.hosts)
-            raise LaunchError(f"the lab has no host {name!r}", hint=f"it has {known}")
+            names = ", ".join(self._network.hosts)
+            raise LaunchError(f"the lab has no host {name!r}", hint=f"its hosts are {names}")
         return self._network.hosts[name]
 
     def _cpus(self) -> dict[str, float]:
         if why := cpus_available():
-            self._notes.append(f"processors are not shared out: {why}")
+            self._notes.append(f"the hosts' shares of the processors are not enforced: {why}")
             return {}
         share = len(os.sched_getaffinity(0)) / len(self._shape.workers)
         return dict.fromkeys(self._shape.hosts, share)
@@ -131,13 +132,13 @@ class LabEngine(HostAgents):
         return AgentHost(
             name,
             self._network.hosts[name].nics[self._shape.cards[name]].address,
-            partial(self._begin_on, name),
+            partial(self._spawn, name),
             self._shape.workers.get(name, self._shape.hosts[name].devices),
             threads=self._threads,
         )
 
-    def _begin_on(self, name: str, words: Sequence[str], **popen: Any) -> Any:
-        """As Popen, on a host of the lab, with its directories and the rates of its SSDs."""
+    def _spawn(self, name: str, words: Sequence[str], **popen: Any) -> Any:
+        """Start a command like Popen, on a lab host with its directories and SSD rates."""
         argv = ["sh", "-c", BIND, "sh", *self._binds[name], "--", *words]
         process = self._network.hosts[name].run(argv, **popen)
         if (throttle := self._throttles.get(name)) is not None:
@@ -145,7 +146,7 @@ class LabEngine(HostAgents):
         return process
 
     def _make_directories(self, mark: str, stack: ExitStack) -> None:
-        """What each host finds in /dev/shm and where its SSDs are mounted."""
+        """Create each host's private directories, for /dev/shm and its SSDs."""
         for name in self._shape.hosts:
             own = kept_memory(mark) / name
             own.mkdir(parents=True, exist_ok=True)
@@ -156,7 +157,7 @@ class LabEngine(HostAgents):
             return
         self._directory.mkdir(parents=True, exist_ok=True)
         if why := lab_available():
-            self._notes.append(f"SSDs are directories without rates: {why}")
+            self._notes.append(f"SSDs are plain directories, their rates are not emulated: {why}")
         else:
             real = storage_rates(self._directory)
             check_rates(every, real.read, real.write)
@@ -168,9 +169,9 @@ class LabEngine(HostAgents):
                         LoopDevice(f"{source}.img", self._room(ssd, len(every)), keep=True)
                     )
                     limits = Throttle([device], ssd.read, ssd.write)
-                    # a process is in one control group, which has the rates of all SSDs of its host
-                    if (known := self._throttles.setdefault(name, limits)) is not limits:
-                        known.limits += limits.limits
+                    # A process can be in only one cgroup, so a host's SSDs share one Throttle.
+                    if (first := self._throttles.setdefault(name, limits)) is not limits:
+                        first.limits += limits.limits
                     source = device.mount
                 source.mkdir(exist_ok=True)
                 _make_mount_point(Path(directory), stack)
@@ -184,8 +185,7 @@ class LabEngine(HostAgents):
 
     @staticmethod
     def _tidy_shm(mark: str) -> None:
-        """What killed processes have left of shared memory are files; stores are directories, and
-        stay."""
+        """Remove shared-memory files left by killed processes. Stores are directories and stay."""
         kept = kept_memory(mark)
         for path in kept.glob("*/*"):
             if not path.is_dir():
@@ -195,36 +195,36 @@ class LabEngine(HostAgents):
 
 
 def lab_engine(plan_file: PlanFile, record: LaunchRecord) -> LabEngine:
-    """Raises LaunchError."""
+    """Create the lab of a launch. Raises LaunchError."""
     home = RunHome.of(record.name)
     directory = home.path / "lab"
-    begun = StartPhase.CHECKED in home.state().stamps  # by a supervisor before this one
+    begun = StartPhase.CHECKED in home.state().stamps  # by an earlier supervisor of this start
     if record.start == 0 and not begun and not _has_trained(home, record):
         remove_directories(record.mark, directory)
     return LabEngine(plan_file, record.mark, directory)
 
 
 def _has_trained(home: RunHome, record: LaunchRecord) -> bool:
-    """Whether the run's directory knows of anything. Of one that does not, what a run of this name
-    has left on a lab's hosts is another run's, and nobody else can reach it."""
+    """Return True if the run's directory shows that it has trained. If not, files on the lab's
+    hosts belong to an older run of the same name and are of no use to anyone."""
     job = load_job(home.job_path)
     directory = Path(record.directory, job.run.dir)
     return any((directory / name).exists() for name in (run_mark.NAME, "metrics.jsonl"))
 
 
 def remove_directories(mark: str, directory: Path) -> None:
-    """What hosts of a lab have kept of a run (`LabEngine`, of the same mark and directory)."""
+    """Remove the files that a lab's hosts have kept of a run; see LabEngine for the arguments."""
     for kept in (kept_memory(mark), directory):
         shutil.rmtree(kept, ignore_errors=True)
 
 
 def kept_memory(mark: str) -> Path:
-    """Where a directory for each host of a run is its /dev/shm."""
+    """Return the directory that holds, for each host of a run, its private /dev/shm."""
     return SHM / f"roadtrain-run-{hashlib.sha256(mark.encode()).hexdigest()[:16]}"
 
 
 def _make_mount_point(directory: Path, stack: ExitStack) -> None:
-    """What did not exist is removed again."""
+    """Create a mount point. The `stack` removes the directories that did not exist before."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for path in reversed(missing):

@@ -1,9 +1,9 @@
-"""LabShape: which lab the cluster of a plan is: hosts by the plan's names, with their cards, links
-and SSDs, as far as a lab can be them. Does NOT make anything (lab_engine.py).
+"""LabShape: the lab that emulates a plan's cluster: its hosts, with their network cards, links and
+SSDs. Does NOT create anything (lab_engine.py).
 
-A card's rate, a link's rate and an SSD's two rates are emulated. Latency, an SSD's one rate of
-reads and writes together, its host's uplink and devices are not: `left_out` says what the cluster
-has of these.
+The rates of cards and links and the read and write rates of SSDs are emulated. Latency, the
+combined read-write rate of an SSD, the uplink of a host's SSDs, and devices are not; `left_out`
+lists those that the cluster has.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from roadtrain.units import show_rate
 
 @dataclass(frozen=True)
 class LabShape:
-    """Every mapping is by the name of a host. `cards`: which NIC the others reach it by."""
+    """The hosts of a lab; the keys of all mappings are host names."""
 
     hosts: Mapping[str, Host]
-    workers: Mapping[str, int]  # the run begins with these, its spares too; others may come
-    cards: Mapping[str, int]
+    workers: Mapping[str, int]  # of the hosts present from the start, spare ones too
+    cards: Mapping[str, int]  # index of the NIC by which the others reach the host
     cluster: Cluster
 
     def nics(self, host: str) -> list[LabNic]:
@@ -34,8 +34,7 @@ class LabShape:
         return {link.between: link.rate for link in self.cluster.links}
 
     def ssds(self, host: str) -> list[tuple[str, Ssd]]:
-        """SSDs that say where they are mounted for the host's processes, each with that
-        directory."""
+        """Return the host's SSDs that have a mount directory: (directory, SSD)."""
         return [
             (directory.replace("{host}", host), ssd)
             for ssd in self.hosts[host].ssds
@@ -43,7 +42,7 @@ class LabShape:
         ]
 
     def left_out(self) -> list[str]:
-        """What the cluster has and the lab does not, in words."""
+        """Describe the properties of the cluster that the lab does not emulate."""
         nics = [nic for host in self.hosts.values() for nic in host.nics]
         ssds = [ssd for host in self.hosts.values() for ssd in host.ssds if ssd.directories]
         late = any(nic.latency for nic in nics) or any(link.latency for link in self.cluster.links)
@@ -51,50 +50,50 @@ class LabShape:
         uplink = any(host.uplink for host in self.hosts.values() if host.ssds)
         return [
             *(["the latency of cards and links"] if late else []),
-            *(["the one rate that reads and writes of an SSD share"] if mixed else []),
+            *(["the combined rate of an SSD's reads and writes"] if mixed else []),
             *(["the uplink of a host's SSDs"] if uplink else []),
         ]
 
 
 def lab_shape(cluster: Cluster, machines: Machines) -> LabShape:
-    """Raises ConfigError for what no lab can be."""
+    """Return the lab for a plan. Raises ConfigError if a lab cannot emulate it."""
     kinds = {host.name: host for host in cluster.hosts}
     planned = (*machines.hosts, *machines.spares)
     hosts: dict[str, Host] = {}
-    for one in planned:
-        if one.kind not in kinds:
+    for host in planned:
+        if host.kind not in kinds:
             raise ConfigError(
-                f"host {one.name} of the plan is of kind {one.kind!r}, its cluster has"
+                f"host {host.name} of the plan has kind {host.kind!r}, its cluster has only"
                 f" {', '.join(kinds)}"
             )
-        hosts[one.name] = kinds[one.kind]
+        hosts[host.name] = kinds[host.kind]
     for kind in cluster.hosts:
-        hosts |= dict.fromkeys(_further(kind, list(hosts.values()).count(kind), hosts), kind)
-    for name, host in hosts.items():
-        if not host.nics:
-            raise ConfigError(f"host {name} has 0 cards, in a lab it needs at least 1")
-        if fast := next((nic for nic in host.nics if nic.total > CARD_MOST), None):
+        hosts |= dict.fromkeys(_unplanned(kind, list(hosts.values()).count(kind), hosts), kind)
+    for name, kind in hosts.items():
+        if not kind.nics:
+            raise ConfigError(f"host {name} has 0 network cards, a lab needs at least 1 per host")
+        if fast := next((nic for nic in kind.nics if nic.total > CARD_MOST), None):
             raise ConfigError(
-                f"a card of {show_rate(fast.total)} of host {name} cannot be emulated here, at most"
+                f"host {name} has a card of {show_rate(fast.total)}, a lab can emulate at most"
                 f" {show_rate(CARD_MOST)}",
-                hint="slower cards in the cluster file, and plan again",
+                hint="put slower cards into the cluster file, and plan again",
             )
-    workers = {one.name: one.workers for one in planned}
+    workers = {host.name: host.workers for host in planned}
     return LabShape(hosts, workers, _cards(cluster, hosts), cluster)
 
 
-def _further(kind: Host, planned: int, taken: Mapping[str, Host]) -> list[str]:
-    """Names of the hosts of this kind that the plan does not use."""
+def _unplanned(kind: Host, planned: int, used: Mapping[str, Host]) -> list[str]:
+    """Return names for the hosts of this kind that the plan does not use."""
     names = [f"{kind.name}{n}" for n in range(kind.count)] if kind.count > 1 else [kind.name]
-    return [name for name in names if name not in taken][: kind.count - planned]
+    return [name for name in names if name not in used][: kind.count - planned]
 
 
 def _cards(cluster: Cluster, hosts: Mapping[str, Host]) -> dict[str, int]:
-    """By which NIC each is reached: one of those by which all reach each other fastest."""
+    """Choose each host's NIC: on the network through which all hosts reach each other fastest."""
     kinds = list({host.name: host for host in hosts.values()}.values())
     try:
         common = cluster.common(kinds)
-    except ConfigError:  # not all of them talk to each other
+    except ConfigError:  # no network connects them all
         return dict.fromkeys(hosts, 0)
     found = {}
     for kind, way in zip(kinds, common):
@@ -105,14 +104,15 @@ def _cards(cluster: Cluster, hosts: Mapping[str, Host]) -> dict[str, int]:
 
 
 def check_rates(ssds: Sequence[Ssd], read: float, write: float) -> None:
-    """Raises ConfigError where all of these at once are faster than what they are emulated on."""
-    for what, asked, real in (
+    """Check that this machine's disk is as fast as all emulated SSDs together. Raises ConfigError
+    if not. read, write: rates of the disk, bytes per second."""
+    for verb, total, real in (
         ("read", sum(ssd.read for ssd in ssds), read),
         ("write", sum(ssd.write for ssd in ssds), write),
     ):
-        if asked > real:
+        if total > real:
             raise ConfigError(
-                f"{len(ssds)} SSDs that {what} {show_rate(asked)} together cannot be emulated here,"
-                f" at most {show_rate(real)}",
-                hint="slower SSDs in the cluster file, and plan again",
+                f"{len(ssds)} SSDs that {verb} {show_rate(total)} together cannot be emulated here:"
+                f" the disk can {verb} at most {show_rate(real)}",
+                hint="put slower SSDs into the cluster file, and plan again",
             )

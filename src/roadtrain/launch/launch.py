@@ -1,13 +1,12 @@
-"""`roadtrain launch`: from a plan and a job to a running training.
+"""`roadtrain launch`: train a job by a plan.
 
-    here            check what was typed, write the run's home (home.py), start its supervisor
-                    (supervisor_process.py), show its lines until the run has ended (follow.py)
-    supervise.py    in the supervisor's process: plan and job -> the processes that they mean
-                    (resolve.py), an engine that can start them (engines.py), checks of its hosts
-                    (checks.py)
-    supervisor.py   start, watch and end the processes until the run has ended
+    this file       checks the arguments, writes the run's home (home.py), starts its supervisor
+                    (supervisor_process.py) and prints the log until the run has ended (follow.py)
+    supervise.py    in the supervisor's process: derives the processes from plan and job
+                    (resolve.py), creates an engine (engines.py) and checks its hosts (checks.py)
+    supervisor.py   starts, watches and ends the processes until the run has ended
 
-What is asked of a run by its name is in run_verbs.py. Does NOT start any process of the run.
+Options that act on an existing run are in run_verbs.py. Does NOT start processes of the run itself.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ from roadtrain.launch.supervisor_process import start
 from roadtrain.options.names import unknown_name
 from roadtrain.planner.job_keys import batch_of_job, contradicted
 
-# --write KIND -> "module:function" of a ResolvedRun, --out and --image; it returns lines to print.
+# KIND of --write -> "module:function": (ResolvedRun, --out, --image) -> lines to print.
 WRITERS: Mapping[str, str] = {
     "slurm": "roadtrain.launch.write_slurm:write_slurm",
     "kubernetes": "roadtrain.launch.write_kubernetes:write_kubernetes",
 }
-REPLAN = "roadtrain.launch.replan:replan_run"  # the planner comes in
+REPLAN = "roadtrain.launch.replan:replan_run"  # imported on use: it brings in the planner
 DRY_RUN = "roadtrain.launch.dry_run:dry_run"
-THEN = ("keep", "stop")  # of --if-launcher-dies
+IF_DIES = ("keep", "stop")  # values of --if-launcher-dies
 
 
 def command(
@@ -78,33 +77,31 @@ def command(
     new_run: str = "",
     placements: str = "",
 ) -> int:
-    """Run a plan: all processes of a job on the hosts that it names, kept running until the job is
-    done. What ends by itself is started again; what is done is said before.
+    """Train a job by a plan: start all its processes on the plan's hosts and keep them running
+    until the job is done. A process that ends early is restarted; every action is logged first.
 
     Raises RoadtrainError.
 
     Args:
-        on: what the run is launched on: here, lab or ray (here, where all hosts of the plan are
-            this one)
-        name: of the run (the job file's)
+        on: where to run: here, lab or ray (here, if all hosts of the plan are this machine)
+        name: name of the run (the job file's)
         ray_address: HOST:PORT of the Ray cluster
-        detach: return when the run is started
+        detach: return as soon as the run is started
         dry_run: only print what would start where, and which files would be written
-        if_launcher_dies: keep: the run goes on; stop: it ends, its step committed (keep)
+        if_launcher_dies: keep: the run goes on; stop: the run commits its step and ends (keep)
         write: slurm or kubernetes: write files that start the run there, start nothing
-        out: directory that --write writes to
-        image: with --write kubernetes: the container image, whose `python` has roadtrain
-        stop: NAME: end a run, its step committed
-        resume: NAME: go on with a run that has ended, or whose supervisor was killed
-        replan: NAME: plan again by what the run has measured
-        logs: NAME: print the run's lines, and those that come
-        leaves: NAME:HOST: a host will be gone within --notice
-        comes: NAME:HOST: a host is there, again or for the first time
-        notice: seconds until the host that --leaves names is gone (120)
-        write_plan: file that the plan of --replan goes to as well
-        new_run: with --replan: NAME of a run that is planned to begin anew; this one goes on as it
-            is
-        placements: with --new-run: only these, with commas between (all)
+        out: directory for the files of --write
+        image: with --write kubernetes: container image whose `python` has roadtrain installed
+        stop: NAME: commit the run's step and end it
+        resume: NAME: continue a run that has ended, or whose supervisor was killed
+        replan: NAME: measure the run's links and step times, and plan again with them
+        logs: NAME: print the run's log, and follow it while the run is alive
+        leaves: NAME:HOST: announce that a host will be lost within --notice seconds
+        comes: NAME:HOST: announce that a host is available, again or for the first time
+        notice: seconds until the host of --leaves is lost (120)
+        write_plan: with --replan: also write the plan to this file
+        new_run: with --replan: NAME of a new run to plan; the existing run keeps its plan
+        placements: with --new-run: the placements to try, separated by commas (all)
     """
     verbs: dict[str, tuple[str, Callable[[str], int]]] = {
         "stop": (stop, stop_run),
@@ -128,25 +125,25 @@ def command(
         "leaves": (leaves, lambda run: tell_host("leaves", run, f"{notice:g}")),
         "comes": (comes, lambda run: tell_host("comes", run)),
     }
-    asked = [(verb, run, do) for verb, (run, do) in verbs.items() if run]
-    if len(asked) > 1 or (asked and plan):
-        also = plan or f"--{asked[1][0]}"
-        raise ConfigError(f"--{asked[0][0]} and {also}: one of them at a time")
+    chosen = [(verb, run, do) for verb, (run, do) in verbs.items() if run]
+    if len(chosen) > 1 or (chosen and plan):
+        also = plan or f"--{chosen[1][0]}"
+        raise ConfigError(f"--{chosen[0][0]} and {also} cannot be combined", hint="give one only")
     if not 0 <= notice < math.inf:
-        raise ConfigError(f"--notice {notice:g}: 0 seconds or more", hint="--notice 120")
-    if if_launcher_dies not in THEN:
-        raise unknown_name("--if-launcher-dies", if_launcher_dies, THEN)
+        raise ConfigError(f"--notice is {notice:g}, not 0 seconds or more", hint="--notice 120")
+    if if_launcher_dies not in IF_DIES:
+        raise unknown_name("--if-launcher-dies", if_launcher_dies, IF_DIES)
     if detach and if_launcher_dies == "stop":
-        raise ConfigError("--detach and --if-launcher-dies stop: the launcher does not stay")
-    if dry_run and (write or (asked and not replan)):
+        raise ConfigError("--detach and --if-launcher-dies stop cannot be combined")
+    if dry_run and (write or (chosen and not replan)):
         raise ConfigError(
-            f"--dry-run and --{'write' if write else asked[0][0]} do not go together",
-            hint="--dry-run belongs to PLAN.toml JOB.toml, or to --replan",
+            f"--dry-run and --{'write' if write else chosen[0][0]} cannot be combined",
+            hint="--dry-run goes with PLAN.toml JOB.toml, or with --replan",
         )
-    for _, run, do in asked:
+    for _, run, do in chosen:
         return do(run)
     if not plan or not job:
-        raise ConfigError("what is to be launched?", hint="roadtrain launch PLAN.toml JOB.toml")
+        raise ConfigError("no plan or no job given", hint="roadtrain launch PLAN.toml JOB.toml")
     plan_file, checked_job = load_plan_file(plan), load_job(job)
     check_batch(plan_file, checked_job)
     home = RunHome.of(name or Path(job).stem)
@@ -167,38 +164,37 @@ def command(
 
 
 def launch(home: RunHome, record: LaunchRecord, plan: str, job: Job) -> None:
-    """Write the files of a new run and start its supervisor. plan: the content of its file. Raises
-    RoadtrainError."""
+    """Write the files of a new run and start its supervisor. plan: the content of plan.toml.
+    Raises RoadtrainError."""
     check_engine(record.engine)
     with home.starting():
         check_directory(home, job)
         if home.exists and is_alive(home):
             raise ConfigError(
-                f"run {home.name!r} is alive",
-                hint=f"another --name, or roadtrain launch --stop {home.name}",
+                f"run {home.name!r} is running",
+                hint=f"use another --name, or end it: roadtrain launch --stop {home.name}",
             )
         home.write(record, plan, job.to_toml())
         start(home, record)
 
 
 def check_batch(plan_file: PlanFile, job: Job) -> None:
-    """Raises ConfigError where a step of the job is of other samples, or its degrees are others,
-    than the plan's. Only the file that the user wrote tells what it states and what is a
-    default."""
-    asked, planned = batch_of_job(job), plan_file.plan.samples
-    if asked not in (None, planned):
+    """Check that the batch and the degrees stated in the job equal the plan's. Raises ConfigError
+    if not. Must get the user's own file, where defaults can be told from stated values."""
+    batch, planned = batch_of_job(job), plan_file.plan.samples
+    if batch not in (None, planned):
         raise ConfigError(
-            f"a step of the job is {asked} samples (data.batch_size x passes), of the plan"
+            f"a step of the job has {batch} samples (data.batch_size x passes), the plan has"
             f" {planned}",
-            hint="plan anew for this job (roadtrain plan CLUSTER.toml --job JOB.toml), or leave"
+            hint="plan again for this job (roadtrain plan CLUSTER.toml --job JOB.toml), or leave"
             " batch_size and accumulate out of it",
         )
     if why := contradicted(plan_file.plan, job):
-        raise ConfigError(why, hint="plan anew for this job, or leave it out of the job")
+        raise ConfigError(why, hint="plan again for this job, or leave the key out of the job")
 
 
 def check_engine(name: str) -> None:
-    """Raises ConfigError for a name that is none, LaunchError for one that is not installed."""
+    """Raise ConfigError for an unknown engine, LaunchError for one that is not installed."""
     if name not in ENGINES:
         raise unknown_name("--on", name, ENGINES)
     if supervise := ENGINES[name].supervise:
@@ -206,7 +202,7 @@ def check_engine(name: str) -> None:
 
 
 def check_directory(home: RunHome, job: Job) -> None:
-    """Raises ConfigError where a run of another name trains in the job's directory just now."""
+    """Raise ConfigError if another run is training in the job's directory."""
     mine = os.path.realpath(job.run.dir)
     for path in sorted(home.path.parent.glob("*/launch.json")):
         other = RunHome(path.parent)
@@ -215,14 +211,13 @@ def check_directory(home: RunHome, job: Job) -> None:
         theirs = load_job(other.job_path).run.dir
         if os.path.realpath(Path(other.record().directory, theirs)) == mine:
             raise ConfigError(
-                f"run {other.name!r} trains in {mine} just now",
-                hint=f"another run.dir, or roadtrain launch --stop {other.name}",
+                f"run {other.name!r} is training in {mine}",
+                hint=f"use another run.dir, or end it: roadtrain launch --stop {other.name}",
             )
 
 
 def describe_run(plan_file: PlanFile, job: Job, home: RunHome) -> int:
-    """--dry-run: print what would be started. An engine knows the addresses that the plan does not
-    say; names stand for them."""
+    """Carry out --dry-run. Host names stand for addresses that only an engine would know."""
     names = {host.name: host.address or host.name for host in machines_of(plan_file).hosts}
     run = resolve(plan_file, job, name=home.name, addresses=names, token="")
     print(function_of(DRY_RUN)(run, home))
@@ -230,15 +225,15 @@ def describe_run(plan_file: PlanFile, job: Job, home: RunHome) -> int:
 
 
 def write_files(plan_file: PlanFile, job: Job, name: str, kind: str, out: str, image: str) -> int:
-    """--write: nothing is started."""
+    """Carry out --write. Starts nothing."""
     if kind not in WRITERS:
         raise unknown_name("--write", kind, WRITERS)
     if not out:
         raise ConfigError("--write needs a directory", hint="--out DIR")
     if (kind == "kubernetes") != bool(image):
         raise ConfigError(
-            f"--write {kind} and --image {image or 'is not given'}",
-            hint="--image NAME belongs to --write kubernetes",
+            f"--write {kind} was given with {f'--image {image}' if image else 'no --image'}",
+            hint="--write kubernetes needs --image NAME, --write slurm takes none",
         )
     run = resolve(plan_file, job, name=name, addresses={}, token=secrets.token_hex())
     for line in function_of(WRITERS[kind])(run, Path(out), image):

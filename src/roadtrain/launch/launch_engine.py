@@ -1,8 +1,8 @@
-"""LaunchEngine: what starts processes on hosts: this host, a lab, or a Ray cluster. The supervisor
-(supervisor.py) and the checks before a start (checks.py) know nothing else of them.
+"""LaunchEngine: the interface that starts processes on hosts: this host, a lab, or a Ray cluster.
+The supervisor (supervisor.py) and the checks before a start (checks.py) use nothing else of them.
 
-An engine restarts nothing by itself, unless its users expect it to (Ray's actors): then it says
-`ProcessRestarted`. What it started ends with it, so nothing is left when a supervisor dies.
+An engine restarts nothing by itself, except for Ray's actors, whose restart it reports as
+`ProcessRestarted`. Its processes end with it, so nothing is left when a supervisor dies.
 """
 
 from __future__ import annotations
@@ -19,65 +19,65 @@ from roadtrain.launch.processes import Process, WorkerSet
 from roadtrain.launch.protocol.run_events import RunEvent
 from roadtrain.retry import undone_on_error
 
-ASK_S = 120.0  # a command of `LaunchEngine.ask` has ended within it
-Begin = Callable[..., subprocess.Popen[Any]]
+ASK_S = 120.0  # timeout of a command of `LaunchEngine.ask`
+Spawn = Callable[..., subprocess.Popen[Any]]
 
 
 @dataclass(frozen=True)
 class HostSeen:
-    """A host that an engine has now."""
+    """A host that is up."""
 
-    name: str  # as the plan calls it, where it can be told; else as the engine does
+    name: str  # its name in the plan if it is known there, else the engine's name for it
     address: str
-    devices: int  # accelerators; where there are none, 0
+    devices: int  # number of accelerators
 
 
 class LaunchEngine(Protocol):
-    """All calls return soon, but `ask`, which takes as long as its command."""
+    """Starts and stops the processes of a run. All calls return soon, except `ask`."""
 
-    goes_on: bool
-    """An engine before this one had begun this run, and what it started may have outlived it. So
-    stores and ports may be in use, and nothing is checked anew."""
+    resumed: bool
+    """True if an earlier engine started this run and its processes may still be running. They may
+    use stores and ports, so the hosts are not checked again."""
 
     def hosts(self) -> Sequence[HostSeen]:
-        """Those that are alive."""
+        """Return the hosts that are up."""
 
-    def ask(self, host: str, words: Sequence[str], told: Mapping[str, Any]) -> Any:
-        """The answer (JSON on its standard output) of a short command of ours (`-m MODULE ...`)
-        on a host, which gets `told` (JSON) on its standard input. Raises LaunchError where the
-        host cannot be reached or the command fails."""
+    def ask(self, host: str, words: Sequence[str], request: Mapping[str, Any]) -> Any:
+        """Run a short Python command (`-m MODULE ...`) on a host and return its answer. The command
+        reads `request` as JSON from stdin and writes its answer as JSON to stdout. Raises
+        LaunchError if the host cannot be reached or the command fails."""
 
-    def tell(self, words: Sequence[str]) -> str:
-        """A verb of the user for this engine alone, as the control socket got it, and what to
-        answer. All of ours know `leaves HOST SECONDS` and `comes HOST`, whose outcome is told by
-        `events`; the lab more. Raises LaunchError for a verb or a host that it does not know."""
+    def run_verb(self, words: Sequence[str]) -> str:
+        """Carry out a user's verb that is meant for the engine, and return the reply. All engines
+        have `leaves HOST SECONDS` and `comes HOST`, whose outcome `events` reports; the lab has
+        more. Raises LaunchError for an unknown verb or host."""
 
     def start(self, process: Process) -> None:
-        """Begin a server, reducer or switch. Its end is told by `events`. Raises LaunchError where
-        its host is not there."""
+        """Start a server, reducer or switch; `events` reports its end. Raises LaunchError if its
+        host is down."""
 
     def start_workers(self, workers: WorkerSet) -> None:
-        """Begin all workers. The end of the first of them that fails, or of the last of them, is
-        told by `events` as WorkersEnded; the others have ended before."""
+        """Start all workers. When all of them have ended, `events` reports one WorkersEnded. It
+        names the first worker that failed or, if none failed, the last to end."""
 
     def stop(self, name: str, grace_s: float) -> None:
-        """End a process, or with "workers" all of them: interrupted (SIGINT) first, which commits
-        the step, killed after `grace_s`. Its end is told by `events`."""
+        """End a process, or all workers with the name "workers": SIGINT first, on which workers
+        commit their step, then a kill after `grace_s` seconds. `events` reports the end."""
 
     def events(self, timeout_s: float) -> Sequence[RunEvent]:
-        """What has happened since the last call; waits for the first at most so long. Lines of
+        """Return the events since the last call. Waits up to `timeout_s` for the first. Lines of
         output are `Output` events."""
 
     def close(self) -> None:
-        """End all that was started."""
+        """End all processes that were started."""
 
 
 def run_command(
-    words: Sequence[str], told: str, begin: Begin = subprocess.Popen, **popen: Any
+    words: Sequence[str], stdin: str, spawn: Spawn = subprocess.Popen, **popen: Any
 ) -> tuple[int, str, str]:
-    """Run a short command of ours to its end: its code, its standard output, its last words.
-    `begin` starts it as Popen would. Raises OSError, and TimeoutExpired after ASK_S."""
-    process = begin(
+    """Run a short Python command to its end and return its exit code, its stdout and the last line
+    of its stderr. Raises OSError, and TimeoutExpired after ASK_S."""
+    process = spawn(
         [sys.executable, *words],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -87,18 +87,18 @@ def run_command(
         **popen,
     )
     with undone_on_error(process.kill):
-        answer, errors = process.communicate(told, timeout=ASK_S)
-    said = [line for line in errors.splitlines() if line.strip()]
-    return process.returncode, answer, said[-1] if said else ""
+        answer, errors = process.communicate(stdin, timeout=ASK_S)
+    lines = [line for line in errors.splitlines() if line.strip()]
+    return process.returncode, answer, lines[-1] if lines else ""
 
 
-def answer_of(what: str, code: int, answer: str, last_words: str) -> Any:
-    """Decode what `run_command` has found. Raises LaunchError where the command failed or answered
-    no JSON."""
+def answer_of(command: str, code: int, answer: str, last_line: str) -> Any:
+    """Decode the result of `run_command`. Raises LaunchError if the command failed or its output
+    is not JSON."""
     if code:
-        why = last_words.removeprefix("roadtrain: ") or "it said nothing"
-        raise LaunchError(f"{what} ended with code {code}: {why}")
+        why = last_line.removeprefix("roadtrain: ") or "it wrote nothing to stderr"
+        raise LaunchError(f"{command} ended with code {code}: {why}")
     try:
         return json.loads(answer)
     except ValueError as error:
-        raise LaunchError(f"{what} answered what is no JSON: {error}") from error
+        raise LaunchError(f"the output of {command} is not JSON: {error}") from error

@@ -1,8 +1,8 @@
-"""RunLogs: the lines of a launched run in one place: `[worker 0 gpu0] line` in all.log, and those
-of each process alone in log/. `LogTail` reads all.log while it grows.
+"""RunLogs: the log files of a launched run: all.log with the lines of every process as
+`[worker 0 gpu0] line`, and a file per process in log/. `LogTail` follows all.log.
 
-Nothing is rotated or removed: a run that is launched again under its name begins them anew, one
-that is resumed goes on. Does NOT interpret lines.
+Logs are not rotated. A new launch under the same name starts them afresh; a resumed run appends.
+Does NOT interpret lines.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import IO, Self
 
 from roadtrain.launch.home import RunHome
 
-OURS = "launch"  # whose lines are the supervisor's
-PLAIN = "worker 0"  # whose lines a person reads without role and host
-NAME_LENGTH = 100  # of a file in log/
+OURS = "launch"  # the name under which the supervisor logs
+PLAIN = "worker 0"  # the process whose lines are shown to users without a prefix
+NAME_LENGTH = 100  # longest file name in log/, without its suffix
 
 
 class RunLogs:
@@ -24,10 +24,11 @@ class RunLogs:
         self._directory = home.log_directory
         self._files: dict[str, IO[str]] = {}
         self._all = _opened(home.all_log)
-        self._lost, self._why = 0, ""  # lines that could not be written, and why
+        self._lost, self._why = 0, ""  # number of lines that could not be written, and why
 
     def write(self, name: str, host: str, line: str) -> None:
-        """A full disk must not end a run: lines are lost then, which is told once there is room."""
+        """Log a line of a process. If the disk is full, lines are dropped and `flush` reports the
+        loss when there is room again: a full disk must not end a run."""
         try:
             self._write(name, host, line)
         except OSError as error:
@@ -40,8 +41,8 @@ class RunLogs:
             self._files[name] = _opened(self._directory / f"{plain[:NAME_LENGTH]}.log")
         self._files[name].write(f"{line}\n")
 
-    def tell(self, text: str) -> None:
-        """What the supervisor says, with the time."""
+    def notify(self, text: str) -> None:
+        """Log a line of the supervisor, with the time of day."""
         self.write(OURS, "", f"{time.strftime('%H:%M:%S')} {text}")
 
     def flush(self) -> None:
@@ -49,10 +50,10 @@ class RunLogs:
             for file in (self._all, *self._files.values()):
                 file.flush()
         except OSError:
-            return  # what waits is bounded, and written later
+            return  # the buffers are bounded; a later flush writes them
         if self._lost:
             lost, self._lost = self._lost, 0
-            self.tell(f"{lost} or more lines of these logs were lost: {self._why}")
+            self.notify(f"at least {lost} lines of these logs were lost: {self._why}")
 
     def __enter__(self) -> Self:
         return self
@@ -68,8 +69,7 @@ def _opened(path: Path) -> IO[str]:
 
 
 class LogTail:
-    """Whole lines of all.log that came since the last call, for people: those of worker 0 are
-    shown as it said them."""
+    """Reads new complete lines of all.log, formatted for users (see `shown`)."""
 
     def __init__(self, home: RunHome, offset: int = 0) -> None:
         self._path, self._offset, self._rest = home.all_log, offset, b""
@@ -87,5 +87,6 @@ class LogTail:
 
 
 def shown(line: str) -> str:
+    """Strip the prefix from a line of worker 0; return other lines unchanged."""
     head, _, text = line.partition("] ")
     return text if head.startswith(f"[{PLAIN} ") else line

@@ -1,11 +1,13 @@
-"""A cluster with the rates that a run's hosts showed: what `launch --replan` plans for. Pure.
+"""Update a plan's cluster with the rates measured on a run's hosts, for `launch --replan`. Pure.
 
-Where a card's rate, a link between switches or a device's speed is further than WITHIN from what
-the plan's cluster says, it gets what was measured, and is listed in `measured`. A kind whose hosts
-are no longer alike becomes a kind for each host, named as the plan names the host. A card is slower
-than stated where all its pairs are, by the slower card of each pair; its rate is that of its best
-pair in its worse direction. So one slow host does not make its peers slow, unless there are only
-two. Does NOT measure, nor know a placement.
+The rate of a card, the rate of a link between switches or the speed of a device is replaced by the
+measured value if the two differ by more than WITHIN, and is then listed in `Cluster.measured`. A
+kind whose hosts now differ is split into one kind per host, named like the host in the plan.
+
+A card counts as slower than stated only if, in one direction, every link of the host is slower than
+the stated rate of the slower card of its two ends. The card's rate is then that of its fastest
+link, in the slower direction. So one slow host does not make its peers look slow, unless there are
+only two hosts. Does NOT measure, and does NOT know placements.
 """
 
 from __future__ import annotations
@@ -18,28 +20,34 @@ from roadtrain.config.cluster import Cluster, Host, LinkRate, Nic
 from roadtrain.config.machines import Machines, PlanHost
 from roadtrain.units import show_flops, show_rate
 
-WITHIN = 0.15
+WITHIN = 0.15  # relative difference up to which a stated value is kept
 
 
-class LinkSeen(msgspec.Struct, frozen=True, array_like=True):
-    """A link from one host of the run to another, as measured."""
+class MeasuredLink(msgspec.Struct, frozen=True, array_like=True):
+    """The measured link from one host of the run to another."""
 
     sender: str
     receiver: str
-    rate: float  # bytes of data a second
+    rate: float  # payload bytes per second
     latency: float  # seconds
 
 
 def measured_cluster(
     cluster: Cluster,
     machines: Machines,
-    seen: Sequence[LinkSeen],
+    seen: Sequence[MeasuredLink],
     slower: Mapping[str, float],
     network: float,
 ) -> tuple[Cluster, dict[str, str]]:
-    """slower: host -> how many times as long as predicted its workers compute. network: the share
-    of a card's rate that data has, by which a measured rate becomes a card's. Also returns what
-    differs, as `Cluster.measured` names it, in words; the same cluster where nothing does."""
+    """Return the cluster with measured rates, and the changes: name in `Cluster.measured` -> text.
+
+    Args:
+        cluster: The plan's cluster; returned unchanged if all its rates are confirmed.
+        machines: The plan's machines.
+        seen: The measured links.
+        slower: Host -> factor by which its workers compute slower than predicted.
+        network: Payload's share of a card's rate; measured rates are divided by it.
+    """
     every = (*machines.hosts, *machines.spares)
     rates = _card_rates(cluster, every, seen, network)
     changes: dict[str, str] = {}
@@ -55,12 +63,12 @@ def measured_cluster(
 
 
 def _nic(kind: Host) -> Nic | None:
-    """By which the run's hosts reach each other: the fastest."""
+    """Return the fastest NIC, by which the run's hosts reach each other; None if there is none."""
     return max(kind.nics, key=lambda nic: nic.total, default=None)
 
 
 def _nics(cluster: Cluster, every: Sequence[PlanHost]) -> dict[str, Nic]:
-    """That of each host which has one."""
+    """Map each host that has a NIC to its fastest one."""
     kinds = {host.name: host for host in cluster.hosts}
     nics = {host.name: _nic(kinds[host.kind]) for host in every if host.kind in kinds}
     return {name: nic for name, nic in nics.items() if nic is not None}
@@ -71,33 +79,34 @@ def _switches(cluster: Cluster, every: Sequence[PlanHost]) -> dict[str, str]:
 
 
 def _card_rates(
-    cluster: Cluster, every: Sequence[PlanHost], links: Sequence[LinkSeen], network: float
+    cluster: Cluster, every: Sequence[PlanHost], links: Sequence[MeasuredLink], network: float
 ) -> dict[str, float]:
-    """Of the hosts whose card is not as the cluster says: bytes a second."""
+    """Return the rate of each card that differs from its stated rate, bytes per second, by host."""
     at = _switches(cluster, every)
     stated = {name: nic.total for name, nic in _nics(cluster, every).items()}
-    near = [one for one in links if at.get(one.sender) == at.get(one.receiver)]
+    near = [link for link in links if at.get(link.sender) == at.get(link.receiver)]
     rates: dict[str, float] = {}
     for name in at:
-        ways = [
+        # For sending and for receiving: (measured card rate, stated rate of the slower card).
+        directions = [
             [
-                (one.rate / network, min(stated[one.sender], stated[one.receiver]))
-                for one in near
-                if name == (one.sender, one.receiver)[end]
+                (link.rate / network, min(stated[link.sender], stated[link.receiver]))
+                for link in near
+                if name == (link.sender, link.receiver)[end]
             ]
             for end in (0, 1)
         ]
-        if not all(ways):
+        if not all(directions):
             continue
-        best = min(max(rate for rate, _ in way) for way in ways)
-        slow = any(all(rate < (1 - WITHIN) * most for rate, most in way) for way in ways)
+        best = min(max(rate for rate, _ in pairs) for pairs in directions)
+        slow = any(all(rate < (1 - WITHIN) * most for rate, most in pairs) for pairs in directions)
         if slow or best > (1 + WITHIN) * stated[name]:
             rates[name] = best
     return rates
 
 
 def _differing(now: str, before: str) -> str:
-    return f"{now} measured, the plan has {before}"
+    return f"measured {now}, the plan has {before}"
 
 
 def _changed(
@@ -107,46 +116,47 @@ def _changed(
     slower: Mapping[str, float],
     changes: dict[str, str],
 ) -> Host:
-    """One host of the kind, as it showed itself."""
+    """Return a host of the kind with its measured rates, and add its differences to `changes`."""
     update: dict[str, object] = {}
     nic = _nic(kind)
     if rate is not None and nic is not None:
         changes[f"hosts.{name}.nics"] = _differing(show_rate(rate), show_rate(nic.total))
         own = nic.model_copy(update={"rate": rate / nic.count})
-        update["nics"] = tuple(own if one is nic else one for one in kind.nics)
+        update["nics"] = tuple(own if other is nic else other for other in kind.nics)
     times = slower.get(name, 1.0)
     if kind.device is not None and abs(times - 1) > WITHIN:
         flops = kind.device.flops / times
-        said = _differing(show_flops(flops), show_flops(kind.device.flops))
-        changes[f"hosts.{name}.device"] = said
+        text = _differing(show_flops(flops), show_flops(kind.device.flops))
+        changes[f"hosts.{name}.device"] = text
         update["device"] = kind.device.model_copy(update={"flops": flops})
     return kind.model_copy(update=update) if update else kind
 
 
 def _kinds(kind: Host, mine: Sequence[PlanHost], new: Sequence[Host]) -> Iterable[Host]:
-    """The kind as it is where its hosts are alike, else one for each; hosts that the plan does not
-    use stay of their kind. Hosts that serve stay a kind, as a plan has servers on one."""
+    """Return the kinds that replace `kind`: one if its hosts are still alike, else one per host.
+    Hosts that the plan does not use keep the old kind. Hosts with servers stay one kind, as a plan
+    places all servers on one kind of host."""
     if all(host is kind for host in new):
         return [kind]
     if len(new) == kind.count and all(host == new[0] for host in new):
         return [new[0]]
-    if any(one.servers for one in mine):
-        # servers that serve alike shares can rely on the slowest
+    if any(host.servers for host in mine):
+        # Servers hold equal shares, so the slowest host sets the pace of all.
         return [min(new, key=lambda host: max((nic.total for nic in host.nics), default=0.0))]
     addresses = kind.addresses or tuple(host.address for host in mine)
     own = [
         host.model_copy(
             update={
-                "name": one.name,
+                "name": old.name,
                 "count": 1,
-                "addresses": (one.address,) if one.address else (),
+                "addresses": (old.address,) if old.address else (),
             }
         )
-        for one, host in zip(mine, new, strict=True)
+        for old, host in zip(mine, new, strict=True)
     ]
     if left := kind.count - len(new):
-        used = {one.address for one in mine}
-        rest = tuple(each for each in addresses if each not in used)
+        used = {host.address for host in mine}
+        rest = tuple(address for address in addresses if address not in used)
         own.append(kind.model_copy(update={"count": left, "addresses": rest}))
     return own
 
@@ -154,33 +164,33 @@ def _kinds(kind: Host, mine: Sequence[PlanHost], new: Sequence[Host]) -> Iterabl
 def _links(
     cluster: Cluster,
     every: Sequence[PlanHost],
-    seen: Sequence[LinkSeen],
+    seen: Sequence[MeasuredLink],
     network: float,
     changes: dict[str, str],
 ) -> Iterator[LinkRate]:
-    """Between switches: what the best pair of hosts across it has, where that is not what the link
-    and both cards say."""
+    """Yield the links between switches. A link gets the rate of the fastest pair of hosts across
+    it, in the slower direction, unless that is what the link and the cards are stated to allow."""
     at = _switches(cluster, every)
     for link in cluster.links:
         across = [
-            one for one in seen if {at.get(one.sender), at.get(one.receiver)} == {*link.between}
+            pair for pair in seen if {at.get(pair.sender), at.get(pair.receiver)} == {*link.between}
         ]
-        ways = [
-            max((one.rate for one in across if at[one.sender] == end), default=0.0)
+        rates = [
+            max((pair.rate for pair in across if at[pair.sender] == end), default=0.0)
             for end in link.between
         ]
-        rate, most = min(ways) / network, _most_across(cluster, link)
+        rate, most = min(rates) / network, _most_across(cluster, link)
         stated = min(link.rate, most)
         if not rate or abs(rate - stated) <= WITHIN * stated:
             yield link
             continue
-        said = _differing(show_rate(rate), show_rate(link.rate))
-        changes[f"links.{'-'.join(link.between)}"] = said
+        text = _differing(show_rate(rate), show_rate(link.rate))
+        changes[f"links.{'-'.join(link.between)}"] = text
         yield link.model_copy(update={"rate": rate})
 
 
 def _most_across(cluster: Cluster, link: LinkRate) -> float:
-    """What the best pair of cards at both its ends has."""
+    """Return the stated rate of the fastest pair of cards across a link, bytes per second."""
     best = {
         end: max(
             (

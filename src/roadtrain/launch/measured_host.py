@@ -1,13 +1,13 @@
-"""`python -m roadtrain.launch.measured_host`, on a host of a run: its links to the run's other
-hosts, and what its workers' metrics say.
+"""`python -m roadtrain.launch.measured_host`, on a host of a run: measure its links to the run's
+other hosts, and summarize its workers' metrics.
 
-    ADDRESS:PORT TOKEN_FILE   a process of a LaunchEngine: answers one that asks, until it is ended
-    (no words)                a command of a LaunchEngine (`ask`): it is told which hosts listen,
-                              with the token, on standard input (Rule 8)
+    ADDRESS:PORT TOKEN_FILE   run as a process of a LaunchEngine: answer probes until it is ended
+    (no arguments)            run by `LaunchEngine.ask`: probe the listening hosts, which it gets
+                              with the token on stdin (Rule 8)
 
-The asking host asks each of the others for its link to every other, one after the other, as
-`roadtrain probe --hosts` does. Links are slowed by all else that uses them: so workers do not run
-meanwhile. Does NOT import torch.
+The probing host has every host measure its link to every other, one link after the other, like
+`roadtrain probe --hosts`. Other traffic would slow the links, so no workers run meanwhile. Does NOT
+import torch.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from roadtrain.transport.address import token_of
 from roadtrain.transport.tcp import TcpOptions
 
 MODULE = "roadtrain.launch.measured_host"
-LAST_STEPS = 20  # of a worker's metrics, over which medians are, where one plan made them
-PATIENCE_S = 30.0  # for a host that does not listen yet
+LAST_STEPS = 20  # medians are over up to this many last steps made by one plan
+PATIENCE_S = 30.0  # how long to retry a host that does not listen yet
 
 
-class Told(msgspec.Struct):
-    """What a host is told. `others`: ADDRESS:PORT of those that listen. `metrics`: files of its
-    workers."""
+class MeasureRequest(msgspec.Struct):
+    """A request to a host. `others`: ADDRESS:PORT of the listening hosts. `metrics`: the metrics
+    files of its workers."""
 
     token: str = ""
     others: list[str] = []
@@ -38,8 +38,8 @@ class Told(msgspec.Struct):
 
 
 class WorkerSeconds(msgspec.Struct):
-    """Of a worker's last steps by one plan: medians. `predicted`: what the plan promised of the
-    same stages; none where the file does not say."""
+    """Median times of a worker's last steps, in seconds: a whole step, and each phase of it.
+    `predicted`: the plan's predictions for the phases; empty if the file has none."""
 
     seconds: float
     stages: dict[str, float] = {}
@@ -47,26 +47,26 @@ class WorkerSeconds(msgspec.Struct):
 
 
 class HostAnswer(msgspec.Struct):
-    """`links`: (from, to, bytes a second, seconds of latency), each end ADDRESS:PORT as told, or
-    "here"."""
+    """A host's answer. `links`: (from, to, bytes per second, latency in seconds); each end is an
+    ADDRESS:PORT of the request, or "here". `missing`: reasons for links that are missing."""
 
     links: list[tuple[str, str, float, float]] = []
     missing: list[str] = []
     workers: list[WorkerSeconds] = []
 
 
-def answer(told: Told) -> HostAnswer:
-    """Raises ConfigError."""
-    out = HostAnswer(workers=[worker for one in told.metrics if (worker := seconds_of(Path(one)))])
-    if told.others:
-        options = TcpOptions(token=told.token.encode(), retry_s=PATIENCE_S)
-        found, out.missing = links.matrix(told.others, options)
+def answer(request: MeasureRequest) -> HostAnswer:
+    """Measure the links and read the metrics of a request. Raises ConfigError."""
+    out = HostAnswer(workers=[w for path in request.metrics if (w := seconds_of(Path(path)))])
+    if request.others:
+        options = TcpOptions(token=request.token.encode(), retry_s=PATIENCE_S)
+        found, out.missing = links.matrix(request.others, options)
         out.links = [(*pair, *both) for pair, both in found.items()]
     return out
 
 
 def seconds_of(path: Path) -> WorkerSeconds | None:
-    """None for a file without steps."""
+    """Summarize a metrics file; None if it has no steps."""
     lines = last_alike(path, LAST_STEPS)
     if not lines:
         return None
@@ -74,7 +74,7 @@ def seconds_of(path: Path) -> WorkerSeconds | None:
     names = dict.fromkeys(name for of_step in stages for name in of_step)
     return WorkerSeconds(
         median(line["seconds"] for line in lines),
-        {name: median(one.get(name, {}).get("seconds", 0.0) for one in stages) for name in names},
+        {name: median(step.get(name, {}).get("seconds", 0.0) for step in stages) for name in names},
         lines[-1].get("predicted", {}).get("stages", {}),
     )
 
@@ -82,10 +82,10 @@ def seconds_of(path: Path) -> WorkerSeconds | None:
 def main(address: str = "", token_file: str = "") -> None:
     if address:
         options = TcpOptions(token=token_of(token_file), retry_s=PATIENCE_S)
-        links.serve(address, options, links.Said)
+        links.serve(address, options, links.HostReport)
     else:
-        told = msgspec.json.decode(sys.stdin.buffer.read(), type=Told)
-        print(msgspec.json.encode(answer(told)).decode())
+        request = msgspec.json.decode(sys.stdin.buffer.read(), type=MeasureRequest)
+        print(msgspec.json.encode(answer(request)).decode())
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""measure_run(): what a run's hosts and workers showed, asked through its engine once its processes
-have ended: the links between its hosts, and the seconds of its workers' last steps.
+"""measure_run(): measure the links between a run's hosts and collect the times of its workers' last
+steps, through its engine, once all its processes have ended.
 
-    each host but one     a process that listens (measured_host.py), with the run's token
-    that one              is asked to measure all links, MOST hosts at a time
-    each host of workers  is asked for its workers' metrics
+    every host but the first   runs a listening process (measured_host.py), with the run's token
+    the first host             measures all links, in groups of MOST hosts
+    hosts with workers         return the metrics of their workers
 
-Hosts that share an address have no link between them. What cannot be measured is named, with the
-reason; it is no error. Does NOT judge what it finds (measured_cluster.py).
+Hosts with the same address have no link between them. A failed measurement is not an error; it is
+listed in `missing` with the reason. Does NOT judge the results (measured_cluster.py).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import msgspec
 from roadtrain.config.machines import host_port
 from roadtrain.errors import LaunchError
 from roadtrain.launch.launch_engine import LaunchEngine
-from roadtrain.launch.measured_cluster import LinkSeen
-from roadtrain.launch.measured_host import MODULE, HostAnswer, Told, WorkerSeconds
+from roadtrain.launch.measured_cluster import MeasuredLink
+from roadtrain.launch.measured_host import MODULE, HostAnswer, MeasureRequest, WorkerSeconds
 from roadtrain.launch.processes import HostFile, Process, Role
 from roadtrain.launch.protocol.run_events import ProcessEnded
 from roadtrain.launch.resolve import ResolvedRun
 
-MOST = 8  # hosts whose links one asking host measures: 56 of them, about 40 s
-END_S = 20.0  # for processes that listen to end
+MOST = 8  # hosts in a group that is measured at once: 56 links, about 40 s
+END_S = 20.0  # how long to wait for the listening processes to end
 
 
 class MeasuredWorker(msgspec.Struct, frozen=True):
@@ -37,43 +37,43 @@ class MeasuredWorker(msgspec.Struct, frozen=True):
 
 
 class MeasuredRun(msgspec.Struct, frozen=True):
-    """measured.json. `links`: between hosts by their names."""
+    """The content of measured.json."""
 
-    links: tuple[LinkSeen, ...] = ()
+    links: tuple[MeasuredLink, ...] = ()  # between hosts by their names
     workers: tuple[MeasuredWorker, ...] = ()
-    missing: tuple[str, ...] = ()
-    shared: bool = False  # all hosts have one run directory
+    missing: tuple[str, ...] = ()  # failed measurements with their reasons
+    shared: bool = False  # all hosts share one run directory
 
     @property
     def seconds(self) -> float:
-        """Of a step: it ends when the last worker has ended it."""
-        return max((one.seconds.seconds for one in self.workers), default=0.0)
+        """The time of a step, which is that of its slowest worker."""
+        return max((worker.seconds.seconds for worker in self.workers), default=0.0)
 
 
 def measure_run(engine: LaunchEngine, run: ResolvedRun, worker_hosts: Sequence[str]) -> MeasuredRun:
-    """worker_hosts: of the last attempt, in the order of ranks. None of the run's processes is
-    running."""
+    """Measure a run none of whose processes is running. worker_hosts: the hosts of the last
+    attempt, in rank order."""
     here = {host.name for host in engine.hosts()}
-    every = [one.name for one in (*run.machines.hosts, *run.machines.spares) if one.name in here]
+    every = [host.name for host in (*run.machines.hosts, *run.machines.spares) if host.name in here]
     missing = [
-        f"host {one.name}, which does not answer"
-        for one in run.machines.hosts
-        if one.name not in here
+        f"host {host.name}, which does not answer"
+        for host in run.machines.hosts
+        if host.name not in here
     ]
-    links: list[LinkSeen] = []
-    meeting = _of_addresses(run, every)
-    listening, started = _listening(run, meeting[1:]), list[str]()
+    links: list[MeasuredLink] = []
+    distinct = _distinct_addresses(run, every)
+    listening, started = _listening(run, distinct[1:]), list[str]()
     try:
         for process, _ in listening.values():
             engine.start(process)
             started.append(process.name)
-        for asking, others in _groups(meeting):
-            places = {listening[one][1]: one for one in others}
-            told = Told(token=run.token, others=list(places))
-            said = engine.ask(asking, ("-m", MODULE), msgspec.to_builtins(told))
-            found = msgspec.convert(said, HostAnswer)
-            names = {"here": asking, **places}
-            links += [LinkSeen(names[a], names[b], *seen) for a, b, *seen in found.links]
+        for prober, others in _groups(distinct):
+            places = {listening[other][1]: other for other in others}
+            request = MeasureRequest(token=run.token, others=list(places))
+            answer = engine.ask(prober, ("-m", MODULE), msgspec.to_builtins(request))
+            found = msgspec.convert(answer, HostAnswer)
+            names = {"here": prober, **places}
+            links += [MeasuredLink(names[a], names[b], *seen) for a, b, *seen in found.links]
             for why in found.missing:
                 for where, name in names.items():
                     why = why.replace(where, name)
@@ -86,8 +86,8 @@ def measure_run(engine: LaunchEngine, run: ResolvedRun, worker_hosts: Sequence[s
     return MeasuredRun(tuple(links), workers, tuple(missing), run.shared)
 
 
-def _of_addresses(run: ResolvedRun, names: Sequence[str]) -> list[str]:
-    """One host of each address."""
+def _distinct_addresses(run: ResolvedRun, names: Sequence[str]) -> list[str]:
+    """Pick one host for each address."""
     first: dict[str, str] = {}
     for name in names:
         first.setdefault(run.address(name), name)
@@ -95,19 +95,19 @@ def _of_addresses(run: ResolvedRun, names: Sequence[str]) -> list[str]:
 
 
 def _groups(names: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
-    """An asking host and those that listen; groups share a host, so that each host of one meets one
-    of the next."""
+    """Yield a probing host and its listening hosts. Consecutive groups overlap in one host, so the
+    measured links connect all hosts."""
     for begin in range(0, len(names) - 1, MOST - 1):
         yield names[begin], names[begin + 1 : begin + MOST]
 
 
 def _listening(run: ResolvedRun, names: Sequence[str]) -> dict[str, tuple[Process, str]]:
-    """Host -> its process that listens, and where."""
+    """Map each host to its listening process and the ADDRESS:PORT of that process."""
     out: dict[str, tuple[Process, str]] = {}
-    taken = {port for host in run.machines.hosts for port in host.ports}
+    used = {port for host in run.machines.hosts for port in host.ports}
     planned = run.machines.rendezvous_port
     ports = itertools.chain(range(planned + 1, 65536), range(1024, planned))
-    port = next(number for number in ports if number not in taken)
+    port = next(number for number in ports if number not in used)
     token = f"{run.directory}/launch/token"
     for name in names:
         where = host_port(run.address(name), port)
@@ -141,28 +141,29 @@ def _workers(
     rank = 0
     for host, count in run.workers_on(hosts):
         ranks = range(rank, rank + count)
-        names = [f"metrics.{one}.jsonl" if one else "metrics.jsonl" for one in ranks]
-        told = Told(metrics=[str(Path(run.job.run.dir, name)) for name in names])
+        names = [f"metrics.{rank}.jsonl" if rank else "metrics.jsonl" for rank in ranks]
+        request = MeasureRequest(metrics=[str(Path(run.job.run.dir, name)) for name in names])
         rank += count
         try:
-            said = engine.ask(host, ("-m", MODULE), msgspec.to_builtins(told))
+            answer = engine.ask(host, ("-m", MODULE), msgspec.to_builtins(request))
         except LaunchError as error:
             missing.append(f"steps of {host}: {str(error).partition(chr(10))[0]}")
             continue
-        for seconds in msgspec.convert(said, HostAnswer).workers:
+        for seconds in msgspec.convert(answer, HostAnswer).workers:
             yield MeasuredWorker(host, seconds)
 
 
 def slower(measured: MeasuredRun) -> dict[str, float]:
-    """Host -> how many times as long as predicted its slowest worker computes (Forward and
-    Backward, without waiting). A host whose workers have no prediction is left out."""
+    """Return for each host the factor by which its slowest worker computes slower than predicted.
+    Hosts whose workers have no prediction are omitted."""
     out: dict[str, float] = {}
-    for one in measured.workers:
-        planned, took = computing(one.seconds.predicted), computing(one.seconds.stages)
+    for worker in measured.workers:
+        planned, took = computing(worker.seconds.predicted), computing(worker.seconds.stages)
         if planned and took:
-            out[one.host] = max(out.get(one.host, 0.0), took / planned)
+            out[worker.host] = max(out.get(worker.host, 0.0), took / planned)
     return out
 
 
 def computing(stages: Mapping[str, float]) -> float:
+    """Return the seconds spent on computing: Forward and Backward, without waits."""
     return stages.get("Forward", 0.0) + stages.get("Backward", 0.0)

@@ -1,10 +1,10 @@
-"""`python -m roadtrain.launch.pod WORDS...`: what a worker does first in a pod. They agree on
-the name of their start, then each is `roadtrain WORDS...` (write_kubernetes.py).
+"""`python -m roadtrain.launch.pod WORDS...`: the entry point of a worker in a pod. The workers
+agree on an id of their start, then each becomes `roadtrain WORDS...` (write_kubernetes.py).
 
-Kubernetes starts the pods of a run again one by one, and nobody counts for all. So a start is one
-life of the store that rank 0's torchrun keeps: rank 0 draws its name, each rank reads it once. A
-rank that comes to a store a second time has been started again while rank 0 has not: that start
-is over, and the rank ends, to be started again. Does NOT wait longer than WAIT_S.
+Kubernetes restarts the pods of a run one by one, without a common counter. So the start id lives in
+the store of rank 0's torchrun: rank 0 writes a random id, and each rank reads it once. A rank that
+reads the same store a second time was restarted while rank 0 was not; that start is over, so the
+rank exits, to be restarted until rank 0 is restarted too. Does NOT wait longer than WAIT_S.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch.distributed as dist
 from roadtrain.environment import launch_of
 from roadtrain.errors import LostError, RoadtrainError
 
-WAIT_S = 120.0  # for rank 0's word, from when its torchrun is there on
+WAIT_S = 120.0  # timeout for rank 0 to write the id, once its torchrun is up
 
 
 def agreed_start(store: dist.Store, rank: int, wait_s: float = WAIT_S) -> str:
-    """The same for all ranks of a start, another for each. Raises LostError where it is over, or
-    rank 0 does not say it in time."""
+    """Return the id of this start, the same on all its ranks and different for each start. Raises
+    LostError if this start is over or rank 0 does not write the id in time."""
     times = store.add(f"roadtrain/came/{rank}", 1)
     if times > 1:
         raise LostError(
-            f"worker {rank} came {times} times to one start of the workers, which is over",
-            hint="nothing: its pod is started again, until worker 0's is too",
+            f"worker {rank} has joined the same start {times} times, so that start is over",
+            hint="no action is needed: its pod is restarted until worker 0's pod is restarted too",
         )
     if rank == 0:
         store.set("roadtrain/start", secrets.token_hex(8))
@@ -37,8 +37,8 @@ def agreed_start(store: dist.Store, rank: int, wait_s: float = WAIT_S) -> str:
         return store.get("roadtrain/start").decode()
     except RuntimeError as error:
         raise LostError(
-            f"worker {rank} waited {wait_s:.0f} s for worker 0 to name the start of the workers",
-            hint="do worker 0's pod and its node run?",
+            f"worker {rank} waited {wait_s:.0f} s for worker 0 to start",
+            hint="check that worker 0's pod and its node are running",
         ) from error
 
 

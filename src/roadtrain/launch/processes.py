@@ -1,5 +1,5 @@
-"""What a run consists of: processes with their words, files and hosts. Plain values: an engine
-carries them out (launch_engine.py), `launch --dry-run` and `--write` print them."""
+"""Descriptions of a run's processes: arguments, files, hosts. Plain values: engines start them
+(launch_engine.py), `launch --dry-run` and `--write` print them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ THREADS = "OMP_NUM_THREADS"
 
 
 class Role(StrEnum):
-    """What a process of a run does."""
+    """The role of a process."""
 
     WORKER = "worker"
     SERVER = "server"
@@ -21,39 +21,39 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class HostFile:
-    """A file that stands on a host before its process starts."""
+    """A file that is written to a host before its process starts."""
 
     path: str  # absolute
     content: str
-    secret: bool = False  # mode 600
+    secret: bool = False  # written with mode 600
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a run."""
+    """A process of a run, to be started on a host."""
 
     name: str  # unique in the run: "worker 0", "server spare0 0", "reducer spare1", "switch tor"
     role: Role
-    host: str  # as the plan calls it
-    words: tuple[str, ...]  # behind the interpreter: ("-m", "roadtrain.cli", "serve", ...)
-    directory: str  # absolute: where it runs; made if it is not there
+    host: str  # its name in the plan
+    words: tuple[str, ...]  # arguments of the interpreter: ("-m", "roadtrain.cli", "serve", ...)
+    directory: str  # absolute working directory, created if missing
     environment: Mapping[str, str] = field(default_factory=dict)
     files: tuple[HostFile, ...] = ()
-    ports: tuple[int, ...] = ()  # it listens at these, at its host's address
+    ports: tuple[int, ...] = ()  # ports on which it listens, at its host's address
 
 
 @dataclass(frozen=True)
 class WorkerSet:
-    """All workers of one attempt, by rank: they start together, and when one ends the others are
+    """The workers of an attempt, by rank. They start together, and when one fails the others are
     ended too."""
 
-    attempt: int  # from 0 on, another for each start of the workers
+    attempt: int  # counts the starts of the workers, from 0
     processes: tuple[Process, ...]
 
 
 def with_threads(workers: WorkerSet, threads: Mapping[str, int], users: str) -> WorkerSet:
-    """Workers that say how many threads each computes with: as many as the user has set (`users`,
-    or ""), else those of its host. What the job sets stays."""
+    """Set OMP_NUM_THREADS of each worker: to `users`, the user's own value, or else to that of its
+    host in `threads`. A value set by the job has precedence."""
     processes = []
     for process in workers.processes:
         if count := users or threads.get(process.host):

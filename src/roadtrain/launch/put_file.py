@@ -1,5 +1,5 @@
-"""put_file(): a file of a run, written on its host. `python -m roadtrain.launch.put_file`: a
-HostFile as JSON in, `null` out, or exit code 1 and why it was not written. Does NOT import torch.
+"""put_file(): write a file of a run on this host. `python -m roadtrain.launch.put_file`: a HostFile
+as JSON on stdin, `null` on stdout; on failure exit code 1 and the reason. Does NOT import torch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from roadtrain.storage.direct import make_directory, replace_file
 
 
 def put_file(file: HostFile) -> str:
-    """Writes it, so that a reader finds all of it or what was there; returns why not, or ""."""
+    """Replace a file atomically. Return the reason of a failure, or ""."""
     path = Path(file.path)
     before = os.umask(0o077) if file.secret else None
     try:
         make_directory(path.parent)
-        # Hosts may share a directory, and put the same file there at the same time.
+        # Hosts that share a directory may write the same file at the same time.
         own = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         replace_file(own, file.content.encode(), "writing a file of the run")
         own.replace(path)

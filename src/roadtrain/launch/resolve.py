@@ -1,14 +1,15 @@
-"""resolve(): what a plan.toml and a job.toml start, on which hosts. Nothing is asked or made.
+"""resolve(): derive the processes of a run from plan.toml and job.toml. Contacts no host and
+creates nothing.
 
-PlanFile + Job -> ResolvedRun -> Process of each server, reducer and switch
-                              -> WorkerSet of an attempt, for the hosts that are there then
+PlanFile + Job -> ResolvedRun -> a Process for each server, reducer and switch
+                              -> a WorkerSet for each attempt, on the hosts that are up then
 
     RUN/                 the job's run.dir, which `train` writes; the same path on every host
-    RUN/launch/job.toml  what the workers of this attempt train
-    RUN/launch/token     the secret of the run's processes (mode 600)
-    RUN/launch/reducers.txt  which reducers workers use, where they use any
+    RUN/launch/job.toml  the job of this attempt's workers
+    RUN/launch/token     the secret shared by the run's processes (mode 600)
+    RUN/launch/reducers.txt  addresses of the reducers, if workers use any
 
-Does NOT look whether all that is possible on the hosts: checks.py does.
+Does NOT check whether the hosts can run it (checks.py).
 """
 
 from __future__ import annotations
@@ -47,20 +48,16 @@ UNPREDICTED = Predicted(seconds=0.0).model_dump()
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """name: of the run. job: the user's, with what the plan decides. directory: absolute, the same
-    on every host: the run's files (job.toml, token, reducers.txt) stand in it. addresses: of each
-    host, by name. token: as text; "" in a dry run. start: which start of the run it is, another
-    one for each supervisor. shared: the directory is one and the same on all hosts that workers
-    run on, so that what a lost host wrote there is not lost (checks.py finds out)."""
+    """A plan and a job combined into a run."""
 
     name: str
     plan_file: PlanFile
-    job: Job
-    directory: str
-    addresses: Mapping[str, str]
-    token: str
-    start: str = ""
-    shared: bool = False
+    job: Job  # the user's job, with the keys that the plan determines
+    directory: str  # the absolute run.dir, the same path on every host
+    addresses: Mapping[str, str]  # host -> address
+    token: str  # "" in a dry run
+    start: str = ""  # id of this start of the run, the same for all its supervisors
+    shared: bool = False  # all worker hosts see one `directory`, so its files survive a lost host
 
     @property
     def machines(self) -> Machines:
@@ -69,42 +66,40 @@ class ResolvedRun:
 
     @property
     def worker_hosts(self) -> tuple[str, ...]:
-        """The plan's, in the order of ranks."""
+        """The plan's hosts with workers, in rank order."""
         return tuple(host.name for host in self.machines.worker_hosts)
 
     @property
     def worker_count(self) -> int:
-        """The plan's."""
+        """The number of workers in the plan."""
         return sum(host.workers for host in self.machines.hosts)
 
     @property
     def sums_at_reducers(self) -> bool:
-        """Whether workers use reducers, also such as come later."""
+        """True if workers use reducers, including ones that join later."""
         return bool(self.job.parallelism.reducers)
 
     def ranks_of(self, host: str) -> range:
-        """The plan's."""
+        """Return the ranks that the plan places on a host."""
         first = 0
-        for one in self.machines.hosts:
-            if one.name == host:
-                return range(first, first + one.workers)
-            first += one.workers
+        for other in self.machines.hosts:
+            if other.name == host:
+                return range(first, first + other.workers)
+            first += other.workers
         return range(0)
 
     def host(self, name: str) -> PlanHost:
-        """Of the plan, its spare ones too. Raises ConfigError."""
-        known = (*self.machines.hosts, *self.machines.spares)
-        for one in known:
-            if one.name == name:
-                return one
-        raise ConfigError(
-            f"the plan has no host {name!r}", hint=f"it has {', '.join(one.name for one in known)}"
-        )
+        """Return a host or spare host of the plan. Raises ConfigError if there is none."""
+        hosts = {host.name: host for host in (*self.machines.hosts, *self.machines.spares)}
+        if name not in hosts:
+            hint = f"its hosts are {', '.join(hosts)}"
+            raise ConfigError(f"the plan has no host {name!r}", hint=hint)
+        return hosts[name]
 
     def with_host(self, name: str, address: str, workers: int) -> ResolvedRun:
-        """Also with a spare host that the plan does not have, or with another address of one."""
+        """Set the address of a host. A host that is not in the plan is added as a spare host."""
         machines = self.machines
-        if all(one.name != name for one in (*machines.hosts, *machines.spares)):
+        if all(host.name != name for host in (*machines.hosts, *machines.spares)):
             new = PlanHost(name, "", address, workers)
             machines = replace(machines, spares=(*machines.spares, new))
         plan_file = replace(self.plan_file, machines=machines)
@@ -113,21 +108,21 @@ class ResolvedRun:
         return replace(self, plan_file=plan_file, job=job, addresses=addresses)
 
     def without_spares(self, names: Collection[str]) -> ResolvedRun:
-        """These hosts are never used."""
-        left = tuple(one for one in self.machines.spares if one.name not in names)
+        """Remove these spare hosts."""
+        left = tuple(spare for spare in self.machines.spares if spare.name not in names)
         machines = replace(self.machines, spares=left)
         return replace(self, plan_file=replace(self.plan_file, machines=machines))
 
     @property
     def snapshots_at_workers(self) -> bool:
-        """Whether state rests in the run's directory on the workers' hosts: who takes the place of
-        one needs that directory."""
-        asked = self.job.parallelism
-        served = {one.stage for one in asked.placements if one.servers}
-        return asked.used and served != set(range(asked.pp))
+        """True if state is kept in the run's directory on the workers' hosts. A replacement for a
+        host then needs the same directory."""
+        stages = self.job.parallelism
+        served = {placement.stage for placement in stages.placements if placement.servers}
+        return stages.used and served != set(range(stages.pp))
 
     def stores_of_workers(self, host: str) -> list[str]:
-        """Directories that the workers of a host of the plan open themselves."""
+        """Return the store directories that workers on a host of the plan open themselves."""
         job = self.job
         if not job.parallelism.used:
             return [] if job.servers.addresses else job.store.files
@@ -135,13 +130,13 @@ class ResolvedRun:
         stages = {degrees.position(rank).stage for rank in self.ranks_of(host)}
         return [
             path.replace("{run}", self.directory)
-            for one in job.parallelism.placements
-            if one.stage in stages
-            for path in one.files
+            for placement in job.parallelism.placements
+            if placement.stage in stages
+            for path in placement.files
         ]
 
     def services(self) -> tuple[Process, ...]:
-        """Servers, reducers, switches, in the order in which they start."""
+        """Return the plan's switches, servers and reducers, in the order in which they start."""
         hosts = self.machines.hosts
         switches = [
             self._service(Role.SWITCH, "", host, host.switch.port, ("--switch",))
@@ -155,7 +150,7 @@ class ResolvedRun:
         return (*switches, *servers, *reducers)
 
     def reducer(self, host: str) -> Process:
-        """Of any host that is known, also where the plan has none on it."""
+        """Return the reducer process for a host, even if the plan has no reducer there."""
         found = self.host(host)
         return self._service(Role.REDUCER, "", found, found.reducer or PORT, ("--sum",))
 
@@ -188,13 +183,20 @@ class ResolvedRun:
         *,
         begins_anew: bool = True,
     ) -> WorkerSet:
-        """hosts: with workers, in the order of ranks; maybe fewer than the plan's, or spare ones.
-        reducers: the hosts whose reducers are used; None: the plan's. committed: the step from
-        which they go on, or a later one; -1: nothing is known. begins_anew: whether a job's
-        `run.new_store` still holds, as none of its steps is known. Raises ConfigError where the
-        batch or the stages do not divide among them."""
+        """Return the workers of an attempt.
+
+        Args:
+            hosts: Hosts to run on, in rank order; may be fewer than the plan's or include spares.
+            attempt: Number of this start of the workers.
+            reducers: Hosts whose reducers are used. None: the plan's.
+            committed: A step that is known to be committed; -1: none.
+            begins_anew: Whether `run.new_store` of the job still applies: no step was committed.
+
+        Raises:
+            ConfigError: The batch or the stages do not divide among these workers.
+        """
         if why := self.can_run_on(hosts):
-            raise ConfigError(why, hint="wait for the hosts of the plan")
+            raise ConfigError(why, hint="wait until the plan's hosts are up")
         each = [host.workers for host in self.workers_on(hosts)]
         files = self._worker_files(hosts, reducers, committed, begins_anew)
         about = {
@@ -205,14 +207,14 @@ class ResolvedRun:
             "TORCHELASTIC_RUN_ID": f"{self.name}:{self.start}" if self.start else self.name,
             "TORCHELASTIC_RESTART_COUNT": attempt,
         }
-        if self.start:  # a supervisor's: what was written for others goes on as they do
+        if self.start:  # only under a supervisor, not in files for Slurm and Kubernetes
             about[LAUNCHED_AS] = self.name
         places = [(i, local) for i, count in enumerate(each) for local in range(count)]
-        meets = self.job.parallelism.used  # others meet at their servers
+        meets = self.job.parallelism.used  # workers without stages meet at their servers
         processes = []
         for rank, (group, local) in enumerate(places):
             own = {"RANK": rank, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": each[group]}
-            said = {**about, **own, "GROUP_RANK": group}
+            environment = {**about, **own, "GROUP_RANK": group}
             processes.append(
                 Process(
                     f"worker {rank}",
@@ -220,7 +222,7 @@ class ResolvedRun:
                     hosts[group],
                     (*COMMAND, "train", self._path("job.toml")),
                     self.directory,
-                    {key: str(value) for key, value in said.items()},
+                    {key: str(value) for key, value in environment.items()},
                     files,
                     (self.machines.rendezvous_port,) if meets and not rank else (),
                 )
@@ -250,7 +252,7 @@ class ResolvedRun:
         return tuple(files)
 
     def hosts_of_stages(self, hosts: Sequence[str]) -> list[str]:
-        """Of workers on these hosts, the first host of each stage. Raises ConfigError."""
+        """Return the first host of each stage, for workers on these hosts. Raises ConfigError."""
         if not hosts or not self.job.parallelism.used:
             return [*hosts[:1]]
         there = self.workers_on(hosts)
@@ -262,7 +264,7 @@ class ResolvedRun:
         return list(dict.fromkeys([ranks[0], *first.values()]))
 
     def can_run_on(self, hosts: Sequence[str]) -> str:
-        """Why workers cannot run on these hosts, in one sentence; "" where they can."""
+        """Return why workers cannot run on these hosts, in one sentence; "" if they can."""
         try:
             self._job_on(hosts)
         except ConfigError as error:
@@ -270,37 +272,37 @@ class ResolvedRun:
         planned = self.worker_hosts
         lost = [name for name in planned if name not in hosts]
         why = self._state_of_workers(lost) if lost else ""
-        return f"{why}, and {', '.join(lost)} had a part of it" if why else ""
+        return f"{why}, and {', '.join(lost)} had part of it" if why else ""
 
     def _state_of_workers(self, lost: Sequence[str]) -> str:
-        """What of a run's state is lost with these hosts, in words; "" where nothing is."""
+        """Describe the state that is lost with these hosts; "" if none is."""
         job = self.job
         serving = [place for name in lost for place in self.host(name).servers]
         if len(serving) >= job.servers.replicas:
-            return "servers on the workers' hosts have the state"
+            return "the state is on servers on the workers' hosts"
         if job.compress.error_feedback:
-            return "what compression has not sent rests on the workers' hosts"
+            return "the residuals of compression are on the workers' hosts"
         if not job.parallelism.used:
-            return "" if job.servers.addresses else "the state rests on the workers' host"
-        if any(one.files for one in job.parallelism.placements):
-            return "a stage's state rests on files of its host"
+            return "" if job.servers.addresses else "the state is on the workers' host"
+        if any(placement.files for placement in job.parallelism.placements):
+            return "the state of a stage is in files on its host"
         if self.shared or not self.snapshots_at_workers:
             return ""
-        return f"the run's snapshots rest in {self.directory} of each worker's host"
+        return f"the run's snapshots are in {self.directory} on each worker's host"
 
     def _job_on(self, hosts: Sequence[str]) -> Job:
-        """Raises ConfigError."""
+        """Adapt the job to these hosts. Raises ConfigError."""
         if twice := [name for name in hosts if list(hosts).count(name) > 1]:
             raise ConfigError(f"host {twice[0]} is named {list(hosts).count(twice[0])} times")
         there = self.workers_on(hosts)
         if idle := [host.name for host in there if not host.workers] or ([] if there else ["none"]):
-            raise ConfigError(f"0 workers can run on {', '.join(idle)}, 1 or more are needed")
+            raise ConfigError(f"0 workers can run on {', '.join(idle)}, at least 1 is needed")
         job = job_on(self.job, self.worker_count, there)
         return job if self._as_planned(there) else job.changed({"predicted": UNPREDICTED})
 
     def _as_planned(self, there: Sequence[WorkerHost]) -> bool:
-        """Whether what the plan predicts is of these: as many workers in each place, by the host of
-        the plan or by one in its stead."""
+        """Return True if the plan's predictions apply: each of its hosts, or a replacement in its
+        place, runs the planned number of workers."""
         planned = [WorkerHost(name, self.host(name).workers) for name in self.worker_hosts]
         others = {host.name for host in there} - {host.name for host in planned}
         return len(there) == len(planned) and all(
@@ -309,11 +311,11 @@ class ResolvedRun:
         )
 
     def workers_on(self, hosts: Sequence[str]) -> list[WorkerHost]:
-        """A spare host in the place of one of the plan's runs as many as that one did, though it
-        could run more. Raises ConfigError for a host that is not known."""
+        """Return the number of workers for each host. A spare host in the place of a planned one
+        runs no more workers than that one. Raises ConfigError for an unknown host."""
         places = [self.host(name).workers for name in self.worker_hosts]
         most = places if len(places) == len(hosts) else [self.worker_count] * len(hosts)
-        spares = {one.name for one in self.machines.spares}
+        spares = {spare.name for spare in self.machines.spares}
         counts = [self.host(name).workers for name in hosts]
         return [
             WorkerHost(name, min(count, place) if name in spares else count)
@@ -325,12 +327,12 @@ class ResolvedRun:
         return self._path(REDUCERS)
 
     def reducer_lines(self, hosts: Sequence[str]) -> str:
-        """The content of reducers.txt, which workers read again and again."""
+        """Return the content of reducers.txt, which running workers re-read."""
         ports = {name: self.host(name).reducer or PORT for name in hosts}
         return "".join(f"{self._reached(name, port)}\n" for name, port in ports.items())
 
     def address(self, host: str) -> str:
-        """By which other hosts reach it. Raises ConfigError."""
+        """Return the address by which other hosts reach a host. Raises ConfigError."""
         return self.addresses.get(host) or self.host(host).address
 
     def _reached(self, host: str, port: int) -> str:
@@ -343,8 +345,8 @@ class ResolvedRun:
 def resolve(
     plan_file: PlanFile, job: Job, *, name: str, addresses: Mapping[str, str], token: str
 ) -> ResolvedRun:
-    """Raises ConfigError: a plan without machines, for another model than the job's, with degrees
-    that the job's [parallelism] contradicts, a placement that nothing runs."""
+    """Combine a plan and a job. Raises ConfigError if the plan has no machines, is for another
+    model, lacks services of its placement, or has degrees other than the job's [parallelism]."""
     machines = machines_of(plan_file)
     _check_plan(plan_file.plan, machines, job)
     if plan_file.model is not None:
@@ -353,59 +355,59 @@ def resolve(
     for host in machines.hosts:
         if not (addresses.get(host.name) or host.address):
             raise ConfigError(
-                f"host {host.name} of the plan has no address", hint="give it in machines.hosts"
+                f"host {host.name} of the plan has no address", hint="set it in machines.hosts"
             )
     keys = flat(job_keys(plan_file, job, addresses))
     _check_contradictions(plan_file.plan, job, keys)
     run = ResolvedRun(name, plan_file, job.changed(keys), job.run.dir, addresses, token)
     if why := run.can_run_on(run.worker_hosts):
-        raise ConfigError(f"the job cannot run on the machines of the plan: {why}")
+        raise ConfigError(f"the job cannot run on the plan's machines: {why}")
     return run
 
 
 def _check_contradictions(plan: Plan, job: Job, keys: Mapping[str, Any]) -> None:
-    """Raises ConfigError where the job says one thing and the plan another."""
-    said = {"parallelism.reducers": job.parallelism.reducers}
-    said["servers.addresses"] = job.servers.addresses
+    """Raise ConfigError if the job and the plan set a key to different values."""
+    stated = {"parallelism.reducers": job.parallelism.reducers}
+    stated["servers.addresses"] = job.servers.addresses
     if plan.placement.name not in IN_STAGES:
-        said |= {f"parallelism.{name}": own for name, own in stated_degrees(job).items()}
+        stated |= {f"parallelism.{name}": own for name, own in stated_degrees(job).items()}
     default = {f"parallelism.{name}": own for name, own in DEGREES.items()}
-    for key, mine in said.items():
+    for key, mine in stated.items():
         if mine and mine not in (planned := keys.get(key), default.get(key)):
             raise ConfigError(
-                f"{key} is {mine} in the job, and {planned or 'not said'} in the plan",
-                hint="leave it out of the job, or plan anew for this job",
+                f"{key} is {mine} in the job, but {planned or 'unset'} in the plan",
+                hint="leave it out of the job, or plan again for this job",
             )
     if why := contradicted(plan, job):
-        raise ConfigError(why, hint="plan anew for this job, or leave it out of the job")
+        raise ConfigError(why, hint="plan again for this job, or leave the key out of the job")
 
 
 def _text_of(job: Job) -> str:
-    """A job.toml for any host. The text that is trained on where a job names none is each host's
-    own; that all have the same is checked when workers meet, and before a start."""
+    """Return the job.toml for the hosts. Without data.paths in the job each host uses the default
+    text of its own installation; workers check that they have the same text when they meet."""
     default = job.data.paths == DataSection().paths
     return job.to_toml([("data", "paths")] if default else [])
 
 
 def absolute_job(job: Job) -> Job:
-    """`job` with every path as it is where the caller stands: it is read elsewhere later."""
+    """Make all paths of a job absolute, relative to the current working directory."""
     directory = os.path.abspath(job.run.dir)
-    inside = [moved(one, job.run.dir, directory) for one in job.store.files]
+    inside = [moved(path, job.run.dir, directory) for path in job.store.files]
     words: dict[str, Any] = {
         "run.dir": directory,
-        "store.files": [os.path.abspath(one) for one in inside],
-        "data.paths": [os.path.abspath(one) for one in job.data.paths],
+        "store.files": [os.path.abspath(path) for path in inside],
+        "data.paths": [os.path.abspath(path) for path in job.data.paths],
     }
     words |= {key: os.path.abspath(path) for key, path in files_read(job).items()}
-    if job.parallelism.placements:
+    if placements := job.parallelism.placements:
         words["parallelism.placements"] = [
-            _absolute_placement(one, job.run.dir, directory) for one in job.parallelism.placements
+            _absolute_placement(placement, job.run.dir, directory) for placement in placements
         ]
     return job.changed(words)
 
 
 def files_read(job: Job) -> dict[str, str]:
-    """Files and folders that workers read besides their text, by the keys that name them."""
+    """Return the files and folders that workers read besides their text, by their job keys."""
     tokenizer, servers = job.data.tokenizer, job.servers
     named = {
         "data.tokenizer": "" if tokenizer == "bytes" else tokenizer,
@@ -417,38 +419,39 @@ def files_read(job: Job) -> dict[str, str]:
     return {key: path for key, path in named.items() if path}
 
 
-def _absolute_placement(one: StagePlacement, run: str, directory: str) -> dict[str, Any]:
-    tree = one.model_dump(exclude_none=True)
-    inside = (moved(path.replace("{run}", directory), run, directory) for path in one.files)
+def _absolute_placement(placement: StagePlacement, run: str, directory: str) -> dict[str, Any]:
+    tree = placement.model_dump(exclude_none=True)
+    inside = (moved(path.replace("{run}", directory), run, directory) for path in placement.files)
     tree["files"] = [os.path.abspath(path) for path in inside]
-    if one.token_file:
-        tree["token_file"] = os.path.abspath(one.token_file)
+    if placement.token_file:
+        tree["token_file"] = os.path.abspath(placement.token_file)
     return tree
 
 
 def _check_services(plan: Plan, machines: Machines, job: Job) -> None:
-    """Raises ConfigError for a plan whose machines run no servers, reducers or switches that its
-    placement uses, or such as nobody uses."""
+    """Raise ConfigError if the machines lack servers, reducers or switches that the placement
+    needs, or have some that it does not use."""
     name, hosts = plan.placement.name, machines.hosts
-    of_stages = any(one.servers for one in job.parallelism.placements)  # the job says which
+    # Servers of stages are assigned in the job and not counted here.
+    of_stages = any(placement.servers for placement in job.parallelism.placements)
     servers = 0 if of_stages else sum(len(host.servers) for host in hosts)
     reducers = sum(host.reducer > 0 for host in hosts)
     switches = sum(host.switch is not None for host in hosts)
-    for what, used, count in (
+    for kind, used, count in (
         ("servers", plan.placement.served or name == "smartnic", servers),
         ("reducers", name in REDUCED, reducers),
         ("switches", plan.placement.fans_in, switches),
     ):
         if used != (count > 0):
-            need = "1 or more are needed" if used else "nobody would use them"
+            need = "at least 1" if used else "none"
             raise ConfigError(
-                f"placement {name} and {count} {what} in the plan's machines: {need}",
-                hint=f"{what} stand at a host of machines.hosts; or plan anew",
+                f"the plan's machines have {count} {kind}, placement {name} uses {need}",
+                hint=f"correct the {kind} in machines.hosts, or plan again",
             )
 
 
 def _check_plan(plan: Plan, machines: Machines, job: Job) -> None:
-    """Raises ConfigError for a plan that is for other machines, or another model."""
+    """Raise ConfigError if the plan does not fit its machines or the job's model."""
     _check_services(plan, machines, job)
     ranks, workers = plan.parallelism.devices, sum(host.workers for host in machines.hosts)
     if ranks != workers:

@@ -1,5 +1,5 @@
-"""StartedProcess: one process of a host as its agent sees it: its pipes, its last words, its end.
-Does NOT wait for anything (agent.py)."""
+"""StartedProcess: a process of a run in its agent: its pipes, its last error line, its end. Does
+NOT wait for anything (agent.py)."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from roadtrain.launch.agent_messages import LineSplitter
 from roadtrain.launch.descendants import MARK, dies_with_parent, kill_marked
 from roadtrain.units import KIB, MIB
 
-LINE_LIMIT = 8 * KIB  # bytes of a line of output
-READ = 64 * KIB  # bytes at once
-LAST_READ = 4 * MIB  # bytes that are still looked at when it has ended
-OURS = "roadtrain: "  # begins the sentence of an error that the command line knows
+LINE_LIMIT = 8 * KIB  # bytes kept of a line of output
+READ = 64 * KIB  # bytes per read
+LAST_READ = 4 * MIB  # most bytes read per pipe after the process has ended
+OURS = "roadtrain: "  # prefix of the command line's own error messages
 
 
 class StartedProcess:
-    """`say` gets each line of its output. Invariant: what is kept of its output is bounded.
+    """A child process. `on_line` gets each line of its output. Invariant: the buffered output is
+    bounded.
 
-    Raises OSError where it cannot be begun.
+    Raises OSError if it cannot be started.
     """
 
     def __init__(
         self,
         words: Sequence[str],
         mark: str,
-        say: Callable[[str], None],
+        on_line: Callable[[str], None],
         *,
         directory: str,
         environment: Mapping[str, str],
@@ -53,16 +54,16 @@ class StartedProcess:
         self._lines = {pipe: LineSplitter(LINE_LIMIT) for pipe in self.pipes}
         for pipe in self.pipes:
             os.set_blocking(pipe, False)
-        self._say = say
+        self._on_line = on_line
         self._last_error = self._last_own_error = ""
         self.kill_at: float | None = None
-        """When it is killed, where it has been asked to end."""
+        """Monotonic time at which it will be killed, once it was asked to end."""
         self.give_up_at: float | None = None
-        """When it is given up, where it has been killed."""
+        """Monotonic time at which waiting for its end stops, once it was killed."""
 
     @property
-    def said(self) -> str:
-        """Its last line on standard error; where one is a sentence of ours, the last such."""
+    def last_line(self) -> str:
+        """The last roadtrain error message on its stderr or, without one, the last line there."""
         return self._last_own_error or self._last_error
 
     def interrupt(self) -> None:
@@ -70,13 +71,14 @@ class StartedProcess:
             os.kill(self.pid, signal.SIGINT)
 
     def kill(self) -> None:
-        """It, its group, and all that it started."""
+        """Kill it, its process group and its descendants."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         kill_marked(self.mark)
 
     def read(self, pipe: int) -> int:
-        """Says what a pipe has; returns its bytes, 0 at its end."""
+        """Pass on the lines in a pipe. Return the number of bytes read, 0 at the end of the stream,
+        -1 if there was nothing to read."""
         try:
             data = os.read(pipe, READ)
         except BlockingIOError:
@@ -86,8 +88,8 @@ class StartedProcess:
         return len(data)
 
     def finish(self, code: int) -> None:
-        """It has ended: what it had written is said, and its pipes are closed."""
-        self._popen.returncode = code  # so that Popen waits for nobody
+        """Pass on the rest of its output and close its pipes, after it has ended."""
+        self._popen.returncode = code  # keeps Popen from waiting for it
         for pipe in self.pipes:
             nbytes = 0
             while nbytes < LAST_READ and (n := self.read(pipe)) > 0:
@@ -104,4 +106,4 @@ class StartedProcess:
             self._last_error = line
             if line.startswith(OURS):
                 self._last_own_error = line
-        self._say(f"{line} [{dropped} bytes more]" if dropped else line)
+        self._on_line(f"{line} [{dropped} more bytes dropped]" if dropped else line)

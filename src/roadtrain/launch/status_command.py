@@ -1,5 +1,5 @@
-"""`roadtrain status`: of a launched run, by its name, each process beside what its run directory
-says; of anything else as training/status.py has it. Does NOT import torch."""
+"""`roadtrain status`: show the processes and the progress of a launched run; other targets are
+handled by training/status.py. Does NOT import torch."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def command(
     link: str = "tcp",
     report: Callable[[str], None] = print,
 ) -> int:
-    """Step, loss, rates, bytes written so far and how long the device endures it. Of a run on
-    servers also each node, what it waits for and since when (RUN may be their HOST:PORT,...
-    instead). Of a launched run, by its name, also each process; 1 if one does not answer.
+    """Show a run's step, loss, rates, bytes written so far and the remaining life of the SSD. For a
+    run with servers, also show each server and what it is waiting for. For a launched run, also
+    show each process; the exit code is 1 if any process is down.
 
     `run`: a launched run's name, a run directory, or the HOST:PORT,... of servers and switches.
-    Raises ConfigError where it is none of them.
+    Raises ConfigError if it is none of them.
 
     Args:
-        endurance_tbw: terabytes the device may be written, from its data sheet (assumed: 600)
-        token_file: file with the servers' token, where RUN names servers
-        ca: TLS: PEM file that the servers' certificates are known by, likewise
-        cert: TLS: PEM file of a certificate, where the servers demand one, likewise
-        key: TLS: PEM file of its key, likewise
-        link: how the servers are reached, as they were told (tcp)
+        endurance_tbw: rated endurance of the SSD, terabytes written (assumed: 600)
+        token_file: file with the servers' token, if RUN names servers
+        ca: TLS, if RUN names servers: PEM file with the CA of the servers' certificates
+        cert: TLS, if RUN names servers: PEM file with a client certificate
+        key: TLS, if RUN names servers: PEM file with the key of that certificate
+        link: transport by which the servers are reached (tcp)
     """
     if not Path(run).is_dir() and (home := launched(run)) is not None:
         return of_launched(home, report)
@@ -65,7 +65,7 @@ def of_launched(home: RunHome, report: Callable[[str], None] = print) -> int:
     record = home.record()
     if not home.is_supervised():
         if is_alive(home):
-            report(f"run {home.name} on {record.engine}: its supervisor is being started again")
+            report(f"run {home.name} on {record.engine}: its supervisor is being restarted")
             return 1
         return _without_supervisor(home, record, report)
     try:
@@ -78,25 +78,25 @@ def of_launched(home: RunHome, report: Callable[[str], None] = print) -> int:
     show_table(rows(state.processes), report)
     for line in reply["run"]["lines"]:
         report(line)
-    for beside in reply["run"]["stages"]:
-        show_table(beside, report)
-    down = [one.name for one in state.processes if one.state != UP]
+    for table in reply["run"]["stages"]:
+        show_table(table, report)
+    down = [process.name for process in state.processes if process.state != UP]
     if down:
         report(f"down: {', '.join(down)}")
     return int(bool(down) or bool(reply["run"]["code"]))
 
 
 def _without_supervisor(home: RunHome, record: LaunchRecord, report: Callable[[str], None]) -> int:
-    """Of a run that has ended, or whose supervisor was killed."""
+    """Show a run that has ended or whose supervisor was killed. Return the exit code."""
     state = home.state(report)
     if state.phase != "ended":
         report(
-            f"run {home.name} on {record.engine}: its supervisor was killed, nothing runs;"
-            f" `roadtrain launch --resume {home.name}` goes on"
+            f"run {home.name} on {record.engine}: its supervisor was killed, no process is running;"
+            f" `roadtrain launch --resume {home.name}` resumes it"
         )
         return 1
     report(f"run {home.name} on {record.engine}: ended, {state.why}")
-    if not ENGINES[record.engine].supervise:  # its hosts were this one
+    if not ENGINES[record.engine].supervise:  # its run directory is on this host
         job = load_job(home.job_path)
         directory = Path(record.directory, job.run.dir)
         if (directory / "job.toml").is_file():
@@ -105,12 +105,12 @@ def _without_supervisor(home: RunHome, record: LaunchRecord, report: Callable[[s
 
 
 def rows(processes: Sequence[ProcessRow]) -> list[tuple[str, ...]]:
-    """Of a table with a head."""
+    """Return the process table: a header and a row per process."""
     now = time.time()
     return [
         ("process", "host", "state", "restarts", "since"),
         *(
-            (one.name, one.host, one.state, str(one.restarts), f"{show_seconds(now - one.since)}")
-            for one in processes
+            (row.name, row.host, row.state, str(row.restarts), f"{show_seconds(now - row.since)}")
+            for row in processes
         ),
     ]

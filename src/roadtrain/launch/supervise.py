@@ -1,12 +1,12 @@
-"""`python -m roadtrain.launch.supervise HOME`: the supervisor of a run, a process of its own: makes
-the engine, checks what is wrong before anything starts, and runs until the run has ended.
+"""`python -m roadtrain.launch.supervise HOME`: the supervisor process of a run: creates the engine,
+checks the hosts, and runs until the run has ended.
 
-    supervisor   has the run's lock; keeps its standby alive
-    standby      the process of succeed.py: waits for the lock, which the kernel gives it when the
-                 supervisor is gone, and goes on with the run
+    supervisor   holds the run's lock and restarts its standby when that ends
+    standby      the process of standby_main.py: waits for the lock, which the kernel grants when
+                 the supervisor is gone, and takes over the run
 
-What a supervisor starts ends with it. One that ends by itself ends its standby before it lets the
-lock go. Where something else starts supervisors again, as Ray does, there is no standby. Does NOT
+The processes of a supervisor end with it. A supervisor that exits normally ends its standby before
+it releases the lock. On Ray there is no standby, because Ray itself restarts supervisors. Does NOT
 import torch.
 """
 
@@ -37,33 +37,33 @@ from roadtrain.retry import undone_on_error
 from roadtrain.transport.address import token_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-AGAIN_S = 10.0  # after a standby that has ended, or could not be started
+AGAIN_S = 10.0  # minimum time between two starts of the standby
 
 
 def supervise(home: RunHome) -> int:
-    """The run's exit code."""
+    """Supervise a run to its end and return its exit code."""
     with home.supervised():
         return supervise_locked(home)
 
 
 def supervise_locked(home: RunHome) -> int:
-    """As `supervise`, in a process that has the run's lock."""
+    """Do the work of `supervise`, in a process that holds the run's lock."""
     with RunLogs(home) as logs:
         for number in SIGNALS:
             signal.signal(number, not_started)
         try:
             record = home.record()
             os.chdir(record.directory)
-            run, engine = begun(home, record, logs)
+            run, engine = prepare(home, record, logs)
         except (RoadtrainError, OSError) as error:
-            if had_begun(home):  # whoever started this process again tries once more
-                logs.tell(f"the supervisor cannot go on: {error}")
+            if had_begun(home):  # the standby, or Ray, retries
+                logs.notify(f"the supervisor cannot resume the run: {error}")
                 return FAILED
-            logs.tell("nothing was started")
+            logs.notify("nothing was started")
             refuse(home, logs, str(error))
             return REFUSED
-        standby = Standby(home, logs.tell)
-        held = bool(ENGINES[record.engine].supervise)  # what holds this process starts it again
+        standby = Standby(home, logs.notify)
+        held = bool(ENGINES[record.engine].supervise)  # Ray restarts this process
         supervisor = Supervisor(
             run,
             engine,
@@ -81,8 +81,8 @@ def supervise_locked(home: RunHome) -> int:
 
 
 def had_begun(home: RunHome) -> bool:
-    """Whether a supervisor before this one had begun this start of the run: its services may still
-    run, so this is no refusal of what was launched."""
+    """Return True if an earlier supervisor of this start had passed the checks. A failure is then
+    not a refusal of the launch, and services may still be running."""
     try:
         return StartPhase.CHECKED in home.state().stamps
     except LaunchError:
@@ -90,26 +90,27 @@ def had_begun(home: RunHome) -> bool:
 
 
 def not_started(number: int, _: object) -> None:
-    """A signal that comes while hosts are checked."""
-    raise LaunchError(f"signal {number} came before anything was started")
+    """Handle a signal that arrives while hosts are checked."""
+    raise LaunchError(f"signal {number} arrived before any process was started")
 
 
 def refuse(home: RunHome, logs: RunLogs, why: str) -> None:
+    """Record that the launch was refused."""
     try:
         home.write_ended(REFUSED, why)
-    except (LaunchError, StoreError) as error:  # whoever follows the logs finds it there
-        logs.tell(f"{why}; and state.json is not written: {error}")
+    except (LaunchError, StoreError) as error:  # then only the log has the reason
+        logs.notify(f"{why}; also, state.json could not be written: {error}")
 
 
-def begun(home: RunHome, record: LaunchRecord, logs: RunLogs) -> tuple[ResolvedRun, LaunchEngine]:
-    """The engine, and the run that it can run. Raises RoadtrainError, with nothing left, where
-    anything is wrong."""
+def prepare(home: RunHome, record: LaunchRecord, logs: RunLogs) -> tuple[ResolvedRun, LaunchEngine]:
+    """Create the engine, check its hosts and write the run's state. Raises RoadtrainError if
+    anything is wrong; nothing is left running then."""
     plan_file = load_plan_file(home.plan_path)
     job = load_job(home.job_path)
     engine: LaunchEngine = function_of(ENGINES[record.engine].make)(plan_file, record)
     with undone_on_error(engine.close):
         addresses = {seen.name: seen.address for seen in engine.hosts()}
-        if engine.goes_on:  # a host may be gone, for now
+        if engine.resumed:  # a host may be down for now
             addresses = {**home.addresses(), **addresses}
         written = partial(_written, had_begun(home), logs)
         written(partial(home.write_addresses, addresses))
@@ -122,14 +123,14 @@ def begun(home: RunHome, record: LaunchRecord, logs: RunLogs) -> tuple[ResolvedR
             token=(token_of(str(home.token_path)) or b"").decode(),
         )
         run = replace(run, start=f"{record.launched:.3f}")
-        told = [] if engine.goes_on else check(run, engine)
+        warnings = [] if engine.resumed else check(run, engine)
         if run.job.parallelism.used:
             run = replace(run, shared=directory_is_shared(run, engine))
         run, unfit = without_unfit_spares(run, engine)
-        for line in (*told, *unfit):
-            logs.tell(line)
-        state = home.state(logs.tell)
-        # those of the first supervisor of this start stay
+        for line in (*warnings, *unfit):
+            logs.notify(line)
+        state = home.state(logs.notify)
+        # Stamps of an earlier supervisor of this start are kept.
         stamps = {StartPhase.READY: ready_at, StartPhase.CHECKED: time.time(), **state.stamps}
         checked = RunState(attempt=state.attempt, step=state.step, stamps=stamps, stops=state.stops)
         written(partial(home.write_state, checked))
@@ -137,25 +138,25 @@ def begun(home: RunHome, record: LaunchRecord, logs: RunLogs) -> tuple[ResolvedR
 
 
 def _written(goes_on: bool, logs: RunLogs, write: Callable[[], None]) -> None:
-    """A full home refuses a launch; a run that had begun goes on by what was written before."""
+    """Call `write`. A full disk refuses a new launch, but does not stop a run that had begun."""
     try:
         write()
     except FullError as error:
         if not goes_on:
             raise
-        logs.tell(f"the run goes on, though its home is full: {error}".partition("\n")[0])
+        logs.notify(f"the run goes on, though its home is full: {error}".partition("\n")[0])
 
 
 class Standby:
-    """The standby's process. `tell`: one line for the run's user."""
+    """The standby process. `notify` logs a line for the user."""
 
-    def __init__(self, home: RunHome, tell: Callable[[str], None]) -> None:
-        self._home, self._tell = home, tell
+    def __init__(self, home: RunHome, notify: Callable[[str], None]) -> None:
+        self._home, self._notify = home, notify
         self._process: subprocess.Popen[bytes] | None = None
-        self._start_at = 0.0  # not before, on the monotonic clock
+        self._start_at = 0.0  # monotonic time of the next start at the earliest
 
     def keep(self, now: float) -> None:
-        """Starts it, also again. Nothing that goes wrong with it ends a run."""
+        """Start or restart the standby if it is not running. Failures do not end the run."""
         if now < self._start_at or (self._process is not None and self._process.poll() is None):
             return
         self._start_at = now + AGAIN_S
@@ -165,7 +166,7 @@ class Standby:
                 words, stdin=subprocess.DEVNULL, start_new_session=True
             )
         except OSError as error:
-            self._tell(f"the supervisor has no standby for now: {error}")
+            self._notify(f"the standby could not be started, which is retried: {error}")
 
     def close(self) -> None:
         if self._process is not None:

@@ -1,10 +1,9 @@
-"""Supervisor: the loop of a launched run: what an engine tells goes to the state machine
-(launch/protocol/run_state.py), whose actions the engine carries out; what the user asks comes by
-the control socket; what happens is written to the run's home.
+"""Supervisor: the main loop of a launched run. It feeds the engine's events to the state machine
+(launch/protocol/run_state.py), has the engine carry out the resulting actions, serves requests from
+the control socket, and writes logs and state to the run's home.
 
-One thread. The committed step is asked of worker 0's host when something has ended, and by
-`roadtrain status`: nothing follows the metrics in between. Does NOT decide anything about
-processes, and does NOT import torch.
+One thread. The committed step is read from worker 0's host only when a process has ended and for
+`roadtrain status`. Does NOT decide about restarts, and does NOT import torch.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from roadtrain.launch.protocol.run_state import INTERRUPTED, RunStateMachine
 from roadtrain.launch.resolve import ResolvedRun
 from roadtrain.storage.direct import replace_file
 
-TURN_S = 0.2  # between looks at the control socket
-HELLO_S = 60.0  # a launcher that the run is to end with has said hello by then
-WRITE_AGAIN_S = 10.0  # after a state.json that could not be written
-STEP = "step "  # how worker 0's line of a step begins
-GRACE_STEPS = 4  # workers that are to end have as long as so many predicted steps
-END_TRIES = 6  # to write the last state.json, on a disk that is full
-REFUSED, FAILED = 2, 1  # exit codes of workers whose start was refused here, or failed
+TURN_S = 0.2  # between polls of the control socket
+HELLO_S = 60.0  # timeout for the hello of a launcher with which the run ends
+WRITE_AGAIN_S = 10.0  # between attempts to write state.json after a failure
+STEP = "step "  # prefix of worker 0's line for a step
+GRACE_STEPS = 4  # predicted steps for which workers that must end are given time
+END_TRIES = 6  # attempts to write the final state.json, as the disk may be full
+REFUSED, FAILED = 2, 1  # exit codes for workers whose start was refused, or failed, here
 STATUS = ("-m", "roadtrain.launch.host_status")
 COMMITTED = ("-m", "roadtrain.launch.committed")
 PUT_FILE = ("-m", "roadtrain.launch.put_file")
@@ -50,18 +49,19 @@ def facts_of(
     committed: int,
     can_run_on: Callable[[Sequence[str]], str],
 ) -> m.RunFacts:
-    """What the state machine knows of a run. committed: the step, -1 where none is known."""
+    """Collect the facts on a run for the state machine. committed: the last committed step, -1 if
+    unknown."""
     machines, replicated = run.machines, run.job.servers.replicas > 1
     grace_s = max(m.STEP_GRACE_S, GRACE_STEPS * run.job.predicted.seconds)
     return m.RunFacts(
         services=tuple(
             m.RunService(
-                one.name,
-                one.host,
-                reducer=one.role is Role.REDUCER,
-                replicated=replicated and one.role is Role.SERVER,
+                process.name,
+                process.host,
+                reducer=process.role is Role.REDUCER,
+                replicated=replicated and process.role is Role.SERVER,
             )
-            for one in run.services()
+            for process in run.services()
         ),
         workers={host.name: host.workers for host in machines.hosts if host.workers},
         can_run_on=can_run_on,
@@ -75,9 +75,14 @@ def facts_of(
 
 
 class Supervisor:
-    """`home`: with a state.json, that of the start before where the run is resumed: attempts count
-    on. `ends_with_launcher`: see control_socket.py, hello. `each_turn`: is called with the
-    monotonic time, several times a second."""
+    """The supervisor of one start of a run.
+
+    Args:
+        home: Must have a state.json; its attempt and step are continued.
+        ends_with_launcher: Whether the run ends when its launcher does ("hello" in
+            control_socket.py).
+        each_turn: Called several times a second with the monotonic time.
+    """
 
     def __init__(
         self,
@@ -91,36 +96,36 @@ class Supervisor:
     ) -> None:
         before = home.state()
         self._run, self._engine, self._home, self._logs = run, engine, home, logs
-        # `run.new_store`: until a step of this run is seen, what was committed is of an older one.
+        # With `run.new_store`, committed steps belong to an older run until this one has a step.
         seen = before.step >= 0 or StartPhase.STEPPED in before.stamps
         self._begins_anew = run.job.run.new_store and not seen
-        self._step = before.step  # the last that is known to be committed
+        self._step = before.step  # the last step known to be committed
         self._machine = RunStateMachine(
             facts_of(run, before.attempt + 1, self._step, lambda hosts: self._run.can_run_on(hosts))
         )
         self._stamps = dict(before.stamps)
         self._workers = WorkerSet(before.attempt, ())  # of the last attempt
-        self._said_at = 0.0  # when worker 0 said its last line, before its first step
-        self._failed: deque[m.RunEvent] = deque()  # of actions that could not be carried out
+        self._line_at = 0.0  # wall-clock time of worker 0's latest line, before its first step
+        self._failed: deque[m.RunEvent] = deque()  # events for actions that failed
         self._ended: m.EndRun | None = None
         self._written: RunState | None = None
-        self._write_at = 0.0  # where it could not be written: when to try again
+        self._write_at = 0.0  # monotonic time of the next attempt after a failed write; 0: none
         self._ends_with_launcher = ends_with_launcher
         self._each_turn = each_turn
         self._began = time.monotonic()
-        # Why the run is to end, as somebody has asked: also of the supervisor before this one.
+        # The reason of the stop request, which an earlier supervisor may have received; "": none.
         self._stops = before.stops
-        self._stop_asked = before.stops
-        self._measures = before.stops == PLANNED_ANEW  # once the run has stopped
-        self._user_stops = ""  # why, where a user asked for the end after all
+        self._stop_asked = before.stops  # the same, until it is passed to the state machine
+        self._measures = before.stops == PLANNED_ANEW  # measure links once the run has stopped
+        self._user_stops = ""  # the user's reason, if a user asked for the end
 
     def run(self) -> int:
-        """Until the run has ended; its exit code. Whatever happens, nothing that the engine has
-        started is left."""
+        """Run until the run has ended and return its exit code. All processes of the engine are
+        ended in any case."""
         try:
             with ControlSocket(self._home) as control:
                 self._ask_step(self._run.worker_hosts)
-                for event in self._engine.events(0.0):  # a host may be gone already
+                for event in self._engine.events(0.0):  # a host may be lost already
                     self._take(event)
                 self._feed_stop()
                 self._feed(m.TimePassed())
@@ -129,7 +134,7 @@ class Supervisor:
             if self._measures:
                 self._measure()
         except BaseException as error:
-            self._logs.tell(f"the supervisor failed: all that it started is ended: {error!r}")
+            self._logs.notify(f"the supervisor failed, all its processes are ended: {error!r}")
             self._ended = m.EndRun(1, f"the supervisor failed: {error}")
             raise
         finally:
@@ -141,14 +146,14 @@ class Supervisor:
         return self._ended.code
 
     def _write_end(self) -> None:
-        """Without it a run that is done would be taken for one whose supervisor was killed."""
+        """Write the final state.json, without which the supervisor would seem to be killed."""
         for _ in range(END_TRIES):
             if self._write_state(now=True):
                 return
             time.sleep(WRITE_AGAIN_S)
 
     def stop(self, why: str) -> None:
-        """From a signal handler."""
+        """Request the end of the run. May be called from a signal handler."""
         self._stop_asked = why
 
     def _turn(self, control: ControlSocket) -> None:
@@ -158,7 +163,7 @@ class Supervisor:
             self._answer(request)
         now = time.monotonic()
         if self._ends_with_launcher and not control.greeted and now > self._began + HELLO_S:
-            self._stop_asked = f"no launcher said hello within {HELLO_S:.0f} s"
+            self._stop_asked = f"its launcher did not connect within {HELLO_S:.0f} s"
         self._feed_stop()
         self._feed(m.TimePassed())
         if self._each_turn is not None:
@@ -180,18 +185,18 @@ class Supervisor:
                 return
             case m.ProcessEnded() | m.WorkersEnded() if self._machine.phase is RunPhase.GOING:
                 self._ask_step(self._machine.worker_hosts)
-            case m.HostCame():
-                event = self._known(event)
+            case m.HostJoined():
+                event = self._add_host(event)
         self._feed(event)
 
-    def _known(self, event: m.HostCame) -> m.HostCame:
-        """A host is of the run from now on: a spare one that cannot run workers with none."""
+    def _add_host(self, event: m.HostJoined) -> m.HostJoined:
+        """Add a host to the run. A spare host that cannot run workers is added with none."""
         count = self._machine.facts.workers_of(event.workers)
         self._run = self._run.with_host(event.host, event.address, count)
-        spare = any(one.name == event.host for one in self._run.machines.spares)
+        spare = any(host.name == event.host for host in self._run.machines.spares)
         why = why_unfit(self._run, self._engine, event.host) if spare and event.workers else ""
         if why:
-            self._logs.tell(f"host {event.host} came and is not used for workers: {why}")
+            self._logs.notify(f"host {event.host} joined, but is not used for workers: {why}")
             return replace(event, workers=0)
         return event
 
@@ -201,25 +206,25 @@ class Supervisor:
             self._stamps[StartPhase.IMPORTED] = now
         if line.startswith(STEP):
             self._begins_anew = False
-            self._stamps[StartPhase.JOINED] = self._said_at or now
+            self._stamps[StartPhase.JOINED] = self._line_at or now
             self._stamps[StartPhase.STEPPED] = now
-        self._said_at = now
+        self._line_at = now
 
     def _feed_stop(self) -> None:
         if self._stop_asked:
             self._stops = self._stop_asked
-            self._feed(m.StopAsked(self._stop_asked))
+            self._feed(m.StopRequested(self._stop_asked))
             self._stop_asked = ""
 
     def _ask_step(self, hosts: Sequence[str]) -> None:
-        """So that faults before the last committed step are not counted with those after it."""
+        """Read the committed step from worker 0's host: a new step resets the count of failures."""
         if self._begins_anew or not hosts or hosts[0] not in self._machine.here:
             return
-        told = {"directory": self._run.directory}
+        request = {"directory": self._run.directory}
         try:
-            step = int(self._engine.ask(hosts[0], COMMITTED, told)["step"])
+            step = int(self._engine.ask(hosts[0], COMMITTED, request)["step"])
         except LaunchError as error:
-            self._logs.tell(f"the step is not known: {error}")
+            self._logs.notify(f"the committed step cannot be read: {error}")
             return
         self._learn_step(step)
 
@@ -240,8 +245,8 @@ class Supervisor:
 
     def _carry_out(self, action: m.RunAction) -> None:
         match action:
-            case m.TellUser(text):
-                self._logs.tell(text)
+            case m.NotifyUser(text):
+                self._logs.notify(text)
             case m.StartService(name):
                 try:
                     self._engine.start(self._service(name))
@@ -254,15 +259,15 @@ class Supervisor:
             case m.SetReducers(hosts):
                 self._set_reducers(hosts)
             case m.EndRun(code):
-                asked = code == INTERRUPTED and self._user_stops
-                self._ended = replace(action, why=self._user_stops) if asked else action
+                by_user = code == INTERRUPTED and self._user_stops
+                self._ended = replace(action, why=self._user_stops) if by_user else action
 
     def _service(self, name: str) -> Process:
-        known = {process.name: process for process in self._run.services()}
-        return known.get(name) or self._run.reducer(self._machine.places[name].host)
+        planned = {process.name: process for process in self._run.services()}
+        return planned.get(name) or self._run.reducer(self._machine.places[name].host)
 
     def _start_workers(self, attempt: int, hosts: Sequence[str]) -> None:
-        self._write_state(now=True)  # this attempt's number is not used again, whatever happens
+        self._write_state(now=True)  # so that this attempt's number is never reused
         if attempt > self._machine.facts.first_attempt:
             self._ask_step(hosts)
         try:
@@ -280,13 +285,13 @@ class Supervisor:
         self._stamps.setdefault(StartPhase.WORKERS, time.time())
 
     def _set_reducers(self, hosts: Sequence[str]) -> None:
-        """On all hosts with workers. One that cannot be reached is told as lost by the engine."""
+        """Write reducers.txt on all hosts with workers. The engine reports unreachable hosts."""
         file = {"path": self._run.reducers_path, "content": self._run.reducer_lines(hosts)}
         for host in self._machine.worker_hosts:
             try:
                 self._engine.ask(host, PUT_FILE, file)
             except LaunchError as error:
-                self._logs.tell(f"workers on {host} do not know of it: {error}")
+                self._logs.notify(f"the reducers of workers on {host} were not changed: {error}")
 
     # -- requests --
 
@@ -301,51 +306,51 @@ class Supervisor:
             case "status":
                 return self._status()
             case "stop":
-                self._stop_asked = self._user_stops = " ".join(request.words) or "asked to"
+                self._stop_asked = self._user_stops = " ".join(request.words) or "asked to stop"
                 self._measures = False
                 return {}
             case "measure":
                 self._stop_asked, self._measures = PLANNED_ANEW, True
                 return {}
             case "gone":
-                self._stop_asked = "its launcher is gone"
+                self._stop_asked = "its launcher ended"
                 return {}
             case "tell":
-                return {"said": self._engine.tell(request.words)}
-        raise LaunchError(f"{request.verb!r} is no verb", hint="status, stop, measure, tell, hello")
+                return {"said": self._engine.run_verb(request.words)}
+        raise LaunchError(f"no verb {request.verb!r}", hint="status, stop, measure, tell or hello")
 
     def _status(self) -> Mapping[str, Any]:
-        """The state, and what `roadtrain status` says of the run on worker 0's host and, of each
-        stage, on its first one."""
+        """Return the state, the run's status from worker 0's host, and a table for each stage from
+        the stage's first host."""
         hosts = self._run.hosts_of_stages(self._machine.worker_hosts)
         hosts = [host for host in hosts if host in self._machine.here]
         run: dict[str, Any] = {"step": -1, "code": 1, "lines": ["no worker has started"]}
         tables: dict[str, Any] = {}
         for host in hosts:
-            told = {"directory": self._run.directory, "first": host == hosts[0]}
+            request = {"directory": self._run.directory, "first": host == hosts[0]}
             try:
-                said = self._engine.ask(host, STATUS, told)
+                status = self._engine.ask(host, STATUS, request)
             except LaunchError as error:
-                said = {"step": -1, "code": 1, "lines": [str(error)], "stages": []}
-            run = said if host == hosts[0] else run
-            for table in said["stages"]:  # of a directory that hosts share, once
+                status = {"step": -1, "code": 1, "lines": [str(error)], "stages": []}
+            run = status if host == hosts[0] else run
+            for table in status["stages"]:  # hosts with a shared directory return the same tables
                 tables.setdefault(table[0][0], table)
         self._learn_step(int(run["step"]))
         run["stages"] = [table for _, table in sorted(tables.items())]
         return {"state": msgspec.to_builtins(self._state()), "run": run}
 
     def _measure(self) -> None:
-        """Nothing of the run is running; the engine still has its hosts. What fails is told: the
-        command that plans it anew goes on by the old plan."""
-        self._logs.tell("the links between the run's hosts are measured")
+        """Measure the links, once all processes have ended and while the engine still has its
+        hosts. Failures are only logged: the replan command then resumes with the old plan."""
+        self._logs.notify("measuring the links between the run's hosts")
         path = self._home.measured_path
         try:
             found = measure_run(self._engine, self._run, self._machine.worker_hosts)
             for missing in found.missing:
-                self._logs.tell(f"not measured: {missing}")
-            replace_file(path, msgspec.json.encode(found), "writing what was measured")
+                self._logs.notify(f"not measured: {missing}")
+            replace_file(path, msgspec.json.encode(found), "writing the measurements")
         except (RoadtrainError, OSError) as error:
-            self._logs.tell(f"nothing was measured: {error}")
+            self._logs.notify(f"measuring failed: {error}")
 
     # -- state --
 
@@ -373,12 +378,12 @@ class Supervisor:
         services = machine.services.items()
         return (
             *(row(name, machine.places[name].host, state) for name, state in services),
-            *(row(one.name, one.host, machine.workers) for one in self._workers.processes),
+            *(row(p.name, p.host, machine.workers) for p in self._workers.processes),
         )
 
     def _write_state(self, now: bool = False) -> bool:
-        """Whether the file tells of the state as it is. A full disk must not end a run: it is older
-        then, and tried again after a while."""
+        """Write state.json if the state has changed. Return True if the file is up to date. A
+        failed write is retried later, as a full disk must not end a run."""
         state = self._state()
         if state == self._written:
             return True
@@ -389,12 +394,12 @@ class Supervisor:
         except StoreError as error:
             if not self._write_at:
                 why = str(error).partition("\n")[0]
-                self._logs.tell(
-                    f"the run goes on without writing state.json, which is tried again: {why}"
+                self._logs.notify(
+                    f"the run goes on, but state.json cannot be written, which is retried: {why}"
                 )
             self._write_at = time.monotonic() + WRITE_AGAIN_S
             return False
         if self._write_at:
-            self._logs.tell("state.json is written again")
+            self._logs.notify("state.json can be written again")
         self._written, self._write_at = state, 0.0
         return True

@@ -1,7 +1,7 @@
-"""The process of a run's supervisor, as a command sees it: start it, connect to it, ask it to stop.
+"""Start a run's supervisor process, connect to it, and ask it to stop.
 
-On most engines it is a process of this host in a session of its own, which outlives the command;
-an engine with `EngineKind.supervise` starts it elsewhere.
+Usually the supervisor is a process of this host in a session of its own, which outlives the
+command. An engine with `EngineKind.supervise` starts it elsewhere.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from roadtrain.launch.home import LaunchRecord, RunHome
 from roadtrain.launch.waiting import POLL_S, wait_until
 from roadtrain.retry import undone_on_error
 
-ASKED = "the user asked for it"  # why a run ends
-REFUSED = 2  # the exit code of a run of which nothing was started
-STARTS_S = 30.0  # the supervisor's process has the run's lock within it
-CHECKS_S = 600.0  # a supervisor has checked its hosts and listens within it
+USER_ASKED = "the user asked for it"  # `RunState.why` of a run that the user stopped
+REFUSED = 2  # the exit code of a run that was refused before any of its processes started
+STARTS_S = 30.0  # timeout for the supervisor process to take the run's lock
+CHECKS_S = 600.0  # timeout for a supervisor to check its hosts and listen
 
 
 def start(home: RunHome, record: LaunchRecord) -> None:
-    """Start the supervisor. Raises RoadtrainError where there is none then; the run has ended."""
+    """Start the supervisor. If that fails, record the end of the run and raise RoadtrainError."""
     supervise = ENGINES[record.engine].supervise
     try:
         if supervise:
@@ -35,13 +35,13 @@ def start(home: RunHome, record: LaunchRecord) -> None:
             start_supervisor(home)
     except RoadtrainError as error:
         if not home.is_supervised() and home.state().phase == "starting":
-            home.write_ended(REFUSED, f"it was not started: {error}")
+            home.write_ended(REFUSED, f"its supervisor could not be started: {error}")
         raise
 
 
 def start_supervisor(home: RunHome) -> None:
-    """A process of its own session, which outlives this one. Raises LaunchError where it does not
-    begin."""
+    """Start the supervisor in a session of its own, so that it outlives this process. Raises
+    LaunchError if it does not start."""
     log = home.log_directory / "supervisor.log"
     with open(log, "ab") as file:
         process = subprocess.Popen(
@@ -51,19 +51,19 @@ def start_supervisor(home: RunHome) -> None:
             stderr=file,
             start_new_session=True,
         )
-    with undone_on_error(process.kill):  # a Ctrl-C, too: nobody would know that the run begins
+    with undone_on_error(process.kill):  # also on Ctrl-C: the user must not get a run unawares
         begun = wait_until(
             lambda: home.is_supervised() or process.poll() is not None, STARTS_S, 0.02
         )
         if not begun:
-            raise LaunchError(f"the supervisor did not begin within {STARTS_S:.0f} s: {log}")
-        if process.returncode is not None and home.state().phase != "ended":  # else refused already
-            raise LaunchError(f"the supervisor ended (code {process.returncode}): {log} says why")
+            raise LaunchError(f"the supervisor did not start within {STARTS_S:.0f} s: see {log}")
+        if process.returncode is not None and home.state().phase != "ended":  # else it refused
+            raise LaunchError(f"the supervisor ended (code {process.returncode}): see {log}")
 
 
 @contextmanager
 def patient_client(home: RunHome) -> Iterator[ControlClient | None]:
-    """Connect to a supervisor that may still be checking hosts; None: it has ended."""
+    """Connect to a supervisor, waiting while it checks hosts. Yields None if it has ended."""
     deadline, client = time.monotonic() + CHECKS_S, None
     while client is None:
         try:
@@ -73,9 +73,9 @@ def patient_client(home: RunHome) -> Iterator[ControlClient | None]:
                 break
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"the supervisor of {home.name!r} is there, and has not listened within"
+                    f"the supervisor of run {home.name!r} is alive, but has not answered within"
                     f" {CHECKS_S:.0f} s",
-                    hint=f"{home.all_log} says what it waits for",
+                    hint=f"see {home.all_log}",
                 ) from error
             time.sleep(POLL_S)
     with closing(client) if client is not None else nullcontext():
@@ -83,8 +83,8 @@ def patient_client(home: RunHome) -> Iterator[ControlClient | None]:
 
 
 def ask_to_stop(home: RunHome) -> bool:
-    """Whether a supervisor was there to be asked."""
+    """Ask the supervisor to stop the run. Return False if there is no supervisor."""
     with patient_client(home) as client:
         if client is not None:
-            client.ask("stop", ASKED)
+            client.ask("stop", USER_ASKED)
         return client is not None

@@ -1,4 +1,4 @@
-"""Wait for something that nobody tells of: look again and again, with a deadline (Rule 5)."""
+"""Wait for a condition by polling, with a deadline (Rule 5)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ POLL_S = 0.2
 
 
 def wait_until(condition: Callable[[], bool], within_s: float, poll_s: float = POLL_S) -> bool:
-    """Whether the condition came true in time."""
+    """Poll until the condition is true. Return False on a timeout."""
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:

@@ -1,8 +1,8 @@
-"""job_on(): the job of a run for as many workers as there are: fewer hosts than planned, or others.
+"""job_on(): adapt a job to another number of workers than planned.
 
-A step stays what it is (its micro-batches, all workers together), so that its losses do: workers at
-servers accumulate more or less often, stages are wider or narrower. Arithmetic only. Does NOT know
-where state rests, nor whether it fits there.
+The number of micro-batches per step, over all workers, stays the same, and with it the losses:
+workers at servers accumulate over more or fewer passes, stages get more or fewer replicas.
+Arithmetic only. Does NOT know where state is kept, nor whether it fits into memory.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ class WorkerHost(NamedTuple):
 
 
 def job_on(job: Job, planned: int, hosts: Sequence[WorkerHost]) -> Job:
-    """`job`: for `planned` workers. Raises ConfigError where what a step consists of does not
-    divide among those of `hosts`."""
+    """Adapt a job for `planned` workers to the workers of `hosts`. Raises ConfigError if the
+    micro-batches or the stages do not divide among them."""
     workers = sum(host.workers for host in hosts)
     if job.parallelism.used:
         return _staged(job, planned, workers, hosts)
     if workers == planned:
         return job
-    if any(one.workers for one in job.servers.switches):
+    if any(switch.workers for switch in job.servers.switches):
         raise ConfigError(
-            f"a tree of {len(job.servers.switches)} switches names {planned} workers by rank, here"
-            f" are {workers}"
+            f"the tree of {len(job.servers.switches)} switches is set up for {planned} workers,"
+            f" there are {workers}"
         )
     total = job.optimizer.accumulate * planned
     each, rest = divmod(total, workers)
     if rest:
         raise ConfigError(
-            f"{total} micro-batches a step do not divide among {workers} workers",
-            hint="a multiple of both numbers of workers (optimizer.accumulate) would",
+            f"{total} micro-batches per step cannot be divided among {workers} workers",
+            hint=f"choose optimizer.accumulate so that {workers} divides accumulate * {planned}",
         )
     return job.changed({"optimizer.accumulate": each})
 
 
 def _staged(job: Job, planned: int, workers: int, hosts: Sequence[WorkerHost]) -> Job:
-    asked = job.parallelism
-    before = asked.degrees(planned)
+    before = job.parallelism.degrees(planned)
     widths = [width * workers for width in before.replicas_of]
     if any(width % planned or not width for width in widths):
         raise ConfigError(
-            f"{workers} workers cannot be the stages of {before}, which are {before.devices} ranks",
-            hint=f"a multiple of {before.pp * before.tp} workers, alike for all stages",
+            f"{workers} workers cannot be divided among the stages of {before}",
+            hint=f"use a multiple of {before.pp * before.tp} workers",
         )
-    total = asked.num_microbatches or job.optimizer.accumulate * max(before.replicas_of)
+    stated = job.parallelism.num_microbatches
+    total = stated or job.optimizer.accumulate * max(before.replicas_of)
     now = replace(before, dp=1, widths=tuple(width // planned for width in widths))
     now.check_micro_batches(total)
     check_ranks(now, [(host.name, "", host.workers) for host in hosts])

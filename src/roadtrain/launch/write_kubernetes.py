@@ -1,18 +1,18 @@
-"""`roadtrain launch --write kubernetes`: run.yaml, which `kubectl apply -f` runs the plan from.
+"""`roadtrain launch --write kubernetes`: write run.yaml, for `kubectl apply -f`, to run the plan.
 
     Secret        the token
     ConfigMap     job.toml, reducers.txt
-    Service       without an address of its own, over all pods: StatefulSets ask for one
-    StatefulSet   of each server, reducer and switch: begins again at its node, never twice at once
-    Job           of each host's workers: torchrun; its pod begins again until all workers are done
+    Service       headless, over all pods; StatefulSets require one
+    StatefulSet   for each server, reducer and switch: restarts on its node, at most one instance
+    Job           for each host's workers: torchrun; its pod restarts until all workers are done
 
-A pod runs on the node that the plan names, in the node's network and shared memory: a plan is made
-for the hosts' links, and its addresses, ports and directories are theirs. So every host name, path
-and port in the file is of the plan or the job, and nothing is looked up in the cluster's DNS. Such
-pods need a namespace that allows hostNetwork, hostIPC and hostPath.
+A pod runs on the node that the plan names and uses the node's network and shared memory, because
+the plan is made for the hosts' links, and its addresses, ports and directories are the hosts'. So
+every host name, path and port in the file comes from the plan or the job, and the cluster's DNS is
+not used. Such pods need a namespace that allows hostNetwork, hostIPC and hostPath.
 
-An indexed Job has one template for all, so it knows no order of nodes: hence a Job each host.
-Names of hosts are taken for names of nodes. Does NOT ask Kubernetes, nor make an image.
+There is one Job per host, because an indexed Job cannot assign its pods to nodes in order. Host
+names must be node names. Does NOT contact Kubernetes, and does NOT build an image.
 """
 
 from __future__ import annotations
@@ -46,37 +46,38 @@ from roadtrain.switch.options import MOST_JOBS
 from roadtrain.transport.address import write_token
 
 Tree = dict[str, Any]
-PYTHON = "python"  # of the image
+PYTHON = "python"  # the image's interpreter
 MARK = "# Written by `roadtrain launch --write kubernetes`"
 NOTICE_S = 120  # from SIGTERM to SIGKILL
-MOST_STARTS = 100  # of a host's workers, before Kubernetes gives a run up
-LONGEST_NAME = 52  # of an object: Kubernetes puts up to 11 characters behind it
+MOST_STARTS = 100  # starts of a host's workers before Kubernetes gives up
+LONGEST_NAME = 52  # of an object: Kubernetes appends up to 11 characters
 GLOB = re.compile(r"[*?\[]")
 
 
 def write_kubernetes(run: ResolvedRun, out: Path, image: str) -> list[str]:
-    """What is to be told the user. Raises ConfigError for what Kubernetes cannot do."""
+    """Write run.yaml and return notes for the user. Raises ConfigError if Kubernetes cannot run
+    the plan."""
     objects = kubernetes_objects(run, image)
     check_ours(out, ["run.yaml"], MARK)
     make_directory(out)
     with typed_errors(out / "run.yaml", "writing"):
         write_token(out / "run.yaml", as_yaml(objects).encode())  # the token is in it
     return [
-        f"{len(hosts_of(run))} hosts; start it with: kubectl apply -f {out / 'run.yaml'}",
-        "servers stay when the workers are done, until kubectl delete -f",
+        f"{len(hosts_of(run))} hosts; start the run with: kubectl apply -f {out / 'run.yaml'}",
+        "servers keep running when the workers are done, until kubectl delete -f",
         *notes_for_user(run),
     ]
 
 
 def as_yaml(objects: Iterable[Tree]) -> str:
     text = yaml.dump_all(
-        objects, Dumper=_Readable, sort_keys=False, default_flow_style=False, width=100
+        objects, Dumper=_BlockDumper, sort_keys=False, default_flow_style=False, width=100
     )
-    return f"{MARK}: change the plan or the job, and write anew.\n{text}"
+    return f"{MARK}: do not edit; change the plan or the job and write again.\n{text}"
 
 
-class _Readable(yaml.SafeDumper):
-    """Writes texts of several lines as such."""
+class _BlockDumper(yaml.SafeDumper):
+    """Writes multi-line strings as block literals."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -87,17 +88,18 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Readable.add_representer(str, _text)
+_BlockDumper.add_representer(str, _text)
 
 
 def kubernetes_objects(run: ResolvedRun, image: str) -> list[Tree]:
-    """Raises ConfigError."""
+    """Return the objects of a run. Raises ConfigError if Kubernetes cannot run it."""
     return _RunObjects(with_device(run), image).all()
 
 
 def name_of(text: str) -> str:
-    """A name of any object, or a label, for `text`: the narrowest rule is a Service's (RFC 1035),
-    a letter first. A space is as good as a dash; texts that differ in more have different names."""
+    """Derive a valid object name or label from `text`. Service names have the strictest rule (RFC
+    1035): they begin with a letter. A hash is appended if anything but spaces was changed, so that
+    different texts have different names."""
     plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     named = plain if plain[:1].isalpha() else f"run-{plain}"
     if named == text.replace(" ", "-") and len(named) <= LONGEST_NAME:
@@ -135,15 +137,15 @@ class _RunObjects:
         return {"apiVersion": version, "kind": kind, "metadata": metadata, **content}
 
     def _files(self, *, secret: bool) -> Tree:
-        held = {}
+        contents = {}
         for file in files_of(self.run):
             if file.secret == secret:
                 coded = base64.b64encode(file.content.encode()).decode()
-                held[PurePosixPath(file.path).name] = coded if secret else file.content
-        return held
+                contents[PurePosixPath(file.path).name] = coded if secret else file.content
+        return contents
 
     def _service(self, services: Iterable[Process]) -> Tree:
-        served = (port for one in services for port in one.ports)
+        served = (port for service in services for port in service.ports)
         ports = dict.fromkeys((*served, self.run.machines.rendezvous_port))
         spec = {
             "clusterIP": "None",
@@ -212,7 +214,8 @@ class _RunObjects:
         made: Iterable[str],
         read: Iterable[str] = (),
     ) -> Tree:
-        """made, read: directories of the node, which are the same in the container."""
+        """Return a pod template. made, read: directories of the node to mount at the same path, to
+        be created if missing (made) or required to exist (read)."""
         made = [self.run.directory, *made]
         roots = _roots([*made, *read])
         on_node = {f"path-{number}": path for number, path in enumerate(roots)}
@@ -221,7 +224,7 @@ class _RunObjects:
         mounts.append({"name": "files", "mountPath": handed_out, "readOnly": True})
         volumes: list[Tree] = []
         for name, path in on_node.items():
-            # what a run writes may be made; what it only reads is there, or the pod does not start
+            # A missing directory is created if the run writes to it, else the pod does not start.
             kind = "DirectoryOrCreate" if path in made else "Directory"
             volumes.append({"name": name, "hostPath": {"path": path, "type": kind}})
         volumes.append({"name": "files", "projected": {"sources": self._sources(files)}})
@@ -231,14 +234,14 @@ class _RunObjects:
             "hostIPC": True,
             "dnsPolicy": "ClusterFirstWithHostNet",
             "terminationGracePeriodSeconds": NOTICE_S,
-            "securityContext": {"runAsUser": 0},  # of the directories that the node makes
+            "securityContext": {"runAsUser": 0},  # the node creates directories as root
             "containers": [{**container, "volumeMounts": mounts}],
             "volumes": volumes,
         }
         return {"metadata": {"labels": self._labels(process)}, "spec": spec}
 
     def _sources(self, files: Iterable[HostFile]) -> list[Tree]:
-        """The files that a process reads, as they are now: Kubernetes follows a change."""
+        """Return volume sources for the files of a process. Kubernetes updates them on a change."""
         sources: list[Tree] = []
         for kind, secret in (("secret", True), ("configMap", False)):
             names = [PurePosixPath(file.path).name for file in files if file.secret == secret]
@@ -249,11 +252,11 @@ class _RunObjects:
         return sources
 
     def _made_by(self, process: Process) -> list[str]:
-        """Directories of a server on its node."""
+        """Return the directories that a server creates on its node."""
         host = self.run.host(process.host)
-        places = [one for one in host.servers if one.port in process.ports]
+        places = [place for place in host.servers if place.port in process.ports]
         stores = places if process.role == Role.SERVER else []
-        return [path for one in stores for path in (one.store, one.snapshot) if path]
+        return [path for place in stores for path in (place.store, place.snapshot) if path]
 
 
 def _port(protocol: str, port: int, key: str) -> Tree:
@@ -261,7 +264,8 @@ def _port(protocol: str, port: int, key: str) -> Tree:
 
 
 def _ports(process: Process) -> list[Tree]:
-    """A switch has a UDP port for each job, above its own."""
+    """Return the container ports of a process. A switch also has UDP ports, one per job, above its
+    TCP port."""
     tcp = [_port("tcp", port, "containerPort") for port in process.ports]
     if process.role != Role.SWITCH:
         return tcp
@@ -270,32 +274,33 @@ def _ports(process: Process) -> list[Tree]:
 
 
 def _roots(paths: Iterable[str]) -> list[str]:
-    """Those that lie in no other of them, each once."""
-    known = [PurePosixPath(path) for path in dict.fromkeys(paths)]
-    return [str(one) for one in known if not any(other in one.parents for other in known)]
+    """Drop duplicates and paths inside other paths."""
+    distinct = [PurePosixPath(path) for path in dict.fromkeys(paths)]
+    return [str(path) for path in distinct if not any(p in path.parents for p in distinct)]
 
 
 def _stores_of(job: Job) -> list[str]:
-    """Directories on workers' nodes in which state rests."""
-    of_stages = [path for one in job.parallelism.placements for path in one.files]
+    """Return the directories on workers' nodes in which state is stored."""
+    of_stages = [path for placement in job.parallelism.placements for path in placement.files]
     return of_stages if job.servers.addresses else [*of_stages, *job.store.files]
 
 
 def _read_by(job: Job) -> list[str]:
-    """Directories that workers read on their nodes. What this Python has, an image's has too."""
+    """Return the directories that workers read on their nodes. The default text, which is part of
+    the Python installation, is in the image too and left out."""
     own = DataSection().paths
     text = (path for path in job.data.paths if path not in own)
     return [_directory_of(path) for path in (*text, *files_read(job).values())]
 
 
 def _directory_of(path: str) -> str:
-    """That holds all that a glob means, or the file or directory `path`: what of the two it is,
-    only its node knows. Raises ConfigError."""
+    """Return a directory that contains all matches of a glob, or the parent of a plain path, which
+    may be a file. Raises ConfigError for a path directly in /."""
     parts = PurePosixPath(path).parts
     fixed = next((i for i, part in enumerate(parts) if GLOB.search(part)), len(parts) - 1)
     if fixed < 2:
         raise ConfigError(
-            f"{path} of the job lies in /, and a pod cannot have its node's / for its own",
-            hint="put it into a directory",
+            f"{path} of the job is directly in /, and a pod cannot mount its node's /",
+            hint="move it into a directory",
         )
     return str(PurePosixPath(*parts[:fixed]))

@@ -1,12 +1,13 @@
-"""`roadtrain launch --write slurm`: a directory that Slurm runs the plan from.
+"""`roadtrain launch --write slurm`: write a directory from which Slurm runs the plan.
 
-    run.sbatch   which hosts run what (here), and what keeps it running (run.sbatch of this package)
-    job.toml token reducers.txt   handed out to all hosts, where the run's processes look for them
+    run.sbatch   the hosts and their processes (generated here), followed by the script that keeps
+                 them running (run.sbatch of this package)
+    job.toml token reducers.txt   copied to all hosts by run.sbatch
 
-One job of all hosts (`--exclusive`). A step gets no GPU that it does not ask for, and may ask for
-what its job asked for: so where hosts need different numbers of GPUs, 0 too, the job is a
-heterogeneous one with a component for each number. A process is a step (`srun --overlap`) on its
-host. Host names of the plan are taken for Slurm's. Does NOT ask Slurm.
+The run is one exclusive Slurm job on all hosts, and each process is a step (`srun --overlap`) on
+its host. A step gets only GPUs that it requests, and can request only what its job has. So if hosts
+need different numbers of GPUs (including 0), the job is heterogeneous, with a component for each
+number. The plan's host names must be Slurm's. Does NOT contact Slurm.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ from roadtrain.launch.torchrun import (
 from roadtrain.storage.direct import make_directory, replace_file, typed_errors
 from roadtrain.transport.address import write_token
 
-PYTHON = "python"  # of the environment that sbatch is called in
+PYTHON = "python"  # of the environment in which sbatch is called
 MARK = "# Written by `roadtrain launch --write slurm`"
-SAID_BY_HOST = ("$rank", "$workers", "$start")  # of torchrun's words: a shell on each host has them
-NOTICE_S = 120  # before the time is over, or a spot host goes
+HOST_VARIABLES = ("$rank", "$workers", "$start")  # in torchrun's arguments, expanded on each host
+NOTICE_S = 120  # seconds of notice before the time limit or the loss of a spot host
 
 
 def write_slurm(run: ResolvedRun, out: Path, _image: str = "") -> list[str]:
-    """What is to be told the user. Raises ConfigError for what Slurm cannot do."""
+    """Write the directory and return notes for the user. Raises ConfigError if Slurm cannot run
+    the plan."""
     run = with_device(run)
     script = slurm_script(run)
     _check_out(run, out)
@@ -55,32 +57,33 @@ def write_slurm(run: ResolvedRun, out: Path, _image: str = "") -> list[str]:
             head = f"{_head_line()}\n" if where.suffix == ".toml" else ""
             replace_file(where, (head + file.content).encode(), "writing")
     return [
-        f"{len(hosts_of(run))} hosts; start it in {out}, in an environment whose `{PYTHON}` has"
-        " roadtrain: sbatch run.sbatch",
+        f"{len(hosts_of(run))} hosts; start the run in {out}, in an environment whose `{PYTHON}`"
+        " has roadtrain installed: sbatch run.sbatch",
         *notes_for_user(run),
     ]
 
 
 def _check_out(run: ResolvedRun, out: Path) -> None:
-    """Raises ConfigError where something of the user's would be replaced. A token and reducers.txt
-    have no line of ours: they are ours beside a run.sbatch that is."""
+    """Raise ConfigError if a file that we did not write would be replaced. Only run.sbatch and TOML
+    files have our mark; the other files count as ours if run.sbatch does."""
     names = [PurePosixPath(file.path).name for file in files_of(run)]
     own = ["run.sbatch", *(name for name in names if name.endswith(".toml"))]
     check_ours(out, own if (out / "run.sbatch").exists() else [*own, *names], MARK)
 
 
 def _head_line() -> str:
-    return f"{MARK}: change the plan or the job, write anew."
+    return f"{MARK}: do not edit; change the plan or the job and write again."
 
 
 def slurm_script(run: ResolvedRun) -> str:
-    """The content of run.sbatch."""
+    """Return the content of run.sbatch."""
     body = files("roadtrain.launch").joinpath("run.sbatch").read_text()
     return "\n".join([*_head(run), "", *_machines(run), "", body])
 
 
 def _components(run: ResolvedRun) -> dict[int, list[str]]:
-    """Hosts by the number of GPUs that each needs. The script runs on the first one of all."""
+    """Group the hosts by the number of GPUs that each needs. Slurm runs the script on the first
+    host of the first group."""
     gpus, found = gpus_of(run), dict[int, list[str]]()
     for host in hosts_of(run):
         found.setdefault(gpus.get(host, 0), []).append(host)
@@ -90,7 +93,7 @@ def _components(run: ResolvedRun) -> dict[int, list[str]]:
 def _head(run: ResolvedRun) -> Iterable[str]:
     yield "#!/bin/bash"
     yield _head_line()
-    yield "# shellcheck disable=SC2016,SC2317 # what hosts expand; a function that a signal calls"
+    yield "# shellcheck disable=SC2016,SC2317 # variables expanded on hosts; a signal handler"
     of_job = {
         "job-name": shlex.quote(run.name),
         "requeue": "",
@@ -106,7 +109,7 @@ def _head(run: ResolvedRun) -> Iterable[str]:
             "nodelist": ",".join(hosts),
             "ntasks-per-node": 1,
             "exclusive": "",
-            "mem": 0,  # all that a host has
+            "mem": 0,  # all memory of a host
         }
         yield from _options(of_component)
         if gpus:
@@ -119,15 +122,15 @@ def _options(options: Mapping[str, object]) -> Iterable[str]:
 
 
 def _machines(run: ResolvedRun) -> Iterable[str]:
-    """What the rest of the script goes by."""
+    """Yield the variables and functions that the rest of the script uses."""
     worker = first_worker(run)
-    torchrun = [_in_shell(word) for word in torchrun_words(run, *SAID_BY_HOST)]
+    torchrun = [_in_shell(word) for word in torchrun_words(run, *HOST_VARIABLES)]
     words = [PYTHON, *torchrun, *map(shlex.quote, worker.words)]
     places = " ".join(
         f"{host}) rank={rank} workers={run.host(host).workers};;"
         for rank, host in enumerate(run.worker_hosts)
     )
-    known = {
+    variables = {
         "name": run.name,
         "directory": run.directory,
         "first": worker.host,
@@ -137,7 +140,7 @@ def _machines(run: ResolvedRun) -> Iterable[str]:
         "places": f"case $SLURMD_NODENAME in {places} esac",
         "torchrun": " ".join(words),
     }
-    yield from (f"{key}={shlex.quote(text)}" for key, text in known.items())
+    yield from (f"{key}={shlex.quote(text)}" for key, text in variables.items())
     yield f"hosts=({' '.join(hosts_of(run))})"
     yield from _options_of_steps(run)
     yield "hand_out_all() {"
@@ -153,19 +156,19 @@ def _machines(run: ResolvedRun) -> Iterable[str]:
 
 
 def _options_of_steps(run: ResolvedRun) -> Iterable[str]:
-    """Of each host: the component that it is in, and the GPUs that its workers ask for. Workers of
-    a component are one step, which a signal reaches at once."""
+    """Yield for each host its component and the GPUs that its workers request. All workers of a
+    component are one step, so that one signal reaches them all."""
     components = list(_components(run).values())
     at_work = [[host for host in hosts if host in run.worker_hosts] for hosts in components]
     steps = [f'"{",".join(hosts)}"' for hosts in at_work if hosts]
     yield f"worker_steps=({' '.join(steps)})"
     several = enumerate(components) if len(components) > 1 else ()
-    part = [f"[{host}]=--het-group={number}" for number, one in several for host in one]
+    part = [f"[{host}]=--het-group={number}" for number, hosts in several for host in hosts]
     gpus = [f"[{host}]=--gres=gpu:{count}" for host, count in gpus_of(run).items()]
     yield f"declare -A component_of=({' '.join(part)})"
     yield f"declare -A gpus_of=({' '.join(gpus)})"
     if gpus:
-        yield "export SLURM_STEP_GRES=none  # of all steps that ask for nothing else"
+        yield "export SLURM_STEP_GRES=none  # default of steps that request no GPUs"
 
 
 def _service(process: Process) -> str:
@@ -174,5 +177,5 @@ def _service(process: Process) -> str:
 
 
 def _in_shell(word: str) -> str:
-    """In double quotes where it ends with what a shell on the host says."""
-    return f'"{word}"' if word.endswith(SAID_BY_HOST) else shlex.quote(word)
+    """Quote a word: in double quotes if it ends with a variable that the host's shell expands."""
+    return f'"{word}"' if word.endswith(HOST_VARIABLES) else shlex.quote(word)

@@ -1,9 +1,9 @@
-"""Budget -> how many buffers of each kind, and what stays in memory (Rule 4).
+"""Turn a memory budget into numbers of buffers of each kind, and what is kept in memory (Rule 4).
 
-One number is asked for: host bytes. It covers everything that roadtrain allocates: the root block,
-block buffers, gradient buffers, record buffers, saved block inputs, and memory copies of what rests
-on files. It does not cover the interpreter, torch itself and what a block's own forward and
-backward allocate for a moment.
+The user gives one number, the bytes of host memory. It covers everything that roadtrain allocates:
+the root block, block buffers, gradient buffers, record buffers, saved block inputs, and memory
+copies of data on files. It does not cover the interpreter, torch itself, or temporary allocations
+of a block's own forward and backward.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from roadtrain.chunks import Block, Chunk, ChunkTable, Record
 from roadtrain.errors import BudgetError
 from roadtrain.units import MIB, parse_bytes, round_up, show_bytes
 
-HUGE = 2 * MIB  # buffers are whole huge pages
+HUGE = 2 * MIB  # bytes of a huge page; buffer sizes are multiples of it
 
 
 @dataclass(frozen=True)
 class WorkerBudgets:
-    """Of a worker. Bytes are upper limits."""
+    """The buffers of a worker. Bytes are upper limits."""
 
-    root_bytes: int  # of the root block's buffers
-    slots: int  # blocks of parameters that are in memory at once
+    root_bytes: int  # buffers of the root block
+    slots: int  # blocks whose parameters are in memory at once
     slot_bytes: int
-    kept: int  # of `slots`: those that are there to keep blocks from forward to backward
-    push_buffers: int  # gradients of blocks that are in memory at once
+    kept: int  # slots added to keep blocks from forward to backward; included in `slots`
+    push_buffers: int  # blocks whose gradients are in memory at once
     push_bytes: int
     activation_bytes: int  # saved inputs of blocks
-    compressed_bytes: int  # indices and values that wait for the update
+    compressed_bytes: int  # compressed gradients waiting for the update
 
     @property
     def total(self) -> int:
@@ -44,13 +44,13 @@ class WorkerBudgets:
 
 @dataclass(frozen=True)
 class RecordBudgets:
-    """Of servers. Bytes are upper limits."""
+    """The buffers of the servers in a process. Bytes are upper limits."""
 
-    buffers: int  # for records that are read, updated or written
+    buffers: int  # for records being read, updated or written
     buffer_bytes: int
-    scratch_bytes: int  # an expanded or spilled gradient beside each buffer
-    resident: frozenset[int]  # chunks whose record is kept in memory
-    weights_resident: frozenset[int]  # chunks whose weights part alone is kept in memory
+    scratch_bytes: int  # per buffer, for an expanded or spilled gradient
+    resident: frozenset[int]  # chunks whose whole record is kept in memory
+    weights_resident: frozenset[int]  # chunks of whose record only the weights are kept in memory
     resident_bytes: int
 
     @property
@@ -61,11 +61,11 @@ class RecordBudgets:
 
 @dataclass(frozen=True)
 class Budgets:
-    """Of a process with a worker."""
+    """The buffers of a process with a worker."""
 
     worker: WorkerBudgets
-    records: RecordBudgets  # of all servers in the process together
-    host_bytes: int  # that they were made of
+    records: RecordBudgets  # all servers of the process together
+    host_bytes: int  # the budget
 
     @property
     def total(self) -> int:
@@ -78,29 +78,29 @@ class Budgets:
 
 @dataclass(frozen=True)
 class BudgetTerms:
-    """What else is to be in the memory that is split, and what can leave it."""
+    """The other data that shares the memory budget, and what may be moved out of memory."""
 
-    on_files: bool  # the state rests on files or elsewhere, not in this memory
-    holds_gradients: bool  # updates wait for step(): gradients pile up, or go to files
-    serves: bool = True  # all servers are in this process; else none but that of residuals
-    residual_blocks: frozenset[int] = frozenset()  # that hold what compression has not sent
-    root_residual: int = 0  # the one of the root block, which has a buffer of its own; 0: none
-    compressed_bytes: int = 0  # of the compressed gradients of one step
-    # whether blocks are kept from forward to backward: "all", "none", or as many as fit where they
-    # come over a network ("auto")
+    on_files: bool  # the state is on files or in another process, not in this memory
+    holds_gradients: bool  # updates wait for step(), so gradients accumulate or go to files
+    serves: bool = True  # all servers are in this process; else at most the one for residuals
+    residual_blocks: frozenset[int] = frozenset()  # blocks that hold gradients not sent yet
+    root_residual: int = 0  # residual block of the root, which has its own buffer; 0: none
+    compressed_bytes: int = 0  # compressed gradients of one step
+    # which blocks are kept from forward to backward: "all", "none", or "auto": as many as fit if
+    # blocks come over a network
     buffering: str = "auto"
 
 
 @dataclass
-class _Left:
-    """Bytes that nobody has been given yet."""
+class _Free:
+    """Bytes that are not assigned yet."""
 
     host: int
-    device: float  # infinite where it is not bounded
+    device: float  # infinity: not limited
 
     def take(self, nbytes: int, most: int, share: int = 1, *, on_device: bool = False) -> int:
-        """At most `most` buffers of `nbytes`, together at most 1/`share` of what is left. Returns
-        how many."""
+        """Assign up to `most` buffers of `nbytes`, but at most 1/`share` of the free memory.
+        Returns the number of buffers."""
         count = min(most, self.host // share // nbytes)
         if on_device:
             count = int(min(count, self.device // nbytes))
@@ -109,8 +109,8 @@ class _Left:
         return count
 
     def buy(self, order: Sequence[str], size: _Sizes, servers: int) -> Counter[str]:
-        """One buffer more of each kind in `order`, where it takes at most half of what is left;
-        a record's at every server. Returns how many of each kind."""
+        """Assign one more buffer of each kind in `order`, unless it takes more than half of the
+        free memory; a record buffer is added for every server. Returns the numbers by kind."""
         cost = {"record": servers * (size.record + size.scratch), "slot": size.slot}
         cost["push"] = size.push
         bought = Counter[str]()
@@ -119,17 +119,17 @@ class _Left:
         return bought
 
 
-def host_bytes_of(asked: str | int | None, *, whole: bool) -> int:
-    """Bytes of a host budget: `asked`, else half of the memory that is free, or the `whole` of
-    it."""
-    if asked is not None:
-        return parse_bytes(asked)
+def host_bytes_of(budget: str | int | None, *, whole: bool) -> int:
+    """Return the bytes of a host budget; without one, half of the free memory, or all of it if
+    `whole`."""
+    if budget is not None:
+        return parse_bytes(budget)
     free = psutil.virtual_memory().available
     return int(free if whole else free // 2)
 
 
 def buffer_for(nbytes: Iterable[int]) -> int:
-    """Bytes of a buffer that the largest fits into, also where there is none."""
+    """Return the size of a buffer that holds the largest of `nbytes`, at least one huge page."""
     return round_up(max(nbytes, default=0), HUGE) or HUGE
 
 
@@ -137,7 +137,7 @@ def buffer_for(nbytes: Iterable[int]) -> int:
 class _Sizes:
     """Bytes of one buffer of each kind."""
 
-    root: int  # parameters, torch's own p.grad, and the flat piece that is pushed
+    root: int  # parameters, torch's own p.grad, and the flat gradient to push
     root_on_device: int
     slot: int
     push: int
@@ -152,7 +152,8 @@ class _Sizes:
         blocks: Sequence[Block],
         residual_block: int,
     ) -> _Sizes:
-        """`blocks`: they take slots. `residual_block`: of the root's residuals, 0 for none."""
+        """Compute the sizes. `blocks`: the blocks that use slots. `residual_block`: index of the
+        block with the root's residuals, 0 if there is none."""
         root = table.blocks[0]
         pulled, pushed = round_up(root.pull_nbytes, HUGE), round_up(root.push_nbytes, HUGE)
         residuals = (
@@ -176,9 +177,11 @@ def derive(
     host_bytes: int,
     device_bytes: int | None = None,
 ) -> Budgets:
-    """Split `host_bytes`. `records`: of what servers in this process keep. `device_bytes`: of an
-    accelerator, for its side of the root's buffers, of slots and of gradient buffers (None: not
-    bounded). Raises BudgetError with the least number of bytes that would do."""
+    """Split `host_bytes` into buffers.
+
+    `records`: the records that servers in this process keep. `device_bytes`: accelerator memory for
+    the root's buffers, slots and gradient buffers (None: not limited). Raises BudgetError with the
+    minimum if the budget is too small."""
     on_files, serves, buffering = terms.on_files, terms.serves, terms.buffering
     blocks = [b for b in table.blocks[1:] if b.index != terms.root_residual]
     size = _Sizes.of(table, records, blocks, terms.root_residual)
@@ -200,22 +203,22 @@ def derive(
     on_device = size.root_on_device + slots * size.slot + pushes * size.push
     if device_bytes is not None and device_bytes < on_device:
         raise _too_small(table, "device", on_device, device_bytes, True)
-    left = _Left(host_bytes - least, math.inf if device_bytes is None else device_bytes - on_device)
+    left = _Free(host_bytes - least, math.inf if device_bytes is None else device_bytes - on_device)
     keep = 0
     if on_files:
-        # The order in which more memory pays: overlap first, then inputs, then gradients that
-        # wait, then what is kept.
+        # Extra memory is spent in this order: overlap, then inputs, then waiting gradients, then
+        # data kept in memory.
         order = ("record", "slot", "push") if records else ("slot", "push", "slot")
         more = left.buy((*order, *["record"] * 9) if serves else order, size, servers)
         slots, pushes = slots + more["slot"], pushes + more["push"]
         per_server += more["record"]
         activations += left.host // 4
         left.host -= left.host // 4
-        # Gradients that wait: for step(), or (updates begin in backward) for a device that is
-        # slower than backward, so that what is left of the updates hides behind the next forward.
+        # Gradients wait for step(), or, if updates start during backward, for a slow storage
+        # device, so that the remaining updates overlap with the next forward.
         most = compute if serves else 4
         pushes += left.take(size.push, most, 2 if terms.holds_gradients else 3, on_device=True)
-        # then backward pulls nothing again
+        # keep blocks, so that backward does not pull them again
         if buffering == "all" or (not serves and buffering == "auto"):
             keep = left.take(size.slot, compute, on_device=True)
     else:
@@ -224,9 +227,9 @@ def derive(
     slots += keep
     if buffering == "all" and slots < compute:
         raise BudgetError(
-            f"{slots} of {compute} blocks of {show_bytes(size.slot)} can be kept from forward to"
+            f"{slots} of {compute} blocks of {show_bytes(size.slot)} fit in memory from forward to"
             f" backward, the budget is {show_bytes(host_bytes)}",
-            hint="buffering='auto' keeps what fits (with staleness 0 or 1)",
+            hint="buffering='auto' keeps as many as fit (with staleness 0 or 1)",
         )
     resident, public, kept = frozenset(records), frozenset[int](), in_ram
     if on_files:
@@ -251,17 +254,17 @@ def derive(
 
 
 def _too_small(
-    table: ChunkTable, where: str, least: int, given: int, on_files: bool
+    table: ChunkTable, where: str, least: int, budget: int, on_files: bool
 ) -> BudgetError:
-    enough = f"{-(-least // MIB)} MiB"  # rounded up: what is named here fits
+    enough = f"{-(-least // MIB)} MiB"  # rounded up, so that this number is enough
     way_out = f"give at least {enough}"
     if not on_files:
-        way_out += ", or place the state on files (store=DIRECTORY)"
+        way_out += ", or keep the state on files (store=DIRECTORY)"
     elif table.chunk_elements > 1 << 16 and where == "host":
-        way_out += f", or smaller chunks than {table.chunk_elements} elements"
+        way_out += f", or use chunks smaller than {table.chunk_elements} elements"
     return BudgetError(
         f"this model needs at least {enough} of {where} memory besides torch, "
-        f"the budget is {show_bytes(given)} (its largest block is '{_largest(table)}')",
+        f"the budget is {show_bytes(budget)} (its largest block is '{_largest(table)}')",
         hint=way_out,
     )
 
@@ -269,10 +272,11 @@ def _too_small(
 def _kept(
     chunks: Sequence[Chunk], records: Mapping[int, Record], nbytes: int
 ) -> tuple[frozenset[int], frozenset[int], int]:
-    """Chunks of which the record, and of which the weights part, is kept in `nbytes` of memory,
-    and what that takes. Parameters first (read twice a step, 2 bytes each), the root's and the
-    first blocks' before the others (the next forward wants them soonest), then records (read
-    once a step, 12 bytes and more)."""
+    """Choose the chunks whose record, and those whose weights only, are kept in `nbytes` of memory.
+
+    Returns both sets and the bytes used. Weights come first (2 bytes each, read twice a step),
+    those of the root and the first blocks before others because the next forward needs them first;
+    then records (12 bytes and more, read once a step)."""
     public, resident, kept = set(), set(), 0
     for chunk in chunks:
         if kept + records[chunk.id].weights_nbytes > nbytes:
@@ -290,13 +294,13 @@ def _kept(
 
 @dataclass(frozen=True)
 class ServerBudgets:
-    """Of a server in a process of its own."""
+    """The buffers of a server that runs in its own process."""
 
     records: RecordBudgets
-    pool: int  # gradient buffers a worker; what they cannot hold goes to files
-    # buffers for parameters on their way from a file, or cast from masters, to the workers
+    pool: int  # gradient buffers per worker; gradients beyond that go to files
+    # buffers for parameters that are read from a file, or cast from masters, and sent to workers
     answers: int
-    piece_bytes: int  # of one buffer of `pool` or `answers`
+    piece_bytes: int  # size of a buffer of `pool` or `answers`
 
 
 def derive_server(
@@ -309,9 +313,10 @@ def derive_server(
     wide: bool = False,
     beside: int = 0,
 ) -> ServerBudgets:
-    """Split a server's `host_bytes`; `records` are its own. `wide`: gradients come in fp32.
-    `beside`: of these bytes, what the end of a fan-in has. Raises BudgetError with the least that
-    would do."""
+    """Split a server's `host_bytes`.
+
+    `records`: its own records. `wide`: gradients arrive in fp32. `beside`: bytes of the budget that
+    the fan-in end uses. Raises BudgetError with the minimum if the budget is too small."""
     mine = [table.chunks[number] for number in sorted(records)]
     trainable = [c for c in mine if c.trainable]
     record = buffer_for(record.nbytes for record in records.values())
@@ -325,13 +330,13 @@ def derive_server(
         raise BudgetError(
             f"a server of {len(mine)} chunks and {workers} workers needs at least"
             f" {-(-least // MIB)} MiB{of_it}, its budget is {show_bytes(host_bytes)}",
-            hint="raise --budget, or choose smaller chunks (chunk_elements)",
+            hint="raise --budget, or use smaller chunks (chunk_elements)",
         )
     left = host_bytes - least
     while buffers < 8 and left > 8 * (record + scratch):
         buffers, left = buffers + 1, left - record - scratch
-    wanted = len(trainable) if holds_gradients else min(16, len(trainable))
-    more = max(0, min(wanted, left // 2 // (workers * piece)))
+    needed = len(trainable) if holds_gradients else min(16, len(trainable))
+    more = max(0, min(needed, left // 2 // (workers * piece)))
     pool, left = pool + more, left - more * workers * piece
     kept = RecordBudgets(buffers, record, scratch, *_kept(mine, records, left))
     return ServerBudgets(kept, pool, answers, piece)

@@ -1,9 +1,9 @@
 """Check the options that code passes to a public function or value.
 
-An option is declared once, by the annotation of an argument or a dataclass field: its type, its
-limits (`Annotated[int, Field(ge=1)]`) and checks of its own (`refusing`). Each function or value
-calls `check_options` first, so a wrong option is a ConfigError that names the option, what was
-given and what is accepted. Does NOT convert or change what was given.
+An option is declared once, by the annotation of an argument or dataclass field: its type, its
+limits (`Annotated[int, Field(ge=1)]`) and custom checks (`refusing`). Each function or value calls
+`check_options` first, so an invalid option raises a ConfigError that names the option, its value
+and what is accepted. Values are not converted or changed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SHOWN.maxstring = _SHOWN.maxother = 80
 
 def _check_path(path: str | Path) -> str | Path:
     if not str(path) or "\0" in str(path):
-        raise ConfigError("a path is not empty and has no null character")
+        raise ConfigError("a path must not be empty or contain a null character")
     return path
 
 
@@ -63,27 +63,27 @@ Size = Annotated[
     Field(description="a size such as '900MiB', a number of bytes"),
 ]
 PositiveInt = Annotated[int, Field(ge=1)]
-Deadline = Annotated[float, Field(gt=0, le=10**9)]  # of a wait, in seconds: it ends (Rule 5)
+Deadline = Annotated[float, Field(gt=0, le=10**9)]  # seconds until a wait fails (Rule 5)
 PathLike = Annotated[str | Path, AfterValidator(refusing(_check_path)), Field(description="a path")]
 ExistingPath = Annotated[PathLike, AfterValidator(refusing(_check_exists))]
 
 
-def check_options(owner: Callable[..., Any], given: Mapping[str, Any], where: str = "") -> None:
+def check_options(owner: Callable[..., Any], values: Mapping[str, Any], where: str = "") -> None:
     """Raise ConfigError for the first option that the annotations of `owner` do not allow.
 
     Args:
         owner: The function or dataclass that declares the options.
-        given: Values by the name of the argument or field.
-        where: The value or function that users know, if it is another than `owner`.
+        values: The values, by the name of the argument or field.
+        where: The public name to print, if it is not that of `owner`.
     """
     model, hints = _declared(owner)
     try:
-        model.model_validate({name: given[name] for name in hints if name in given})
+        model.model_validate({name: values[name] for name in hints if name in values})
     except ValidationError as cause:
         errors = cause.errors()
         name = str(errors[0]["loc"][0])
         own = owner.__name__ if isinstance(owner, type) else f"{owner.__name__}()"
-        what = f"{where or own}: `{name}` cannot be {' '.join(_SHOWN.repr(given[name]).split())}"
+        what = f"{where or own}: `{name}` cannot be {' '.join(_SHOWN.repr(values[name]).split())}"
         hint = f"`{name}` must be {_accepted(hints[name])}"
         refused = next(filter(None, map(refusal_in, errors)), None)
         if refused is None:
@@ -94,7 +94,7 @@ def check_options(owner: Callable[..., Any], given: Mapping[str, Any], where: st
 
 @functools.cache
 def _declared(owner: Callable[..., Any]) -> tuple[type[BaseModel], dict[str, Any]]:
-    """The options of `owner` as a pydantic model, and their annotations."""
+    """Return the options of `owner` as a pydantic model, and their annotations."""
     hints = get_type_hints(owner, include_extras=True)
     hints.pop("return", None)
     fields: dict[str, Any] = {name: (hint, None) for name, hint in hints.items()}
@@ -122,7 +122,7 @@ def _accepted(hint: Any) -> str:
 
 
 def _limits(metadata: Sequence[Any]) -> list[str]:
-    """Limits of a number, as `at least 1`."""
+    """Describe the limits of a number, such as `at least 1`."""
     found = [m for about in metadata for m in getattr(about, "metadata", [about])]
     return [
         f"{word} {getattr(m, at):,}"

@@ -1,6 +1,6 @@
-"""TopK, Downcast and Delay: what makes training lossy or late, each a choice (Rule 2).
+"""The options that make training lossy or delayed: TopK, Downcast and Delay (Rule 2).
 
-Each value checks itself; which of them go together is placement/session_plan.py's.
+Each value checks itself; placement/session_plan.py checks which can be combined.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ from pydantic import Field
 
 from roadtrain.options.check import PositiveInt, check_options
 
-NO_BOUND = 16  # steps whose gradients a server must then be able to put away (Rule 4)
+NO_BOUND = 16  # steps whose gradients a server must be able to store without a bound (Rule 4)
 
 
 @dataclass(frozen=True)
 class TopK:
-    """Only the largest elements of a gradient, by magnitude, are sent to be applied. Raises
-    ConfigError."""
+    """Send only the largest elements of each gradient, by magnitude.
 
-    # the fraction of the elements that is kept; 0.01 is 2 % of the bytes of fp32
+    Raises:
+        ConfigError: An option is out of range.
+    """
+
+    # the fraction of the elements that is sent; 0.01 sends 2 % of the bytes of an fp32 gradient
     keep: Annotated[float, Field(gt=0, lt=1, description="a fraction between 0 and 1 (0.01: 1 %)")]
-    error_feedback: bool = False  # what was not sent is added to the next gradient
-    per_block: bool = False  # the largest of a whole block, not of each chunk
+    error_feedback: bool = False  # add the elements that were not sent to the next gradient
+    per_block: bool = False  # select the largest elements of a whole block, not of each chunk
 
     def __post_init__(self) -> None:
         check_options(TopK, vars(self))
@@ -37,8 +40,11 @@ class TopK:
 
 @dataclass(frozen=True)
 class Downcast:
-    """Whole gradients of fp32 parameters travel to servers in 16 bits; they are summed in fp32.
-    Raises ConfigError."""
+    """Send gradients of fp32 parameters to servers in 16 bits; servers sum them in fp32.
+
+    Raises:
+        ConfigError: The dtype is not bf16 or fp16.
+    """
 
     dtype: Literal["bf16", "fp16"]
 
@@ -51,12 +57,17 @@ class Downcast:
 
 @dataclass(frozen=True)
 class Delay:
-    """How many of the last updates the parameters of a step may lack. 1: each step computes with
-    the parameters from before the last step's update, which runs meanwhile. More: with the newest
-    that there are, so that a slow worker does not hold up the others at once; runs differ then.
-    Raises ConfigError."""
+    """Let the parameters of a step lack some of the latest updates.
 
-    # None: no bound but that of what servers put away, NO_BOUND steps
+    With 1 step, each step computes with the parameters from before the last update, which runs at
+    the same time. With more, each step computes with the newest parameters available, so a slow
+    worker does not immediately hold up the others, and runs are not reproducible.
+
+    Raises:
+        ConfigError: `steps` is less than 1.
+    """
+
+    # updates that may be missing; None: no bound except the NO_BOUND steps that servers store
     steps: PositiveInt | None = 1
 
     def __post_init__(self) -> None:
@@ -64,7 +75,7 @@ class Delay:
 
     @property
     def staleness(self) -> int:
-        """The number of updates that a step lacks at most."""
+        """The largest number of updates that a step's parameters can lack."""
         return NO_BOUND if self.steps is None else self.steps
 
     def __str__(self) -> str:

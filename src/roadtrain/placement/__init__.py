@@ -1,5 +1,4 @@
-"""The user's one line: place(), the optimizer that it returns, and state dicts.
+"""place(), the optimizer that it returns, and their state dicts.
 
-The model keeps its modules and the optimizer its class and groups. A job that cannot fit is refused
-before anything is changed (Rule 4). Read `place.py` first.
+A job that cannot fit is refused before anything is changed. Read `place.py` first.
 """

@@ -1,7 +1,7 @@
-"""What a step consists of beside parameters and optimizer state: random generators, the model's
-buffers, the parameter groups, and what the user named as `extra`.
+"""The part of a step's state that is neither parameters nor optimizer state: random generators,
+the model's buffers, the parameter groups, and the objects that the user tracks.
 
-It is committed with each step as bytes that hold no code (streaming/plain.py).
+It is committed with each step as plain data without code (streaming/plain.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from roadtrain.streaming import plain
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object whose state is committed with each step, as a scheduler or a data loader."""
+    """An object whose state is committed with each step, such as a scheduler or a data loader."""
 
     def state_dict(self) -> Any: ...
 
@@ -42,44 +42,44 @@ HasState = Annotated[
 ]
 KEYS = {"torch", "cuda", "python", "numpy", "buffers", "groups", "extra"}
 GENERATORS = ("torch", "cuda", "python", "numpy")
-# hyperparameters that change no number of a placed optimizer
-UNHEEDED = {"foreach", "fused", "capturable", "differentiable", "param_names"}
+# hyperparameters that do not influence the results of a placed optimizer
+IGNORED = {"foreach", "fused", "capturable", "differentiable", "param_names"}
 
 
 class CommittedState:
     """The job state of one placed optimizer.
 
     Attributes:
-        due: A step that has ended and whose job state is not captured; None: there is none.
-        history: Which values were loaded into the store; another word after each time.
+        due: The step that has ended but whose job state is not captured yet, or None.
+        history: Random identifier of the last values that were loaded into the store; "" if none.
         device: Where the model computes; its random generator is part of the state.
-        tracked: Objects with `state_dict` and `load_state_dict`, by the name that the user chose.
+        tracked: Objects with `state_dict` and `load_state_dict`, by the user's names.
     """
 
     def __init__(
         self,
         optimizer: Any,
-        given: torch.optim.Optimizer,
+        user_optimizer: torch.optim.Optimizer,
         model: nn.Module,
         session: JobSession,
         extra: Mapping[str, Any],
         report: Callable[[str], None],
     ) -> None:
-        """`optimizer`: the placed one, whose groups `given`, the user's own, shares."""
-        self._optimizer, self._given, self._model = optimizer, given, model
+        """`optimizer` is the placed one; it shares its groups with `user_optimizer`."""
+        self._optimizer, self._user_optimizer, self._model = optimizer, user_optimizer, model
         self._session, self._report = session, report
         self.device = session.worker.root.tensor.device
-        self._as_given = given_as(optimizer.param_groups)
+        self._script_groups = script_groups(optimizer.param_groups)
         self._begun_at = session.step
         self.due: int | None = None
         self.history = ""
         self.tracked: dict[str, Any] = {}
-        # the step that place() resumed, until the first one is taken here
+        # state of the step that place() resumed; None after the first step of this run
         self._resumed: Mapping[str, Any] | None = None
         self._stepped = self._checked = False
-        # states of what batches are drawn from, as of the step that is due
+        # states of generators and data sources, as of the step that is due
         self._drawn: Mapping[str, Any] | None = None
-        self._asked = False  # for a batch, since that step
+        self._has_drawn = False  # a batch was drawn since the step that is due
         self.track_anew(**extra)
 
     # what is tracked
@@ -88,8 +88,8 @@ class CommittedState:
         """See PlacedOptimizer.track."""
         if self._stepped and self._begun_at:
             raise LoopError(
-                f"track() after step {self._optimizer.steps_done}: the state of step"
-                f" {self._begun_at}, which this run resumed, belongs to its first step",
+                f"track() was called after step {self._optimizer.steps_done}, but the state of"
+                f" step {self._begun_at}, which this run resumed, must be restored before",
                 hint="call track() between place() and the loop",
             )
         self.track_anew(**things)
@@ -97,7 +97,7 @@ class CommittedState:
             self._restore(name)
 
     def track_anew(self, **things: Any) -> None:
-        """Commit the state of these objects with each step, and leave them as they are."""
+        """Commit the state of these objects with each step, without restoring it."""
         for name, thing in things.items():
             self.tracked[name] = trackable(name, thing, self._before_batch, self._settle)
 
@@ -107,35 +107,37 @@ class CommittedState:
         return any(map(is_scheduler, self.tracked.values()))
 
     def _before_batch(self) -> None:
-        if self.due is not None and not self._asked:  # an evaluation may have drawn numbers
-            self._asked, self._drawn = True, self._draws()
+        if self.due is not None and not self._has_drawn:  # an evaluation may have used generators
+            self._has_drawn, self._drawn = True, self._draws()
 
     def _draws(self) -> Mapping[str, Any]:
         states = {n: copy.deepcopy(t.state_dict()) for n, t in self.tracked.items() if is_data(t)}
         return {"generators": generators(self.device), "extra": states}
 
-    # a step is committed
+    # committing a step
 
     def step_ended(self, step: int) -> None:
-        """Batches drawn from now on belong to the next step."""
-        self.due, self._stepped, self._resumed, self._asked = step, True, None, False
+        """Capture the data position: batches drawn from now on belong to the next step."""
+        self.due, self._stepped, self._resumed, self._has_drawn = step, True, None, False
         for thing in self.tracked.values():
             if isinstance(thing, LoaderPosition):
                 thing.resumed = None
         self._drawn = self._draws()
 
     def capture(self, at_forward: bool = False) -> None:
-        """The last step's job state is final: the servers may commit it. `at_forward`: the random
-        generators are those that the next step begins to compute with."""
+        """Hand the last step's job state, which is now final, to the servers for the commit.
+
+        `at_forward`: the next step is about to compute with the current random generators.
+        """
         if self.due is not None:
             self._session.worker.blob(self.due, self.encode(self._drawn, at_forward))
-            self.due = None  # an interrupt before this has the step captured again
+            self.due = None  # if interrupted before this line, it is captured again
 
     def encode(self, drawn: Mapping[str, Any] | None = None, at_forward: bool = False) -> bytes:
-        """Encode what else a step consists of.
+        """Encode the job state as plain data.
 
         Args:
-            drawn: What `_draws` returned when the step ended; None: as it is now.
+            drawn: The result of `_draws` when the step ended; None: as it is now.
             at_forward: Whether the next step is about to compute.
 
         Raises:
@@ -154,15 +156,15 @@ class CommittedState:
                 "at_step": {k: v for k, v in before if not same(v, now["generators"][k])},
                 "at_forward": at_forward,
                 "residuals": self._session.residual_sessions[1],
-                "given": self._as_given,
+                "given": self._script_groups,
                 "scheduled": self.has_schedule,
             }
         )
 
-    # a step is resumed
+    # resuming a step
 
     def resume(self, blob: bytes) -> None:
-        """Resume the session's step from what `encode` returned."""
+        """Restore the job state of the session's step from the output of `encode`."""
         state = decode(blob, self._begun_at)
         self._check_residuals(state.get("residuals", ""))
         groups, lines = resumed_groups(state, self._optimizer.param_groups)
@@ -179,16 +181,16 @@ class CommittedState:
             self._restore(name)
 
     def forget_resumed(self) -> None:
-        """The store has values of another step now."""
+        """Forget the resumed state, because the store now has values of another step."""
         self._resumed = None
 
     def resumed(self, name: str) -> Any:
-        """What was tracked under `name` at the step that is resumed; None where nothing was, and
-        after the first step."""
+        """Return the state tracked under `name` at the resumed step; None if there is none, or
+        after the first step of this run."""
         return None if self._resumed is None else self._resumed["extra"].get(name)
 
     def resumed_generators(self) -> dict[str, Any]:
-        """The random generators as the step after the resumed one began to compute."""
+        """Return the random generators with which the step after the resumed one computed."""
         assert self._resumed is not None
         return {key: self._resumed[key] for key in GENERATORS}
 
@@ -197,84 +199,84 @@ class CommittedState:
             return
         if name not in self._resumed["extra"]:
             self._report(
-                f"the store holds no state of {name!r} at step {self._begun_at}: it begins as the"
-                " script made it"
+                f"the store has no state of {name!r} at step {self._begun_at}: it keeps the state"
+                " that the script created it with"
             )
             return
         self.tracked[name].load_state_dict(self._resumed["extra"][name])
-        if is_scheduler(self.tracked[name]):  # to construct it has set its first rate
+        if is_scheduler(self.tracked[name]):  # its constructor has set the initial rate
             take_groups(self._optimizer, {"param_groups": self._resumed["groups"]})
 
     def _settle(self) -> None:
-        """Set the generators as the resumed step left them."""
+        """Set the generators to their states at the end of the resumed step."""
         if (state := self._resumed) is not None:
             set_generators({**state, **state.get("at_step", {})}, self.device)
 
     def _check_residuals(self, committed: str) -> None:
-        """Raise ForkedError where this worker's residuals are of another session than the one that
-        committed the servers' step."""
+        """Raise ForkedError where this worker's residuals and the servers' step were committed by
+        different sessions."""
         found = self._session.residual_sessions[0]
         if found and committed and found != committed:
             raise ForkedError(
                 f"the residuals of worker {self._session.group.rank} at step {self._begun_at} were"
-                f" trained by session {found}, and the servers' step by session {committed}",
+                f" trained by session {found}, but the servers' step by session {committed}",
                 hint=(
-                    "nothing was changed: these residuals are of a copy that went on elsewhere;"
-                    " name the directory that was trained with these servers, or an empty one: then"
-                    " residuals begin at zero (lossy)"
+                    "nothing was changed. These residuals belong to a copy of the job that was"
+                    " trained elsewhere. Name the directory that was trained with these servers, or"
+                    " an empty one: then residuals begin at zero (lossy)"
                 ),
             )
 
     def check_tracked(self) -> None:
-        """Print what of the resumed step is not restored, once, before the first forward."""
+        """Report once, before the first forward, which resumed states are not restored."""
         if self._resumed is None or self._checked:
             return
         self._checked = True
-        if self._resumed.get("at_forward"):  # whatever the script has drawn before its loop
+        if self._resumed.get("at_forward"):  # undo what the script has drawn before its loop
             set_generators(self._resumed, self.device)
         self.check_lightning(self._model)
         step = self._begun_at
         if step and self._has_scheduler() and not self.has_schedule:
             self._report(
                 f"a learning-rate scheduler was built on the optimizer, which is at step {step},"
-                " and is not tracked: unless the script advances it, its schedule begins anew;"
-                " optimizer.track(scheduler=scheduler) resumes it"
+                " but is not tracked: its schedule starts from the beginning unless the script"
+                " advances it; optimizer.track(scheduler=scheduler) resumes it"
             )
         for name in self._resumed["extra"].keys() - self.tracked.keys():
             self._report(
                 f"the store's state of {name!r} at step {step} is not restored: "
-                f"optimizer.track({name}=...) does that"
+                f"optimizer.track({name}=...) restores it"
             )
 
     def _has_scheduler(self) -> bool:
-        """Whether a scheduler of torch wraps step()."""
-        steps = (vars(optimizer).get("step") for optimizer in (self._optimizer, self._given))
+        """Whether a torch scheduler has wrapped step()."""
+        steps = (vars(opt).get("step") for opt in (self._optimizer, self._user_optimizer))
         return any(hasattr(step, "_wrapped_by_lr_sched") for step in steps)
 
     def check_lightning(self, *modules: Any) -> None:
-        """Raise LoopError where a Trainer of Lightning, known to one of `modules`, would begin anew
-        on a resumed store: its progress is in its checkpoints only."""
+        """Raise LoopError where a Lightning Trainer of `modules` would start at its first step on a
+        resumed store, since its progress is only in its checkpoints."""
         trainers = [getattr(module, "_trainer", None) for module in modules]
         counted = next((trainer.global_step for trainer in trainers if trainer is not None), None)
         if self._resumed is None or counted in (None, self._begun_at):
             return
         raise LoopError(
-            f"Lightning's Trainer is at step {counted}, and the store at step {self._begun_at}:"
-            " the schedule and the data would not be those of that step",
+            f"Lightning's Trainer is at step {counted}, but the store is at step {self._begun_at}:"
+            " its schedule and data would not match the parameters",
             hint=(
-                "nothing was changed: fit(ckpt_path=...) goes on from a checkpoint of that step;"
-                " with optimizer.whole_states = True a checkpoint holds the whole state, and an"
-                " older one can be gone back to; another store begins anew"
+                "nothing was changed. fit(ckpt_path=...) continues from a checkpoint of that step."
+                " With optimizer.whole_states = True a checkpoint holds the whole state, so that"
+                " older ones can be loaded as well. Use another store to start from scratch"
             ),
         )
 
 
 def decode(blob: bytes, step: int) -> dict[str, Any]:
-    """What was committed with `step`. Raises ForeignError where they are other bytes."""
+    """Decode the job state of `step`; raise ForeignError where it is something else."""
     state = plain.decode(blob)
     if not isinstance(state, dict) or not state.keys() >= KEYS:
         raise ForeignError(
-            f"what was committed with step {step} is no state of a job: it is a "
+            f"the data committed with step {step} is not the state of a job: it is a "
             f"{type(state).__name__} without all of {', '.join(sorted(KEYS))}"
         )
     return state
@@ -290,15 +292,15 @@ def resumed_groups(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the parameter groups of a resumed step, and a line for each edited hyperparameter.
 
-    A hyperparameter that the script gives as it did before has the value of the store, which the
-    loop may have changed since. One that was edited has the script's value, unless a tracked
-    scheduler had set it: the schedule goes on.
+    A hyperparameter that the script sets to the same value as before keeps the value of the store,
+    which the loop may have changed since. An edited one gets the script's value, unless a tracked
+    scheduler has set it: then the schedule continues.
     """
     scheduled, groups = state.get("scheduled", False), [dict(group) for group in state["groups"]]
     found: dict[str, list[int]] = {}
-    for number, (group, given) in enumerate(zip(groups, script)):
-        before = given_as([group])[0] if "given" not in state else state["given"][number]
-        for key, value in given_as([given])[0].items():
+    for number, (group, own) in enumerate(zip(groups, script)):
+        before = script_groups([group])[0] if "given" not in state else state["given"][number]
+        for key, value in script_groups([own])[0].items():
             if key not in before or key not in group or same(value, before[key]):
                 group.setdefault(key, value)
                 continue
@@ -314,32 +316,32 @@ def resumed_groups(
                 group[key] = value
                 if key == "lr" and "initial_lr" in group:
                     group["initial_lr"] = value
-        group |= {key: given[key] for key in UNHEEDED & given.keys()}
+        group |= {key: own[key] for key in IGNORED & own.keys()}
     return groups, [
         line if len(numbers) == len(groups) else f"parameter group {str(numbers)[1:-1]}: {line}"
         for line, numbers in found.items()
     ]
 
 
-def given_as(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The hyperparameters as a script gives them: `lr` before a scheduler changed it."""
+def script_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the hyperparameters as the script sets them: `lr` before a scheduler changed it."""
     return [
         {
             key: group.get("initial_lr", value) if key == "lr" else value
             for key, value in group.items()
-            if key not in {"params", "initial_lr"} | UNHEEDED
+            if key not in {"params", "initial_lr"} | IGNORED
         }
         for group in groups
     ]
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two hyperparameters are equal, tensors or not, or two lists of tensors."""
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
+def same(value: Any, other: Any) -> bool:
+    """Whether two hyperparameters, or two lists of tensors, are equal."""
+    if isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor):
+        return bool(torch.equal(torch.as_tensor(value), torch.as_tensor(other)))
+    if isinstance(value, list | tuple) and isinstance(other, list | tuple):
+        return len(value) == len(other) and all(map(same, value, other))
+    return bool(value == other)
 
 
 def show(value: Any) -> str:
@@ -347,7 +349,7 @@ def show(value: Any) -> str:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that a state dict of `model` has, by their first names."""
+    """Return the buffers that are in the state dict of `model`, by their first names."""
     kept = {
         id(b)
         for m in model.modules()

@@ -1,11 +1,11 @@
-"""PlacedOptimizer: a real torch.optim.Optimizer over the user's own parameter groups, whose state
-is elsewhere.
+"""PlacedOptimizer: a torch.optim.Optimizer over the user's parameter groups whose state is stored
+elsewhere.
 
-A step: backward pushes each block's gradient; step() starts the updates (scaled by what clipping
-and loss scaling did to the gradients' handles) and ends the step; it is committed while the next
-one computes.
+A step: backward pushes each block's gradient. step() starts the updates, scaled as clipping and
+loss scaling have changed the gradient handles, and ends the step. The step is committed while the
+next one computes.
 
-Assumes: made by place(). Does NOT run update rules or move bytes; servers/worker.py does.
+Assumes that place() made it. Runs no update rules and moves no bytes; servers/worker.py does.
 """
 
 from __future__ import annotations
@@ -35,17 +35,29 @@ from roadtrain.streaming.grads import PlacedGrad
 from roadtrain.streaming.released import forbid_in_child, is_called_by_dynamo
 from roadtrain.streaming.split import Split
 
-_live: weakref.WeakSet[PlacedOptimizer] = weakref.WeakSet()  # those that are not closed
-_closing: set[PlacedOptimizer] = set()  # those that were dropped, until they are
+_live: weakref.WeakSet[PlacedOptimizer] = weakref.WeakSet()  # not closed yet
+_closing: set[PlacedOptimizer] = set()  # dropped without close(), being closed in the background
 
 
 class PlacedOptimizer(StoredOptimizer):
-    """What `place` returns.
+    """The optimizer that `place` returns; it is a context manager that closes itself.
 
-    `steps_done`: the steps taken so far, over all runs of the job; the data goes on from there.
-    `committed_step`: the last step that no crash can lose any more."""
+    Args:
+        model: The placed model.
+        optimizer: The user's own optimizer, whose parameter groups are shared.
+        parts: The model's modules and parameters by block.
+        plan: Tables, budgets and the request of place().
+        session: The open session with the servers.
+        extra: Objects to track, by name.
 
-    # GradScaler hands over its scale; an inf or nan skips the step exactly
+    Attributes:
+        steps_done: Steps taken so far, over all runs of the job. Data continues from there.
+        committed_step: The last step that survives a crash.
+        whole_states: Whether `state_dict()` gathers the whole state by default, once a step was
+            taken in this process. False at first.
+    """
+
+    # GradScaler passes its scale to step(); a step with inf or nan is skipped
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -58,9 +70,9 @@ class PlacedOptimizer(StoredOptimizer):
         extra: Mapping[str, Any],
     ) -> None:
         super().__init__(model, optimizer, parts, plan, session, extra)
-        # schedulers made before place() look at it; the two share their groups
-        self._given: Any = optimizer
-        # The model's stream fetches from, and pushes to, this object.
+        # schedulers that were made before place() refer to it; both share their groups
+        self._user_optimizer: Any = optimizer
+        # BlockStream fetches from, and pushes to, this object
         self.release = self._worker.release
         self.gradient_buffer = self._worker.gradient_buffer
         self.sum_squares = self._worker.sum_squares
@@ -69,9 +81,9 @@ class PlacedOptimizer(StoredOptimizer):
         ]
         self._promise = plan.request.backwards_per_step
         self._passes = 0  # backward passes of this step that have ended
-        # the root's gradients stay here after a pass, until root.pass_ended() is called
+        # True: the root's gradients stay here after a pass until root.pass_ended() is called
         self.root_waits = False
-        # used by updates that have begun in this step's backward
+        # hyperparameters of the updates that were started by this step's backward
         self._begun_with: dict[int, tuple[float, ...]] | None = None
         self._stream: BlockStream | None = None
         self._hooks: list[Any] = []
@@ -84,8 +96,10 @@ class PlacedOptimizer(StoredOptimizer):
         self._made = id(self)
 
     def start(self, parts: Split, plan: SessionPlan) -> None:
-        """Commit a new store as step 0 or resume an old one, and let the model's blocks run on
-        what is fetched. Called once by place(), when a new store has its first values."""
+        """Commit a new store as step 0 or resume an old one, and attach to the model's blocks.
+
+        Called once by place(), after a new store has its initial values.
+        """
         session, directories = self.session, self.session.store_plan.directories
         scratch = directories[0] if directories else None
         stream = BlockStream(
@@ -119,7 +133,7 @@ class PlacedOptimizer(StoredOptimizer):
                 hook = module.register_forward_pre_hook(lambda *_: self.forward_begins())
                 self._hooks.append(hook)
 
-    # what the model's stream calls
+    # called by BlockStream
 
     def fetch(self, block: int) -> tuple[torch.Tensor, int]:
         self.check_usable()
@@ -131,14 +145,14 @@ class PlacedOptimizer(StoredOptimizer):
         fresh = all(p.grad is None for p in self._of_block[block])
         if not fresh and not state.held and not state.updated:
             raise LoopError(
-                f"block '{self.table.blocks[block].name}' got a gradient while its last one was"
-                " not cleared",
-                hint="call optimizer.zero_grad() once a step",
+                f"block '{self.table.blocks[block].name}' got a gradient while its last one had"
+                " not been cleared",
+                hint="call optimizer.zero_grad() once per step",
             )
         if not fresh and self._worker.residual_block:
             raise LoopError(
-                "error feedback keeps one residual a step, and this is its second backward pass",
-                hint="one backward pass before each step(), or error_feedback=False",
+                "error feedback keeps one residual per step, and this is a second backward pass",
+                hint="run one backward pass before each step(), or set error_feedback=False",
             )
         assert self._stream is not None
         if self._passes + 1 != self._promise or self._stream.pending(block):
@@ -162,20 +176,37 @@ class PlacedOptimizer(StoredOptimizer):
             self.root.pass_ended()
 
     def memory(self) -> dict[str, int]:
-        """As StoredOptimizer's; "activations": the most bytes that activations on the host held."""
+        """Return bytes of memory by kind.
+
+        Returns:
+            "resident" and "plain" as in StoredOptimizer, and "activations": the peak bytes of
+            activations that were kept on the host.
+        """
         assert self._stream is not None
         return super().memory() | {"activations": self._stream.activations.peak_bytes}
 
     # torch.optim.Optimizer
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gradients that step() has not used are dropped."""
+        """Drop the gradients that step() has not used.
+
+        Args:
+            set_to_none: Ignored; gradients are always set to None.
+        """
         self.root.handles.clear()
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse to add a group: parameter groups are fixed once placed.
+
+        Args:
+            param_group: A torch parameter group.
+
+        Raises:
+            LoopError: Always, after placement.
+        """
         if hasattr(self, "session"):
             raise LoopError(
                 "parameter groups are fixed once placed", hint="add the group before place()"
@@ -184,14 +215,24 @@ class PlacedOptimizer(StoredOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Start the updates of this step and end it; they run while the next forward does.
-        With GradScaler, a step with inf or nan is skipped: nothing changes but the number of
-        steps. Raises LoopError where gradients or hyperparameters are not as they must be."""
+        """Start the updates of this step and end it; they run while the next forward computes.
+
+        With GradScaler, a step with inf or nan is skipped: only the number of steps changes.
+
+        Args:
+            closure: Computes the loss and its gradients, as for any torch optimizer.
+
+        Returns:
+            The result of `closure`, or None.
+
+        Raises:
+            LoopError: Gradients were set by hand, or a promise to place() was broken.
+        """
         loss = None
         if closure is not None:
             self.job_state.check_lightning(
                 *getattr(closure, "args", ())
-            )  # of which one is its module
+            )  # Lightning passes its module among them
             with torch.enable_grad():
                 loss = closure()
         self.check_usable()
@@ -210,8 +251,8 @@ class PlacedOptimizer(StoredOptimizer):
         self._norm = blocks, abs(unscale)
         self.job_state.step_ended(self.steps_done)
         self._begun_with, self._passes = None, 0
-        self._given._opt_called = True
-        self.root.handles.clear()  # model.zero_grad() does not tell us
+        self._user_optimizer._opt_called = True
+        self.root.handles.clear()  # model.zero_grad() does not clear them
         if self._worker.root_is_old and not self._compiled:
             self.root.refresh_when_read()
         return loss
@@ -219,8 +260,11 @@ class PlacedOptimizer(StoredOptimizer):
     def _update_blocks(
         self, hyperparameters: Mapping[int, tuple[float, ...]], unscale: float, skip: bool
     ) -> list[int]:
-        """Starts the updates that have not begun in backward. Returns the blocks that have a
-        gradient; several workers name all, since another may have one."""
+        """Start the updates that backward has not started.
+
+        Returns the blocks that have a gradient. With several workers these are all blocks, since
+        another worker may have a gradient.
+        """
         several = self._worker.workers > 1
         states = self._worker.blocks[: len(self.table.blocks)]
         blocks = [b for b, s in enumerate(states) if s.held or s.updated or several]
@@ -249,9 +293,9 @@ class PlacedOptimizer(StoredOptimizer):
         for p in itertools.chain.from_iterable(self._of_block[1:]):
             if p.grad is not None and not isinstance(p.grad, PlacedGrad):
                 raise LoopError(
-                    f"the gradient of {self.params[self._index[p]].name!r} was set by hand,"
+                    f"the gradient of {self.params[self._index[p]].name!r} was set by hand"
                     " and would not reach its server",
-                    hint="gradients of blocks come from backward()",
+                    hint="the gradients of blocks must come from backward()",
                 )
 
     def _check_promise(
@@ -262,16 +306,16 @@ class PlacedOptimizer(StoredOptimizer):
         scaled = any(isinstance(p.grad, PlacedGrad) and p.grad.scale != 1.0 for p in self._params)
         if skip or unscale != 1.0 or scaled or hyperparameters != self._begun_with:
             raise LoopError(
-                "updates began in backward, but then gradients were scaled or the learning rate"
-                " changed",
-                hint="leave backwards_per_step out of place(): updates then wait for step()",
+                "updates began during backward, but gradients were scaled or the learning rate"
+                " was changed afterwards",
+                hint="call place() without backwards_per_step: updates then wait for step()",
             )
 
     # a forward pass
 
     @torch.compiler.disable
     def _pass_begins(self) -> None:
-        """Before the whole model computes."""
+        """Prepare for a forward pass of the whole model."""
         self._compiled = self._compiled or is_called_by_dynamo()
         self.root.check_unchanged()
         if torch.is_grad_enabled():
@@ -283,8 +327,8 @@ class PlacedOptimizer(StoredOptimizer):
         for name, p in self.model.named_parameters():
             if p.requires_grad and p not in self._index:
                 raise LoopError(
-                    f"parameter {name!r} came into the model after place(): it would not be trained"
-                    " as it should",
+                    f"parameter {name!r} was added to the model after place() and would not be"
+                    " trained",
                     hint=(
                         "add adapters and resize embeddings before place(), or place the model"
                         " again"
@@ -292,8 +336,7 @@ class PlacedOptimizer(StoredOptimizer):
                 )
 
     def forward_begins(self) -> None:
-        """Before the model computes: the last step's job state is final, and the root block must
-        be new."""
+        """Capture the last step's job state and refresh the root block before a module computes."""
         self.check_usable()
         self.write_staged()
         if torch.is_grad_enabled():
@@ -304,16 +347,24 @@ class PlacedOptimizer(StoredOptimizer):
     # the end
 
     def abandon(self) -> None:
-        """The last step is not to be committed, if that has not begun (it begins with the next
-        forward): `close` commits those before it, and the next start takes it again. No step can
-        follow."""
+        """Give up the last step unless its commit has begun, which the next forward does.
+
+        `close` then commits the steps before it, and the next run takes the step again. No step
+        can follow in this process.
+        """
         self._abandoned = self.job_state.due is not None
         self.job_state.due = None
 
     def close(self) -> None:
-        """Commit what was taken, end all threads, give the model its own forwards back. The
-        model's block parameters refuse to be read: place it again, or export the store. The
-        state_dict() of a closed optimizer is read from the store's files, if it has some."""
+        """Commit all steps, end all threads and restore the model's own forward methods.
+
+        The model's block parameters can no longer be read: place the model again, or export the
+        store. If the store is on files, state_dict() still works and reads them.
+
+        Raises:
+            StoreError: The last steps could not be committed.
+            PeerError: A server failed or did not answer in time.
+        """
         if self._closed:
             return
         self._worker.check_process()
@@ -334,7 +385,7 @@ class PlacedOptimizer(StoredOptimizer):
         atexit.unregister(self._at_exit)
         _live.discard(self)
         self._closed = True
-        self.zero_grad()  # of a step that is never taken
+        self.zero_grad()  # gradients that no step will use
         self.root.close()
         for hook in self._hooks:
             hook.remove()
@@ -343,14 +394,14 @@ class PlacedOptimizer(StoredOptimizer):
         self.session.close()
 
     def __del__(self) -> None:
-        """Close what was dropped without `close`, as a cell of a notebook does that runs again."""
-        # Lightning's optimizer is of a subclass, with a copy of our attributes
+        """Close an optimizer that was dropped without close(), as when a notebook cell reruns."""
+        # Lightning's optimizer is an instance of a subclass, with a copy of our attributes
         if getattr(self, "_made", 0) != id(self) or self._closed:
             return
         if os.getpid() != self._worker.maker:
             return
-        # The collector runs in any thread, at any moment: this one may hold what the close waits
-        # for, or a lock of the threading module that starting a thread takes.
+        # The garbage collector runs in any thread at any moment. This thread may hold a lock that
+        # close() waits for, or the threading module's lock that starting a Thread takes.
         _closing.add(self)
         closes = threading.Thread(target=_close_and_say, args=(self,), daemon=False)
         _thread.start_new_thread(closes.start, ())
@@ -362,38 +413,42 @@ class PlacedOptimizer(StoredOptimizer):
         self._close_after(kind is not None)
 
     def _close_after(self, failed: bool) -> None:
-        """`failed`: by an error, which may have come between step() and scheduler.step(): then the
-        step is taken again rather than committed with a schedule that lacks it."""
+        """Close; after a failure give up the last step if a scheduler is tracked.
+
+        The error may have occurred between step() and scheduler.step(): committing the step then
+        would save a schedule that lags behind it.
+        """
         if failed and self.job_state.has_schedule:
             self.abandon()
         self.close()
 
 
 def amp_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
-    """(what gradients must be multiplied by, whether the step is skipped), as GradScaler.step
-    left them there."""
+    """Return the factor for gradients and whether to skip the step, as GradScaler.step set them."""
     scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     unscale = 1.0 if scale is None else 1.0 / float(scale)
     return unscale, found is not None and bool(float(found))
 
 
 def close_earlier(request: Request, model: nn.Module, *, all_of_model: bool) -> None:
-    """Close sessions of this process that hold what `request` asks for: directories, or a place at
-    servers; with `all_of_model` also those of `model`. Their last step is committed.
+    """Close earlier sessions of this process that hold what `request` needs; commit their steps.
+
+    These are sessions with the same directories or the same rank at the same servers and, with
+    `all_of_model`, sessions of the same model.
 
     Raises:
-        LoopError: The state of `model` is in RAM, and would be lost.
+        LoopError: The state of `model` is in RAM and would be lost.
     """
     while any(placed._worker.maker == os.getpid() for placed in list(_closing)):
-        time.sleep(0.01)  # each close has its deadline
+        time.sleep(0.01)  # each close has a deadline
     for placed in list(_live):
         if placed.model is model and placed.request.in_memory and not request.in_memory:
             raise LoopError(
-                f"the model is placed already, at step {placed.steps_done}, and its state is in RAM"
-                " only",
+                f"the model is already placed, at step {placed.steps_done}, and its state is only"
+                " in RAM",
                 hint=(
-                    "go on with the optimizer that place() returned; or save its state_dict() and"
-                    " the model's, then call its close()"
+                    "continue with the optimizer that place() returned, or save its state_dict()"
+                    " and the model's, then call close() on it"
                 ),
             )
         if placed._worker.maker != os.getpid():
@@ -401,11 +456,11 @@ def close_earlier(request: Request, model: nn.Module, *, all_of_model: bool) -> 
         if (all_of_model and placed.model is model) or placed.request.held & request.held:
             _close_and_say(placed)
             placed._placed_again = True
-            request.report("placed again in this process: the earlier session is closed")
+            request.report("placed again in this process: the earlier session was closed")
 
 
 def _close_and_say(placed: PlacedOptimizer) -> None:
-    """Close `placed`; report a step that could not be committed."""
+    """Close `placed` and report a step that could not be committed."""
     try:
         placed.close()
     except Exception as error:
@@ -416,7 +471,7 @@ def _close_and_say(placed: PlacedOptimizer) -> None:
 
 
 def _release_in_child() -> None:
-    """In a forked child: parameters of root blocks lie in memory that it does not have."""
+    """Forbid reading root parameters in a forked child, which does not share their memory."""
     for placed in list(_live):
         forbid_in_child(placed.root.params, placed._worker.maker)
 
@@ -425,7 +480,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def _close_quietly(placed: PlacedOptimizer | None) -> None:
-    """At exit: commit what can be committed. What failed has been raised where it happened."""
+    """Commit what can be committed at exit; errors were raised earlier where they occurred."""
     if placed is not None:
         with contextlib.suppress(Exception):
             placed._close_after(getattr(sys, "last_value", None) is not None)

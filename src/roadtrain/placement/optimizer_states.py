@@ -2,12 +2,12 @@
 torch's whole form.
 
 The small form: {"state": {}, "param_groups": torch's, "roadtrain": {"step", "job", "history",
-"where"}}. It is checked against the store when it is loaded, and its parameter groups are taken
-over. The whole form has torch's "state" too; its "roadtrain" adds "masters" (fp32 values of 16-bit
-parameters) and "parameters", a checksum of those that the state belongs to. A whole form of torch's
-own optimizer, without "roadtrain", can be loaded as well.
+"where"}}. When it is loaded, it is checked against the store and its parameter groups are adopted.
+The whole form also has torch's "state"; its "roadtrain" adds "masters" (fp32 values of 16-bit
+parameters) and "parameters", a checksum of the parameters that the state belongs to. The state of
+an ordinary torch optimizer, without "roadtrain", can be loaded as well.
 
-Does NOT hold the whole in memory: gathered tensors lie in a scratch file, as in state_dicts.py.
+The whole form is not held in memory: tensors lie in a scratch file, as in state_dicts.py.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ Staged = Mapping[int, torch.Tensor]
 
 
 class PlacedState(Protocol):
-    """What is needed of a PlacedOptimizer. `numbers`: of each trainable parameter, its number
-    in torch's form."""
+    """The part of PlacedOptimizer that is used here.
+
+    `numbers` maps a trainable parameter's index to its number in torch's form.
+    """
 
     param_groups: list[dict[str, Any]]
     steps_done: int
@@ -50,7 +52,7 @@ class PlacedState(Protocol):
 
 
 def groups_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """torch's form: parameters as numbers."""
+    """Return torch's form of the groups, in which parameters are numbers."""
     out, at = list[dict[str, Any]](), 0
     for group in groups:
         count = len(group["params"])
@@ -63,19 +65,19 @@ def groups_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def gather(
     place: PlacedState, pieces: Pieces, values_of: Callable[[Sequence[ParamSpec]], Values]
 ) -> dict[str, Any]:
-    """The whole form. `values_of`: room for such tensors, all fp32."""
-    wanted = list[tuple[int, int, str]]()  # number, parameter, which of its arrays
+    """Return the whole form. `values_of` allocates fp32 tensors for the given parameters."""
+    needed = list[tuple[int, int, str]]()  # number, parameter index, name of the array
     for index, number in place.numbers.items():
         spec = place.params[index]
         own = [MASTER] if spec.dtype != "fp32" else []
         arrays = place.rules[spec.group].arrays if place.steps_done else ()
-        wanted += [(number, index, what) for what in (*arrays, *own)]
-    values = values_of([place.params[index] for _, index, _ in wanted])
+        needed += [(number, index, what) for what in (*arrays, *own)]
+    values = values_of([place.params[index] for _, index, _ in needed])
     state: dict[int, dict[str, torch.Tensor]] = (
         {n: {} for n in place.numbers.values()} if place.steps_done else {}
     )
     masters: dict[int, torch.Tensor] = {}
-    for at, (number, index, what) in enumerate(wanted):
+    for at, (number, index, what) in enumerate(needed):
         tensor = values.take(at, pieces(place.params[index].name, what))
         target = masters if what == MASTER else state[number]
         target[number if what == MASTER else what] = tensor  # type: ignore[index]
@@ -84,13 +86,12 @@ def gather(
         for what in place.rules[spec.group].scalars if spec.numel else ():
             _, found = next(iter(pieces(spec.name, what)))
             state[number][what] = torch.from_numpy(found.copy()).float()[0]
-    said = place.reference | {"masters": masters, "parameters": checksum(place, pieces, {})}
-    return {"state": state, "param_groups": groups_of(place.param_groups), KEY: said}
+    extra = place.reference | {"masters": masters, "parameters": checksum(place, pieces, {})}
+    return {"state": state, "param_groups": groups_of(place.param_groups), KEY: extra}
 
 
 def checksum(place: PlacedState, pieces: Pieces, staged: Staged) -> str:
-    """Of the trainable parameters as the model computes with them. `staged`: newer values of
-    some."""
+    """Hash the trainable parameters in their compute dtype; `staged` holds newer values of some."""
     out = xxhash.xxh3_128()
     for index in place.numbers:
         spec = place.params[index]
@@ -106,22 +107,22 @@ def _now(spec: ParamSpec, pieces: Pieces, staged: torch.Tensor | None) -> Iterat
     return (flat_of(staged, first, first + n, spec.dtype) for first, n in steps_of(spec.numel))
 
 
-def check_groups(place: PlacedState, given: Mapping[str, Any]) -> None:
-    """Raises LoopError where these are groups of another optimizer."""
-    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
-        raise LoopError("this is no state of an optimizer: 'state' or 'param_groups' is absent")
+def check_groups(place: PlacedState, form: Mapping[str, Any]) -> None:
+    """Raise LoopError where `form` has the parameter groups of another optimizer."""
+    if not isinstance(form, Mapping) or not {"state", "param_groups"} <= form.keys():
+        raise LoopError("not an optimizer's state dict: 'state' or 'param_groups' is missing")
     theirs, ours = (
-        [len(g["params"]) for g in groups] for groups in (given["param_groups"], place.param_groups)
+        [len(g["params"]) for g in groups] for groups in (form["param_groups"], place.param_groups)
     )
     if theirs != ours:
         raise LoopError(
-            f"the state has parameter groups of {theirs} parameters, the optimizer of {ours}"
+            f"the state has parameter groups of {theirs} parameters, but the optimizer of {ours}"
         )
 
 
-def take_groups(place: PlacedState, given: Mapping[str, Any]) -> None:
-    """Learning rates and all other hyperparameters."""
-    for group, saved in zip(place.param_groups, given["param_groups"]):
+def take_groups(place: PlacedState, form: Mapping[str, Any]) -> None:
+    """Adopt the learning rates and all other hyperparameters of `form`."""
+    for group, saved in zip(place.param_groups, form["param_groups"]):
         for key, value in saved.items():
             if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
                 value = value.to(group[key].device)  # a learning rate may be a tensor
@@ -129,35 +130,35 @@ def take_groups(place: PlacedState, given: Mapping[str, Any]) -> None:
                 group[key] = value
 
 
-def check_reference(place: PlacedState, said: Mapping[str, Any]) -> None:
-    """Raises LoopError where the small form speaks of another store or step than there is."""
+def check_reference(place: PlacedState, found: Mapping[str, Any]) -> None:
+    """Raise LoopError where the small form refers to another store or step than the current one."""
     now = place.reference
     keys = ("job", "history", "step")
-    if all(said.get(key) == now[key] for key in keys):
+    if all(found.get(key) == now[key] for key in keys):
         return
-    same = said.get("job") == now["job"]
+    same = found.get("job") == now["job"]
     other = "the same store" if same else "another store"
-    if same and said.get("step") == now["step"]:
-        other = "the same store before other values were loaded into it"
+    if same and found.get("step") == now["step"]:
+        other = "the same store from before other values were loaded into it"
     raise LoopError(
-        f"this state refers to step {said.get('step')} of {other} ({said.get('where')}); the"
-        f" optimizer's store is at step {now['step']} ({now['where']}). Nothing was changed",
+        f"this state refers to step {found.get('step')} of {other} ({found.get('where')}), but"
+        f" the optimizer's store is at step {now['step']} ({now['where']}). Nothing was changed",
         hint=(
-            "the store goes on from its own last step without load_state_dict; to go back to a"
-            " checkpoint, save it with state_dict(gather=True) and load that"
+            "without load_state_dict the store continues from its own last step; to be able to go"
+            " back to a checkpoint, save it with state_dict(gather=True) and load that"
         ),
     )
 
 
-def check_state(place: PlacedState, given: Mapping[str, Any]) -> None:
-    """Raises LoopError where the whole form does not fit the optimizer's rules and parameters."""
-    state = given["state"]
+def check_state(place: PlacedState, form: Mapping[str, Any]) -> None:
+    """Raise LoopError where the whole form does not fit the optimizer's rules and parameters."""
+    state = form["state"]
     for index, number in place.numbers.items():
         spec, rule = place.params[index], place.rules[place.params[index].group]
         entry = {k: v for k, v in state.get(number, {}).items() if v is not None}
         if not entry:
             continue
-        # torch's own SGD does not keep it
+        # torch's SGD does not keep it
         optional = {"step"} if isinstance(rule, SgdRule) else set()
         if (
             not {*rule.arrays, *rule.scalars} - optional
@@ -165,25 +166,25 @@ def check_state(place: PlacedState, given: Mapping[str, Any]) -> None:
             <= {*rule.arrays, *rule.scalars}
         ):
             raise LoopError(
-                f"the state of {spec.name!r} has {sorted(entry)}, the optimizer keeps "
+                f"the state of {spec.name!r} has {sorted(entry)}, but the optimizer keeps "
                 f"{[*rule.arrays, *rule.scalars]}"
             )
         if wrong := [k for k in rule.arrays if tuple(entry[k].shape) != spec.shape]:
             shape = tuple(entry[wrong[0]].shape)
             raise LoopError(
-                f"{wrong[0]} of {spec.name!r} has shape {shape}, its parameter {spec.shape}"
+                f"{wrong[0]} of {spec.name!r} has shape {shape}, but the parameter {spec.shape}"
             )
 
 
 def check_parameters(
-    place: PlacedState, said: Mapping[str, Any], pieces: Pieces, staged: Staged
+    place: PlacedState, found: Mapping[str, Any], pieces: Pieces, staged: Staged
 ) -> None:
-    """Raises LoopError where the whole form belongs to other parameters than there are."""
-    if said["step"] and said["parameters"] != checksum(place, pieces, staged):
+    """Raise LoopError where the whole form belongs to other parameters than the current ones."""
+    if found["step"] and found["parameters"] != checksum(place, pieces, staged):
         raise LoopError(
-            f"this state of step {said['step']} belongs to other parameters than the store holds,"
-            f" which is at step {place.steps_done} ({place.reference['where']}). Nothing was"
-            " changed",
+            f"this state of step {found['step']} belongs to other parameters than those in the"
+            f" store, which is at step {place.steps_done} ({place.reference['where']}). Nothing"
+            " was changed",
             hint=(
                 "load the model's state_dict() of that step first, then the optimizer's; a trainer"
                 " that loads the model before it is placed needs an empty store"
@@ -193,19 +194,21 @@ def check_parameters(
 
 def writer(
     place: PlacedState,
-    given: Mapping[str, Any] | None,
+    form: Mapping[str, Any] | None,
     staged: Staged,
     hyperparameters: Sequence[Sequence[float]],
 ) -> Callable[[RecordView], None]:
-    """What `JobSession.rewrite` does to a record: values put aside by the model's load_state_dict,
-    then the whole form. What error feedback has not sent belongs to the steps before: a whole
-    form clears it."""
-    masters = {} if given is None else given.get(KEY, {}).get("masters", {})
+    """Return the function that `JobSession.rewrite` applies to each record.
+
+    It writes the values staged by the model's load_state_dict, then those of the whole form
+    `form`, if any. A whole form also clears the residuals of error feedback.
+    """
+    masters = {} if form is None else form.get(KEY, {}).get("masters", {})
 
     def change(view: RecordView) -> None:
         for i, span in enumerate(view.chunk.spans):
-            if span.param >= len(place.params):  # behind the model's own: residuals
-                if given is not None:
+            if span.param >= len(place.params):  # residuals follow the model's own parameters
+                if form is not None:
                     view.piece(MASTER, i)[...] = 0.0
                 continue
             spec, number = place.params[span.param], place.numbers.get(span.param)
@@ -214,11 +217,11 @@ def writer(
             if values is not None:
                 held = "fp32" if spec.trainable else spec.dtype
                 view.piece(MASTER, i)[...] = flat_of(values, cut.start, cut.stop, held)
-            if given is not None and number is not None:
+            if form is not None and number is not None:
                 _put_state(
                     view,
                     i,
-                    given["state"].get(number, {}),
+                    form["state"].get(number, {}),
                     cut,
                     place.rules[spec.group],
                     hyperparameters[spec.group],
@@ -236,7 +239,7 @@ def _put_state(
     rule: Rule,
     hyper: Sequence[float],
 ) -> None:
-    """An absent state is that of a parameter that was never updated."""
+    """Write one parameter's state; an empty `entry` means that it was never updated."""
     there = any(value is not None for value in entry.values())
     for what in rule.arrays:
         view.piece(what, i)[...] = (

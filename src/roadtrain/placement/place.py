@@ -1,7 +1,7 @@
-"""place(): the user's one line. Their model keeps its modules, their optimizer its class and
-groups; parameters and optimizer state move to servers, blocks are fetched as they run.
+"""place(): move a model's parameters and its optimizer's state to files or servers.
 
-Assumes: what RANK and WORLD_SIZE say, where there are several workers. Does NOT start processes.
+The model keeps its modules and the optimizer its class and groups; blocks are fetched as they run.
+Assumes that RANK and WORLD_SIZE are set where there are several workers. Starts no processes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from roadtrain.chunks import MAX_CHUNK, SEGMENT, ParamSpec
 from roadtrain.device.copies import device_of
-from roadtrain.environment import WorkerGroup
+from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.cast import cast
 from roadtrain.kernels.torch_rules import rules_for
@@ -86,39 +86,55 @@ def place(
     mark: Mark | None = None,
     deadline_s: Deadline = 600.0,
     report: Report = print,
-    group: WorkerGroup | None = None,
+    group: WorkerIdentity | None = None,
     **unknown: Any,
 ) -> PlacedOptimizer:
-    """Move `model`'s parameters and `optimizer`'s state to servers; returns the optimizer to use
-    from now on.
+    """Move a model's parameters and its optimizer's state to files, memory or servers.
 
-    store: where they rest: a directory or several (as Files), Files, Memory (as None) or Servers.
-    compress: TopK or Downcast of the gradients (None: they go as they are).
-    delay: how many updates a step's parameters may lack (None: none).
-    host_budget: host bytes for everything that roadtrain keeps in memory ("900MiB"; None: half of
-    what is free).
-    device_budget: bytes of the accelerator for parameters and gradients that are there for a
-    moment; what a block's own forward and backward allocate is not in it (None: no bound).
-    dtype: what parameters travel and compute in (None: their own); masters and state are fp32.
-    blocks: names or patterns of the blocks (None: found).
-    backwards_per_step: None, updates begin at step(); N promises that step() follows every N-th
-    backward pass, without clipping or loss scaling, and a block is updated as soon as its last
-    gradient is in.
-    chunk_elements: of the units that are transferred and stored.
-    device: where blocks run ("cuda": each worker's own, by LOCAL_RANK; None: where the model is).
-    weights: a directory of safetensors in Hugging Face layout that the first values come from.
-    init: initialises a module of a model built on `meta`.
-    extra: objects with state_dict/load_state_dict that are committed and resumed with each step.
-    mark: what a run directory knows of its store (storage/mark.py): another store than it names,
-    an older one, or none, is refused before anything is changed.
-    deadline_s: after which a wait is an error that says for whom (Rule 5).
-    report: hears each line that is printed.
-    group: which of the servers' workers this process is (None: as torchrun says it); the ranks of
-    a pipeline's stage are a group of their own.
+    Afterwards the model fetches each block when it runs. Use the returned optimizer instead of
+    `optimizer` from now on. A store that is found in `store` is resumed. Trained parameters have
+    fp32 master values in the store, and so does the optimizer state.
 
-    Raises UserError (ConfigError, ModelError, RuleError, BudgetError) before anything is changed,
-    StoreError (also ForkedError, where servers went on without each other, and StaleError, where
-    later steps are known of).
+    Args:
+        model: The model to train. It keeps its modules; its parameters give up their values.
+        optimizer: An optimizer over parameters of `model` that has not taken a step.
+        store: Where parameters and state are kept: one or several directories (same as `Files`),
+            `Files`, `Memory` or `Servers`. None: in the memory of this process, as `Memory()`.
+        compress: How gradients are compressed: `TopK` or `Downcast`. None: not at all.
+        delay: How many updates the parameters of a step may lack. None: no update is missing.
+        host_budget: Bytes of host memory for all buffers of roadtrain, as a number or as
+            text such as "900MiB". None: half of the free memory.
+        device_budget: Bytes of accelerator memory for fetched parameters and their gradients,
+            without what a block's own forward and backward allocate. None: no bound.
+        dtype: The dtype in which parameters are fetched and computed with. None: that of each
+            parameter.
+        blocks: Names or patterns of the modules that are the blocks. None: they are detected.
+        backwards_per_step: A promise that step() follows every N-th backward pass, without
+            clipping or loss scaling. Each block is then updated as soon as its last gradient is
+            complete. None: updates begin at step().
+        chunk_elements: Elements in one unit of transfer and storage.
+        device: Where the blocks compute; "cuda" is the GPU of LOCAL_RANK. None: where the model is.
+        weights: A directory of safetensors files in Hugging Face layout with the initial values.
+        init: Initializes a module of a model that was built on the `meta` device.
+        extra: Objects with state_dict() and load_state_dict() whose state is committed with each
+            step, and restored when a step is resumed.
+        mark: The run directory's record of its store (storage/mark.py). A missing store, another
+            one, or one at an earlier step is refused before anything is changed.
+        deadline_s: Seconds after which a wait fails with DeadlineError.
+        report: Called with each line to be printed.
+        group: Rank and number of the workers that share the servers. None: from the environment,
+            as torchrun sets it. The ranks of a pipeline stage are a group of their own.
+        **unknown: Always refused; the error names the option that was probably meant.
+
+    Returns:
+        The optimizer to call step() on, at the step of the store (0 for a new one).
+
+    Raises:
+        UserError: The model, the optimizer or an option is wrong (ConfigError, ModelError,
+            RuleError, BudgetError). Nothing was changed.
+        StoreError: The store is damaged, belongs to another job (ForeignError), lacks steps that
+            were committed (StaleError), or its servers were trained separately (ForkedError).
+        PeerError: A server cannot be reached or refuses this worker.
     """
     check_options(place, locals())
     check_fresh(optimizer)
@@ -134,7 +150,7 @@ def place(
         backwards_per_step,
         chunk_elements,
         deadline_s,
-        _workers(store, group or WorkerGroup.of_environment(), report),
+        _workers(store, group or WorkerIdentity.of_environment(), report),
         report,
     )
     device = device_of(model, device, report)
@@ -144,7 +160,7 @@ def place(
     close_earlier(request, model, all_of_model=False)
     plan = plan_session(request, device, table(parts, groups, dtype, chunk_elements), rules)
     shapes = {spec.name: spec.shape for spec in plan.table.params}
-    given = {} if weights is None else open_weights(weights, shapes)
+    initial = {} if weights is None else open_weights(weights, shapes)
     plan, opened = open_files(plan, mark)
     with nullcontext() if opened is None else undone_on_error(opened.close):
         if weights is None:
@@ -153,7 +169,7 @@ def place(
         session = open_session(plan, opened, mark)
     placed = PlacedOptimizer(model, optimizer, parts, plan, session, extra or {})
     with undone_on_error(placed.end):
-        _fill(placed, parts, plan, given, init)
+        _fill(placed, parts, plan, initial, init)
         placed.start(parts, plan)
         _adopt(mark, plan, session, placed.steps_done)
     _say_placed(plan, session, placed.steps_done)
@@ -161,7 +177,7 @@ def place(
 
 
 def _unknown(name: str) -> ConfigError:
-    """The error for a keyword that place() does not have."""
+    """Return the error for a keyword that place() does not have."""
     for kind in (Files, Servers):
         if name in kind.__dataclass_fields__:
             return ConfigError(
@@ -171,23 +187,26 @@ def _unknown(name: str) -> ConfigError:
     return unknown_name("option of place", name, inspect.signature(place).parameters)
 
 
-def _workers(store: Store, group: WorkerGroup, report: Report) -> WorkerGroup:
-    """The workers that train together with this one: those that share servers."""
+def _workers(store: Store, group: WorkerIdentity, report: Report) -> WorkerIdentity:
+    """Return this worker's place among those that share its servers; alone without servers."""
     if isinstance(store, Servers):
         return group
     if others := group.workers - 1:
         report(
-            f"WORLD_SIZE says {others} more worker(s): without servers each trains by itself,"
-            " nothing is averaged"
+            f"WORLD_SIZE counts {others} more worker(s), but there are no servers: each worker"
+            " trains by itself, nothing is averaged"
         )
-    return WorkerGroup()
+    return WorkerIdentity()
 
 
 def groups_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, report: Report
 ) -> dict[nn.Parameter, int]:
-    """Parameter -> its group of the optimizer. Raises ConfigError for one that is not the
-    model's."""
+    """Map each parameter to the number of its parameter group.
+
+    Raises:
+        ConfigError: A parameter of the optimizer is not in the model.
+    """
     groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     mine = set(model.parameters())
     strangers = [p for p in groups if p not in mine]
@@ -199,35 +218,35 @@ def groups_of(
         )
     if outside := [n for n, p in model.named_parameters() if p.requires_grad and p not in groups]:
         report(
-            f"{len(outside)} parameters are in no parameter group ({outside[0]!r} is the first):"
-            " they stay as they are and get no gradient, so that clipping does not count theirs"
+            f"{len(outside)} parameters are in no parameter group (the first is {outside[0]!r}):"
+            " they are not trained, and clipping does not count their gradients"
         )
     return groups
 
 
 def check_fresh(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ConfigError for an optimizer that is placed, or whose state would be lost."""
+    """Raise ConfigError for an optimizer that is placed, or whose state would be lost."""
     if isinstance(optimizer, PlacedOptimizer):
         raise ConfigError(
-            "this optimizer is placed already",
-            hint="give place() the optimizer that it was made from",
+            "this optimizer is already placed",
+            hint="pass the optimizer that this one was made from to place()",
         )
     if any(state and float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError(
-            f"this {type(optimizer).__name__} has taken steps: its state would be lost",
-            hint="place it before the first step; optimizer.state.clear() begins anew",
+            f"this {type(optimizer).__name__} has already taken steps: their state would be lost",
+            hint="place it before its first step, or drop its state with optimizer.state.clear()",
         )
 
 
 def _check_has_values(model: nn.Module, opened: OpenedStore | None) -> None:
-    """ConfigError where neither the model nor a store holds the first values."""
-    gone = [n for n, p in model.named_parameters() if has_released_value(p)]
-    if gone and opened is None:
+    """Raise ConfigError where neither the model nor a store holds the initial values."""
+    empty = [n for n, p in model.named_parameters() if has_released_value(p)]
+    if empty and opened is None:
         raise ConfigError(
-            f"{len(gone)} of the model's parameters hold no values ({gone[0]!r}): it is placed,"
-            " or was",
+            f"{len(empty)} of the model's parameters hold no values (the first is {empty[0]!r}):"
+            " the model is placed, or was placed before",
             hint=(
-                "build the model anew, or name the store that holds its values, or give"
+                "build the model again, name the store that holds its values, or pass"
                 " weights=DIRECTORY"
             ),
         )
@@ -237,19 +256,21 @@ def _fill(
     placed: PlacedOptimizer,
     parts: Split,
     plan: SessionPlan,
-    given: Mapping[str, Tensor],
+    initial: Mapping[str, Tensor],
     init: Callable[[nn.Module], None] | None,
 ) -> None:
-    """Block by block, values are made or read, go to a new store, and leave the model, so that the
-    whole model never exists beside the store. They come from `given`, from the model, or, where it
-    is on `meta`, from `init` or its own initialisation."""
+    """Write the initial values to a new store block by block, and release them from the model.
+
+    The whole model is never in memory beside the store. Values come from `initial`, from the
+    model or, for a model on `meta`, from `init` or the modules' own initialization.
+    """
     session, groups = placed.session, placed.param_groups
     on_meta = any(t.is_meta for t in (*placed.model.parameters(), *placed.model.buffers()))
     for block, part in zip(plan.table.blocks, (parts.root, *parts.blocks)):
         if on_meta:
-            materialize(part, parts, init, values=session.new and not given, given=given)
+            materialize(part, parts, init, values=session.new and not initial, loaded=initial)
         if session.new:
-            session.fill(block, _source(part, given), groups)
+            session.fill(block, _source(part, initial), groups)
         if block.index:
             release(part.params)
     if session.new:
@@ -258,14 +279,14 @@ def _fill(
     release(parts.root.params)
 
 
-def _source(part: ModulePart, given: Mapping[str, Tensor]) -> Source:
+def _source(part: ModulePart, initial: Mapping[str, Tensor]) -> Source:
     tensors = dict(part.params)
 
     def source(spec: ParamSpec, what: str, start: int, stop: int) -> np.ndarray | None:
         if what != MASTER:
             return None
-        if spec.name in given:
-            return _as(given[spec.name].read(start, stop), given[spec.name].dtype, spec)
+        if spec.name in initial:
+            return _as(initial[spec.name].read(start, stop), initial[spec.name].dtype, spec)
         flat = tensors[spec.name].detach().reshape(-1)[start:stop]
         return _as(as_numpy(flat), NAMES[flat.dtype], spec)
 
@@ -273,20 +294,19 @@ def _source(part: ModulePart, given: Mapping[str, Tensor]) -> Source:
 
 
 def _as(values: np.ndarray, dtype: str, spec: ParamSpec) -> np.ndarray:
-    """`values` of `dtype` as the store wants them: fp32 masters, a frozen parameter in the
-    dtype it travels in."""
+    """Cast `values` of `dtype` for the store: fp32 if trained, else the compute dtype."""
     want = "fp32" if spec.trainable else spec.dtype
     if dtype == want:
         return values
     if "fp64" in (dtype, want) or dtype not in DTYPES:
-        raise ConfigError(f"parameter {spec.name!r} is {dtype}, the store wants {want}")
+        raise ConfigError(f"parameter {spec.name!r} is {dtype}, the store needs {want}")
     out: np.ndarray = np.empty(values.size, np.float32 if want == "fp32" else np.uint16)
     cast(values, dtype, out, want)
     return out
 
 
 def _adopt(mark: Mark | None, plan: SessionPlan, session: JobSession, step: int) -> None:
-    """The run directory's mark names the store that was opened or made."""
+    """Record the store that was opened or made in the run directory's mark."""
     if mark is not None and plan.request.group.rank == 0:
         mark.adopt(
             "" if plan.request.in_memory else session.meta.job, step, session.servers.history
@@ -294,7 +314,7 @@ def _adopt(mark: Mark | None, plan: SessionPlan, session: JobSession, step: int)
 
 
 def _say_placed(plan: SessionPlan, session: JobSession, step: int) -> None:
-    """The last lines that place() prints."""
+    """Report where the state is kept and at which step."""
     request, group = plan.request, plan.request.group
     match request.store:
         case Files():
@@ -307,9 +327,9 @@ def _say_placed(plan: SessionPlan, session: JobSession, step: int) -> None:
             spare = plan.budgets.worker.kept if servers.buffering == "auto" else 0
             request.report(keep_blocks(session.worker, spare))
         case Memory():
-            where = "RAM: it is lost when this process ends"
+            where = "RAM (lost when this process ends)"
     blocks = len(plan.table.blocks) - 1
     line = f"placed {blocks} blocks and the root block; state on {where}; step {step}"
-    # without a host budget, whatever is free bounds it
+    # without a host budget, the free memory is the bound
     bound = "" if request.host_budget is None else f"; {plan.budgets}"
     request.report(line + bound)

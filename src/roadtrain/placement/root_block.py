@@ -1,10 +1,10 @@
 """RootBlock: the parameters that lie in no other block, and their gradients.
 
-They stay on the device for the whole job. After a step they are fetched anew before the model next
-computes, or when somebody reads one. Their gradients are ordinary tensors in `p.grad` until they
-are pushed: by step(), or, where several workers sum them, at the end of each backward pass.
+They stay on the device for the whole job. After a step they are fetched again before the model
+next computes, or when one of them is read. Their gradients are ordinary tensors in `p.grad` until
+they are pushed: by step() or, with several workers, at the end of each backward pass.
 
-Assumes: the root is block 0, so its parameters are the table's first.
+Assumes that the root is block 0, so that its parameters are the first of the table.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from roadtrain.streaming.fetched import FetchedParameters
 from roadtrain.streaming.grads import PlacedGrad
 from roadtrain.streaming.released import (
     check_unchanged,
-    is_behind,
-    set_behind,
+    is_stale,
     set_fetched,
     set_released,
+    set_stale,
 )
 from roadtrain.streaming.split import ModulePart
 
@@ -32,14 +32,14 @@ class RootBlock:
         self.params = part.params
         self.specs = table.params[: len(part.params)]
         self.trained = [(i, p) for i, (_, p) in enumerate(part.params) if p.requires_grad]
-        self.layout: FetchedParameters | None = None  # of the gradients; the block stream's
-        # several workers: the handles of what was pushed, while the next pass is computed
+        self.layout: FetchedParameters | None = None  # layout of the gradients, set by start()
+        # with several workers: handles of gradients that were pushed, until the next pass begins
         self.handles: dict[nn.Parameter, PlacedGrad] = {}
         self._worker = worker
-        self._versions: list[int] = []  # torch's, of the parameters when they were last fetched
+        self._versions: list[int] = []  # tensor versions at the last fetch
 
     def push_gradients(self) -> None:
-        """Pushes the tensors in `p.grad` as one flat buffer. Raises LoopError."""
+        """Push the tensors in `p.grad` as one flat buffer. Raises LoopError."""
         grads = {
             i: p.grad
             for i, p in self.trained
@@ -52,13 +52,13 @@ class RootBlock:
         self.layout.lay_out(buffer, grads)
         if self.handles and not self._worker.blocks[0].held:
             raise LoopError(
-                "the root block got a gradient while its last one was not cleared",
-                hint="call optimizer.zero_grad() once a step",
+                "the root block got a gradient while its last one had not been cleared",
+                hint="call optimizer.zero_grad() once per step",
             )
         self._worker.push_block(0, buffer, list(grads), fresh=not self.handles)
 
     def pass_ended(self) -> None:
-        """Several workers: the gradients leave after each backward pass, as those of a block do."""
+        """Push the gradients after a backward pass, as with those of blocks (several workers)."""
         self.push_gradients()
         for i, p in self.trained:
             if p.grad is not None:
@@ -68,13 +68,14 @@ class RootBlock:
                 p.grad = self.handles[p]
 
     def pass_begins(self) -> None:
-        """The pass computes ordinary gradients, which are added where the earlier ones are."""
+        """Clear `p.grad`, so that the pass computes plain gradients; they are added to the pushed
+        ones."""
         for p in self.handles:
             p.grad = None
 
     def refresh(self) -> None:
-        """Fetches the parameters if a step has changed them. Called before every module that has
-        some: cheap where nothing is new."""
+        """Fetch the parameters if a step has changed them. Called before every module that has
+        root parameters; cheap where nothing has changed."""
         if self._versions and not self._worker.root_is_old:
             return
         self.check_unchanged()
@@ -86,17 +87,17 @@ class RootBlock:
         self._versions = [p._version for _, p in self.params]
 
     def refresh_when_read(self) -> None:
-        """The parameters are old; the first use of one fetches them all."""
+        """Fetch all parameters when one of them is first used."""
         for _, p in self.params:
-            set_behind(p, self.refresh)
+            set_stale(p, self.refresh)
 
     def check_unchanged(self) -> None:
-        """Raises LoopError where a parameter was written to since it was fetched."""
+        """Raise LoopError where a parameter was written to since it was fetched."""
         if self._versions:
             check_unchanged(self.params, self._versions)
 
     def close(self) -> None:
-        """Parameters that are still old refuse to be read."""
+        """Make parameters that were not fetched since the last step unreadable."""
         for _, p in self.params:
-            if is_behind(p):
+            if is_stale(p):
                 set_released(p)

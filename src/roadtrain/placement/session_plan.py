@@ -1,7 +1,7 @@
-"""Request: what place() was asked for, checked. SessionPlan: a request put into numbers (tables,
-budgets, what rests where), and the session that is opened by it.
+"""Request: the checked options of place(). SessionPlan: the tables, budgets and store layout that
+follow from them, and the session that is opened with it.
 
-Nothing is changed before `open_files`. Does NOT know modules or values.
+Changes nothing before `open_files`. Does not know modules or values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from roadtrain.chunks import ChunkTable
-from roadtrain.environment import WorkerGroup
+from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import ConfigError
 from roadtrain.kernels.codecs import Compressor
 from roadtrain.kernels.rule import Rule
@@ -38,17 +38,17 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Request:
-    """Raises ConfigError where two values contradict each other."""
+    """The checked options of place(). Raises ConfigError where two contradict each other."""
 
     store: Store
     compress: TopK | Downcast | None
     delay: Delay | None
     host_budget: str | int | None
     device_budget: str | int | None
-    backwards_per_step: int | None  # None: updates wait for step()
+    backwards_per_step: int | None  # None: updates begin at step()
     chunk_elements: int
     deadline_s: float
-    group: WorkerGroup  # this worker among those that share the servers
+    group: WorkerIdentity  # rank and number of the workers that share the servers
     report: Report
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class Request:
 
     @property
     def downcast(self) -> str:
-        """What whole fp32 gradients travel as; "": as they are."""
+        """The dtype in which whole fp32 gradients are sent; "": fp32."""
         return self.compress.dtype if isinstance(self.compress, Downcast) else ""
 
     @property
@@ -82,7 +82,7 @@ class Request:
 
     @property
     def waits_for_step(self) -> bool:
-        """Whether the gradients of all blocks pile up until step()."""
+        """Whether the gradients of all blocks are kept until step()."""
         return self.backwards_per_step is None
 
     @property
@@ -91,7 +91,7 @@ class Request:
 
     @property
     def held(self) -> set[object]:
-        """Directories, and places at servers, that only one session of a process can have."""
+        """Directories, and (server, rank) pairs, that only one session of a process can have."""
         servers = self.servers
         files = servers.residual_files if servers else self.store
         paths = (*files.paths, *files.left) if isinstance(files, Files) else ()
@@ -99,7 +99,7 @@ class Request:
         return {*map(os.path.realpath, paths), *links}
 
     def say_lossy(self) -> None:
-        """Rule 2: what is lossy or late is printed at the start."""
+        """Report each lossy or delayed option, as every start does."""
         if self.compress is not None:
             self.report(f"lossy: {self.compress}")
         if self.delay is not None:
@@ -108,58 +108,58 @@ class Request:
             self.report(f"lossy: {words}")
 
 
-def check(asked: Request) -> None:
-    """Raises ConfigError for values that are each good and do not go together."""
-    _check_error_feedback(asked)
-    servers = asked.servers
+def check(request: Request) -> None:
+    """Raise ConfigError for values that are each valid but do not go together."""
+    _check_error_feedback(request)
+    servers = request.servers
     if servers:
-        servers.route.check_workers(asked.group, str(asked.top_k or ""))
-    if asked.downcast and servers is None:
+        servers.route.check_workers(request.group, str(request.top_k or ""))
+    if request.downcast and servers is None:
         raise ConfigError(
-            f"Downcast({asked.downcast!r}) without servers: no gradient travels",
-            hint="leave it out, or store=Servers([...])",
+            f"Downcast({request.downcast!r}) without servers: no gradients are sent",
+            hint="leave compress out, or use store=Servers([...])",
         )
-    if asked.staleness > 1 and asked.buffering == "none":
+    if request.staleness > 1 and request.buffering == "none":
         raise ConfigError(
-            f"a delay of {asked.staleness} updates and buffering 'none': parameters change at any"
-            " time, backward needs those that forward had",
+            f"a delay of {request.staleness} updates with buffering 'none': parameters may change"
+            " between forward and backward, which needs the same ones",
             hint="leave buffering out",
         )
 
 
-def _check_error_feedback(asked: Request) -> None:
-    residuals = asked.servers and asked.servers.residual_files
-    if asked.servers and bool(residuals) != asked.error_feedback:
+def _check_error_feedback(request: Request) -> None:
+    residuals = request.servers and request.servers.residual_files
+    if request.servers and bool(residuals) != request.error_feedback:
         raise ConfigError(
-            f"{len(asked.servers.addresses)} server(s), {int(bool(residuals))} directories for"
-            f" residuals, error feedback {asked.error_feedback}",
+            f"{len(request.servers.addresses)} server(s), {int(bool(residuals))} directories for"
+            f" residuals, error feedback {request.error_feedback}",
             hint=(
-                "with servers and error feedback, what was not sent rests in one directory of this"
-                " host: Servers(..., residuals=DIRECTORY)"
+                "with servers, error feedback (and only that) needs a directory of this host for"
+                " residuals: Servers(..., residuals=DIRECTORY)"
             ),
         )
-    if asked.error_feedback and (asked.backwards_per_step or 1) > 1:
+    if request.error_feedback and (request.backwards_per_step or 1) > 1:
         raise ConfigError(
-            f"error feedback keeps one residual a step, backwards_per_step is"
-            f" {asked.backwards_per_step}",
-            hint="backwards_per_step must be 1",
+            f"error feedback keeps one residual per step, but backwards_per_step is"
+            f" {request.backwards_per_step}",
+            hint="set backwards_per_step to 1",
         )
-    if asked.error_feedback and asked.delay:
+    if request.error_feedback and request.delay:
         raise ConfigError(
-            f"error feedback needs the last update, and a delay of {asked.staleness} is allowed",
-            hint="leave out delay, or error_feedback",
+            f"error feedback needs the last update, but delay allows {request.staleness} missing",
+            hint="leave out delay, or set error_feedback=False",
         )
 
 
 @dataclass(frozen=True)
 class SessionPlan:
-    """What the session of a request is made of."""
+    """The tables, budgets and layout of one session."""
 
     request: Request
     device: torch.device
     table: ChunkTable  # the model's blocks
-    store_plan: StorePlan  # what rests where; without servers also what was not sent (residuals)
-    residuals: Residuals | None  # with servers: what this worker keeps of its own
+    store_plan: StorePlan  # which server has which chunk; without servers, residuals too
+    residuals: Residuals | None  # with servers: this worker's own residuals
     compressor: Compressor | None
     budgets: Budgets
 
@@ -171,8 +171,10 @@ class SessionPlan:
 def plan_session(
     request: Request, device: torch.device, table: ChunkTable, rules: Sequence[Rule]
 ) -> SessionPlan:
-    """`rules`: one for each parameter group. Prints what is lossy or late. Raises BudgetError,
-    ConfigError; changes nothing."""
+    """Plan the session of `request`; `rules` has one rule per parameter group.
+
+    Reports lossy and delayed options. Raises BudgetError or ConfigError; changes nothing.
+    """
     whole, all_rules = table, rules
     if request.error_feedback:
         whole, all_rules = _with_residuals(table, rules, request.chunk_elements)
@@ -214,7 +216,7 @@ def plan_session(
 def _with_residuals(
     table: ChunkTable, rules: Sequence[Rule], chunk_elements: int
 ) -> tuple[ChunkTable, list[Rule]]:
-    """The model's blocks and behind them those of their residuals, and the rules of both."""
+    """Append the residual blocks to the model's blocks; return the table and the rules of both."""
     own = residual_blocks(table, len(rules))
     whole = ChunkTable.build([*StoreMeta.of(table, ()).blocks, *own], chunk_elements)
     return whole, [*rules, *[Replace()] * max(len(b.runs) for b in table.blocks)]
@@ -226,9 +228,8 @@ def _device_bytes(request: Request, device: torch.device) -> int | None:
     nbytes = parse_bytes(request.device_budget)
     if device.type == "cpu":
         raise ConfigError(
-            f"device_budget = {show_bytes(nbytes)}, and blocks run on the CPU, whose memory is the"
-            " host's",
-            hint=f"host_budget={request.device_budget!r}",
+            f"device_budget = {show_bytes(nbytes)}, but the blocks run on the CPU, in host memory",
+            hint=f"use host_budget={request.device_budget!r}",
         )
     return nbytes
 
@@ -252,7 +253,7 @@ def _budgets(
         serves=not served,
         residual_blocks=frozenset(added),
         root_residual=next((i for i in added if whole.blocks[i].name == of_root), 0),
-        # parameters change at any time: backward needs forward's
+        # with more staleness, backward needs the parameters that forward had
         buffering="all" if request.staleness > 1 else request.buffering,
         compressed_bytes=int(keep * 8 * sum(c.numel for c in table.trainable))
         * (request.backwards_per_step or 1),
@@ -263,8 +264,11 @@ def _budgets(
 
 
 def open_files(plan: SessionPlan, mark: Mark | None) -> tuple[SessionPlan, OpenedStore | None]:
-    """The store that is in the directories, if there is one; where there is none, the plan spreads
-    the new one by the rates that were asked for. Raises StoreError, ConfigError."""
+    """Open the store that is in the directories, if there is one.
+
+    Where there is none, the returned plan spreads the new store by the requested rates. Raises
+    StoreError or ConfigError.
+    """
     request = plan.request
     if mark is not None and request.in_memory:
         mark.check("", -1, IN_RAM)
@@ -327,7 +331,7 @@ def _servers(plan: SessionPlan, opened: OpenedStore | None, mark: Mark | None) -
         request.group,
         route=servers.route,
         mark=mark if request.group.rank == 0 else None,
-        give_up=[addresses.index(one) for one in servers.given_up],
+        give_up=[addresses.index(address) for address in servers.given_up],
     )
     return RemoteServers(
         plan.store_plan,
@@ -339,9 +343,10 @@ def _servers(plan: SessionPlan, opened: OpenedStore | None, mark: Mark | None) -
 
 
 def keep_blocks(worker: Worker, spare: int) -> str:
-    """Where a block comes sooner over the network than from host memory to the device, the
-    `spare` slots that would keep blocks from forward to backward are given up. Returns what is
-    done and why, for people."""
+    """Give up `spare` slots if the network delivers a block faster than host memory does.
+
+    These slots would keep blocks from forward to backward. Returns a line about the decision.
+    """
     pulled, copied = worker.pull_rate, worker.root.copy_rate()
     if spare and pulled > copied:
         worker.give_up_slots(spare)

@@ -1,16 +1,17 @@
-"""model.state_dict() and load_state_dict() of a placed model, whose values rest with the servers.
+"""model.state_dict() and load_state_dict() of a placed model, whose values are with the servers.
 
-How the data goes. Out: every module that has placed parameters puts what is in the store into the
-dict that it is asked to fill; asked directly, it gives a StateDict, whose tensors are read when
-they are looked at. They lie in a scratch file that is mapped into memory (storage/scratch.py), so a
-model larger than memory has a state dict. In: values that differ from the store's are put aside in
-such a file; the next use of the model, its optimizer or the store writes them all at once
-(PlacedOptimizer.rewrite), and a state of the optimizer that is refused first discards them.
+Saving: every module that has placed parameters adds the store's values to the dict being filled. A
+dict that such a module creates itself is a StateDict, whose tensors are read when they are first
+accessed. They lie in a memory-mapped scratch file (storage/scratch.py), so a model larger than
+memory has a state dict. The values are those after the last step() before the dict was made; it is
+read to its end before the next step changes them.
 
-Values are those after the last step() when the dict was made: it is read to its end before the next
-step changes them.
-Assumes: the hooks of torch.nn.Module are called, which every framework's wrapper does. Does NOT see
-who reads a parameter itself (`p.data`, `p.clone()`): streaming/released.py does.
+Loading: values that differ from the store's are staged in such a file. The next use of the model,
+its optimizer or the store writes them all at once (StoredOptimizer.write_staged). If the
+optimizer's state is refused first, they are discarded.
+
+Assumes that the hooks of torch.nn.Module are called, as every framework's wrapper does. Does not
+see direct reads of a parameter (`p.data`, `p.clone()`); streaming/released.py does.
 """
 
 from __future__ import annotations
@@ -39,44 +40,44 @@ from roadtrain.storage.tier import WEIGHTS
 from roadtrain.streaming.split import DTYPES, NAMES, as_numpy
 from roadtrain.units import round_up
 
-# parameter, what -> (first element, values)
+# (parameter, array name) -> (first element, values), ...
 Pieces = Callable[[str, str], Iterator[tuple[int, np.ndarray]]]
-# of PEFT: they write in place
+# PEFT methods that write parameters in place
 MERGES = ("merge_and_unload", "merge_adapter", "unmerge_adapter", "merge", "unmerge")
-_MARK = "_roadtrain_states"  # the attribute of a module that says whose hooks it has
+_MARK = "_roadtrain_states"  # attribute of a module: the ModelStates that hooked it
 
 
 class ValueSource(Protocol):
-    """Who has the values: PlacedOptimizer."""
+    """The owner of the values: PlacedOptimizer."""
 
     def reading(self) -> AbstractContextManager[Pieces]:
-        """What is inside reads values of the last step taken. Raises LoopError where there are
+        """Let the body read values of the last step taken. Raises LoopError where there are
         none."""
 
     def write_staged(self) -> None:
-        """What is put aside is now the store's."""
+        """Write staged values to the store."""
 
     def check_rewrite(self) -> None:
-        """Raises LoopError where other values cannot be written to the store now."""
+        """Raise LoopError where other values cannot be written to the store now."""
 
     @property
     def closed(self) -> bool: ...
 
 
 class Values:
-    """Tensors in one scratch file, by parameter; each has a storage of its own, tied ones share
-    it."""
+    """Tensors in one scratch file, by parameter index; each has a storage of its own, shared by
+    tied parameters."""
 
     def __init__(self, params: Sequence[ParamSpec], dtypes: Sequence[str], where: Path) -> None:
         self.params, self.dtypes = params, dtypes
         sizes = [round_up(p.numel * ITEMSIZE[d], PAGE) for p, d in zip(params, dtypes)]
         self._at = list(itertools.accumulate(sizes, initial=0))
         self._scratch = Scratch(where, self._at[-1])
-        self._taken: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._live: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def take(self, index: int, pieces: Iterator[tuple[int, np.ndarray]]) -> torch.Tensor:
-        """Of parameter `index`: what `pieces` say, or said before."""
-        if (tensor := self._taken.get(index)) is not None:
+        """Return the tensor of parameter `index`, filled from `pieces` unless it still exists."""
+        if (tensor := self._live.get(index)) is not None:
             return tensor
         spec, dtype, at = self.params[index], self.dtypes[index], self._at[index]
         for first, values in pieces:
@@ -84,31 +85,31 @@ class Values:
         if not spec.numel:
             return torch.empty(spec.shape, dtype=DTYPES[dtype])
         flat = torch.frombuffer(self._scratch.map, dtype=DTYPES[dtype], count=spec.numel, offset=at)
-        tensor = self._taken[index] = flat.view(spec.shape)
+        tensor = self._live[index] = flat.view(spec.shape)
         nbytes = spec.numel * ITEMSIZE[dtype]
-        weakref.finalize(tensor, self._scratch.let_go, at, nbytes).atexit = False
+        weakref.finalize(tensor, self._scratch.release, at, nbytes).atexit = False
         return tensor
 
 
-class _Later:
-    """Stands for a tensor that nobody has looked at."""
+class _LazyTensor:
+    """Placeholder for a tensor that was not accessed yet."""
 
     def __init__(self, take: Callable[[], torch.Tensor]) -> None:
         self.take = take
 
 
 class StateDict(OrderedDict[str, Any]):
-    """An OrderedDict, as torch's state dicts are; a tensor is read from the store when it is
-    first looked at. Copies and pickles are ordinary OrderedDicts."""
+    """An OrderedDict, as torch's state dicts are, whose tensors are read from the store on first
+    access. Copies and pickles are ordinary OrderedDicts."""
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
-        if isinstance(value, _Later):
+        if isinstance(value, _LazyTensor):
             value = value.take()
             super().__setitem__(key, value)
         return value
 
-    # through __getitem__, which OrderedDict's own methods pass by
+    # these go through __getitem__, unlike OrderedDict's own
     items, values = Mapping.items, Mapping.values  # type: ignore[assignment]
     get, setdefault = Mapping.get, MutableMapping.setdefault  # type: ignore[assignment]
     __eq__ = Mapping.__eq__
@@ -138,8 +139,8 @@ class StateDict(OrderedDict[str, Any]):
 
 
 class ModelStates:
-    """The hooks of one placed model. `staged`: what was loaded and is not written yet, fp32
-    where trainable."""
+    """The hooks of one placed model. `staged` holds loaded values that are not written yet, by
+    parameter index, in fp32 where trainable."""
 
     def __init__(
         self,
@@ -154,17 +155,17 @@ class ModelStates:
         self._index = {p: i for i, p in enumerate(params)}
         self.where = scratch or Path(tempfile.gettempdir())
         self._report = report
-        self._given: list[weakref.ref[StateDict]] = []  # that may still have values to read
+        self._out: list[weakref.ref[StateDict]] = []  # may have unread values
         # the dict that is being filled, and its values
         self._last: tuple[weakref.ref[Any], Values] | None = None
         self._undo: list[Callable[[], None]] = []
-        self._hidden: dict[str, int] = {}  # parameters of the module that is being loaded
+        self._hidden: dict[str, int] = {}  # placed parameters of the module being loaded
         self.staged: dict[int, torch.Tensor] = {}
-        self._stage: Values | None = None  # where they lie
+        self._stage: Values | None = None  # the file of the staged values
         self._attach()
 
     def _attach(self) -> None:
-        """Instead of the hooks of an earlier placement, if any."""
+        """Install the hooks, replacing those of an earlier placement."""
         for module in [
             m for m in self._model.modules() if any(p in self._index for p in m.parameters())
         ]:
@@ -208,7 +209,7 @@ class ModelStates:
         own = module._parameters.items()
         return {name: self._index[p] for name, p in own if p is not None and p in self._index}
 
-    # out
+    # saving
 
     def _state_dict(
         self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
@@ -218,16 +219,16 @@ class ModelStates:
         out = StateDict()
         out._metadata = OrderedDict()  # type: ignore[attr-defined]
         self._source.write_staged()
-        with self._source.reading():  # refused at once where it cannot be read
+        with self._source.reading():  # raises now if the store cannot be read
             result = original(**{**kwargs, "destination": out})
             if self._source.closed:
                 out.read_all()
-            self._given = [ref for ref in self._given if ref() is not None]
-            self._given.append(weakref.ref(out))
+            self._out = [ref for ref in self._out if ref() is not None]
+            self._out.append(weakref.ref(out))
             return result
 
     def _fill(self, module: nn.Module, destination: Any, prefix: str, _: Any) -> None:
-        """The hook of a module with placed parameters of its own."""
+        """State-dict hook of a module with placed parameters of its own."""
         if not isinstance(destination, StateDict):
             self._source.write_staged()
         values = self._values_of(destination)
@@ -236,14 +237,15 @@ class ModelStates:
             if key not in destination:
                 continue
             with_grad = isinstance(destination[key], nn.Parameter)  # keep_vars=True
-            later = _Later(functools.partial(self._read, values, index, with_grad))
+            lazy = _LazyTensor(functools.partial(self._read, values, index, with_grad))
             if isinstance(destination, StateDict):
-                OrderedDict.__setitem__(destination, key, later)
+                OrderedDict.__setitem__(destination, key, lazy)
             else:  # a module around the placed one: its dict is an ordinary one
-                destination[key] = later.take()
+                destination[key] = lazy.take()
 
     def _values_of(self, destination: Any) -> Values:
-        """The same for all modules that fill one dict, so that tied parameters stay tied in it."""
+        """Return the Values of a dict, shared by all modules that fill it, so that tied parameters
+        stay tied."""
         if self._last is not None and self._last[0]() is destination:
             return self._last[1]
         values = Values(self._specs, [s.dtype for s in self._specs], self.where)
@@ -252,8 +254,8 @@ class ModelStates:
             self._last = weakref.ref(destination, self._filled), values
         return values
 
-    def _filled(self, gone: weakref.ref[Any]) -> None:
-        if self._last is not None and self._last[0] is gone:
+    def _filled(self, ref: weakref.ref[Any]) -> None:
+        if self._last is not None and self._last[0] is ref:
             self._last = None
 
     def _read(self, values: Values, index: int, with_grad: bool) -> torch.Tensor:
@@ -262,14 +264,13 @@ class ModelStates:
         return nn.Parameter(tensor, self._params[index].requires_grad) if with_grad else tensor
 
     def settle(self) -> None:
-        """Before the store's values change: state dicts that somebody still has are read to
-        their end."""
-        given, self._given, self._last = self._given, [], None
-        for ref in given:
+        """Read all state dicts that still exist to their end, before the store's values change."""
+        unread, self._out, self._last = self._out, [], None
+        for ref in unread:
             if (out := ref()) is not None:
                 out.read_all()
 
-    # in
+    # loading
 
     def _load_state_dict(
         self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
@@ -281,13 +282,13 @@ class ModelStates:
         self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> None:
         self._hidden = self._direct(module)
-        # also where a module around the placed one is loaded
+        # needed as well: a module around the placed one may be loaded
         with undone_on_error(self.discard), self._without(module):
             original(*args, **kwargs)
 
     @contextmanager
     def _without(self, module: nn.Module) -> Iterator[None]:
-        """torch does not find the module's placed parameters inside."""
+        """Hide the module's placed parameters from torch in the body."""
         before, placed = dict(module._parameters), self._direct(module)
         for name in placed:
             del module._parameters[name]
@@ -309,41 +310,42 @@ class ModelStates:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """The last of the module's own hooks: what it renames has its new name."""
+        """Stage the module's placed parameters; runs after its other hooks, which may rename
+        keys."""
         for name, index in self._hidden.items():
             key = prefix + name
             if key not in state_dict:
                 if strict:
                     missing.append(key)
                 continue
-            given, spec = state_dict.pop(key), self._specs[index]
-            if isinstance(given, torch.Tensor) and spec.shape == () and given.shape == (1,):
-                given = given[0]
-            if not isinstance(given, torch.Tensor):
+            value, spec = state_dict.pop(key), self._specs[index]
+            if isinstance(value, torch.Tensor) and spec.shape == () and value.shape == (1,):
+                value = value[0]
+            if not isinstance(value, torch.Tensor):
                 errors.append(
-                    f'While loading "{key}", expected torch.Tensor but received {type(given)}'
+                    f'While loading "{key}", expected torch.Tensor but received {type(value)}'
                 )
-            elif tuple(given.shape) != spec.shape:
+            elif tuple(value.shape) != spec.shape:
                 errors.append(
-                    f"size mismatch for {key}: copying a param with shape {given.shape} from"
+                    f"size mismatch for {key}: copying a param with shape {value.shape} from"
                     f" checkpoint, the shape in current model is {torch.Size(spec.shape)}."
                 )
-            elif given.is_meta or NAMES.get(given.dtype) is None:
+            elif value.is_meta or NAMES.get(value.dtype) is None:
                 errors.append(
-                    f'While loading "{key}": a tensor of {given.dtype} on {given.device} has no'
+                    f'While loading "{key}": a tensor of {value.dtype} on {value.device} has no'
                     " values"
                 )
             else:
-                self.stage(index, given)
+                self.stage(index, value)
 
-    def stage(self, index: int, given: torch.Tensor) -> None:
-        """Puts `given` aside, unless the store has just that. A 16-bit value equal to the copy
-        that the model computes with keeps the fp32 master behind it."""
+    def stage(self, index: int, value: torch.Tensor) -> None:
+        """Stage `value` unless the store has the same. A 16-bit value equal to the copy that the
+        model computes with leaves the fp32 master unchanged."""
         spec = self._specs[index]
         held = "fp32" if spec.trainable else spec.dtype
-        exact = spec.trainable and given.dtype in (torch.float32, torch.float64)
+        exact = spec.trainable and value.dtype in (torch.float32, torch.float64)
         what, compared = (MASTER, "fp32") if exact else (WEIGHTS, spec.dtype)
-        flat = given.detach().reshape(-1)
+        flat = value.detach().reshape(-1)
         self.staged.pop(index, None)
         with self._source.reading() as pieces:
             now = pieces(spec.name, what)
@@ -362,7 +364,7 @@ class ModelStates:
         self.staged[index] = self._stage.take(index, pieces_of_it)
 
     def discard(self) -> None:
-        """What was loaded and is not written yet."""
+        """Discard loaded values that are not written yet."""
         self.staged.clear()
         self._stage = None
 
@@ -371,7 +373,7 @@ class ModelStates:
     def _moved(
         self, module: nn.Module, original: Callable[..., Any], fn: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """model.to(), half(), cuda()...: buffers follow, placed parameters stay as they are."""
+        """Wrap model.to(), half(), cuda()...: buffers follow, placed parameters do not change."""
         here = {(p.dtype, p.device) for p in module.parameters() if p in self._index}
         for dtype, device in here:
             probe = fn(torch.empty(0, dtype=dtype, device=device))
@@ -379,14 +381,14 @@ class ModelStates:
                 raise LoopError(
                     f"a placed model computes in {dtype} and cannot be cast to {probe.dtype}",
                     hint=(
-                        "place(..., dtype=torch.bfloat16) says what parameters compute in; masters"
+                        "set the compute dtype with place(..., dtype=torch.bfloat16); master values"
                         " stay fp32"
                     ),
                 )
             if probe.device != device:
                 self._report(
-                    f"the placed model stays on {device}: place(..., device=...) says where it"
-                    " computes"
+                    f"the placed model stays on {device}: choose its device with"
+                    " place(..., device=...)"
                 )
                 return module
         with self._without(module):
@@ -396,21 +398,21 @@ class ModelStates:
 
 def _refuse_copy(*_: Any) -> Any:
     raise LoopError(
-        "a placed model cannot be copied or pickled: its parameters are elsewhere",
+        "a placed model cannot be copied or pickled: its parameters are not in memory",
         hint=(
-            "torch.save(model.state_dict()), model.save_pretrained() and `roadtrain export` have"
-            " its values"
+            "save its values with torch.save(model.state_dict()), model.save_pretrained() or"
+            " `roadtrain export`"
         ),
     )
 
 
 def _refuse_merge(name: str, *_: Any, **__: Any) -> Any:
     raise LoopError(
-        f"{name}() changes parameters in place, and those of a placed model are elsewhere: nothing"
-        " can be merged",
+        f"{name}() changes parameters in place, but those of a placed model are not in memory:"
+        " nothing was merged",
         hint=(
-            "save_pretrained() has the adapters: load them into a model that is not placed, and"
-            " merge there"
+            "save the adapters with save_pretrained(), load them into a model that is not placed,"
+            " and merge there"
         ),
     )
 

@@ -1,12 +1,11 @@
-"""StoredOptimizer: a torch optimizer whose state rests with servers; how it is committed, saved,
+"""StoredOptimizer: a torch optimizer whose state is with servers, and how it is committed, saved,
 loaded and read.
 
 A state dict refers to the store or is gathered from it (optimizer_states.py). Loaded values are
-written to the store at once. The model's own state dicts (state_dicts.py) read and write the store
-through this object as well.
+written to the store at once. The model's state dicts (state_dicts.py) also read and write the store
+through this object.
 
-Assumes: the subclass PlacedOptimizer (optimizer.py) takes the steps. Does NOT move bytes;
-servers/worker.py does.
+The subclass PlacedOptimizer (optimizer.py) takes the steps; servers/worker.py moves the bytes.
 """
 
 from __future__ import annotations
@@ -55,36 +54,36 @@ class StoredOptimizer(torch.optim.Optimizer):
         extra: Mapping[str, Any],
     ) -> None:
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.state = _Elsewhere(dict)
+        self.state = _NoState(dict)
         self.model, self.table, self.session = model, plan.table, session
         self.request = plan.request
-        self.group = session.group  # which of the workers this is
+        self.group = session.group  # this worker's rank and the number of workers
         self.steps_done = session.step  # over all runs of the job
-        # what state_dict() gives where `gather` is not said, once a step was taken here
+        # what state_dict() does by default, once a step was taken in this process
         self.whole_states = False
         self.root = RootBlock(parts.root, plan.table, session.worker)
         self._worker, self._report = session.worker, plan.request.report
         self.job_state = CommittedState(self, optimizer, model, session, extra, self._report)
         self._params = [p for part in (parts.root, *parts.blocks) for _, p in part.params]
         self._index = {p: i for i, p in enumerate(self._params)}
-        # the norm of the last step's gradient or, until asked for: (blocks, loss scaling undone)
+        # norm of the last step's gradient or, until it is requested, (blocks, inverse loss scale)
         self._norm: float | tuple[list[int], float] = math.nan
         self._begun_at = session.step
         self._closed = False
-        # whether load_state_dict passes over a state of an earlier step of this store
+        # whether load_state_dict ignores a state of an earlier step of this store
         self.passes_over_earlier = False
-        self._placed_again = False  # another session of this process holds the store, or the model
-        self._writing = False  # what was loaded is on its way to the store
-        self._reopened: Pieces | None = None  # of a closed store, while it is read
-        self._said_ram = False  # that a small state refers to what ends with this process
+        self._placed_again = False  # another session of this process has the store or the model
+        self._writing = False  # loaded values are being written to the store
+        self._reopened: Pieces | None = None  # reads a closed store, inside reading()
+        self._warned_ram = False  # that a small state refers to memory of this process
 
     def check_usable(self) -> None:
         """Raise LoopError where no step can be taken: after `close`, and in a forked child."""
         self._worker.check_process()
         if self._placed_again:
             raise LoopError(
-                "this optimizer is closed: its model or its store was placed again in this process",
-                hint="use the model and the optimizer of the later place()",
+                "this optimizer is closed: its model or store was placed again in this process",
+                hint="use the model and the optimizer of the later place() call",
             )
         if self._closed:
             raise LoopError("the placed optimizer is closed", hint="place the model again")
@@ -93,14 +92,14 @@ class StoredOptimizer(torch.optim.Optimizer):
         """Commit the state of these objects with each step, and restore that of a resumed step.
 
         Call it after the objects are made and before the loop. On a resumed optimizer the objects
-        get the state of the resumed step: a scheduler goes on in its schedule, a DataLoader with
-        the next batch of its epoch. A step's state holds what the loop does until the next
-        forward, such as `scheduler.step()`; batches are counted as of `step()`.
+        get the state of the resumed step: a scheduler continues its schedule, a DataLoader
+        continues with the next batch of its epoch. The state of a step includes what the loop does
+        until the next forward, such as `scheduler.step()`; batches are counted until `step()`.
 
         Args:
-            things: By a name of your choice: learning-rate schedulers, a DataLoader, a
-                torch.Generator, a GradScaler, or any object with `state_dict()` and
-                `load_state_dict()`.
+            **things: Learning-rate schedulers, a DataLoader, a torch.Generator, a GradScaler, or
+                other objects with `state_dict()` and `load_state_dict()`, under names of your
+                choice.
 
         Raises:
             ConfigError: The state of an object cannot be committed or restored.
@@ -110,11 +109,17 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     @property
     def committed_step(self) -> int:
-        """The last step that no crash can lose any more."""
+        """The last step that survives a crash."""
         return self._worker.committed
 
     def flush(self) -> None:
-        """Wait until every step taken, and what load_state_dict was given, is committed."""
+        """Wait until every step taken, and every loaded state, is committed.
+
+        Raises:
+            LoopError: The optimizer is closed.
+            StoreError: A commit failed.
+            PeerError: A server failed or did not answer in time.
+        """
         self.check_usable()
         self.write_staged()
         self._finish_steps()
@@ -123,23 +128,38 @@ class StoredOptimizer(torch.optim.Optimizer):
         self.job_state.capture()
         self._worker.wait_committed(self.steps_done)
 
-    # what people ask
+    # reading values and measurements
 
     @property
     def params(self) -> Sequence[ParamSpec]:
-        """What `read` can be asked for."""
+        """The parameters that `read` can return."""
         return self.table.params
 
     def read(self, name: str, what: str = "master") -> np.ndarray:
-        """A parameter's fp32 master values or one of its state arrays, shaped like the parameter;
-        or one of its state scalars, as an array of one. Waits for the commit of the last step.
-        Raises ConfigError for what is not there."""
+        """Read a parameter's master values or optimizer state, after the commit of the last step.
+
+        Args:
+            name: Name of the parameter in the model.
+            what: "master", or the name of a state array or state scalar of its update rule.
+
+        Returns:
+            fp32 values in the shape of the parameter; a state scalar as an array of shape (1,).
+
+        Raises:
+            ConfigError: There is no such parameter or state.
+        """
         self.flush()
         return self.session.read(name, what)
 
     def grad_norm(self) -> float:
-        """The 2-norm of the last step's gradient over all parameters, before clipping and after
-        loss scaling is undone. Waits until the servers have summed it."""
+        """Return the 2-norm of the last step's gradient over all parameters.
+
+        It is taken before clipping and after loss scaling is undone, and is inf if the gradient has
+        an inf or nan. Waits until the servers have summed it.
+
+        Returns:
+            The norm; nan before the first step.
+        """
         self._worker.check_process()
         if isinstance(self._norm, tuple):
             blocks, unscale = self._norm
@@ -148,13 +168,21 @@ class StoredOptimizer(torch.optim.Optimizer):
         return self._norm
 
     def stages(self) -> dict[str, StageTotals]:
-        """Seconds and bytes of each stage of a step, since the last call."""
+        """Return the seconds and bytes of each stage of a step since the last call.
+
+        Returns:
+            Totals by the name of the stage.
+        """
         self._worker.check_process()
         return self.session.stages.take()
 
     def memory(self) -> dict[str, int]:
-        """Bytes. "resident": of roadtrain's buffers now; "plain": of the parameters, gradients and
-        state that plain training of this model would hold."""
+        """Return bytes of memory by kind.
+
+        Returns:
+            "resident": bytes of roadtrain's buffers now. "plain": bytes of the parameters,
+            gradients and optimizer state that ordinary training of this model would hold.
+        """
         plain = 0
         for chunk in self.table.chunks:
             plain += chunk.weights_nbytes
@@ -164,7 +192,7 @@ class StoredOptimizer(torch.optim.Optimizer):
                 plain += chunk.weights_nbytes + 4 * numel * arrays
         return {"resident": self.session.nbytes(), "plain": plain}
 
-    # states, as torch and frameworks save and load them
+    # state dicts, as torch and frameworks save and load them
 
     @property
     def closed(self) -> bool:
@@ -176,13 +204,13 @@ class StoredOptimizer(torch.optim.Optimizer):
         return self.session.store_plan.rules[: len(self.param_groups)]
 
     def hyperparameters(self) -> dict[int, tuple[float, ...]]:
-        """What each group's rule takes now."""
+        """Return the current hyperparameters of each group's update rule."""
         pairs = zip(self.rules, self.param_groups)
         return {i: rule.hyper(group) for i, (rule, group) in enumerate(pairs)}
 
     @property
     def numbers(self) -> dict[int, int]:
-        """For each trainable parameter that has elements: its number in torch's form of a state."""
+        """Map each trainable parameter that has elements to its number in torch's form."""
         flat = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         found = ((self._index[p], number) for number, p in enumerate(flat))
         return {
@@ -193,7 +221,7 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     @property
     def reference(self) -> dict[str, Any]:
-        """What a small state says: the step and the store that it is of."""
+        """The step and the store that a small state refers to."""
         meta = self.session.meta
         return {
             "step": self.steps_done,
@@ -203,15 +231,25 @@ class StoredOptimizer(torch.optim.Optimizer):
         }
 
     def state_dict(self, gather: bool | None = None) -> dict[str, Any]:
-        """The state, small or whole.
+        """Return the optimizer's state: a reference to the store, or the whole state.
 
-        `gather` False (also None, unless `whole_states` is set and a step was taken): the step, the
-        groups and a reference to the store, which is the checkpoint. With one worker the step is
-        committed on return.
-        `gather` True: torch's whole form. Its fp32 tensors lie in a scratch file that is mapped
-        into memory: beside the store, or in the temporary directory. With several workers, all must
-        ask for it. Raises LoopError while updates run in backward."""
-        if gather is None:  # accelerate asks before the first step, and loads what it was given
+        The small form has the step, the parameter groups and a reference to the store, which is
+        itself the checkpoint. With one worker the step is committed on return.
+
+        The whole form is torch's, with fp32 tensors in a memory-mapped scratch file, beside the
+        store or in the temporary directory. With several workers, all of them must ask for it.
+
+        Args:
+            gather: True: the whole form. False: the small form. None: the whole form if
+                `whole_states` is set and a step was taken in this process, else the small one.
+
+        Returns:
+            A dict with "state", "param_groups" and "roadtrain".
+
+        Raises:
+            LoopError: Updates of an unfinished step have begun during backward.
+        """
+        if gather is None:  # accelerate saves and loads a state before the first step
             gather = self.whole_states and self.steps_done != self._begun_at
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -235,74 +273,83 @@ class StoredOptimizer(torch.optim.Optimizer):
 
     def _say_ram(self) -> None:
         in_memory = self.session.servers.local and not self.session.store_plan.directories
-        if self.steps_done and in_memory and not self._said_ram:
-            self._said_ram = True
+        if self.steps_done and in_memory and not self._warned_ram:
+            self._warned_ram = True
             self._report(
-                "optimizer.state_dict() only refers to this process, whose state is in RAM: "
-                "state_dict(gather=True) holds it"
+                "this optimizer.state_dict() only refers to the state in RAM, which ends with this"
+                " process: use state_dict(gather=True) to save the values"
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over the parameter groups. A small state must be of this store and of the step
-        that it is at. A whole one is written to the store, which from then on is at the step of
-        that state; on files it is committed on return. Raises LoopError, and then changes
-        nothing: what the model's load_state_dict took just before is forgotten too."""
+        """Adopt a state: its parameter groups and, if it is a whole one, its values.
+
+        A small state must refer to this store at its current step. A whole one is written to the
+        store, which is then at the step of that state; on files it is committed on return.
+
+        Args:
+            state_dict: The result of state_dict(), or of an ordinary torch optimizer's.
+
+        Raises:
+            LoopError: The state does not fit this optimizer, its store or its step. Nothing was
+                changed, and values loaded by the model's load_state_dict just before are dropped.
+        """
         with undone_on_error(self._states.discard):
             self._load(state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _load(self, given: Mapping[str, Any]) -> None:
+    def _load(self, form: Mapping[str, Any]) -> None:
         self._worker.check_process()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = before(self, dict(given))
-            given = given if changed is None else changed
-        optimizer_states.check_groups(self, given)
-        said, staged = given.get(optimizer_states.KEY), self._states.staged
-        if self.passes_over_earlier and said is not None and self._is_earlier(said):
+            changed = before(self, dict(form))
+            form = form if changed is None else changed
+        optimizer_states.check_groups(self, form)
+        ours, staged = form.get(optimizer_states.KEY), self._states.staged
+        if self.passes_over_earlier and ours is not None and self._is_earlier(ours):
             self._states.discard()
             return
-        if not given["state"] and said is not None and "parameters" not in said:
-            optimizer_states.check_reference(self, said)
-            optimizer_states.take_groups(self, given)
+        if not form["state"] and ours is not None and "parameters" not in ours:
+            optimizer_states.check_reference(self, ours)
+            optimizer_states.take_groups(self, form)
             return
-        if not given["state"] and (said is None or said["step"]):
+        if not form["state"] and (ours is None or ours["step"]):
             raise LoopError(
-                "this state holds nothing of any parameter, and refers to no store",
-                hint="state_dict() refers to the store, state_dict(gather=True) holds all",
+                "this state holds no values of any parameter and refers to no store",
+                hint="save with state_dict() for a reference, state_dict(gather=True) for values",
             )
-        optimizer_states.check_state(self, given)
+        optimizer_states.check_state(self, form)
         with self.reading() as pieces:
-            if said is not None:
-                optimizer_states.check_parameters(self, said, pieces, staged)
+            if ours is not None:
+                optimizer_states.check_parameters(self, ours, pieces, staged)
         before_it = optimizer_states.groups_of(self.param_groups)
-        optimizer_states.take_groups(self, given)
+        optimizer_states.take_groups(self, form)
         with undone_on_error(
             lambda: optimizer_states.take_groups(self, {"param_groups": before_it})
         ):
-            self._rewrite(given, self.steps_done if said is None else said["step"])
+            self._rewrite(form, self.steps_done if ours is None else ours["step"])
 
-    def _is_earlier(self, said: Mapping[str, Any]) -> bool:
-        """Whether a state speaks of an earlier step of this very store."""
+    def _is_earlier(self, found: Mapping[str, Any]) -> bool:
+        """Whether a state refers to an earlier step of this store."""
         now = self.reference
-        same = all(said.get(key) == now[key] for key in ("job", "history"))
-        return same and said["step"] < now["step"]
+        same = all(found.get(key) == now[key] for key in ("job", "history"))
+        return same and found["step"] < now["step"]
 
     # the store between steps
 
     def write_staged(self) -> None:
-        """Writes to the store what the model's load_state_dict put aside, and commits it there."""
+        """Write values staged by the model's load_state_dict to the store, and commit them."""
         if self._states.staged and not self._writing:
-            with undone_on_error(
-                self._states.discard
-            ):  # it is said once; what the store holds goes on
+            # if writing fails, the error is raised once and the store's values remain in use
+            with undone_on_error(self._states.discard):
                 self._rewrite(None, self.steps_done)
 
     def _rewrite(
-        self, given: Mapping[str, Any] | None, step: int, *, elsewhere: bool = False
+        self, form: Mapping[str, Any] | None, step: int, *, elsewhere: bool = False
     ) -> None:
-        """`given`: a whole form of the optimizer's state. The store is at `step` afterwards.
-        `elsewhere`: it is the store of servers elsewhere, which are filled anew."""
+        """Write staged values and the whole form `form` to the store, which is then at `step`.
+
+        `elsewhere`: the store is on remote servers, which are filled again.
+        """
         if elsewhere:
             self._check_refill()
         else:
@@ -315,7 +362,7 @@ class StoredOptimizer(torch.optim.Optimizer):
             job = self.job_state
             before, job.history = job.history, uuid.uuid4().hex
             hyperparameters = [*self.hyperparameters().values()]
-            change = optimizer_states.writer(self, given, self._states.staged, hyperparameters)
+            change = optimizer_states.writer(self, form, self._states.staged, hyperparameters)
             with undone_on_error(lambda: setattr(job, "history", before)):
                 write(change, step, job.encode())
             self._states.discard()
@@ -332,32 +379,46 @@ class StoredOptimizer(torch.optim.Optimizer):
     def take_values(
         self, step: int, values: Mapping[int, torch.Tensor], state: Mapping[int, Mapping[str, Any]]
     ) -> None:
-        """The store is at `step` afterwards, with these. By index of a parameter: `values`, fp32
-        where it is trained, else in its own dtype; `state`, by the names of its rule's arrays and
-        scalars, for one that was updated before. Committed on return. With servers all workers call
-        it, and the first one's values count. Raises LoopError where the store cannot take them."""
+        """Write these values to the store, which is at `step` afterwards, and commit them.
+
+        With servers, all workers call it, and the values of worker 0 are used.
+
+        Args:
+            step: The step that the values belong to.
+            values: Values by parameter index: fp32 if trainable, else in the parameter's dtype.
+            state: Optimizer state by parameter index, for parameters that were updated before:
+                the arrays and scalars of the update rule by name.
+
+        Raises:
+            LoopError: The store cannot take other values now.
+        """
         numbers = self.numbers
         masters = {numbers[i]: value for i, value in values.items() if i in numbers}
-        given = {
+        form = {
             "state": {numbers[i]: dict(entry) for i, entry in state.items()},
             optimizer_states.KEY: {"masters": masters},
         }
         self._states.staged.update({i: v for i, v in values.items() if i not in numbers})
         try:
-            self._rewrite(given, step, elsewhere=not self.session.servers.local)
+            self._rewrite(form, step, elsewhere=not self.session.servers.local)
         finally:
             self._states.discard()
 
     @property
     def scratch(self) -> Path:
-        """Where values that are handed out or taken may lie."""
+        """The directory for scratch files of values that are saved or loaded."""
         return self._states.where
 
     def square_sums(self) -> dict[int, float]:
-        """By index of each parameter with a gradient: the sum of squares of what all workers have
-        pushed in this step, added up. Waits for it."""
+        """Return the sum of squares of the gradients that all workers have pushed in this step.
+
+        The gradients are added up over the workers; the call waits for them.
+
+        Returns:
+            The sum of squares by index of each parameter with a gradient.
+        """
         workers, out = self.group.workers, dict[int, float]()
-        if workers > 1:  # all ask for all: another one may have a gradient where this one has none
+        if workers > 1:  # every worker asks for all: another may have a gradient
             for block in range(len(self.table.blocks)):
                 out |= self._worker.block_sums(block)
         else:
@@ -367,7 +428,7 @@ class StoredOptimizer(torch.optim.Optimizer):
         return {index: value * workers**2 for index, value in out.items()}
 
     def check_rewrite(self) -> None:
-        """Raises LoopError where other values cannot be written to the store now."""
+        """Raise LoopError where other values cannot be written to the store now."""
         self._worker.check_process()
         if self._closed:
             raise LoopError(
@@ -378,28 +439,28 @@ class StoredOptimizer(torch.optim.Optimizer):
         if not local or self.session.store_plan.staleness == 1:
             what = "with staleness 1" if local else "on servers"
             raise LoopError(
-                f"other values cannot be loaded into state {what}",
+                f"other values cannot be loaded into a state {what}",
                 hint=(
-                    "place(..., weights=DIRECTORY) on empty directories begins with the values"
-                    " there"
+                    "place the model on empty directories with place(..., weights=DIRECTORY) to"
+                    " begin with other values"
                 ),
             )
         self._check_replaceable()
 
     def _check_refill(self) -> None:
-        """Raises LoopError where servers elsewhere cannot be filled with other values now."""
+        """Raise LoopError where remote servers cannot be filled with other values now."""
         self._check_replaceable()
         if self.session.store_plan.staleness or self._worker.residual_block:
             raise LoopError(
-                "other values cannot be loaded into servers with a delay or error feedback",
-                hint="leave them out, or place this stage on files of its host",
+                "other values cannot be loaded into servers with a delay or with error feedback",
+                hint="leave both out, or place this stage on files of its host",
             )
 
     def _check_replaceable(self) -> None:
-        """Raises LoopError where a step is under way."""
+        """Raise LoopError where a step is in progress."""
         if any(p.grad is not None for p in self._params):
             raise LoopError(
-                "other values cannot be loaded while gradients wait for step()",
+                "other values cannot be loaded while there are gradients for the next step()",
                 hint="call step() or zero_grad() first",
             )
         self._check_not_updating()
@@ -408,18 +469,18 @@ class StoredOptimizer(torch.optim.Optimizer):
         step = self.steps_done + 1
         if any(state.updated for state in self._worker.blocks):
             raise LoopError(
-                f"updates of step {step} have begun in backward: the parameters are of no step now",
+                f"updates of step {step} have begun during backward: no step is complete now",
                 hint="call step() first",
             )
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Pieces]:
-        """The body can read values as of the last step taken; those of a closed optimizer come
+        """Let the body read values as of the last step taken. Those of a closed optimizer come
         from its files."""
         if not self._closed or self._placed_again:
             self.check_usable()
             self._check_not_updating()
-            # one of them may ask while the others wait for it: no commit comes then
+            # some workers may not be in step(): waiting for a commit would never end
             if self.group.workers > 1:
                 self.job_state.capture()
             else:
@@ -439,37 +500,40 @@ class StoredOptimizer(torch.optim.Optimizer):
     def _reopen(self) -> Iterator[OpenedStore]:
         store_plan = self.session.store_plan
         if not store_plan.directories:
-            where = "in RAM, and are gone" if self.session.servers.local else "on the servers"
+            where = "in RAM and are lost" if self.session.servers.local else "on the servers"
             raise LoopError(
-                f"the placed optimizer is closed: the parameters of this model rest {where}",
-                hint="take state_dict() before close(), or place the model again",
+                f"the placed optimizer is closed: the parameters of this model were {where}",
+                hint="call state_dict() before close(), or place the model again",
             )
         store = open_store(store_plan.directories, direct=store_plan.direct)
         if store is None:
-            raise GoneError(f"{store_plan.directories[0]}: holds no store any more")
+            raise GoneError(f"{store_plan.directories[0]}: the store is no longer there")
         with contextlib.closing(store):
             if (store.meta.job, store.step) != (self.session.meta.job, self.steps_done):
                 raise LoopError(
-                    f"the model's parameters were those of step {self.steps_done} when it was"
-                    f" closed; the store in {store_plan.directories[0]} is at step"
-                    f" {store.step} now",
+                    f"the optimizer was closed at step {self.steps_done}, but the store in"
+                    f" {store_plan.directories[0]} is now at step {store.step}, so the model's"
+                    " parameters cannot be read",
                     hint="place the model again",
                 )
             yield store
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise LoopError(
-            "a placed optimizer cannot be copied or pickled: its state is elsewhere",
-            hint="state_dict() refers to it, state_dict(gather=True) holds it",
+            "a placed optimizer cannot be copied or pickled: its state is in the store",
+            hint="use state_dict(), or state_dict(gather=True) for a copy of the values",
         )
 
 
-class _Elsewhere(defaultdict[Any, Any]):
-    """`optimizer.state`: empty. torch.distributed.checkpoint.state_dict asks whether it is, and
-    if so it makes one by a step with gradients of zero: that would be a step of the job."""
+class _NoState(defaultdict[Any, Any]):
+    """`optimizer.state`: empty, and an error where its truth is tested.
+
+    torch.distributed.checkpoint.state_dict does so, and would then take a step with zero gradients
+    to create the state, which would count as a step of the job.
+    """
 
     def __bool__(self) -> bool:
         raise LoopError(
             "the state of a placed optimizer is in its store",
-            hint="optimizer.state_dict() refers to it, state_dict(gather=True) holds it",
+            hint="use optimizer.state_dict(), or state_dict(gather=True) for the values",
         )

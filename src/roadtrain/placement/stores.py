@@ -1,4 +1,4 @@
-"""Files, Memory and Servers: where place() puts parameters and optimizer state.
+"""Files, Memory and Servers: where place() keeps parameters and optimizer state.
 
 Each value checks itself when it is made; nothing is opened or connected here.
 """
@@ -24,15 +24,23 @@ from roadtrain.units import parse_bytes
 
 @dataclass(frozen=True)
 class Files:
-    """The state rests in directories of this host, with one server for each. A store that is
-    found there is resumed. Raises ConfigError."""
+    """Keep the state in directories of this host. A store that is found there is resumed.
+
+    Args:
+        directories: One directory or several, usually one per SSD. Each gets a server thread.
+        rates: Relative speeds by which a new store is spread over the directories, each above 0;
+            "measured": they are measured now. None: evenly.
+        direct: Use direct I/O where the file system supports it.
+        moved_from: Directories that the store was in and should leave. No other directories than
+            these and `directories` are read, written or removed.
+
+    Raises:
+        ConfigError: A directory is named twice, none is named, or `rates` does not fit.
+    """
 
     directories: PathLike | Sequence[PathLike]
-    # relative rates by which a new store's chunks are spread; None: evenly; "measured": now
     rates: Sequence[float] | Literal["measured"] | None = None
-    direct: bool = True  # direct I/O, where the file system takes it
-    # directories that the store has rested in and shall leave; only these and `directories` are
-    # read, written or removed
+    direct: bool = True
     moved_from: Sequence[PathLike] = ()
 
     def __post_init__(self) -> None:
@@ -40,7 +48,7 @@ class Files:
         if not self.paths:
             raise ConfigError(
                 f"Files: `directories` cannot be {self.directories!r}",
-                hint="name one or more, or leave store out to keep the state in RAM",
+                hint="name at least one, or leave store out to keep the state in RAM",
             )
         if len({*map(os.path.realpath, self.paths)}) < len(self.paths):
             raise ConfigError(
@@ -52,7 +60,7 @@ class Files:
         if len(self.rates) != len(self.paths) or min(self.rates) <= 0:
             raise ConfigError(
                 f"rates {self.rates!r} for {len(self.paths)} directories",
-                hint="'measured', or a number above 0 for each",
+                hint="use 'measured', or one number above 0 per directory",
             )
 
     @cached_property
@@ -67,54 +75,70 @@ class Files:
 
 @dataclass(frozen=True)
 class Memory:
-    """The state rests in the memory of this process: it is lost when the process ends."""
+    """Keep the state in the memory of this process. It is lost when the process ends."""
 
 
 @dataclass(frozen=True)
 class Servers:
-    """The state rests with `roadtrain serve` processes. All workers of a torchrun share them, and
-    each update takes the mean of their gradients. Raises ConfigError."""
+    """Keep the state on `roadtrain serve` processes, which all workers of a job share.
 
-    addresses: Sequence[str]  # HOST:PORT of every server that takes part, always in the same order
-    # the job's secret, or a file with it (mode 600)
+    Each update takes the mean of the workers' gradients.
+
+    Args:
+        addresses: HOST:PORT of every server, always in the same order.
+        token: The job's secret, or the path of a file with it (mode 600).
+        tls: The certificate authority of the servers, and this worker's certificate and key.
+        connections: TCP connections to each server.
+        retry_s: Seconds to retry a connection. None: as long as place's `deadline_s`.
+        link: All options of the links at once, instead of `token`, `tls`, `connections` and
+            `retry_s`.
+        replicas: 1, or 2: a second server holds each chunk and applies the same updates.
+        give_up: Addresses of servers whose contents may be discarded if the servers disagree at
+            the start. Such a server is left out if it is away; if it answers, its store is moved
+            aside and filled again from its replica.
+        relay: Host bytes of a relay process that communicates for all workers of this host. None:
+            no relay.
+        fan_in: Switches on the way that sum gradients and copy parameters: a `FanIn`, or a list
+            with the HOST:PORT of the only switch. None: no switch.
+        buffering: Which blocks are kept on the device from forward to backward instead of being
+            fetched twice: "all", "none", or "auto": as many as fit, if that is faster than the
+            network.
+        residuals: A directory of this host for the residuals of error feedback (gradients that
+            were not sent yet). Required with error feedback.
+
+    Raises:
+        ConfigError: Options contradict each other.
+    """
+
+    addresses: Sequence[str]
     token: bytes | PathLike | None = field(default=None, repr=False)
-    tls: Tls | None = None  # whom a server is known by, and this worker's certificate
-    connections: PositiveInt = 1  # TCP connections to each server
-    retry_s: Annotated[float, Field(ge=0)] | None = (
-        None  # how long to try again; None: as long as place's deadline_s
-    )
-    # instead of the four above: all that a link can be told
+    tls: Tls | None = None
+    connections: PositiveInt = 1
+    retry_s: Annotated[float, Field(ge=0)] | None = None
     link: TcpOptions | None = field(default=None, repr=False)
-    replicas: int = 1  # 1 or 2: a second server holds each chunk and applies the same pushes
-    # addresses whose contents are not to count at a start where that is in doubt: one that is away
-    # is left out all the same, the store of one that answers is moved aside and filled up again
+    replicas: int = 1
     give_up: Sequence[str] = ()
-    relay: Size | None = None  # host bytes of a process that communicates for the workers here
-    # gradients are summed, and parameters copied, by switches on the way: a FanIn, or the HOST:PORT
-    # of the only switch in a list
+    relay: Size | None = None
     fan_in: Any = None
-    # which blocks are kept from forward to backward, which then pulls nothing: as many as fit where
-    # that is faster than the network (auto), all, or none
     buffering: Literal["auto", "all", "none"] = "auto"
-    # the directory of this host where what error feedback has not sent rests
     residuals: PathLike | Files | None = None
 
     def __post_init__(self) -> None:
         check_options(Servers, vars(self))
         if not self.addresses:
             raise ConfigError(
-                f"Servers of {self.addresses!r}", hint="a list of one HOST:PORT or more"
+                f"Servers({self.addresses!r}): no addresses", hint="list at least one HOST:PORT"
             )
         own = (self.token, self.tls, self.connections, self.retry_s)
         if self.link is not None and own != (None, None, 1, None):
             raise ConfigError(
                 "Servers(link=...) together with token, tls, connections or retry_s",
-                hint="say all of them in link",
+                hint="set all of them in link",
             )
         if self.residual_files and len(self.residual_files.paths) != 1:
             raise ConfigError(
-                f"residuals in {len(self.residual_files.paths)} directories",
-                hint="what was not sent rests in one directory of this host",
+                f"residuals are in {len(self.residual_files.paths)} directories, must be in 1",
+                hint="name one directory of this host",
             )
         self._check_replicas()
         self.route.check_links(self.link or TcpOptions(tls=self.tls), self.replicas)
@@ -123,19 +147,20 @@ class Servers:
         count, given_up = len(self.resolved), set(self.given_up)
         if self.replicas not in (1, 2) or self.replicas > count:
             raise ConfigError(
-                f"replicas = {self.replicas} with {count} server(s)", hint="2 needs 2 or more"
+                f"replicas = {self.replicas} with {count} server(s)",
+                hint="use 1, or 2 with at least 2 servers",
             )
         unknown = not given_up <= set(self.resolved)
         if given_up and (unknown or self.replicas == 1 or len(given_up) == count):
             raise ConfigError(
                 f"give_up = {list(self.give_up)} of servers {list(self.addresses)} with replicas ="
                 f" {self.replicas}",
-                hint="addresses as in addresses, not all of them, with replicas = 2",
+                hint="list some, but not all, of the addresses, with replicas = 2",
             )
 
     @cached_property
     def route(self) -> Route:
-        """How this worker reaches the servers: directly, or by what `fan_in` and `relay` select."""
+        """How this worker reaches the servers: directly, or through a relay or switches."""
         route: Route = DirectRoute()
         if self.fan_in is not None:
             route = load("fan-in")(self.fan_in)
@@ -153,12 +178,14 @@ class Servers:
 
     @property
     def residual_files(self) -> Files | None:
-        given = self.residuals
-        return given if given is None or isinstance(given, Files) else Files(given)
+        files = self.residuals
+        return files if files is None or isinstance(files, Files) else Files(files)
 
     def options(self, deadline_s: float) -> TcpOptions:
-        """Of the links. They are as patient as the user's deadline where nothing else is said:
-        servers may still be starting, or hold the session of workers that are leaving."""
+        """Return the options of the links; by default they retry as long as `deadline_s`.
+
+        Servers may still be starting, or still be serving workers that are leaving.
+        """
         token = self.token if isinstance(self.token, bytes | None) else token_of(str(self.token))
         own = TcpOptions(
             token=token, tls=self.tls, connections=self.connections, retry_s=self.retry_s
@@ -170,12 +197,12 @@ class Servers:
 Store = Files | Memory | Servers
 
 
-def store_of(given: Store | PathLike | Sequence[PathLike] | None) -> Store:
-    """Make Files of one or several paths, and Memory of none."""
-    if isinstance(given, Files | Memory | Servers):
-        return given
-    return Files(given) if given else Memory()
+def store_of(store: Store | PathLike | Sequence[PathLike] | None) -> Store:
+    """Convert one or several paths to Files, and None to Memory."""
+    if isinstance(store, Files | Memory | Servers):
+        return store
+    return Files(store) if store else Memory()
 
 
-def _paths(given: PathLike | Sequence[PathLike]) -> tuple[Path, ...]:
-    return tuple(map(Path, [given] if isinstance(given, str | Path) else given))
+def _paths(paths: PathLike | Sequence[PathLike]) -> tuple[Path, ...]:
+    return tuple(map(Path, [paths] if isinstance(paths, str | Path) else paths))

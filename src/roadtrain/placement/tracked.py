@@ -1,14 +1,14 @@
 """Objects whose state is committed with each step: schedulers, loaders, generators, loss scalers.
 
-NOTE when a state is captured. A step is complete only after the loop's next lines, such as
+Note "when a state is captured". A step is complete only after the next lines of the loop, such as
 scheduler.step() and scaler.update(). So most states are captured when the next forward begins, and
-the step cannot be committed before. By then the loop has drawn the next batch, which belongs to the
-next step. So whatever batches come from (what can be iterated, torch.Generator) and the process's
-random generators are captured when step() ends, and again when a tracked DataLoader is asked for
-the next batch, which is after an evaluation in between.
+the step cannot be committed before that. By then the loop has drawn the next batch, which belongs
+to the next step. So the sources of batches (iterables, torch.Generator) and the random generators
+of the process are captured when step() ends, and again when a tracked DataLoader is asked for the
+next batch, since an evaluation may lie in between.
 
-A DataLoader has no state of its own: `LoaderPosition` counts its batches and remembers what
-generators its order was drawn from. Does NOT see batches that a loop draws ahead of its steps.
+A DataLoader has no state of its own: `LoaderPosition` counts its batches and remembers the
+generators that determined their order. Batches that a loop draws ahead of its steps are not seen.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch.utils.data import DataLoader
 from roadtrain.errors import ConfigError
 
 HOST = torch.device("cpu")
-COUNTERS = ("epoch", "iteration")  # of samplers and loaders that shuffle by a seed and an epoch
+COUNTERS = ("epoch", "iteration")  # attributes of samplers that shuffle by seed and epoch
 SAMPLERS = ("sampler", "batch_sampler")
 
 
 def generators(device: torch.device) -> dict[str, Any]:
-    """The states of the process's random generators, that of `device` included."""
+    """Return the states of the process's random generators, including that of `device`."""
     kind, keys, position, has_gauss, cached = np.random.get_state()
     keys_as_tensor = torch.from_numpy(np.asarray(keys).astype(np.int64))
     return {
@@ -43,10 +43,10 @@ def generators(device: torch.device) -> dict[str, Any]:
 
 
 def set_generators(state: Mapping[str, Any], device: torch.device) -> None:
-    """Set the process's random generators to what `generators` returned."""
+    """Set the process's random generators to the result of `generators`."""
     torch.set_rng_state(state["torch"])
     if (saved := state["cuda"]) and device.type == "cuda":
-        # the first edition kept those of all devices that the process saw
+        # the first version stored those of all devices that the process saw
         own = saved[min(device.index or 0, len(saved) - 1)]
         torch.cuda.set_rng_state(own, device)
     random.setstate(state["python"])
@@ -57,11 +57,11 @@ def set_generators(state: Mapping[str, Any], device: torch.device) -> None:
 def trackable(
     name: str, thing: Any, before_batch: Callable[[], None], settle: Callable[[], None]
 ) -> Any:
-    """Return an object with `state_dict` and `load_state_dict` for `thing`, itself if it has them.
+    """Return `thing`, or a wrapper of it, with `state_dict` and `load_state_dict`.
 
     Args:
         name: Name for messages.
-        thing: What the user tracks.
+        thing: The object that the user tracks.
         before_batch: Called before a DataLoader draws a batch.
         settle: Sets the process's generators to those of the resumed step.
 
@@ -84,8 +84,8 @@ def trackable(
 
 
 def _has_state(thing: Any) -> bool:
-    """Whether `thing` saves and restores its state. The loaders of accelerate have the methods,
-    which fail where the loader below has none."""
+    """Whether `thing` can save and restore its state. The loaders of accelerate have the methods,
+    but these fail if the wrapped loader has none."""
     save, load = (getattr(thing, method, None) for method in ("state_dict", "load_state_dict"))
     if not callable(save) or not callable(load) or isinstance(thing, torch.optim.Optimizer):
         return False
@@ -105,7 +105,7 @@ def is_data(thing: Any) -> bool:
 
 
 def is_scheduler(thing: Any) -> bool:
-    """Whether `thing` sets hyperparameters; accelerate wraps a scheduler."""
+    """Whether `thing` sets hyperparameters. accelerate wraps schedulers."""
     inner = getattr(thing, "scheduler", thing)
     return isinstance(inner, LRScheduler) or (
         hasattr(inner, "optimizer") and hasattr(inner, "step")
@@ -126,23 +126,24 @@ class GeneratorState:
 
 
 class LoaderPosition:
-    """How far a DataLoader has been read in its current epoch.
+    """The position of a DataLoader in its current epoch.
 
-    `began`: the generators and counters of its samplers as the epoch began. `served`: the number of
-    batches drawn since. The loader keeps its identity; its class becomes a subclass that counts.
+    `began` holds the generators and counters of its samplers at the start of the epoch, `served`
+    counts the batches drawn since. The loader keeps its identity; its class is replaced by a
+    subclass that counts.
     """
 
     def __init__(
         self, loader: DataLoader[Any], before_batch: Callable[[], None], settle: Callable[[], None]
     ) -> None:
         if "_position" not in vars(loader):
-            # accelerate's loaders have a property of that name
+            # accelerate's loaders have a property named __class__
             vars(object)["__class__"].__set__(loader, _counted(type(loader)))
         vars(loader)["_position"] = self
         self._loader, self.before_batch, self._settle = loader, before_batch, settle
         self.began: Mapping[str, Any] = {}
         self.served = 0
-        # where iteration goes on, until a step was taken or the epoch has ended
+        # the position to resume at, until a step is taken or the epoch ends
         self.resumed: Mapping[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -152,7 +153,7 @@ class LoaderPosition:
         self.resumed = state if state["served"] else None
 
     def iterate(self, begin: Callable[[], Iterator[Any]]) -> _Batches:
-        """`begin`: the loader's own `__iter__`."""
+        """Iterate from the current position; `begin` is the loader's own `__iter__`."""
         self.before_batch()
         if self.resumed is None:
             return _Batches(self, self.begin_epoch(begin), None)
@@ -165,7 +166,7 @@ class LoaderPosition:
 
     def begin_epoch(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         self.resumed, self.served = None, 0
-        own = [one.get_state() for one in self._generators()]
+        own = [generator.get_state() for generator in self._generators()]
         counters = [getattr(owner, key) for owner, key in self._counters()]
         self.began = {"global": generators(HOST), "own": own, "counters": counters}
         return begin()
@@ -178,16 +179,16 @@ class LoaderPosition:
             setattr(owner, key, value)
 
     def _owners(self) -> list[Any]:
-        """The loader and its samplers, each once."""
+        """Return the loader and its samplers, each once."""
         found: list[Any] = [self._loader]
         for owner in found:
             inner = (getattr(owner, name, None) for name in SAMPLERS)
-            found += [one for one in inner if one is not None and all(one is not o for o in found)]
+            found += [i for i in inner if i is not None and all(i is not o for o in found)]
         return found
 
     def _generators(self) -> list[torch.Generator]:
         held = (getattr(owner, "generator", None) for owner in self._owners())
-        return list({id(one): one for one in held if isinstance(one, torch.Generator)}.values())
+        return list({id(g): g for g in held if isinstance(g, torch.Generator)}.values())
 
     def _counters(self) -> list[tuple[Any, str]]:
         pairs = ((owner, key) for owner in self._owners() for key in COUNTERS)
@@ -195,7 +196,7 @@ class LoaderPosition:
 
 
 def _counted(cls: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
-    """A subclass of the same name whose batches are counted."""
+    """Return a subclass of the same name that counts its batches."""
 
     def __iter__(self: Any) -> _Batches:
         position: LoaderPosition = self._position
@@ -205,7 +206,7 @@ def _counted(cls: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
 
 
 class _Batches:
-    """`begin`: of an iteration that goes on where a step left it; None for a new epoch."""
+    """The iterator of one epoch. `begin` is set if it resumes within an epoch, else None."""
 
     def __init__(
         self,
@@ -227,7 +228,7 @@ class _Batches:
             position.resumed = None
             if self._begin is None:
                 raise
-            # the step was the last one of its epoch
+            # the resumed step was the last one of its epoch
             self._batches, self._begin = position.begin_epoch(self._begin), None
             batch = next(self._batches)
         self._begin = None
@@ -236,7 +237,7 @@ class _Batches:
 
 
 def _skip(batches: Iterator[Any], count: int) -> None:
-    """Drop `count` batches; without reading their items where they are read in this process."""
+    """Skip `count` batches, without reading their items if they are read in this process."""
     source: Iterator[Any] = batches
     if getattr(batches, "_num_workers", 1) == 0:
         by_index = hasattr(getattr(batches, "_dataset", None), "__getitem__")

@@ -1,11 +1,11 @@
-"""Orders of a cluster's hosts, and which of them are left out: what is tried beside the order of
-the file where hosts with devices differ.
+"""Orders and subsets of a cluster's hosts to try in addition to the order of the file, if hosts
+with devices differ.
 
-Ranks are numbered host by host, so the order says which hosts meet at a border between stages, and
-which are one data group. A host whose card or device is slow is best at an end of a pipeline, or
-out of it. Hosts of a kind are alike and stay together; kinds that are alike but for their name are
-not told apart. At most MOST arrangements are tried: all orders of few kinds; of many, those in
-which one that is unlike most moves to an end. Pure. Does NOT know what an arrangement is worth.
+Ranks are numbered host by host, so the order decides which hosts are on both sides of a stage
+boundary and which form a data-parallel group. A host with a slow network card or device is best at
+the end of a pipeline, or left out. Hosts of one kind stay together, and kinds that differ only in
+their name are treated as equal. At most MOST arrangements are tried: all orders if there are few
+kinds; otherwise only orders that move an unusual host to an end. Pure; does not score arrangements.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from roadtrain.config.cluster import Cluster, Host
 from roadtrain.errors import ConfigError
 from roadtrain.planner.search import SearchResult
 
-MOST = 24
-FEW = 4  # kinds of hosts with devices of which all orders are tried
-NAMES = {"name", "addresses"}  # of a host: what says nothing of how fast it is
+MOST = 24  # arrangements that are tried
+FEW = 4  # kinds of hosts with devices up to which all orders are tried
+NAMES = {"name", "addresses"}  # fields of a host that do not affect its speed
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """`cluster`: with its hosts in the order of ranks. `left_out`: kinds of hosts with devices that
-    it lacks."""
+    """A cluster whose hosts are in the order of ranks. `left_out`: kinds of hosts with devices that
+    are not used."""
 
     cluster: Cluster
     left_out: tuple[Host, ...] = ()
 
     @property
     def whole(self) -> Cluster:
-        """With what is left out behind those that compute, where no rank comes to it."""
+        """The cluster with the unused hosts after those that compute, so they get no rank."""
         hosts = (*self.cluster.workers, *self.left_out, *self.cluster.spares)
         return self.cluster.model_copy(update={"hosts": hosts})
 
     @property
-    def said(self) -> str:
-        """For people."""
+    def text(self) -> str:
+        """A description for the user."""
         order = "hosts in the order " + ", ".join(host.name for host in self.cluster.workers)
         without = ", ".join(host.name for host in self.left_out)
         return order + (f", without {without}" if without else "")
@@ -48,7 +48,7 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class Arranged:
-    """The best arrangement, what was found for it, and how many were tried."""
+    """The best arrangement, its search result, and how many arrangements were tried."""
 
     arrangement: Arrangement
     answer: SearchResult
@@ -56,11 +56,11 @@ class Arranged:
 
 
 def arrangements(cluster: Cluster) -> Iterator[Arrangement]:
-    """The order of the file first; then others, each once."""
+    """Yield the order of the file first, then other arrangements without duplicates."""
     kinds, seen = cluster.workers, set[tuple[Hashable, ...]]()
-    # in turn, so that the bound leaves some of each
+    # alternate, so that both kinds of arrangements are among the first MOST
     others = chain.from_iterable(zip_longest(_without(kinds), _orders(kinds), fillvalue=()))
-    fresh = (one for one in chain([kinds], others) if one and not _known(one, seen))
+    fresh = (order for order in chain([kinds], others) if order and not _is_repeated(order, seen))
     for order in islice(fresh, MOST):
         left_out = tuple(host for host in kinds if host not in order)
         hosts = (*order, *cluster.spares)
@@ -68,22 +68,23 @@ def arrangements(cluster: Cluster) -> Iterator[Arrangement]:
 
 
 def best_arrangement(cluster: Cluster, searched: Callable[[Cluster], SearchResult]) -> Arranged:
-    """By the score of each one's pick; the order of the file where no other is better. `searched`:
-    the search of a cluster, which raises ConfigError where it takes no plan. Raises ConfigError
-    where none does, as for the order of the file."""
+    """Find the arrangement whose pick has the best score; the order of the file wins ties.
+
+    `searched`: searches a cluster, and raises ConfigError if no plan is possible there. Raises the
+    ConfigError of the first arrangement if no arrangement allows a plan."""
     best: tuple[Arrangement, SearchResult] | None = None
     first: ConfigError | None = None
     tried = 0
-    for one in arrangements(cluster):
+    for arrangement in arrangements(cluster):
         try:
-            answer = searched(one.cluster)
+            answer = searched(arrangement.cluster)
         except ConfigError as error:
             first = first or error
             continue
         finally:
             tried += 1
         if best is None or _score(answer) < _score(best[1]):
-            best = one, answer
+            best = arrangement, answer
     if best is None:
         assert first is not None
         raise first
@@ -98,16 +99,17 @@ def _likeness(host: Host) -> Hashable:
     return host.model_dump_json(exclude=NAMES)
 
 
-def _known(order: Sequence[Host], seen: set[tuple[Hashable, ...]]) -> bool:
-    """Whether hosts that are alike were in this order before."""
+def _is_repeated(order: Sequence[Host], seen: set[tuple[Hashable, ...]]) -> bool:
+    """Whether an equal order of hosts is in `seen`; adds it."""
     signature = tuple(_likeness(host) for host in order)
-    known = signature in seen
+    repeated = signature in seen
     seen.add(signature)
-    return known
+    return repeated
 
 
 def _odd(kinds: Sequence[Host]) -> list[Host]:
-    """Those unlike most hosts, the slowest card first; all where no kind is like another."""
+    """Return the hosts that differ from the most common kind, slowest network card first; all hosts
+    if every kind is different."""
     alike = Counter[Hashable]()
     for host in kinds:
         alike[_likeness(host)] += host.count
@@ -128,8 +130,8 @@ def _orders(kinds: Sequence[Host]) -> Iterator[tuple[Host, ...]]:
 
 
 def _without(kinds: Sequence[Host]) -> Iterator[tuple[Host, ...]]:
-    """Without one of those unlike most, or several."""
+    """Yield the hosts without one or several of the unusual ones."""
     odd = _odd(kinds)[:FEW]
     for many in range(1, len(odd) + 1):
-        for gone in combinations(odd, many):
-            yield tuple(host for host in kinds if host not in gone)
+        for dropped in combinations(odd, many):
+            yield tuple(host for host in kinds if host not in dropped)

@@ -1,14 +1,14 @@
-"""`roadtrain calibrate CLUSTER.toml JOB.toml`: a few real steps of a job beside what is simulated
-for it.
+"""`roadtrain calibrate CLUSTER.toml JOB.toml`: run a few real steps of a job and compare them with
+the simulation.
 
-Here: one worker, state in RAM or on files of this host; the rates that the steps showed (computing,
-updates) go into the cluster file as measured. With `--lab`: on the file's cluster, emulated
-(calibrate_lab.py). What its workers showed is then this machine's, not the file's devices', so it
-goes to a file of its own, NAME.lab.toml or `--out`: neither a user's figures of a GPU nor those of
-larger processors are ever replaced unasked.
+By default one worker runs on this host, with its state in RAM or on files; the rates that the steps
+show (computing, updates) are written to the cluster file as measured. With `--lab`, the cluster of
+the file is emulated (calibrate_lab.py). Its workers then show the speed of this machine and not of
+the devices in the file, so the result goes to another file, NAME.lab.toml or `--out`: figures of a
+user's GPUs are never overwritten unasked.
 
-The job is placed and trained in directories that do not stay; the medians of its steps' stages are
-printed beside those of the simulated plan.
+The job runs in temporary directories; the medians of its stage times are printed beside those of
+the simulated plan.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from roadtrain.units import show_seconds
 
 EXACT = Constants(efficiency=1.0, network=1.0, source="measured on this host")
 SHOWN = ("Forward", "Backward", "Wait", "Read", "Update", "Write")
-ROUNDS, CLOSE = 12, 1e-3  # of learning
+ROUNDS, CLOSE = 12, 1e-3  # iterations of fit_rates, and its relative tolerance
 
 
-def apart(job: Job, steps: int, stack: ExitStack) -> Job:
-    """The job on directories of its own beside the job's, so on the same devices; they go when
-    `stack` ends. What the job has trained so far is not touched."""
+def in_temporary_dirs(job: Job, steps: int, stack: ExitStack) -> Job:
+    """Return the job with temporary directories next to its own, so on the same devices; they are
+    removed when `stack` exits. The job's own run is not touched."""
 
     def beside(path: str) -> str:
         home = Path(path).absolute()
@@ -47,13 +47,14 @@ def apart(job: Job, steps: int, stack: ExitStack) -> Job:
         return stack.enter_context(made)
 
     run = {"run.dir": beside(job.run.dir), "run.steps": WARM + steps, "run.minutes": None}
-    return job.changed(run | {"store.files": [beside(one) for one in job.store.files]})
+    return job.changed(run | {"store.files": [beside(path) for path in job.store.files]})
 
 
-def learnt(cluster: Cluster, found: Measured, of: Constants = EXACT) -> Cluster:
-    """The cluster with the rates of computing and updating that make the simulated steps compute
-    and update as long as the real ones did. Where both run on the same processors each holds the
-    other up, in both; so a quotient of work and measured seconds would count that twice."""
+def fit_rates(cluster: Cluster, found: Measured, of: Constants = EXACT) -> Cluster:
+    """Return the cluster with rates of computing and updating that make simulated steps take as
+    long as the measured ones. The rates are fitted iteratively: where both run on the same CPUs
+    they slow each other down in the simulation too, so dividing work by seconds would count that
+    twice."""
     worker, plan, seconds = cluster.workers[0], found.plan, found.stages.get("Update", 0.0)
     assert worker.device is not None
     updater = cluster.spares[0] if plan.placement.served else worker
@@ -85,12 +86,13 @@ def learnt(cluster: Cluster, found: Measured, of: Constants = EXACT) -> Cluster:
 
 
 def stages_of(result: Result) -> dict[str, float]:
-    """Seconds a step of each of SHOWN. What is no computing of the worker is its waiting."""
+    """Return the seconds per step of each of SHOWN. Wait is the time in which the worker does not
+    compute."""
     sims = {name: result.stages.get(("stage 0", name), (0.0, 0.0))[0] for name in SHOWN}
     return sims | {"Wait": max(0.0, result.seconds - sims["Forward"] - sims["Backward"])}
 
 
-def told(found: Measured, before: Result, after: Result) -> str:
+def comparison(found: Measured, before: Result, after: Result) -> str:
     def row(name: str, real: float, first: float, then: float) -> str:
         off = f"{then / real - 1:+.0%}" if real else ""
         cells = f"{show_seconds(real):>12}{show_seconds(first):>14}{show_seconds(then):>14}"
@@ -101,7 +103,7 @@ def told(found: Measured, before: Result, after: Result) -> str:
             f"{found.shape.name}: {found.shape.params / 1e6:.1f} M parameters, placement"
             f" {found.plan.placement.name}, {found.plan.parallelism.dp} worker(s)"
         ),
-        f"  {'':10}{'measured':>12}{'by the file':>14}{'calibrated':>14}{'error':>8}",
+        f"  {'':10}{'measured':>12}{'simulated':>14}{'calibrated':>14}{'error':>8}",
         row("a step", found.step_s, before.seconds, after.seconds),
     ]
     for name in SHOWN:
@@ -114,28 +116,28 @@ def told(found: Measured, before: Result, after: Result) -> str:
 def command(
     cluster_file: str, job_file: str, *, steps: int = 3, out: str = "", lab: bool = False
 ) -> int:
-    """Run a few real steps of a job here, print them beside the simulated ones, write the measured
-    rates back.
+    """Run a few real steps of a job, print them beside the simulated ones, and write the measured
+    rates to the cluster file.
 
     Raises RoadtrainError.
 
     Args:
-        steps: how many are measured (3)
+        steps: number of steps to measure (3)
         out: the file to write (CLUSTER.toml itself)
-        lab: on the cluster of the file, emulated on this machine (root); writes NAME.lab.toml
+        lab: run on the cluster of the file, emulated on this machine (root); writes NAME.lab.toml
     """
     cluster, of = load_cluster(cluster_file), EMULATED if lab else EXACT
     target = out or (f"{Path(cluster_file).stem}.lab.toml" if lab else cluster_file)
     if not out and not lab and not Path(cluster_file).exists():
         raise ConfigError(
-            f"{cluster_file} is a template, its rates cannot be written back", hint="--out FILE"
+            f"{cluster_file} is a template and cannot be written", hint="give --out FILE"
         )
     check_file(Path(target))
     if steps < 1 or not cluster.workers:
         raise ConfigError(
-            f"{steps} step(s) to be measured, {cluster.name} has {len(cluster.workers)} kind(s) of"
-            " hosts with a device",
-            hint="--steps 1 or more; roadtrain probe writes devices",
+            f"--steps is {steps}, {cluster.name} has {len(cluster.workers)} kind(s) of hosts with a"
+            " device; both must be at least 1",
+            hint="give --steps 1 or more; `roadtrain probe` writes a cluster file with devices",
         )
     job = load_job(job_file)
     if (
@@ -147,25 +149,25 @@ def command(
         or (job.servers.addresses and not lab)
     ):
         raise ConfigError(
-            "calibrate runs one worker with its state on this host, nothing compressed",
+            "calibrate runs one worker with its state on this host and without compression",
             hint=(
-                "without servers.addresses (but with --lab), servers.relay, servers.replicas,"
-                " compress.keep, compress.downcast; optimizer.delay 0 or 1"
+                "remove servers.addresses (or add --lab), servers.relay, servers.replicas,"
+                " compress.keep and compress.downcast, and set optimizer.delay to 0 or 1"
             ),
         )
     with ExitStack() as stack:
-        job = apart(job, steps, stack)
+        job = in_temporary_dirs(job, steps, stack)
         real, found = steps_in_lab(cluster, job, steps) if lab else (cluster, measure(job, steps))
-    better = learnt(real, found, of)
+    better = fit_rates(real, found, of)
     before, after = (
-        simulate(found.plan, one, found.shape, of, checked=False) for one in (cluster, better)
+        simulate(found.plan, c, found.shape, of, checked=False) for c in (cluster, better)
     )
-    print(told(found, before, after))
+    print(comparison(found, before, after))
     replace_file(Path(target), better.to_toml().encode(), "writing")
     if lab:
         print(
-            "links and SSDs were emulated at the file's rates, so these are not measured; latency"
-            " was not emulated"
+            "links and SSDs were emulated at the file's rates and are not measured; latency was"
+            " not emulated"
         )
     print(f"wrote the measured rates to {target}")
     return 0

@@ -1,12 +1,11 @@
-"""A few real steps of a job in this process, timed: what `roadtrain calibrate` compares with the
-simulator.
+"""Run a few real steps of a job in this process and time them, for `roadtrain calibrate`.
 
-Steps before the first measured one are not counted. Servers, where the job has some, are asked
-before and after how long they updated, read and wrote. Does NOT start them.
+Steps before the first measured one are not counted. Servers of the job must be running; they are
+asked before and after the measured steps for the time spent on updates, reads and writes.
 
     python -m roadtrain.planner.calibrate_steps JOB.toml THREADS STEPS OUT
 
-OUT: one worker's `Measured` as JSON.
+writes the `Measured` of one worker to OUT as JSON.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from roadtrain.stages.parallelism import Parallelism
 from roadtrain.training.job_options import RETRY_S, servers_of
 from roadtrain.training.placed_job import PlacedJob, place_job, step
 
-# steps before: kernels are compiled, files are grown, reads and writes tried mixed and in bursts
+# steps before measuring: kernels are compiled, files grow, mixed and separate reads are tried
 WARM = 8
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians over steps. `compute_s`: all but waiting. `stages`: Forward and Backward without
-    waiting, which is Wait; those of servers are means, of each and a step. `memory`: bytes of
-    buffers. `plan`, `shape`: what was run.
+    """Medians over the measured steps. `compute_s`: a step without waiting. `stages`: seconds of
+    Forward and Backward without waiting, of Wait, and of the servers' stages (means per server and
+    step). `memory`: bytes of buffers. `plan`, `shape`: the plan and model that ran.
     """
 
     step_s: float
@@ -53,7 +52,7 @@ class Measured:
 
 
 def plan_of(training: PlacedJob) -> Plan:
-    """The simulator's words for a job and its workers."""
+    """Describe the job and its workers as a plan for the simulator."""
     job, optimizer = training.job, training.optimizer
     size = ITEMSIZE[job.model.dtype]
     servers = [] if job.servers.addresses else optimizer.session.servers.running
@@ -65,7 +64,7 @@ def plan_of(training: PlacedJob) -> Plan:
     total = sum(chunk.numel for chunk, _ in chunks)
     kept = sum(chunk.numel for chunk, state in chunks if state.resident) / max(1, total)
     public = sum(chunk.numel for chunk, state in chunks if state.in_memory) / max(1, total)
-    # moments, and masters apart
+    # bytes per parameter: moments, and masters if they are separate
     own = 8 + (4 if job.model.dtype != "fp32" or job.optimizer.delay else 0)
     name = "server" if job.servers.addresses else "files" if job.store.files else "zero-offload"
     return Plan(
@@ -93,7 +92,7 @@ def plan_of(training: PlacedJob) -> Plan:
 
 
 def measure(job: Job, steps: int) -> Measured:
-    """Trains `job` for WARM + `steps` steps. Raises RoadtrainError."""
+    """Train `job` for WARM + `steps` steps. Raises RoadtrainError."""
     training = place_job(job, report=lambda _: None)
     waits: Stages = training.optimizer.session.stages
     lines: list[tuple[float, dict[str, Any]]] = []
@@ -124,14 +123,15 @@ def measure(job: Job, steps: int) -> Measured:
 
 
 def served(job: Job) -> dict[str, float]:
-    """Seconds of each stage so far, the mean of the job's servers. Raises PeerError."""
+    """Return the total seconds of each server stage so far, averaged over servers. Raises
+    PeerError."""
     if not job.servers.addresses:
         return {}
     servers = servers_of(job)
-    said = health.ask_all(servers.resolved, servers.options(RETRY_S))
-    if lost := next((one for one in said if isinstance(one, PeerError)), None):
+    reports = health.ask_all(servers.resolved, servers.options(RETRY_S))
+    if lost := next((report for report in reports if isinstance(report, PeerError)), None):
         raise lost
-    return {name: fmean(one[2].get(name, 0.0) for one in said) for name in said[0][2]}  # type: ignore[index]
+    return {name: fmean(r[2].get(name, 0.0) for r in reports) for name in reports[0][2]}  # type: ignore[index]
 
 
 def main(job: str, threads: str, steps: str, out: str) -> None:

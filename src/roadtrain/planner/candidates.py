@@ -1,7 +1,7 @@
-"""Which plans are tried on a cluster: placements x parallelisms x batches x options x stage sizes.
+"""Generate the plans to try on a cluster: placements x parallelisms x batches x options x stage
+sizes.
 
-Lossy or late options are candidates only where they are asked for (Rule 2). Pure. Does NOT know
-which is good.
+Lossy or delayed options are candidates only on request (Rule 2). Pure; does not rate plans.
 """
 
 from __future__ import annotations
@@ -24,39 +24,40 @@ from roadtrain.stages.host_ranks import suited_parallelisms
 from roadtrain.stages.parallelism import Parallelism, balanced, even
 from roadtrain.switch.options import WINDOW, WINDOWS
 
-MOST_PP, MOST_PARTS = 64, (2, 4)
-# samples of a micro-batch that are tried: of sequences; of images and rows, which are one token
+MOST_PP, MOST_PARTS = 64, (2, 4)  # pipeline stages, and parts of the model per stage
+# largest micro-batch in samples: of sequences; of images and rows, which are one token each
 MOST_MICRO_BATCH, MOST_ROWS = 64, 4096
-# micro-batches a step that are tried without a batch; of a pipeline so many a stage
+# most micro-batches per step if no batch is given; for a pipeline, per stage
 MOST_MICROBATCHES, MOST_TURNS = 64, 16
-LONG = 4096  # tokens of a sequence that a context-parallel rank has at least
-MOST_APART = 16  # devices of clusters on which stages of unequal width are tried
+LONG = 4096  # least tokens of a sequence per context-parallel rank
+MOST_APART = 16  # most devices for which stages of unequal width are tried
 EVERY = 1000  # slots: each block keeps its own from forward to backward
-LeftOut = Callable[[str, str, int], None]  # called with a placement, why, and how many it loses
+LeftOut = Callable[[str, str, int], None]  # called with a placement, a reason, and a count
 
 
-# Arrangements that are not tried, most often because one number does not divide by another: why,
-# with a `{}` for the numbers, so that many arrangements make one reason -> the numbers
+# Arrangements that are not tried, usually because one number does not divide another: reason -> the
+# numbers. The reason has a `{}` for the numbers, so that many arrangements share one reason.
 Undivided = defaultdict[str, Counter[int]]
 
 
 def _reasons(undivided: Undivided, batch: int | None) -> Iterator[tuple[str, int]]:
-    """Each reason, with the nearest batches that would do, and how many it leaves out."""
+    """Yield each reason, with the nearest batches that are possible, and the number of arrangements
+    it excludes."""
     for why, numbers in undivided.items():
-        said = why.format(", ".join(map(str, sorted(numbers))))
+        reason = why.format(", ".join(map(str, sorted(numbers))))
         if batch is not None and why.startswith("batch"):
-            said += f"; {nearest_batches(batch, math.lcm(*numbers))} would"
-        yield said, numbers.total()
+            reason += f"; {nearest_batches(batch, math.lcm(*numbers))} would be"
+        yield reason, numbers.total()
 
 
 def nearest_batches(batch: int, unit: int) -> str:
-    """The multiples of `unit` on both sides of `batch`."""
+    """Name the multiples of `unit` just below and above `batch`."""
     below = batch // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
 
 
 def most_samples(model: ModelShape) -> int:
-    """Samples of the largest micro-batch that is tried."""
+    """Return the largest micro-batch to try, in samples."""
     return MOST_MICRO_BATCH if model.tokens > 1 else MOST_ROWS
 
 
@@ -70,54 +71,55 @@ def candidates(
     headroom: float = HEADROOM,
     left_out: LeftOut = lambda placement, why, many: None,
 ) -> Iterator[Plan]:
-    """Yield every plan on all devices of the cluster.
+    """Yield every plan to try, each using all devices of the cluster.
 
-    Recompute follows where a plan without does not fit (`search`).
+    A plan with activation checkpointing follows the same plan without it.
 
     Args:
-        left_out: Called with each reason why arrangements of a placement are not tried.
+        left_out: Called with a placement, the reason why arrangements of it are not tried, and
+            their number.
     """
     total, inside = cluster.device_count, min(host.devices for host in cluster.workers)
     most = most_samples(model)
     for name in placements or PLACEMENTS:
-        one, undivided = placement(name), Undivided(Counter)
-        for parallelism in parallelisms(cluster, model, total, inside, one, undivided):
-            ways = list(batches(parallelism, batch, most))
-            if not ways and batch is not None:
-                _no_way(parallelism, batch, undivided)
-            for micro_batch, num_microbatches in ways:
-                plan = Plan(one, parallelism, micro_batch, num_microbatches, headroom=headroom)
+        place, undivided = placement(name), Undivided(Counter)
+        for parallelism in parallelisms(cluster, model, total, inside, place, undivided):
+            splits = list(batches(parallelism, batch, most))
+            if not splits and batch is not None:
+                _note_undivided(parallelism, batch, undivided)
+            for micro_batch, num_microbatches in splits:
+                plan = Plan(place, parallelism, micro_batch, num_microbatches, headroom=headroom)
                 plan = plan.changed(window=window_for(cluster))
                 yield from _choices(plan, late)
         for why, many in _reasons(undivided, batch):
             left_out(name, why, many)
 
 
-def _no_way(parallelism: Parallelism, batch: int, undivided: Undivided) -> None:
-    """Why no micro-batches of this parallelism make the batch."""
+def _note_undivided(parallelism: Parallelism, batch: int, undivided: Undivided) -> None:
+    """Note why the batch cannot be divided into micro-batches for this parallelism."""
     if parallelism.widths:
         widest = max(parallelism.widths)
-        few = "a batch of fewer samples than the {} replicas of the widest stage"
-        many = "a batch of more micro-batches than are tried with {} replicas in the widest stage"
+        few = "the batch has fewer samples than the {} replicas of the widest stage"
+        many = "the batch needs more micro-batches than are tried with {} replicas in a stage"
         undivided[few if batch < widest else many][widest] += 1
     elif parallelism.virtual_stages > 1 and batch % parallelism.dp == 0:
-        why = f"batch {batch} does not divide by {{}} data-parallel ranks x interleaved stages"
+        why = f"batch {batch} is not divisible by {{}} data-parallel ranks x interleaved stages"
         undivided[why][parallelism.dp * parallelism.pp] += 1
     else:
-        why = f"batch {batch} does not divide by {{}} data-parallel ranks"
+        why = f"batch {batch} is not divisible by {{}} data-parallel ranks"
         undivided[why][parallelism.dp] += 1
 
 
 def window_for(cluster: Cluster) -> int:
-    """Packets under way that every switch has slots for; WINDOW where they have more."""
+    """Return the packets in flight for which every switch has slots, at most WINDOW."""
     slots = [switch.slots for switch in cluster.switches if switch.sums and switch.slots]
     most = min([WINDOW, *slots])
     return max(WINDOWS[0], 1 << (most.bit_length() - 1))
 
 
 def _choices(plan: Plan, late: bool) -> Iterator[Plan]:
-    """What its placement may choose, with and without activation checkpointing; `late`: also with
-    staleness 1."""
+    """Yield the plan with each option of its placement, with and without activation checkpointing.
+    `late`: also with staleness 1."""
     for again in (False, True):
         for choice in options(plan.changed(activation_checkpointing=again)):
             yield choice
@@ -130,14 +132,14 @@ def parallelisms(
     model: ModelShape,
     total: int,
     inside: int,
-    one: Placement,
+    place: Placement,
     undivided: Undivided,
 ) -> Iterator[Parallelism]:
-    """Of `total` devices, `inside` of them on the smallest host."""
+    """Yield the ways to use `total` devices; `inside`: devices of the smallest host."""
     experts = max((block.matrices for block in model.blocks if block.experts), default=1)
-    # what has a device's experts, and its part of a sequence
-    spread = one.parameters in ("device", "split")
-    splits = list(_splits(model, total, inside, one, undivided))
+    # placements that can spread experts and parts of a sequence over devices
+    spread = place.parameters in ("device", "split")
+    splits = list(_splits(model, total, inside, place, undivided))
     for tp, pp in splits:
         ranks = total // tp // pp
         stages = _balanced(cluster, model, Parallelism(ranks, tp, pp))
@@ -145,34 +147,35 @@ def parallelisms(
             if not spread and cp * ep > 1:
                 continue
             if ranks % cp or ranks % ep:
-                undivided["replicas do not divide by {} context or expert ranks"][max(cp, ep)] += 1
+                undivided["ranks are not divisible by {} context/expert ranks"][max(cp, ep)] += 1
                 continue
             yield Parallelism(ranks // cp, tp, pp, stages, cp, ep)
             for virtual_stages in MOST_PARTS if pp > 1 else ():
                 if model.layers % (pp * virtual_stages) == 0:
                     yield Parallelism(ranks // cp, tp, pp, (), cp, ep, virtual_stages)
                 else:
-                    why = f"{model.layers} layers do not divide by {{}} interleaved stages"
+                    why = f"{model.layers} layers are not divisible by {{}} interleaved stages"
                     undivided[why][pp * virtual_stages] += 1
     tensor = dict.fromkeys(tp for tp, _ in splits)
-    for parallelism in () if one.streamed else _unequal(cluster, model, tensor, undivided):
+    for parallelism in () if place.streamed else _unequal(cluster, model, tensor, undivided):
         yield replace(parallelism, stages=_balanced(cluster, model, parallelism))
 
 
 def _unequal(
     cluster: Cluster, model: ModelShape, tensor: Iterable[int], undivided: Undivided
 ) -> Iterator[Parallelism]:
-    """Stages of unequal width, each among hosts whose fastest cards meet, where not all do."""
+    """Yield parallelisms with stages of unequal width, each stage on hosts whose fastest network
+    cards share a switch; none if all hosts share one."""
     hosts = [
         (f"{host.name} {n}", cluster.switch_of(max(host.nics, key=lambda nic: nic.total)), devices)
         for host in cluster.workers
         if host.nics
         for n, devices in enumerate([host.devices] * host.count)
     ]
-    if len({where for _, where, _ in hosts}) < 2:
+    if len({switch for _, switch, _ in hosts}) < 2:
         return
     if cluster.device_count > MOST_APART:
-        why = f"stages of unequal width are tried on at most {MOST_APART} devices, there are {{}}"
+        why = f"stages of unequal width are tried on up to {MOST_APART} devices, there are {{}}"
         undivided[why][cluster.device_count] += 1
         return
     for tp in tensor:
@@ -186,17 +189,17 @@ def _unequal(
 
 
 def _splits(
-    model: ModelShape, total: int, inside: int, one: Placement, undivided: Undivided
+    model: ModelShape, total: int, inside: int, place: Placement, undivided: Undivided
 ) -> Iterator[tuple[int, int]]:
-    """Tensor-parallel ranks and pipeline stages: neither where blocks are streamed."""
+    """Yield numbers of tensor-parallel ranks and pipeline stages, both 1 if blocks are streamed."""
     for tp in (n for n in _powers(inside) if inside % n == 0):
-        if tp > 1 and (one.streamed or not model.heads):
+        if tp > 1 and (place.streamed or not model.heads):
             continue
         if tp > 1 and model.heads % tp:
-            undivided[f"{model.heads} heads do not divide by {{}} tensor-parallel ranks"][tp] += 1
+            undivided[f"{model.heads} heads, not divisible by {{}} tensor-parallel ranks"][tp] += 1
             continue
         divisors = [pp for pp in range(1, total // tp + 1) if total // tp % pp == 0]
-        for pp in divisors[:1] if one.streamed else divisors:
+        for pp in divisors[:1] if place.streamed else divisors:
             if pp <= min(MOST_PP, max(1, model.layers)):
                 yield tp, pp
             else:
@@ -206,12 +209,12 @@ def _splits(
 
 
 def _powers(most: int) -> Iterator[int]:
-    """1, 2, 4, ... up to `most`."""
+    """Return 1, 2, 4, ... up to `most`."""
     return (1 << i for i in range(max(1, most).bit_length()))
 
 
 def _ends(model: ModelShape) -> tuple[list[int], tuple[float, float]]:
-    """Which blocks are layers, and the FLOPs of what comes before them and after."""
+    """Return the indices of the layers among the blocks, and the FLOPs before and after them."""
     layers = [i for i, block in enumerate(model.blocks) if "." in block.name]
     first, last = (layers[0], layers[-1]) if layers else (0, -1)
     before = sum(block.flops for block in model.blocks[:first])
@@ -219,7 +222,8 @@ def _ends(model: ModelShape) -> tuple[list[int], tuple[float, float]]:
 
 
 def _balanced(cluster: Cluster, model: ModelShape, parallelism: Parallelism) -> tuple[int, ...]:
-    """Layers of each stage by its slowest device's speed; () where even ones are as fast."""
+    """Divide the layers by the speed of each stage's slowest device; () if an even division is as
+    good."""
     pp, first = parallelism.pp, parallelism.first_ranks
     flops = [
         host.device.flops
@@ -228,7 +232,7 @@ def _balanced(cluster: Cluster, model: ModelShape, parallelism: Parallelism) -> 
         if host.device
     ]
     slowest = [min(flops[begin:stop]) for begin, stop in itertools.pairwise(first)]
-    speeds = _of_widths(parallelism, slowest)
+    speeds = _stage_speeds(parallelism, slowest)
     if pp == 1:
         return ()
     layers, ends = _ends(model)
@@ -236,14 +240,16 @@ def _balanced(cluster: Cluster, model: ModelShape, parallelism: Parallelism) -> 
     return () if stages is None or stages == even(len(layers), pp) else stages
 
 
-def _of_widths(parallelism: Parallelism, speeds: Sequence[float]) -> list[float]:
-    """Of each stage, all its replicas together; as they are where all have as many."""
+def _stage_speeds(parallelism: Parallelism, speeds: Sequence[float]) -> list[float]:
+    """Return the speed of each stage with all its replicas; unchanged if all stages have the same
+    number."""
     widths = parallelism.widths or (1,) * parallelism.pp
     return [speed * width for speed, width in zip(speeds, widths, strict=True)]
 
 
 def stages_that_fit(scene: Scene) -> tuple[int, ...] | None:
-    """Of a pipeline that fits no device memory as it is: other stages, the fastest that do."""
+    """Divide the layers of a pipeline that does not fit in device memory so that it does, with the
+    fastest such division; None if there is none."""
     plan, blocks = scene.plan, scene.model.blocks
     layers, ends = _ends(scene.model)
     device = [need for need in scene.needs if need.where.endswith("device")]
@@ -252,27 +258,27 @@ def stages_that_fit(scene: Scene) -> tuple[int, ...] | None:
         return None
 
     params = [0, *itertools.accumulate(blocks[i].params for i in layers)]
-    known: dict[Any, bool] = {}  # stages of as many of the same layers are alike
+    fit: dict[Any, bool] = {}  # cache: stages with equal numbers of the same layers are equal
 
     def fits(stage: int, begin: int, stop: int) -> bool:
         first = 0 if begin == 0 else layers[begin]
         last = len(blocks) if stop == len(layers) else layers[stop]
         key = stage, last - first, params[stop] - params[begin], first == 0, stop == len(layers)
-        if key not in known:
-            known[key] = stage_bytes(plan, blocks[first:last], stage) <= device[stage].room
-        return known[key]
+        if key not in fit:
+            fit[key] = stage_bytes(plan, blocks[first:last], stage) <= device[stage].room
+        return fit[key]
 
     slowest = [min(host.device.flops for host in group if host.device) for group in scene.groups_of]
-    speeds = _of_widths(plan.parallelism, slowest)
+    speeds = _stage_speeds(plan.parallelism, slowest)
     return balanced([blocks[i].flops for i in layers], speeds, ends=ends, fits=fits)
 
 
 def batches(
     parallelism: Parallelism, batch: int | None, most_samples: int
 ) -> Iterator[tuple[int, int]]:
-    """(micro-batch, passes) whose product is the batch; without one, the most passes that are
-    tried: a sample takes least where what a step takes besides is shared by many."""
-    widest = max(parallelism.widths, default=1)  # unequal ones share all micro-batches
+    """Yield (micro-batch, passes) whose product is the batch. Without a batch, passes is the
+    largest number tried, since the fixed costs of a step are then shared by most samples."""
+    widest = max(parallelism.widths, default=1)  # replicas of unequal stages share micro-batches
     most = MOST_MICROBATCHES if parallelism.pp == 1 else MOST_TURNS * parallelism.pp * widest
     for size in _powers(most_samples):
         num_microbatches = most if batch is None else batch // (parallelism.dp * size)
@@ -286,7 +292,7 @@ def batches(
 
 
 def options(plan: Plan) -> Iterator[Plan]:
-    """What else a placement may choose, exactly."""
+    """Yield the plan with each exact (not lossy) option of its placement."""
     place = plan.placement
     if place.sum == "relay":
         yield plan.changed(kept=1000)
@@ -296,7 +302,7 @@ def options(plan: Plan) -> Iterator[Plan]:
             yield plan.changed(buffers=8, slots=slots, update_at="step")
             if place.gradients == "memory":
                 yield plan.changed(buffers=8, slots=slots, update_at="gradient")
-    elif place.name == "zero1":  # as jobs with [parallelism] are run
+    elif place.name == "zero1":  # as in jobs with [parallelism]
         yield plan.changed(gradient_bytes=4, gather="forward")
     else:
         yield plan

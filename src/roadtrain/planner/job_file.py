@@ -1,5 +1,5 @@
-"""A plan as a job file for people to complete (`roadtrain plan --job-file`), and real steps of it
-(`--verify`). Does NOT import torch by itself."""
+"""Write a plan as a job file for the user to complete (`roadtrain plan --job-file`), and run real
+steps of it (`--verify`). Does not import torch itself."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from roadtrain.storage.direct import replace_file
 
 
 def job_text(plan: Plan, cluster: Cluster | None = None) -> str | None:
-    """What `roadtrain train` needs of it, where there is a runtime for the placement. `cluster`:
-    whose switches it names."""
+    """Return the job file that `roadtrain train` needs for the plan; None if it cannot run the
+    placement. `cluster`: the cluster whose switches the job names."""
     own: dict[str, Any] = {
         "data": {"batch_size": plan.micro_batch},
         **step_keys(plan),
@@ -55,18 +55,19 @@ def job_text(plan: Plan, cluster: Cluster | None = None) -> str | None:
 
 def write_job_file(path: str, plan: Plan, cluster: Cluster) -> None:
     if (text := job_text(plan, cluster)) is None:
-        print(f"no job file: `roadtrain train` cannot run this: {words(plan, cluster)}")
+        print(f"no job file: `roadtrain train` cannot run this plan: {words(plan, cluster)}")
         return
     replace_file(Path(path), text.encode(), "writing")
-    more = "put your servers in where it says HOST:PORT"
+    more = "replace HOST:PORT with the addresses of your servers"
     if "[parallelism]" in text:
-        more = "torchrun starts it, one process a device"
+        more = "start it with torchrun, one process per device"
     print(f"job     {path}: add [model.config]; {more}")
 
 
 def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool) -> int:
-    """Real steps of the plan, here or in the lab, beside simulated ones, as `roadtrain
-    calibrate` does. Raises ConfigError for a plan that has no runtime there, RoadtrainError."""
+    """Run real steps of the plan, here or in the lab, and compare them with simulated ones as
+    `roadtrain calibrate` does. Raises ConfigError for a plan that cannot run there, and
+    RoadtrainError."""
     text = job_text(plan)
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     served, many = lab and plan.placement.name == "server", plan.parallelism.devices
@@ -75,16 +76,16 @@ def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool)
         or plan.placement.name not in ("files", "zero-offload", "server")[: 2 + served]
         or (many > (plan.parallelism.dp if served else 1))
     ):
-        where = "in the lab" if lab else "by one worker of this host"
+        where = "in the lab" if lab else "with one worker on this host"
         raise ConfigError(
             f"placement {plan.placement.name} on {many} device(s) cannot be run {where}",
-            hint="--placements files,zero-offload on a cluster of one device"
-            + (", or --placements server" if lab else ", or --lab"),
+            hint="use --placements files,zero-offload on a cluster of one device"
+            + (", or --placements server" if lab else ", or add --lab"),
         )
     if path.suffix != ".json":
         raise ConfigError(
-            f"{model} is a shape, there is nothing to run",
-            hint="--model config.json: a model's config",
+            f"{model} is only a shape and cannot be run",
+            hint="give --model config.json, the config of a model",
         )
     tree = tomllib.loads(text)
     tree["model"]["config"] = {
@@ -94,6 +95,6 @@ def steps_of(cluster_file: str, model: str, plan: Plan, seq_len: int, lab: bool)
     with tempfile.TemporaryDirectory(prefix="roadtrain-verify-") as home:
         file = Path(home) / "job.toml"
         file.write_text(tomli_w.dumps({**tree, "run": {"dir": f"{home}/run"}}))
-        calibrate = importlib.import_module("roadtrain.planner.calibrate")  # torch comes in
-        told: int = calibrate.command(cluster_file, str(file), lab=lab)
-    return told
+        calibrate = importlib.import_module("roadtrain.planner.calibrate")  # imports torch
+        exit_code: int = calibrate.command(cluster_file, str(file), lab=lab)
+    return exit_code

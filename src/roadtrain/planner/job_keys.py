@@ -1,7 +1,8 @@
-"""job_keys(): what a job must say so that it trains as a plan says, on the plan's machines.
+"""Derive the job keys that make a job train as a plan says, on the plan's machines.
 
-A nested table of a job's keys. Only what the plan needs: what a job states besides (clipping,
-dtype, learning rate) stays the job's. Does NOT say which of two contradicting values wins.
+The result is a nested table with only the keys that the plan needs; other settings of the job
+(clipping, dtype, learning rate) stay as they are. Does not resolve contradictions between job and
+plan.
 """
 
 from __future__ import annotations
@@ -32,27 +33,28 @@ from roadtrain.relay.route import least_relay
 from roadtrain.stages.job_parallelism import DEGREES
 from roadtrain.units import GIB, parse_bytes
 
-RELAY_SLACK = 1.25  # parameters are cut at their ends too, and copies want room
+RELAY_SLACK = 1.25  # for padding where parameters are cut, and for copies
 
 
 def run_name(job: Job) -> str:
-    """By which the stores of a run are told from those of others beside them."""
+    """Return the run's name, which distinguishes its stores from those of other runs."""
     return Path(job.run.dir).name
 
 
 def stated_degrees(job: Job) -> dict[str, Any]:
-    """What its [parallelism] says of DEGREES, all of it where the file says it; nothing with
+    """Return the keys of DEGREES that the job sets in [parallelism]; none with
     `parallelism = "auto"`."""
-    asked = job.parallelism
-    stated = {name: getattr(asked, name) for name in DEGREES if name in asked.model_fields_set}
-    named = {name for name, given in asked if given is not None}
-    if named <= asked.model_fields_set:  # a file of ours names all, stated or not
+    section = job.parallelism
+    stated = {name: getattr(section, name) for name in DEGREES if name in section.model_fields_set}
+    filled = {name for name, value in section if value is not None}
+    # a job file that we wrote has all keys, set by the user or not
+    if filled <= section.model_fields_set:
         stated = {name: own for name, own in stated.items() if own != DEGREES[name]}
-    return {} if asked.auto else stated
+    return {} if section.auto else stated
 
 
 def contradicted(plan: Plan, job: Job) -> str:
-    """Which degree the job says otherwise than the plan; "" where it says none."""
+    """Describe the first degree for which job and plan differ; "" if there is none."""
     ranks = plan.parallelism
     for name, stated in stated_degrees(job).items():
         if stated in (None, []) or isinstance(stated, str):
@@ -68,28 +70,29 @@ def contradicted(plan: Plan, job: Job) -> str:
         elif name == "dp" and ranks.widths:
             planned = f"widths {list(ranks.widths)}"
         if stated != planned:
-            return f"the job says parallelism.{name} = {stated}, the plan is {planned or 'even'}"
+            return f"the job has parallelism.{name} = {stated}, the plan is {planned or 'even'}"
     return ""
 
 
 def job_keys(plan_file: PlanFile, job: Job, addresses: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a plan with machines decides of a job.
+    """Return the job keys that a plan with machines decides.
 
-    `parallelism.auto` is always false, which contradicts no job: "auto" is what the plan says now.
+    `parallelism.auto` is always false; this does not contradict a job with "auto", whose degrees
+    are those of the plan.
 
     Args:
-        job: Whose directories are named after its run, and which keeps its own relay.
-        addresses: Of each host, by its name in the plan.
+        job: The job, whose run names the directories; its servers.relay is kept.
+        addresses: The address of each host, by its name in the plan.
 
     Raises:
-        ConfigError: A plan with switches or SSDs has no cluster, or nothing runs it.
+        ConfigError: A plan with switches or SSDs has no cluster, or the plan cannot be run.
     """
     plan, machines, cluster = plan_file.plan, plan_file.machines, plan_file.cluster
     assert machines is not None
     if cluster is None and (plan.placement.fans_in or plan.placement.name in ON_ONE_HOST):
         raise ConfigError(
-            "the plan has no [cluster], it is simulated only",
-            hint="roadtrain plan CLUSTER.toml --job JOB.toml writes one that is launched",
+            "the plan has no [cluster], so it can only be simulated",
+            hint="`roadtrain plan CLUSTER.toml --job JOB.toml` writes a plan that can be launched",
         )
     if why := why_not_run(plan, cluster):
         raise ConfigError(why)
@@ -110,7 +113,7 @@ def job_keys(plan_file: PlanFile, job: Job, addresses: Mapping[str, str]) -> dic
 
 
 def step_keys(plan: Plan) -> dict[str, dict[str, Any]]:
-    """What a step is, of a job without stages."""
+    """Return the keys that define a step of a job without stages."""
     late = {"delay": plan.staleness} if plan.staleness else {}
     kept = {} if plan.keep is None else {"compress": {"keep": plan.keep}}
     return {"optimizer": {"accumulate": plan.num_microbatches, **late}, **kept}
@@ -131,7 +134,7 @@ def _parallelism(plan: Plan) -> dict[str, Any]:
 
 
 def degrees(plan: Plan) -> dict[str, Any]:
-    """[parallelism] of a job in stages."""
+    """Return the [parallelism] keys of a job in stages."""
     ranks = plan.parallelism
     width = {"widths": list(ranks.widths)} if ranks.widths else {"dp": ranks.dp}
     stages = {"stages": list(ranks.stages)} if ranks.stages else {}
@@ -151,7 +154,7 @@ def _servers(
     out: dict[str, Any] = {"addresses": listening}
     if plan.memory.slots >= EVERY or plan.memory.kept:
         out["buffering"] = "all"
-    together = any(host.workers > 1 for host in machines.hosts)  # as they are simulated
+    together = any(host.workers > 1 for host in machines.hosts)  # as in the simulation
     if together or plan.placement.sum == "relay":
         out["relay"] = switches.RELAY
     if plan.placement.fans_in and cluster is not None:
@@ -163,18 +166,18 @@ def _servers(
         tree = switches.tree_of(plan, cluster)
         assert tree is not None
         if ports.keys() != tree.switches.keys():
-            there, named = (", ".join(sorted(one)) or "none" for one in (ports, tree.switches))
+            ours, planned = (", ".join(sorted(names)) or "none" for names in (ports, tree.switches))
             raise ConfigError(
-                f"the plan's machines are the switches {there}, its cluster sums in {named}",
-                hint="machines.hosts.switch names a switch of the cluster file",
+                f"the plan's machines run the switches {ours}, but its cluster sums in {planned}",
+                hint="set machines.hosts.switch to the name of a switch of the cluster file",
             )
         out |= switches.job_keys(plan, cluster, ports.__getitem__)
     return out
 
 
 def relay_of(job: Job, machines: Machines) -> str:
-    """Host bytes of a relay: what is enough for most, more where a formula says that the job's
-    model needs more. Where none knows the model, a relay that is too small says what it needs."""
+    """Return the host memory of a relay: enough for most models, more if the formula for the job's
+    model says so. Without a formula the relay itself reports if it needs more."""
     shape = shape_of(job)
     if shape is None:
         return switches.RELAY
@@ -195,29 +198,30 @@ def relay_of(job: Job, machines: Machines) -> str:
 
 
 def _store(plan_file: PlanFile, machines: Machines, run: str) -> dict[str, Any]:
-    """Where the only host keeps its state: what is to rest in memory is in files there, which a
-    worker that is started again finds. Directories that the cluster does not name are the job's.
+    """Return the directories in which the only host keeps its state. State in memory is kept in
+    files there, so that a restarted worker finds it. If the cluster names no directories, those of
+    the job are used.
     """
     cluster, [host] = plan_file.cluster, machines.worker_hosts
     run = machines.stores_of or run
     if plan_file.plan.placement.state == "host":
         return {"store": {"files": [store_in(MEMORY, host.name, run)]}}
     assert cluster is not None
-    kind = next((one for one in cluster.hosts if one.name == host.kind), None)
+    kind = next((h for h in cluster.hosts if h.name == host.kind), None)
     if kind is None:
         raise ConfigError(
-            f"host {host.name} is of kind {host.kind!r}, and the plan's cluster has none of it",
-            hint=f"it has {', '.join(one.name for one in cluster.hosts)}",
+            f"host {host.name} has kind {host.kind!r}, which is not in the plan's cluster",
+            hint=f"its kinds are {', '.join(h.name for h in cluster.hosts)}",
         )
     if not any(ssd.directories for ssd in kind.ssds):
         return {}
     found = directories_of(kind, host.name)
-    return {"store": {"files": [store_in(one, host.name, run) for one in found]}}
+    return {"store": {"files": [store_in(directory, host.name, run) for directory in found]}}
 
 
 def batch_of_job(job: Job) -> int | None:
-    """Samples of a step, as one process alone would train them; None where the job leaves it
-    open."""
+    """Return the samples of a step, as a single process would train them; None if the job does not
+    set them."""
     stated = {"batch_size"} & job.data.model_fields_set | (
         {"accumulate"} & job.optimizer.model_fields_set
     )

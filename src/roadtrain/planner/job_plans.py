@@ -1,9 +1,9 @@
-"""What a job says of the plans that are tried for it: its model, the samples of a step, and what
-each plan is when it trains this job.
+"""Adapt candidate plans to a job: its model, the samples of a step, and each plan as it runs when
+it trains this job.
 
-A plan keeps what the job states: dtype, clipping, compression, delay, degrees of [parallelism]; one
-that cannot, or that `train` would refuse, is refused with the reason. Streamed blocks are computed
-again in backward, as streaming/block_stream.py does. Does NOT search, and does NOT import torch by
+A plan keeps the job's settings: dtype, clipping, compression, delay and degrees of [parallelism]. A
+plan that cannot, or that `train` would refuse, is refused with the reason. Streamed blocks are
+recomputed in backward, as in streaming/block_stream.py. Does not search, and does not import torch
 itself.
 """
 
@@ -33,30 +33,31 @@ from roadtrain.stages.networks import ETHERNET, KINDS
 
 
 def shape_of_job(job: Job) -> ModelShape:
-    """Raises ConfigError where its config does not size the model."""
+    """Return the shape of the job's model. Raises ConfigError if its config does not define the
+    size."""
     length, config = job.data.seq_len, job.model.config
-    build = importlib.import_module("roadtrain.training.build")  # torch
+    build = importlib.import_module("roadtrain.training.build")  # imports torch
     if job.model.pretrained:
         build.build_config(job)
         return load_model(job.model.pretrained, length)
     if "vocab_size" not in config and job.data.tokenizer != "bytes":
-        raise ConfigError("the job's model has no vocab_size", hint="give model.config.vocab_size")
+        raise ConfigError("the job's model has no vocab_size", hint="set model.config.vocab_size")
     built = build.build_config(with_vocabulary(job)).to_dict()
     return counted_modules(built, seq_len=length, name=str(config["model_type"]))
 
 
 @dataclass(frozen=True)
 class JobPlans:
-    """Plans of a job on a cluster."""
+    """Adapts the plans of a job on a cluster, and caches why plans are refused."""
 
     job: Job
     cluster: Cluster
-    # what tells plans apart -> their machines, else why they cannot be run
+    # placement and devices -> the machines, or why the plan cannot be run
     machines: dict[Any, Machines | str] = field(default_factory=dict)
-    trained: dict[Any, str] = field(default_factory=dict)  # likewise -> why `train` refuses them
+    trained: dict[Any, str] = field(default_factory=dict)  # plan key -> why `train` refuses it
 
     def fitted(self, plan: Plan) -> Plan | str:
-        """The plan as it is when it trains this job; else why it cannot."""
+        """Return the plan as it runs when it trains this job, or the reason why it cannot."""
         plan = self._stated(self.as_it_runs(plan))
         for why_not in (self._refused, self._unplaced, self._apart, self._unsplit, self._untrained):
             if why := why_not(plan):
@@ -76,7 +77,8 @@ class JobPlans:
         return found if isinstance(found, str) else ""
 
     def _apart(self, plan: Plan) -> str:
-        """Why its data groups cannot be where the ranks are: as `train` finds when they meet."""
+        """Say why its data-parallel groups cannot span these hosts, as `train` checks when ranks
+        connect."""
         if plan.placement.name not in IN_STAGES or self.job.parallelism.across_clusters:
             return ""
         hosts = switches.hosts_of(plan, self.cluster)
@@ -88,17 +90,17 @@ class JobPlans:
         return refusal(check_ranks, plan.parallelism, places)
 
     def _unsplit(self, plan: Plan) -> str:
-        """Why a tensor group cannot have the model's layers."""
+        """Say why the model's layers cannot be split over a tensor-parallel group."""
         degree = plan.parallelism.tp
         if degree == 1:
             return ""
         model = with_vocabulary(self.job).model.model_dump_json(exclude_none=True)
-        options = importlib.import_module("roadtrain.training.job_options")  # torch
+        options = importlib.import_module("roadtrain.training.job_options")  # imports torch
         why: str = options.why_not_split(model, degree)
         return why
 
     def _untrained(self, plan: Plan) -> str:
-        """Why `train` refuses the job that it would become."""
+        """Say why `train` refuses the job with the plan's keys."""
         passes = plan.num_microbatches if plan.parallelism.virtual_stages > 1 else 0
         options = (plan.num_microbatches > 1, passes, plan.staleness, plan.keep, plan.memory)
         key = plan.placement.name, plan.parallelism, options
@@ -107,60 +109,60 @@ class JobPlans:
         return self.trained[key]
 
     def _train(self, plan: Plan) -> None:
-        """Raises ConfigError."""
+        """Check the job with the plan's keys as `train` does. Raises ConfigError."""
         machines = self.machines[plan.placement.name, plan.parallelism.devices]
         assert isinstance(machines, Machines)
         names = {host.name: host.address or f"host{n}" for n, host in enumerate(machines.hosts)}
         plan_file = PlanFile(plan, machines, None, self.cluster)
         keys = flat(job_keys(plan_file, self.job, names))
-        asked, found = self.job.servers, keys.get("servers.addresses", [])
-        if asked.addresses not in ([], found):
+        own, found = self.job.servers, keys.get("servers.addresses", [])
+        if own.addresses not in ([], found):
             raise ConfigError(
-                f"the job says servers.addresses, where the plan has {len(found)} servers"
+                f"the job sets servers.addresses, but the plan has {len(found)} servers"
             )
-        if plan.placement.fans_in and (asked.ca or asked.cert or asked.key):
-            raise ConfigError("switches do not go together with TLS (servers.ca, cert, key)")
-        options = importlib.import_module("roadtrain.training.job_options")  # torch
+        if plan.placement.fans_in and (own.ca or own.cert or own.key):
+            raise ConfigError("switches cannot be combined with TLS (servers.ca, cert, key)")
+        options = importlib.import_module("roadtrain.training.job_options")  # imports torch
         options.check_job(self.job.changed(keys), [h.workers for h in machines.worker_hosts])
 
     def _stated(self, plan: Plan) -> Plan:
-        """With the widths and stages that the job states, where it has as many stages."""
+        """Return the plan with the widths and stages that the job sets, if their number fits."""
         stated, ranks = stated_degrees(self.job), plan.parallelism
         if plan.placement.name not in IN_STAGES:
             return plan
         widths = tuple(stated.get("widths", ()))
         if len(widths) == ranks.pp and sum(widths) * ranks.tp == ranks.devices:
-            one = replace(ranks, dp=1, widths=widths, stages=())
+            wide = replace(ranks, dp=1, widths=widths, stages=())
             together = plan.step_microbatches
-            passes = together if one.widths else together // one.dp
-            plan, ranks = plan.changed(parallelism=one, num_microbatches=passes), one
+            passes = together if wide.widths else together // wide.dp
+            plan, ranks = plan.changed(parallelism=wide, num_microbatches=passes), wide
         if "stages" in stated:
-            given = stated["stages"]  # in words: the job's ranks find out
-            stages = () if isinstance(given, str) else tuple(given)
+            sizes = stated["stages"]  # text: resolved when the job's ranks start
+            stages = () if isinstance(sizes, str) else tuple(sizes)
             plan = plan.changed(parallelism=replace(ranks, stages=stages))
         return plan
 
     def _refused(self, plan: Plan) -> str:
-        """What the job says that this placement cannot do."""
-        job, asked, name = self.job, self.job.parallelism, plan.placement.name
+        """Say which setting of the job this placement does not support."""
+        job, section, name = self.job, self.job.parallelism, plan.placement.name
         if why := contradicted(plan, job):
             return why.partition(", the plan is")[0]
-        if asked.placements:
-            return "the job has [[parallelism.placements]], which are not planned"
-        if asked.reducers:
-            return "the job says parallelism.reducers, which a plan says"
+        if section.placements:
+            return "the job has [[parallelism.placements]], which cannot be planned"
+        if section.reducers:
+            return "the job sets parallelism.reducers, which the plan decides"
         if job.optimizer.delay == "none":
-            return 'optimizer.delay = "none" has no step to be simulated'
-        return "the job has [parallelism]" if asked.used and name not in IN_STAGES else ""
+            return 'optimizer.delay = "none" cannot be simulated, it has no defined step'
+        return "the job has [parallelism]" if section.used and name not in IN_STAGES else ""
 
     def as_it_runs(self, plan: Plan) -> Plan:
-        """With the job's dtype, optimizer, clipping, delay and compression."""
+        """Return the plan with the job's dtype, optimizer, clipping, delay and compression."""
         job, place = self.job, plan.placement
         width = ITEMSIZE[job.model.dtype]
         late = job.optimizer.delay if isinstance(job.optimizer.delay, int) else 0
         named = OPTIMIZERS.get(job.optimizer.name)
         state = (8 if named is None else named.state_nbytes) + 4 * bool(job.optimizer.momentum)
-        state += 4 if width < 4 or late or plan.staleness else 0  # a copy that is updated
+        state += 4 if width < 4 or late or plan.staleness else 0  # an fp32 copy that is updated
         changes: dict[str, Any] = {"parameter_bytes": width, "activation_bytes": width}
         if place.name in IN_STAGES:
             changes |= {"gradient_bytes": 4}  # gradients of stages are summed in fp32
@@ -172,7 +174,7 @@ class JobPlans:
             changes["staleness"] = late or plan.staleness
             scaled = job.optimizer.clip_norm is not None or job.model.dtype == "fp16"
             changes["update_at"] = "step" if scaled else "gradient"
-        # a record on files has the parameters too
+        # a record on files includes the parameters
         changes["state_bytes"] = state + (width if place.name == "files" else 0)
         devices = [host.device for host in self.cluster.workers if host.device is not None]
         if all(device.is_host for device in devices):
@@ -180,40 +182,40 @@ class JobPlans:
         return plan.changed(**changes)
 
 
-# what a plan and a job may say otherwise -> in words
+# numbers that may differ between a plan and a job, by description
 COMPARED: Mapping[str, Callable[[Plan], Any]] = {
     "bytes of a parameter": lambda plan: plan.sizes.parameter_bytes,
-    "bytes of a gradient that travels": lambda plan: plan.sizes.gradient_bytes,
+    "bytes of a gradient in transfer": lambda plan: plan.sizes.gradient_bytes,
     "bytes of a parameter's optimizer state": lambda plan: plan.sizes.state_bytes,
-    "share of a gradient that is sent": lambda plan: 1 if plan.keep is None else plan.keep,
-    "updates that a step may lack": lambda plan: plan.staleness,
+    "fraction of a gradient that is sent": lambda plan: 1 if plan.keep is None else plan.keep,
+    "updates that a step may miss": lambda plan: plan.staleness,
 }
 
 
 def other_numbers(plan: Plan, job: Job, cluster: Cluster) -> str:
-    """What a plan was made for and the job has otherwise, so that what it predicts and needs is of
-    another job, in a sentence; "" where all is alike."""
+    """Describe the numbers for which a plan was made and that differ in the job, so that its
+    predictions are for another job; "" if there are none."""
     mine = JobPlans(job, cluster).as_it_runs(plan)
     found = [
         f"{what} {planned:g} (here {here:g})"
         for what, of in COMPARED.items()
         if (planned := of(plan)) != (here := of(mine))
     ]
-    said = "the plan was made for another job, so is what it predicts and needs: "
-    return f"{said}{', '.join(found)}" if found else ""
+    intro = "the plan was made for a job with other numbers, so its predictions may be wrong: "
+    return f"{intro}{', '.join(found)}" if found else ""
 
 
-def refusal(check: Callable[..., object], *given: Any) -> str:
-    """What `check` refuses, in one sentence; "" where it does not."""
+def refusal(check: Callable[..., object], *args: Any) -> str:
+    """Return the first line of the ConfigError that `check` raises; "" if it raises none."""
     try:
-        check(*given)
+        check(*args)
     except ConfigError as error:
         return str(error).partition("\n")[0]
     return ""
 
 
 def _fabric(host: Host) -> str:
-    """Of its fastest kind of card, as ranks name it when they meet."""
+    """Name the host's fastest kind of network card as ranks do when they connect."""
     card = min(host.nics, key=lambda nic: KINDS.index(nic.kind), default=None)
     if card is None or card.kind == ETHERNET:
         return ETHERNET

@@ -1,14 +1,16 @@
-"""Which machines of a cluster run which processes of a plan, and what its simulation promises.
+"""Assign the processes of a plan to the machines of a cluster, and extract the prediction from its
+simulation.
 
     server, optimizer-node        servers on the machines of the first [[hosts]] without devices,
-                                  one for each of their SSDs' directories; without SSDs in memory
+                                  one for each directory of their SSDs; in memory without SSDs
     smartnic                      a server in the memory of each host that computes
-    summation, parameter-server   a reducer on each host without devices that has a card
-    optimizer-node                also its switches, each a machine of its own
-    zero1, files                  workers alone
-    zero-offload                  a worker alone, its state in files in memory
+    summation, parameter-server   a reducer on each host without devices that has a network card
+    optimizer-node                also the switches, each on its own machine
+    zero1, files                  only workers
+    zero-offload                  only a worker, with its state in files in memory
 
-So the simulator lays them out (simulator/scene.py). Does NOT know a job, nor what starts processes.
+The simulator uses the same layout (simulator/scene.py). Does not depend on a job or on what starts
+the processes.
 """
 
 from __future__ import annotations
@@ -33,52 +35,52 @@ from roadtrain.planner import switches
 from roadtrain.simulator.run import Result
 
 MEMORY = "/dev/shm"
-# placements that no command of ours runs, and why
+# placements that roadtrain cannot run, and why
 NOT_RUN = {
-    "ddp": "`train` cuts the state over the ranks, as placement zero1",
-    "zero3": "`train` cuts no parameters over devices; placement server or files streams them",
-    "zero-infinity": "gradients rest on no SSD; placement files does the rest",
-    "raid0": "gradients rest on no SSD; placement files does the rest",
-    "near-storage": "nothing here updates beside an SSD; placement files updates on the host",
-    "switch-sum": "switches are served by a node, as in placement optimizer-node",
+    "ddp": "`train` splits the state over the ranks, use placement zero1",
+    "zero3": "`train` does not split parameters over devices, use placement server or files",
+    "zero-infinity": "gradients cannot be kept on SSDs, use placement files",
+    "raid0": "gradients cannot be kept on SSDs, use placement files",
+    "near-storage": "there are no updates in SSDs, use placement files",
+    "switch-sum": "switches need a server, use placement optimizer-node",
 }
 REDUCED = ("summation", "parameter-server")
-IN_STAGES = ("zero1", *REDUCED)  # a job of theirs has [parallelism]
+IN_STAGES = ("zero1", *REDUCED)  # placements whose jobs have [parallelism]
 ON_ONE_HOST = ("files", "zero-offload")
-# what is compared with a real run, as `roadtrain calibrate` does; the rest overlaps
-TOLD = ("Forward", "Backward", "Read", "Update", "Write")
+# stages that are compared with a real run, as by `roadtrain calibrate`; others overlap
+COMPARED = ("Forward", "Backward", "Read", "Update", "Write")
 
 
 def why_not_run(plan: Plan, cluster: Cluster | None) -> str:
-    """Why `roadtrain launch` cannot run this, in one sentence; "" where it can. cluster: None for
-    a plan whose machines were written by hand."""
+    """Say why `roadtrain launch` cannot run the plan, in one sentence; "" if it can. `cluster`:
+    None for a plan whose machines were written by hand."""
     name, ranks = plan.placement.name, plan.parallelism
     if plan.stage_placements:
-        return "stages with a placement each are not launched, only simulated"
+        return "a plan with a placement for each stage can only be simulated"
     if name in NOT_RUN:
-        return f"placement {name} is not run: {NOT_RUN[name]}"
+        return f"placement {name} cannot be run: {NOT_RUN[name]}"
     if ranks.cp * ranks.ep > 1:
-        return f"{ranks} has context- or expert-parallel ranks, which `train` has not"
+        return f"{ranks} has context- or expert-parallel ranks, which `train` does not support"
     if name in IN_STAGES:
         if plan.activation_checkpointing:
-            return "a job with [parallelism] checkpoints no activations"
+            return "a job with [parallelism] does not support activation checkpointing"
         if plan.staleness or plan.keep is not None:
-            return "a job with [parallelism] has neither late updates nor compressed gradients"
+            return "a job with [parallelism] does not support staleness or compressed gradients"
     if name != "zero1" and (ranks.tp > 1 or ranks.pp > 1):
-        return f"placement {name} runs data-parallel workers alone, {ranks} is more"
+        return f"placement {name} only runs data-parallel workers, the plan has {ranks}"
     if name in REDUCED and ranks.dp == 1:
-        return f"placement {name} sums what several workers send, there is 1"
+        return f"placement {name} sums gradients of several workers, the plan has 1"
     many = 0 if cluster is None else len(switches.hosts_of(plan, cluster))
     if name in ON_ONE_HOST and many > 1:
-        return f"placement {name} is of one host's workers, {ranks} is on {many} hosts"
+        return f"placement {name} runs on one host, {ranks} is on {many} hosts"
     if name in ON_ONE_HOST and ranks.devices > 1:
-        return f"placement {name} is of one worker, {ranks} is {ranks.devices}"
+        return f"placement {name} runs one worker, {ranks} has {ranks.devices}"
     return ""
 
 
-def _unlike(plan: Plan, cluster: Cluster) -> str:
-    """Why a plan is not simulated as it would run on hosts of different numbers of devices. Who
-    wrote machines by hand knows it."""
+def _uneven(plan: Plan, cluster: Cluster) -> str:
+    """Say why the simulation of a plan does not apply to hosts with different numbers of devices.
+    Not checked for machines that were written by hand."""
     if not (plan.placement.served or plan.placement.name == "smartnic"):
         return ""
     *full, last = switches.hosts_of(plan, cluster)
@@ -87,40 +89,41 @@ def _unlike(plan: Plan, cluster: Cluster) -> str:
     if len(counts) == 1:
         return ""
     return (
-        f"placement {plan.placement.name} is simulated with as many workers on each host,"
-        f" {plan.parallelism} is {' and '.join(map(str, sorted(counts)))}"
+        f"placement {plan.placement.name} is simulated with equally many workers on each host,"
+        f" {plan.parallelism} has {' and '.join(map(str, sorted(counts)))}"
     )
 
 
 def machines_of(plan: Plan, cluster: Cluster, run: str = "") -> Machines:
-    """run: whose stores are its own, by its name in theirs. Raises ConfigError for what `roadtrain
-    launch` cannot run, and for SSDs without directories."""
-    if why := why_not_run(plan, cluster) or _unlike(plan, cluster):
-        raise ConfigError(why, hint="roadtrain plan --job tries what can be launched")
+    """Assign the processes of a plan to machines. `run`: the run's name, to be used in the names of
+    its stores. Raises ConfigError for a plan that `roadtrain launch` cannot run, and for SSDs
+    without directories."""
+    if why := why_not_run(plan, cluster) or _uneven(plan, cluster):
+        raise ConfigError(why, hint="`roadtrain plan --job` only tries plans that can be launched")
     workers, spares = _workers(plan, cluster)
     hosts = {host.name: host for host in workers}
     name, ports = plan.placement.name, Counter[str]()
 
-    def added(one: PlanHost) -> None:
-        if one.name in hosts:
+    def add(machine: PlanHost) -> None:
+        if machine.name in hosts:
             raise ConfigError(
-                f"2 machines of the cluster are called {one.name!r}",
-                hint="machines of several are called NAME0, NAME1, ...: another name",
+                f"2 machines of the cluster are called {machine.name!r}",
+                hint="a [[hosts]] with a count gives NAME0, NAME1, ...: choose another name",
             )
-        hosts[one.name] = one
+        hosts[machine.name] = machine
 
     if plan.placement.served:
-        for one, about in machines_of_kind(_serving(name, cluster)):
-            added(replace(one, servers=_servers(one, about, ports, run)))
+        for machine, about in machines_of_kind(_serving(name, cluster)):
+            add(replace(machine, servers=_servers(machine, about, ports, run)))
     if name == "smartnic":
         kinds = {kind.name: kind for kind in cluster.hosts}
-        for one in workers:
-            copied = _snapshot(one, kinds[one.kind], run)
-            place = ServerPlace(store_in(MEMORY, one.name, run), _port(ports, one), copied)
-            hosts[one.name] = replace(one, servers=(place,))
+        for machine in workers:
+            snapshot, store = _snapshot(machine, kinds[machine.kind], run), machine.name
+            place = ServerPlace(store_in(MEMORY, store, run), _port(ports, machine), snapshot)
+            hosts[machine.name] = replace(machine, servers=(place,))
     if name in REDUCED:
-        for one in _reducing(name, cluster):
-            added(replace(one, reducer=_port(ports, one)))
+        for machine in _reducing(name, cluster):
+            add(replace(machine, reducer=_port(ports, machine)))
     if plan.placement.fans_in:
         tree = switches.tree_of(plan, cluster)
         assert tree is not None
@@ -132,10 +135,11 @@ def machines_of(plan: Plan, cluster: Cluster, run: str = "") -> Machines:
 
 
 def predicted_of(result: Result) -> Predicted:
-    """Of a simulated plan. What of a step is no computing of a stage is its waiting."""
+    """Extract the step and stage times of a simulated plan. Wait is the time of a step in which a
+    stage does not compute."""
     stages: dict[str, dict[str, float]] = {}
     for (where, name), (seconds, _) in result.stages.items():
-        if where.startswith("stage") and name in TOLD and seconds:
+        if where.startswith("stage") and name in COMPARED and seconds:
             stages.setdefault(where, {})[name] = seconds
     for own in stages.values():
         computing = own.get("Forward", 0.0) + own.get("Backward", 0.0)
@@ -144,20 +148,20 @@ def predicted_of(result: Result) -> Predicted:
 
 
 def directories_of(host: Host, machine: str) -> list[str]:
-    """Of all SSDs of one machine; [] where it has none. Raises ConfigError where they have no
-    directories."""
+    """Return the directories of all SSDs of one machine; [] if it has no SSDs. Raises ConfigError
+    if they have no directories."""
     if lacking := sum(ssd.count for ssd in host.ssds if not ssd.directories):
         raise ConfigError(
-            f"{lacking} SSDs of host {host.name!r} have 0 directories, what rests on them needs"
+            f"{lacking} SSDs of host {host.name!r} have 0 directories, to store data on them give"
             f" {lacking}",
-            hint="ssds = [{ directories = [...], ... }] in the cluster file",
+            hint="set `directories` of these `ssds` in the cluster file",
         )
-    return [one.replace("{host}", machine) for ssd in host.ssds for one in ssd.directories]
+    return [d.replace("{host}", machine) for ssd in host.ssds for d in ssd.directories]
 
 
 def store_in(directory: str, machine: str, run: str = "") -> str:
-    """A directory of its own for a run, in one that others may use too. run: its name, where it is
-    not to find the store of another run of this machine."""
+    """Return a subdirectory of `directory` for one machine's store. `run`: the run's name, to tell
+    its store from those of other runs on the machine."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", f"{run}-{machine}" if run else machine)
     return f"{directory.rstrip('/')}/roadtrain-{name}"
 
@@ -171,17 +175,17 @@ def _serving(placement: str, cluster: Cluster) -> Host:
 
 
 def _reducing(placement: str, cluster: Cluster) -> list[PlanHost]:
-    found = [one for kind in cluster.spares if kind.nics for one, _ in machines_of_kind(kind)]
+    found = [m for kind in cluster.spares if kind.nics for m, _ in machines_of_kind(kind)]
     if not found:
         raise ConfigError(
-            f"placement {placement} needs a host without devices that has a card, the cluster has"
-            " none"
+            f"placement {placement} needs a host without devices but with a network card, the"
+            " cluster has none"
         )
     return found
 
 
 def machines_of_kind(host: Host) -> Iterator[tuple[PlanHost, Host]]:
-    """Each machine of a kind, by the name that a plan gives it, with its kind."""
+    """Yield each machine of a kind, with the name that plans give it, and its kind."""
     for number in range(host.count):
         name = f"{host.name}{number}" if host.count > 1 else host.name
         address = host.addresses[number] if host.addresses else ""
@@ -189,36 +193,37 @@ def machines_of_kind(host: Host) -> Iterator[tuple[PlanHost, Host]]:
 
 
 def _workers(plan: Plan, cluster: Cluster) -> tuple[list[PlanHost], tuple[PlanHost, ...]]:
-    """The machines that compute, in the order of ranks, and those with devices that are left."""
+    """Return the machines that compute, in the order of ranks, and the remaining machines with
+    devices."""
     left, used, spares = plan.parallelism.devices, [], []
-    for one, kind in (pair for host in cluster.workers for pair in machines_of_kind(host)):
+    for machine, kind in (pair for host in cluster.workers for pair in machines_of_kind(host)):
         many = min(kind.devices, left)
         left -= many
         if many:
-            used.append(replace(one, workers=many))
+            used.append(replace(machine, workers=many))
         else:
-            spares.append(replace(one, workers=kind.devices))
+            spares.append(replace(machine, workers=kind.devices))
     if left:
         raise ConfigError(
-            f"{plan.parallelism} is {plan.parallelism.devices} devices, the cluster has"
+            f"{plan.parallelism} needs {plan.parallelism.devices} devices, the cluster has"
             f" {cluster.device_count}"
         )
     return used, tuple(spares)
 
 
-def _servers(one: PlanHost, kind: Host, ports: Counter[str], run: str) -> tuple[ServerPlace, ...]:
-    found = directories_of(kind, one.name) or [MEMORY]
-    return tuple(ServerPlace(store_in(at, one.name, run), _port(ports, one)) for at in found)
+def _servers(host: PlanHost, kind: Host, ports: Counter[str], run: str) -> tuple[ServerPlace, ...]:
+    found = directories_of(kind, host.name) or [MEMORY]
+    return tuple(ServerPlace(store_in(at, host.name, run), _port(ports, host)) for at in found)
 
 
-def _snapshot(one: PlanHost, kind: Host, run: str) -> str:
-    """Where a store in memory is copied to; "": nowhere, the host has no directory."""
-    known = [name.replace("{host}", one.name) for ssd in kind.ssds for name in ssd.directories]
-    return f"{store_in(known[0], one.name, run)}.snapshot" if known else ""
+def _snapshot(machine: PlanHost, kind: Host, run: str) -> str:
+    """Return the directory that a store in memory is copied to; "" if the host has none."""
+    found = [d.replace("{host}", machine.name) for ssd in kind.ssds for d in ssd.directories]
+    return f"{store_in(found[0], machine.name, run)}.snapshot" if found else ""
 
 
-def _port(ports: Counter[str], one: PlanHost) -> int:
-    """The next one at the machine's address."""
-    key = one.address or one.name
+def _port(ports: Counter[str], machine: PlanHost) -> int:
+    """Return the next free port at the machine's address."""
+    key = machine.address or machine.name
     ports[key] += 1
     return PORT + ports[key] - 1

@@ -1,10 +1,10 @@
-"""The shape of any nn.Module, also on `meta`: its blocks' parameters, FLOPs and activations, from
-one forward.
+"""Measure the shape of any nn.Module, including on `meta`: its blocks' parameters, FLOPs and
+activations, from one forward.
 
-FLOPs are those that torch's own counter knows (products, convolutions, attention). Saved bytes are
-those of the tensors that autograd keeps, each once and no parameters. The root block is split into
-what runs before the first block and what runs after the last. Bytes are scaled to 2-byte elements
-where the model has 4.
+FLOPs are those counted by torch's FlopCounterMode (products, convolutions, attention). Saved bytes
+are those of the tensors that autograd keeps, each once and without parameters. The root block is
+split into what runs before the first block and after the last. Bytes of models with 4-byte elements
+are scaled to 2-byte elements.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from roadtrain.streaming.split import Split, split
 
 @dataclass(frozen=True)
 class Counts:
-    """Of a sample of one forward, by block ("before" and "after": of the root, before the first
-    block and after): `flops`, `saved` bytes, `inputs` bytes; `logits`: elements of the output,
-    `hidden` and `tokens` of what passes.
+    """The counts of one forward, per sample and block. The keys "before" and "after" stand for the
+    parts of the root block before the first block and after the last. `saved`, `inputs`: bytes;
+    `logits`: elements of the output; `hidden`, `tokens`: size of the activations between blocks.
     """
 
     flops: Mapping[str, float]
@@ -41,8 +41,8 @@ class Counts:
     def blocks(
         self, parts: Split, shape: Callable[[str, str, int], BlockShape]
     ) -> tuple[BlockShape, ...]:
-        """What `shape` makes of the name, the key in these counts and the parameters of each: what
-        runs before the first block, the blocks, and what runs after the last."""
+        """Return the shapes of the part before the first block, the blocks, and the part after the
+        last. `shape` builds one from a name, a key of these counts, and a number of parameters."""
         root, before = self._root(parts)
         layers = [
             shape(f"layer.{i}", part.name, sum(p.numel() for _, p in part.params))
@@ -53,14 +53,14 @@ class Counts:
 
     @staticmethod
     def _root(parts: Split) -> tuple[int, int]:
-        """Parameters of the root block, and of these the embeddings'."""
+        """Return the parameters of the root block, and how many of them are embeddings."""
         own = {id(p): p.numel() for _, p in parts.root.params}
         modules = parts.root.module.modules()
         tables = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
         return sum(own.values()), sum(own.get(key, 0) for key in tables)
 
 
-def counted(
+def count_forward(
     model: nn.Module,
     parts: Split,
     args: Sequence[Any],
@@ -69,36 +69,36 @@ def counted(
     samples: int,
     sized: bool = False,
 ) -> Counts:
-    """One forward of `samples` samples, with what it does counted. `sized`: each element has its
-    dtype's bytes, else fp32 counts as 2. Raises what the model's forward raises."""
-    noted = _Noted(model, samples, sized)
-    hooks: list[Any] = []
+    """Run one forward of `samples` samples and count what it does. `sized`: elements count with the
+    size of their dtype; otherwise fp32 counts as 2 bytes. Raises what the forward raises."""
+    hooks = _Counter(model, samples, sized)
+    handles: list[Any] = []
     for part in parts.blocks:
-        enter = partial(noted.enter, part.name)
-        hooks.append(part.module.register_forward_pre_hook(enter, with_kwargs=True))
-        hooks.append(part.module.register_forward_hook(noted.leave))
-    keeping = torch.autograd.graph.saved_tensors_hooks(noted.pack, lambda t: t)
+        enter = partial(hooks.enter, part.name)
+        handles.append(part.module.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(part.module.register_forward_hook(hooks.leave))
+    keeping = torch.autograd.graph.saved_tensors_hooks(hooks.pack, lambda t: t)
     try:
-        with noted.counter, torch.enable_grad(), keeping:
+        with hooks.counter, torch.enable_grad(), keeping:
             result = model(*args, **kwargs)
-            noted.note()
+            hooks.note()
     finally:
-        for hook in hooks:
+        for hook in handles:
             hook.remove()
     logits = result if isinstance(result, torch.Tensor) else getattr(result, "logits", None)
     elements = 0.0
     if isinstance(logits, torch.Tensor) and logits.is_floating_point():
         elements = logits.numel() / samples
     flops, saved, inputs = (
-        {key: n / samples for key, n in one.items()}
-        for one in (noted.flops, noted.saved, noted.inputs)
+        {key: n / samples for key, n in counts.items()}
+        for counts in (hooks.flops, hooks.saved, hooks.inputs)
     )
-    return Counts(flops, saved, inputs, elements, *noted.hidden)
+    return Counts(flops, saved, inputs, elements, *hooks.hidden)
 
 
-class _Noted:
-    """What hooks see of a forward, by the block that runs. `hidden`: width and tokens of what
-    passes between blocks."""
+class _Counter:
+    """Counts, from hooks, what a forward does in each block. `hidden`: width and tokens of the
+    activations between blocks."""
 
     def __init__(self, model: nn.Module, samples: int, sized: bool) -> None:
         self.samples, self.sized = samples, sized
@@ -108,7 +108,7 @@ class _Noted:
         self.inputs: dict[str, float] = {}
         self.running, self.hidden = ["before"], (0, 1)
         self.counter, self.counted = FlopCounterMode(display=False), 0.0
-        self.kept: list[torch.Tensor] = []  # so that no other gets their memory
+        self.kept: list[torch.Tensor] = []  # keeps their memory from being reused
 
     def note(self) -> None:
         total = float(self.counter.get_total_flops())
@@ -117,7 +117,7 @@ class _Noted:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        # views of one memory keep it once
+        # views of the same memory are counted once
         if id(tensor) not in self.own and storage._cdata not in self.seen:
             self.seen.add(storage._cdata)
             self.kept.append(tensor)
@@ -128,19 +128,19 @@ class _Noted:
         return tensor
 
     def enter(
-        self, block: str, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
+        self, block: str, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
     ) -> None:
         self.note()
         self.running.append(block)
-        tensors = [t for t in (*given, *named.values()) if isinstance(t, torch.Tensor)]
+        tensors = [t for t in (*args, *named.values()) if isinstance(t, torch.Tensor)]
         nbytes = sum(2 * t.numel() for t in tensors if t.is_floating_point())
         self.inputs.setdefault(block, float(nbytes))
         if tensors and tensors[0].dim() > 1 and tensors[0].is_floating_point():
             whole, last = tensors[0].numel() // self.samples, tensors[0].shape[-1]
-            # a picture has no tokens
+            # an image has no tokens
             self.hidden = (last, max(1, whole // last)) if tensors[0].dim() == 3 else (whole, 1)
 
-    def leave(self, module: nn.Module, given: tuple[Any, ...], result: Any) -> None:
+    def leave(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         self.note()
         self.running.pop()
         self.running[0] = "after"
@@ -153,16 +153,16 @@ def shape_of(
     blocks: Sequence[str] | None = None,
     name: str = "",
 ) -> ModelShape:
-    """The ModelShape of `model(*args)`, a batch of `samples`. `blocks`: as in place().
-    Runs one forward, on `meta` without memory or time. Raises ModelError where the model's own
-    forward fails, or gives no tensor that has a gradient."""
+    """Measure the ModelShape of `model(*args)`, a batch of `samples`. `blocks`: as in place().
+    Runs one forward, which takes no memory or time on `meta`. Raises ModelError if the model's
+    forward fails, or returns no tensor that has a gradient."""
     parts = split(model, blocks)
     try:
-        found = counted(model, parts, args, {}, samples=samples)
+        found = count_forward(model, parts, args, {}, samples=samples)
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as cause:
         raise ModelError(
             f"{type(model).__name__}'s forward failed: {cause}",
-            hint="give the arguments that the model takes, on its own device",
+            hint="pass the arguments that the model takes, on the model's device",
         ) from cause
 
     def block(title: str, key: str, params: int) -> BlockShape:

@@ -1,15 +1,15 @@
-"""The shape of a Hugging Face config: its model is built on `meta` and counted, nothing is
-downloaded or filled.
+"""Compute the shape of a Hugging Face config: build its model on `meta` and count, without
+downloading or initializing anything.
 
-Parameters are those of the modules, each once (tied ones too). FLOPs and activations are those of
-two forwards on `meta`, one of twice as many tokens, from which any other length follows: what grows
-with the square is attention's scores, of which fused kernels keep nothing, the rest grows with the
-tokens. Experts are not run, since which tokens they get is not known: their weights say what a
-token's cost.
+Parameters are those of the modules, each counted once (also tied ones). FLOPs and activations come
+from two forwards on `meta`, one with twice as many tokens, which determine any other length: the
+part that grows with the square of the tokens is attention's scores, which fused kernels do not
+keep, and the rest grows with the tokens. Experts are not run, since it is unknown which tokens they
+get; a token's cost is computed from their weights.
 
-Assumes the model takes token ids or pictures. Does NOT guess: what transformers does not know, what
-a config leaves out that sizes the model, and a forward that needs real data are refused with a
-sentence.
+Assumes that the model takes token ids or images. Does not guess: a model type that transformers
+does not know, a config without a key that determines the size, and a forward that needs real data
+are refused.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roadtrain.config.models import KEYS, BlockShape, ModelShape, chosen_length
 from roadtrain.errors import ConfigError
-from roadtrain.planner.measure import Counts, counted
+from roadtrain.planner.measure import Counts, count_forward
 from roadtrain.streaming.split import Split, split
 from roadtrain.units import show_params
 
-OWN = "--model MODULE:FUNCTION: a function that returns the model (on `meta`) and a batch"
-# without which a config says nothing of its size
+OWN = "give --model MODULE:FUNCTION, a function that returns the model (on `meta`) and a batch"
+# keys that a config must have, because they determine the size
 SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
+# keys that transformers may fill in; this is noted
 GUESSED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim")
 ACTIVE = (
     "num_experts_per_tok",
@@ -45,7 +46,7 @@ ACTIVE = (
     "top_k",
     "router_top_k",
 )
-BOTH = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")  # encoders with decoders
+BOTH = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")  # encoder-decoder models
 ALL = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 AUTO = (
     "AutoModelForImageTextToText",
@@ -54,14 +55,14 @@ AUTO = (
     "AutoModelForImageClassification",
     "AutoModel",
 )
-MOST_RUN = 512  # tokens of the longer forward: some models loop over them
-FAILURES = (Exception,)  # of transformers, whose configs check themselves by errors of their own
+MOST_RUN = 512  # tokens of the longer forward; few, because some models loop over tokens
+FAILURES = (Exception,)  # raised by transformers, whose configs validate with their own errors
 
 
 @dataclass(frozen=True)
 class Experts:
-    """`params` of all `count` experts of a block; a token takes `active` of them, with `weights`
-    elements of matrices and `widths` elements of activations each."""
+    """The experts of a block: `params` of all `count` experts. A token uses `active` of them, each
+    with `weights` elements of matrices and `widths` elements of activations."""
 
     params: int = 0
     count: int = 1
@@ -73,10 +74,11 @@ class Experts:
 def shape_of_config(
     config: Mapping[str, Any], *, seq_len: int | None = None, name: str = ""
 ) -> ModelShape:
-    """Of the keys of a config.json. `seq_len`: tokens of a sample; None: a stated default
-    (`chosen_length`). Raises ConfigError where transformers is missing or does not know the
-    model, where a key that sizes it is missing, and where its forward cannot be run without
-    data."""
+    """Compute the shape from the keys of a config.json.
+
+    `seq_len`: tokens of a sample; None: a default that is noted (`chosen_length`). Raises
+    ConfigError if transformers is not installed or does not know the model, if a key that
+    determines the size is missing, or if the forward cannot run without data."""
     kind = str(config.get("model_type") or "")
     made, guessed = _config(kind, config)
     text = made.get_text_config(decoder=True)
@@ -84,32 +86,32 @@ def shape_of_config(
     notes = [f"{key} {value} {default}" for key, value in guessed.items()]
     if ahead := config.get("num_nextn_predict_layers"):
         notes.append(
-            f"{ahead} layer(s) that predict further tokens are not built by transformers and not"
-            " counted"
+            f"{ahead} layer(s) that predict further tokens are not counted, transformers does not"
+            " build them"
         )
     model = _built(kind, config, made, notes)
     parts = split(model)
     experts = {part.name: _experts(part.module, text, kind) for part in parts.blocks}
-    with _still(model):
+    with _skip_experts(model):
         if model.main_input_name == "pixel_values":
-            whole = _seen(kind, model, parts, made, notes)
+            whole = _count_image(kind, model, parts, made, notes)
             tokens, ran, half = whole.tokens, whole.tokens, None
         elif model.main_input_name == "input_ids":
             longest = getattr(text, "max_position_embeddings", None)
-            tokens, said = chosen_length(
+            tokens, assumed = chosen_length(
                 seq_len, longest if isinstance(longest, int) and longest > 0 else None
             )
-            notes += said
+            notes += assumed
             ran = min(tokens + tokens % 2, MOST_RUN)
-            whole, half = _read(kind, model, parts, ran), _read(kind, model, parts, ran // 2)
+            whole, half = (_count_tokens(kind, model, parts, n) for n in (ran, ran // 2))
         else:
             raise ConfigError(
-                f"a `{kind}` takes {model.main_input_name}, neither token ids nor pictures",
+                f"a `{kind}` takes {model.main_input_name}, neither token ids nor images",
                 hint=OWN,
             )
     if half is None and seq_len is not None:
         raise ConfigError(
-            f"a `{kind}` takes pictures, its samples have no length", hint="leave --seq-len out"
+            f"a `{kind}` takes images, its samples have no length", hint="omit --seq-len"
         )
     blocks = _blocks(parts, whole, half, experts, tokens / ran, text)
     idle = [i for i, part in enumerate(parts.blocks, 1) if not blocks[i].flops]
@@ -117,7 +119,7 @@ def shape_of_config(
         nbytes = sum(blocks[i].params for i in idle)
         notes.append(
             f"{len(idle)} blocks with {nbytes / 1e9:.3g} B parameters do not run on "
-            f"{'pictures' if half is None else 'token ids'} alone: their time is not counted"
+            f"{'images' if half is None else 'token ids'} alone: their time is not counted"
         )
     heads = getattr(text, "num_attention_heads", None) or 0
     return ModelShape(
@@ -131,23 +133,23 @@ def shape_of_config(
 
 
 def _config(kind: str, config: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """transformers' own config, and of GUESSED what it fills in for a key that is not given."""
+    """Return transformers' own config, and the GUESSED keys that it filled in."""
     if not kind:
         raise ConfigError(
             "the config has no `model_type`",
-            hint="the config.json of a transformers model; or " + OWN,
+            hint="give the config.json of a transformers model; or " + OWN,
         )
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as cause:
         raise ConfigError(
             f"the parameters of a `{kind}` cannot be counted: transformers is not installed",
-            hint="pip install 'roadtrain[hf]', or " + OWN,
+            hint="`pip install 'roadtrain[hf]'`, or " + OWN,
         ) from cause
     if kind not in transformers.CONFIG_MAPPING:
         raise ConfigError(
             f"transformers {transformers.__version__} does not know the model type `{kind}`",
-            hint="a newer transformers, or " + OWN,
+            hint="install a newer transformers, or " + OWN,
         )
     try:
         made = transformers.CONFIG_MAPPING[kind].from_dict(
@@ -155,15 +157,15 @@ def _config(kind: str, config: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         )
     except FAILURES as cause:
         raise ConfigError(
-            f"transformers cannot read the config of a `{kind}`: {_line(cause)}",
-            hint="the config.json as it was published",
+            f"transformers cannot read the config of a `{kind}`: {_first_line(cause)}",
+            hint="give the config.json as it was published",
         ) from cause
     return made, _guessed(kind, config, made)
 
 
 def _guessed(kind: str, config: Mapping[str, Any], made: Any) -> dict[str, Any]:
-    """Sizes that transformers' config has and the keys that are given do not say. Raises
-    ConfigError for one without which they say nothing of the model's size."""
+    """Return sizes that transformers' config has but the given keys do not. Raises ConfigError for
+    a missing key of SIZES."""
     text, parts = made.get_text_config(decoder=True), [made.attribute_map]
     inner = [value for value in config.values() if isinstance(value, Mapping)]
     for key in made.sub_configs:
@@ -173,7 +175,7 @@ def _guessed(kind: str, config: Mapping[str, Any], made: Any) -> dict[str, Any]:
         names = {what, *KEYS.get(what, ()), *(own[what] for own in parts if what in own)}
         if any(tree.get(key) is not None for tree in (config, *inner) for key in names):
             continue
-        # one of a part of the model its own class fills in; what sees pictures has none
+        # the classes of parts of a model fill it in themselves; vision models have none
         optional = what == "vocab_size" and (inner or hasattr(made, "patch_size"))
         if what in SIZES and hasattr(text, what) and not optional:
             raise ConfigError(
@@ -184,27 +186,27 @@ def _guessed(kind: str, config: Mapping[str, Any], made: Any) -> dict[str, Any]:
             guessed[what] = getattr(text, what)
     heads = getattr(text, "num_attention_heads", 0)
     if guessed.get("num_key_value_heads") == heads:
-        guessed.pop("num_key_value_heads", None)  # as many as heads: what leaving it out means
+        guessed.pop("num_key_value_heads", None)  # the default is the number of heads
     whole = guessed.get("head_dim", 0) * heads == getattr(text, "hidden_size", 0)
-    # what leaving it out means, or no width of any matrix
+    # the default value, or not the width of any matrix
     if whole or hasattr(text, "qk_rope_head_dim"):
         guessed.pop("head_dim", None)
     return guessed
 
 
 def _built(kind: str, config: Mapping[str, Any], made: Any, notes: list[str]) -> Any:
-    """The model on `meta`, in training mode, of the class that the config names, else of the one
-    with most parameters that takes it."""
+    """Build the model on `meta`, in training mode: with the class that the config names, otherwise
+    with the class that accepts the config and has the most parameters."""
     transformers: Any = importlib.import_module("transformers")
-    named = [str(one) for one in config.get("architectures") or ()]
+    named = [str(name) for name in config.get("architectures") or ()]
     classes = (getattr(transformers, name, None) for name in named)
     own = next((found for found in classes if found is not None), None)
     if own is not None and getattr(own, "config_class", None) is type(made):
         builds = [own._from_config]
     else:
         order = (*(BOTH if getattr(made, "is_encoder_decoder", False) else ()), *AUTO)
-        known = [one for name in order if (one := getattr(transformers, name, None)) is not None]
-        builds = [one.from_config for one in known if type(made) in one._model_mapping]
+        there = [c for name in order if (c := getattr(transformers, name, None)) is not None]
+        builds = [c.from_config for c in there if type(made) in c._model_mapping]
     failure: Exception | None = None
     found: list[nn.Module] = []
     for build in builds:
@@ -216,20 +218,21 @@ def _built(kind: str, config: Mapping[str, Any], made: Any, notes: list[str]) ->
             except FAILURES as cause:
                 failure = failure or cause
     if found:
-        # what has all parts
-        model = max(found, key=lambda one: sum(p.numel() for p in one.parameters()))
+        # the class with all parts of the model
+        model = max(found, key=lambda model: sum(p.numel() for p in model.parameters()))
         if (title := type(model).__name__) not in named:
-            said = ", ".join(named) or "no class"
-            notes.append(f"counted as {title} (the config names {said})")
+            listed = ", ".join(named) or "no class"
+            notes.append(f"counted as {title} (the config names {listed})")
         return model.train()
-    why = "there is no model of it" if failure is None else _line(failure)
+    why = "it has no class for it" if failure is None else _first_line(failure)
     raise ConfigError(
         f"transformers cannot build the `{kind}` of this config: {why}", hint=OWN
     ) from failure
 
 
-class _Answers(TorchDispatchMode):
-    """On `meta` there are no values; where a model asks whether all of its mask is 1, it is."""
+class _MetaValues(TorchDispatchMode):
+    """Supplies values that `meta` tensors lack: a model that asks whether its mask is all 1 gets
+    True."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -238,25 +241,25 @@ class _Answers(TorchDispatchMode):
 
 
 @contextmanager
-def _still(model: nn.Module) -> Iterator[None]:
-    """Experts release what they are given meanwhile."""
+def _skip_experts(model: nn.Module) -> Iterator[None]:
+    """Make experts return their input in the body of the `with` statement."""
 
     def same(hidden: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
         return hidden * 1
 
-    stilled: list[Any] = [module for module, _ in _holders(model)]
-    for module in stilled:
+    skipped: list[Any] = [module for module, _ in _expert_modules(model)]
+    for module in skipped:
         module.forward = same
     try:
         yield
     finally:
-        for module in stilled:
+        for module in skipped:
             del module.forward
 
 
-def _holders(block: nn.Module) -> Iterator[tuple[nn.Module, int]]:
-    """Modules with the matrices of all experts, and how many experts these say that there are
-    (0: nothing)."""
+def _expert_modules(block: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+    """Yield the modules with the matrices of all experts, and the number of experts that these
+    show (0: unknown)."""
     inside = set[int]()
     for module in block.modules():
         title = type(module).__name__.lower()
@@ -271,27 +274,28 @@ def _holders(block: nn.Module) -> Iterator[tuple[nn.Module, int]]:
 
 
 def _experts(block: nn.Module, text: Any, kind: str) -> Experts:
-    """Raises ConfigError where the config does not say how many experts a token takes."""
-    holders = list(_holders(block))
+    """Describe the experts of a block. Raises ConfigError if the config does not say how many of
+    them a token uses."""
+    holders = list(_expert_modules(block))
     if not holders:
         return Experts()
-    # DBRX has one for its MLP
+    # DBRX has a separate config for its MLP
     inner = [value for value in vars(text).values() if hasattr(value, "attribute_map")]
 
-    def said(keys: Sequence[str]) -> int:
+    def stated(keys: Sequence[str]) -> int:
         found = (getattr(of, key, None) for key in keys for of in (text, *inner))
         return next((value for value in found if isinstance(value, int) and value > 0), 0)
 
-    count, active = max(own for _, own in holders) or said(ALL), said(ACTIVE)
+    count, active = max(own for _, own in holders) or stated(ALL), stated(ACTIVE)
     if not 0 < active <= count:
         raise ConfigError(
-            f"a block of this `{kind}` has {count or 'some'} experts, and of these a token takes "
-            f"{active or 'who knows how many'}",
-            hint=f"give {ACTIVE[0]}; or {OWN}",
+            f"a block of this `{kind}` has {count or 'an unknown number of'} experts, of which a"
+            f" token uses {active or 'an unknown number'}",
+            hint=f"set {ACTIVE[0]}; or {OWN}",
         )
     params = [p for module, _ in holders for p in module.parameters()]
     matrices = [p for p in params if p.dim() > 1]
-    # each with matrices of its own
+    # experts in a list have separate matrices
     listed = any(isinstance(module, nn.ModuleList) for module, _ in holders)
     widths = sum(
         p.shape[-2] / (1 if p.dim() == 3 else count) + p.shape[-1] / (count if listed else 1)
@@ -306,40 +310,40 @@ def _experts(block: nn.Module, text: Any, kind: str) -> Experts:
     )
 
 
-def _read(kind: str, model: Any, parts: Split, tokens: int) -> Counts:
-    """Of a forward of one sample of so many tokens."""
+def _count_tokens(kind: str, model: Any, parts: Split, tokens: int) -> Counts:
+    """Count a forward of one sample of `tokens` tokens."""
     with torch.device("meta"):
         ids = torch.zeros(1, tokens, dtype=torch.long)
-        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if getattr(model.config, "is_encoder_decoder", False):
-            given["decoder_input_ids"] = ids
+            inputs["decoder_input_ids"] = ids
     more = {} if getattr(model.config, "use_cache", None) is None else {"use_cache": False}
-    return _forward(kind, model, parts, {**given, **more})
+    return _forward(kind, model, parts, {**inputs, **more})
 
 
-def _seen(kind: str, model: Any, parts: Split, made: Any, notes: list[str]) -> Counts:
-    """Of a forward of one picture."""
+def _count_image(kind: str, model: Any, parts: Split, made: Any, notes: list[str]) -> Counts:
+    """Count a forward of one image."""
     side = getattr(made, "image_size", None)
     if not isinstance(side, int | list | tuple):
         side = 224
-        notes.append("pictures of 224 x 224 (the config does not say)")
+        notes.append("images of 224 x 224 (the config does not say)")
     height, width = (side, side) if isinstance(side, int) else side
     with torch.device("meta"):
-        picture = torch.zeros(
+        image = torch.zeros(
             1, getattr(made, "num_channels", 3), height, width, dtype=torch.bfloat16
         )
-    return _forward(kind, model, parts, {"pixel_values": picture})
+    return _forward(kind, model, parts, {"pixel_values": image})
 
 
-def _forward(kind: str, model: Any, parts: Split, given: Mapping[str, Any]) -> Counts:
+def _forward(kind: str, model: Any, parts: Split, inputs: Mapping[str, Any]) -> Counts:
     try:
-        with _Answers(), torch.device("meta"):  # type: ignore[no-untyped-call]
-            return counted(model, parts, (), given, samples=1, sized=True)
+        with _MetaValues(), torch.device("meta"):  # type: ignore[no-untyped-call]
+            return count_forward(model, parts, (), inputs, samples=1, sized=True)
     except FAILURES as cause:
         params = sum(p.numel() for p in model.parameters())
         raise ConfigError(
             f"the forward of a `{kind}` ({show_params(params)} parameters) cannot be run without"
-            f" data: {_line(cause)}",
+            f" data: {_first_line(cause)}",
             hint=OWN,
         ) from cause
 
@@ -352,8 +356,8 @@ def _blocks(
     times: float,
     text: Any,
 ) -> tuple[BlockShape, ...]:
-    """`whole`, `half`: counts of so many tokens and of half as many; a sample has `times` as
-    many."""
+    """Return the shapes of all blocks. `whole`, `half`: counts with some number of tokens and with
+    half as many; a sample has `times` as many tokens as `whole`."""
     heads = getattr(text, "num_attention_heads", None) or 0
     heads = heads if isinstance(heads, int) else 0
     width = getattr(text, "head_dim", None) or (whole.hidden // heads if heads else 0)
@@ -362,7 +366,8 @@ def _blocks(
         kv = latent + (getattr(text, "qk_rope_head_dim", None) or 0)
 
     def grown(of: str, key: str) -> tuple[float, float]:
-        """What of a sample grows with its tokens, and what with their square: of a t + b t t."""
+        """Split a sample's count into the part that grows with the tokens t and the part that grows
+        with t^2, as in a t + b t^2."""
         found = getattr(whole, of).get(key, 0.0)
         square = 0.0
         if half is not None:
@@ -372,7 +377,7 @@ def _blocks(
     def block(title: str, key: str, params: int) -> BlockShape:
         products, attention = grown("flops", key)
         own = experts.get(key, Experts())
-        # masks and scores: not where it is fused
+        # masks and scores grow with t^2; fused attention does not keep them
         inputs, saved = grown("inputs", key)[0], grown("saved", key)[0]
         routed = 2.0 * whole.tokens * times * own.active
         flops, saved = products + attention + routed * own.weights, saved + routed * own.widths
@@ -397,5 +402,5 @@ def _blocks(
     return (replace(first, attention=0.0), *layers, last)
 
 
-def _line(cause: Exception) -> str:
+def _first_line(cause: Exception) -> str:
     return f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"

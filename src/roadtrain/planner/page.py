@@ -1,5 +1,5 @@
-"""A plan as one HTML page: what is told, the timeline of a step, memory by place, the front of time
-and cost. `page.html.j2` beside this file says how it looks. Does NOT simulate or search.
+"""Render a plan as one HTML page: the report, the timeline of a step, memory by place, and the
+trade-off between time and cost. `page.html.j2` is the template. Does not simulate or search.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from roadtrain.simulator.engine import Task
 from roadtrain.simulator.run import Result
 from roadtrain.units import show_bytes, show_seconds
 
-MOST_BARS = 4000  # of a timeline: the longest
+MOST_BARS = 4000  # of a timeline; the longest are drawn
 COLORS = {
     "Forward": "#4c78a8",
     "Backward": "#1f4e79",
@@ -32,10 +32,10 @@ OTHER_COLOR = "#888"
 
 @dataclass(frozen=True)
 class Bar:
-    share: float  # of the axis
+    share: float  # length, relative to the axis
     words: str
     name: str = ""
-    begin: float = 0.0  # also a share of the axis
+    begin: float = 0.0  # position, relative to the axis
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ class TimelineRow:
 
 @dataclass(frozen=True)
 class Point:
-    """A plan of the front, by what a sample takes."""
+    """A plan on the Pareto front, with what a sample costs."""
 
     seconds: float
-    cost: float  # or joules
+    cost: float  # in currency or joules
     words: str
 
 
-def page(title: str, told: str, traced: Result | None, front: Sequence[Point]) -> str:
-    """`traced`: the pick, simulated with a trace; None where nothing fits."""
+def page(title: str, report: str, traced: Result | None, front: Sequence[Point]) -> str:
+    """Render the page. `traced`: the pick, simulated with a trace; None if no plan fits."""
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -73,7 +73,7 @@ def page(title: str, told: str, traced: Result | None, front: Sequence[Point]) -
             busy.append(Bar(share, f"{share:.0%}", name))
     return templates.get_template("page.html.j2").render(
         title=title,
-        told=told,
+        report=report,
         step=[] if traced is None else timeline(traced.trace, traced.seconds),
         memory=memory,
         busy=busy,
@@ -82,7 +82,7 @@ def page(title: str, told: str, traced: Result | None, front: Sequence[Point]) -
 
 
 def timeline(trace: Sequence[Task], seconds: float) -> list[TimelineRow]:
-    """What each place does at each stage of the last `seconds` of a trace."""
+    """Return the tasks of the last `seconds` of a trace as rows, one for each place and stage."""
     end = max((task.end for task in trace), default=0.0)
     begin = end - seconds
     tasks = [task for task in trace if task.end > max(begin, task.begin) and task.where]

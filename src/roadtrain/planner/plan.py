@@ -1,17 +1,18 @@
-"""`roadtrain plan CLUSTER.toml --model M`, or `--job JOB.toml`: the best plan, why it is, what
-would make it faster, and why others lost.
+"""`roadtrain plan CLUSTER.toml --model M`, or `--job JOB.toml`: find the best plan, explain it, and
+say what would make it faster and why others lost.
 
-As text, JSON (with a schema version) and one HTML page without anything from elsewhere. Exit code 1
-where nothing fits, with the least change that would. `command` is the whole of it:
+The answer is printed, and written as JSON (with a schema version) and as one self-contained HTML
+page. The exit code is 1 if nothing fits; then the least change that would help is printed.
+`command` does all of it with:
 
-    simulate.load_model, job_plans.shape_of_job   what is trained
+    simulate.load_model, job_plans.shape_of_job   the model
     search.search                                 candidates, bounds, simulations: the pick
-    job_plans.JobPlans.fitted                     what each candidate is when it trains a job
-    plan_report, page                             the answer, for people and programs
-    machines_of.machines_of                       which machines run which processes: plan.toml
+    job_plans.JobPlans.fitted                     each candidate as it runs when it trains a job
+    plan_report, page                             the answer as text, JSON and HTML
+    machines_of.machines_of                       processes of each machine: plan.toml
     job_file                                      a job file; real steps beside simulated ones
 
-Does NOT import torch.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -60,48 +61,48 @@ def command(
     verify: bool = False,
     lab: bool = False,
 ) -> int:
-    """Find the best plan for a model on a cluster, say why, and why others lost; 1 if none fits.
+    """Find the best plan for a model on a cluster, and explain it; the exit code is 1 if none fits.
 
     Raises ConfigError.
 
     Args:
-        model: a named shape as OPT-175B, a Hugging Face config.json, or MODULE:FUNCTION
-        goal: time, cost or energy, each a sample (time)
-        batch: samples of a step (the least that is near the best)
-        headroom: share of devices' and hosts' memory that stays free (0.05)
-        placements: only these, with commas between (all)
-        late: also plans whose updates are a step late
+        model: a named shape such as OPT-175B, a Hugging Face config.json, or MODULE:FUNCTION
+        goal: minimize time, cost or energy per sample (time)
+        batch: samples of a step (default: the smallest that is nearly as good as the best)
+        headroom: fraction of device and host memory that stays free (0.05)
+        placements: try only these placements, separated by commas (all)
+        late: also try plans whose updates are one step late
         seq_len: tokens of a sample (a config.json: 4096 or its longest; a shape: as published)
-        constants: fitted constants of computing, by name
-        out: where the pick goes (plan.toml)
-        json: also write all that is told to this file
-        html: also write one page with plots
-        trace: write a trace for ui.perfetto.dev to this file
-        job: the job that `roadtrain launch` shall run: its model, and only what can be launched
-        job_file: write what `roadtrain train` needs of it to this file
-        verify: then run steps of it here beside simulated ones; write the measured rates back
-        lab: --verify on the cluster emulated on this machine (root); writes NAME.lab.toml
+        constants: name of the fitted constants for computing times
+        out: file to write the plan to (plan.toml)
+        json: also write the answer as JSON to this file
+        html: also write the answer as an HTML page with plots to this file
+        trace: also write a trace for ui.perfetto.dev to this file
+        job: job file to plan for, instead of --model; tries only what `roadtrain launch` can run
+        job_file: also write a job file for `roadtrain train` to this file
+        verify: run steps of the plan here, compare them, and write the measured rates back
+        lab: with --verify, emulate the cluster on this machine (root); writes NAME.lab.toml
     """
     if lab and not verify:
-        raise ConfigError("--lab says where steps are run, and none are", hint="--verify --lab")
+        raise ConfigError("--lab needs --verify", hint="--verify --lab runs steps in the lab")
     if job and (model or seq_len is not None or job_file or verify):
         raise ConfigError(
-            "--model, --seq-len, --job-file and --verify do not go with --job",
-            hint="leave them out: the job says what is trained",
+            "--model, --seq-len, --job-file and --verify cannot be combined with --job",
+            hint="omit them: the job defines the model",
         )
     for written in filter(None, (out, json, html, trace, job_file)):
         check_file(Path(written))
     cluster = load_cluster(cluster_file)
-    asked = load_job(job) if job else None
-    shape = load_model(model, seq_len) if asked is None else shape_of_job(asked)
+    loaded = load_job(job) if job else None
+    shape = load_model(model, seq_len) if loaded is None else shape_of_job(loaded)
     of = named(constants) if constants else Constants()
     answer = search(
         cluster,
         shape,
         of,
-        fitted=None if asked is None else JobPlans(asked, cluster).fitted,
+        fitted=None if loaded is None else JobPlans(loaded, cluster).fitted,
         goal=goal,
-        batch=batch if asked is None else batch_to_plan(asked, batch),
+        batch=batch if loaded is None else batch_to_plan(loaded, batch),
         late=late,
         headroom=headroom,
         placements=[name for name in placements.split(",") if name],
@@ -118,11 +119,11 @@ def command(
         replace_file(Path(html), shown.encode(), "writing")
     if answer.pick is None:
         return 1
-    planned, lacking = launchable(answer.pick, cluster, shape, asked)
+    planned, lacking = launchable(answer.pick, cluster, shape, loaded)
     replace_file(Path(out), planned.to_toml().encode(), "writing")
     again = f"simulate {cluster_file} --model {model} --plan {out}"
     lines = [f"plan    {out} (roadtrain {f'launch {out} {job}' if job else again})"]
-    lines += [f"launch  not this plan: {lacking}"] if lacking else []
+    lines += [f"launch  not possible: {lacking}"] if lacking else []
     started = [] if job else switches.commands(answer.pick.plan, cluster)
     print("\n".join([*lines, *(f"start   {line}" for line in started)]))
     if traced is not None and trace:
@@ -132,17 +133,18 @@ def command(
     return steps_of(cluster_file, model, answer.pick.plan, shape.tokens, lab) if verify else 0
 
 
-def batch_to_plan(job: Job, given: int | None) -> int | None:
-    """Samples of a step: the job's, or those of --batch. Raises ConfigError where both say it."""
+def batch_to_plan(job: Job, option: int | None) -> int | None:
+    """Return the samples of a step from the job or from --batch. Raises ConfigError if they
+    differ."""
     own = batch_of_job(job)
-    if given is not None and given < 1:
-        raise ConfigError(f"--batch {given}: a step has 1 sample or more", hint="--batch 64")
-    if own and given and own != given:
+    if option is not None and option < 1:
+        raise ConfigError(f"--batch is {option}, must be 1 or more", hint="--batch 64")
+    if own and option and own != option:
         raise ConfigError(
-            f"--batch {given}, and a step of the job is {own} samples (data.batch_size x passes)",
-            hint="leave --batch out, or batch_size, accumulate and num_microbatches of the job",
+            f"--batch is {option}, a step of the job has {own} samples (data.batch_size x passes)",
+            hint="omit --batch, or batch_size, accumulate and num_microbatches of the job",
         )
-    return own or given
+    return own or option
 
 
 def _front(answer: SearchResult, cluster: Cluster) -> list[Point]:
@@ -157,8 +159,8 @@ def _front(answer: SearchResult, cluster: Cluster) -> list[Point]:
 def launchable(
     found: Found, cluster: Cluster, shape: ModelShape, job: Job | None
 ) -> tuple[PlanFile, str]:
-    """The whole plan.toml, whose stores have the job's run in their names; and why it has no
-    machines, where it cannot be launched."""
+    """Return the contents of plan.toml, with the job's run in the names of stores, and the reason
+    why it has no machines if it cannot be launched."""
     predicted = predicted_of(found.result)
     model = PlannedModel(shape.params, shape.tokens, 0 if job is None else layers_of(job))
     machines, why = None, ""

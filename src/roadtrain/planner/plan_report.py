@@ -1,5 +1,5 @@
-"""The answer of a search in words and as JSON: the pick, why it is, what would make it faster, and
-why others lost. Where nothing fits: the least change that would."""
+"""Report the answer of a search as text and JSON: the pick, why it is best, what would make it
+faster, and why others lost; if nothing fits, the least change that would help."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from roadtrain.simulator.memory import kept_free
 from roadtrain.units import show_bytes, show_joules, show_number, show_params, show_seconds
 
 SCORES = {"time": show_seconds, "cost": show_number, "energy": show_joules}
-BETWEEN = ("spares", "separate")  # sums of what hosts send to each other
+BETWEEN = ("spares", "separate")  # sums that are needed between hosts only
 
 
 def words(plan: Plan, cluster: Cluster | None = None) -> str:
     """Describe a plan in one sentence.
 
     Args:
-        cluster: The cluster that it is for, which says whether gradients leave a host at all.
+        cluster: The plan's cluster, which shows whether gradients leave a host.
     """
     place, parallelism = plan.placement, plan.parallelism
     rests = {
@@ -64,7 +64,7 @@ def words(plan: Plan, cluster: Cluster | None = None) -> str:
     if parallelism.ep > 1:
         parts.append(f"experts spread over {parallelism.ep}")
     if parallelism.virtual_stages > 1:
-        parts.append(f"{parallelism.virtual_stages} parts of the model a stage, in turn")
+        parts.append(f"{parallelism.virtual_stages} interleaved parts of the model per stage")
     if parallelism.stages:
         parts.append(f"stages of {', '.join(map(str, parallelism.stages))} layers")
     parts.append(
@@ -75,7 +75,7 @@ def words(plan: Plan, cluster: Cluster | None = None) -> str:
     if plan.memory.kept or (plan.placement.streamed and plan.memory.slots >= EVERY):
         parts.append("blocks kept from forward to backward")
     if plan.staleness:
-        parts.append(f"updates {plan.staleness} step late (lossy)")
+        parts.append(f"updates {plan.staleness} step(s) late (lossy)")
     return "; ".join(parts)
 
 
@@ -90,28 +90,28 @@ def _stages_are_inside(plan: Plan, cluster: Cluster) -> bool:
 def answer_text(
     answer: SearchResult, cluster: Cluster, model: ModelShape, goal: str, of: Constants
 ) -> str:
-    """Describe the pick, why it is, what would make it faster and why others lost; for people."""
+    """Describe the pick, why it is best, what would make it faster and why others lost."""
     pick = answer.pick
     if pick is None:
         return no_plan_text(answer, cluster, model, of)
     result = pick.result
     top, share = max(result.busy.items(), key=lambda pair: pair[1])
-    scored = f"{goal} a sample {SCORES[goal](pick.score)}"
+    scored = f"{goal} per sample {SCORES[goal](pick.score)}"
     lines = [
         "pick    " + words(pick.plan, cluster),
         _batch_line(answer, model),
         report(result, cluster, model, of),
         f"why     {top} is busy {share:.0%} of a step; {scored}",
     ]
-    gains = ", ".join(f"{name} takes off {gain:.1%}" for name, gain in answer.gains.items())
+    gains = ", ".join(f"{name} saves {gain:.1%}" for name, gain in answer.gains.items())
     lines.append(f"10 % more of {gains or 'no single resource helps'}")
     if (runner := answer.runner_up) is not None:
         top, share = max(runner.result.busy.items(), key=lambda pair: pair[1])
         lines.append(
             f"second  {words(runner.plan, cluster)}: {runner.score / pick.score - 1:+.1%} {goal}"
-            f" a sample; {top} is busy {share:.0%}"
+            f" per sample; {top} is busy {share:.0%}"
         )
-        flips = " or with ".join(answer.flips) or "none of the rates halved or doubled"
+        flips = " or with ".join(answer.flips) or "no single rate halved or doubled"
         lines.append(f"        it would win with {flips}")
     free = _unpriced(cluster, goal)
     return "\n".join(
@@ -121,11 +121,11 @@ def answer_text(
 
 def _batch_line(answer: SearchResult, model: ModelShape) -> str:
     tokens = f" ({answer.batch * model.tokens} tokens)" if model.tokens > 1 else ""
-    return f"batch   {answer.batch} samples{tokens} a step: {answer.chosen or 'as given'}"
+    return f"batch   {answer.batch} samples{tokens} per step: {answer.chosen or 'as given'}"
 
 
 def _unpriced(cluster: Cluster, goal: str) -> list[str]:
-    """Of what the goal counts, what the cluster file has no figure of: it counts as nothing."""
+    """List the figures that the goal needs and the cluster file lacks; they count as 0."""
     if goal == "cost":
         free = (host.name for host in cluster.hosts if not host.price_per_hour)
         return [f"hosts.{name}.price_per_hour 0" for name in free]
@@ -167,8 +167,8 @@ def _fate(family: Family, pick: Found | None) -> str:
 
 
 def no_plan_text(answer: SearchResult, cluster: Cluster, model: ModelShape, of: Constants) -> str:
-    """Where nothing fits: both numbers and the least change; else the reason that most placements
-    have, and what to do."""
+    """Explain why nothing fits: both numbers and the least change, or the most common reason and
+    what to do."""
     lines = [
         f"no plan fits: {model.name} ({show_params(model.params)} parameters) on {cluster.name}"
     ]
@@ -178,7 +178,7 @@ def no_plan_text(answer: SearchResult, cluster: Cluster, model: ModelShape, of: 
         need, plan = near
         lines.append(
             f"least change: {show_bytes(need.lacking)} more for {need.where}"
-            f" ({show_bytes(need.nbytes)} instead of {show_bytes(need.room)}) makes this fit:"
+            f" ({show_bytes(need.nbytes)} instead of {show_bytes(need.room)}) makes this plan fit:"
             f" {words(plan, cluster)}"
         )
         lines.append(f"memory  {kept_free(plan)}")
@@ -189,24 +189,24 @@ def no_plan_text(answer: SearchResult, cluster: Cluster, model: ModelShape, of: 
 def answer_json(
     answer: SearchResult, cluster: Cluster, model: ModelShape, goal: str, of: Constants
 ) -> dict[str, Any]:
-    """The same as plain data, with a schema version."""
+    """Return the answer as plain data, with a schema version."""
 
-    def one(found: Found | None) -> dict[str, Any] | None:
+    def as_tree(found: Found | None) -> dict[str, Any] | None:
         if found is None:
             return None
-        said = {"score": found.score, "words": words(found.plan, cluster)}
-        return as_json(found.result, cluster, model, of) | said
+        scored = {"score": found.score, "words": words(found.plan, cluster)}
+        return as_json(found.result, cluster, model, of) | scored
 
     near = least_change(answer)
     counted = ("tried", "simulated", "pruned", "refused", "left_out")
     return {
         "schema": SCHEMA,
         "goal": goal,
-        "pick": one(answer.pick),
-        "runner_up": one(answer.runner_up),
+        "pick": as_tree(answer.pick),
+        "runner_up": as_tree(answer.runner_up),
         "gains": answer.gains,
         "runner_up_wins_with": answer.flips,
-        "front": [one(found) for found in answer.front],
+        "front": [as_tree(found) for found in answer.front],
         "families": [
             {
                 "placement": name,

@@ -1,12 +1,13 @@
-"""`roadtrain probe`: what this host gives, measured, as a cluster.toml. Under a minute.
+"""`roadtrain probe`: measure this host and write a cluster.toml, in under a minute.
 
-Measured: bandwidth of memory, the speed of an AdamW update and of sums over arriving gradients by
-all processors, reads, writes and both at once of each storage directory, matrix products and copies
-of each device (a machine without one computes on its processors, as device `cpu`). Read from the
-system: memory, network cards and their stated rates, where devices, cards and disks hang
-(sums/host_topology.py; comments in the file, since no plan asks for it). What could not be measured
-is named, and assumed by whoever reads the file. Links to other hosts, and back, are measured where
-these listen (probe_links.py); a host that has gone meanwhile is named, and the rest is written.
+Measured: memory bandwidth; the speed of AdamW updates and of gradient sums on all CPUs; reads,
+writes and both at once in each storage directory; matrix products and copies of each device (a
+machine without devices computes on its CPUs, as device `cpu`). Read from the system: memory,
+network cards and their nominal rates, and the topology of devices, cards and disks
+(sums/host_topology.py; written as comments, since no plan needs it). Values that could not be
+measured are listed, and are assumed when the file is read. Links to other hosts, in both
+directions, are measured if these listen (probe_links.py). A host that is lost meanwhile is listed,
+and the rest is written.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ from roadtrain.transport.tcp import TcpOptions
 from roadtrain.units import MIB, show_flops, show_rate
 
 ELEMENTS, REPEATS = 32 * MIB, 5
-BUFFERS, PART = 4, 1 << 19
+BUFFERS, PART = 4, 1 << 19  # gradients to sum; elements per task
 COPIED = 256 * MIB
-SIZES = (1024, 2048, 4096, 8192)  # of square matrices, as far as they take less than a second
+SIZES = (1024, 2048, 4096, 8192)  # of square matrices, until a product takes over 0.1 s
 
 
 def _seconds(work: Callable[[], Any], repeats: int = REPEATS) -> float:
@@ -62,9 +63,10 @@ def _fp32(n: int) -> np.ndarray:
 
 
 def processors(threads: int) -> dict[str, float]:
-    """Bytes a second: `memory_rate` of a copy, read and written; `updates` of AdamW, 28 a
-    parameter (bf16 gradient in, bf16 copy out); `sums` of BUFFERS bf16 gradients, bytes that
-    arrive."""
+    """Measure the CPUs in bytes a second.
+
+    `memory_rate`: a copy, read and written. `updates`: AdamW, 28 bytes a parameter (bf16 gradient
+    in, bf16 copy out). `sums`: a sum of BUFFERS bf16 gradients, counting bytes that arrive."""
     source, target = _fp32(ELEMENTS), _fp32(ELEMENTS)
     source[:] = 1e-3
     grad = np.zeros(ELEMENTS, np.uint16)
@@ -102,7 +104,7 @@ def processors(threads: int) -> dict[str, float]:
 def products(
     device: torch.device, dtype: torch.dtype, sizes: Sequence[int] = SIZES
 ) -> dict[int, float]:
-    """size -> FLOP/s of a product of two square matrices."""
+    """Return size -> FLOP/s of a product of two square matrices."""
     out: dict[int, float] = {}
     for size in sizes:
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -119,14 +121,14 @@ def products(
 
 
 def _settle(*devices: torch.device) -> None:
-    """What they were told is done."""
+    """Wait until the devices have finished their work."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> float:
-    """Bytes a second."""
+    """Return the bytes a second of a copy."""
 
     def run() -> None:
         target.copy_(source, non_blocking=True)
@@ -136,21 +138,22 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def copies(device: torch.device, nbytes: int = COPIED) -> tuple[float, float]:
-    """Bytes a second to and from the device, pinned; and of its own memory, read and written."""
+    """Return the bytes a second of copies to and from the device (from pinned memory), and of the
+    device's own memory, read and written."""
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.empty(nbytes, dtype=torch.uint8, device=device)
     return min(_copy(host, there), _copy(there, host)), 2 * _copy(there, torch.empty_like(there))
 
 
 def fabric(devices: Sequence[torch.device], nbytes: int = COPIED) -> float:
-    """Bytes a second from the first to another, one at a time: the slowest, since collectives
-    wait for it."""
+    """Return the bytes a second of copies from the first device to each other one, one at a time;
+    the slowest, because collectives wait for it."""
     source, *targets = (torch.empty(nbytes, dtype=torch.uint8, device=device) for device in devices)
     return min(_copy(source, target) for target in targets)
 
 
-def describe(dirs: Sequence[str], threads: int) -> links.Said:
-    """Of this host alone."""
+def describe(dirs: Sequence[str], threads: int) -> links.HostReport:
+    """Measure and describe this host."""
     name, missing = socket.gethostname().split(".")[0] or "host", list[str]()
     ssds, uplink = _ssds(dirs, missing)
     rates, whole = processors(threads), psutil.virtual_memory().total
@@ -166,7 +169,7 @@ def describe(dirs: Sequence[str], threads: int) -> links.Said:
     else:
         device, dtype, count, kind = torch.device("cpu"), torch.float32, 1, "cpu"
         copy, memory_rate, memory = rates["memory_rate"], rates["memory_rate"], whole
-        missing.append("accelerators: there are none, so the processors compute (fp32)")
+        missing.append("accelerators: there are none, so the CPUs compute (fp32)")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -185,11 +188,11 @@ def describe(dirs: Sequence[str], threads: int) -> links.Said:
     }
     measured.append(f"hosts.{name}.device")
     if count > 1:
-        every = [torch.device("cuda", number) for number in range(count)]
-        host["fabric"] = f"{fabric(every):.0f}B/s"
+        devices = [torch.device("cuda", number) for number in range(count)]
+        host["fabric"] = f"{fabric(devices):.0f}B/s"
         measured.append(f"hosts.{name}.fabric")
         missing += [
-            f"device {number}, a {other}: taken to be as device 0, a {kind}"
+            f"device {number}, a {other}: assumed to be like device 0, a {kind}"
             for number in range(1, count)
             if (other := torch.cuda.get_device_name(number)) != kind
         ]
@@ -207,11 +210,11 @@ def describe(dirs: Sequence[str], threads: int) -> links.Said:
     )
     places, gaps = topology(dirs)
     tree = {"name": name, "hosts": [host], "measured": measured}
-    return links.Said(tree, [*missing, *unknown, *gaps], places)
+    return links.HostReport(tree, [*missing, *unknown, *gaps], places)
 
 
 def _ssds(dirs: Sequence[str], missing: list[str]) -> tuple[list[dict[str, Any]], float]:
-    """A cluster.toml's `ssds` of these directories, and bytes a second of all together."""
+    """Return the `ssds` entries of these directories, and the bytes a second of all of them."""
     ssds, uplink = [], 0.0
     for directory in dirs:
         storage = storage_rates(directory)
@@ -236,34 +239,34 @@ def _ssds(dirs: Sequence[str], missing: list[str]) -> tuple[list[dict[str, Any]]
     return ssds, uplink
 
 
-def with_others(own: links.Said, hosts: Sequence[str], options: TcpOptions) -> bool:
-    """Adds to `own` what the `hosts` that listen say of themselves, and measured links. False:
-    one of them, or a link, could not be measured."""
+def with_others(own: links.HostReport, hosts: Sequence[str], options: TcpOptions) -> bool:
+    """Add to `own` the reports of the listening `hosts` and the measured links. Returns False if a
+    host or a link could not be measured."""
     trees, lost = {"here": own.tree["hosts"][0]}, list[str]()
     own.topology = [f"{trees['here']['name']}: {line}" for line in own.topology]
     for host in hosts:
         try:
-            said = links.ask(host, links.DESCRIBE, "", options)
-            # what others say is looked at first
-            before = make_cluster(said.tree, "what it says").hosts[0].name
+            report = links.ask(host, links.DESCRIBE, "", options)
+            # validate before use, since it comes from another host
+            before = make_cluster(report.tree, "its report").hosts[0].name
         except (PeerError, ConfigError) as error:
             lost.append(f"host {host}: {error}")
             continue
-        trees[host] = said.tree["hosts"][0]
+        trees[host] = report.tree["hosts"][0]
         trees[host]["addresses"] = [address_of(host)[0]]
         trees["here"].setdefault("addresses", [own_address(address_of(host))])
-        while trees[host]["name"] in {one["name"] for one in own.tree["hosts"]}:
+        while trees[host]["name"] in {h["name"] for h in own.tree["hosts"]}:
             trees[host]["name"] += "+"
         name = trees[host]["name"]
         own.tree["hosts"].append(trees[host])
         own.tree["measured"] += [
             what.replace(f"hosts.{before}.", f"hosts.{name}.", 1)
-            for what in said.tree.get("measured", ())
+            for what in report.tree.get("measured", ())
         ]
-        own.missing += [f"{name}: {what}" for what in said.missing]
-        own.topology += [f"{name}: {line}" for line in said.topology]
+        own.missing += [f"{name}: {what}" for what in report.missing]
+        own.topology += [f"{name}: {line}" for line in report.topology]
     found, broken = links.matrix([host for host in hosts if host in trees], options)
-    print(links.shown(found))
+    print(links.format_matrix(found))
     for place, tree in trees.items():
         if mine := [both for pair, both in found.items() if place in pair]:
             rate, latency = max(rate for rate, _ in mine), min(latency for _, latency in mine)
@@ -275,7 +278,7 @@ def with_others(own: links.Said, hosts: Sequence[str], options: TcpOptions) -> b
 
 
 def comment(words: str) -> str:
-    """Fit for a comment, whatever it came from."""
+    """Remove control characters and line breaks, so that the text fits into a comment."""
     return " ".join("".join(c if c.isprintable() else " " for c in words).split())
 
 
@@ -290,21 +293,23 @@ def command(
     key: str | None = None,
     ca: str | None = None,
 ) -> int:
-    """Measure this host (memory, updates, sums, storage, devices) into a cluster.toml; name what
-    was not measured.
+    """Measure this host (memory, updates, sums, storage, devices) and write a cluster.toml; list
+    what was not measured.
 
-    1 where another host or a link to it could not be measured. Raises ConfigError, StoreError
-    where a directory cannot be written, PeerError where a host does not listen at the start.
+    The exit code is 1 if another host or a link to it could not be measured. Raises ConfigError,
+    StoreError if a directory cannot be written, and PeerError if a host does not listen at the
+    start.
 
     Args:
-        dirs: storage directories, with commas between
+        dirs: storage directories to measure, separated by commas
         out: the file to write (cluster.toml)
-        listen: HOST:PORT: instead, answer the probe of another host until Ctrl-C
-        hosts: HOST:PORT,... of hosts that listen: measure them and every link too
-        token_file: file (mode 600) with the token that listeners beyond this machine demand
+        listen: HOST:PORT at which to answer probes of other hosts until Ctrl-C, instead of
+            measuring
+        hosts: HOST:PORT,... of listening hosts: measure them and all links between hosts too
+        token_file: file (mode 600) with the token that listeners beyond this machine require
         cert: TLS: PEM file of this host's certificate
-        key: TLS: PEM file of its key
-        ca: TLS: PEM file that the other hosts' certificates must be signed by
+        key: TLS: PEM file of the certificate's private key
+        ca: TLS: PEM file of the authority that signed the other hosts' certificates
     """
     begin = time.perf_counter()
     options = TcpOptions(token=token_of(token_file), tls=tls_of(cert, key, ca))
@@ -312,25 +317,25 @@ def command(
         [*dict.fromkeys(filter(None, words.split(",")))] for words in (dirs, hosts)
     )
     check_file(Path(out))
-    if gone := next((one for one in directories if not Path(one).is_dir()), None):
-        raise ConfigError(f"{gone} is no directory", hint="name one that is there in --dirs")
+    if absent := next((path for path in directories if not Path(path).is_dir()), None):
+        raise ConfigError(f"{absent} is not a directory", hint="name existing ones in --dirs")
     own = partial(describe, directories, len(os.sched_getaffinity(0)))
     if listen:
         if others:
-            raise ConfigError("probe --listen answers, --hosts asks", hint="give one of them")
+            raise ConfigError("--listen and --hosts are both given", hint="give only one of them")
         links.serve(listen, options, own)
         return 0
     for other in others:
         links.reach(other, options)
     found = own()
-    whole = not others or with_others(found, others, options)
+    complete = not others or with_others(found, others, options)
     cluster = make_cluster(found.tree)
-    lacking = (f"not measured: {what}" for what in found.missing)
-    told = [comment(words) for words in (*found.topology, *lacking)]
-    lines = (f"roadtrain probe, {date.today().isoformat()}", *told)
+    missing = (f"not measured: {what}" for what in found.missing)
+    notes = [comment(words) for words in (*found.topology, *missing)]
+    lines = (f"roadtrain probe, {date.today().isoformat()}", *notes)
     head = "".join(f"# {line}\n" for line in lines)
     replace_file(Path(out), (head + cluster.to_toml()).encode(), "writing")
-    print(*told, sep="\n")
-    guessed = ", ".join(f"{name} {said}" for name, (_, said) in guesses(cluster).items())
+    print(*notes, sep="\n")
+    guessed = ", ".join(f"{name} {text}" for name, (_, text) in guesses(cluster).items())
     print(f"wrote {out} in {time.perf_counter() - begin:.0f} s; assumed: {guessed or 'nothing'}")
-    return 0 if whole else 1
+    return 0 if complete else 1

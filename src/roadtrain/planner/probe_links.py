@@ -1,14 +1,14 @@
-"""Links between hosts, measured: each listening host measures itself and its links to others when
-it is asked.
+"""Measure links between hosts. Each listening host measures itself and its links to others on
+request.
 
     roadtrain probe --listen 10.0.0.2:7100 --token-file T        on every other host, until Ctrl-C
     roadtrain probe --hosts 10.0.0.2:7100,10.0.0.3:7100 --token-file T
 
-A link's rate is that of FLOOD_S of frames over one TCP link, its latency half of the fastest of
-PINGS answers. A host that listens floods back over the link that it was asked on, so whoever asks
-needs no port of its own. Hosts that listen beyond this machine demand the token (Rule 8); what they
-are asked for is one of three words (what they are, their link to another, their link back), and no
-more than FLOOD_S or FRAMES answers it. Every wait has a deadline (Rule 5).
+A link's rate is measured by sending frames for FLOOD_S over one TCP connection, its latency is half
+of the fastest of PINGS round trips. A listening host sends frames back over the connection of the
+request, so the requesting host needs no open port. Listeners beyond this machine require the token
+(Rule 8). There are three requests (describe yourself, measure your link to another host, measure
+your link to me), and an answer sends at most FLOOD_S or FRAMES. Every wait has a timeout (Rule 5).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from roadtrain.transport.listener import Listener
 from roadtrain.transport.tcp import TcpOptions, connect, listen
 from roadtrain.units import MIB, show_rate, show_seconds
 
-PING, PONG, FLOOD, DESCRIBE, MEASURE, BACK, SAID = range(1, 8)
+PING, PONG, FLOOD, DESCRIBE, MEASURE, BACK, REPORT = range(1, 8)  # kinds of frames
 PINGS, FLOOD_S, FRAMES, AHEAD, WAIT_S = 20, 0.5, 1 << 15, 8, 90.0  # FRAMES of 1 MiB
 Pair = tuple[str, str]
 
 
-class Said(msgspec.Struct, omit_defaults=True):
-    """What a host answers. `tree`: a cluster.toml's of itself; `missing`: what it could not
-    measure; `topology`: lines;
-    `link`: bytes a second, seconds of latency; `error`: why there is none of that."""
+class HostReport(msgspec.Struct, omit_defaults=True):
+    """The answer of a host. `tree`: its cluster.toml; `missing`: what it could not measure;
+    `topology`: lines of text; `link`: bytes a second, and seconds of latency; `error`: why the
+    request failed."""
 
     tree: dict[str, Any] = {}
     missing: list[str] = []
@@ -48,41 +48,42 @@ class Said(msgspec.Struct, omit_defaults=True):
     error: str = ""
 
 
-Describe = Callable[[], Said]
+Describe = Callable[[], HostReport]
 LANGUAGE = language_of(
     {
         "probe": 2,
-        "kinds": " ".join(map(str, (PING, PONG, FLOOD, DESCRIBE, MEASURE, BACK, SAID))),
-        **get_type_hints(Said),
+        "kinds": " ".join(map(str, (PING, PONG, FLOOD, DESCRIBE, MEASURE, BACK, REPORT))),
+        **get_type_hints(HostReport),
     }
 )
 
 
 class LinkEnd:
-    """Either end's Receiver. `describe`: what this host is, where it may be asked."""
+    """One end of a link, a Receiver. `describe`: describes this host; None if it does not
+    listen."""
 
     def __init__(self, options: TcpOptions, describe: Describe | None = None) -> None:
         self.options, self.describe = options, describe
         self.link: Link
-        self.said: queue.SimpleQueue[tuple[int, bytes] | PeerError] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[tuple[int, bytes] | PeerError] = queue.SimpleQueue()
         self._scratch = memoryview(bytearray(MIB))
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         if kind != FLOOD or nbytes > MIB:
-            raise WireError(f"a frame of kind {kind} with {nbytes} bytes came to a probe")
+            raise WireError(f"a probe received a frame of kind {kind} with {nbytes} bytes")
         return self._scratch[:nbytes]
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
         if kind == PING:
             self.link.send(PONG, header)
-        elif kind in (PONG, SAID):
-            self.said.put((kind, header))
+        elif kind in (PONG, REPORT):
+            self.answers.put((kind, header))
         elif kind in (DESCRIBE, MEASURE, BACK) and self.describe is not None:
             threading.Thread(
                 target=self._answer, args=(kind, header), name="probe", daemon=True
             ).start()
         elif kind != FLOOD:
-            raise WireError(f"a frame of kind {kind} came to a probe")
+            raise WireError(f"a probe received a frame of kind {kind}")
 
     def _answer(self, kind: int, header: bytes) -> None:
         assert self.describe is not None
@@ -90,45 +91,47 @@ class LinkEnd:
             if kind == DESCRIBE:
                 found = self.describe()
             else:
-                to = header.decode()
-                found = Said(link=self.measured() if kind == BACK else measure(to, self.options))
-        except Exception as error:  # whoever asked hears why
-            found = Said(error=f"{type(error).__name__}: {error}")
-        with suppress(PeerError):  # who has gone hears nothing
-            self.link.send(SAID, msgspec.json.encode(found))
+                link = self.measured() if kind == BACK else measure(header.decode(), self.options)
+                found = HostReport(link=link)
+        except Exception as error:  # reported to the requesting host
+            found = HostReport(error=f"{type(error).__name__}: {error}")
+        with suppress(PeerError):  # the requesting host may be lost
+            self.link.send(REPORT, msgspec.json.encode(found))
 
     def lost(self, error: PeerError) -> None:
-        self.said.put(error)
+        self.answers.put(error)
 
-    def heard(self, what: str) -> bytes:
-        """The next answer. Raises DeadlineError, LostError."""
+    def receive(self, what: str) -> bytes:
+        """Wait for the next answer. `what`: the request, for errors. Raises DeadlineError and
+        LostError."""
         try:
-            said = self.said.get(timeout=WAIT_S)
+            answer = self.answers.get(timeout=WAIT_S)
         except queue.Empty:
             raise DeadlineError(
                 f"{self.link.peer} did not answer {what} in {WAIT_S:.0f} s"
             ) from None
-        if isinstance(said, PeerError):
-            raise LostError(f"{self.link.peer} has gone: {said}") from said
-        return said[1]
+        if isinstance(answer, PeerError):
+            raise LostError(f"{self.link.peer} was lost: {answer}") from answer
+        return answer[1]
 
     def measured(self) -> tuple[float, float]:
-        """(bytes a second, seconds of latency) from here to the other end. Raises PeerError."""
+        """Measure (bytes a second, seconds of latency) from here to the other end. Raises
+        PeerError."""
         trips = []
         for _ in range(PINGS):
             begin = time.perf_counter()
             self.link.send(PING, b"", urgent=True)
-            self.heard("a ping")
+            self.receive("a ping")
             trips.append(time.perf_counter() - begin)
         frame, room, count = memoryview(bytes(MIB)), threading.Semaphore(AHEAD), 0
         begin = time.perf_counter()
         while time.perf_counter() < begin + FLOOD_S and count < FRAMES:
             if not room.acquire(timeout=WAIT_S):
-                raise DeadlineError(f"{self.link.peer} took nothing for {WAIT_S:.0f} s")
+                raise DeadlineError(f"{self.link.peer} received nothing for {WAIT_S:.0f} s")
             self.link.send(FLOOD, b"", [frame], room.release)
             count += 1
-        self.link.send(PING, b"")  # behind all of them
-        self.heard("the end of a flood")
+        self.link.send(PING, b"")  # answered after all frames have arrived
+        self.receive("the last frame of a rate test")
         return count * MIB / (time.perf_counter() - begin), min(trips) / 2
 
 
@@ -143,37 +146,37 @@ def _linked(address: str, options: TcpOptions) -> Iterator[LinkEnd]:
 
 
 def reach(address: str, options: TcpOptions) -> None:
-    """Raises PeerError where no host listens at `address` that knows our token."""
+    """Check that a host listens at `address` and accepts our token. Raises PeerError."""
     with _linked(address, options):
         pass
 
 
 def measure(address: str, options: TcpOptions) -> tuple[float, float]:
-    """(bytes a second, seconds of latency) from here to the host that listens at `address`.
+    """Measure (bytes a second, seconds of latency) from here to the host that listens at `address`.
     Raises PeerError."""
     with _linked(address, options) as end:
         return end.measured()
 
 
-def ask(address: str, kind: int, words: str, options: TcpOptions) -> Said:
-    """What the host there says of itself (DESCRIBE), of its link to `words` (MEASURE) or to here
-    (BACK). Raises PeerError."""
+def ask(address: str, kind: int, words: str, options: TcpOptions) -> HostReport:
+    """Request a report from a host: on itself (DESCRIBE), on its link to the host `words`
+    (MEASURE), or on its link to this host (BACK). Raises PeerError."""
     with _linked(address, options) as end:
         end.link.send(kind, words.encode())
         try:
-            said = msgspec.json.decode(end.heard("what it was asked"), type=Said)
+            report = msgspec.json.decode(end.receive("a request"), type=HostReport)
         except msgspec.MsgspecError as error:
             raise WireError(
-                f"{address} answered what no probe does ({error})",
+                f"{address} sent an invalid report ({error})",
                 hint="run the same version of roadtrain there",
             ) from error
-    if said.error:
-        raise LostError(f"{address}: {said.error}")
-    return said
+    if report.error:
+        raise LostError(f"{address}: {report.error}")
+    return report
 
 
 def listening(address: str, options: TcpOptions, describe: Describe) -> Listener:
-    """Raises ConfigError."""
+    """Listen for the requests of other hosts. Raises ConfigError."""
 
     def accept(link: Link, hello: bytes) -> LinkEnd:
         end = LinkEnd(options, describe)
@@ -184,7 +187,7 @@ def listening(address: str, options: TcpOptions, describe: Describe) -> Listener
 
 
 def serve(address: str, options: TcpOptions, describe: Describe) -> None:
-    """Answers until it is ended. Raises ConfigError."""
+    """Listen and answer until interrupted. Raises ConfigError."""
     listener = listening(address, options, describe)
     try:
         print("probe: listening at {}:{}".format(*listener.address), flush=True)
@@ -196,35 +199,36 @@ def serve(address: str, options: TcpOptions, describe: Describe) -> None:
 def matrix(
     hosts: Sequence[str], options: TcpOptions
 ) -> tuple[dict[Pair, tuple[float, float]], list[str]]:
-    """(from, to) -> (rate, latency) of every pair, one after the other, this host being `here`;
-    and what was not measured, with the reason. A host that has gone is not waited for again."""
-    found, missing, gone = dict[Pair, tuple[float, float]](), list[str](), set[str]()
-    for one, other in permutations(("here", *hosts), 2):
-        if gone & {one, other}:
+    """Measure (from, to) -> (rate, latency) for every pair of hosts, one after the other; this host
+    is `here`. Also returns a line for each link that was not measured, with the reason. A lost host
+    is not contacted again."""
+    found, missing, lost = dict[Pair, tuple[float, float]](), list[str](), set[str]()
+    for source, target in permutations(("here", *hosts), 2):
+        if lost & {source, target}:
             continue
         try:
-            if one == "here":
-                found[one, other] = measure(other, options)
+            if source == "here":
+                found[source, target] = measure(target, options)
             else:
-                kind = BACK if other == "here" else MEASURE
-                found[one, other] = ask(one, kind, other, options).link
+                kind = BACK if target == "here" else MEASURE
+                found[source, target] = ask(source, kind, target, options).link
         except PeerError as error:
-            missing.append(f"the link from {one} to {other}: {error}")
-            for host in {one, other} - {"here"}:
+            missing.append(f"the link from {source} to {target}: {error}")
+            for host in {source, target} - {"here"}:
                 try:
                     reach(host, options)
                 except PeerError as why:
-                    gone.add(host)
-                    missing.append(f"other links of host {host}, which has gone: {why}")
+                    lost.add(host)
+                    missing.append(f"other links of host {host}, which was lost: {why}")
     return found, missing
 
 
-def shown(found: dict[Pair, tuple[float, float]]) -> str:
+def format_matrix(found: dict[Pair, tuple[float, float]]) -> str:
     names = list(dict.fromkeys(name for pair in found for name in pair))
     width = max(map(len, names), default=0) + 2
     lines = [" " * width + "".join(f"{name:>24}" for name in names)]
-    for one in names:
-        cells = (found.get((one, other)) for other in names)
-        told = (f"{show_rate(cell[0])}, {show_seconds(cell[1])}" if cell else "" for cell in cells)
-        lines.append(f"{one:{width}}" + "".join(f"{words:>24}" for words in told))
+    for source in names:
+        row = (found.get((source, target)) for target in names)
+        cells = (f"{show_rate(cell[0])}, {show_seconds(cell[1])}" if cell else "" for cell in row)
+        lines.append(f"{source:{width}}" + "".join(f"{cell:>24}" for cell in cells))
     return "\n".join(lines)

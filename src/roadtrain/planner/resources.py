@@ -1,5 +1,5 @@
-"""Kinds of resources of a cluster, as people call them: a cluster with more of one kind, and how
-far a plan uses it."""
+"""Kinds of resources of a cluster by name: clusters with more of one kind, and how much of it a
+plan uses."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ENDS = {
     "host sums": ("sums",),
     "host memory": (" memory",),
     "SSD uplink": ("uplink in", "uplink out"),
-}  # of the names of what is scaled
-# what is scaled -> part of a cluster or a host -> its rates
+}  # resource -> suffixes of the names of simulated resources
+# resource -> part of a cluster or a host -> its rates
 RATES: Mapping[str, Mapping[str, Sequence[str]]] = {
     "computing": {"device": ["flops"]},
     "network": {"nics": ["rate"], "links": ["rate"], "switches": ["rate"]},
@@ -36,7 +36,7 @@ RATES: Mapping[str, Mapping[str, Sequence[str]]] = {
 
 
 def scaled(cluster: Cluster, factor: float) -> dict[str, Cluster]:
-    """The cluster with one kind of resource `factor` as fast."""
+    """Return, for each kind of resource, the cluster with that kind `factor` times as fast."""
     absent = set() if any(switch.packet_rate for switch in cluster.switches) else {"switches"}
     if not any(host.ssds for host in cluster.hosts):
         absent |= {"SSDs", "SSD uplink"}
@@ -67,8 +67,8 @@ def _scaled(cluster: Cluster, parts: Mapping[str, Sequence[str]], factor: float)
 
 
 def busy_share(result: Result, name: str) -> float:
-    """The share of a step in which what is called `name` is taken, at most."""
-    # some is counted as the device's
+    """Return the fraction of a step in which the resource `name` is busy, at most."""
+    # communication of devices in a host may be counted as the device's
     ranks = result.plan.parallelism
     if name not in ENDS or (name == "device links" and ranks.devices > ranks.dp):
         return 1.0

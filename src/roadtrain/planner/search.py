@@ -1,12 +1,12 @@
-"""Which plan is best on a cluster, and why. Candidates: placements x parallelisms x batches x
-options x stage sizes.
+"""Search for the best plan on a cluster, and explain it. Candidates: placements x parallelisms x
+batches x options x stage sizes.
 
-Each is first refused where a memory is too small, then bounded from below in closed form (each
-resource's bytes over its capacity; nothing waits), and simulated in the order of the bounds until
-no bound is better than the best simulated one: so the pick is the best of all candidates by the
-simulator, though few are simulated. Lossy or late options are candidates only where they are asked
-for (Rule 2). Where no batch is given, many micro-batches a step say how fast a sample can be at
-best, and the least batch that comes close to that is planned for. Pure.
+A candidate that does not fit into memory is refused. The others get a lower bound in closed form
+(each resource's bytes over its capacity, without waiting), and are simulated in the order of the
+bounds until no bound is better than the best simulated score. So the pick is the best of all
+candidates by the simulator, although few are simulated. Lossy or delayed options are candidates
+only on request (Rule 2). If no batch is given, many micro-batches per step show the best possible
+score per sample, and the smallest batch that comes close to it is chosen. Pure.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from roadtrain.simulator.memory import Need
 from roadtrain.simulator.run import Result, simulate
 from roadtrain.simulator.scene import Scene
 
-# bound of a sample, number, the plan; whether all is in the bound
-Waiting = tuple[float, int, Scene, bool]
+# bound of a sample's score, number, the plan's scene, whether the bound is complete
+Queued = tuple[float, int, Scene, bool]
 Fitted = Callable[[Plan], Plan | str]
-CLOSE = 0.05  # what a larger batch would have to take off a sample's score to be chosen
-SMALLER, MORE = 0.5, 1.1  # a resource's rate, to see what it would change
-NO_MEMORY = "memory of "  # begins the reason of a plan that does not fit
-LITTLE = 1e-3  # share of a step in which a resource is taken, that no rate of it changes anything
+CLOSE = 0.05  # the chosen batch's score per sample is within this fraction of the best
+SMALLER, MORE = 0.5, 1.1  # factors on a resource's rate, to see what it would change
+NO_MEMORY = "memory of "  # prefix of the reason of a plan that does not fit into memory
+LITTLE = 1e-3  # busy fraction of a step below which a resource's rate changes nothing
 
 
 @dataclass(frozen=True)
 class Found:
-    """A plan that was simulated. `score`: seconds, currency or joules a sample."""
+    """A simulated plan. `score`: seconds, currency or joules per sample."""
 
     plan: Plan
     result: Result
@@ -59,14 +59,14 @@ class Found:
 
 @dataclass
 class Family:
-    """Candidates of one placement.
+    """The candidates of one placement.
 
     Attributes:
-        refused: Reason -> how many of the plans that were tried cannot be.
-        hints: Reason -> what to change, where that is known.
-        left_out: Reason -> how many arrangements of it were not tried.
-        nearest: The smallest shortfall of a plan that does not fit a memory.
-        pruned: How many had a bound that was worse than the pick.
+        refused: Reason -> number of candidates that are refused for it.
+        hints: Reason -> what to change, if known.
+        left_out: Reason -> number of arrangements that were not tried.
+        nearest: The smallest shortfall of a plan that does not fit into memory.
+        pruned: Number of candidates whose bound was worse than the pick.
     """
 
     tried: int = 0
@@ -77,7 +77,7 @@ class Family:
     left_out: dict[str, int] = field(default_factory=dict)
     nearest: tuple[Need, Plan] | None = None
     best: Found | None = None
-    least: float = float("inf")  # bound of the best candidate, a sample
+    least: float = float("inf")  # smallest bound of a candidate's score per sample
 
     def refuse(self, why: str | ConfigError) -> None:
         reason = str(why).partition("\n")[0]
@@ -88,29 +88,30 @@ class Family:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """`front`: simulated plans that no other beats in both time and (cost, else energy)."""
+    """The answer of a search. `front`: the simulated plans that no other plan beats in both time
+    and cost (or energy, without prices)."""
 
     pick: Found | None
     runner_up: Found | None
     families: dict[str, Family]
     front: list[Found]
-    gains: dict[str, float]  # resource -> what MORE of it takes off the pick's score, a share
-    flips: list[str]  # where the runner-up would win
-    batch: int = 0  # samples of a step that all of it is for; 0: nothing fits, and none was given
-    chosen: str = ""  # why, where nobody gave it
+    gains: dict[str, float]  # resource -> fraction of the pick's score that MORE of it saves
+    flips: list[str]  # changes of rates with which the runner-up would win
+    batch: int = 0  # samples per step; 0: nothing fits, and none was given
+    chosen: str = ""  # why this batch was chosen, if it was not given
 
 
 @value
 class SearchOptions:
-    """What a plan shall be good for."""
+    """The goal of a search, and the plans to try."""
 
     goal: Literal["time", "cost", "energy"] = "time"
-    # samples of a step; None: the least whose score a sample is within CLOSE of the best there is,
-    # by any number of micro-batches
+    # samples of a step; None: the smallest batch whose score per sample is within CLOSE of the best
+    # with any number of micro-batches
     batch: Count | None = None
-    placements: Sequence[str] = ()  # that are tried; none: all
-    late: Flag = False  # staleness 1 is tried too
-    # the share of each device's and host's memory that plans leave free
+    placements: Sequence[str] = ()  # names to try; empty: all
+    late: Flag = False  # also try staleness 1
+    # fraction of each device's and host's memory that plans leave free
     headroom: Number = Field(default=HEADROOM, lt=1)
 
 
@@ -123,82 +124,84 @@ def search(
     fitted: Fitted | None = None,
     **options: Any,
 ) -> SearchResult:
-    """`options`: fields of SearchOptions. `fitted`: makes of a candidate the plan that is tried, or
-    says why it cannot be. Raises ConfigError for bad input; where nothing fits the
-    answer has no pick, and its families say what is lacking."""
-    asked = SearchOptions(**options)
-    goal, batch = asked.goal, asked.batch
+    """Search for the best plan.
+
+    `options`: fields of SearchOptions. `fitted`: turns a candidate into the plan to try, or returns
+    the reason why it is refused. Raises ConfigError for bad input. If nothing fits, the answer has
+    no pick, and its families have the reasons."""
+    settings = SearchOptions(**options)
+    goal, batch = settings.goal, settings.batch
     if not cluster.device_count:
         raise ConfigError(
             f"cluster {cluster.name} has no devices",
-            hint='give a host a `device`, as device = "A100-80GB"; `roadtrain probe` writes one of'
-            ' kind "cpu" where processors shall compute',
+            hint='set the `device` of a host, such as device = "A100-80GB"; `roadtrain probe` uses'
+            ' kind "cpu" for hosts whose CPUs compute',
         )
     if goal == "cost" and not any(
         (*(host.price_per_hour for host in cluster.hosts), cluster.price_per_kwh)
     ):
-        raise ConfigError("goal cost, and no host has a price", hint="give hosts `price_per_hour`")
+        raise ConfigError("goal is cost, but no host has a price", hint="set `price_per_hour`")
     if goal == "energy" and not any(h.device and h.device.peak_watts for h in cluster.workers):
         raise ConfigError(
-            "goal energy, and no device says what it takes", hint="give devices `peak_watts`"
+            "goal is energy, but no device has a power draw", hint="set `peak_watts` of devices"
         )
-    one = _Search(cluster, model, constants, asked, fitted)
+    searcher = _Search(cluster, model, constants, settings, fitted)
     if batch is not None:
-        return replace(one.best(batch, explain), batch=batch)
-    most = one.best(None, explain=False)
+        return replace(searcher.best(batch, explain), batch=batch)
+    most = searcher.best(None, explain=False)
     if most.pick is None:
         return most
-    batch, score = one.least_batch(most.pick)
+    batch, score = searcher.least_batch(most.pick)
     why = (
-        f"no batch was given; of micro-batches of 1 to {most_samples(model)} samples and up to"
-        f" {MOST_MICROBATCHES} of them, this is the least that is within {CLOSE:.0%} of the best"
-        f" {goal} a sample"
+        f"no batch was given; with micro-batches of 1 to {most_samples(model)} samples and up to"
+        f" {MOST_MICROBATCHES} of them, this is the smallest within {CLOSE:.0%} of the best"
+        f" {goal} per sample"
     )
     samples, less = most.pick.plan.samples, max(0.0, 1 - most.pick.score / score)
-    tried = f" ({samples} samples take {less:.1%} less)"
-    why += tried if batch < samples else "; it is the most that was tried"
-    return replace(one.best(batch, explain), batch=batch, chosen=why)
+    tried = f" ({samples} samples need {less:.1%} less)"
+    why += tried if batch < samples else "; it is the largest that was tried"
+    return replace(searcher.best(batch, explain), batch=batch, chosen=why)
 
 
 @dataclass(frozen=True)
 class _Search:
-    """What is searched for, as in `search`."""
+    """The arguments of a search, as in `search`, and its steps."""
 
     cluster: Cluster
     model: ModelShape
     constants: Constants
-    asked: SearchOptions
+    options: SearchOptions
     fitted: Fitted | None = None
-    # what tells networks of plans apart -> why they cannot be
-    reached: dict[Any, ConfigError | None] = field(default_factory=dict)
+    # placement and ranks -> why hosts cannot reach each other; None if they can
+    networks: dict[Any, ConfigError | None] = field(default_factory=dict)
 
     def scene(self, plan: Plan) -> Scene:
-        """Raises ConfigError where the plan cannot be on this cluster."""
+        """Build a plan's scene. Raises ConfigError if the plan is impossible on this cluster."""
         return Scene(plan, self.cluster, self.model, self.constants)
 
     def simulated(self, plan: Plan, cluster: Cluster | None = None) -> Found:
-        """`cluster`: another one than is searched for."""
+        """Simulate a plan. `cluster`: another cluster than that of the search."""
         result = simulate(plan, cluster or self.cluster, self.model, self.constants, checked=False)
         worth = {"time": result.seconds, "cost": result.price, "energy": result.joules}
-        return Found(plan, result, worth[self.asked.goal] / plan.samples)
+        return Found(plan, result, worth[self.options.goal] / plan.samples)
 
     def score(self, seconds: float, scene: Scene) -> float:
-        """Of a sample, at least."""
+        """Return a lower bound of the score per sample for a step of `seconds`."""
         samples = scene.plan.samples
-        if self.asked.goal == "cost":  # what energy costs comes on top
+        if self.options.goal == "cost":  # without the cost of energy
             return scene.price_per_s() * seconds / samples
-        if self.asked.goal == "energy":
+        if self.options.goal == "energy":
             return scene.watts({}) * seconds / samples
         return seconds / samples
 
     def best(self, batch: int | None, explain: bool) -> SearchResult:
-        """Of all candidates of one batch."""
+        """Search all candidates with one batch."""
         families, waiting = self._screened(batch)
         found = self._simulated_in_order(waiting, families)
         if not found:
             return SearchResult(None, None, families, [], {}, [])
         pick = found[0]
-        runner = next((one for one in found[1:] if _differs(one.plan, pick.plan)), None)
+        runner = next((other for other in found[1:] if _differs(other.plan, pick.plan)), None)
         if runner is None:
             runner = self._pruned_runner_up(pick, waiting, families)
         gains, flips = self._gains(pick) if explain else {}, list[str]()
@@ -210,14 +213,14 @@ class _Search:
         return SearchResult(pick, runner, families, _front(found), gains, flips)
 
     def least_batch(self, best: Found) -> tuple[int, float]:
-        """Samples of the least step, and its score, by which the best plan's way is within
-        CLOSE of its score."""
+        """Find the smallest batch with which the best plan's parallelism has a score within CLOSE
+        of its own; returns the samples and the score."""
         ranks = best.plan.parallelism
         turn = max(ranks.widths, default=ranks.pp if ranks.virtual_stages > 1 else 1)
         passes = [turn << i for i in range(MOST_MICROBATCHES.bit_length())]
         sizes = [1 << i for i in range(most_samples(self.model).bit_length())]
-        ways = sorted(product(sizes, passes), key=lambda way: (way[0] * way[1], -way[0]))
-        for size, num_microbatches in ways:
+        splits = sorted(product(sizes, passes), key=lambda split: (split[0] * split[1], -split[0]))
+        for size, num_microbatches in splits:
             plan = best.plan.changed(micro_batch=size, num_microbatches=num_microbatches)
             if plan.samples >= best.plan.samples:
                 break
@@ -233,16 +236,17 @@ class _Search:
                 return plan.samples, found.score
         return best.plan.samples, best.score
 
-    def _screened(self, batch: int | None) -> tuple[dict[str, Family], list[Waiting]]:
-        """All candidates by placement; those that fit every memory, with a first bound."""
+    def _screened(self, batch: int | None) -> tuple[dict[str, Family], list[Queued]]:
+        """Generate all candidates by placement; return those that fit into memory with a first
+        bound."""
         families: dict[str, Family] = defaultdict(Family)
         fits: set[Plan] = set()
-        waiting: list[Waiting] = []
-        passes: dict[Any, float] = {}  # what tells them apart -> seconds of a micro-batch
+        waiting: list[Queued] = []
+        passes: dict[Any, float] = {}  # cache for _first_bound
         for plan in self._candidates(batch, families):
             again = plan.activation_checkpointing
             if again and plan.changed(activation_checkpointing=False) in fits:
-                continue  # it would only compute more
+                continue  # checkpointing would only add computing
             family = families[plan.placement.name]
             family.tried += 1
             scene = self._fitting(plan, family)
@@ -253,14 +257,15 @@ class _Search:
         if not any(family.tried for family in families.values()):
             multiples = nearest_batches(batch or 1, self.cluster.device_count)
             raise ConfigError(
-                f"no parallelism of {self.cluster.device_count} devices takes a batch of {batch}"
+                f"no parallelism of {self.cluster.device_count} devices divides a batch of {batch}"
                 " samples",
-                hint=f"a multiple of the data-parallel ranks: {multiples}",
+                hint=f"choose a multiple of the data-parallel ranks: {multiples}",
             )
         return families, waiting
 
     def _candidates(self, batch: int | None, families: dict[str, Family]) -> Iterator[Plan]:
-        """Those that can be, each once; `families` say why others cannot."""
+        """Yield the possible candidates without duplicates; `families` get the reasons of
+        others."""
         seen: set[Plan] = set()
 
         def left_out(name: str, why: str, many: int) -> None:
@@ -270,9 +275,9 @@ class _Search:
             self.cluster,
             self.model,
             batch=batch,
-            placements=self.asked.placements,
-            late=self.asked.late,
-            headroom=self.asked.headroom,
+            placements=self.options.placements,
+            late=self.options.late,
+            headroom=self.options.headroom,
             left_out=left_out,
         ):
             made = plan if self.fitted is None else self.fitted(plan)
@@ -285,18 +290,18 @@ class _Search:
                 yield made
 
     def _fitting(self, plan: Plan, family: Family) -> Scene | None:
-        """The plan's scene, with other pipeline stages where only those fit; None where no
-        memory would do: `family` says why."""
+        """Return the plan's scene, with other pipeline stages if only those fit; None if it does
+        not fit, with the reason in `family`."""
         try:
             scene = self.scene(plan)
-            self._check_reached(scene)
+            self._check_networks(scene)
         except ConfigError as error:
             family.refuse(error)
             return None
         worst = max(scene.needs, key=_over)
         if not worst.fits and (stages := stages_that_fit(scene)) is not None:
             other = plan.changed(parallelism=replace(plan.parallelism, stages=stages))
-            if self.fitted is None or self.fitted(other) == other:  # the job may state them
+            if self.fitted is None or self.fitted(other) == other:  # not if the job sets the stages
                 plan, scene = other, self.scene(other)
                 worst = max(scene.needs, key=_over)
         if worst.fits:
@@ -306,23 +311,23 @@ class _Search:
             family.nearest = worst, plan
         return None
 
-    def _check_reached(self, scene: Scene) -> None:
-        """Raise ConfigError for a plan whose hosts cannot reach each other, or that names hosts
-        as summing which have nothing to sum."""
+    def _check_networks(self, scene: Scene) -> None:
+        """Raise ConfigError if hosts of the plan cannot reach each other, or hosts that it uses for
+        summing have nothing to sum."""
         ranks = scene.plan.parallelism
         key = scene.plan.placement, ranks.replicas_of, ranks.tp
-        if key not in self.reached:
-            self.reached[key] = None
+        if key not in self.networks:
+            self.networks[key] = None
             try:
                 scene.check_networks()
             except ConfigError as error:
-                self.reached[key] = error
-        if (why := self.reached[key]) is not None:
+                self.networks[key] = error
+        if (why := self.networks[key]) is not None:
             raise why
 
     def _first_bound(self, scene: Scene, passes: dict[Any, float]) -> float:
-        """By computing alone. `passes`: what was computed before."""
-        if self.asked.goal == "energy":
+        """Return a lower bound from computing alone. `passes`: cache of seconds per micro-batch."""
+        if self.options.goal == "energy":
             return 0.0
         plan, ranks = scene.plan, scene.plan.parallelism
         key = plan.micro_batch, plan.activation_checkpointing, ranks.tp, ranks.cp, ranks.ep
@@ -331,10 +336,10 @@ class _Search:
         return self.score(passes[key] * _turns(plan), scene)
 
     def _in_order(
-        self, waiting: list[Waiting], families: Mapping[str, Family]
+        self, waiting: list[Queued], families: Mapping[str, Family]
     ) -> Iterator[tuple[float, Scene]]:
-        """Bounds and scenes, the least first. What is bounded by computing alone is built when
-        it comes first, since that takes a while."""
+        """Yield bounds and scenes, smallest first. A scene whose bound is from computing alone is
+        built only when it comes first, because building is slow."""
         heapify(waiting)
         while waiting:
             least, number, scene, built = heappop(waiting)
@@ -350,32 +355,33 @@ class _Search:
             heappush(waiting, (bound, number, scene, True))
 
     def _simulated_in_order(
-        self, waiting: list[Waiting], families: Mapping[str, Family]
+        self, waiting: list[Queued], families: Mapping[str, Family]
     ) -> list[Found]:
-        """Those whose bound is better than the best of all simulated before, best first; the
-        others are counted as pruned and stay in `waiting`."""
+        """Simulate plans as long as the next bound is better than the best simulated score; return
+        them best first. The others are counted as pruned and stay in `waiting`."""
         found: list[Found] = []
         best = float("inf")
         for least, scene in self._in_order(waiting, families):
             if least >= best:
                 waiting.append((least, -1, self.scene(scene.plan), True))
                 break
-            one = self.simulated(scene.plan)
+            simulated = self.simulated(scene.plan)
             families[scene.plan.placement.name].simulated += 1
-            found.append(one)
-            best = min(best, one.score)
+            found.append(simulated)
+            best = min(best, simulated.score)
         for least, _, scene, _ in waiting:
             family = families[scene.plan.placement.name]
             family.pruned, family.least = family.pruned + 1, min(family.least, least)
-        found.sort(key=lambda one: one.score)
-        for one in reversed(found):
-            families[one.plan.placement.name].best = one
+        found.sort(key=lambda simulated: simulated.score)
+        for simulated in reversed(found):
+            families[simulated.plan.placement.name].best = simulated
         return found
 
     def _pruned_runner_up(
-        self, pick: Found, waiting: list[Waiting], families: Mapping[str, Family]
+        self, pick: Found, waiting: list[Queued], families: Mapping[str, Family]
     ) -> Found | None:
-        """The best bound of another way than the pick: the bound alone says that it lost."""
+        """Simulate the plan with the best bound among those that differ from the pick in placement
+        or parallelism; its bound already shows that it is worse."""
         for _, scene in self._in_order(waiting, families):
             if _differs(scene.plan, pick.plan):
                 return self.simulated(scene.plan)
@@ -391,12 +397,12 @@ class _Search:
                 gains[name] = gain
         return dict(sorted(gains.items(), key=lambda pair: -pair[1]))
 
-    def _score_with(self, one: Found, name: str, other: Cluster) -> float:
-        """Its score where what is called `name` is as fast as in `other`: its own if it hardly
-        uses that."""
-        if busy_share(one.result, name) < LITTLE:
-            return one.score
-        return self.simulated(one.plan, other).score
+    def _score_with(self, found: Found, name: str, other: Cluster) -> float:
+        """Return the plan's score on the cluster `other`, in which resource `name` has another
+        rate; the score is unchanged if the plan hardly uses it."""
+        if busy_share(found.result, name) < LITTLE:
+            return found.score
+        return self.simulated(found.plan, other).score
 
     def _flips(self, pick: Found, runner: Found) -> list[str]:
         out = []
@@ -404,16 +410,16 @@ class _Search:
             for name, other in scaled(self.cluster, factor).items():
                 worse = 1 + busy_share(pick.result, name) if factor < 1 else 1.0
                 better = 1.0 if factor < 1 else 1 - busy_share(runner.result, name) / 2
-                if runner.score * better >= pick.score * worse:  # whatever waits for it
+                if runner.score * better >= pick.score * worse:  # impossible even in the best case
                     continue
-                mine, its = (self._score_with(one, name, other) for one in (pick, runner))
+                mine, its = (self._score_with(f, name, other) for f in (pick, runner))
                 if its < mine * (1 - 1e-3):
                     out.append(f"{name} {words}")
         return out
 
 
 def _computing(plan: Plan, cluster: Cluster, model: ModelShape, constants: Constants) -> float:
-    """Seconds that one micro-batch takes at least, both ways, on the fastest device."""
+    """Return the least seconds of one micro-batch, forward and backward, on the fastest device."""
     found = []
     for host in cluster.workers:
         assert host.device is not None
@@ -425,12 +431,12 @@ def _computing(plan: Plan, cluster: Cluster, model: ModelShape, constants: Const
 
 
 def _turns(plan: Plan) -> float:
-    """How many micro-batches' passes of the whole model a step of a pipeline takes at least: stage
-    s begins when the first has come through all before it, so it is (1 - 1 / num_microbatches) as
-    long as the one before, at best.
+    """Return how many passes of a micro-batch through the whole model a step of a pipeline takes at
+    least. Stage s starts when the first micro-batch has passed all stages before it, so at best its
+    part takes (1 - 1 / num_microbatches) times as long as the part of the stage before.
     """
     if widths := plan.parallelism.widths:
-        return max(1.0, plan.num_microbatches / sum(widths))  # of all devices together
+        return max(1.0, plan.num_microbatches / sum(widths))  # shared by all devices
     n = plan.num_microbatches * plan.parallelism.virtual_stages
     return 1 / plan.parallelism.virtual_stages / (1 - (1 - 1 / n) ** plan.parallelism.pp)
 
@@ -439,31 +445,31 @@ def _over(need: Need) -> float:
     return need.nbytes / max(need.room, 1.0)
 
 
-def _differs(one: Plan, other: Plan) -> bool:
-    """Whether it is another way, not another batch of the same."""
-    return (one.placement, one.parallelism) != (other.placement, other.parallelism)
+def _differs(a: Plan, b: Plan) -> bool:
+    """Whether two plans differ in more than their batch."""
+    return (a.placement, a.parallelism) != (b.placement, b.parallelism)
 
 
 def _front(found: Sequence[Found]) -> list[Found]:
-    def second(one: Found) -> float:
-        return (one.result.price or one.result.joules) / one.plan.samples
+    def second(f: Found) -> float:
+        return (f.result.price or f.result.joules) / f.plan.samples
 
     out: list[Found] = []
-    for one in sorted(found, key=lambda f: (f.result.seconds / f.plan.samples, second(f))):
-        if not out or second(one) < second(out[-1]):
-            out.append(one)
+    for f in sorted(found, key=lambda f: (f.result.seconds / f.plan.samples, second(f))):
+        if not out or second(f) < second(out[-1]):
+            out.append(f)
     return out
 
 
 def least_change(answer: SearchResult) -> tuple[Need, Plan] | None:
-    """Of all plans that fit nowhere, the need nearest to its room."""
+    """Return the need that is closest to its room among all plans that do not fit, and the plan."""
     near = [family.nearest for family in answer.families.values() if family.nearest is not None]
     return min(near, key=lambda pair: _over(pair[0]), default=None)
 
 
 def main_reason(answer: SearchResult) -> tuple[str, str] | None:
-    """The reason that keeps most placements from any plan, and what to change; None where the
-    only thing that they lack is memory."""
+    """Return the reason for which most placements have no plan, and what to change; None if only
+    memory is missing."""
     found = Counter[str]()
     hints: dict[str, str] = {}
     for family in answer.families.values():

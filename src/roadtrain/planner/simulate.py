@@ -1,8 +1,9 @@
-"""`roadtrain simulate CLUSTER.toml`: one plan on a cluster that need not be there: step time, why,
-memory, energy, cost.
+"""`roadtrain simulate CLUSTER.toml`: predict the step time, busy resources, memory, energy and cost
+of a plan on a cluster, which need not exist.
 
-The same state machines as in the nodes, on a virtual clock (sim/). Nothing here imports torch. The
-trace has the stage names of a real run's metrics and opens in ui.perfetto.dev.
+The simulation runs the state machines of real processes on a virtual clock (simulator/). Nothing
+here imports torch at import time. The trace uses the stage names of a real run's metrics and opens
+in ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -38,28 +39,28 @@ from roadtrain.units import (
 )
 
 SCHEMA = 1
-UNSET = (None, "")  # what an option is that was not given: 0 is a value
-# of replicas that are simulated each by itself: what hosts' cards and links of switches carry
+UNSET = (None, "")  # values of an option that was not given; 0 is a value
+# suffixes of resources whose traffic is reported: hosts' network cards and links of switches
 CARDS = (*(f" {kind} {way}" for kind in KINDS for way in ("out", "in")), " link")
 
 
 def load_model(name: str, seq_len: int | None = None) -> ModelShape:
-    """A named shape, a Hugging Face config.json or a folder with one, or MODULE:FUNCTION that
-    returns a model (on `meta` if it is large) and its arguments, a batch of samples first.
-    `seq_len`: tokens of a sample; None: a default that `notes` of the shape say. Raises
-    ConfigError, ModelError."""
+    """Load a model's shape: a named shape, a Hugging Face config.json or a directory with one, or
+    MODULE:FUNCTION that returns a model (on `meta` if it is large) and its arguments, a batch of
+    samples first. `seq_len`: tokens of a sample; None: a default that the shape's `notes` state.
+    Raises ConfigError and ModelError."""
     if not name:
         raise ConfigError(
-            "no model", hint="--model NAME, or the path of a Hugging Face config.json"
+            "no model is given", hint="give --model NAME, or the path of a Hugging Face config.json"
         )
     module, _, function = name.partition(":")
     if function and "/" not in name:
         if seq_len is not None:
             raise ConfigError(
-                f"{name} gives its own samples, --seq-len {seq_len} would change nothing",
-                hint="leave --seq-len out",
+                f"{name} provides its own samples, --seq-len {seq_len} has no effect",
+                hint="omit --seq-len",
             )
-        return _of_module(module, function)
+        return _from_function(module, function)
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
@@ -74,29 +75,30 @@ def load_model(name: str, seq_len: int | None = None) -> ModelShape:
     if not isinstance(config, dict):
         raise ConfigError(
             f"{path} is not a model's config: {str(config)[:40]!r}",
-            hint="a Hugging Face config.json",
+            hint="give a Hugging Face config.json",
         )
-    # by the model's modules; without transformers by formula, where it is exact
-    known = importlib.util.find_spec("transformers") is not None
-    found = (counted_modules if known else from_config)(config, seq_len=seq_len)
+    # count the model's modules; without transformers use the formula, if it is exact
+    installed = importlib.util.find_spec("transformers") is not None
+    found = (counted_modules if installed else from_config)(config, seq_len=seq_len)
     return replace(found, name=path.resolve().parent.name or str(path))
 
 
 def counted_modules(config: Mapping[str, Any], **more: Any) -> ModelShape:
-    """The shape of a Hugging Face config by its modules (model_config.py, which imports torch)."""
+    """Compute the shape of a Hugging Face config from its modules (model_config.py, imports
+    torch)."""
     counting = importlib.import_module("roadtrain.planner.model_config")
     counted: ModelShape = counting.shape_of_config(config, **more)
     return counted
 
 
-def _of_module(module: str, function: str) -> ModelShape:
-    """Torch comes in by this and by `counted_modules` alone."""
+def _from_function(module: str, function: str) -> ModelShape:
+    """Measure the model that MODULE:FUNCTION returns. Imports torch, as does `counted_modules`."""
     try:
         model, *args = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError, TypeError, ValueError) as cause:
         raise ConfigError(
-            f"{module}:{function} gives no model and arguments: {cause}",
-            hint="a function without arguments that returns (model, batch, ...)",
+            f"{module}:{function} does not return a model and arguments: {cause}",
+            hint="give a function without arguments that returns (model, batch, ...)",
         ) from cause
     measured: ModelShape = importlib.import_module("roadtrain.planner.measure").shape_of(
         model, *args, samples=len(args[0]) if args else 1, name=function
@@ -105,17 +107,17 @@ def _of_module(module: str, function: str) -> ModelShape:
 
 
 def default_plan(cluster: Cluster, overrides: Mapping[str, Any]) -> Plan:
-    """All devices data-parallel in the placement asked for (zero3), with `overrides`."""
+    """Build a plan with all devices data-parallel in placement zero3, changed by `overrides`."""
     tree = {"placement": "zero3", **overrides}
     parallelism = dict(tree.pop("parallelism", {}))
     degrees = [int(parallelism.get(name, 1)) for name in ("tp", "pp", "cp")]
     ranks = math.prod(degrees)
-    if "dp" not in parallelism and min(degrees) > 0:  # else make_plan says which is wrong
+    if "dp" not in parallelism and min(degrees) > 0:  # otherwise make_plan reports the wrong one
         if cluster.device_count % ranks:
             raise ConfigError(
-                f"tp x pp x cp = {ranks} does not divide the cluster's {cluster.device_count}"
-                " devices",
-                hint="choose others, or give dp",
+                f"the cluster's {cluster.device_count} devices are not divisible by tp x pp x cp ="
+                f" {ranks}",
+                hint="choose other degrees, or set dp",
             )
         parallelism["dp"] = max(1, cluster.device_count // ranks)
     return make_plan({**tree, "parallelism": parallelism})
@@ -124,8 +126,8 @@ def default_plan(cluster: Cluster, overrides: Mapping[str, Any]) -> Plan:
 def assumptions(
     cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | None
 ) -> dict[str, tuple[float, str]]:
-    """All that a prediction rests on and nobody gave: name -> value and how people say it.
-    Rates in bytes a second."""
+    """Return all values that a prediction assumes: name -> value (rates in bytes a second) and its
+    text."""
     out = guesses(cluster) | {
         "step inside a host": (INSIDE_S, show_seconds(INSIDE_S)),
         "bytes a parameter's update": (UPDATE_BYTES, f"{UPDATE_BYTES:g}"),
@@ -133,7 +135,7 @@ def assumptions(
     if of.source == "assumed":
         if not of.table:
             out["efficiency"] = of.efficiency, f"{of.efficiency:g} of a device's peak"
-        out["network"] = of.network, f"{of.network:g} of a card's rate"
+        out["network"] = of.network, f"{of.network:g} of a network card's rate"
     if plan is not None:
         if least_forward(cluster, model, of, plan) <= LAUNCH_S:
             out["a block's forward at least"] = LAUNCH_S, show_seconds(LAUNCH_S)
@@ -146,7 +148,7 @@ def assumptions(
 
 
 def least_forward(cluster: Cluster, model: ModelShape, of: Constants, plan: Plan) -> float:
-    """Seconds of the shortest forward of a block that computes."""
+    """Return the seconds of the shortest forward of a block that computes something."""
     found = [
         of.of_host(host.name).forward_of(block, plan, host.device)
         for host in cluster.workers
@@ -157,26 +159,27 @@ def least_forward(cluster: Cluster, model: ModelShape, of: Constants, plan: Plan
 
 
 def assumed(cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | None) -> list[str]:
-    """Lines for people."""
+    """Return lines that list the assumptions."""
     own, every = guesses(cluster), assumptions(cluster, model, of, plan)
-    said = [f"{name} {words}" for name, (_, words) in every.items()]  # the cluster's come first
-    of_cluster = ", ".join(said[: len(own)]) or "nothing of the cluster"
-    lines = [of_cluster, ", ".join(said[len(own) :]), *model.notes]
+    texts = [f"{name} {words}" for name, (_, words) in every.items()]  # the cluster's come first
+    of_cluster = ", ".join(texts[: len(own)]) or "nothing of the cluster"
+    lines = [of_cluster, ", ".join(texts[len(own) :]), *model.notes]
     return [f"assumed {line}" for line in lines]
 
 
 def not_counted(plan: Plan, model: ModelShape) -> list[str]:
-    """Lines for people: an output layer in a later stage has its own copy of tied embeddings."""
+    """Return lines on what the prediction leaves out: an output layer in a later stage has its own
+    copy of tied embeddings."""
     last = model.blocks[-1]
     table = last.logits / model.tokens * model.hidden
     if last.params >= table or plan.parallelism.pp == 1:
         return []
-    said = f"{show_bytes(4 * table)} of gradients each way, and the last stage's copy of them"
-    return [f"not counted: embeddings that the first and the last stage share: {said}"]
+    traffic = f"{show_bytes(4 * table)} of gradients each way, and the last stage's copy of them"
+    return [f"not counted: embeddings that the first and the last stage share: {traffic}"]
 
 
 def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -> str:
-    """For people."""
+    """Format the result for the user."""
     plan, parallelism = result.plan, result.plan.parallelism
     flops = model.step_flops(plan.activation_checkpointing) * plan.samples
     flops_per_s = flops / result.seconds / parallelism.devices
@@ -189,7 +192,7 @@ def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -
         ),
         (
             f"a step  {show_seconds(result.seconds)}, {show_number(result.samples_per_s)}"
-            f" samples/s, {show_flops(flops_per_s)} a device ("
+            f" samples/s, {show_flops(flops_per_s)} per device ("
             f"{'estimated from shorter ones; ' * result.estimated}the last two steps differ by"
             f" {show_seconds(result.differ)})"
         ),
@@ -204,17 +207,17 @@ def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -
         parts = {what: both for (where, what), both in result.stages.items() if where == stage}
         busy = result.busy.get(f"{stage} device")
         if busy is None and not any(seconds for seconds, _ in parts.values()):
-            continue  # where the replicas of a stage meet: one alone meets nobody
+            continue  # communication between replicas of a stage, which a single one does not have
         waits = "" if busy is None else f"the device waits {1 - busy:.0%}; "
-        told = []
+        entries = []
         for what, (seconds, work) in parts.items():
             carried = work and what not in ("Forward", "Backward", "Wait")
             if seconds > 0 and what != "Message":
                 nbytes = f" ({show_bytes(work)})" if carried else ""
-                told.append(f"{what} {show_seconds(seconds)}{nbytes}")
-        lines.append(f"{stage}: {waits}{', '.join(told)}")
+                entries.append(f"{what} {show_seconds(seconds)}{nbytes}")
+        lines.append(f"{stage}: {waits}{', '.join(entries)}")
     lines += [
-        f"carried {name}: {show_bytes(nbytes)} a step"
+        f"carried {name}: {show_bytes(nbytes)} per step"
         for name, nbytes in result.bytes.items()
         if nbytes and name.endswith(CARDS)
     ]
@@ -226,10 +229,10 @@ def report(result: Result, cluster: Cluster, model: ModelShape, of: Constants) -
     lines.append(f"memory  {kept_free(plan)}")
     if result.watts:
         kilowatts = show_number(result.watts / 1e3)
-        lines.append(f"energy  {show_joules(result.joules)} a step, {kilowatts} kW")
+        lines.append(f"energy  {show_joules(result.joules)} per step, {kilowatts} kW")
     if result.price:
         lines.append(
-            f"cost    {show_number(result.price)} a step,"
+            f"cost    {show_number(result.price)} per step,"
             f" {show_number(plan.samples / result.price)} samples for 1"
         )
     lines += [
@@ -270,11 +273,11 @@ def as_json(result: Result, cluster: Cluster, model: ModelShape, of: Constants) 
 def assumed_json(
     cluster: Cluster, model: ModelShape, of: Constants, plan: Plan | None
 ) -> dict[str, Any]:
-    """`assumed`: what of the cluster file; `assumed_values`: all that was, by name; `notes`: of
-    the model."""
+    """Return the assumptions as plain data. `assumed`: keys of the cluster file; `assumed_values`:
+    all assumed values by name; `notes`: notes on the model."""
     values = {name: value for name, (value, _) in assumptions(cluster, model, of, plan).items()}
-    given = {"notes": model.notes, "measured": cluster.measured, "constants": of.source}
-    return {"assumed": cluster.assumed, "assumed_values": values, **given}
+    more = {"notes": model.notes, "measured": cluster.measured, "constants": of.source}
+    return {"assumed": cluster.assumed, "assumed_values": values, **more}
 
 
 def write_json(path: str, tree: Mapping[str, Any], indent: int | None = 1) -> None:
@@ -282,8 +285,8 @@ def write_json(path: str, tree: Mapping[str, Any], indent: int | None = 1) -> No
 
 
 def perfetto(result: Result) -> dict[str, Any]:
-    """Trace events: a process a stage or server, a thread a stage name; memory as counters.
-    Microseconds."""
+    """Return trace events in microseconds: one process per stage or server, one thread per stage
+    name, and counters for memory."""
     events: list[dict[str, Any]] = []
     pids: dict[str, int] = {}
     tids: dict[tuple[str, str], int] = {}
@@ -337,44 +340,44 @@ def command(
     json: str = "",
     trace: str = "",
 ) -> int:
-    """Predict one plan on a cluster that need not be there: step time, what is busy, memory, energy
+    """Predict a plan on a cluster that need not exist: step time, busy resources, memory, energy
     and cost.
 
     Raises ConfigError, BudgetError.
 
     Args:
-        model: a named shape as OPT-175B, a Hugging Face config.json, or MODULE:FUNCTION
+        model: a named shape such as OPT-175B, a Hugging Face config.json, or MODULE:FUNCTION
         seq_len: tokens of a sample (a config.json: 4096 or its longest; a shape: as published)
-        headroom: share of devices' and hosts' memory that stays free (0.05; the plan's)
-        plan: plan.toml; else from the options below
+        headroom: fraction of device and host memory that stays free (that of --plan, or 0.05)
+        plan: plan.toml to simulate, instead of the options below
         placement: ddp, zero3, zero-offload, zero-infinity, near-storage, optimizer-node, ...
             (zero3)
         dp: data-parallel ranks (all devices)
         tp: tensor-parallel ranks (1)
         pp: pipeline stages (1)
         cp: context-parallel ranks (1)
-        ep: expert-parallel ranks, of dp x cp (1)
-        virtual_stages: parts of the model a stage (1)
-        precision: of products, as fp8; 16 bits
-        micro_batch: samples a device and pass (1)
-        num_microbatches: passes a step (1)
-        activation_checkpointing: keep blocks' inputs only
-        staleness: 1: a step computes while the last one's updates run
-        keep: fraction of a gradient's elements that travel
-        wire: integers that gradients cross switches as: int32, int16, int8 (int32)
-        constants: fitted constants of computing, by name
-        apart: each data-parallel rank by itself, on cards that all traffic shares
-        json: also write the result to this file
-        trace: write a trace for ui.perfetto.dev to this file
+        ep: expert-parallel ranks; they divide dp x cp (1)
+        virtual_stages: interleaved parts of the model per stage (1)
+        precision: number format of the layers' products, such as fp8 (16 bits)
+        micro_batch: samples per device and pass (1)
+        num_microbatches: passes per step (1)
+        activation_checkpointing: keep only blocks' inputs for backward and recompute the rest
+        staleness: updates that a step may miss; 1: a step runs during the last step's update (0)
+        keep: fraction of each gradient's elements that is sent (all)
+        wire: integers in which gradients cross switches: int32, int16 or int8 (int32)
+        constants: name of the fitted constants for computing times
+        apart: simulate each data-parallel rank separately, on network cards that all share
+        json: also write the result as JSON to this file
+        trace: also write a trace for ui.perfetto.dev to this file
     """
     for written in filter(None, (json, trace)):
         check_file(Path(written))
-    cluster, one = load_cluster(cluster_file), load_model(model, seq_len)
+    cluster, shape = load_cluster(cluster_file), load_model(model, seq_len)
     if plan:
         chosen = load_plan(plan)
         chosen = chosen if headroom is None else chosen.changed(headroom=headroom)
     else:
-        given: dict[str, Any] = {
+        options: dict[str, Any] = {
             "placement": placement,
             "micro_batch": micro_batch,
             "num_microbatches": num_microbatches,
@@ -387,13 +390,13 @@ def command(
         }
         ranks = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep}
         ranks["virtual_stages"] = virtual_stages
-        given["parallelism"] = {name: n for name, n in ranks.items() if n is not None}
-        chosen = default_plan(cluster, {k: v for k, v in given.items() if v not in UNSET})
+        options["parallelism"] = {name: n for name, n in ranks.items() if n is not None}
+        chosen = default_plan(cluster, {k: v for k, v in options.items() if v not in UNSET})
     of = named(constants) if constants else Constants()
-    result = simulate(chosen, cluster, one, of, traced=bool(trace), apart=apart)
-    print(report(result, cluster, one, of))
+    result = simulate(chosen, cluster, shape, of, traced=bool(trace), apart=apart)
+    print(report(result, cluster, shape, of))
     if json:
-        write_json(json, as_json(result, cluster, one, of))
+        write_json(json, as_json(result, cluster, shape, of))
     if trace:
         write_json(trace, perfetto(result), indent=None)
         print(f"trace   {trace} (open it in ui.perfetto.dev)")

@@ -1,5 +1,5 @@
-"""Switches that sum, as people and jobs say them: of a plan on a cluster, who they are, what a job
-writes, and what is started. Does NOT know what they cost."""
+"""Summing switches in reports and jobs: for a plan on a cluster, the switches that sum, the job's
+keys for them, and the commands that start them. Does not model their cost."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from roadtrain.config.plan_file import Plan
 from roadtrain.config.switch_tree import SwitchTree, switch_tree
 from roadtrain.switch.options import WINDOW
 
-PORT = "PORT"  # where people put a number
-RELAY = "4GiB"  # of the process that communicates for the workers of a host
+PORT = "PORT"  # placeholder for a port in commands and jobs
+RELAY = "4GiB"  # memory of a relay, the process that communicates for the workers of a host
 
 
 def hosts_of(plan: Plan, cluster: Cluster) -> list[Host]:
-    """Those that compute, each as often as it is there."""
+    """Return the hosts that compute, each repeated by its count."""
     hosts = [host for host in cluster.workers for _ in range(host.count)]
     ends = itertools.accumulate(host.devices for host in hosts)
     begins = (end - host.devices for end, host in zip(ends, hosts, strict=True))
@@ -25,7 +25,7 @@ def hosts_of(plan: Plan, cluster: Cluster) -> list[Host]:
 
 
 def tree_of(plan: Plan, cluster: Cluster) -> SwitchTree | None:
-    """None where no switch sums. Raises ConfigError."""
+    """Return the tree of switches of a plan; None if no switch sums. Raises ConfigError."""
     places = [place for place in plan.placements if place.sum == "switch"]
     if not places:
         return None
@@ -34,16 +34,16 @@ def tree_of(plan: Plan, cluster: Cluster) -> SwitchTree | None:
 
 
 def lines(plan: Plan, cluster: Cluster) -> list[str]:
-    """Which switches sum, and as what (Rule 2)."""
+    """Describe the switches that sum and the number format on the wire (Rule 2)."""
     tree = tree_of(plan, cluster)
     if tree is None:
         return []
     packets = plan.packets
     below = [f"{name} (below {parent})" for name, parent in tree.parents.items()]
     return [
-        f"summed  by {', '.join([tree.root, *below])}: gradients travel as {packets.wire} in fixed"
-        f" point, at most {packets.window} packets of a stream at once; parameters are copied by"
-        f" {'the network' if tree.multicasts else 'the switches'}"
+        f"summed  by {', '.join([tree.root, *below])}: gradients are sent as {packets.wire} in"
+        f" fixed point, at most {packets.window} packets of a stream in flight; parameters are"
+        f" copied by {'the network' if tree.multicasts else 'the switches'}"
     ]
 
 
@@ -54,8 +54,8 @@ def _address(name: str) -> str:
 def job_keys(
     plan: Plan, cluster: Cluster, address: Callable[[str], str] = _address
 ) -> dict[str, Any]:
-    """[servers] of a job whose gradients are summed by switches. address: of a switch; without it
-    names stand for their hosts."""
+    """Return the [servers] keys of a job whose gradients are summed by switches. `address`: maps a
+    switch to its address; by default its name and a placeholder."""
     tree = tree_of(plan, cluster)
     if tree is None:
         return {}
@@ -68,7 +68,8 @@ def job_keys(
 
 
 def _switches(tree: SwitchTree, address: Callable[[str], str]) -> list[Any]:
-    """Ranks below each are those of hosts, which a relay stands for where they have several."""
+    """Return the switches with the ranks below each: ranks of hosts, since a relay stands for all
+    workers of a host."""
     if not tree.parents:
         return [address(tree.root)]
     return [
@@ -82,7 +83,7 @@ def _switches(tree: SwitchTree, address: Callable[[str], str]) -> list[Any]:
 
 
 def commands(plan: Plan, cluster: Cluster) -> Sequence[str]:
-    """To be run on each switch that is a machine, and on the server."""
+    """Return the commands to run on the server and on each switch that is a machine."""
     tree = tree_of(plan, cluster)
     if tree is None or not any(place.fans_in for place in plan.placements):
         return ()

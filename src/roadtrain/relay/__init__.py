@@ -1,5 +1,5 @@
-"""A host's agent beside the network card, which communicates on behalf of the host's workers.
+"""A process on each host that communicates with the servers on behalf of the host's workers.
 
-Parameters are pulled once for all workers of the host, and their gradients are summed before they
-leave. The bits stay the same (Rule 1). Read `route.py` first (the workers' side), then `relay.py`.
+It pulls parameters once for all workers of the host and sums their gradients before they leave it.
+The results are bit-identical (Rule 1). Read `route.py` (the workers' side) first, then `relay.py`.
 """

@@ -1,15 +1,17 @@
-"""A relay: a process beside the workers of one host that communicates for them.
+"""A relay: a process that communicates with the servers for the workers of its host.
 
     worker --ring--+
-    worker --ring--+-- relay --TCP-- every server        one link a server, however many workers
+    worker --ring--+-- relay --TCP-- every server        one link per server, for all workers
 
-So a trainer's interpreter lock and processor time stay its own. Parameters are pulled once for all
-and kept while the budget lasts; one worker's gradients go on as they come, several workers' as
-their sum (fp32, in order: Rule 1). To the servers the relay is one worker. Each server has a Lane
-here: threads of links around relay/protocol/relay.py, no others.
+The trainers thus spend neither interpreter lock nor CPU time on the network. The relay pulls
+parameters once for all workers and caches them while its budget lasts. It forwards the gradients of
+a single worker as they arrive, and those of several workers as their sum (fp32, in worker order:
+Rule 1). To the servers it is one worker. It has one ServerChannel per server: link threads around
+the state machine in relay/protocol/relay.py, and no others.
 
-Worker 0 of the host starts it and says on its standard input what to do; it ends when the workers
-have left. Does NOT import torch, decide, or keep anything that a restart needs.
+Worker 0 of the host starts the relay and writes its orders to its standard input; the relay ends
+when the workers have left. Does NOT import torch, make decisions, or hold anything that a restart
+needs.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ from roadtrain.transport.listener import Listener
 from roadtrain.transport.tcp import TcpOptions
 from roadtrain.units import round_up, show_bytes
 
-SILENT_S = 30.0  # after which a worker here is taken for stopped: the server hears of no life then
+SILENT_S = 30.0  # a worker silent for longer counts as stopped: no more heartbeats to the server
 
 
 def main() -> None:
@@ -74,7 +76,7 @@ def main() -> None:
 
 
 def run(orders: Orders) -> None:
-    """Until every worker has left, or none came."""
+    """Serve until every worker has left, or until the deadline if none connects."""
     ends, over = orders.ends, threading.Semaphore(0)
     route = routes.from_json(*orders.onward).open(ends)
     directory = Path(orders.directory)
@@ -95,7 +97,7 @@ def run(orders: Orders) -> None:
             while not over.acquire(timeout=ends.deadline_s):
                 if not all(lane.connections for lane in lanes):
                     raise DeadlineError(
-                        f"no worker came to the relay of host {ends.group.rank} within "
+                        f"no worker connected to the relay of host {ends.group.rank} within "
                         f"{ends.deadline_s:.0f} s"
                     )
     finally:
@@ -109,7 +111,7 @@ def run(orders: Orders) -> None:
 
 
 def _listen(path: Path, lane: ServerChannel, options: TcpOptions) -> Listener:
-    """The relay of the start before may be about to leave."""
+    """Listen, and retry while the relay of the previous start still holds the socket."""
     near = local_options(options)
     return retry(
         lambda: shm.listen(path, lane.accept, near, language=m.LANGUAGE), ConfigError, 10.0
@@ -117,8 +119,8 @@ def _listen(path: Path, lane: ServerChannel, options: TcpOptions) -> Listener:
 
 
 class ServerChannel(IntermediarySession):
-    """What goes between the workers here and one server: to the workers their session, to the
-    server's link its Receiver. Ranks are those on this host."""
+    """The traffic between the workers of this host and one server: the workers' session, and the
+    Receiver of the link to the server. Ranks are ranks on this host."""
 
     machine: RelayStateMachine
 
@@ -130,18 +132,19 @@ class ServerChannel(IntermediarySession):
         self.orders, self.number, self._finished = orders, number, finished
         self._route = route
         self._signature, self._chunks = meta.signature, meta.table.chunks
-        self._tickets = itertools.count(1)  # of sums: the server knows a push's buffer by it
+        self._tickets = itertools.count(1)  # of pushed sums; the server identifies buffers by it
         self.machine = RelayStateMachine(orders.local, budgets.copies)
         self._copies = [Buffer(budgets.piece_bytes) for _ in range(budgets.copies)]
-        # (chunk, worker) -> tickets of what is held
+        # (chunk, worker) -> tickets of the pushes held for it
         self._kept: dict[tuple[int, int], list[int]] = {}
-        self._grads: Any = None  # Gradients, where there are several workers
+        self._grads: Any = None  # PushedGradients, with several workers
         if orders.local > 1:
             trainable = {c.id: c for c in meta.table.trainable}
             self._grads = PushedGradients(trainable, None, 2, budgets.scratch_bytes, orders.local)
 
     def dial(self) -> None:
-        """To the server, as a worker whose rank is the number of this host. Raises PeerError."""
+        """Connect to the server as a worker whose rank is the number of this host. Raises
+        PeerError."""
         ends, local = self.orders.ends, self.orders.local
         group, summed = ends.group, 1 if local == 1 else -local
         hello = m.Hello(
@@ -155,22 +158,24 @@ class ServerChannel(IntermediarySession):
         )
         self._connected.set()
 
-    # who is here
+    # workers
 
     def accept(self, link: Link, hello: bytes) -> ParameterConnection:
-        said = m.decoded(m.HELLO, hello, "no greeting of a worker")
+        caller = m.decoded(m.HELLO, hello, "not the greeting of a worker")
         host, local = self.orders.ends.group, self.orders.local
-        index = said.rank - host.rank * local
+        index = caller.rank - host.rank * local
         with self.lock:
-            if said.session != host.session:
+            if caller.session != host.session:
                 raise self.busy()
             if not 0 <= index < local:
-                raise WireError(f"worker {said.rank} is none of the {local} of host {host.rank}")
-            if said.signature != self._signature:
+                raise WireError(
+                    f"worker {caller.rank} is not among the {local} of host {host.rank}"
+                )
+            if caller.signature != self._signature:
                 raise ForeignError(
-                    f"worker {said.rank} has another model, dtype, chunk size or optimizer than"
-                    " worker 0 of its host",
-                    hint="every worker runs the same job",
+                    f"worker {caller.rank} has a different model, dtype, chunk size or optimizer"
+                    " from worker 0 of its host",
+                    hint="run the same job on every worker",
                 )
             return self.join(index, link)
 
@@ -184,28 +189,28 @@ class ServerChannel(IntermediarySession):
         if all_gone:
             self.end(error)
         else:
-            self.tell(messages.PeerLost(rank, str(error)))
+            self.post(messages.PeerLost(rank, str(error)))
 
     def ended(self, error: BaseException) -> None:
-        """Workers that are still there are told why; the server sees its worker leave."""
+        """Tell the remaining workers the reason. The server sees its worker disconnect."""
         self.dismiss(error)
         if self._connected.is_set():
             self._up.close()
         self._finished()
 
-    # what its workers ask for
+    # requests of the workers
 
     def chunk(self, number: int) -> Chunk:
         if not 0 <= number < len(self._chunks):
-            raise WireError(f"chunk {number} of {len(self._chunks)}")
+            raise WireError(f"there is no chunk {number}, only {len(self._chunks)} chunks")
         return self._chunks[number]
 
     def beat(self) -> None:
-        """Only while all workers of the host live."""
-        if not any(one.silent_for(SILENT_S) for one in self.everyone()):
+        """Forward a heartbeat, but only while no worker of the host is silent."""
+        if not any(worker.silent_for(SILENT_S) for worker in self.everyone()):
             super().beat()
 
-    # what the state machine says
+    # actions of the state machine
 
     def _carry_out(self, action: Any) -> None:
         match action:
@@ -219,7 +224,7 @@ class ServerChannel(IntermediarySession):
                 else:
                     self.connections[push.worker].freed(push.ticket)
             case messages.Discard(chunk, worker):
-                assert worker is not None  # that is said by a server only
+                assert worker is not None  # only a server discards the gradients of all workers
                 self._grads.discard(chunk, worker)
                 self._free(chunk, worker)
             case PushSum(chunk):

@@ -1,7 +1,8 @@
-"""The route by a relay: workers of a host reach it over shared memory, and it reaches the servers.
+"""The route by a relay: the workers of a host reach the relay over shared memory, and the relay
+reaches the servers.
 
-`Servers(relay=SIZE)` selects it. Worker 0 of each host starts the relay's process
-(relay/relay.py), which takes the route `onward` to the servers.
+`Servers(relay=SIZE)` selects it. Worker 0 of each host starts the relay process (relay/relay.py),
+which uses the route `onward` to reach the servers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from roadtrain.chunks import ChunkTable
-from roadtrain.environment import WorkerGroup
+from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.options.budgets import buffer_for
 from roadtrain.servers import frames as m
@@ -29,16 +30,16 @@ from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.tcp import Address, TcpOptions
 from roadtrain.units import MIB, show_bytes
 
-END_S = 10.0  # for the relay to leave once its workers have
+END_S = 10.0  # for the relay to exit after its workers have left
 
 
 @dataclass(frozen=True)
 class RelayRoute:
-    """A Route by this host's relay.
+    """A Route through this host's relay.
 
     Args:
-        host_bytes: Of the relay's buffers.
-        onward: The relay's own route to the servers.
+        host_bytes: Memory for the relay's buffers.
+        onward: The route from the relay to the servers.
     """
 
     host_bytes: int
@@ -48,30 +49,31 @@ class RelayRoute:
     def check_links(self, options: TcpOptions, replicas: int) -> None:
         if replicas > 1:
             raise ConfigError(
-                f"a relay does not find out which of {replicas} replicas is missing",
-                hint="leave relay out, or replicas",
+                f"a relay cannot tell which of {replicas} replicas of a server is missing",
+                hint="leave out relay or replicas",
             )
         if type(options) is not TcpOptions:
             raise ConfigError(
-                "a relay reaches the servers over TCP, and link= is"
+                "a relay reaches the servers over TCP, but link is"
                 f" {type(options).__module__}.{type(options).__name__}",
-                hint="leave relay out, or give roadtrain.transport.tcp.TcpOptions",
+                hint="leave out relay, or pass roadtrain.transport.tcp.TcpOptions as link",
             )
         self.onward.check_links(options, replicas)
 
-    def check_workers(self, group: WorkerGroup, compressed: str) -> None:
+    def check_workers(self, group: WorkerIdentity, compressed: str) -> None:
         self.onward.check_workers(_hosts(group), compressed)
         if compressed and group.local > 1:
             raise ConfigError(
-                f"a relay adds up whole gradients of its {group.local} workers, not top-k ones",
-                hint="leave relay out, or TopK",
+                f"a relay sums whole gradients of its {group.local} workers, not top-k ones",
+                hint="leave out relay or TopK",
             )
 
-    def lossy(self, group: WorkerGroup) -> str:
+    def lossy(self, group: WorkerIdentity) -> str:
         return self.onward.lossy(_hosts(group))
 
     def open(self, ends: RouteEnds) -> OpenRoute:
-        """Raises BudgetError where the relay's memory is too small."""
+        """Start the relay on worker 0 of the host. Raises BudgetError if its memory is too
+        small."""
         group = ends.group
         budgets = derive_relay(
             ends.meta.table,
@@ -93,12 +95,12 @@ class RelayRoute:
         return OpenRelayRoute(directory, start(orders) if first else None)
 
     def to_json(self) -> str:
-        raise AssertionError("a relay does not reach its servers by another relay")
+        raise AssertionError("a relay cannot reach its servers through another relay")
 
 
 @dataclass(frozen=True)
 class OpenRelayRoute:
-    """An OpenRoute: the sockets of a relay, and on worker 0 of the host its process."""
+    """An OpenRoute: the sockets of a relay, and its process on worker 0 of the host."""
 
     directory: Path
     process: subprocess.Popen[bytes] | None
@@ -117,7 +119,8 @@ class OpenRelayRoute:
         )
 
     def close(self) -> None:
-        """It leaves by itself once the workers have; it is ended after END_S."""
+        """Wait until the relay exits, which it does when the workers have left; kill it after
+        END_S."""
         if self.process is not None:
             try:
                 self.process.wait(END_S)
@@ -130,16 +133,16 @@ class OpenRelayRoute:
             self.process.kill()
 
 
-def _hosts(group: WorkerGroup) -> WorkerGroup:
-    """The relays as participants of the route onward."""
+def _hosts(group: WorkerIdentity) -> WorkerIdentity:
+    """Return the identity of this host's relay among the relays, for the route onward."""
     return replace(
         group, rank=group.rank // group.local, workers=group.workers // group.local, local=1
     )
 
 
 def directory_of(session: str, host: int, servers: Sequence[Address]) -> Path:
-    """Where the relay of a host listens: the same for all workers of the host, another for each
-    start of a job."""
+    """Return the directory of the sockets of a host's relay. It is the same for all workers of the
+    host and changes with every start of a job."""
     name = hashlib.sha256(repr((session, host, list(servers))).encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"roadtrain-relay-{os.geteuid()}-{name}"
 
@@ -149,20 +152,20 @@ def directory_of(session: str, host: int, servers: Sequence[Address]) -> Path:
 
 @dataclass(frozen=True)
 class RelayBudgets:
-    """A relay's memory for each server."""
+    """The memory that a relay uses for each server."""
 
     copies: int  # buffers of parameters
-    pool: int  # buffers of gradients for each worker
-    piece_bytes: int
-    scratch_bytes: int  # of a sum
+    pool: int  # gradient buffers of each worker
+    piece_bytes: int  # of each of these buffers
+    scratch_bytes: int  # of one sum
 
 
 @dataclass(frozen=True)
 class Orders:
-    """All that a relay's process needs, on its standard input."""
+    """The input of a relay process, which reads it as JSON from its standard input."""
 
-    directory: str  # of the sockets it listens on
-    ends: RouteEnds  # of the route onward: its participants are the relays, one a host
+    directory: str  # of the sockets that the relay listens on
+    ends: RouteEnds  # of the route onward; its participants are the relays, one per host
     local: int  # workers of this host
     budgets: RelayBudgets
     onward: tuple[str, str]  # the route to the servers: its name and options (routes.from_json)
@@ -181,13 +184,13 @@ def start(orders: Orders) -> subprocess.Popen[bytes]:
 def derive_relay(
     table: ChunkTable, host_bytes: int, *, servers: int, local: int, holds_gradients: bool
 ) -> RelayBudgets:
-    """Split a relay's `host_bytes`. Raises BudgetError with the least that would do."""
+    """Split a relay's `host_bytes`. Raises BudgetError if they are too few."""
     least, own = least_relay(table, servers=servers, local=local, holds_gradients=holds_gradients)
     if host_bytes < least:
         raise BudgetError(
             f"a relay of {local} worker(s) and {servers} server(s) needs at least"
-            f" {-(-least // MIB)} MiB, it has {show_bytes(host_bytes)}",
-            hint="raise relay, or choose smaller chunks",
+            f" {-(-least // MIB)} MiB, but it has {show_bytes(host_bytes)}",
+            hint="raise relay, or use smaller chunks",
         )
     more = (host_bytes - least) // (servers * own.piece_bytes)
     return replace(own, copies=own.copies + min(more, len(table.chunks)))
@@ -196,8 +199,9 @@ def derive_relay(
 def least_relay(
     table: ChunkTable, *, servers: int, local: int, holds_gradients: bool
 ) -> tuple[int, RelayBudgets]:
-    """The least bytes of a relay, and how they are split. One worker's gradients pass through;
-    those of several rest here until all have them, the whole model's if they wait for step()."""
+    """Return the minimum memory of a relay in bytes, and how it is split. The gradients of a single
+    worker pass through. Those of several are held until all workers have sent theirs; if they wait
+    for step(), those of the whole model are held at once."""
     share = -(-len(table.trainable) // servers) + 2  # chunks of a server
     piece = buffer_for(chunk.weights_nbytes for chunk in table.chunks)
     scratch = buffer_for(chunk.numel * 4 for chunk in table.trainable) if local > 1 else 0

@@ -1,14 +1,14 @@
-"""MessageLink: a worker's end of its way to a server. WorkerConnection and HostedSession: the
-workers of one start of a job, as a server, a relay, a reducer or a coordinator has them here.
+"""MessageLink: a worker's link to a server. WorkerConnection and HostedSession: the workers of one
+start of a job, as seen by a server, relay, reducer or coordinator.
 
     listener: a link and its hello --> HostedSession.join --> WorkerConnection, the link's Receiver
-    link:     room, arrived        --> the header checked --> HostedSession.take
-    link:     lost                 --> HostedSession.left --> end, once, with its reason
-    end                            --> every worker is told why, every link is closed
+    link:     room, arrived        --> the header is checked --> HostedSession.take
+    link:     lost                 --> HostedSession.left --> end, once, with the reason
+    end                            --> every worker is told the reason, every link is closed
 
-A session is one rank's place each: who comes twice, or for another start of the job, is busy.
-What is wrong with a worker's frame ends the session for all. Assumes that hellos are checked by
-whoever listens. Does NOT know what frames mean.
+A session has one place per rank: a second connection for the same rank, or one from another start
+of the job, is refused with BusyError. An invalid frame from one worker ends the session for all.
+Assumes that the listener has checked the hello. Does NOT know what frames mean.
 """
 
 from __future__ import annotations
@@ -27,82 +27,83 @@ from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.tcp import Address, TcpOptions, connect
 
 MOST_WORKERS = 1 << 16
-COMING_S = 600.0  # a frame may be on its way for so long: one link may be that slow
-# What to do after a wait that passed its deadline
-NO_ANSWER = "start again what does not answer, then the job: it goes on at the last committed step"
+COMING_S = 600.0  # the longest time that receiving one frame may take, on a slow link
+# Hints for a wait that exceeded its deadline
+NO_ANSWER = "restart the silent process, then the job; it resumes at the last committed step"
 SLOW = (
-    "`roadtrain status` says what each server waits for; where only the device or the network is"
-    " slow, give a longer deadline_s"
+    "`roadtrain status` shows what each server waits for; if only the device or the network is"
+    " slow, raise deadline_s"
 )
 
 
 class MessageLink(Protocol):
-    """To one server: a Server of this process, or the end of a link to one elsewhere. Bulk bytes
-    are named by messages as memoryviews (`into`, `grad`)."""
+    """A link to one server, which is a Server of this process or elsewhere. Messages refer to bulk
+    data by memoryviews (`into`, `grad`)."""
 
-    peer: str  # for messages to people: "server 0 (/mnt/ssd0/run)"
+    peer: str  # name in messages to the user: "server 0 (/mnt/ssd0/run)"
 
     def send(self, message: Any) -> None:
-        """Keeps the order, does not block. LostError once it is closed."""
+        """Queue a message; order is kept. Does not block. Raises LostError once closed."""
 
     def waits_for(self) -> str:
-        """For people: ", which waits for ..." where somebody keeps the server from answering, else
-        empty."""
+        """Return ", which waits for ..." if the server itself waits for somebody, else an empty
+        string. For messages to the user."""
 
 
 class WorkerConnection:
-    """One worker's place in a session: the Receiver of its link.
+    """The place of one worker in a session: the Receiver of its link.
 
-    Invariant: frames with a payload first get room, then arrive, both in order: `_taken` is at
-    most `_roomed`."""
+    Invariant: each frame with a payload gets a buffer and then arrives, in order, so `_arrived` is
+    at most `_buffered`."""
 
     def __init__(self, session: Any, rank: int, link: Link) -> None:
         self.session, self.rank, self.link = session, rank, link
-        self.heard = time.monotonic()  # when its last message came
-        self._roomed = 0  # frames with a payload that got room
-        self._taken = 0  # frames with a payload that arrived
-        self._finding = False  # room for a frame: meanwhile its silence is not its own
-        self._taking = False  # a frame: the same
+        self.last_seen = time.monotonic()  # when its last frame arrived
+        self._buffered = 0  # frames with a payload that got a buffer
+        self._arrived = 0  # frames with a payload that arrived
+        # While this thread waits for a buffer or handles a frame, the worker is not silent.
+        self._allocating = False
+        self._handling = False
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes | memoryview = b"") -> None:
-        """Before all that is not urgent. A worker that is lost is noticed by `lost`."""
+        """Send a frame ahead of bulk data. If the worker is lost, `lost` reports it."""
         with suppress(PeerError):
             self.link.send(kind, m.encode(fields), [memoryview(payload)], urgent=True)
 
     def silent_for(self, limit_s: float) -> float:
-        """Seconds without a word from its process where those are more than `limit_s` (COMING_S
-        while a frame of it is on its way), else 0."""
-        if self._finding or self._taking:
+        """Return the seconds since its last frame if they exceed `limit_s` (COMING_S while a frame
+        is being received), else 0."""
+        if self._allocating or self._handling:
             return 0.0
-        if self._roomed != self._taken:
+        if self._buffered != self._arrived:
             limit_s = max(limit_s, COMING_S)
-        silent_s = time.monotonic() - self.heard
+        silent_s = time.monotonic() - self.last_seen
         return silent_s if silent_s > limit_s else 0.0
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
-        self._finding = True
+        self._allocating = True
         try:
             return self.find_room(kind, m.header(kind, header), nbytes)
         finally:
-            self.heard, self._finding = time.monotonic(), False
-            self._roomed += 1
+            self.last_seen, self._allocating = time.monotonic(), False
+            self._buffered += 1
 
     def find_room(self, kind: int, fields: Any, nbytes: int) -> memoryview:
         if nbytes > self.session.payloads.get(kind, 0):
-            raise WireError(f"{nbytes} bytes came with a frame of kind {kind}")
+            raise WireError(f"a frame of kind {kind} came with {nbytes} bytes")
         return memoryview(bytearray(nbytes))
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
-        self._taking = True
+        self._handling = True
         try:
             self.take(kind, m.header(kind, header), payload)
         except RoadtrainError as error:
             self.session.end(error)
-        except Exception as error:  # of this host: never a session that nobody ends
+        except Exception as error:  # a bug here: without this nobody would end the session
             self.session.end(LostError(f"this server failed: {type(error).__name__}: {error}"))
         finally:
-            self.heard, self._taking = time.monotonic(), False
-            self._taken += bool(payload)
+            self.last_seen, self._handling = time.monotonic(), False
+            self._arrived += bool(payload)
 
     def take(self, kind: int, fields: Any, payload: memoryview) -> None:
         self.session.take(self, kind, fields, payload)
@@ -115,24 +116,24 @@ C = TypeVar("C", bound=WorkerConnection)
 
 
 class HostedSession(Generic[C]):
-    """Workers `0..workers-1` of one start of a job.
+    """The workers `0..workers-1` of one start of a job.
 
-    Invariants, under `lock`: `gone` are ranks of `connections`; once `over` is set it stays, and
-    nobody joins."""
+    Invariants, under `lock`: `lost_ranks` is a subset of `connections`; once `over` is set it
+    stays, and no worker joins any more."""
 
     connection_class: ClassVar[type[Any]] = WorkerConnection
-    payloads: ClassVar[Mapping[int, int]] = {}  # kind -> bytes that may come with it
+    payloads: ClassVar[Mapping[int, int]] = {}  # kind of frame -> its largest payload, in bytes
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self.connections: dict[int, C] = {}
-        self.gone: set[int] = set()  # ranks whose link has ended
-        self.over: BaseException | None = None  # why it has ended
-        self.threads: list[threading.Thread] = []  # that end soon after `end`
-        self.lock = threading.Condition()  # notified when somebody has gone
+        self.lost_ranks: set[int] = set()  # ranks whose link is closed
+        self.over: BaseException | None = None  # why the session has ended; None: it has not
+        self.threads: list[threading.Thread] = []  # they close links, and end soon after `end`
+        self.lock = threading.Condition()  # notified when a link is closed
 
     def join(self, rank: int, link: Link) -> C:
-        """Raises BusyError where that place is not free."""
+        """Add a worker. Raises BusyError if its place is taken."""
         with self.lock:
             if not self.takes(rank):
                 raise self.busy()
@@ -141,22 +142,22 @@ class HostedSession(Generic[C]):
         return connection
 
     def takes(self, rank: int) -> bool:
-        """Under `lock`."""
+        """Return whether a worker may take this place. Call under `lock`."""
         return self.over is None and 0 <= rank < self.workers and rank not in self.connections
 
     def busy(self) -> BaseException:
-        """Why nobody can join."""
+        """Return the error for a worker that cannot join."""
         return BusyError("busy with another start of this job")
 
     def name_of(self, rank: int) -> str:
-        """For people."""
+        """Return the name of a worker in messages to the user."""
         return f"worker {rank}"
 
     def new_connection(self, rank: int, link: Link) -> C:
         return self.connection_class(self, rank, link)
 
     def take(self, connection: C, kind: int, fields: Any, payload: memoryview) -> None:
-        """A frame. What it raises ends the session."""
+        """Handle a frame. An exception ends the session."""
         raise NotImplementedError
 
     def everyone(self) -> list[C]:
@@ -164,10 +165,10 @@ class HostedSession(Generic[C]):
             return list(self.connections.values())
 
     def left(self, connection: C, error: PeerError) -> None:
-        """The link of a worker has ended."""
+        """Record that the link of a worker is closed."""
         with self.lock:
-            self.gone.add(connection.rank)
-            all_gone = len(self.gone) == len(self.connections)
+            self.lost_ranks.add(connection.rank)
+            all_gone = len(self.lost_ranks) == len(self.connections)
             self.lock.notify_all()
         self.one_left(connection.rank, error, all_gone)
 
@@ -176,7 +177,7 @@ class HostedSession(Generic[C]):
             self.end(error)
 
     def end(self, error: BaseException) -> None:
-        """The first reason counts."""
+        """End the session. Only the first call has an effect."""
         with self.lock:
             if self.over is not None:
                 return
@@ -184,12 +185,13 @@ class HostedSession(Generic[C]):
         self.ended(error)
 
     def ended(self, error: BaseException) -> None:
-        """Once. From any thread, that of a link too: returns soon."""
+        """Handle the end of the session. Called once, from any thread including those of links, so
+        it must not block."""
         self.dismiss(error)
 
     def dismiss(self, error: BaseException) -> None:
-        """Tells all workers why and closes their links, each in a thread of its own: this one may
-        be one of theirs."""
+        """Send the reason to all workers and close their links, each from a new thread, because a
+        link cannot be closed by its own thread."""
         for connection in self.everyone():
             connection.say(m.FAILED, (type(error).__name__, str(error)))
             self.threads.append(
@@ -198,7 +200,7 @@ class HostedSession(Generic[C]):
             self.threads[-1].start()
 
     def wait_for_the_end(self, wait_s: float | None = None) -> None:
-        """Of its threads; for each so long, or as long as it takes."""
+        """Join the threads that close links, each for at most `wait_s`."""
         for thread in list(self.threads):
             if thread is not threading.current_thread():
                 thread.join(wait_s)
@@ -212,8 +214,8 @@ def link_to(
     options: TcpOptions,
     name: str = "the coordinator",
 ) -> Link:
-    """To a reducer or its coordinator; without an address to `own`, which accepts links of this
-    process."""
+    """Connect to a reducer or its coordinator. With no address, connect to `own`, which accepts
+    links of this process."""
     greeting = m.encode(hello)
     if isinstance(address, str):
         near = local_options(options)

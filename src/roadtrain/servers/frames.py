@@ -1,22 +1,21 @@
-"""Messages as frames: which kind, what stands in the typed header (msgpack), which bytes travel as
-payload.
+"""Messages as frames: the kind of each frame, its typed header (msgpack), and its payload.
 
     worker -> server   Beat Open Fill Settle Begin Read |
                        Pull Push Close ApplyUpdate DiscardGrad EndStep Commit Committed
     server -> worker   Welcome Progress Filled Settled Ready Record Failed |
                        Pulled GradAccumulated Written Prepared Committed
 
-Those before the bar set a session up (servers/serve.py, servers/remote_servers.py), the
-others are servers/protocol/messages.py's. Everything is checked on arrival: WireError for what does
-not fit, nothing is executed or unpickled (Rule 8).
+The frames before the bar set a session up (servers/serve.py, servers/remote_servers.py); the others
+carry the messages of servers/protocol/messages.py. Everything is checked on arrival: a frame that
+does not fit raises WireError, and nothing is executed or unpickled (Rule 8).
 
-A wing has frames of its own beside these (sums/sum_frames.py, switch/switch_frames.py), with
+Optional packages have frames of their own (sums/sum_frames.py, switch/switch_frames.py), with
 numbers that are used nowhere else.
 
-NOTE language. LANGUAGE is a digest of every message of every room: its name, number and the types
-of its header, of hello and of what is not a header but has a form. Both sides of a link show it in
-the handshake. tests/unit/test_language.py computes it and says what it should be. EDITION counts
-what types do not say: raise it when a field means something else.
+NOTE language. LANGUAGE is a digest of all messages of all packages: the name and number of each,
+and the types of its header; also of the hello and of payloads that have types. Both ends of a link
+exchange it in the handshake. tests/unit/test_language.py computes it and prints the new value.
+EDITION stands for what types cannot express: raise it when the meaning of a field changes.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from roadtrain.servers.protocol import messages
 from roadtrain.storage.ledger import pack
 from roadtrain.units import round_up
 
-# Kinds of frames. A number is never used again for something else.
+# Kinds of frames. Numbers are never reused.
 
 # worker -> server
 OPEN = 1
@@ -59,7 +58,7 @@ WELCOME = 20
 FILLED = 21
 READY = 22
 RECORD = 23
-FAILED = 24  # from any role to any other
+FAILED = 24  # between any two roles, in both directions
 PULLED = 25
 GRAD_ACCUMULATED = 26
 PREPARED = 27
@@ -69,7 +68,7 @@ STEP_WORDS = 49
 
 
 class ChunkHeader(NamedTuple):
-    chunk: int  # in a Read and its Record also -1: what was committed with the last step
+    chunk: int  # in Read and Record also -1: the blobs committed with the last step
 
 
 class StepHeader(NamedTuple):
@@ -77,36 +76,36 @@ class StepHeader(NamedTuple):
 
 
 class OpenHeader(NamedTuple):
-    """Worker 0 says what the server's part of the store is; the payload describes it."""
+    """Worker 0's order to open or make the server's part of the store. The payload describes it."""
 
-    new: bool  # the part is to be made; else it is there
+    new: bool  # make the part; otherwise open it
     step: int  # of the generation to open or make
-    servers: int  # how many the store is spread over
-    holds_gradients: bool  # gradients wait for the norm of all
-    snapshot: int  # go on from the snapshot of this step, if it is that of a new part; -1: none
-    given_up: bool  # what the new part replaces is moved aside
+    servers: int  # servers that the store is spread over
+    holds_gradients: bool  # gradients wait for the global norm
+    snapshot: int  # resume from the snapshot of this step, if the new part is of it; -1: none
+    given_up: bool  # move aside the contents that the new part replaces
 
 
 class WelcomeHeader(NamedTuple):
-    step: int  # the newest of the store here, -1 without a store
+    step: int  # newest step of the store here, -1 without a store
     snapshots: tuple[int, ...]  # steps of its snapshots
-    every: int  # steps between two snapshots; 0: it takes none
-    rests: str  # where the state rests, for people
+    every: int  # steps between two snapshots; 0: none are taken
+    rests: str  # location of the state, as text
 
 
 WAITS_ONLY = -1
 
 
 class ProgressHeader(NamedTuple):
-    """What the server waits for. Until Ready: how much of it is done."""
+    """The reason why a server keeps its workers waiting, with its progress until Ready."""
 
     doing: str
     done: int
-    of: int  # WAITS_ONLY: nothing moves, `doing` says who does not answer ("": everybody does)
+    of: int  # WAITS_ONLY: no progress; `doing` names who does not answer ("": everybody does)
 
 
 class ReadyHeader(NamedTuple):
-    step: int  # that was committed last
+    step: int  # the last committed step
     members: tuple[int, ...]  # the session's servers
     job: str
 
@@ -126,8 +125,8 @@ class PushHeader(NamedTuple):
     chunk: int
     fresh: bool  # the first of its step: it replaces what is held
     ticket: int
-    values: int  # how many a sparse gradient has; -1: it is dense
-    dtype: str  # of these; of a dense gradient only where it was downcast, else ""
+    values: int  # number of values of a sparse gradient; -1: it is dense
+    dtype: str  # of the values; of a dense gradient only if it was downcast, else ""
 
     @property
     def dense(self) -> bool:
@@ -148,11 +147,11 @@ class ApplyUpdateHeader(NamedTuple):
 
 class WrittenHeader(NamedTuple):
     step: int
-    sums: tuple[tuple[int, int, int], ...]  # of each owner: its number, sum, weighted sum
+    sums: tuple[tuple[int, int, int], ...]  # (owner, sum, weighted sum) for each owner
 
 
 class FailedHeader(NamedTuple):
-    error: str  # the name of its class
+    error: str  # name of the exception class
     words: str
 
 
@@ -160,7 +159,7 @@ NO_FIELDS = tuple[()]
 HEADERS: Mapping[int, Any] = {
     OPEN: OpenHeader,
     FILL: ChunkHeader,  # the payload is its record
-    SETTLE: NO_FIELDS,  # a new part is whole: it counts, with what was committed as payload
+    SETTLE: NO_FIELDS,  # a new part is complete and counts; the payload is the blobs of its step
     BEGIN: NO_FIELDS,
     READ: ChunkHeader,
     PULL: PullHeader,
@@ -171,7 +170,7 @@ HEADERS: Mapping[int, Any] = {
     END_STEP: StepHeader,
     COMMIT: StepHeader,
     COMMITTED: StepHeader,
-    BEAT: NO_FIELDS,  # the worker's process runs
+    BEAT: NO_FIELDS,  # heartbeat of a worker's process
     WELCOME: WelcomeHeader,
     FILLED: ChunkHeader,
     READY: ReadyHeader,
@@ -187,7 +186,7 @@ HEADERS: Mapping[int, Any] = {
 }
 
 
-# What is not a header but has a form
+# Typed bytes that are not headers
 
 
 class Hello(NamedTuple):
@@ -196,22 +195,23 @@ class Hello(NamedTuple):
     session: str
     rank: int
     workers: int
-    local: int  # workers of each host that are summed first; negative: their relay has done it
-    server: int  # its number
-    signature: str  # of the layout
+    local: int  # workers per host that are summed first; negative: a relay has summed them
+    server: int  # number of the server
+    signature: str  # digest of the layout
 
 
-# begins the greeting of who says that a server may go on without others; Without is the rest
+# Prefix of a hello that tells a server to resume without others; a Without follows it.
 WITHOUT = b"roadtrain without "
 
 
 class Without(NamedTuple):
     job: str
-    link: str  # of its history (storage/history.py)
+    link: str  # id of the last link of the history (storage/history.py)
     servers: tuple[int, ...]
 
 
-# What health.answer says: of the server; worker -> (seconds, what it waits for); seconds a stage.
+# The answer of health.answer: the server's state, worker -> (seconds, what it waits for), and
+# stage -> seconds.
 Status = tuple[str, Mapping[str, tuple[float, str]], Mapping[str, float]]
 HELLO = msgspec.msgpack.Decoder(Hello)
 WITHOUT_REST = msgspec.msgpack.Decoder(Without)
@@ -220,12 +220,12 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def declare(headers: Mapping[int, Any]) -> None:
-    """Frames of these kinds have these headers: called once for each room that has frames."""
+    """Register the headers of these kinds of frames. Each package with frames calls it once."""
     _DECODERS.update({kind: msgspec.msgpack.Decoder(header) for kind, header in headers.items()})
 
 
 def _shape(kind: Any) -> str:
-    """A type as text that is the same in every version of Python; of named fields their types."""
+    """Return a type as text, equal in all versions of Python. Named fields are left out."""
     if hasattr(kind, "_fields"):
         return f"tuple[{', '.join(map(_shape, get_type_hints(kind).values()))}]"
     inside = ", ".join("..." if arg is ... else _shape(arg) for arg in get_args(kind))
@@ -234,12 +234,12 @@ def _shape(kind: Any) -> str:
 
 
 def language_of(words: Mapping[str, Any]) -> bytes:
-    """16 bytes: of names and the types that they stand for."""
-    told = [
+    """Return a digest of 16 bytes over names and their types or numbers."""
+    lines = [
         f"{name}: {kind if isinstance(kind, (int, str)) else _shape(kind)}"
         for name, kind in sorted(words.items())
     ]
-    return hashlib.blake2b("\n".join(told).encode(), digest_size=16).digest()
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
 
 
 EDITION = 2  # NOTE language
@@ -251,14 +251,14 @@ declare(HEADERS)
 
 
 def header(kind: int, raw: bytes) -> Any:
-    """The header's fields. WireError for an unknown kind or a header of another shape."""
+    """Decode a header. Raises WireError if the kind is unknown or the header does not fit it."""
     if kind not in _DECODERS:
         raise WireError(f"a frame of unknown kind {kind}")
     return decoded(_DECODERS[kind], raw, f"the header of a frame of kind {kind}")
 
 
 def decoded(decoder: msgspec.msgpack.Decoder[T], raw: bytes | memoryview, what: str) -> T:
-    """WireError for another shape."""
+    """Decode bytes. Raises WireError if they have another type."""
     try:
         return decoder.decode(raw)
     except msgspec.DecodeError as error:
@@ -270,8 +270,8 @@ def as_bytes(array: np.ndarray) -> memoryview:
 
 
 def frame(message: Any) -> tuple[int, bytes, Sequence[memoryview]]:
-    """(kind, header, payload) of what a worker says to a server; of a pull without where it
-    goes."""
+    """Return (kind, header, payload) of a message from a worker. For a pull, `into` is left
+    out."""
     match message:
         case messages.Pull(chunk, version, _, ticket):
             return PULL, encode((chunk, version, ticket)), ()
@@ -299,7 +299,7 @@ def frame(message: Any) -> tuple[int, bytes, Sequence[memoryview]]:
 
 
 def reply(message: Any) -> tuple[int, tuple[Any, ...], bytes | memoryview]:
-    """(kind, fields, payload) of what a server says to workers."""
+    """Return (kind, fields, payload) of a message from a server."""
     match message:
         case messages.GradAccumulated(chunk, sums):
             return GRAD_ACCUMULATED, (chunk,), as_bytes(sums)
@@ -320,7 +320,8 @@ def apply_update(
     n = len(chunk.spans)
     if len(payload) != 9 * n:
         raise WireError(
-            f"an update of chunk {chunk.id} with {len(payload)} bytes of scales, {9 * n} expected"
+            f"an update of chunk {chunk.id} came with {len(payload)} bytes of scales instead of"
+            f" {9 * n}"
         )
     there = np.frombuffer(payload, np.uint8, n, 8 * n)
     scales = [float(s) if t else None for s, t in zip(np.frombuffer(payload, np.float64, n), there)]
@@ -330,7 +331,8 @@ def apply_update(
 
 
 def push_nbytes(fields: PushHeader, chunk: Chunk, dense: int) -> int:
-    """The payload of a push of `chunk`; `dense`: that of a dense gradient that is not downcast."""
+    """Return the payload bytes of a push of `chunk`. `dense`: those of a dense gradient that is not
+    downcast."""
     dtype = fields.dtype
     if not fields.dense:
         itemsize = 4 if dtype == "fp32" else 2
@@ -338,9 +340,7 @@ def push_nbytes(fields: PushHeader, chunk: Chunk, dense: int) -> int:
     if not dtype:
         return dense
     if dtype not in ("bf16", "fp16") or chunk.dtype != "fp32":
-        raise WireError(
-            f"a gradient of chunk {chunk.id}, which is {chunk.dtype}, came as {dtype!r}"
-        )
+        raise WireError(f"a gradient of chunk {chunk.id} of dtype {chunk.dtype} came as {dtype!r}")
     return round_up(chunk.numel * ITEMSIZE[dtype], PAGE)
 
 
@@ -357,7 +357,7 @@ def push(
     values = np.frombuffer(payload, kind, k, 8 * n + 4 * k)
     if k and int(indices.max()) >= chunk.numel:
         raise WireError(
-            f"an index {int(indices.max())} in a gradient of chunk {number}, which has"
-            f" {chunk.numel}"
+            f"a gradient of chunk {number} has an index {int(indices.max())}, the chunk has"
+            f" {chunk.numel} elements"
         )
     return messages.Push(number, (indices, values), fresh, False, ticket, sums, worker)

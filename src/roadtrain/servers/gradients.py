@@ -1,11 +1,11 @@
-"""Gradients: what workers pushed for one server's chunks, until the update takes it.
+"""PushedGradients: the gradients that workers pushed for one server's chunks, until the update.
 
-A push is kept where it lies, copied, written to the spill file, or (top-k) a list of indices and
-values. With several workers the sum is taken when it is asked for, into fp32, for the norm and for
-the update: `sum_in_order` of the workers of each host, then of the hosts. What one worker pushes in
-several passes adds up in the chunk's dtype, also where it was downcast on its way.
+A pushed gradient is kept in place, copied, written to the spill file, or (top-k) kept as indices
+and values. With several workers their sum is computed in fp32, once for the norm and again for the
+update unless it is cached: `sum_in_order` over the workers of each host, then over the hosts.
+Several pushes of one worker are accumulated in the chunk's dtype, even if they were downcast.
 
-Assumes: one thread at a time for one chunk. Does NOT know steps or who waits.
+Assumes that only one thread works on a chunk at a time. Does NOT know steps or waiters.
 """
 
 from __future__ import annotations
@@ -26,14 +26,18 @@ from roadtrain.servers.protocol import messages
 from roadtrain.storage.file import FileTier
 from roadtrain.units import round_up
 
-Held = Mapping[int, Any]  # worker -> what is held of it
-Gradients = Iterable[tuple[np.ndarray, str]]  # each with its dtype
+Held = Mapping[int, Any]  # worker -> its gradient (see PushedGradients._held)
+Gradients = Iterable[tuple[np.ndarray, str]]  # (values, dtype)
 
 
 class PushedGradients:
-    """`scratch`: buffers of `scratch_bytes`, at least two; a sum, a spilled gradient and an
-    expanded one take one.
-    `local`: workers of a host; negative where each push is the fp32 sum of one."""
+    """The gradients of one server's chunks.
+
+    Args:
+        buffers: Scratch buffers of `scratch_bytes`, at least two. A sum, a spilled gradient and an
+            expanded sparse gradient take one each.
+        local: Workers of a host; negative if each push is already the fp32 sum of a host.
+    """
 
     def __init__(
         self,
@@ -46,17 +50,17 @@ class PushedGradients:
     ) -> None:
         self.chunks, self.tier, self.alone, self.local = chunks, tier, workers == local == 1, local
         self._per_host = local if local > 1 else workers  # workers that are summed first
-        self._at_once = 2 + (1 < local < workers)  # scratch buffers of one sum
+        self._at_once = 2 + (1 < local < workers)  # scratch buffers needed for one sum
         self.scratch = BufferPool(max(self._at_once, buffers), scratch_bytes)
-        # chunk -> worker -> (memory with room for the chunk's dtype, dtype) | dtype if spilled |
-        # [(indices, values)...]
+        # chunk -> worker -> (memory with room for the chunk's dtype, dtype), or the dtype if
+        # spilled, or [(indices, values), ...]
         self._held: dict[int, dict[int, Any]] = {}
-        # sums that were just taken, kept for the update
+        # sums computed for the norm, cached for the update
         self._totals: dict[int, tuple[Buffer, np.ndarray]] = {}
 
     def hold(self, push: messages.Push) -> tuple[Any, bool]:
-        """(sums of squares of the worker's gradient so far, a segment each; whether the pushed
-        memory is in use)."""
+        """Add a push to its worker's gradient. Returns (sums of squares of that gradient, one per
+        segment; whether the pushed memory stays in use)."""
         chunk, held = self.chunks[push.chunk], self._held.setdefault(push.chunk, {})
         if not isinstance(push.grad, tuple):
             return self._hold_dense(chunk, held, push)
@@ -65,7 +69,7 @@ class PushedGradients:
             return push.sums, False
         held[push.worker].append(push.grad)
         scratch, dense, dtype = self._dense(chunk, held[push.worker], push.worker)
-        # of what was sent: what was left out of several passes is unknown here
+        # squares of the values sent: those that compression left out are unknown here
         sums = sums_of_squares(dense, dtype, chunk.segments)
         self.done(scratch)
         return sums, False
@@ -113,8 +117,8 @@ class PushedGradients:
         return bool(self._held.get(number))
 
     def total_sums(self, number: int) -> Any:
-        """Sums of squares of the sum over workers; the sum itself stays where there is room,
-        for `take`."""
+        """Return the sums of squares of the sum over workers. The sum is cached for `take` if
+        enough scratch buffers are free."""
         chunk = self.chunks[number]
         scratch, total, dtype = self._total(chunk, self._held.get(number, {}))
         sums = sums_of_squares(total, dtype, chunk.segments)
@@ -125,8 +129,8 @@ class PushedGradients:
         return sums
 
     def take(self, number: int) -> tuple[Buffer | None, np.ndarray, str]:
-        """The gradient to update with and its dtype; it is forgotten here. Give the buffer back
-        by `done`."""
+        """Remove and return the gradient for the update, with its dtype. Pass the buffer to `done`
+        afterwards."""
         held = self._held.pop(number)
         if number in self._totals:
             return *self._totals.pop(number), "fp32"
@@ -140,8 +144,8 @@ class PushedGradients:
         held = self._held.get(number, {})
         if number in self._totals:
             self.done(self._totals.pop(number)[0])
-        for one in [*held] if worker is None else [worker]:
-            held.pop(one, None)
+        for sender in [*held] if worker is None else [worker]:
+            held.pop(sender, None)
 
     def close(self) -> None:
         self._held.clear()
@@ -158,17 +162,17 @@ class PushedGradients:
         return scratch, total, "fp32"
 
     def _of_hosts(self, chunk: Chunk, held: Held, total: np.ndarray) -> Gradients:
-        """The sum of each host's workers, one after another; the first in `total`."""
+        """Yield the sum of each host's workers; the first is computed in `total`."""
         hosts = itertools.groupby(sorted(held), lambda worker: worker // self._per_host)
         for i, (_, workers) in enumerate(hosts):
             scratch = self.scratch.get() if i else None
             into = total if scratch is None else array_in(scratch.view, "fp32", 0, chunk.numel)
-            sum_in_order(into, self._of_workers(chunk, {one: held[one] for one in workers}))
+            sum_in_order(into, self._of_workers(chunk, {w: held[w] for w in workers}))
             yield into, "fp32"
             self.done(scratch)
 
     def _of_workers(self, chunk: Chunk, held: Held) -> Gradients:
-        """All at once where they lie in memory, else one after another."""
+        """Return all gradients at once if they are in memory; otherwise load them one by one."""
         if all(isinstance(part, tuple) for part in held.values()):
             return [*self._one_by_one(chunk, held)]
         return self._one_by_one(chunk, held)
@@ -180,8 +184,8 @@ class PushedGradients:
             self.done(scratch)
 
     def _dense(self, chunk: Chunk, part: Any, worker: int) -> tuple[Buffer | None, np.ndarray, str]:
-        """What is held of a worker, as one array, and its dtype: where it lies, or (spilled,
-        compressed) in a scratch buffer."""
+        """Return a worker's gradient as one array, with its dtype. A spilled or compressed gradient
+        goes to a scratch buffer, which is returned too."""
         if isinstance(part, tuple):
             memory, dtype = part
             return None, array_in(memory, dtype, 0, chunk.numel), dtype
@@ -211,7 +215,7 @@ class PushedGradients:
 
 
 def _add(acc: np.ndarray, dtype: str, grad: np.ndarray, of_grad: str) -> None:
-    """acc += grad in acc's dtype, rounded to nearest even, as torch accumulates p.grad."""
+    """Add `grad` to `acc` in acc's dtype, rounded to nearest even as torch accumulates p.grad."""
     if dtype == "fp32":
         accumulate(acc, grad, of_grad)
         return

@@ -1,9 +1,9 @@
-"""IntermediarySession: what goes between several participants and one server, whoever stands there
-(a relay beside the workers of a host, the end of a fan-in). To the participants it is their
-session, to the link of the server its Receiver; servers/protocol/intermediary.py says what goes on.
+"""IntermediarySession: the process between several participants and one server (a relay for the
+workers of a host, the end of a fan-in). It is the session of the participants and the Receiver of
+the link to the server. The state machine is servers/protocol/intermediary.py.
 
-Frames that set a session up pass as they are; what the server says to its one worker all are told,
-each its own part of what was committed. Does NOT know gradients: its heirs do.
+Frames that set a session up are forwarded unchanged. Frames from the server go to all participants;
+each gets only its own part of what was committed. Does NOT know gradients: subclasses do.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ from roadtrain.units import round_up
 
 
 class IntermediarySession(ParameterSession):
-    """Invariants, under `lock`: `_said` is what those who come later are told; `_readers` are the
-    participants that wait for a Record, in the order of their questions."""
+    """Invariants, under `lock`: `_greetings` are frames that participants which join later must get
+    too; `_readers` are the participants that wait for a Record, in the order they asked."""
 
-    machine: Any  # an Intermediary; there before anybody pulls or ends a step
-    _copies: list[Buffer]  # for parameters, by their number
+    machine: Any  # an Intermediary; set before any pull or end of a step
+    _copies: list[Buffer]  # of parameters, by number
 
     def __init__(
         self, participants: int, *, stands_for: int = 1, deadline_s: float | None = None
     ) -> None:
-        """`stands_for`: workers that one participant commits for. `deadline_s`: for the link to the
-        server."""
+        """`stands_for`: workers that each participant commits for. `deadline_s`: for connecting to
+        the server."""
         super().__init__(participants, 1)
         self._stands_for, self._up_s = stands_for, deadline_s
-        self._connected = threading.Event()  # `_up` is there
+        self._connected = threading.Event()  # `_up` is set
         self._up: Link
-        # welcome and ready, for those who come later
-        self._said: list[tuple[int, bytes, bytes]] = []
+        # Welcome and Ready frames, sent again to participants that join later
+        self._greetings: list[tuple[int, bytes, bytes]] = []
         self._readers: deque[ParameterConnection] = deque()
 
-    # who is here
+    # participants
 
     def new_connection(self, rank: int, link: Link) -> ParameterConnection:
         worker = super().new_connection(rank, link)
         self.prepare(worker)
-        for kind, header, payload in self._said:
-            self._tell_one(worker, kind, header, payload)
+        for kind, header, payload in self._greetings:
+            self._forward(worker, kind, header, payload)
         return worker
 
     def prepare(self, worker: ParameterConnection) -> None:
-        """Before it hears anything."""
+        """Prepare a participant before the first frame is sent to it."""
 
     def takes(self, rank: int) -> bool:
-        return not self.gone and super().takes(rank)
+        return not self.lost_ranks and super().takes(rank)
 
-    # what the participants ask for
+    # requests of the participants
 
     def beat(self) -> None:
-        """Tell the server that this process runs; `look` sees to the participants."""
+        """Send a heartbeat of this process to the server; `look` watches the participants."""
         if self._connected.is_set():
             with suppress(PeerError):
                 self._up.send(m.BEAT, m.encode(()), urgent=True)
@@ -77,7 +77,7 @@ class IntermediarySession(ParameterSession):
                 self._readers.append(worker)
             self._up.send(kind, m.encode(fields), [payload] if payload else [])
 
-    def tell(self, message: Any) -> None:
+    def post(self, message: Any) -> None:
         try:
             with self.lock:
                 for action in self.machine.handle(message):
@@ -85,7 +85,7 @@ class IntermediarySession(ParameterSession):
         except RoadtrainError as error:
             self.end(error)
 
-    # the Receiver's, called by the link of the server
+    # the Receiver's methods, called by the link to the server
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         fields = m.header(kind, header)
@@ -95,32 +95,32 @@ class IntermediarySession(ParameterSession):
         with self.lock:
             buffer = self.machine.buffer_for(ticket, number)
             if buffer is None or nbytes != round_up(self.chunk(number).weights_nbytes, PAGE):
-                raise WireError(f"{nbytes} bytes of chunk {number} came for ticket {ticket}")
+                raise WireError(f"{nbytes} bytes of chunk {number} arrived for ticket {ticket}")
             return self._copies[buffer].view[:nbytes]
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
         fields = m.header(kind, header)
         if kind == m.PULLED:
-            self.tell(messages.Pulled(*fields))
+            self.post(messages.Pulled(*fields))
             return
         self._connected.wait(self._up_s)
         with self.lock:
             if kind in (m.WELCOME, m.READY):
-                self._said.append((kind, header, bytes(payload)))
+                self._greetings.append((kind, header, bytes(payload)))
             if kind == m.RECORD:
                 with suppress(PeerError):
                     self._readers.popleft().link.send(kind, header, [payload])
                 return
             first = kind in (m.FILLED, m.SETTLED)
             for worker in [self.connections[0]] if first else self.everyone():
-                self._tell_one(worker, kind, header, payload)
+                self._forward(worker, kind, header, payload)
         if kind == m.FAILED:
             self.end(LostError(fields[1]))
 
     def lost(self, error: PeerError) -> None:
         self.end(error)
 
-    def _tell_one(
+    def _forward(
         self, worker: ParameterConnection, kind: int, header: bytes, payload: bytes | memoryview
     ) -> None:
         if kind == m.READY and self.workers * self._stands_for > 1:
@@ -129,15 +129,16 @@ class IntermediarySession(ParameterSession):
             worker.link.send(kind, header, [memoryview(payload)], urgent=True)
 
     def _part_of(self, rank: int, blobs: list[bytes]) -> bytes:
-        """What the workers of a participant committed; where others did, what their first did."""
+        """Return the blobs that the workers of a participant committed. If another number of
+        workers committed, return the first blob."""
         each = self._stands_for
         mine = blobs[each * rank : each * (rank + 1)]
         return pack(mine if len(mine) == each else blobs[:1])
 
-    # what the state machine says
+    # actions of the state machine
 
     def _carry_out(self, action: Any) -> None:
-        """What is the same for all. Under `lock`."""
+        """Carry out the actions that all subclasses share. Called under `lock`."""
         match action:
             case Up(messages.Commit(step, blobs)):
                 self._send(messages.Commit(step, pack(blobs)))
@@ -146,7 +147,7 @@ class IntermediarySession(ParameterSession):
             case Up(message):
                 self._send(message)
             case Give(pull, buffer):
-                pull.into.send(self._copies[buffer].view, lambda: self.tell(messages.Done(action)))
+                pull.into.send(self._copies[buffer].view, lambda: self.post(messages.Done(action)))
             case _:
                 raise AssertionError(action)
 

@@ -1,7 +1,7 @@
-"""The servers of a job in threads of this process, one a storage directory; without directories one
-server keeps everything in RAM.
+"""The servers of a job in threads of this process, one per storage directory; without directories a
+single server keeps everything in RAM.
 
-Opens the store or makes it, and converts it when the plan asked for is another one.
+Opens or makes the store, and converts it if its layout differs from the plan.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from roadtrain.chunks import Chunk
-from roadtrain.environment import WorkerGroup
+from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import ConfigError
 from roadtrain.options.budgets import RecordBudgets
 from roadtrain.retry import undone_on_error
-from roadtrain.servers.server import Server, Setup
+from roadtrain.servers.server import Server, ServerConfig
 from roadtrain.servers.store_plan import StorePlan, check_same
 from roadtrain.servers.trace import Stages
 from roadtrain.storage.convert import (
@@ -35,13 +35,14 @@ from roadtrain.storage.ledger import unpack
 
 
 class LocalServers:
-    """The servers of a job in this process; RemoteServers has the same methods.
+    """The servers of a job in this process. RemoteServers has the same methods.
 
-    `running`: the servers, once they are connected. `opened`: None where a new store is to be made.
+    Attributes:
+        running: The servers, once connected.
     """
 
-    local = True  # they run in this process: values can be written into their store anew
-    rests = ""  # for people: where their state rests
+    local = True  # in this process: the values in their store can be replaced
+    rests = ""  # location of their state, as text
 
     def __init__(
         self,
@@ -52,32 +53,32 @@ class LocalServers:
         deadline_s: float,
         report: Callable[[str], None] = print,
     ) -> None:
-        self.store_plan, self.group = store_plan, WorkerGroup()
+        self.store_plan, self.group = store_plan, WorkerIdentity()
         self._budgets, self._deadline_s, self._report = budgets, deadline_s, report
         self.store = opened  # the files of this process
-        self.new = opened is None  # the store is to be filled, by this worker
+        self.new = opened is None  # this worker must fill the new store
         if opened is None and store_plan.directories:
             meta, owners = store_plan.meta(), store_plan.owners
             self.store = create_store(
                 store_plan.directories, meta, owners, direct=store_plan.direct
             )
-        # what this run is a witness of, which a run directory keeps (storage/mark.py)
+        # the witness of this run, which the run directory keeps (storage/mark.py)
         self.history = str(self.store.begin_session()) if self.store else ""
         in_ram = replace(store_plan.meta(), owners=store_plan.owners, directories=("RAM",))
-        self.meta = self.store.meta if self.store else in_ram  # of what they hold
-        # the last committed step, and what this worker committed with it
+        self.meta = self.store.meta if self.store else in_ram  # layout of what the servers hold
+        # the last committed step, and this worker's job state after it
         self.step = max(0, self.store.step) if self.store else 0
         self.blob = unpack(self.store.blob)[0] if self.store else b""
         self.numbers = range(len(self.meta.directories))
         self.running: list[Server] = []
-        self._said = opened.notes if opened else ()  # by open_or_none
+        self._reported = opened.notes if opened else ()  # reported by open_or_none
 
     def connect(self, deliver: Callable[[Any], None], stages: Stages) -> Mapping[int, Server]:
-        """The links of the worker whose messages go to `deliver`, by number of the server."""
+        """Create the servers, which send messages to `deliver`, and return them by number."""
         buffers = self._budgets.buffers // (max(self.meta.owners, default=0) + 1)
         share = replace(self._budgets, buffers=buffers)
         for i, where in enumerate(self.store_plan.directories or ("RAM",)):
-            setup = Setup(
+            setup = ServerConfig(
                 i,
                 f"server {i} ({where})",
                 self.meta,
@@ -91,22 +92,22 @@ class LocalServers:
         return dict(enumerate(self.running))
 
     def fill(self, number: int, chunk: int, record: memoryview) -> None:
-        """Put the first contents of a chunk on one of its servers."""
+        """Write the initial contents of a chunk to one of its servers."""
         self.running[number].fill(chunk, record)
 
     def start(self, blob: bytes) -> None:
-        """Commits step 0 of a new store with `blob`, then serves."""
+        """Commit step 0 of a new store with `blob`, then serve."""
         if self.new and self.store is not None:
             self.store.commit(0, blob)
             self.store.publish()
         for server in self.running:
             server.start()
         for note in self.store.notes if self.store else ():
-            if note not in self._said:
+            if note not in self._reported:
                 self._report(note)
 
     def record_of(self, chunk: Chunk, what: str) -> RecordView:
-        """Return at least the part of the committed record in which `what` lies."""
+        """Return a view of the committed record, at least of the part that contains `what`."""
         if self.store is not None:
             return read_record(self.store, chunk, what)
         return RecordView(self.meta, chunk, self.running[0].memory[chunk.id])
@@ -120,10 +121,10 @@ class LocalServers:
                 change(self.record_of(chunk, ""))
         for i, server in enumerate(self.running):
             tier = self.store.tiers[i] if self.store else None
-            server.begin_again(self.meta, tier, step, self._deadline_s)
+            server.reset(self.meta, tier, step, self._deadline_s)
 
     def nbytes(self) -> int:
-        """Count the memory of this process."""
+        """Return the bytes of memory that the servers use in this process."""
         return sum(server.nbytes() for server in self.running)
 
     def stop(self) -> list[str]:
@@ -131,11 +132,11 @@ class LocalServers:
         return [name for server in self.running for name in server.stop(self._deadline_s)]
 
     def close(self) -> None:
-        """Close what is left, once the worker is closed."""
+        """Close the store. Call it after the worker is closed."""
         if self.store is not None:
             self.store.close()
 
-    abort = close  # instead of `stop` and `close`, where no session has come of it
+    abort = close  # replaces `stop` and `close` if no session was started
 
 
 def open_or_none(
@@ -143,10 +144,9 @@ def open_or_none(
     report: Callable[[str], None],
     accept: Accept = lambda job, step, session: None,
 ) -> OpenedStore | None:
-    """The job's store, converted to `store_plan` where it has another; None where there is none
-    yet.
-    `accept`: see open_store. Raises ForeignError where it belongs to another model or
-    optimizer."""
+    """Open the job's store, and convert it if its layout differs from `store_plan`. Returns None if
+    there is no store yet. `accept`: see open_store. Raises ForeignError if the store belongs to
+    another model or optimizer."""
     if not store_plan.directories:
         return None
     opened = open_store(
@@ -154,7 +154,7 @@ def open_or_none(
     )
     if opened is None:
         return None
-    for note in opened.notes:  # at once: what follows may fail
+    for note in opened.notes:  # report them at once: the next lines may fail
         report(note)
     start = time.monotonic()
     with undone_on_error(opened.close):
@@ -164,16 +164,16 @@ def open_or_none(
             return opened
         if meta.staleness:
             raise ConfigError(
-                f"{opened.directories[0]} has staleness 1 and is not converted",
-                hint="keep the directories, chunk_elements and dtype that it was made with",
+                f"{opened.directories[0]} has staleness 1; such a store cannot be converted",
+                hint="use the directories, chunk_elements and dtype that it was made with",
             )
         new = convert(
             opened, meta, store_plan.directories, store_plan.owners, direct=store_plan.direct
         )
-    report(f"store converted to the layout asked for in {time.monotonic() - start:.1f} s")
+    report(f"store converted to the requested layout in {time.monotonic() - start:.1f} s")
     return new
 
 
 def pieces_of(store: OpenedStore, name: str, what: str) -> Iterator[tuple[int, np.ndarray]]:
-    """(first element, values) of a parameter, a chunk at a time."""
+    """Yield (index of the first element, values) of a parameter, chunk by chunk."""
     return param_pieces(store.meta, name, what, partial(read_record, store, what=what))

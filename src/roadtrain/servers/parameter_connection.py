@@ -1,9 +1,8 @@
-"""ParameterConnection: what a worker says to a parameter server, or to the relay before it, and
-where it goes: to the session's own methods until the store is open, from then on as messages to a
-state machine.
+"""ParameterConnection: the frames that a worker sends to a parameter server or to the relay before
+it. Until the store is open the session handles them, afterwards a state machine does.
 
-Gradients arrive in buffers of `pool`, in order; who has no buffer left waits, and so does its
-worker: that is the back-pressure. Does NOT know what a server does with a message.
+Gradients arrive in buffers of `pool`, in order. When the pool is empty the receiver blocks, which
+throttles the worker (back-pressure). Does NOT know what a server does with a message.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from roadtrain.servers.protocol import messages
 from roadtrain.transport.link import Link
 from roadtrain.units import round_up
 
-# frames with which worker 0 opens the store, and everybody reads it between steps
+# frames with which worker 0 opens the store, and frames that read it between steps
 SETS_UP = (m.OPEN, m.FILL, m.SETTLE, m.BEGIN, m.READ)
-# frames whose payload may be of any length; those not named here and not Push or Fill have none
-MOST_WORDS = 1 << 16  # bytes that the workers of a connection say at the end of a step
+# frames whose payload may have any length; kinds not named here have none, except Push and Fill
+MOST_WORDS = 1 << 16  # bytes of the words that a connection sends with EndStep
 _ANY_PAYLOAD = (m.OPEN, m.SETTLE, m.COMMIT, m.APPLY_UPDATE)
 
 
 class PullReply:
-    """Where a remote worker's pull goes (`Pull.into`)."""
+    """The destination of a remote worker's pull (`Pull.into`)."""
 
     def __init__(self, connection: ParameterConnection, ticket: int, chunk: Chunk) -> None:
         self.connection, self.ticket, self.chunk = connection, ticket, chunk
-        self.asked = time.monotonic()
+        self.since = time.monotonic()
         self.nbytes = round_up(chunk.weights_nbytes, PAGE)
         self._buffer: Buffer | None = None
 
@@ -50,7 +49,7 @@ class PullReply:
                 self.connection.session.answers.put(self._buffer)
             done()
 
-        with suppress(PeerError):  # a lost worker ends the session where it is noticed
+        with suppress(PeerError):  # a lost worker ends the session elsewhere
             self.connection.link.send(
                 m.PULLED, m.encode((self.ticket, self.chunk.id)), [view[: self.nbytes]], sent
             )
@@ -58,18 +57,20 @@ class PullReply:
 
 
 class ParameterConnection(WorkerConnection):
-    """Invariants: `_coming` are the buffers of dense gradients that got room and have not
-    arrived, in order; a buffer in `_kept` is back in `pool` once the server has let go of it."""
+    """The place of one worker at a parameter server.
+
+    Invariants: `_coming` holds the buffers of dense gradients that are being received, in order;
+    a buffer in `_kept` returns to `pool` when the server no longer needs it."""
 
     session: ParameterSession
 
     def __init__(self, session: ParameterSession, rank: int, link: Link) -> None:
         super().__init__(session, rank, link)
-        self.signature = ""  # of the worker's layout
+        self.signature = ""  # digest of the worker's layout
         self.pool: BufferPool | None = None  # set once the store is open
         self._coming: deque[Buffer] = deque()
         self._kept: dict[int, Buffer] = {}  # by ticket
-        self._reason: LostError | None = None  # why it ends, where it said so before
+        self._reason: LostError | None = None  # why the worker ends, if it sent a reason
 
     def find_room(self, kind: int, fields: Any, nbytes: int) -> memoryview:
         if kind == m.PUSH:
@@ -79,16 +80,16 @@ class ParameterConnection(WorkerConnection):
         if kind == m.END_STEP and nbytes <= MOST_WORDS:
             return memoryview(bytearray(nbytes))
         if kind not in _ANY_PAYLOAD:
-            raise WireError(f"a frame of kind {kind} has no payload, {nbytes} bytes came")
+            raise WireError(f"a frame of kind {kind} came with {nbytes} bytes, but has no payload")
         return memoryview(bytearray(nbytes))
 
     def _room_for_push(self, fields: m.PushHeader, nbytes: int) -> memoryview:
         chunk = self.session.chunk(fields.chunk)
-        # a relay's sums are fp32
+        # sums of a relay are fp32
         dense = 4 * chunk.numel if self.session.local < 0 else chunk.weights_nbytes
         expected = m.push_nbytes(fields, chunk, round_up(dense, PAGE)) if chunk.trainable else -1
         if nbytes != expected:
-            raise WireError(f"a push of chunk {chunk.id} with {nbytes} bytes, {expected} expected")
+            raise WireError(f"a push of chunk {chunk.id} has {nbytes} bytes instead of {expected}")
         if not fields.dense:
             return memoryview(bytearray(nbytes))
         assert self.pool is not None
@@ -100,38 +101,38 @@ class ParameterConnection(WorkerConnection):
             self.session.set_up(self, kind, fields, payload)
             return
         if kind not in _TAKES:
-            raise WireError(f"a frame of kind {kind} goes the other way")
+            raise WireError(f"a frame of kind {kind} is not for a server")
         _TAKES[kind](self, fields, payload)
 
     def pull(self, fields: m.PullHeader, payload: memoryview) -> None:
         number, version, ticket = fields
         reply = PullReply(self, ticket, self.session.chunk(number))
-        self.session.tell(messages.Pull(number, version, reply, ticket, self.rank))
+        self.session.post(messages.Pull(number, version, reply, ticket, self.rank))
 
     def push(self, fields: m.PushHeader, payload: memoryview) -> None:
         assert self.pool is not None
         chunk, dense = self.session.chunk(fields.chunk), fields.dense
         if dense and not payload:
             raise WireError(f"a push of chunk {chunk.id} without a gradient")
-        if dense and fields.dtype:  # with the room for the fp32 sum that it may become
+        if dense and fields.dtype:  # with room for the fp32 sum that it may become
             payload = self._coming[0].view[: chunk.weights_nbytes]
         push = m.push(fields, payload, chunk, self.pool.spare >= 2, self.rank)
         if dense:
-            if push.ticket in self._kept:  # freeing the one would free the other's memory
+            if push.ticket in self._kept:  # freeing the first would free the second's memory
                 raise WireError(f"two pushes with the ticket {push.ticket}")
             self._kept[push.ticket] = self._coming.popleft()
-        self.session.tell(push)
+        self.session.post(push)
 
     def update(self, fields: m.ApplyUpdateHeader, payload: memoryview) -> None:
         chunk = self.session.chunk(fields.chunk)
-        self.session.tell(m.apply_update(fields, payload, chunk, self.rank))
+        self.session.post(m.apply_update(fields, payload, chunk, self.rank))
 
     def close_grad(self, fields: m.CloseHeader, payload: memoryview) -> None:
         chunk = self.session.chunk(fields.chunk)
-        self.session.tell(messages.Close(chunk.id, fields.step, self.rank))
+        self.session.post(messages.Close(chunk.id, fields.step, self.rank))
 
     def discard(self, fields: m.ChunkHeader, payload: memoryview) -> None:
-        self.session.tell(messages.DiscardGrad(self.session.chunk(fields.chunk).id, self.rank))
+        self.session.post(messages.DiscardGrad(self.session.chunk(fields.chunk).id, self.rank))
 
     def failed(self, fields: m.FailedHeader, payload: memoryview) -> None:
         self._reason = LostError(f"it ended with {fields.error}: {fields.words}")
@@ -140,7 +141,7 @@ class ParameterConnection(WorkerConnection):
         self.session.left(self, self._reason or error)
 
     def freed(self, ticket: int) -> None:
-        """The server has let go of what was pushed with `ticket`."""
+        """Return the buffer of the push with this ticket, which the server no longer needs."""
         buffer = self._kept.pop(ticket, None)
         if buffer is not None and self.pool is not None:
             self.pool.put(buffer)
@@ -153,53 +154,53 @@ _TAKES: Mapping[int, Callable[[ParameterConnection, Any, memoryview], None]] = {
     m.APPLY_UPDATE: ParameterConnection.update,
     m.CLOSE: ParameterConnection.close_grad,
     m.DISCARD_GRAD: ParameterConnection.discard,
-    m.END_STEP: lambda self, fields, payload: self.session.tell(
+    m.END_STEP: lambda self, fields, payload: self.session.post(
         messages.EndStep(fields.step, self.rank, bytes(payload))
     ),
-    m.COMMIT: lambda self, fields, payload: self.session.tell(
+    m.COMMIT: lambda self, fields, payload: self.session.post(
         messages.Commit(fields.step, bytes(payload), self.rank)
     ),
-    m.COMMITTED: lambda self, fields, payload: self.session.tell(messages.CommitDone(fields.step)),
+    m.COMMITTED: lambda self, fields, payload: self.session.post(messages.CommitDone(fields.step)),
     m.FAILED: ParameterConnection.failed,
 }
 
 
 class ParameterSession(HostedSession[ParameterConnection]):
-    """What workers of a parameter server, or of the relay before it, ask for."""
+    """The requests of workers to a parameter server or to the relay before it."""
 
     connection_class = ParameterConnection
-    answers: BufferPool  # a server's: where pulls are read into
+    answers: BufferPool  # of a server: buffers that pulls are read into
 
     def __init__(self, workers: int, local: int) -> None:
         super().__init__(workers)
-        # workers of each host that are summed first (Rule 1); negative: their relay has done that
+        # workers per host that are summed first (Rule 1); negative: their relay has summed them
         self.local = local
 
     def chunk(self, number: int) -> Chunk:
-        """WireError where it is not of this server."""
+        """Return a chunk. Raises WireError if this server does not hold it."""
         raise NotImplementedError
 
     def beat(self) -> None:
-        """A worker's process runs."""
+        """Handle the heartbeat of a worker's process."""
 
     def look(self, silent_s: float) -> None:
-        """Once in a while: a worker whose process has stopped ends the session."""
+        """End the session if the process of a worker has stopped. Called regularly."""
         for worker in self.everyone():
-            if worker.rank not in self.gone and (for_s := worker.silent_for(silent_s)):
+            if worker.rank not in self.lost_ranks and (for_s := worker.silent_for(silent_s)):
                 self.end(
                     DeadlineError(
-                        f"worker {worker.rank} has been silent for {for_s:.0f} s: its process is"
-                        " stopped, or its host hangs",
-                        hint="end it; the next start goes on at the last committed step",
+                        f"worker {worker.rank} has been silent for {for_s:.0f} s (limit"
+                        f" {silent_s:.0f} s): its process is stopped, or its host hangs",
+                        hint="kill it; the next start resumes at the last committed step",
                     )
                 )
 
     def set_up(
         self, worker: ParameterConnection, kind: int, fields: Any, payload: memoryview
     ) -> None:
-        """A frame of SETS_UP."""
+        """Handle a frame of SETS_UP."""
         raise NotImplementedError
 
-    def tell(self, message: Any) -> None:
-        """To the state machine."""
+    def post(self, message: Any) -> None:
+        """Pass a message to the state machine."""
         raise NotImplementedError

@@ -1,5 +1,5 @@
-"""The worker's end of the link to one server elsewhere. Does NOT decide who takes part:
-remote_servers.py does.
+"""The worker's end of the link to one server on another host. Does NOT decide which servers take
+part: remote_servers.py does.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from roadtrain.units import show_bytes
 
 class RemoteServer:
     """The worker's end of the link to one server: a MessageLink, and the Receiver of its frames.
-    `all`: the job's servers by number; whoever waits for any of them hears of the first that fails.
+    `all`: the job's servers by number. The failure of any of them is reported by every `wait`.
     """
 
     def __init__(self, number: int, peer: str, all: Mapping[int, RemoteServer]) -> None:
         self.number, self.peer, self._all = number, peer, all
         self.link: Link | None = None
-        self.deliver: Callable[[Any], None] = lambda message: None  # until there is a worker
-        # ticket -> chunk, where its parameters go
+        self.deliver: Callable[[Any], None] = lambda message: None  # set once there is a worker
+        # ticket -> (chunk, destination of its parameters)
         self._into: dict[int, tuple[int, memoryview]] = {}
         self._inbox: queue.SimpleQueue[tuple[int, Any, bytes | memoryview]] = queue.SimpleQueue()
-        # what is under way there, how much of how much is done
+        # the operation in progress at the server, how much of it is done, and its total
         self.progress: tuple[str, int, int] = "", 0, 0
-        self.moved = -math.inf  # when that changed
-        self.silent = ""  # who keeps it from answering, as it said last
+        self.moved = -math.inf  # time of the last change of `progress`
+        self.silent = ""  # the peer that keeps it from answering, as it last reported
         self._error: BaseException | None = None
-        self._told = False  # it said itself that it ends
-        self.gone = False  # its link ended without a word
+        self._reported = False  # it has reported its failure, or the link is lost
+        self.link_lost = False  # the link was lost without such a report
 
     def connect(self, deliver: Callable[[Any], None]) -> None:
-        """From now on there is a worker, who hears also of what has failed before."""
+        """Deliver messages to a worker from now on, including an earlier failure."""
         self.deliver = deliver
         if self._error is not None:
             deliver(messages.Failed(self.number, self._error))
@@ -69,16 +69,16 @@ class RemoteServer:
     ) -> None:
         assert self.link is not None
         try:
-            # a pull names the version that it needs: it may overtake the pushes that give it
+            # a pull names the version that it needs, so it may overtake the pushes that make it
             self.link.send(kind, header, parts, sent, urgent=kind == m.PULL)
         except LostError:
-            # else whoever waits next hears what the server said before it hung up
+            # if the server sent a reason before it closed the link, the next wait raises that
             if self._error is None:
                 raise
 
     def wait(self, kind: int, what: str, deadline_s: float) -> tuple[Any, Any]:
-        """The next session frame, which must be of `kind`: (fields, payload). The deadline is
-        for no progress."""
+        """Wait for the next session frame, which must be of `kind`, and return its (fields,
+        payload). The deadline starts anew whenever the server makes progress."""
         begin = time.monotonic()
         while True:
             left_s = max(begin, self.moved) + deadline_s - time.monotonic()
@@ -99,7 +99,7 @@ class RemoteServer:
         return fields, payload
 
     def waits_for(self) -> str:
-        """For people: what it waits for itself."""
+        """Return what the server itself waits for, for messages to the user."""
         what, done, of = self.progress
         amount = f", {show_bytes(done)} of {show_bytes(of)}" if done else ""
         what = self.silent or what
@@ -111,12 +111,12 @@ class RemoteServer:
                 self.link.send(m.BEAT, m.encode(()), urgent=True)
 
     def has_spoken(self) -> bool:
-        """Whether `wait` would not wait."""
+        """Whether `wait` would return at once."""
         return not self._inbox.empty()
 
     def close(self) -> None:
-        """Where this worker ends because of a server, the others hear of it, for the sentences
-        of their workers."""
+        """Close the link. If this worker ends because a server failed, send the reason first, so
+        that the other workers can report it."""
         if self.link is None:
             return
         if self._error is not None:
@@ -125,7 +125,7 @@ class RemoteServer:
                 self.link.send(m.FAILED, m.encode(why), urgent=True)
         self.link.close()
 
-    # the Receiver of its link
+    # the Receiver's methods
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         fields = m.header(kind, header)
@@ -134,12 +134,12 @@ class RemoteServer:
             expected, into = self._into.get(ticket, (-1, memoryview(b"")))
             if expected != chunk or len(into) != nbytes:
                 raise WireError(
-                    f"{nbytes} bytes of chunk {chunk} came for ticket {ticket}, {len(into)} were"
-                    " asked for"
+                    f"{nbytes} bytes of chunk {chunk} arrived for ticket {ticket}, which expects"
+                    f" {len(into)}"
                 )
             return into
         if kind not in (m.WELCOME, m.READY, m.GRAD_ACCUMULATED, m.STEP_WORDS, m.RECORD):
-            raise WireError(f"a frame of kind {kind} has no payload, {nbytes} bytes came")
+            raise WireError(f"a frame of kind {kind} came with {nbytes} bytes, but has no payload")
         return memoryview(bytearray(nbytes))
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
@@ -162,7 +162,7 @@ class RemoteServer:
                 self.deliver(self._message(kind, fields, payload))
 
     def _message(self, kind: int, fields: tuple[Any, ...], payload: memoryview) -> Any:
-        """To the worker."""
+        """Decode a message for the worker."""
         match kind:
             case m.PULLED:
                 ticket, chunk = fields
@@ -178,14 +178,14 @@ class RemoteServer:
                 return messages.CommitDone(fields[0])
             case m.STEP_WORDS:
                 return messages.StepWords(fields[0], unpack(bytes(payload)))
-        raise WireError(f"a frame of kind {kind} goes the other way")
+        raise WireError(f"a frame of kind {kind} is not for a worker")
 
     def lost(self, error: PeerError) -> None:
-        self.gone = not self._told
+        self.link_lost = not self._reported
         self._failed(error)
 
     def _failed(self, error: PeerError) -> None:
-        self._told = True
+        self._reported = True
         for server in (self, *list(self._all.values())):
             server._error = server._error or error
             server._inbox.put((m.FAILED, (), b""))

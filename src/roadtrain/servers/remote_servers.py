@@ -1,17 +1,17 @@
-"""The servers of a job that run elsewhere: joins them, opens the store with them, fills it, leaves.
+"""The servers of a job on other hosts: join them, open and fill the store with them, and leave.
 
-Worker 0 makes the store or opens it, and fills a new one; the others wait until it is there. From
-then on all workers do the same, and the servers wait for all of them. A lost server or worker is an
-error here: whoever started this process (torchrun) starts it again, and it goes on at the last
+Worker 0 makes or opens the store, and fills a new one; the others wait until it is ready. From then
+on all workers behave the same, and the servers wait for all of them. A lost server or worker raises
+an error here: the launcher (torchrun) starts the process again, and it resumes at the last
 committed step.
 
-With replicas worker 0 then leaves out a server that does not answer, and fills one that has missed
-steps up again from those that have not; the others go by what it did. Where all that is left in the
-servers' stores is not the newest step, it sends all of them back to a snapshot, if they have one
+With replicas, worker 0 leaves out a server that does not answer, and refills a server that missed
+steps from those that did not; the other workers follow its decision. If the newest step cannot be
+restored from the servers' stores, it sends all servers back to a snapshot, if there is one
 (opening.py).
 
 Does NOT convert a store to another number of servers, chunk size or dtype: that is refused, with
-what is there.
+a message that names what is there.
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ from typing import Any
 import msgspec
 
 from roadtrain.chunks import Chunk
-from roadtrain.environment import WorkerGroup
+from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import BusyError, DeadlineError, LostError, PeerError, WireError
 from roadtrain.kernels.rules import described
 from roadtrain.retry import SAY_S, SAY_SOON_S, undone_on_error
 from roadtrain.servers import frames as m
 from roadtrain.servers import health
-from roadtrain.servers.opening import Begin, FoundStore, FoundStores, Opening
+from roadtrain.servers.opening import FoundStore, FoundStores, Opening, StartMode
 from roadtrain.servers.remote_server import RemoteServer
 from roadtrain.servers.routes import DirectRoute, Route, RouteEnds
 from roadtrain.servers.store_plan import StorePlan
 from roadtrain.servers.trace import Stages
 from roadtrain.storage.convert import RecordView
 from roadtrain.storage.generation import OpenedStore
-from roadtrain.storage.history import Doubt, HistoryLink, Resume, Witness
+from roadtrain.storage.history import HistoryLink, Resume, Unclear, Witness
 from roadtrain.storage.mark import Mark
 from roadtrain.storage.meta import StoreMeta
 from roadtrain.transport.tcp import Address, TcpOptions
 
-FILLS_AT_ONCE = 4
-GRACE_S = 5.0  # for a server to answer once others that hold every chunk have
-DIAL_S = 2.0  # for one try to reach a host that may be dead
-BEAT_S = 2.0  # between two signs of life; servers bear SILENT_S of silence (servers/serve.py)
+FILLS_AT_ONCE = 4  # chunks in flight to a server
+GRACE_S = 5.0  # extra time for the remaining servers once those here hold every chunk
+DIAL_S = 2.0  # timeout of one attempt to connect to a host that may be down
+BEAT_S = 2.0  # between two heartbeats; servers tolerate SILENT_S of silence (servers/serve.py)
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Where a job's servers are, and how this worker comes to them."""
+    """How this worker reaches a job's servers."""
 
     addresses: Sequence[Address]  # by number of the server
     options: TcpOptions
-    group: WorkerGroup
+    group: WorkerIdentity
     route: Route = field(default_factory=DirectRoute)
-    mark: Mark | None = None  # what the run directory knows of the store
-    give_up: Sequence[int] = ()  # servers whose contents are not to count where that is in doubt
+    mark: Mark | None = None  # the run directory's record of the store
+    give_up: Sequence[int] = ()  # servers whose contents are ignored if they are in doubt
 
 
 class RemoteServers:
-    """The servers of a job elsewhere, with the methods of LocalServers. `servers`: those that take
-    part. Raises ForeignError where they hold another job, LostError, DeadlineError."""
+    """The servers of a job on other hosts, with the methods of LocalServers. `servers`: those that
+    take part. Raises ForeignError if they hold another job, LostError, DeadlineError."""
 
     local = False
     store: OpenedStore | None = None
@@ -79,7 +79,7 @@ class RemoteServers:
         report: Callable[[str], None] = print,
         anew: int | None = None,
     ) -> None:
-        """`anew`: whatever they hold, they are filled by worker 0, as the contents of that step."""
+        """`anew`: worker 0 refills the servers with the contents of this step."""
         self.store_plan, self.reach, self.group = store_plan, reach, reach.group
         self._deadline_s, self._report = deadline_s, report
         self._holds_gradients, self._anew = holds_gradients, anew
@@ -91,14 +91,14 @@ class RemoteServers:
         self.new, self.step, self.blob = False, 0, b""
         self.servers: dict[int, RemoteServer] = {}
         self._stores = FoundStores(store_plan, self.meta, reach.mark, reach.give_up)
-        self._rests: list[str] = []  # where each server that was joined keeps what it holds
-        self._said: dict[int, tuple[Any, Any]] = {}  # Ready, of whom it has come
+        self._rests: list[str] = []  # location of the state of each server joined, as text
+        self._ready: dict[int, tuple[Any, Any]] = {}  # the Ready frames received
         self._covered_since: float | None = None
-        self._begun: set[int] = set()  # servers that have written down that this session began
+        self._begun: set[int] = set()  # servers that recorded the begin of this session
         self._unfilled = dict.fromkeys(range(len(self.names)), 0)
-        # which are filled up again -> what was committed with the last step
-        self._behind: dict[int, bytes] = {}
-        self.history = ""  # what this run is a witness of, from when its session has begun
+        # servers being refilled -> the blobs of the last commit
+        self._refilled: dict[int, bytes] = {}
+        self.history = ""  # the witness of this run, once its session has begun
         addresses, options, group = reach.addresses, reach.options, reach.group
         ends = RouteEnds(addresses, options, group, self.meta, deadline_s, holds_gradients)
         self._route = reach.route.open(ends)
@@ -111,8 +111,8 @@ class RemoteServers:
                 self._open(missing)
 
     def again(self, step: int) -> RemoteServers:
-        """All workers, once this session is closed: the same servers in a new one, whose contents
-        are to be filled anew as those of `step`."""
+        """Start another session with the same servers, to refill them with the contents of `step`.
+        All workers call it, after this session is closed."""
         group = replace(self.group, session=f"{self.group.session}:from step {step}")
         return RemoteServers(
             self.store_plan,
@@ -137,18 +137,18 @@ class RemoteServers:
         return self.servers
 
     def _beat(self) -> None:
-        """This process runs, whatever its main thread does: servers end the session of one that
-        is stopped."""
+        """Send heartbeats while this process runs, whatever its main thread does. Servers end the
+        session of a worker that is stopped."""
         while not self._over.wait(BEAT_S):
             for server in list(self.servers.values()):
                 server.beat()
 
-    # who takes part
+    # membership
 
     def _join_all(self) -> dict[int, PeerError | None]:
-        """Connects to the servers until `_enough`. Returns the missing ones, with what was wrong
-        last. Tries again for `retry_s` while nobody listens, or while a server is busy with workers
-        that may be leaving.
+        """Connect to the servers until `_enough`. Returns the missing ones with their last errors.
+        Retries for `retry_s` while nobody listens, or while a server is busy with workers that may
+        be leaving.
         """
         options = self.reach.options
         missing: dict[int, PeerError | None] = dict.fromkeys(range(len(self.names)))
@@ -158,7 +158,7 @@ class RemoteServers:
             self._try_to_join(missing)
             if self._enough_for_first(missing) if self.group.rank == 0 else self._enough():
                 return missing
-            # for worker 0 to begin
+            # waiting for worker 0 to begin
             waiting = not missing or (self.group.rank > 0 and len(self.servers) > 0)
             limit_s = (options.retry_s or 0.0) + self._deadline_s * waiting
             moved = max([begin, *(server.moved for server in self.servers.values())], default=begin)
@@ -166,7 +166,7 @@ class RemoteServers:
             if time.monotonic() - since > limit_s:
                 break
             if time.monotonic() >= say_at:
-                self._say_how_far(missing, since + limit_s - time.monotonic())
+                self._report_wait(missing, since + limit_s - time.monotonic())
                 say_at = time.monotonic() + SAY_S
             time.sleep(0.05)
         if waiting:
@@ -176,7 +176,7 @@ class RemoteServers:
         raise self._no_answer(missing, limit_s)
 
     def _try_to_join(self, missing: dict[int, PeerError | None]) -> None:
-        """Once each of `missing`."""
+        """Try to join each of `missing` once."""
         options, spare = self.reach.options, self.meta.replicas > 1
         if spare:
             options = replace(options, retry_s=0.0, connect_s=min(options.connect_s, DIAL_S))
@@ -194,19 +194,21 @@ class RemoteServers:
         if self.meta.replicas == 1:
             return why
         doubt = self._stores.decide() if self._stores.found else None
-        which = f"; {doubt.why}" if isinstance(doubt, Doubt) else ", which others do not replace"
+        which = (
+            f"; {doubt.why}" if isinstance(doubt, Unclear) else ", and no other has their chunks"
+        )
         error = LostError(
             f"no answer for {limit_s:.0f} s from {self._names(missing)}{which}: {why}",
-            hint=(doubt.hint if isinstance(doubt, Doubt) else "")
-            or "a new store needs all its servers, later each chunk needs one of its two",
+            hint=(doubt.hint if isinstance(doubt, Unclear) else "")
+            or "a new store needs all its servers, later each chunk needs one of its two servers",
         )
         error.__cause__ = why
         return error
 
-    def _say_how_far(self, missing: Mapping[int, PeerError | None], left_s: float) -> None:
+    def _report_wait(self, missing: Mapping[int, PeerError | None], left_s: float) -> None:
         for why in filter(None, missing.values()):
-            said = str(why).partition("\n")[0]
-            self._report(f"waiting: {said}. It is tried for another {left_s:.0f} s")
+            reason = str(why).partition("\n")[0]
+            self._report(f"waiting: {reason}. Retrying for another {left_s:.0f} s")
             return
         for server in self.servers.values():
             if words := server.waits_for():
@@ -228,7 +230,8 @@ class RemoteServers:
             self._stores.add(number, FoundStore(newest, snapshots, every, meta))
 
     def _enough_for_first(self, missing: Mapping[int, PeerError | None]) -> bool:
-        """Whether all are here, or for GRACE_S those that hold every chunk, nobody being busy."""
+        """Whether all servers are here, or those here have held every chunk for GRACE_S and no
+        other is busy."""
         busy = any(isinstance(error, WireError) for error in missing.values())
         covered = not busy and self.meta.replicas > 1 and isinstance(self._stores.decide(), Resume)
         now = time.monotonic()
@@ -238,18 +241,18 @@ class RemoteServers:
         )
 
     def _enough(self) -> bool:
-        """Whether all of whom worker 0 took are here and ready; the rest is left."""
+        """Whether all servers that worker 0 chose are here and ready; leave the others."""
         for number, server in self.servers.items():
-            if number not in self._said and server.has_spoken():
-                self._said[number] = server.wait(
+            if number not in self._ready and server.has_spoken():
+                self._ready[number] = server.wait(
                     m.READY, "word that worker 0 has opened the store", self._deadline_s
                 )
-        members = next((members for (_, members, _), _ in self._said.values()), ())
-        if not members or not self._said.keys() >= set(members):
+        members = next((members for (_, members, _), _ in self._ready.values()), ())
+        if not members or not self._ready.keys() >= set(members):
             return False
         for number in self.servers.keys() - set(members):
             self.servers.pop(number).close()
-        (self.step, _, job), self.blob = self._said[members[0]]
+        (self.step, _, job), self.blob = self._ready[members[0]]
         self.meta = replace(self.meta, job=job)
         return True
 
@@ -259,40 +262,40 @@ class RemoteServers:
     # the store
 
     def _open(self, missing: Mapping[int, PeerError | None]) -> None:
-        """Worker 0: the servers make a store, or open the one that they hold, or go back to a
+        """Worker 0: let the servers make a store, open the one they hold, or go back to a
         snapshot."""
         opening = self._stores.opening(missing, self._report)
         if self._anew is not None:
-            opening = opening.anew(self._anew)
-        self.new, self.step = opening.begin is Begin.NEW, opening.step
-        back = opening.begin is Begin.SNAPSHOT
+            opening = opening.refilled(self._anew)
+        self.new, self.step = opening.mode is StartMode.NEW, opening.step
+        back = opening.mode is StartMode.SNAPSHOT
         behind = self.servers if back else sorted(self.servers.keys() - set(opening.members))
-        self._behind = {} if self.new else dict.fromkeys(behind, b"")
+        self._refilled = {} if self.new else dict.fromkeys(behind, b"")
         if given_up := self._stores.given_up:
-            self._report(f"given up: what {self._names(given_up)} may hold beyond step {self.step}")
+            self._report(f"given up: contents of {self._names(given_up)} after step {self.step}")
         link = HistoryLink(uuid.uuid4().hex[:16], self.step, tuple(self.numbers), int(time.time()))
         history = opening.history
         self.meta = replace(opening.meta, history=(*history, link), without=())
         self.history = str(Witness(history[-1].id if history else "", link.id, link.members))
         for number in self.servers:
-            self._say_open(number, opening)
+            self._send_open(number, opening)
         if missing:
             self._report(
-                f"replicas: no answer from {self._names(missing)}: left out, its chunks have one"
-                " copy until a start finds it again"
+                f"replicas: no answer from {self._names(missing)}: left out; its chunks have a"
+                " single copy until a later start finds it again"
             )
-        for number in self._behind:
-            if not back or number not in opening.having:  # else it restores that itself
+        for number in self._refilled:
+            if not back or number not in opening.holders:  # otherwise it restores its snapshot
                 name = self.names[number]
-                self._report(f"replicas: {name} is filled up again at step {self.step}")
+                self._report(f"replicas: {name} is being refilled at step {self.step}")
                 self._fill_up(number, opening.members)
 
-    def _say_open(self, number: int, opening: Opening) -> None:
+    def _send_open(self, number: int, opening: Opening) -> None:
         rules = [described(rule) for rule in self.store_plan.rules]
         meta = replace(self.meta, index=number).to_json()
-        new = self.new or number in self._behind
-        # what was kept elsewhere may be another's
-        ours = number in opening.having and (opening.begin is Begin.SNAPSHOT or not new)
+        new = self.new or number in self._refilled
+        # a snapshot elsewhere may belong to another job
+        ours = number in opening.holders and (opening.mode is StartMode.SNAPSHOT or not new)
         given_up = new and number in self._stores.given_up
         kept, holds = opening.kept if ours else -1, self._holds_gradients
         fields = m.OpenHeader(new, self.step, len(self.names), holds, kept, given_up)
@@ -300,11 +303,11 @@ class RemoteServers:
         self.servers[number].say(m.OPEN, fields, described_store)
 
     def _fill_up(self, number: int, members: Sequence[int]) -> None:
-        """All that server `number` is to hold, from `members`, whose contents count."""
+        """Copy all that server `number` must hold from `members`, whose contents count."""
         for chunk in self.meta.owned(number):
             source = next(s for s in self.meta.holders(chunk) if s in members)
             self.fill(number, chunk, self._read(source, chunk, f"chunk {chunk}"))
-        self._behind[number] = bytes(self._read(members[0], -1, "the job's own state"))
+        self._refilled[number] = bytes(self._read(members[0], -1, "the job state"))
 
     def fill(self, number: int, chunk: int, record: memoryview) -> None:
         while self._unfilled[number] >= FILLS_AT_ONCE:
@@ -317,8 +320,8 @@ class RemoteServers:
         self._unfilled[number] -= 1
 
     def start(self, blob: bytes) -> None:
-        """Worker 0: step 0 of a new store is committed with `blob`, server 0 last; then the
-        servers write down that this session begins, and serve."""
+        """Worker 0: commit step 0 of a new store with `blob`, server 0 last. Then let the servers
+        record the begin of this session, and serve."""
         if self.group.rank:
             return
         first = self.meta.members[0]
@@ -326,18 +329,18 @@ class RemoteServers:
         for number in order:
             while self._unfilled[number]:
                 self._filled(number)
-            if self.new or number in self._behind:
+            if self.new or number in self._refilled:
                 own = blob if self.new and (number == first or self.meta.replicas > 1) else b""
-                self.servers[number].say(m.SETTLE, (), self._behind.get(number, own))
-                self.servers[number].wait(m.SETTLED, "a new part to be whole", self._deadline_s)
-        # before anybody else can know of this session
+                self.servers[number].say(m.SETTLE, (), self._refilled.get(number, own))
+                self.servers[number].wait(m.SETTLED, "a new part to be complete", self._deadline_s)
+        # before any other process can know of this session
         if self.reach.mark is not None and not self.new:
             self.reach.mark.adopt(self.meta.job, self.step, self.history)
-        for number in order:  # all have what the link says that they have
+        for number in order:  # all of them now hold what the history link claims
             self.servers[number].say(m.BEGIN, ())
-            _, given = self.servers[number].wait(m.READY, "the store to be ready", self._deadline_s)
+            _, state = self.servers[number].wait(m.READY, "the store to be ready", self._deadline_s)
             self._begun.add(number)
-            self.blob = given if number == first else self.blob
+            self.blob = state if number == first else self.blob
 
     def record_of(self, chunk: Chunk, what: str) -> RecordView:
         holder = next(s for s in self.meta.holders(chunk.id) if s in self.servers)
@@ -352,14 +355,14 @@ class RemoteServers:
 
     def stop(self) -> list[str]:
         self._hang_up()
-        self._bear_witness()
+        self._leave_witness()
         return []
 
     def close(self) -> None:
         self._route.close()
 
     def abort(self) -> None:
-        """Where no session comes of it."""
+        """Close everything if no session was started."""
         self._hang_up()
         self._route.abort()
 
@@ -369,17 +372,17 @@ class RemoteServers:
         for server in self.servers.values():
             server.close()
 
-    def _bear_witness(self) -> None:
-        """Worker 0 of two servers, without a run directory: one of them at most is told that it may
-        go on without the other, the one that is left or else the first. Whoever has not begun this
-        session cannot know of it.
+    def _leave_witness(self) -> None:
+        """Worker 0, with two servers and no run directory: record at one server that it may resume
+        without the other. It is the server that is left, or else the first. The other server must
+        have begun this session.
         """
         pair = self.meta.replicas > 1 and len(self.names) == len(self.servers) == 2
         if self.group.rank or self.reach.mark is not None or not pair:
             return
-        gone = [number for number, server in self.servers.items() if server.gone]
-        other = gone[0] if gone else max(self.servers)
-        if len(gone) > 1 or other not in self._begun:
+        lost = [number for number, server in self.servers.items() if server.link_lost]
+        other = lost[0] if lost else max(self.servers)
+        if len(lost) > 1 or other not in self._begun:
             return
-        word = m.encode((self.meta.job, self.meta.history[-1].id, (other,)))
-        health.ask(self.reach.addresses[1 - other], self.reach.options, m.WITHOUT + word)
+        witness = m.encode((self.meta.job, self.meta.history[-1].id, (other,)))
+        health.ask(self.reach.addresses[1 - other], self.reach.options, m.WITHOUT + witness)

@@ -1,13 +1,14 @@
-"""Where the residuals of error feedback rest: what a worker has not sent (kernels/codecs.py).
+"""The residuals of error feedback: the part of the gradients that a worker has not sent
+(kernels/codecs.py).
 
-The residuals of a block are a block of their own, which a server stores under the rule `replace`,
-so they are pulled, pushed, committed and resumed like everything else (Rule 3).
+The residuals of a block form a block of their own, which a server stores under the rule `replace`.
+So they are pulled, pushed, committed and resumed like everything else (Rule 3).
 
-Where the servers are elsewhere, they rest on the worker's own host: they are the part of one more
-server, which only this worker knows and which runs in its process (`Residuals`). It prepares each
-step before the others commit it (servers/protocol/commit.py), so after a kill it is at the step
-that the job goes on from. Where it is not (the worker is on another host now, or all went back to a
-snapshot), residuals begin at zero, and that is said.
+With remote servers, residuals stay on the worker's own host, in a server of their own that runs in
+the worker's process (`Residuals`) and that no other worker knows. It prepares each step before the
+others commit it (servers/protocol/commit.py), so after a crash it has the step that the job resumes
+from. If it does not (the worker moved to another host, or all servers went back to a snapshot), the
+residuals start at zero, which is reported.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from roadtrain.device.buffers import Buffer
 from roadtrain.kernels.rule import Rule
 from roadtrain.options.budgets import RecordBudgets
 from roadtrain.retry import undone_on_error
-from roadtrain.servers.server import Server, Setup
+from roadtrain.servers.server import Server, ServerConfig
 from roadtrain.servers.store_plan import StorePlan
 from roadtrain.servers.trace import Stages
 from roadtrain.storage.file import FileTier
@@ -33,7 +34,7 @@ Report = Callable[[str], None]
 
 
 class Replace(Rule):
-    """The new value is what was pushed."""
+    """An update rule that replaces the value by the gradient."""
 
     name = "replace"
     arrays: tuple[str, ...] = ()
@@ -50,9 +51,9 @@ class Replace(Rule):
 
 
 def residual_blocks(table: ChunkTable, groups: int) -> list[tuple[str, list[ParamSpec]]]:
-    """A block of fp32 residuals for every block that trains anything. Each trainable run
-    becomes a run of residuals with the same element offsets; group `groups + i` belongs to the
-    i-th run."""
+    """Return a block of fp32 residuals for every block with trainable parameters. Each trainable
+    run becomes a run of residuals with the same element offsets; the i-th run has group
+    `groups + i`."""
     out = []
     for block in table.blocks:
         specs = []
@@ -66,7 +67,7 @@ def residual_blocks(table: ChunkTable, groups: int) -> list[tuple[str, list[Para
 
 
 def residual_block_of(table: ChunkTable) -> dict[int, int]:
-    """Block -> the block of its residuals, where `table` has one."""
+    """Return block -> the block of its residuals, for blocks that have one in `table`."""
     names = {block.name: block.index for block in table.blocks}
     found = {block.index: names.get(f"residual:{block.name}") for block in table.blocks}
     return {block: residuals for block, residuals in found.items() if residuals}
@@ -74,11 +75,11 @@ def residual_block_of(table: ChunkTable) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class Residuals:
-    """The residuals of a worker whose servers are elsewhere."""
+    """The residuals of a worker whose servers are remote."""
 
-    store_plan: StorePlan  # the model's blocks and behind them their residuals, with one directory
-    base: int  # the chunks of the model; all others are this part's
-    number: int  # of its server, one more than the last of the job's
+    store_plan: StorePlan  # the model's blocks, followed by their residuals; one directory
+    base: int  # number of chunks of the model; all later chunks are residuals
+    number: int  # of its server, one more than the last server of the job
 
     @property
     def directory(self) -> Path:
@@ -100,8 +101,8 @@ class Residuals:
         )
 
     def open(self, job: str, step: int, report: Report) -> FileTier:
-        """At `step` of `job`. Raises ForeignError where the directory holds another job's,
-        StoreError."""
+        """Open the residuals at `step` of `job`, or make new ones. Raises ForeignError if the
+        directory belongs to another job, StoreError."""
         meta, steps = self.meta(job), tuple[int, ...]()
         if (found := open_part(self.directory, direct=self.store_plan.direct)) is not None:
             same, steps = (
@@ -126,7 +127,7 @@ class Residuals:
         if step:
             report(
                 f"lossy: {self.directory} has residuals of step(s)"
-                f" {', '.join(map(str, steps)) or 'none'}, not of {step}: they begin at zero"
+                f" {', '.join(map(str, steps)) or 'none'}, not of {step}: they start at zero"
             )
         return tier
 
@@ -138,7 +139,7 @@ class Residuals:
         stages: Stages,
         report: Report,
     ) -> Server:
-        setup = Setup(
+        setup = ServerConfig(
             self.number,
             f"residuals ({self.directory})",
             tier.meta,

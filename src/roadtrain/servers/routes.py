@@ -1,4 +1,5 @@
-"""Routes: how a worker reaches its servers. The core has the direct one; wings register others.
+"""Routes: how a worker reaches its servers. This module has the direct route; optional packages
+register others.
 
     [project.entry-points."roadtrain.routes"]
     relay = "roadtrain.relay.route:RelayRoute"
@@ -7,11 +8,11 @@
                 worker                                                  server
     Route       checks itself when `Servers` is made, and the job
     OpenRoute   one link to each server, for one session
-    RouteEnd                          stands in front of the session if workers come by this route
+    RouteEnd                          stands before the session if workers use this route
 
-A route is a value. It is loaded by name when an option asks for it (transport/plugins.py). A route
-that has an end at the server greets with `greeting_of(name)` and its own bytes; the server then
-loads the route by that name.
+A route is a value, loaded by name when an option selects it (transport/plugins.py). If a route has
+an end at the server, its hello starts with `greeting_of(name)`, followed by bytes of its own; the
+server then loads the route of that name.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from roadtrain.environment import WorkerGroup
+from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import RoadtrainError
 from roadtrain.servers import frames as m
 from roadtrain.storage.meta import StoreMeta
@@ -38,42 +39,42 @@ class RouteEnds:
 
     addresses: Sequence[Address]  # by number of the server
     options: TcpOptions
-    group: WorkerGroup  # the participant among all: a worker, or a relay that stands for a host's
+    group: WorkerIdentity  # the participant: a worker, or a relay that stands for a host's workers
     meta: StoreMeta  # the layout
     deadline_s: float
-    holds_gradients: bool = False  # all gradients wait for the norm of all
+    holds_gradients: bool = False  # all gradients wait for the global norm
     adds: bool = False  # gradients are fp32 sums of several workers, whatever the chunk's dtype
 
 
 class OpenRoute(Protocol):
-    """A participant's way to its servers during one session."""
+    """A participant's route to its servers during one session."""
 
-    via: str  # follows a server's name in messages, as " by switch HOST:PORT"; "" if direct
+    via: str  # appended to a server's name in messages, as " by switch HOST:PORT"; "" if direct
 
     def connect(
         self, number: int, receiver: Receiver, options: TcpOptions, hello: m.Hello, report: Report
     ) -> Link:
-        """A link to server `number`. `report` gets a line now and then while it does not listen.
-        Raises PeerError."""
+        """Return a link to server `number`. `report` gets a line from time to time while the server
+        does not listen. Raises PeerError."""
 
     def close(self) -> None:
-        """End what `open` started, once the links are closed."""
+        """End everything that `open` started, after the links are closed."""
 
     def abort(self) -> None:
-        """End it at once."""
+        """End it immediately."""
 
 
 class RouteEnd(Protocol):
-    """The server's end of a route, made by the first participant that comes: it stands in front of
-    `server`, the session. Called with its `greeting`, the server, and the options of its links."""
+    """The server's end of a route. The first participant creates it; it stands before `server`,
+    the session. The class is called with the greeting, the server and the options of its links."""
 
     name: str  # of the route
     server: Any
 
     @staticmethod
     def greeting(rest: bytes) -> Any:
-        """What follows `greeting_of(name)`: a value that has a worker's Hello as `hello`. Raises
-        WireError."""
+        """Decode the bytes after `greeting_of(name)` into a value whose `hello` is a worker's
+        Hello. Raises WireError."""
 
     def is_of(self, hello: m.Hello) -> bool:
         """Whether that participant belongs to this start of the job."""
@@ -86,38 +87,38 @@ class RouteEnd(Protocol):
 
 
 class Route(Protocol):
-    """An option value; it checks itself when it is made."""
+    """An option value, which checks itself when it is made."""
 
     name: str  # of its entry point
-    end: Any  # the class of its RouteEnd; None: the server notices no difference
+    end: Any  # the class of its RouteEnd; None: nothing differs at the server
 
     def check_links(self, options: TcpOptions, replicas: int) -> None:
         """Raise ConfigError for links or replicas that this route cannot serve."""
 
-    def check_workers(self, group: WorkerGroup, compressed: str) -> None:
-        """Raise ConfigError for workers that cannot take this route. `compressed`: the option by
-        which their gradients are sparse; "" if they are whole."""
+    def check_workers(self, group: WorkerIdentity, compressed: str) -> None:
+        """Raise ConfigError for workers that cannot use this route. `compressed`: the option that
+        makes their gradients sparse; "" if they are dense."""
 
-    def lossy(self, group: WorkerGroup) -> str:
-        """What this route loses, for people (Rule 2); "" if nothing."""
+    def lossy(self, group: WorkerIdentity) -> str:
+        """Describe what this route loses, for the user (Rule 2); "" if nothing."""
 
     def open(self, ends: RouteEnds) -> OpenRoute: ...
 
     def to_json(self) -> str:
-        """The value for another process, where `from_json` reads it."""
+        """Serialize the value for another process, which reads it with `from_json`."""
 
 
 @dataclass(frozen=True)
 class DirectRoute:
-    """A TCP link to each server. A Route, and its OpenRoute."""
+    """A TCP link to each server: a Route that is also its OpenRoute."""
 
     ends: RouteEnds | None = None
     name, end, via = "", None, ""
 
     def check_links(self, options: TcpOptions, replicas: int) -> None: ...
-    def check_workers(self, group: WorkerGroup, compressed: str) -> None: ...
+    def check_workers(self, group: WorkerIdentity, compressed: str) -> None: ...
 
-    def lossy(self, group: WorkerGroup) -> str:
+    def lossy(self, group: WorkerIdentity) -> str:
         return ""
 
     def open(self, ends: RouteEnds) -> OpenRoute:
@@ -145,7 +146,7 @@ def dial(
     number: int,
     report: Report,
 ) -> Link:
-    """A TCP link to server `number`."""
+    """Open a TCP link to server `number`."""
     return tcp.connect(
         address,
         receiver,
@@ -158,7 +159,7 @@ def dial(
 
 
 def load(name: str) -> Any:
-    """The class of the route of this name. Raises ConfigError."""
+    """Return the class of the route of this name. Raises ConfigError."""
     return plugins.load(GROUP, name)
 
 
@@ -168,12 +169,12 @@ def from_json(name: str, text: str) -> Route:
 
 
 def greeting_of(name: str) -> bytes:
-    """Begins the greeting of a participant whose route has an end at the server."""
+    """Return the prefix of a hello for a route that has an end at the server."""
     return f"roadtrain {name} ".encode()
 
 
 def named_in(hello: bytes) -> tuple[str, bytes] | None:
-    """The name that a greeting begins with, and the rest of it; None for a worker's own."""
+    """Split a hello into the route's name and the rest; None if it is a plain worker's."""
     words = hello.split(b" ", 2)
     if len(words) < 3 or words[0] != b"roadtrain":
         return None

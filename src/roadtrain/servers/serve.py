@@ -1,14 +1,14 @@
-"""SessionHost: what `roadtrain serve` runs. One storage directory, one session of workers at a
-time, one Server beside it.
+"""SessionHost: the process of `roadtrain serve`. It has one storage directory and serves one
+session of workers at a time.
 
     listening -> a worker joins -> ServerSession -> the workers leave, or one is lost -> listening
 
-Workers beat: one whose process has stopped ends the session after SILENT_S. A worker that is lost
-ends the session: what was not committed is dropped, the others are told, and the next session
-begins at the last committed step (Rule 3). So does this process when it is started again with the
-same directory.
+Workers send heartbeats; if one is silent for SILENT_S, its process counts as stopped. A lost or
+stopped worker ends the session: uncommitted contents are dropped, the other workers are notified,
+and the next session starts at the last committed step (Rule 3). The same holds when this process is
+restarted with the same directory.
 
-Assumes: all workers of a session run the same job (checked). Does NOT restart workers: torchrun
+Assumes that all workers of a session run the same job (checked). Does NOT restart workers: torchrun
 does.
 """
 
@@ -37,12 +37,11 @@ from roadtrain.transport.tcp import Address, TcpOptions, listen
 from roadtrain.units import parse_bytes, show_bytes
 
 Report = Callable[[str], None]
-# after which a worker that does not beat is taken for stopped, and the session ends
-SILENT_S = 60.0
-LOOK_S = 1.0  # between two looks at the session
+SILENT_S = 60.0  # a worker without a heartbeat for so long counts as stopped; the session ends
+LOOK_S = 1.0  # between two checks of the session
 EVERY = 100  # steps between two snapshots
-# What else `roadtrain serve` serves: functions of the address, the memory as the user wrote it (or
-# None), the options of links, and an option of their own.
+# The other roles of `roadtrain serve`: functions of the address, the memory as the user wrote it
+# (or None), the options of links, and one option specific to the role.
 ROLES = "roadtrain.roles"
 
 
@@ -70,23 +69,24 @@ def command(
     `roadtrain serve HOST:PORT --store DIR`, or `--sum`, or `--switch`.
 
     Args:
-        store: directory that the state rests in; one in /dev/shm rests in memory
-        sum: instead: add up gradients for workers that keep their state (roadtrain.Summation)
-        formats: with --sum: a module to import that registers formats of your own
-        budget: bytes of memory for buffers, as 4GiB (half of what is free)
-        snapshot: directory on files that a state in memory is copied to while training goes on
+        store: directory of the state; one in /dev/shm is kept in memory
+        sum: instead: sum gradients for workers that keep their state (roadtrain.Summation)
+        formats: with --sum: a module to import that registers your own formats
+        budget: memory for buffers, such as 4GiB (default: half of the free memory)
+        snapshot: directory on files to which a state in memory is copied during training
         snapshot_every: steps between two snapshots (100); the same at all servers of a job
-        token_file: file (mode 600) with the token that workers must know; needed beyond this host
+        token_file: file (mode 600) with the workers' token; required unless on loopback
         cert: TLS: PEM file of this server's certificate
         key: TLS: PEM file of its key
-        client_ca: TLS: PEM file that workers' certificates must be signed by (else they need none)
+        client_ca: TLS: PEM file of the CA that must have signed the workers' certificates (default:
+            workers need none)
         ca: the older name of --client-ca
-        link: tcp, or the name of a plugin's link, as rdma; the workers' too (tcp)
+        link: tcp, or the name of a plugin's link such as rdma; workers must use the same (tcp)
         switch: instead: sum the packets of jobs with a fan_in and copy their parameters; datagrams
-            come to the 64 UDP ports above PORT
-        memory: with --switch: bytes for the tables and sockets of all jobs (256MiB)
-        xdp: with --switch: sum in the kernel what comes to this network device, as eth0 (user space
-            sums where that cannot be, and says why)
+            arrive at the 64 UDP ports above PORT
+        memory: with --switch: memory for the tables and sockets of all jobs (256MiB)
+        xdp: with --switch: sum in the kernel what arrives at this network device, such as eth0
+            (falls back to user space if that is impossible, and says why)
     """
     where = address_of(address)
     kept = {"--store": store, "--snapshot": snapshot, "--snapshot-every": snapshot_every}
@@ -98,12 +98,12 @@ def command(
         _check_server(store, sum, formats, snapshot, snapshot_every)
     if ca and client_ca:
         raise ConfigError(
-            f"--ca {ca} and --client-ca {client_ca}",
-            hint="--ca is the older name: --client-ca alone",
+            f"both --ca {ca} and --client-ca {client_ca} are set",
+            hint="--ca is the older name of --client-ca: use --client-ca only",
         )
     tls = tls_of(cert, key, client_ca or ca)
     if tls is not None and cert is None:
-        raise ConfigError("TLS: a server needs --cert and --key")
+        raise ConfigError("TLS: a server needs both --cert and --key")
     options = link_options(link)(token=token_of(token_file), tls=tls)
     if switch:
         return load(ROLES, "switch")(where, memory, options, xdp)
@@ -122,7 +122,7 @@ def command(
         every=every,
     ) as host:
         print(
-            f"serving {store} at {host.where}, at most {show_bytes(nbytes)}; the state rests"
+            f"serving {store} at {host.where}, at most {show_bytes(nbytes)}; the state is"
             f" {host.store.rests}"
         )
         host.run()
@@ -130,25 +130,25 @@ def command(
 
 
 def budget_of(text: str | None) -> int:
-    """Bytes of --budget; half of what is free where it is not given."""
+    """Return the bytes of --budget, or half of the free memory if it is not set."""
     return parse_bytes(text) if text is not None else psutil.virtual_memory().available // 2
 
 
 def _check_switch(
     switch: bool, of_switches: Mapping[str, str | None], of_servers: Mapping[str, object]
 ) -> None:
-    """Raises ConfigError for what a switch, or a server, does not do."""
-    given = [name for name, value in of_servers.items() if value is not None and value is not False]
-    if switch and given:
+    """Raise ConfigError for options that a switch, or a server, does not have."""
+    extra = [name for name, value in of_servers.items() if value is not None and value is not False]
+    if switch and extra:
         raise ConfigError(
-            f"--switch with {', '.join(given)}",
-            hint="a switch keeps nothing, its memory is --memory: servers that store, or sum with"
-            " --sum, are commands of their own",
+            f"--switch cannot be combined with {', '.join(extra)}",
+            hint="a switch keeps no state, and its memory is --memory; run servers with --store or"
+            " --sum as separate commands",
         )
-    given = [f"{name} {value}" for name, value in of_switches.items() if value is not None]
-    if given and not switch:
+    extra = [f"{name} {value}" for name, value in of_switches.items() if value is not None]
+    if extra and not switch:
         raise ConfigError(
-            f"{', '.join(given)} without --switch", hint="a server's memory is --budget"
+            f"{', '.join(extra)} without --switch", hint="the memory of a server is --budget"
         )
 
 
@@ -159,38 +159,37 @@ def _check_server(
     snapshot: str | None,
     snapshot_every: int | None,
 ) -> None:
-    """Raises ConfigError for options that contradict each other."""
+    """Raise ConfigError for options that contradict each other."""
     if (store is None) != sum:
         raise ConfigError(
-            f"--store {store} and --sum: a server does one of them"
+            f"--store {store} and --sum: a server can do only one of them"
             if sum
-            else "what is to be served? Neither --store nor --sum is given",
+            else "nothing to serve: neither --store nor --sum is set",
             hint=(
-                "--store names a directory on the device that the state shall rest on (one in"
-                " /dev/shm rests in memory and outlives this process, not the machine); --sum keeps"
-                " no state"
+                "--store names a directory on the device for the state (in /dev/shm the state is in"
+                " memory and survives this process, but not the machine); --sum keeps no state"
             ),
         )
     if sum and snapshot is not None:
         raise ConfigError(
-            f"--sum and --snapshot {snapshot}: --sum keeps no state", hint="leave --snapshot out"
+            f"--sum and --snapshot {snapshot}: --sum keeps no state", hint="leave out --snapshot"
         )
     if formats is not None and not sum:
-        raise ConfigError(f"--formats {formats} without --sum", hint="leave --formats out")
+        raise ConfigError(f"--formats {formats} without --sum", hint="leave out --formats")
     twice = snapshot is not None and snapshot == store
     if twice or (snapshot_every is not None and (snapshot is None or snapshot_every < 1)):
-        given = {"--snapshot": snapshot, "--snapshot-every": snapshot_every, "--store": store}
+        values = {"--snapshot": snapshot, "--snapshot-every": snapshot_every, "--store": store}
         raise ConfigError(
-            ", ".join(f"{name} {value}" for name, value in given.items() if value is not None),
+            ", ".join(f"{name} {value}" for name, value in values.items() if value is not None),
             hint=(
-                "--snapshot names a directory of its own on files, --snapshot-every steps, 1 or"
-                " more"
+                "--snapshot must name another directory, on files; --snapshot-every is a number of"
+                " steps, at least 1"
             ),
         )
 
 
 class SessionHost:
-    """Listens; one session at a time. `run` returns after `stop`."""
+    """Listens, and serves one session at a time. `run` returns after `stop`."""
 
     def __init__(
         self,
@@ -205,46 +204,46 @@ class SessionHost:
     ) -> None:
         self.store = HostedStore(directory, snapshot, every)
         self.nbytes, self.report = nbytes, report
-        self.silent_s = silent_s  # how long a worker may be silent
+        self.silent_s = silent_s  # limit on a worker's silence
         self.session: ServerSession | None = None
-        self.front: RouteEnd | None = None  # before `session`, if workers come by a route with one
+        self.front: RouteEnd | None = None  # stands before `session` if the workers' route has one
         self._options = options
         self._ended: queue.SimpleQueue[tuple[ServerSession, BaseException] | None] = (
             queue.SimpleQueue()
         )
-        self._lock = threading.Lock()  # over making a session
+        self._lock = threading.Lock()  # held while a session is made
         self._listener = listen(address, self._accept, options, report, language=m.LANGUAGE)
         self.where = "{}:{}".format(*self._listener.address)
 
     def _accept(self, link: Link, hello: bytes) -> Receiver:
-        """Called by the listener for a link whose other side has proven the token."""
+        """Accept a link. The listener calls it after the caller has proven the token."""
         if hello == health.HELLO:
             return health.answer(link, self.status())
         if hello.startswith(m.WITHOUT):
-            rest = m.decoded(m.WITHOUT_REST, hello[len(m.WITHOUT) :], "no word of a witness")
-            done = self._go_on_without(rest)
+            rest = m.decoded(m.WITHOUT_REST, hello[len(m.WITHOUT) :], "not a witness")
+            done = self._resume_without(rest)
             return health.answer(link, ("noted" if done else "not the last session here", {}, {}))
         if (by_route := routes.named_in(hello)) is not None:
             return self._accept_by_route(link, *by_route)
-        said = _checked(m.decoded(m.HELLO, hello, "no greeting of a worker"))
+        greeting = _checked(m.decoded(m.HELLO, hello, "not the greeting of a worker"))
         with self._lock:
             session = self.session
             if session is None:
-                session = self.session = ServerSession(said, self)
+                session = self.session = ServerSession(greeting, self)
             elif self.front is not None:
                 name = self.front.name
-                raise self._not_alike(said, name, "worker {} has no {}, the others have one")
-            elif not session.is_of(said):
+                raise self._other_route(greeting, name, "worker {} has no {}, the others have one")
+            elif not session.is_of(greeting):
                 raise session.busy()
-            return session.admit(said.rank, link, said.signature)
+            return session.admit(greeting.rank, link, greeting.signature)
 
     def _accept_by_route(self, link: Link, name: str, rest: bytes) -> Receiver:
-        """A participant whose route has an end here. The first one begins the session."""
+        """Accept a participant whose route has an end here. The first begins the session."""
         end_class = routes.load(name).end if name in plugin_names(routes.GROUP) else None
         if end_class is None:
             raise WireError(
-                f"{self.where} is a server, no {name}: it keeps a store",
-                hint="give it as one of the job's servers, and to nothing else",
+                f"{self.where} is a server with a store, not a {name}",
+                hint="use it as one of the job's servers only",
             )
         greeting = end_class.greeting(rest)
         hello = _checked(greeting.hello)
@@ -253,42 +252,43 @@ class SessionHost:
                 self.front = end_class(greeting, self, self._options)
                 self.session = self.front.server
             elif not isinstance(self.front, end_class):
-                raise self._not_alike(hello, name, "worker {} has a {}, the others have none")
+                raise self._other_route(hello, name, "worker {} has a {}, the others have none")
             elif not self.front.is_of(hello):
                 raise self.front.busy()
             return self.front.accept(link, greeting)
 
-    def _not_alike(self, hello: m.Hello, route: str, words: str) -> RoadtrainError:
-        """Why a worker cannot join a session whose workers come by another route."""
+    def _other_route(self, hello: m.Hello, route: str, words: str) -> RoadtrainError:
+        """Return the error for a worker whose route differs from that of the session."""
         assert self.session is not None
         if hello.session != self.session.name:
             return self.session.busy()
         option = route.replace("-", "_")
         return ForeignError(
-            words.format(hello.rank, option), hint=f"every worker has the same {option}"
+            words.format(hello.rank, option), hint=f"use the same {option} on every worker"
         )
 
     def status(self) -> m.Status:
-        doing: m.Status = "no session: waits for workers", {}, {}
+        doing: m.Status = "no session: waiting for workers", {}, {}
         if (session := self.front or self.session) is not None:
             doing = session.status()
         return f"state {self.store.rests}; {doing[0]}", *doing[1:]
 
-    def _go_on_without(self, said: m.Without) -> bool:
+    def _resume_without(self, witness: m.Without) -> bool:
         opened = None if self.session is None else self.session.tier
-        meta = self.store.go_on_without(*said, opened)
+        meta = self.store.resume_without(*witness, opened)
         if meta is None:
             return False
-        others = ", ".join(map(str, said.servers))
-        self.report(f"server {meta.index}: may go on without server(s) {others}")
+        others = ", ".join(map(str, witness.servers))
+        self.report(f"server {meta.index}: may resume without server(s) {others}")
         return True
 
     def session_ended(self, session: ServerSession, error: BaseException) -> None:
         self._ended.put((session, error))
 
     def run(self) -> None:
-        """Ends sessions, one after the other, until `stop`. After this process stood still itself
-        it does not look at once: its links first read what came meanwhile."""
+        """Tear down ended sessions until `stop`, and check running ones for silent workers. If this
+        process itself was suspended, the check is skipped once, so that the links can first read
+        what arrived meanwhile."""
         while True:
             begun = time.monotonic()
             try:
@@ -308,9 +308,9 @@ class SessionHost:
             session.tear_down(error)
             if self.front is not None:
                 self.front.tear_down(error)
-        except Exception as failed:  # whatever it was, the next one finds a server that is free
+        except Exception as failed:  # whatever it was, the next session must find a free server
             self.report(
-                f"ending the session: {type(failed).__name__}: {failed}".replace("\n", "; ")
+                f"failed to end the session: {type(failed).__name__}: {failed}".replace("\n", "; ")
             )
         with self._lock:
             self.session = self.front = None
@@ -329,8 +329,8 @@ class SessionHost:
                 session.tear_down(LostError("the server stops"))
 
 
-def _checked(said: m.Hello) -> m.Hello:
-    """Raises WireError for a worker that cannot be."""
-    if not 0 <= said.rank < said.workers <= MOST_WORKERS:
-        raise WireError(f"worker {said.rank} of {said.workers}")
-    return said
+def _checked(hello: m.Hello) -> m.Hello:
+    """Raise WireError for an impossible rank."""
+    if not 0 <= hello.rank < hello.workers <= MOST_WORKERS:
+        raise WireError(f"worker {hello.rank} of {hello.workers}")
+    return hello

@@ -1,13 +1,13 @@
-"""A server: owns chunks, holds their gradients, updates them next to their storage. Threads around
-servers/protocol/server.py.
+"""Server: owns chunks, holds their gradients, and updates them where they are stored. Threads
+around servers/protocol/server.py.
 
-One loop thread feeds the state machine; I/O threads serve the device's queue; update threads run
-kernels and copies. All heavy work (preadv/pwritev, hashing, numba kernels, numpy copies) releases
-the GIL.
-Memory: record buffers and scratch are allocated once; what is kept from files lies in one arena.
+A loop thread feeds the state machine, I/O threads serve the device's queue, and an update thread
+runs kernels and copies. All heavy work (preadv/pwritev, hashing, numba kernels, numpy copies)
+releases the GIL.
+Memory: record buffers and scratch are allocated once; resident parts of files share one buffer.
 
-Any failure ends the server: the worker gets Failed with the cause, and the last committed step
-stays as it is.
+Any failure ends the server: the worker gets Failed with the cause, and the last committed step is
+unaffected.
 """
 
 from __future__ import annotations
@@ -55,67 +55,67 @@ T = TypeVar("T")
 Outcome = tuple[int, tuple[Any, ...] | None]
 Job = Callable[[], Outcome]
 
-LOOK_S = 2.0  # for the loop to come to a question
+LOOK_S = 2.0  # limit for a query of the loop thread
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What one server is made of. `meta`: of the whole store. `tier` None: everything rests in
-    memory."""
+class ServerConfig:
+    """The configuration of one server. `meta`: of the whole store. `tier`: None if all records are
+    in memory only."""
 
     number: int
     name: str
     meta: StoreMeta
     rules: Sequence[Rule]
     tier: FileTier | None
-    budgets: RecordBudgets  # this server's alone
+    budgets: RecordBudgets  # of this server alone
     report: Callable[[str], None]
     workers: int = 1
-    local: int = 1  # of each host, whose gradients are summed first; negative: their relay has
-    io_threads: int = 4  # a direction
-    # buffers for parameters on their way to all workers; None: they go to the workers' own memory
+    local: int = 1  # workers per host that are summed first; negative: their relay has summed them
+    io_threads: int = 4  # in each direction
+    # buffers for the parameters sent to all workers; None: workers pull into their own memory
     answers: int | None = None
 
 
 class Server:
-    """`deliver(message, worker)`: to one worker, or (None) to all."""
+    """One server. `deliver(message, worker)` sends to one worker, or to all if it is None."""
 
     def __init__(
         self,
-        setup: Setup,
+        config: ServerConfig,
         deliver: Callable[[Any, int | None], None],
         stages: Stages,
         committed: int,
     ) -> None:
-        self.setup, self.peer, self._deliver, self._stages = setup, setup.name, deliver, stages
-        self.tier, meta, budgets = setup.tier, setup.meta, setup.budgets
-        self.records = meta.owned(setup.number)
+        self.config, self.peer, self._deliver, self._stages = config, config.name, deliver, stages
+        self.tier, meta, budgets = config.tier, config.meta, config.budgets
+        self.records = meta.owned(config.number)
         self.chunks = {number: meta.table.chunks[number] for number in self.records}
         self._resident = budgets.resident if self.tier else frozenset(self.chunks)
         buffers, scratch_bytes = (budgets.buffers, budgets.scratch_bytes) if self.chunks else (0, 0)
         self._buffers = [Buffer(budgets.buffer_bytes) for _ in range(buffers)]
-        self.memory = self._keep()
+        self.memory = self._allocate_resident()
         self._grads = PushedGradients(
-            self.chunks, self.tier, buffers, scratch_bytes, setup.workers, setup.local
+            self.chunks, self.tier, buffers, scratch_bytes, config.workers, config.local
         )
-        # chunk -> checksums of what is updated and not yet written
+        # chunk -> checksums of its updated record, until that is written
         self._sums: dict[int, dict[str, int]] = {}
-        self._late = frozenset(
+        self._delayed = frozenset(
             c for c, chunk in self.chunks.items() if meta.staleness and chunk.trainable
         )
-        self.machine = self._decide(committed)
+        self.machine = self._new_machine(committed)
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._device = DeviceQueue(limit=setup.io_threads)
+        self._device = DeviceQueue(limit=config.io_threads)
         self.trial, self._moved, self._busy_s, self._began = Trial(), 0, 0.0, 0.0
         self._device_ready = threading.Condition()
         self._kernels: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
-        self._count = itertools.count()  # of what is put there: equal priorities keep their order
+        self._count = itertools.count()  # entries of `_kernels`: equal priorities keep their order
         self._stopping = False
         self._failed = False
         self._threads: list[threading.Thread] = []
 
-    def _decide(self, committed: int) -> ServerStateMachine:
-        setup, meta = self.setup, self.setup.meta
+    def _new_machine(self, committed: int) -> ServerStateMachine:
+        setup, meta = self.config, self.config.meta
         spec = ServerSpec(
             setup.number,
             {c: self._resident_part(c) for c in self.chunks},
@@ -126,7 +126,7 @@ class Server:
             relays=setup.local < 0,
             delayed={
                 c: self.tier is not None and self.tier.written_in(c) == committed > 0
-                for c in self._late
+                for c in self._delayed
             },
             first=meta.members[0],
             everywhere=meta.replicas > 1,
@@ -138,19 +138,19 @@ class Server:
     def _resident_part(self, chunk: int) -> Resident:
         if chunk in self._resident:
             return Resident.RECORD
-        kept = chunk in self.setup.budgets.weights_resident
+        kept = chunk in self.config.budgets.weights_resident
         return Resident.WEIGHTS if kept else Resident.NOTHING
 
     def nbytes(self) -> int:
-        """Memory that this server holds."""
+        """Return the bytes of memory that this server holds."""
         return sum(b.nbytes for b in [*self._buffers, *self._grads.scratch.buffers])
 
-    def _keep(self) -> dict[int, memoryview]:
-        """One more buffer for everything that is kept in memory, and each chunk's view into it."""
+    def _allocate_resident(self) -> dict[int, memoryview]:
+        """Allocate one buffer for all resident parts, and return each chunk's view of it."""
         sizes = {
             c: r.nbytes if c in self._resident else r.weights_nbytes
             for c, r in self.records.items()
-            if c in self._resident | self.setup.budgets.weights_resident
+            if c in self._resident | self.config.budgets.weights_resident
         }
         if not sizes:
             return {}
@@ -159,22 +159,22 @@ class Server:
         return {c: self._buffers[-1].view[at : at + sizes[c]] for c, at in zip(sizes, starts)}
 
     def start(self, loaded: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Loads what is kept in memory (`loaded` hears of each chunk's bytes), then serves.
-        Raises StoreError when the files are damaged."""
+        """Load the resident parts (`loaded` gets the bytes of each chunk), then serve. Raises
+        StoreError if the files are damaged."""
         self._load(loaded)
-        n_io = 2 * self.setup.io_threads if self.tier is not None else 0
+        n_io = 2 * self.config.io_threads if self.tier is not None else 0
         jobs = [
             (self._loop, "loop"),
             (self._compute, "update"),
             *[(self._io, f"io{i}") for i in range(n_io)],
         ]
         for target, name in jobs:
-            thread = threading.Thread(target=target, name=f"{self.setup.name} {name}", daemon=True)
+            thread = threading.Thread(target=target, name=f"{self.config.name} {name}", daemon=True)
             thread.start()
             self._threads.append(thread)
 
     def send(self, message: Any) -> None:
-        """From the worker of this process (Server is its MessageLink)."""
+        """Receive a message of the worker in this process, to which Server is a MessageLink."""
         if self._stopping:
             raise LostError(f"{self.peer} is closed")
         self.receive(message)
@@ -183,35 +183,33 @@ class Server:
         return ""
 
     def receive(self, message: Any) -> None:
-        """A message from a worker, or an event of a doer. Does not block."""
+        """Queue a message of a worker, or an event of a doer. Does not block."""
         self._inbox.put(message)
 
     def waits(self) -> tuple[list[messages.Pull], list[tuple[int, str]]]:
-        """As the state machine says. DeadlineError where it does not."""
+        """Query the state machine. Raises DeadlineError if the loop thread is too busy."""
         return self._in_loop(
-            self.machine.waits, LOOK_S, f"{self.setup.name} is too busy to say what it does"
+            self.machine.waits, LOOK_S, f"{self.config.name} did not report within {LOOK_S:.0f} s"
         )
 
-    def begin_again(
-        self, meta: StoreMeta, tier: FileTier | None, step: int, deadline_s: float
-    ) -> None:
-        """Between steps, nothing being under way: its records are now those of `tier` (None:
-        what was written into its memory) at `step`. Raises StoreError when the files are
+    def reset(self, meta: StoreMeta, tier: FileTier | None, step: int, deadline_s: float) -> None:
+        """Continue at `step` with the records of `tier` (None: those written to its memory).
+        Only between steps, when nothing is in progress. Raises StoreError if the files are
         damaged, DeadlineError."""
 
         def change() -> None:
-            self.setup = replace(self.setup, meta=meta, tier=tier)
+            self.config = replace(self.config, meta=meta, tier=tier)
             self.tier = self._grads.tier = tier
             self._sums.clear()
-            self.machine = self._decide(step)
+            self.machine = self._new_machine(step)
             self._load()
 
-        late = f"waited {deadline_s:.0f} s for {self.setup.name} to read its records anew"
+        late = f"waited {deadline_s:.0f} s for {self.config.name} to reload its records"
         self._in_loop(change, deadline_s, late)
 
     def _in_loop(self, call: Callable[[], T], wait_s: float, late: str) -> T:
-        """The result of `call` in the loop thread, between two events. What it raises is raised
-        here and ends the server; DeadlineError(`late`)."""
+        """Return the result of `call`, made in the loop thread between two events. An exception is
+        raised here and ends the server. Raises DeadlineError(`late`)."""
         done: Future[T] = Future()
 
         def run() -> None:
@@ -228,9 +226,9 @@ class Server:
         return done.result()
 
     def stop(self, deadline_s: float) -> list[str]:
-        """Ends all threads; does not wait for unfinished steps (the caller flushes first if it
-        wants them). Returns the names of those that hang beyond the deadline; the memory that
-        they use stays until they let go. The tier is closed by whoever opened it."""
+        """End all threads, without waiting for unfinished steps. Returns the names of threads that
+        hang beyond the deadline; they keep their memory until they end. The tier stays open for
+        its owner to close."""
         self._stopping = True
         self._inbox.put(None)
         with self._device_ready:
@@ -249,7 +247,7 @@ class Server:
         return late
 
     def fill(self, chunk: int, view: memoryview) -> None:
-        """Before start: the first contents of a chunk's record."""
+        """Write the initial contents of a chunk's record. Only before `start`."""
         if self.tier is not None:
             self.tier.write(chunk, "record", view)
         else:
@@ -263,13 +261,13 @@ class Server:
             if event is None:
                 return
             try:
-                self._take(event)
+                self._handle(event)
             except BaseException as error:
                 self._fail(error)
                 return
-            del event  # it may name a worker's memory, which no thread that waits holds
+            del event  # it may refer to a worker's memory, which a waiting thread must not keep
 
-    def _take(self, event: Any) -> None:
+    def _handle(self, event: Any) -> None:
         if callable(event):
             event()
             return
@@ -313,7 +311,7 @@ class Server:
             self._device_ready.notify()
 
     def _work(self, stage: str, action: Any, job: Job) -> int:
-        """Carries an action out, counts it, reports it. Returns its bytes."""
+        """Carry an action out, count and report it. Returns its bytes."""
         start = time.perf_counter()
         try:
             nbytes, result = job()
@@ -354,13 +352,12 @@ class Server:
             return
         self._failed = True
         if not isinstance(error, RoadtrainError):
-            wrapped = LostError(f"{self.setup.name} stopped: {type(error).__name__}: {error}")
+            wrapped = LostError(f"{self.config.name} stopped: {type(error).__name__}: {error}")
             wrapped.__cause__ = error
             error = wrapped
-        self._deliver(messages.Failed(self.setup.number, error), None)
+        self._deliver(messages.Failed(self.config.number, error), None)
 
-    # doers: each returns its bytes and the action's result; None where somebody else reports it
-    # later
+    # Doers. Each returns its bytes and the action's result; None if the result is reported later.
 
     def _load(self, loaded: Callable[[int], None] = lambda nbytes: None) -> None:
         tier = self.tier
@@ -376,8 +373,8 @@ class Server:
                 self._cast_weights(number, view, view)
 
     def _read_weights(self, number: int, into: memoryview, newest: bool = False) -> None:
-        """The weights part from the file; cast from the master where the file does not hold it,
-        or that is `newest`."""
+        """Read the weights part from the file. Cast it from the master if the file does not hold
+        it, or if `newest`."""
         tier, record = self.tier, self.records[number]
         assert tier is not None
         if tier.has_weights(number) and not newest:
@@ -401,29 +398,29 @@ class Server:
 
     def _answer(self, answer: messages.Answer) -> None:
         if answer.memory:
-            self._kernel(0, "Fetch", answer, lambda: self._give_from_memory(answer))
+            self._kernel(0, "Fetch", answer, lambda: self._send_from_memory(answer))
             return
         read = partial(self._read_weights, answer.pull.chunk, newest=answer.newest)
-        job = partial(self._give, answer, read)
+        job = partial(self._send_weights, answer, read)
         self._io_push(READ_PARAMETERS, answer.pull.ticket, "Fetch", answer, job)
 
-    def _give_from_memory(self, answer: messages.Answer) -> Outcome:
+    def _send_from_memory(self, answer: messages.Answer) -> Outcome:
         chunk = answer.pull.chunk
         if answer.newest:
             record = self._record_view(chunk)
-            return self._give(answer, lambda into: self._cast_weights(chunk, record, into))
-        # what is kept in memory may be the weights part alone
+            return self._send_weights(answer, lambda into: self._cast_weights(chunk, record, into))
+        # the resident part may be the weights part alone
         view = self.memory[chunk] if chunk in self.memory else self._record_view(chunk)
-        return self._give(answer, lambda into: copy(into, view[: len(into)]), view)
+        return self._send_weights(answer, lambda into: copy(into, view[: len(into)]), view)
 
-    def _give(
+    def _send_weights(
         self,
         answer: messages.Answer,
         put: Callable[[memoryview], None],
         view: memoryview | None = None,
     ) -> Outcome:
-        """What `put` writes goes to the worker. `view`: where it lies already, for a link to
-        send it from there."""
+        """Send parameters, written by `put`, to a worker. `view`: where they are already in memory,
+        so a link can send them from there."""
         into = answer.pull.into
         if isinstance(into, memoryview):
             put(into)
@@ -434,13 +431,13 @@ class Server:
         return into.send(view, lambda: self.receive(messages.Done(answer))), None
 
     def _state_part(self, number: int) -> tuple[str, int]:
-        """What of a record is read for an update, and its first byte."""
+        """Return the part of a record that an update reads, and its first byte."""
         record = self.records[number]
         return ("state", record.weights_nbytes) if record.master else ("record", 0)
 
     def _read(self, number: int, buffer: int) -> Outcome:
         assert self.tier is not None
-        if not self.setup.rules[self.chunks[number].group].reads_state:
+        if not self.config.rules[self.chunks[number].group].reads_state:
             return 0, ()
         part, first = self._state_part(number)
         view = self._buffers[buffer].view[first : self.records[number].nbytes]
@@ -449,18 +446,18 @@ class Server:
 
     def _update(self, number: int, apply_update: messages.ApplyUpdate) -> Outcome:
         chunk, record, tier = self.chunks[number], self.records[number], self.tier
-        rule, view = self.setup.rules[chunk.group], self._record_view(number)
+        rule, view = self.config.rules[chunk.group], self._record_view(number)
         scratch, grad, dtype = self._grads.take(number)
         public = self.memory.get(number, view)
         if tier is not None and number not in self._resident and rule.reads_state:
             part, first = self._state_part(number)
-            # checked here: then it lies in the cache
+            # checked here and not when read, because it is in the cache now
             tier.check_sums(number, part, view[first : record.nbytes])
-        late = number in self._late  # the weights part gets what the master was before
+        late = number in self._delayed  # the weights part gets the master's previous value
         if late:
             self._cast_weights(number, view, view)
         narrow = None if late or chunk.dtype == "fp32" else public
-        whole = RecordView(self.setup.meta, chunk, view)
+        whole = RecordView(self.config.meta, chunk, view)
         apply_rule(rule, whole, narrow, grad, dtype, apply_update)
         if narrow is None and public is not view:
             copy(public[: chunk.weights_nbytes], view[: chunk.weights_nbytes])
@@ -468,12 +465,12 @@ class Server:
         if tier is not None:
             part, first = self._written_part(chunk)
             self._sums[number] = tier.sums(number, part, view[first : record.nbytes])
-        checksum = self._checksum(chunk, public) if self.setup.meta.replicas > 1 else 0
+        checksum = self._checksum(chunk, public) if self.config.meta.replicas > 1 else 0
         return record.nbytes, (checksum,)
 
     def _checksum(self, chunk: Chunk, public: memoryview) -> int:
-        """Of what an update made, whether or not all of it is written: the state, and what a
-        pull returns. The padding behind a 16-bit copy is nobody's."""
+        """Return the checksum of an updated record, written or not: of its state and of what a pull
+        returns. The padding behind a 16-bit copy does not count."""
         sums = self._sums[chunk.id]
         copied = sums.get("weights", 0)
         if self.records[chunk.id].master:
@@ -489,9 +486,11 @@ class Server:
         return record.nbytes - first, ()
 
     def _written_part(self, chunk: Chunk) -> tuple[str, int]:
-        """What of a record is written, and its first byte: not the copy where that is kept, and
-        can be cast again."""
-        derived = chunk.dtype != "fp32" and chunk.id in self.memory and chunk.id not in self._late
+        """Return the part of a record that is written, and its first byte. The 16-bit copy is left
+        out if it is resident, since it can be cast again."""
+        derived = (
+            chunk.dtype != "fp32" and chunk.id in self.memory and chunk.id not in self._delayed
+        )
         return ("state", self.records[chunk.id].weights_nbytes) if derived else ("record", 0)
 
     def _prepare(self, action: messages.Prepare, step: int, blobs: Sequence[bytes]) -> None:
@@ -510,16 +509,16 @@ class Server:
         self._io_push(WRITE_STATE, -1, "Commit", action, prepare)
 
     def _choose(self) -> None:
-        """A step ended: mix reads and writes of state, or let them alternate in bursts?"""
+        """Choose at the end of a step whether state reads and writes are mixed or in bursts."""
         with self._device_ready:
-            now, known = time.perf_counter(), self.trial.chosen
-            busy = self._busy_s + now - self._began  # this very job is at work
+            now, chosen = time.perf_counter(), self.trial.chosen
+            busy = self._busy_s + now - self._began  # this job itself is running
             self._device.burst = self.trial.stepped(self._device.burst, self._moved, busy)
             self._moved, self._busy_s, self._began = 0, 0.0, now
-        if self.trial.chosen and not known:
+        if self.trial.chosen and not chosen:
             mix, bursts = (show_rate(max(self.trial.rates[way])) for way in (False, True))
-            self.setup.report(
-                f"{self.setup.name}: reads and writes"
+            self.config.report(
+                f"{self.config.name}: reads and writes"
                 f" {'in bursts' if self._device.burst else 'mixed'} (measured: mixed {mix}, bursts"
                 f" {bursts})"
             )
@@ -533,9 +532,9 @@ def apply_rule(
     dtype: str,
     apply_update: messages.ApplyUpdate,
 ) -> None:
-    """Runs `rule` on every span of `record` that has a gradient; neighbours with equal scalars and
-    scale run as one range, padding included. The 16-bit copy, where one is wanted, goes to the
-    start of `public`.
+    """Apply `rule` to every span of `record` that has a gradient. Adjacent spans with equal scalars
+    and scale are processed as one range, including padding. The 16-bit copy, if any, is written to
+    the start of `public`.
     """
     chunk, rows, n = record.chunk, record.rows, record.chunk.numel
     p, arrays = record.array(MASTER), [record.array(what) for what in rule.arrays]

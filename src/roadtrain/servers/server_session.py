@@ -1,13 +1,13 @@
 """ServerSession: the workers of one start of a job at one parameter server, from the first that
-joins until the last has left or one is lost.
+joins until the last has left or any is lost.
 
-    Open, Begin -> served                       the store is there
-    Open, Fill, Settle, Begin -> served         a new one, or one that is filled up
+    Open, Begin -> served                       the store exists
+    Open, Fill, Settle, Begin -> served         a new store, or one that is refilled
 
-Worker 0 opens the store and fills a new one; all others wait for Ready, and hear how far it is.
-With Begin the server writes down that it takes part in this session, before the session's first
-step (storage/history.py). Links' threads come in by what ParameterSession names, the server's
-loop thread by `deliver`, the host's own by `look` and `tear_down`.
+Worker 0 opens the store and fills a new one; the others wait for Ready and get Progress frames. At
+Begin the server records in its store that it takes part in this session, before the first step
+(storage/history.py). Threads of links call the methods of ParameterSession, the server's loop
+thread calls `deliver`, and the host's thread calls `look` and `tear_down`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from roadtrain.servers import frames as m
 from roadtrain.servers.hosted_store import HostedStore
 from roadtrain.servers.parameter_connection import ParameterConnection, ParameterSession
 from roadtrain.servers.protocol import messages
-from roadtrain.servers.server import Server, Setup
+from roadtrain.servers.server import Server, ServerConfig
 from roadtrain.servers.trace import Stages
 from roadtrain.storage.convert import RecordView
 from roadtrain.storage.file import FileTier
@@ -47,7 +47,7 @@ END_S = 10.0  # for a session's threads to end
 
 
 class StoreHost(Protocol):
-    """What a session needs of the process that it is in."""
+    """The process of a session."""
 
     store: HostedStore
     nbytes: int  # of memory that a session may use
@@ -55,19 +55,19 @@ class StoreHost(Protocol):
     report: Callable[[str], None]
 
     def session_ended(self, session: ServerSession, error: BaseException) -> None:
-        """Once, soon to be followed by `tear_down` from the host's own thread."""
+        """Handle the end of a session. The host's own thread calls `tear_down` afterwards."""
 
 
-# (layout, number of the server, bytes that it may use) -> bytes that are not the server's
+# (layout, number of the server, memory in bytes) -> bytes that are not for the server
 MemoryBeside = Callable[[StoreMeta, int, int], int]
 
 
 class ServerSession(ParameterSession):
-    """`server` runs from Begin on. `host`: of what is in its memory and on its files; it is
-    told once that the session is over, and tears it down."""
+    """The session of one start of a job. `server` is set at Begin. `host` provides memory and
+    files; it is notified once when the session ends, and then tears it down."""
 
     def __init__(self, hello: m.Hello, host: StoreHost, beside: MemoryBeside | None = None) -> None:
-        """`beside`: who else takes of this process's memory, asked once the layout is known."""
+        """`beside`: memory of this process that others use; called once the layout is known."""
         super().__init__(hello.workers, hello.local)
         self.name, self.number, self._beside = hello.session, hello.server, beside
         self.host, self.store = host, host.store
@@ -75,25 +75,25 @@ class ServerSession(ParameterSession):
         self.server: Server | None = None
         self.meta: StoreMeta | None = None
         self.tier: FileTier | None = None
-        self.kept: FileTier | None = None  # the part that snapshots go to
+        self.kept: FileTier | None = None  # the part that holds snapshots
         self.snapshots: Snapshots | None = None
         self.answers = BufferPool(0, 1)
         self.pools: list[BufferPool] = []  # of each worker's gradients
         self.ready = False
-        self.setup: Setup
+        self.config: ServerConfig
         self._new = False  # the part is new
-        self._step = 0  # of the generation that worker 0 has named
-        self._storing = threading.RLock()  # whoever works with the tiers before the server does
-        self._closed = False  # under `_storing`: the tiers are closed, or would be
-        self._doing = "worker 0 to open the store"  # until `ready`, for who waits
-        self._done = 0  # of that, bytes or chunks
+        self._step = 0  # of the generation that worker 0 named
+        self._storing = threading.RLock()  # held while the tiers are used before serving
+        self._closed = False  # under `_storing`: the tiers are closed, or must be closed
+        self._doing = "worker 0 to open the store"  # until `ready`: what workers wait for
+        self._done = 0  # progress of that, in bytes
         self._all = 0
 
     @property
     def step(self) -> int:
         return -1 if self.tier is None else self.tier.step
 
-    # who is here
+    # workers
 
     def admit(self, rank: int, link: Link, signature: str) -> ParameterConnection:
         with self.lock:
@@ -115,15 +115,15 @@ class ServerSession(ParameterSession):
         return BusyError(f"busy with a session of {self.workers} worker(s), at step {self.step}")
 
     def _refused(self, worker: ParameterConnection, error: BaseException) -> None:
-        """It does not take part: without worker 0, or without anybody, nothing can."""
+        """Remove a worker that cannot join. End the session if nobody or not worker 0 is left."""
         with self.lock:
             self.connections.pop(worker.rank, None)
-            over = worker.rank == 0 or self.gone >= self.connections.keys()
+            over = worker.rank == 0 or self.lost_ranks >= self.connections.keys()
         if over:
             self.end(error)
 
     def _welcome(self, worker: ParameterConnection) -> None:
-        # only worker 0 goes by what is held: the others do not wait while a large store is made
+        # Only worker 0 decides by what is held. The others need not wait while a store is made.
         step, kept, meta = self.store.held(self.tier) if worker.rank == 0 else (-1, (), None)
         about = meta.to_json().encode() if meta else b""
         worker.say(m.WELCOME, (step, kept, self.store.every, self.store.rests), about)
@@ -131,14 +131,14 @@ class ServerSession(ParameterSession):
             raise error
 
     def _greet(self, worker: ParameterConnection) -> ForeignError | None:
-        """Ready: what the worker needs to go on from here. A worker of another job ends the
-        session."""
+        """Send Ready, with all that the worker needs to start from here. A worker of another job
+        ends the session."""
         assert self.meta is not None and self.tier is not None
         if worker.signature != self.meta.signature:
             error = ForeignError(
-                f"{worker.link.peer} has another model, dtype, chunk size or optimizer than the"
+                f"{worker.link.peer} has a different model, dtype, chunk size or optimizer from the"
                 f" store ({worker.signature} and {self.meta.signature})",
-                hint="every worker runs the same job",
+                hint="run the same job on every worker",
             )
             self.end(error)
             return error
@@ -150,7 +150,7 @@ class ServerSession(ParameterSession):
         return None
 
     def one_left(self, rank: int, error: PeerError, all_gone: bool) -> None:
-        """Where nothing is under way the others may be leaving too; else the session is over."""
+        """End the session unless nothing is in progress: the others may be leaving too."""
         if all_gone or self.server is None:
             self.end(error)
         else:
@@ -160,9 +160,9 @@ class ServerSession(ParameterSession):
 
     def chunk(self, number: int) -> Chunk:
         meta = self.meta
-        known = meta is not None and 0 <= number < len(meta.owners)
-        if meta is None or not known or self.number not in meta.holders(number):
-            raise WireError(f"chunk {number} is not of server {self.number}")
+        held = meta is not None and 0 <= number < len(meta.owners)
+        if meta is None or not held or self.number not in meta.holders(number):
+            raise WireError(f"server {self.number} does not hold chunk {number}")
         return meta.table.chunks[number]
 
     def set_up(
@@ -171,11 +171,11 @@ class ServerSession(ParameterSession):
         _SETS_UP[kind](self, worker, fields, payload)
 
     def _open(self, worker: ParameterConnection, fields: m.OpenHeader, payload: memoryview) -> None:
-        """Makes the store, or opens it at the step given."""
+        """Make the store, or open it at the requested step."""
         meta, rules = _described(bytes(payload))
-        told_well = meta.index == self.number and len(meta.directories) == fields.servers
-        if worker.rank or self.tier or not told_well:
-            raise WireError("a store is opened by worker 0, once, with this server's number")
+        fits = meta.index == self.number and len(meta.directories) == fields.servers
+        if worker.rank or self.tier or not fits:
+            raise WireError("only worker 0 may open a store, once, with this server's number")
         self._new, self._step = fields.new, fields.step
         self._doing = f"worker 0 to {'make' if fields.new else 'open'} the store"
         self._done, self._all = 0, sum(record.nbytes for record in meta.owned(self.number).values())
@@ -187,9 +187,9 @@ class ServerSession(ParameterSession):
         if self.kept is not None:
             self.snapshots = Snapshots(tier, self.kept, self.store.every, self.host.report)
         self._plan_memory(tier, self.meta, rules, fields.holds_gradients)
-        for one in (tier, self.kept):
-            if one is not None and one.note:
-                self.host.report(one.note)
+        for part in (tier, self.kept):
+            if part is not None and part.note:
+                self.host.report(part.note)
 
     def _open_tiers(self, fields: m.OpenHeader, meta: StoreMeta) -> None:
         directory = self.store.directory
@@ -212,15 +212,16 @@ class ServerSession(ParameterSession):
         )
 
     def _own_tier(self, meta: StoreMeta) -> FileTier:
-        """What was opened, if it is this server's part of worker 0's job."""
+        """Return the opened tier. Raises ForeignError if it is not this server's part of the
+        job."""
         tier = self.tier
         if tier is not None and (tier.meta.job, tier.meta.index) == (meta.job, self.number):
             return tier
         there = f"server {tier.meta.index} of job {tier.meta.job}" if tier else "no server"
         raise ForeignError(
-            f"{self.store.directory}: holds the part of {there}, asked for is server {self.number}"
+            f"{self.store.directory}: holds the part of {there}; requested is server {self.number}"
             f" of job {meta.job}",
-            hint="name the servers in the order in which they were named first",
+            hint="name the servers in the original order",
         )
 
     def _plan_memory(
@@ -239,7 +240,7 @@ class ServerSession(ParameterSession):
         tier.spill_workers = self.workers
         self.answers = BufferPool(budgets.answers, budgets.piece_bytes)
         self.pools = [BufferPool(budgets.pool, budgets.piece_bytes) for _ in range(self.workers)]
-        self.setup = Setup(
+        self.config = ServerConfig(
             self.number,
             f"server {self.number} ({self.host.where}, {self.store.directory})",
             meta,
@@ -255,21 +256,21 @@ class ServerSession(ParameterSession):
     def _fill(
         self, worker: ParameterConnection, fields: m.ChunkHeader, payload: memoryview
     ) -> None:
-        """The first contents of a chunk's record."""
+        """Write the initial contents of a chunk's record."""
         chunk = self.chunk(fields.chunk)
         if worker.rank or self.tier is None or self.tier.step >= 0:
-            raise WireError("only worker 0 fills, and only a new part")
-        if len(payload) != (expected := self.setup.meta.records[chunk.id].nbytes):
-            raise WireError(f"{len(payload)} bytes fill chunk {chunk.id}, {expected} expected")
+            raise WireError("only worker 0 may fill chunks, and only in a new part")
+        if len(payload) != (expected := self.config.meta.records[chunk.id].nbytes):
+            raise WireError(f"chunk {chunk.id} has {expected} bytes, not {len(payload)}")
         with self._stored():
             self.tier.write(chunk.id, "record", payload)
         self._count(len(payload))
         worker.say(m.FILLED, (chunk.id,))
 
     def _settle(self, worker: ParameterConnection, fields: tuple[()], payload: memoryview) -> None:
-        """A new part is whole: from now on it counts."""
+        """Publish a new part, which is complete."""
         if worker.rank or self.tier is None or not self._new or self.ready:
-            raise WireError("worker 0 settles a new part, once")
+            raise WireError("only worker 0 may settle a new part, and only once")
         with self._stored():
             if self.tier.step < 0:
                 self.tier.prepare(self._step, bytes(payload))
@@ -280,41 +281,41 @@ class ServerSession(ParameterSession):
         worker.say(m.SETTLED, ())
 
     def _begin(self, worker: ParameterConnection, fields: tuple[()], payload: memoryview) -> None:
-        """The store is open: serves."""
+        """Start serving the open store."""
         tier, meta = self.tier, self.meta
         if worker.rank or tier is None or meta is None or tier.step < 0 or self.ready:
             raise WireError(
-                "worker 0 begins, once, after it has opened a store and settled a new one"
+                "only worker 0 may begin, once, after it has opened the store and settled a new one"
             )
         with self._stored():
             self._serve(tier, meta)
 
     def _serve(self, own: FileTier, meta: StoreMeta) -> None:
-        with self.store.storing():  # before its first step: whoever is not here misses that
+        with self.store.storing():  # before the first step: an absent server misses this session
             for tier in filter(None, (own, self.kept)):
                 replace(tier.meta, history=meta.history, without=()).write(tier.directory)
         if self.snapshots is not None:
             self.snapshots.start()
         self._doing, self._done = "the server to load what it keeps in memory", 0
-        self.server = Server(self.setup, self.deliver, self.stages, own.step)
+        self.server = Server(self.config, self.deliver, self.stages, own.step)
         self._all = sum(map(len, self.server.memory.values()))
         self.server.start(self._count)
         with self.lock:
             self.ready = True
             workers = self.everyone()
         self.host.report(
-            f"{self.setup.name}: step {own.step}, {self.workers} worker(s), "
+            f"{self.config.name}: step {own.step}, {self.workers} worker(s), "
             f"{len(self.server.chunks)} chunks, {show_bytes(self.server.nbytes())} of buffers"
         )
-        for one in workers:
-            self._greet(one)
+        for worker in workers:
+            self._greet(worker)
 
     def _read(
         self, worker: ParameterConnection, fields: m.ChunkHeader, payload: memoryview
     ) -> None:
-        """A whole record, between steps; -1: what all workers committed with the last one."""
+        """Send a whole record, between steps. Chunk -1: the blobs of the last commit."""
         if self.meta is None or self.tier is None:
-            raise WireError("nothing is open yet")
+            raise WireError("the store is not open yet")
         if fields.chunk == -1:
             worker.say(m.RECORD, (-1,), self.tier.blob)
             return
@@ -322,8 +323,8 @@ class ServerSession(ParameterSession):
         record = Buffer(self.meta.records[chunk.id].nbytes).view
         with self._stored():
             self.tier.read(chunk.id, "record", record)
-        # with staleness 1 the weights part is that before step s, as the master is where s updated
-        # nothing of the chunk
+        # With staleness 1 the weights part is the one before step s. If s did not update the chunk,
+        # it equals the master.
         delayed = self.meta.staleness and chunk.trainable
         unchanged = delayed and self.tier.written_in(chunk.id) < self.tier.step
         if unchanged or not self.tier.has_weights(chunk.id):
@@ -332,19 +333,19 @@ class ServerSession(ParameterSession):
 
     @contextmanager
     def _stored(self) -> Iterator[None]:
-        """The tiers stay open meanwhile. Raises LostError where they are closed."""
+        """Keep the tiers open in this block. Raises LostError if they are closed."""
         with self._storing:
             if self._closed:
                 raise LostError("the session has ended")
             try:
                 yield
             finally:
-                # it took too long: nobody waited, and nobody else ends what was begun
+                # the session ended meanwhile and did not wait: close them here
                 if self._closed:
                     self._close_tiers()
 
     def _close_tiers(self) -> None:
-        """Under `_storing`."""
+        """Close the tiers. Call under `_storing`."""
         if self.server is not None:
             self.server.stop(END_S)
         tiers, self.tier, self.kept = (self.tier, self.kept), None, None
@@ -354,15 +355,15 @@ class ServerSession(ParameterSession):
     def _count(self, done: int) -> None:
         self._done += done
 
-    # while it serves
+    # while serving
 
-    def tell(self, message: Any) -> None:
+    def post(self, message: Any) -> None:
         if self.server is None:
-            raise WireError("nothing is served yet")
+            raise WireError("the server does not serve yet")
         self.server.receive(message)
 
     def deliver(self, message: Any, to: int | None) -> None:
-        """What the server says, from its loop thread."""
+        """Send a message of the server to its workers. Called by its loop thread."""
         workers = self.everyone() if to is None else [self.connections[to]]
         match message:
             case messages.BufferFree(ticket):
@@ -370,22 +371,22 @@ class ServerSession(ParameterSession):
             case messages.Failed(_, error):
                 self.end(error)
             case messages.Pulled():
-                pass  # PullReply has sent it
+                pass  # PullReply has sent the frame
             case _:
                 kind, fields, payload = m.reply(message)
                 for worker in workers:
                     worker.say(kind, fields, payload)
 
     def look(self, silent_s: float) -> None:
-        """Also tells who waits how far it is."""
+        """Also send Progress frames to the workers that wait for the store."""
         if not self.ready and self.over is None:
-            done = self._done or (self.store.made() if self.tier is None else 0)
+            done = self._done or (self.store.file_bytes() if self.tier is None else 0)
             for worker in self.everyone():
                 worker.say(m.PROGRESS, (self._doing, done, self._all))
         super().look(silent_s)
 
     def status(self) -> m.Status:
-        """What this server does, and what its workers (or their relays) wait for."""
+        """Return what this server does, and what its workers (or their relays) wait for."""
         with self.lock:
             here, now = dict(self.connections), time.monotonic()
         role = "worker" if self.local > 0 else "relay of host"
@@ -393,17 +394,17 @@ class ServerSession(ParameterSession):
         for rank, worker in here.items():
             names[rank] += f" ({worker.link.peer.partition('(')[2].rpartition(':')[0]})"
         if self._beside is not None:
-            names = {0: "the fan-in"}  # in this process; it says itself whom it waits for
+            names = {0: "the fan-in"}  # in this process; its own status names the late worker
         pulls, owed = self.server.waits() if self.server else ([], [(0, "the opened store")])
         text = f"step {self.step}, {self.workers} worker(s)"
         if owed:
-            heard = {rank: here[rank].heard if rank in here else self.began for rank, _ in owed}
-            seconds, rank, what = max((now - heard[rank], rank, what) for rank, what in owed)
-            text += f"; waits since {seconds:.1f} s for {what} of {names[rank]}"
+            since = {rank: here[rank].last_seen if rank in here else self.began for rank, _ in owed}
+            seconds, rank, what = max((now - since[rank], rank, what) for rank, what in owed)
+            text += f"; waiting {seconds:.1f} s for {what} of {names[rank]}"
         waits = {names[rank]: (0.0, "") for rank in here}
         for pull in pulls:
             name = names[pull.worker]
-            waits[name] = max(waits[name], (now - pull.into.asked, f"chunk {pull.chunk}"))
+            waits[name] = max(waits[name], (now - pull.into.since, f"chunk {pull.chunk}"))
         return text, waits, self.stages.seconds()
 
     # the end
@@ -412,8 +413,8 @@ class ServerSession(ParameterSession):
         self.host.session_ended(self, error)
 
     def tear_down(self, error: BaseException) -> None:
-        """From the host's own thread. What was not committed is dropped when the store is
-        opened again."""
+        """Free everything; called by the host's own thread. Uncommitted contents are dropped when
+        the store is opened again."""
         self.dismiss(error)
         for pool in [self.answers, *self.pools]:
             pool.close()
@@ -426,8 +427,8 @@ class ServerSession(ParameterSession):
         if self._storing.acquire(timeout=END_S):
             self._close_tiers()
             self._storing.release()
-        else:  # a device hangs: whoever waits for it closes them
-            self.host.report(f"{self.store.directory}: still at work for the session that is over")
+        else:  # a device hangs; the thread that waits for it will close the tiers
+            self.host.report(f"{self.store.directory}: still in use by the session that ended")
         for pool in [self.answers, *self.pools]:
             for buffer in pool.buffers:
                 buffer.close()
@@ -443,10 +444,10 @@ _SETS_UP: Mapping[int, Callable[[ServerSession, ParameterConnection, Any, memory
 
 
 def _described(body: bytes) -> tuple[StoreMeta, list[Rule]]:
-    """The store that worker 0 describes."""
+    """Decode worker 0's description of the store."""
     try:
         tree = msgspec.json.decode(body, type=dict[str, Any])
         meta = StoreMeta.from_json(tree["meta"], "the store that worker 0 describes")
-        return meta, [rule_of(one) for one in tree["rules"]]
+        return meta, [rule_of(rule) for rule in tree["rules"]]
     except (msgspec.DecodeError, KeyError) as error:
-        raise WireError(f"worker 0 describes no store: {error}") from error
+        raise WireError(f"worker 0 sent an invalid description of a store: {error}") from error

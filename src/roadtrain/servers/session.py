@@ -1,7 +1,7 @@
-"""JobSession: one start of a job as a worker sees it, its links to the job's servers, wherever they
-run: in this process (local_servers.py) or elsewhere (remote_servers.py).
+"""JobSession: a worker's links to the servers of its job during one start of it. The servers run in
+this process (local_servers.py) or on other hosts (remote_servers.py).
 
-Does NOT know modules or optimizers: values come in as flat arrays by parameter index.
+Does NOT know modules or optimizers: values are flat arrays by parameter index.
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ from roadtrain.storage.convert import RecordView, Source, gather_param, param_pi
 from roadtrain.storage.meta import StoreMeta
 from roadtrain.storage.tier import WEIGHTS
 
-# The servers of a job, opened; local_servers.py says what they do.
+# The opened servers of a job; see local_servers.py for their methods.
 JobServers = LocalServers | RemoteServers
 
 
 class JobSession:
-    """`stages`: seconds and bytes since the last take. `step`: the last committed one when it
-    was opened."""
+    """A worker's session with its servers.
+
+    Attributes:
+        stages: Seconds and bytes since the last take.
+        step: The last committed step when the session was opened.
+    """
 
     def __init__(
         self,
@@ -51,11 +55,11 @@ class JobSession:
     ) -> None:
         self.servers, self.stages = servers, Stages()
         self.store_plan, self.group, self.step = servers.store_plan, servers.group, servers.step
-        self.new = servers.new  # the store is to be filled, by this worker
+        self.new = servers.new  # this worker must fill the new store
         self._own = None
         with undone_on_error(servers.abort):
             tier = None if residuals is None else residuals.open(self.meta.job, self.step, report)
-            # the sessions that trained this worker's residuals: the one before, and this one
+            # ids of the sessions that trained this worker's residuals: the previous and this one
             self.residual_sessions = ("", "") if tier is None else tier.ledger.begin_session()
             table, own = self.store_plan.table, None
             holders = [
@@ -103,31 +107,31 @@ class JobSession:
         return self.servers.blob
 
     def fill(self, block: Block, source: Source, groups: Sequence[Mapping[str, Any]]) -> None:
-        """First contents of one block of a new store: what `source` gives, then what each rule
-        starts with. `groups`: the optimizer's."""
-        self.worker.heap.trim(at_once=True)  # of the block before, which the model has released
+        """Write the initial contents of one block of a new store: values from `source`, and the
+        initial state of each rule. `groups`: the optimizer's parameter groups."""
+        self.worker.heap.trim(at_once=True)  # the previous block, which the model has released
         for chunk in block.chunks:
             record = fill_record(self.meta, self.store_plan, chunk, source, groups)
             for number in self.worker.owners[chunk.id]:
                 self.servers.fill(number, chunk.id, record)
 
     def start(self, blob: bytes) -> None:
-        """Step 0 of a new store is committed with `blob`; then all serve."""
+        """Commit step 0 of a new store with `blob`; then start all servers."""
         self.worker.heap.trim(at_once=True)
         if self._own is not None:
             self._own.start()
         self.servers.start(blob)
 
     def read(self, name: str, what: str) -> np.ndarray:
-        """One parameter's master (fp32; a frozen one's own dtype) or state array, in its shape, or
-        a scalar as an array of one. Only while no step is open or uncommitted. Raises ConfigError
-        for what is not there.
+        """Return the master of a parameter (fp32; a frozen one in its own dtype) or one of its
+        state arrays, in its shape; a scalar as an array with one element. Only while no step is
+        open or uncommitted. Raises ConfigError if it does not exist.
         """
         return gather_param(self.meta, name, what, lambda c: self.servers.record_of(c, what))
 
     def pieces(self, name: str, what: str) -> Iterator[tuple[int, np.ndarray]]:
-        """As `read`, flat and a chunk at a time: (its first element, values); of the weights part
-        without waiting for a commit, which needs all workers."""
+        """Yield (first element, values) of what `read` returns, flat and chunk by chunk. The
+        weights part is pulled without waiting for a commit, which would need all workers."""
         if what != WEIGHTS:
             yield from param_pieces(
                 self.meta, name, what, lambda c: self.servers.record_of(c, what)
@@ -138,17 +142,16 @@ class JobSession:
             yield span.origin, array_in(view, chunk.dtype, 0, chunk.numel)[span.start : span.stop]
 
     def rewrite(self, change: Callable[[RecordView], None], step: int, blob: bytes) -> None:
-        """Between steps, all of which are committed: `change` is made to every record, and the
-        whole counts as `step`. On files all of it or, where this raises, nothing; it is
-        committed on return. Only where the servers are local."""
+        """Apply `change` to every record, between steps that are all committed; the result counts
+        as `step`. On files it is atomic, and committed on return. Only with local servers."""
         self.worker.rest()
         assert isinstance(self.servers, LocalServers)
         self.servers.rewrite(change, step, blob)
-        self.worker.begin_again(step)
+        self.worker.reset(step)
 
     def refill(self, change: Callable[[RecordView], None], step: int, blob: bytes) -> None:
-        """As `rewrite`, where the servers are elsewhere; by all workers together. `change`: of
-        worker 0, made to records of zeros. Raises PeerError: the session is of no use then."""
+        """Replace all contents of remote servers; all workers must call it. Worker 0 applies
+        `change` to records of zeros. If it raises PeerError, the session is unusable."""
         self.worker.rest()
         before = self.servers
         assert isinstance(before, RemoteServers)
@@ -157,8 +160,8 @@ class JobSession:
         self.servers = servers = before.again(step)
         if servers.numbers != before.numbers:
             raise LostError(
-                f"servers {list(before.numbers)} were filled anew, and now {list(servers.numbers)}"
-                " answer"
+                f"servers {list(before.numbers)} were to be refilled, but now servers"
+                f" {list(servers.numbers)} answer"
             )
         self.worker.links.update(servers.connect(self.worker.deliver, self.stages))
         if servers.new:
@@ -168,15 +171,15 @@ class JobSession:
                 for number in self.worker.owners[chunk.id]:
                     servers.fill(number, chunk.id, view.view)
         servers.start(blob)
-        self.worker.begin_again(step)
+        self.worker.reset(step)
 
     def nbytes(self) -> int:
-        """Memory held by buffers of the worker and of servers of this process."""
+        """Return the bytes of the buffers of the worker and of the servers in this process."""
         own = 0 if self._own is None else self._own.nbytes()
         return self.worker.nbytes() + self.servers.nbytes() + own
 
     def close(self) -> None:
-        """DeadlineError where a server's threads hang; all else is closed nevertheless."""
+        """Close everything. Raises DeadlineError if threads of a server hang."""
         deadline_s = self.worker.deadline_s
         late = self.servers.stop()
         if self._own is not None and self._own.tier is not None:
@@ -187,5 +190,5 @@ class JobSession:
         if late:
             raise DeadlineError(
                 f"waited {deadline_s:.0f} s for threads to end: {', '.join(late)}",
-                hint="does the device still answer?",
+                hint="check whether the storage device still responds",
             )

@@ -1,5 +1,5 @@
-"""What a job's store shall be: which chunk rests where, by which rules; whether one that was found
-is that; and the first record of each chunk. Does NOT open or write stores: local_servers.py and
+"""The requested layout and rules of a job's store, the check of an existing store against them, and
+the initial record of each chunk. Does NOT open or write stores: local_servers.py and
 remote_servers.py do.
 """
 
@@ -23,8 +23,9 @@ from roadtrain.storage.meta import GroupRule, StoreMeta
 
 @dataclass(frozen=True)
 class StorePlan:
-    """What rests where. `weights`: relative rates of the directories. `staleness`: 1 keeps two
-    versions of the parameters, with a higher one pulls get the newest."""
+    """The location of every chunk, and the update rules. `weights`: relative rates of the
+    directories. `staleness`: 1 keeps two versions of the parameters; with a higher one, pulls get
+    the newest."""
 
     table: ChunkTable
     rules: Sequence[Rule]
@@ -33,11 +34,11 @@ class StorePlan:
     weights: tuple[float, ...] = ()
     staleness: int = 0
     replicas: int = 1
-    moved_from: tuple[Path, ...] = ()  # directories that hold parts of the store and shall not
+    moved_from: tuple[Path, ...] = ()  # directories that the parts of the store leave
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """Of each chunk, by the weights of the directories (or servers)."""
+        """The server of each chunk, chosen by the weights of the directories (or servers)."""
         return assign(self.table, self.weights or (1.0,) * max(1, len(self.directories)))
 
     @property
@@ -46,7 +47,7 @@ class StorePlan:
 
     @cached_property
     def records(self) -> Mapping[int, Record]:
-        """What each chunk's record holds, by chunk."""
+        """The layout of each chunk's record, by chunk."""
         return self.meta().records
 
     def meta(self, job: str = "") -> StoreMeta:
@@ -54,7 +55,7 @@ class StorePlan:
 
 
 def check_same(where: str, held: StoreMeta, store_plan: StorePlan) -> None:
-    """ForeignError where the store at `where` is of another model or optimizer than
+    """Raise ForeignError if the store at `where` belongs to another model or optimizer than
     `store_plan`."""
     if held.table.fingerprint() != store_plan.table.fingerprint():
         ours = {p.name: (p.shape, p.trainable) for p in store_plan.table.params}
@@ -66,29 +67,29 @@ def check_same(where: str, held: StoreMeta, store_plan: StorePlan) -> None:
             f"{where}: holds another model: {diff} is {theirs.get(diff, 'absent')} there and "
             f"{ours.get(diff, 'absent')} here (shape, trainable)",
             hint=(
-                "name another store directory, or give the same model, blocks and error feedback as"
+                "name another store directory, or use the same model, blocks and error feedback as"
                 " before"
             ),
         )
     if held.groups != store_plan.groups:
         raise ForeignError(
-            f"{where}: holds state of {[g.rule for g in held.groups]}, the optimizer is "
+            f"{where}: holds state of {[g.rule for g in held.groups]}, but the optimizer is "
             f"{[g.rule for g in store_plan.groups]}",
             hint=(
-                "use the same optimizer and parameter groups, or export the weights and begin in an"
-                " empty store"
+                "use the same optimizer and parameter groups, or export the weights and start with"
+                " an empty store"
             ),
         )
     if held.staleness != (store_plan.staleness == 1):
         raise ForeignError(
-            f"{where}: trained with staleness {held.staleness}, asked for is"
-            f" {store_plan.staleness}",
-            hint="go on as before, or export the weights and begin in an empty store",
+            f"{where}: trained with staleness {held.staleness}, but {store_plan.staleness} is"
+            " requested",
+            hint="keep the old staleness, or export the weights and start with an empty store",
         )
     if held.replicas != store_plan.replicas:
         raise ForeignError(
-            f"{where}: made with replicas = {held.replicas}, asked for are {store_plan.replicas}",
-            hint="go on as before, or export the weights and begin in an empty store",
+            f"{where}: made with replicas = {held.replicas}, but {store_plan.replicas} requested",
+            hint="keep the old number, or export the weights and start with an empty store",
         )
 
 
@@ -99,8 +100,8 @@ def fill_record(
     source: Source,
     groups: Sequence[Mapping[str, Any]],
 ) -> memoryview:
-    """The first record of `chunk`: what `source` gives, then what its rule starts with. `groups`:
-    the optimizer's; those of residuals lie behind them and have no hyperparameters."""
+    """Return the initial record of `chunk`: values from `source`, and the initial state of its
+    rule. `groups`: the optimizer's; residuals have later groups, without hyperparameters."""
     view = RecordView.empty(meta, chunk)
     view.fill(store_plan.table.params, source)
     if chunk.trainable:
@@ -112,7 +113,7 @@ def fill_record(
 
 
 def start_state(view: RecordView, span: int, rule: Rule, hyper: Sequence[float]) -> None:
-    """What `rule` starts with, where its state arrays and scalars are zero."""
+    """Write the initial state of `rule` to a span whose state arrays and scalars are zero."""
     row = np.array([view.piece(what, span)[0] for what in rule.scalars])
     rule.start(
         view.piece(MASTER, span), [view.piece(what, span) for what in rule.arrays], row, hyper

@@ -1,5 +1,4 @@
-"""What happened: seconds and bytes per stage, summed; the same stage names as in code, messages and
-simulator.
+"""Seconds and bytes per stage, summed. Stages have the same names in code, messages and simulator.
 
 Stages: Fetch Forward Backward Push Sum Read Update Write Commit Wait. Thread-safe. Does NOT sample
 or print.
@@ -21,8 +20,8 @@ class StageTotals:
 
 
 class Stages:
-    """Sums since the last `take`. Seconds of one stage add up over threads, so they may exceed
-    the wall time."""
+    """The totals since the last `take`. Seconds of one stage are summed over threads, so they may
+    exceed the wall time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,7 +39,7 @@ class Stages:
         self.add(name, time.perf_counter() - start, nbytes)
 
     def seconds(self) -> dict[str, float]:
-        """So far; nothing is taken."""
+        """Return the seconds so far, without resetting them."""
         with self._lock:
             return {name: stage.seconds for name, stage in self._sums.items()}
 

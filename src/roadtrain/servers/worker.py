@@ -1,13 +1,13 @@
-"""The worker's side: lends blocks to the stream of the model, sends gradients off, starts updates,
-commits steps. servers/protocol/worker.py decides; this carries out what it says, and waits.
+"""Worker: lends blocks to the model's stream, sends gradients, starts updates and commits steps.
+servers/protocol/worker.py makes the decisions; this module carries them out, and waits.
 
-Threads: the training thread (and autograd's) call in; servers deliver messages from their threads.
-One condition guards all shared state. Every wait has a deadline and says what it waits for (Rule
-5).
+Threads: the training thread and autograd's threads call in; servers deliver messages from their own
+threads. One condition guards all shared state. Every wait has a deadline and a message that names
+what it waits for (Rule 5).
 
-A parameter's way: server -> `into` (a slot's host buffer) -> on CUDA one copy to the slot's device
-buffer -> the stream's views. A gradient's way: the stream's flat push buffer -> (CUDA: pinned host
-copy) -> server, whole or top-k.
+Parameters travel: server -> `into` (a slot's host buffer) -> on CUDA one copy to the slot's device
+buffer -> the stream's views. Gradients travel: the stream's flat push buffer -> (CUDA: pinned host
+copy) -> server, dense or top-k.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from roadtrain.units import round_up
 
 
 class ProcessLock(threading.Condition):
-    """A condition that only the process that made it can use.
+    """A condition that only works in the process that made it.
 
-    A forked child has none of the threads that would notify it, and may have inherited it locked.
-    `interrupted`: Ctrl-C stopped a change of the guarded state halfway. Stopping a wait is
+    A forked child has no threads that could notify it, and may have inherited it locked.
+    `interrupted`: Ctrl-C stopped a change of the guarded state halfway. Interrupting a wait is
     harmless.
     """
 
@@ -68,8 +68,8 @@ class ProcessLock(threading.Condition):
 
 
 class Worker:
-    """The Lender of streaming/block_stream.py and the GradBook of streaming/grads.py. Block indices
-    are those of the ChunkTable; the root block (0) has permanent buffers and no slot."""
+    """The GradBook of streaming/grads.py, and most of a BlockSource (streaming/block_stream.py).
+    Blocks are indices of the ChunkTable. The root block (0) has permanent buffers and no slot."""
 
     def __init__(
         self,
@@ -85,24 +85,24 @@ class Worker:
         self.table, self.owners, self.workers = setup.table, setup.owners, setup.workers
         self.residual_block = setup.residual_block
         self.blocks, self.prefetch = self.machine.blocks, self.machine.prefetch
-        self.order = self.machine.order  # block -> place in a forward, from 1
+        self.order = self.machine.order  # block -> position in a forward, from 1
         self.stages, self.deadline_s, self.compressor = stages, deadline_s, compressor
         self.links: dict[int, MessageLink] = {}  # by number of the server
         self._block_of = {
             s.param: b.index for b in self.table.blocks for run in b.runs for s in run.spans
         }
-        self.word = b""  # to the other workers, with the end of the step
-        self.grad_dtype = ""  # what fp32 gradients travel as, where not as they are
-        # gradients never wait for step(), so none is moved away from its buffer
+        self.word = b""  # sent to the other workers at the end of the step
+        self.grad_dtype = ""  # dtype that fp32 gradients are sent as; "": unchanged
+        # gradients never wait for step(), so servers may keep them in place
         self.keep_always = False
         self._lock = ProcessLock()
         self.maker, self.check_process = self._lock.maker, self._lock.check_process
         self._error: BaseException | None = None
         self.buffers = WorkerBuffers(setup, budgets, device)
         self.root = self.buffers.root
-        self.pull_rate = 0.0  # bytes a second of the last block pulled alone
+        self.pull_rate = 0.0  # bytes per second of the last block that was pulled alone
         self.heap = Heap()
-        # what waits for copies from the device (push) and to it (pull)
+        # waits for copies from the device (push) and to it (pull)
         self._after: dict[str, CopyCallbacks] = {}
         if device.type == "cuda":
             self._after = {
@@ -127,8 +127,8 @@ class Worker:
                     try:
                         self._carry_out(self.machine.handle(message))
                     except Exception as error:
-                        # It would end the link by which `message` came. Where another server's
-                        # link is lost, as the answer found, only the next wait raises it.
+                        # Raising here would end the link that `message` came from. If it is the
+                        # link of another server that was lost, only the next wait raises it.
                         if error is not self._error:
                             raise
             if (found := self.machine.commit.diverged) is not None and self._error is None:
@@ -136,23 +136,23 @@ class Worker:
             self._lock.notify_all()
 
     def _carry_out(self, actions: Sequence[w.Action]) -> None:
-        """With the lock."""
+        """Carry actions out. Call with the lock."""
         for action in actions:
             match action:
-                case w.Say(message, servers):
+                case w.SendTo(message, servers):
                     for server in servers:
-                        self._tell(server, message)
+                        self._send(server, message)
                 case w.StartPulls(target, pulls):
                     self._start_pulls(self.buffers.slot(target), pulls)
                 case w.CopyIn(target, block):
                     self.buffers.slot(target).to_device(self.table.blocks[block].pull_nbytes)
 
     def _diverged(self, found: Diverged) -> DivergedError:
-        one, other = (getattr(self.links[n], "peer", f"server {n}") for n in found.servers)
+        first, second = (getattr(self.links[n], "peer", f"server {n}") for n in found.servers)
         chunks = [c for c in self.table.trainable if self.owners[c.id][0] == found.owner]
-        return found.error(one, other, {c.id: c.block for c in chunks})
+        return found.error(first, second, {c.id: c.block for c in chunks})
 
-    def _tell(self, server: int, message: Any) -> None:
+    def _send(self, server: int, message: Any) -> None:
         try:
             self.links[server].send(message)
             return
@@ -161,20 +161,20 @@ class Worker:
         raise self._error
 
     def _in_step(self, error: BaseException, doing: str) -> BaseException:
-        """The end of a link, with the step at work and what was done in it (Rule 5)."""
+        """Add the open step and the operation to the error of a link (Rule 5)."""
         if not isinstance(error, (LostError, WireError)) or str(error).startswith("step "):
             return error
-        told = type(error)(f"step {self.machine.open_step}, {doing}: {error}")
-        told.__cause__ = error
-        return told
+        detailed = type(error)(f"step {self.machine.open_step}, {doing}: {error}")
+        detailed.__cause__ = error
+        return detailed
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Waits under the lock. Raises a server's error if one failed, DeadlineError when the
-        deadline passes."""
+        """Wait under the lock. Raises a server's error if one failed, DeadlineError after the
+        deadline."""
         if self._lock.interrupted and self._error is None:
             self._error = LoopError(
                 f"step {self.machine.open_step} was interrupted halfway",
-                hint="place the model again: it goes on from the last committed step",
+                hint="place the model again to resume from the last committed step",
             )
         self._lock.waiting = True
         with self.stages.timed("Wait"):
@@ -184,7 +184,7 @@ class Worker:
         self._lock.waiting = False
         if not in_time:
             waits = {link.peer: link.waits_for() for link in self.links.values()}
-            self._error = DeadlineError(  # kept, so that whoever closes does not wait once more
+            self._error = DeadlineError(  # kept, so that `close` does not wait again
                 f"the worker waited {self.deadline_s:.0f} s for {what} in step"
                 f" {self.machine.open_step}; commit: {self.machine.commit.missing()}; peers:"
                 f" {', '.join(peer + words for peer, words in waits.items())}",
@@ -215,8 +215,8 @@ class Worker:
         self.heap.trim()
 
     def _start_pulls(self, host: HostBuffer, pulls: Sequence[w.ChunkPull]) -> None:
-        """With the lock: where the device still reads what `host` held, the pulls are sent
-        later, by another thread."""
+        """Send pulls into `host`. If the device still reads its old contents, another thread sends
+        them later. Call with the lock."""
         if (copying := host.copying()) is None:
             self._send_pulls(host, pulls)
         else:
@@ -230,10 +230,10 @@ class Worker:
         for pull in pulls:
             into = host.view[pull.at : pull.at + round_up(pull.chunk.weights_nbytes, PAGE)]
             message = messages.Pull(pull.chunk.id, pull.version, into, pull.ticket)
-            self._tell(pull.server, message)
+            self._send(pull.server, message)
 
     def start_pull(self, block: Block, host: HostBuffer) -> None:
-        """Fetches `block` into a buffer of its own."""
+        """Start fetching `block` into a buffer of its own."""
         with self._lock:
             self._carry_out(self.machine.fetch_into(block.index, host))
 
@@ -242,7 +242,7 @@ class Worker:
             self._wait(lambda: not self.machine.is_coming(host), what)
 
     def pull_into(self, block: Block, host: HostBuffer) -> None:
-        """Fetches `block` into a permanent buffer and waits."""
+        """Fetch `block` into a permanent buffer and wait."""
         start = time.perf_counter()
         self.start_pull(block, host)
         self.wait_pulled(host, f"the parameters of '{block.name}'")
@@ -250,7 +250,8 @@ class Worker:
         host.on_device()
 
     def pull_newest(self, chunk: Chunk) -> memoryview:
-        """Its weights part after every update released so far, whether committed or not. Waits."""
+        """Return a chunk's weights part after every update begun so far, committed or not. Waits
+        for it."""
         host = HostBuffer(round_up(chunk.weights_nbytes, PAGE), torch.device("cpu"))
         with self._lock:
             self._carry_out(self.machine.fetch_newest(chunk.id, host))
@@ -258,7 +259,7 @@ class Worker:
         return host.view
 
     def give_up_slots(self, count: int) -> None:
-        """Before the first step."""
+        """Free `count` slots. Only before the first step."""
         slots = self.buffers.slots
         self.prefetch.shrink(len(slots) - count)
         for _ in range(count):
@@ -266,12 +267,11 @@ class Worker:
 
     @property
     def root_is_old(self) -> bool:
-        """Whether the released steps gave the root block another version than is here."""
+        """Whether the updates begun so far gave the root block a newer version than is here."""
         return self.machine.root_is_old
 
     def refresh_root(self) -> bool:
-        """Brings the root block to the version that the released steps gave it. True if it was
-        fetched."""
+        """Fetch the root block if the updates begun so far changed it. Returns whether they did."""
         if not self.root_is_old:
             return False
         self.root.record_use()
@@ -302,9 +302,12 @@ class Worker:
         step: int = 0,
         hyperparameters: Mapping[int, tuple[float, ...]] = {},
     ) -> None:
-        """Sends the gradient of `block` in the flat `buffer`. `fresh`: it begins a new sum. `step`:
-        the gradient is whole and not to be scaled, so each chunk's update in that step begins as
-        soon as it is there.
+        """Send the gradient of `block` from the flat `buffer`.
+
+        Args:
+            fresh: Start a new sum.
+            step: If not 0, the gradient is complete and unscaled, so the update of each chunk in
+                that step begins as soon as the chunk has arrived.
         """
         table = self.table.blocks[block]
         self.machine.check_takes_grad(block)
@@ -314,14 +317,14 @@ class Worker:
         at_once = step > 0 and self.compressor is None
         with self.stages.timed("Push", table.push_nbytes):
             copied = host.from_device(table.push_nbytes)
-            then: dict[int, w.Say] = {}
+            then: dict[int, w.SendTo] = {}
             with self._lock:
                 self.machine.grad_ready(block, present)
                 if at_once:
                     begun = self.machine.begin_update(
                         block, step, hyperparameters, lambda param: 1.0
                     )
-                    then = {say.message.chunk: say for say in begun if isinstance(say, w.Say)}
+                    then = {say.message.chunk: say for say in begun if isinstance(say, w.SendTo)}
                 self.machine.copying += copied is not None
             if copied is None:
                 self._push_host(table, host, fresh, then)
@@ -343,19 +346,19 @@ class Worker:
     def _copy_failed(self, error: BaseException) -> None:
         self.deliver(messages.Failed(-1, error))
 
-    def _until_said(self) -> None:
-        """Waits, with the lock, for gradients that are still being copied from the device: what
-        is said of them comes after them."""
-        self._wait(self.machine.may_say, "gradients to be copied from the device")
+    def _wait_copied(self) -> None:
+        """Wait, with the lock, until no gradient is being copied from the device. Messages about a
+        gradient must be sent after it."""
+        self._wait(self.machine.may_send, "gradients to be copied from the device")
 
-    def _until_summed(self, block: int) -> None:
+    def _wait_summed(self, block: int) -> None:
         self._wait(
             lambda: self.machine.sums_here(block),
             f"the sums of block '{self.table.blocks[block].name}'",
         )
 
     def _push_host(
-        self, table: Block, host: HostBuffer, fresh: bool, then: Mapping[int, w.Say] = {}
+        self, table: Block, host: HostBuffer, fresh: bool, then: Mapping[int, w.SendTo] = {}
     ) -> None:
         if self.compressor is None:
             self.send_dense(table.trainable, host, fresh, then)
@@ -378,7 +381,7 @@ class Worker:
             self._lock.notify_all()
 
     def _residual(self, residual_block: int, *, permanent: bool) -> HostBuffer:
-        """A buffer that holds the newest residuals and may be changed in place, then sent."""
+        """Return a buffer with the newest residuals, to be changed in place and sent."""
         block = self.table.blocks[residual_block]
         if permanent:  # the root's: it never leaves this worker
             host = self.buffers.residual(residual_block, block.pull_nbytes)
@@ -411,10 +414,10 @@ class Worker:
         chunks: Sequence[Chunk],
         host: HostBuffer,
         fresh: bool,
-        then: Mapping[int, w.Say] = {},
+        then: Mapping[int, w.SendTo] = {},
     ) -> None:
-        """Pushes `chunks` out of `host`, free again when every server has said so. `then`: said
-        right after a chunk."""
+        """Push `chunks` from `host`, which is free again after every server has read it. `then`:
+        messages to send directly after a chunk."""
         dtypes = downcast_in_place(chunks, host.view, self.grad_dtype)
         pieces = [
             (c, host.view[c.push_offset : c.push_offset + round_up(c.weights_nbytes, PAGE)], dtype)
@@ -427,19 +430,19 @@ class Worker:
     # one step
 
     def sum_squares(self, param: int) -> float:
-        """Of the gradient of `param` summed so far in this step. Waits for the servers that
-        hold it."""
+        """Return the sum of squares of the gradient of `param` accumulated so far in this step.
+        Waits for the servers that hold it."""
         return self.block_sums(self._block_of[param]).get(param, 0.0)
 
     def block_sums(self, block: int, *, last_step: bool = False) -> dict[int, float]:
-        """param -> sum of squares, added up in flat order, the same for every chunk size. Of the
-        workers' mean, where there are several: the block's gradient is taken for whole then.
+        """Return param -> sum of squares, added in flat order and so independent of the chunk size.
+        With several workers it is that of their mean, and the block's gradient must be complete.
         `last_step`: of the step that ended last instead.
         """
         state, workers = self.blocks[block], self.machine.workers_of(block)
         with self._lock:
             if not last_step and self.machine.is_open(block):
-                self._until_said()
+                self._wait_copied()
                 self._carry_out(self.machine.close_grad(block))
             of = state.ended[-1] if last_step else state.sums
             self._wait(lambda: not of.due, f"the sums of block '{self.table.blocks[block].name}'")
@@ -450,12 +453,12 @@ class Worker:
         return out
 
     def forget(self, block: int) -> None:
-        """Drops the held gradient of `block`, if any."""
+        """Drop the held gradient of `block`, if any."""
         if not self.blocks[block].held:
             return
         with self._lock:
-            self._until_summed(block)  # what is still being held cannot be dropped
-            self._until_said()
+            self._wait_summed(block)  # a push that is still being held cannot be dropped
+            self._wait_copied()
             self._carry_out(self.machine.drop_grad(block))
         if block in self.residual_block:
             self.forget(self.residual_block[block])
@@ -467,18 +470,18 @@ class Worker:
         hyperparameters: Mapping[int, tuple[float, ...]],
         scales: w.Scales,
     ) -> None:
-        """Starts the update of `block` as part of `step`: every span whose `scales(param)` is
-        not None. With several workers each releases every block, and the server takes what any
-        of them has."""
+        """Begin the update of `block` as part of `step`, for every span whose `scales(param)` is
+        not None. With several workers each calls it for every block, and the server merges what
+        they have."""
         with self._lock:
             updates = self.machine.begin_update(block, step, hyperparameters, scales)
-            self._until_said()
+            self._wait_copied()
             self._carry_out(updates)
         self._end_update(block)
         residual_block = self.residual_block.get(block)
         if residual_block is None:
             return
-        applied = [say.message for say in updates if isinstance(say, w.Say)]
+        applied = [say.message for say in updates if isinstance(say, w.SendTo)]
         if any(scale is not None for update in applied for scale in update.scales):
             groups = {chunk.group: () for chunk in self.table.blocks[residual_block].chunks}
             self.apply_update(residual_block, step, groups, lambda param: 1.0)
@@ -486,16 +489,16 @@ class Worker:
             self.forget(residual_block)
 
     def _end_update(self, block: int) -> None:
-        """One worker's chunks without a gradient are dropped."""
+        """Finish an update; a single worker drops its chunks without a gradient."""
         with self._lock:
-            if self.machine.left_over(block):
-                self._until_summed(block)
-                self._until_said()
+            if self.machine.unchanged(block):
+                self._wait_summed(block)
+                self._wait_copied()
             self._carry_out(self.machine.end_update(block))
 
     def end_step(self, step: int) -> None:
-        """All of `step` is released; `word` goes to the other workers. Waits while more steps are
-        uncommitted than may be, or sums are behind."""
+        """End `step`, whose updates have all begun, and send `word` to the other workers. Waits
+        while too many steps are uncommitted or sums are missing."""
         machine = self.machine
         with self._lock:
             last, behind = machine.committed_before_end(step), machine.sums_behind
@@ -505,14 +508,14 @@ class Worker:
             self._carry_out(machine.end_step(step, word))
 
     def words(self, step: int) -> Sequence[bytes]:
-        """Wait until all workers have ended `step`, and return what each said with it. Only where
-        all said something; those of earlier steps are dropped."""
-        known = self.machine.words
+        """Wait until all workers have ended `step`, and return the word of each. Only if every
+        worker sends one. Words of earlier steps are dropped."""
+        words = self.machine.words
         with self._lock:
-            self._wait(lambda: step in known, f"the other workers' end of step {step}")
-            for earlier in [number for number in known if number < step]:
-                del known[earlier]
-            return known.pop(step)
+            self._wait(lambda: step in words, f"the other workers' end of step {step}")
+            for earlier in [number for number in words if number < step]:
+                del words[earlier]
+            return words.pop(step)
 
     def blob(self, step: int, blob: bytes) -> None:
         with self._lock:
@@ -523,16 +526,16 @@ class Worker:
             self._wait(lambda: self.committed >= step, f"the commit of step {step}")
 
     def rest(self) -> None:
-        """Waits until nothing is on its way from a server; drops what is held of gradients."""
+        """Wait until nothing is in flight from a server, and drop held gradients."""
         for block in range(len(self.blocks)):
             self.forget(block)
         with self._lock:
-            self._wait(lambda: not self.machine.is_coming(), "the parameters that are on their way")
+            self._wait(lambda: not self.machine.is_coming(), "the parameters in flight")
 
-    def begin_again(self, step: int) -> None:
-        """The servers hold other contents, as those of `step`."""
+    def reset(self, step: int) -> None:
+        """Restart at `step`: the servers hold other contents now."""
         with self._lock:
-            self.machine.begin_again(step)
+            self.machine.reset(step)
 
     def close(self) -> None:
         for after in self._after.values():

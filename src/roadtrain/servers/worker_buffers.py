@@ -1,6 +1,6 @@
-"""WorkerBuffers: the memory that a worker's parameters and gradients pass through. A number names a
-slot or a gradient buffer of the pool, as servers/protocol/worker.py has it; the others name
-themselves."""
+"""WorkerBuffers: the memory that a worker's parameters and gradients pass through. Slots and
+gradient buffers have numbers as keys, as in servers/protocol/worker.py; other buffers are their own
+keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roadtrain.servers.protocol.worker import WorkerSetup
 
 
 class WorkerBuffers:
-    """Of one worker. No block is in two of them."""
+    """The buffers of one worker. No block is in two of them."""
 
     def __init__(self, setup: WorkerSetup, budgets: WorkerBudgets, device: torch.device) -> None:
         root = setup.table.blocks[0]
@@ -24,27 +24,27 @@ class WorkerBuffers:
         self.gradients = [HostBuffer(budgets.push_bytes, device) for _ in range(setup.buffers)]
         self.root = HostBuffer(max(root.pull_nbytes, PAGE), device)
         self.root_gradient = HostBuffer(max(root.push_nbytes, PAGE), device)
-        self.residuals: dict[int, HostBuffer] = {}  # those that never leave this worker
+        self.residuals: dict[int, HostBuffer] = {}  # permanent buffers, by residual block
 
     def __iter__(self) -> Any:
         yield from (*self.slots, *self.gradients, self.root, self.root_gradient)
         yield from self.residuals.values()
 
     def slot(self, target: Any) -> HostBuffer:
-        """Where a pull goes."""
+        """Return the buffer that a pull goes to."""
         return self.slots[target] if isinstance(target, int) else target
 
     def gradient(self, key: Any) -> HostBuffer:
         return self.gradients[key] if isinstance(key, int) else key
 
     def key(self, host: HostBuffer) -> Hashable:
-        """What `gradient` finds it by."""
+        """Return the key by which `gradient` finds this buffer."""
         return self.gradients.index(host) if host in self.gradients else host
 
     def with_gradient(self, flat: torch.Tensor) -> HostBuffer:
-        """Whose memory on the device `flat` is."""
+        """Return the buffer whose device memory is `flat`."""
         pooled = [self.root_gradient, *self.gradients]
-        return next(one for one in pooled if one.tensor.data_ptr() == flat.data_ptr())
+        return next(host for host in pooled if host.tensor.data_ptr() == flat.data_ptr())
 
     def residual(self, block: int, nbytes: int) -> HostBuffer:
         if block not in self.residuals:

@@ -1,9 +1,9 @@
-"""Data-parallel ranks that are simulated apart: where stages have different widths, hosts different
-speeds, or what passes between stages shares its cards with gradients.
+"""Simulate data-parallel ranks separately: if stages have different widths, hosts have different
+speeds, or activations share network cards with gradients.
 
-Each replica of a stage (with its tensor- and context-parallel devices) has state machines of its
-own and a part of the stage's state. Hosts have their cards, memory and SSDs once, whoever uses
-them. What replicas do together begins, or ends, when the last of them is there.
+Each replica of a stage (with its tensor- and context-parallel devices) has its own state machines
+and its part of the stage's state. Network cards, memory and SSDs of a host exist once and are
+shared by all its ranks. A collective operation starts, or ends, when the last replica is ready.
 """
 
 from __future__ import annotations
@@ -23,44 +23,45 @@ OF_A_CARD = ("out", "in")
 
 
 class SharedHost:
-    """One host's resources, of which each is made once."""
+    """The resources of one host, each created once."""
 
     def __init__(self, engine: Engine, host: Host, name: str, constants: Constants) -> None:
         self.engine, self.host, self.name, self.constants = engine, host, name, constants
         self.resources: dict[str, Resource] = {}
 
     def site(self, nic: Nic | None, rank: str) -> Site:
-        """As a rank sees it: with devices of its own, by the card that its group uses."""
+        """Return the site of a rank: with its own devices, and the network card of its group."""
 
         def resource(what: str, capacity: float) -> Resource:
             if what in OF_A_DEVICE:
-                return self._once(f"{rank} {what}", capacity)
+                return self._shared(f"{rank} {what}", capacity)
             if what in OF_A_CARD and nic is not None:
                 return self.card(nic, what)
-            return self._once(f"{self.name} {what}", capacity)
+            return self._shared(f"{self.name} {what}", capacity)
 
         return Site(self.engine, self.host, nic, self.constants, f"{self.name} of {rank}", resource)
 
     def card(self, nic: Nic, way: str) -> Resource:
-        """`way`: one of OF_A_CARD. A link between switches may be slower than the card."""
+        """Return a network card's resource for one direction of OF_A_CARD. A link between switches
+        may be slower than the card."""
         own = max((n for n in self.host.nics if n.kind == nic.kind), key=lambda n: n.total)
-        return self._once(f"{self.name} {nic.kind} {way}", own.total * self.constants.network)
+        return self._shared(f"{self.name} {nic.kind} {way}", own.total * self.constants.network)
 
-    def _once(self, name: str, capacity: float) -> Resource:
+    def _shared(self, name: str, capacity: float) -> Resource:
         if name not in self.resources:
             self.resources[name] = self.engine.resource(name, capacity)
         return self.resources[name]
 
 
 class SwitchLinks:
-    """What crosses from one switch to another, together with all else that does."""
+    """The links between switches, shared by all traffic between them."""
 
     def __init__(self, engine: Engine, cluster: Cluster, constants: Constants) -> None:
         self.engine, self.cluster, self.constants = engine, cluster, constants
         self.resources: dict[tuple[str, str], Resource] = {}
 
     def uses(self, here: Nic, there: Nic) -> Uses:
-        """Of a byte from one card to the other; none inside one switch."""
+        """Return the resource uses of a byte from one card to another; none inside one switch."""
         rate = self.cluster.between([here, there])
         ends = self.cluster.switch_of(here), self.cluster.switch_of(there)
         if ends[0] == ends[1] or rate == float("inf"):
@@ -72,8 +73,8 @@ class SwitchLinks:
 
 
 class RankFabric(Fabric):
-    """Costs of one replica's own part. `across`: links between switches, and how many pairs of
-    ranks reach each other over each."""
+    """Costs of one replica's part. `across`: links between switches, and the number of pairs of
+    ranks that communicate over each."""
 
     def __init__(
         self,
@@ -87,8 +88,9 @@ class RankFabric(Fabric):
         self.across = across
 
     def _network(self, ring: float, exchanged: float = 0.0) -> Uses:
-        """A ring crosses a host's card once for all ranks there; of what each rank sends to each
-        other, all crosses it that is for other hosts."""
+        """Return the resource uses of a byte, as in Fabric, for separate ranks: a ring crosses a
+        host's network card once for all its ranks; of data exchanged between all pairs of ranks,
+        the part for other hosts crosses it."""
         group, own, beside = self.group, self.group.ranks, self.group.beside
         others, away = max(1, group.replicas - 1), group.replicas - beside
         near = exchanged * (beside - 1) / others + (ring if beside > 1 else 0.0)
@@ -98,14 +100,14 @@ class RankFabric(Fabric):
             uses += [(self.site.out, far), (self.site.into, far)]
             uses += group.touched(2 * far)
         for link, pairs in self.across.items():
-            each = group.tp * own / group.replicas  # of what the whole group sends there
+            each = group.tp * own / group.replicas  # fraction of the group's traffic
             uses.append((link, each * (ring + exchanged * pairs / others)))
         return uses
 
 
 @dataclass(frozen=True)
 class StagePush:
-    """One replica's gradient of a chunk. `lane`: its own, where replicas push by themselves."""
+    """A replica's gradient of a chunk. `lane`: the replica's own, if replicas push separately."""
 
     cost: Cost
     then: Then
@@ -113,57 +115,58 @@ class StagePush:
 
 
 @dataclass
-class Meeting:
-    """The replicas of one stage, where gradients meet. `together`: all transfer at once, as in a
-    collective, from when the last has come; else each by itself, and the sum is there when the
-    last has come."""
+class ReplicaExchange:
+    """The exchange of gradients between the replicas of one stage. `collective`: all transfers
+    start when the last replica is ready; otherwise each replica pushes on its own, and the sum is
+    complete when the last push has arrived."""
 
     engine: Engine
     where: str
-    together: bool
-    # Of each gradient of which some are there: these, and of how many. Never all of them.
-    there: dict[Hashable, tuple[list[StagePush], int]] = field(default_factory=dict)
+    collective: bool
+    # pushes of each incomplete gradient, and how many are expected; never complete or empty
+    arrived: dict[Hashable, tuple[list[StagePush], int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.lane = self.engine.lane(f"{self.where} collectives")
 
     def push(self, at: Hashable, partners: int, pushed: StagePush) -> None:
-        """`at`: the chunk and round; `partners`: replicas that push it."""
-        if self.together:
-            if (every := self._come(at, partners, pushed)) is not None:
-                cost, then = joined([one.cost for one in every]), lambda: _all(every)
+        """Push a gradient. `at`: its chunk and round; `partners`: number of replicas that push
+        it."""
+        if self.collective:
+            if (every := self._add(at, partners, pushed)) is not None:
+                cost, then = joined([push.cost for push in every]), lambda: _finish(every)
                 self.engine.task("Push", cost, then=then, lane=self.lane, where=self.where)
             return
 
         def arrived() -> None:
-            if (every := self._come(at, partners, pushed)) is not None:
-                _all(every)
+            if (every := self._add(at, partners, pushed)) is not None:
+                _finish(every)
 
         self.engine.task("Push", pushed.cost, then=arrived, lane=pushed.lane, where=self.where)
 
-    def _come(self, at: Hashable, partners: int, pushed: StagePush) -> list[StagePush] | None:
-        """All of them, once the last is there."""
-        every, of = self.there.setdefault(at, ([], partners))
+    def _add(self, at: Hashable, partners: int, pushed: StagePush) -> list[StagePush] | None:
+        """Add a push; return all pushes of the gradient if this was the last one."""
+        every, of = self.arrived.setdefault(at, ([], partners))
         assert of == partners, "replicas push in different rounds"
         every.append(pushed)
         if len(every) < partners:
             return None
-        del self.there[at]
+        del self.arrived[at]
         return every
 
     def check(self) -> None:
-        assert all(0 < len(every) < partners for every, partners in self.there.values())
+        assert all(0 < len(every) < partners for every, partners in self.arrived.values())
 
 
-def _all(every: Sequence[StagePush]) -> None:
-    for one in every:
-        one.then()
+def _finish(every: Sequence[StagePush]) -> None:
+    for push in every:
+        push.then()
 
 
 @dataclass(frozen=True)
 class RankOf:
-    """Which replica of a stage, whose replicas meet where."""
+    """The position of a rank: its replica, the widths of all stages, and its stage's exchange."""
 
     replica: int
     widths: tuple[int, ...]
-    meeting: Meeting
+    exchange: ReplicaExchange

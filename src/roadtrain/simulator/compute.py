@@ -1,10 +1,10 @@
-"""How long a device computes: from a measured table, else a curve of efficiency by size, else one
-efficiency.
+"""Model how long a device computes: from a measured table, a curve of efficiency by size, or a
+constant efficiency.
 
-A block's forward of F FLOPs takes (F + half) / (peak x efficiency) seconds (n half where n experts
-are side by side), no less than its bytes take to cross the device's memory, and no less than it
-takes to launch. `Constants` are at most six figures a kind of hardware; spec/fitted.toml holds
-those that were fitted, with where they come from.
+A block's forward of F FLOPs takes (F + half) / (peak x efficiency) seconds (n half for n experts in
+parallel), but no less than its memory traffic takes, and no less than launching its kernels.
+`Constants` are at most six figures per kind of hardware; config/fitted.toml has fitted values and
+their sources.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from roadtrain.config.models import BlockShape
 from roadtrain.config.plan_file import Plan
 from roadtrain.errors import ConfigError
 
-# seconds that a block takes at least where nobody measured it: two kernels of about 5 us each
+# least seconds of a block if they were not measured: two kernels of about 5 us each
 LAUNCH_S = 1e-5
 
 
 @dataclass(frozen=True)
 class HostTimes:
-    """Of one kind of host: `table` and `touch` as in Constants; 0.0: as there."""
+    """Measurements on one kind of host. `table`, `touch`: as in Constants; 0.0 means the value
+    there."""
 
     table: Mapping[tuple[str, int], float]
     touch: float = 0.0
@@ -34,12 +35,14 @@ class HostTimes:
 
 @dataclass(frozen=True)
 class Constants:
-    """`efficiency`: of the device's peak, where a block is large; `half`: FLOPs of a block at
-    which half of it is reached; `attention`: efficiency of its FLOPs, over that of others;
-    `launch`: seconds that a block takes at least, as its kernels are launched; `network`: the
-    share of a card's rate that data has; `tax`: the share of the network's time in which devices
-    that communicate do not compute; `fixed`: seconds a step besides; `traffic`: how often what
-    backward needs of a block crosses the device's memory in a forward, besides."""
+    """Figures of a kind of hardware.
+
+    `efficiency`: fraction of the device's peak that large blocks reach. `half`: FLOPs of a block
+    that reaches half of it. `attention`: efficiency of attention relative to other FLOPs. `launch`:
+    least seconds of a block, to launch its kernels. `network`: fraction of a network card's rate
+    available to data. `tax`: fraction of the network's time in which communicating devices do not
+    compute. `fixed`: additional seconds per step. `traffic`: how often data saved for backward
+    crosses device memory in a forward, in addition."""
 
     efficiency: float = 0.5
     half: float = 0.0
@@ -50,29 +53,29 @@ class Constants:
     fixed: float = 0.0
     traffic: float = 0.0
     source: str = "assumed"
-    # seconds of a host's processors that a byte takes to leave or to enter it, where they compute
+    # CPU seconds per byte that enters or leaves a host whose CPUs compute
     touch: float = 0.0
-    # seconds of a backward over those of a forward
+    # seconds of a backward relative to a forward
     backward: float = 2.0
     # (kind of block, samples) -> measured seconds of its forward on one device
     table: Mapping[tuple[str, int], float] = field(default_factory=dict)
-    # name of a host -> what was measured on it
+    # name of a host -> measurements on it
     hosts: Mapping[str, HostTimes] = field(default_factory=dict)
 
     def of_host(self, name: str) -> Constants:
-        """As they are on the hosts of that name."""
+        """Return the constants for the hosts with this name."""
         own = self.hosts.get(name)
         if own is None:
             return self
         return replace(self, table={**self.table, **own.table}, touch=own.touch or self.touch)
 
     def forward_of(self, block: BlockShape, plan: Plan, device: Device) -> float:
-        """Seconds of a block's forward on one of a plan's devices. A layer's products have the
-        plan's precision; attention, and what is no layer, is computed in 16 bits."""
+        """Return the seconds of a block's forward on one of a plan's devices. A layer's products
+        use the plan's precision; attention, and blocks that are no layers, use 16 bits."""
         samples, framework = plan.micro_batch, plan.framework
         ranks = plan.parallelism.tp * plan.parallelism.cp
-        if (known := self._measured(block.name.partition(".")[0], samples)) is not None:
-            return known / ranks
+        if (measured := self._measured(block.name.partition(".")[0], samples)) is not None:
+            return measured / ranks
         slower = device.flops / device.peak(framework.precision) if "." in block.name else 1.0
         products = (block.flops - block.attention) * slower
         flops = (products + block.attention / self.attention) * samples / ranks
@@ -82,16 +85,17 @@ class Constants:
             moved /= device.memory_rate
         small = self.half * (flops > 0) * max(1.0, block.matrices / plan.parallelism.ep)
         computing = (flops + small) / (device.flops * self.efficiency) + moved
-        if not (block.flops or block.tables):  # an embedding that every device has: next to nothing
+        # an embedding that every device holds costs next to nothing
+        if not (block.flops or block.tables):
             return max(computing, self.launch)
-        # processors' memory is the host's, whose rate the simulator shares out
+        # the memory of CPUs is the host's, whose rate the simulator shares between its users
         own = float("inf") if device.is_host else device.memory_rate
         crossing = forward_bytes(block, samples, ranks) / own
         return max(computing, crossing, self.launch, LAUNCH_S)
 
     def _measured(self, kind: str, samples: float) -> float | None:
-        """Seconds of a block of that kind on one device; of another number of samples than were
-        measured, in proportion to the nearest."""
+        """Return the measured seconds of a kind of block on one device, scaled from the nearest
+        number of samples that was measured; None if it was not measured."""
         sizes = [size for name, size in self.table if name == kind]
         if not sizes:
             return None
@@ -99,36 +103,37 @@ class Constants:
         return self.table[kind, nearest] * samples / nearest
 
     def scores(self, block: BlockShape, samples: float, ranks: int, device: Device) -> float:
-        """Seconds of its attention alone, in which keys and values may come."""
+        """Return the seconds of a block's attention alone, during which keys and values can be
+        transferred."""
         return block.attention * samples / ranks / (self.attention * self.efficiency * device.flops)
 
     @property
     def from_what(self) -> str:
-        """Which of the three sources is used, for people."""
+        """The source of computing times, as text."""
         if self.table or self.hosts:
             return "a measured table"
         return "a curve by size" if self.half or self.launch else "one efficiency"
 
 
 def forward_bytes(block: BlockShape, samples: float, ranks: int) -> float:
-    """Bytes that cross a device's memory in a block's forward, at least: rows that are looked up,
-    the block's input, what backward needs of it, and each weight that is multiplied (2 bytes;
-    those of experts are left out, as only some of them may be used)."""
+    """Return the least bytes that cross a device's memory in a block's forward: rows that are
+    looked up, the input, data saved for backward, and each weight that is multiplied (2 bytes;
+    experts are left out, because only some may be used)."""
     weights = min(block.params - block.tables - block.experts, block.flops * samples / 2)
     activations = (block.touched + block.input + block.saved) * samples
     return (2 * max(0.0, weights) + activations) / ranks
 
 
 def constants(name: str) -> Constants:
-    """Those of spec/fitted.toml. Raises ConfigError."""
-    known = _known()
-    if name not in known:
-        raise ConfigError(f"no constants are called {name!r}", hint=f"known are {', '.join(known)}")
-    return known[name]
+    """Return the constants of this name in config/fitted.toml. Raises ConfigError."""
+    fitted = _fitted()
+    if name not in fitted:
+        raise ConfigError(f"no constants are called {name!r}", hint=f"one of {', '.join(fitted)}")
+    return fitted[name]
 
 
 @cache
-def _known() -> dict[str, Constants]:
+def _fitted() -> dict[str, Constants]:
     tree = tomllib.loads(files("roadtrain.config").joinpath("fitted.toml").read_text())
     names = {f.name for f in fields(Constants)}
     return {

@@ -1,16 +1,16 @@
-"""Tasks on a virtual clock. A task needs some of what has a capacity; tasks that run at once share
-it.
+"""Run tasks on a virtual clock. A task uses resources of limited capacity, which concurrent tasks
+share.
 
-A *resource* has a capacity a second: a link's direction, an SSD's reads, the bandwidth of memory. A
-*task* has `work` and `uses`: one unit of its progress takes `weight` of each resource at once.
-Running tasks share by weighted max-min
-(progressive filling): the rates of all grow alike until a resource is full or a task runs at its
-`max_rate`. A *lane* (a CUDA stream, a pool of processors) runs one task at a time: the one of the
-smallest `priority` first, then in the order of arrival.
+A *resource* has a capacity per second: one direction of a link, an SSD's reads, memory bandwidth. A
+*task* has `work` and `uses`: one unit of progress uses `weight` of each resource at the same time.
+Running tasks share resources by weighted max-min fairness (progressive filling): all rates grow
+equally until a resource is full or a task reaches its `max_rate`. A *lane* (a CUDA stream, a pool
+of CPUs) runs one task at a time: the waiting task with the smallest `priority` first, ties in the
+order of arrival.
 
-On a change only the tasks that share resources with what changed get new rates. Ties are broken by
-the order of creation, so a run is the same every time. Does NOT know models, plans or bytes.
-Seconds throughout.
+A change only affects the rates of tasks that share resources with what changed. Ties are broken by
+the order of creation, so results are reproducible. Does not depend on models, plans or bytes. All
+times are in seconds.
 
     engine = Engine()
     link = engine.resource("host 0 out", 12.5e9)
@@ -30,39 +30,39 @@ from typing import NamedTuple
 from roadtrain.errors import LoopError
 
 Then = Callable[[], None]
-TINY = 1e-12  # a share: of a rate, a level or a capacity, never an amount
+TINY = 1e-12  # relative tolerance for rates, levels and capacities
 
 
 class Resource:
     __slots__ = ("capacity", "name", "running", "used")
 
     def __init__(self, name: str, capacity: float) -> None:
-        assert capacity > 0, f"{name} has no capacity"  # infinite: it never limits anything
+        assert capacity > 0, f"{name} has no capacity"  # infinity: it never limits a task
         self.name, self.capacity = name, capacity
-        # that use it now, and how much a unit of progress takes
+        # running tasks, and how much a unit of their progress uses
         self.running: dict[Task, float] = {}
-        self.used = 0.0  # of what has ended
+        self.used = 0.0  # by tasks that have ended
 
 
-Uses = list[tuple[Resource, float]]  # how much a unit of progress takes of each
+Uses = list[tuple[Resource, float]]  # how much of each resource a unit of progress uses
 
 
 class Cost(NamedTuple):
-    """What a task takes."""
+    """The work of a task and the resources that it uses."""
 
-    work: float  # units, often bytes; where it uses nothing: seconds
-    uses: Sequence[tuple[Resource, float]] = ()  # resources, and how much a unit takes of each
-    latency: float = 0.0  # seconds before it takes what it uses
-    max_rate: float = float("inf")  # units a second; unlimited, it is 1 where it uses nothing
+    work: float  # units, often bytes; seconds if it uses nothing
+    uses: Sequence[tuple[Resource, float]] = ()  # resources, and how much of each a unit uses
+    latency: float = 0.0  # seconds before it starts to use resources
+    max_rate: float = float("inf")  # units a second; if infinite and without uses, it counts as 1
 
     @property
     def of_bytes(self) -> Cost:
-        """Of work in bytes: those that cross nothing take no time but the latency."""
+        """The cost if work is in bytes: bytes that use no resource take only the latency."""
         return self if self.uses else Cost(0.0, (), self.latency)
 
 
 def joined(costs: Sequence[Cost]) -> Cost:
-    """Of transfers of the same work that go on at once, at the pace of the slowest."""
+    """Combine simultaneous transfers of equal work into one at the pace of the slowest."""
     uses: dict[Resource, float] = defaultdict(float)
     for cost in costs:
         for resource, weight in cost.uses:
@@ -71,7 +71,7 @@ def joined(costs: Sequence[Cost]) -> Cost:
 
 
 class Lane:
-    """`busy`: seconds that a task had it, without the one that runs."""
+    """A queue that runs one task at a time. `busy`: seconds of tasks that have ended."""
 
     __slots__ = ("busy", "name", "running", "waiting")
 
@@ -84,7 +84,7 @@ class Lane:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """`begin`, `end`: seconds, of when it had its lane and of its end; -1 before."""
+    """A unit of work. `begin`, `end`: seconds when it got its lane and when it ended; -1 before."""
 
     stage: str
     work: float
@@ -96,12 +96,12 @@ class Task:
     where: str = ""
     latency: float = 0.0
     max_rate: float = float("inf")
-    after: int = 0  # tasks that it waits for
+    after: int = 0  # number of tasks that it still waits for
     waited_by: list[Task] = field(default_factory=list)
-    left: float = 0.0  # of the work, when the rate was last set
+    left: float = 0.0  # remaining work when the rate was last set
     rate: float = 0.0
-    since: float = 0.0  # seconds, of when the rate was last set
-    stamp: int = 0  # counts rates, so that events of former ones are passed over
+    since: float = 0.0  # second when the rate was last set
+    stamp: int = 0  # number of rate changes, so that events for older rates are skipped
     begin: float = -1.0
     end: float = -1.0
 
@@ -112,8 +112,8 @@ class Task:
 
 @dataclass
 class Pool:
-    """Memory of one device or tier. `changes`: (second, bytes held from then on), the last of
-    each moment."""
+    """The memory of one device or tier. `changes`: (second, bytes held from then on), one entry per
+    moment."""
 
     name: str
     held: float = 0.0
@@ -122,8 +122,8 @@ class Pool:
 
 
 class Engine:
-    """Invariant (`check`): no resource gives more than its capacity; a lane's running task has
-    begun and not ended."""
+    """The virtual clock with its resources, lanes and tasks. Invariants (`check`): no resource is
+    used beyond its capacity; the running task of a lane has begun and not ended."""
 
     def __init__(self, traced: bool = False) -> None:
         self.now = 0.0
@@ -136,9 +136,9 @@ class Engine:
         self._open: dict[Task, None] = {}
         self._events: list[tuple[float, int, int, Task]] = []  # (second, number, stamp, task)
         self._dirty: dict[Resource, None] = {}
-        self.made = 0
+        self.created = 0  # number of tasks
 
-    # what there is
+    # resources, lanes and memory
 
     def resource(self, name: str, capacity: float) -> Resource:
         self.resources.append(Resource(name, capacity))
@@ -149,7 +149,7 @@ class Engine:
         return self.lanes[-1]
 
     def hold(self, pool: str, nbytes: float) -> None:
-        """From now on `pool` holds so many bytes more (or fewer)."""
+        """Change the bytes that `pool` holds from now on."""
         at = self.pools.setdefault(pool, Pool(pool))
         at.held += nbytes
         at.peak = max(at.peak, at.held)
@@ -171,16 +171,16 @@ class Engine:
         priority: float = 0.0,
         where: str = "",
     ) -> Task:
-        """Begins when all of `after` have ended and its lane is free. `then` is called at its end
-        and may make tasks."""
-        self.made += 1
-        asked = [use for use in cost.uses if use[1] > 0]
-        limits = [use for use in asked if use[0].capacity < float("inf")]
+        """Create a task that begins when all of `after` have ended and its lane is free. `then` is
+        called when it ends and may create tasks."""
+        self.created += 1
+        used = [use for use in cost.uses if use[1] > 0]
+        limits = [use for use in used if use[0].capacity < float("inf")]
         work = max(cost.work, 0.0)
-        task = Task(stage, work, limits, self.made, lane, then, priority, where, cost.latency)
+        task = Task(stage, work, limits, self.created, lane, then, priority, where, cost.latency)
         task.left = work
         unlimited = cost.max_rate == float("inf")
-        task.max_rate = 1.0 if unlimited and not asked else cost.max_rate
+        task.max_rate = 1.0 if unlimited and not used else cost.max_rate
         for other in after:
             if not other.ended:
                 other.waited_by.append(task)
@@ -203,7 +203,7 @@ class Engine:
     def _begin(self, task: Task) -> None:
         task.begin = self.now
         if task.latency > 0 and task.work > 0 and task.uses:
-            task.rate = -1.0  # it waits for its latency
+            task.rate = -1.0  # it uses resources after its latency
             heapq.heappush(self._events, (self.now + task.latency, task.number, task.stamp, task))
         elif task.uses and task.work > 0:
             self._run(task)
@@ -245,8 +245,9 @@ class Engine:
     # the clock
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
-        """Until nothing is left to do, or `until()` holds after an event. Raises LoopError where
-        tasks are left that nothing will ever begin, or `until()` never holds (Rule 5)."""
+        """Run until nothing is left to do, or until `until()` is true after an event. Raises
+        LoopError if tasks remain that can never begin, or if `until()` never becomes true
+        (Rule 5)."""
         events = self._events
         while True:
             if self._dirty and not (events and events[0][0] <= self.now):
@@ -264,18 +265,18 @@ class Engine:
             if until is not None and until():
                 return
         if self._open if until is None else not until():
-            left = ", ".join(f"{t.stage} of {t.where or 'nobody'}" for t in list(self._open)[:3])
+            left = ", ".join(f"{t.stage} of {t.where or 'no stage'}" for t in [*self._open][:3])
             raise LoopError(
-                f"the simulated step stands still at {self.now:.3f} s: {len(self._open)} tasks wait"
-                f" for what never comes ({left})"
+                f"the simulated step is deadlocked at {self.now:.3f} s: {len(self._open)} tasks"
+                f" wait for events that never happen ({left})"
             )
 
     def _share(self) -> None:
-        """New rates for all that share something with what has changed."""
+        """Set new rates for all tasks that share resources with what changed."""
         tasks, resources = self._touched()
-        if len(tasks) == 1:  # most often
+        if len(tasks) == 1:  # the most frequent case
             (task,) = tasks
-            # a resource may be used twice: out and, as a share of the answer, in
+            # `uses` may list a resource twice: for data, and for acknowledgements
             full = (resource.capacity / resource.running[task] for resource, _ in task.uses)
             rates = {task: min(task.max_rate, *full)}
         else:
@@ -290,7 +291,7 @@ class Engine:
                 heapq.heappush(self._events, (end, task.number, task.stamp, task))
 
     def _touched(self) -> tuple[dict[Task, None], dict[Resource, None]]:
-        """What shares something with what has changed since the last call."""
+        """Return tasks and resources that are connected to what changed since the last call."""
         tasks: dict[Task, None] = {}
         resources, front = dict.fromkeys(self._dirty), list(self._dirty)
         self._dirty = {}
@@ -306,7 +307,7 @@ class Engine:
         return tasks, resources
 
     def used(self, resource: Resource) -> float:
-        """How much of it was taken so far; also by what still runs."""
+        """Return how much of a resource was used so far, including by running tasks."""
         return resource.used + sum(
             (task.work - task.left + task.rate * (self.now - task.since)) * w
             for task, w in resource.running.items()
@@ -314,26 +315,27 @@ class Engine:
 
     def check(self) -> None:
         for resource in self.resources:
-            taken = sum(task.rate * weight for task, weight in resource.running.items())
+            used = sum(task.rate * weight for task, weight in resource.running.items())
             most = resource.capacity * (1 + 1e-9)
-            assert taken <= most, (resource.name, taken, resource.capacity)
+            assert used <= most, (resource.name, used, resource.capacity)
         for lane in self.lanes:
             assert lane.running is None or (lane.running.begin >= 0 and not lane.running.ended)
 
 
 def fair_rates(tasks: Iterable[Task], resources: Iterable[Resource]) -> dict[Task, float]:
-    """Weighted max-min: the rates of all tasks grow alike until one of them runs at its `max_rate`
-    or a resource is full, whose tasks then stay; the rest grows on.
+    """Return weighted max-min fair rates: all rates grow equally until a task reaches its
+    `max_rate` or a resource is full. Then the tasks concerned keep their rate, and the others grow
+    on.
 
-    Capacities, weights and rates may be of any size: what is full is told by levels, each relative
-    to the least, and what a resource gives to tasks that still grow is added up anew, so no small
-    weight is lost behind a large one.
+    Capacities, weights and rates may differ by orders of magnitude: fullness is determined by
+    levels relative to the smallest, and the weights of growing tasks are summed anew each round, so
+    small weights are not lost to rounding.
     """
     rates: dict[Task, float] = {}
-    # what tasks that stay do not take
+    # capacity that tasks with a final rate leave
     left = {resource: resource.capacity for resource in resources}
     growing = dict.fromkeys(sorted(tasks, key=lambda task: task.number))
-    # tasks that still grow, and what a unit of their rate takes
+    # for each resource, growing tasks and what a unit of their rate uses
     users: dict[Resource, dict[Task, float]] = {}
     for task in growing:
         for resource, weight in task.uses:
@@ -344,10 +346,10 @@ def fair_rates(tasks: Iterable[Task], resources: Iterable[Resource]) -> dict[Tas
         level = min([*levels.values(), min(task.max_rate for task in growing)])
         most = level * (1 + TINY)
         full = {resource for resource, reached in levels.items() if reached <= most}
-        stay = [t for t in growing if t.max_rate <= most or any(r in full for r, _ in t.uses)]
-        assert stay, "a round of sharing gives at least one task its rate"
+        final = [t for t in growing if t.max_rate <= most or any(r in full for r, _ in t.uses)]
+        assert final, "each round must give at least one task its rate"
         touched: dict[Resource, None] = {}
-        for task in stay:
+        for task in final:
             rates[task] = level
             del growing[task]
             for resource, _ in task.uses:
@@ -356,7 +358,7 @@ def fair_rates(tasks: Iterable[Task], resources: Iterable[Resource]) -> dict[Tas
                     touched[resource] = None
         for resource in touched:
             if left[resource] <= TINY * resource.capacity:
-                left[resource] = 0.0  # what rounding has left is nothing
+                left[resource] = 0.0  # only a rounding error is left
             if users[resource]:
                 levels[resource] = left[resource] / sum(users[resource].values())
             else:

@@ -1,13 +1,13 @@
-"""What an action of the flow takes of a cluster: the traffic of each placement, a byte of a block
-at a time.
+"""Costs of the actions of a step on a cluster: the traffic of each placement, for one block at a
+time.
 
-Hosts that do the same are one *site* with a multiplicity: what each of `hosts` sites sends to one
-server weighs `hosts` times there. Collectives are closed-form traffic, with n ranks and M bytes, in
-each direction of a card: ring all-reduce 2 (n - 1) / n M, all-gather and reduce-scatter (n - 1) / n
-M, a sum in switches M (fan_in_costs.py), the summation service (1 + (n - 2) x) M with x from
-sums/protocol/shares.py, servers n M. A transfer takes all that it crosses at once (it is cut into
-pieces that follow each other), so its slowest part sets its pace. `latency` counts the steps of the
-algorithm.
+Equal hosts are simulated as one *site* with a multiplicity: what each of `hosts` sites sends to one
+server counts `hosts` times there. Collectives are closed-form traffic; with n ranks and M bytes,
+each direction of a network card carries: ring all-reduce 2 (n - 1) / n M, all-gather and
+reduce-scatter (n - 1) / n M, a sum in switches M (fan_in_costs.py), the summation service (1 + (n -
+2) x) M with x from sums/protocol/shares.py, servers n M. A transfer uses all resources on its path
+at once, because it is sent in pieces, so its slowest part sets its pace. `latency` counts the steps
+of the algorithm.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from roadtrain.simulator.fan_in_costs import FanInCosts
 from roadtrain.simulator.simulated_sums import SimulatedSums
 from roadtrain.simulator.site import FlowGroup, Site
 
-INSIDE_S = 2e-6  # latency of a step of a collective between devices of a host
-# that one pass of AdamW moves for a parameter: gradient 2, three arrays in and out 24, copy 2
+INSIDE_S = 2e-6  # seconds of latency per step of a collective between devices of a host
+# bytes that AdamW moves per parameter: gradient 2, three arrays in and out 24, copy 2
 UPDATE_BYTES = 28.0
 
 
 def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -> None:
-    """Raises ConfigError where the placement needs what the cluster, or one of the `hosts` that
-    compute, has not."""
+    """Raise ConfigError if the cluster, or one of the `hosts` that compute, lacks what the
+    placement needs."""
     if place.served and not cluster.spares:
         raise ConfigError(
             f"placement {place.name} needs a host without devices, the cluster has none",
@@ -43,7 +43,7 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
     if place.sum == "separate" and not any(host.nics for host in cluster.spares):
         raise ConfigError(
             f"placement {place.name} sums on hosts without devices, the cluster has none"
-            " with a card",
+            " with a network card",
             hint="add a host without devices, or choose placement summation",
         )
     if place.sum == "switch":
@@ -51,28 +51,28 @@ def check_placement(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
     for host in {host.name: host for host in hosts}.values():
         if place.sum == "relay" and not any(nic.relay for nic in host.nics):
             raise ConfigError(
-                f"placement {place.name} has a relay on each host's card, host {host.name} has no"
-                " card with a processor",
-                hint="give a card `relay = true`, or choose placement zero-offload",
+                f"placement {place.name} needs a relay on a card of each host, host {host.name}"
+                " has no card with a processor",
+                hint="set `relay = true` for a card, or choose placement zero-offload",
             )
         if rests and not host.ssds:
             raise ConfigError(
-                f"placement {place.name} rests on SSDs, host {host.name} has none",
-                hint="give it `ssds`, or choose a placement in memory",
+                f"placement {place.name} keeps data on SSDs, host {host.name} has none",
+                hint="add `ssds` to it, or choose a placement in memory",
             )
         if place.update == "ssd" and not all(s.updates for s in host.ssds):
             raise ConfigError(
-                f"placement {place.name} updates beside the SSDs, those of host {host.name} have no"
+                f"placement {place.name} updates in the SSDs, those of host {host.name} have no"
                 " processor",
-                hint="give them `updates`, or choose placement files",
+                hint="set `updates` for them, or choose placement files",
             )
     resting = [*cluster.spares[:1]] if place.served else []
     for host in [*hosts] if rests else resting:
         if not all(ssd.capacity for ssd in host.ssds):
             raise ConfigError(
-                f"placement {place.name} rests on SSDs, those of host {host.name} have no"
+                f"placement {place.name} keeps data on SSDs, those of host {host.name} have no"
                 " `capacity`",
-                hint="give it in the cluster file",
+                hint="set it in the cluster file",
             )
 
 
@@ -88,13 +88,13 @@ def _check_switches(place: Placement, cluster: Cluster, hosts: Sequence[Host]) -
 
 
 class Fabric:
-    """`plan`'s costs on one stage's group, the server (if any) and the spare hosts. All sizes are
-    in parameters of a block that one device has (1 / tp of it); costs are of one device, or of one
-    host where they say so.
+    """The costs of a plan on one stage's group, the server (if any) and the spare hosts. Sizes are
+    parameters of a block that one device has (1 / tp of it). Costs are for one device, or for one
+    host where this is stated.
 
     Attributes:
-        fan_in: What the packets through switches that sum cost.
-        sums: Where reducers on several hosts sum.
+        fan_in: Costs of packets through summing switches.
+        sums: The summation service, if reducers on several hosts sum.
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class Fabric:
     # the network
 
     def _network(self, ring: float, exchanged: float = 0.0) -> Uses:
-        """Uses of a byte of which each device passes `ring` on to the next one, and sends
-        `exchanged` to the others, each its part; both ways. Here both cross a host's card once for
-        all its ranks."""
+        """Return the resource uses of a byte of which each device passes `ring` on to the next
+        device, and sends `exchanged` to all others in equal parts; in both directions. Here both
+        cross a host's network card once for all its ranks."""
         group, site, per_device = self.group, self.site, ring + exchanged
         inside = [(site.fabric, per_device)] if group.ranks > 1 else []
         if group.hosts == 1:
@@ -128,20 +128,21 @@ class Fabric:
 
     @property
     def gathers(self) -> bool:
-        """Whether parameters that the devices updated in parts come together during the forward."""
+        """Whether parameters that devices updated in parts are gathered during the forward."""
         place = self.plan.placement
         split = place.parameters == "device" and place.state == "split"
         return split and self.plan.gather == "forward" and self.group.replicas > 1
 
     def _ring(self, passes: float, exchanges: float = 0.0) -> tuple[Uses, float]:
-        """Uses and latency of a byte that goes round so often. `exchanges`: of these, those in
-        which processors send each part straight to who needs it (stages/data_group.py)."""
+        """Return the resource uses and latency of a byte in `passes` passes of a ring. In
+        `exchanges` of them, CPUs send each part directly to the rank that needs it
+        (stages/data_group.py)."""
         n, hosts = self.group.replicas, self.group.hosts
         if n == 1:
             return [], 0.0
         if self.site.cores is None:
             exchanges = 0.0
-        # between hosts, inside one
+        # steps between hosts, and inside a host
         steps = (hosts if hosts > 1 else 0), n - (hosts if hosts > 1 else 1)
         each = (n - 1) / n
         return self._network((passes - exchanges) * each, exchanges * each), passes * (
@@ -149,9 +150,9 @@ class Fabric:
         )
 
     def tensor(self, nbytes: float) -> float:
-        """Seconds of a layer's pass in which its tensor-parallel ranks add activations of
-        `nbytes` up, twice; but for the plan's share, nothing hides that. A ring that leaves the
-        host has all of its cards."""
+        """Return the seconds of a layer's pass in which tensor-parallel ranks sum activations of
+        `nbytes`, twice. Only the plan's fraction of it is hidden by computing. A ring that leaves
+        the host uses all of its network cards."""
         t, site = self.plan.parallelism.tp, self.site
         if t == 1:
             return 0.0
@@ -161,38 +162,38 @@ class Fabric:
         return 2 * (2 * (t - 1) / t * nbytes / rate + steps) * (1 - self.plan.framework.hidden)
 
     def _side_by_side(self, ranks: int) -> tuple[float, float]:
-        """(bytes a second, latency) of a device to others among `ranks` that follow each other
-        in the group."""
+        """Return (bytes a second, latency) between a device and others among `ranks` consecutive
+        ranks of the group."""
         if ranks <= self.group.ranks:
             return self.site.fabric.capacity, INSIDE_S
         devices = self.group.ranks * self.group.tp
         return min(self.site.fabric.capacity, self.site.out.capacity / devices), self.site.latency
 
     def context(self, nbytes: float) -> float:
-        """Seconds in which keys and values, a device's own of `nbytes`, go round its
+        """Return the seconds in which keys and values, `nbytes` per device, are passed around the
         context-parallel ranks."""
         c = self.plan.parallelism.cp
         rate, latency = self._side_by_side(c)
         return (c - 1) * (nbytes / rate + latency)
 
     def experts(self, nbytes: float) -> float:
-        """Seconds in which a device's tokens of `nbytes` go to their experts, and what these
-        give comes back."""
+        """Return the seconds in which tokens of `nbytes` per device are sent to their experts, and
+        the results are sent back."""
         e = self.plan.parallelism.ep
         rate, latency = self._side_by_side(e)
         return 2 * (e - 1) * (nbytes / e / rate + latency)
 
     # actions
 
-    def handed(self, params: float) -> Cost:
-        """Parameters from a server to whom it answers: to every device, or to the fan-in end that
-        stands before it."""
+    def serve(self, params: float) -> Cost:
+        """Cost of the parameters that the server sends: to every device, or to the fan-in end in
+        its process."""
         if self.fan_in is not None and self.server is not None:
-            return self.fan_in.handed(params)
+            return self.fan_in.copy_out(params)
         return self.answer(params)
 
     def answer(self, params: float, kept: bool = False) -> Cost:
-        """Parameters to every device. `kept`: they are in this host's memory already."""
+        """Cost of parameters to every device. `kept`: they are in this host's memory already."""
         place, group = self.plan.placement, self.group
         nbytes = params * self.plan.sizes.parameter_bytes
         if place.parameters == "device":
@@ -214,33 +215,33 @@ class Fabric:
         uses, latency = self._ring(1)
         if place.parameters == "split":
             return Cost(nbytes, uses, latency)
-        own = 1.0 / group.replicas  # of a block, that each device's host memory has for it
-        # the card takes it from memory; it gives the whole to the device (`kept`)
+        own = 1.0 / group.replicas  # fraction of a block in the host memory of each device
+        # the network card reads it from memory, and passes the whole block to the device (`kept`)
         if place.sum == "relay":
             memory = (self.site.memory, own * group.ranks * group.tp)
             return Cost(nbytes, [*uses, memory], latency)
         if place.parameters == "ssd":
             uses = uses + [(r, w * own * group.ranks * group.tp) for r, w in self.site.reads()]
         if group.hosts > 1:
-            # without a card that computes, the device fetches its part and gives it to the
-            # network: PCIe carries it again
+            # without a processor on the card, the device fetches its part and sends it to the
+            # network, so it crosses PCIe again
             copies = [(self.site.from_device, own), (self.site.to_device, 1.0)]
         else:
             copies = [(resource, weight * own) for resource, weight in group.to_device]
         return Cost(nbytes, [*uses, *copies], latency)
 
     def push(self, params: float) -> Cost:
-        """A block's gradient from every device to where it is summed and, where it rests in
+        """Cost of a block's gradient from every device to where it is summed and, if it is held in
         memory, to there."""
         plan, place, group, site = self.plan, self.plan.placement, self.group, self.site
         nbytes, n = params * plan.sizes.gradient_bytes, group.replicas
         if plan.keep is not None:
-            nbytes = params * plan.sizes.held_bytes * plan.travels
+            nbytes = params * plan.sizes.held_bytes * plan.sent_share
         if place.sum == "ring":
             back = 0.0
             if place.parameters == "device" and not self.gathers:
                 back = plan.sizes.parameter_bytes / plan.sizes.gradient_bytes
-            whole = place.state == "device"  # an all-reduce; else each gets its part of the sum
+            whole = place.state == "device"  # an all-reduce; otherwise a reduce-scatter
             uses, latency = self._ring(2) if whole else self._ring(1 + back, 1)
             if place.update in ("host", "ssd"):
                 uses = uses + [(r, weight / n) for r, weight in group.from_device]
@@ -268,27 +269,26 @@ class Fabric:
         return Cost(nbytes, uses, site.latency)
 
     def all_to_all(self, nbytes: float) -> Cost:
-        """All-to-all of rows of tables that are spread over all devices; of one device's share
-        of the batch."""
+        """Cost of an all-to-all of rows of tables that are spread over all devices, for one
+        device's share of the batch."""
         n = self.group.replicas
         uses = self._network(0.0, (n - 1) / n) if n > 1 else []
         return Cost(nbytes, uses, (self.group.hosts - 1) * self.site.latency)
 
     @property
     def _own(self) -> float:
-        """Of a device's block, the part that one host's site holds the state of, all its
-        devices together."""
+        """Fraction of a device's block whose state is on one host's site, for all its devices."""
         group = self.group
         if self.plan.placement.state == "server":
             return group.server_share * group.tp
         return group.tp * group.ranks / group.replicas
 
     def hold(self, params: float) -> Cost:
-        """The gradient to where it rests until the update; of one host."""
+        """Cost of storing a gradient of one host until the update."""
         place = self.plan.placement
         if place.gradients != "ssd":
             return Cost(0, [])
-        nbytes = params * self._own * self.plan.sizes.held_bytes * self.plan.travels
+        nbytes = params * self._own * self.plan.sizes.held_bytes * self.plan.sent_share
         return Cost(nbytes, self.site.writes())
 
     def _state_site(self) -> Site:
@@ -303,10 +303,10 @@ class Fabric:
         return state == "ssd" or (state == "server" and bool(self._state_site().host.ssds))
 
     def read(self, params: float) -> Cost:
-        """State, and a gradient that rests on SSDs, to where the update runs."""
+        """Cost of reading the state, and a gradient on SSDs, to where the update runs."""
         place, nbytes = self.plan.placement, self.plan.sizes.state_bytes
         if place.gradients == "ssd":
-            nbytes += self.plan.sizes.held_bytes * self.plan.travels
+            nbytes += self.plan.sizes.held_bytes * self.plan.sent_share
         uses = self._state_site().reads(beside=place.update == "ssd")
         return Cost(params * self._own * nbytes, uses)
 
@@ -317,7 +317,7 @@ class Fabric:
             share = 1.0 if place.state == "device" else 1.0 / self.group.replicas
             if site.cores is None:
                 return Cost(params * share * UPDATE_BYTES, [(site.device_memory, 1.0)])
-            share *= self.group.ranks * self.group.tp  # the host's processors do that of all
+            share *= self.group.ranks * self.group.tp  # CPUs update for all devices of the host
         if place.update == "ssd":
             sizes = self.plan.sizes
             nbytes = params * self._own * (sizes.state_bytes + sizes.held_bytes)
@@ -327,7 +327,7 @@ class Fabric:
         return Cost(nbytes, [(site.updates, 1.0), (site.memory, 1.0), *busy])
 
     def upstream(self, params: float) -> Cost:
-        """Updated parameters from a processor beside an SSD to the host's memory."""
+        """Cost of updated parameters from a processor in an SSD to host memory."""
         if self.plan.placement.update != "ssd":
             return Cost(0, [])
         return Cost(params * self._own * self.plan.sizes.upstream_bytes, self.site.reads())
@@ -339,25 +339,25 @@ class Fabric:
         return Cost(nbytes, self._state_site().writes(beside=place.update == "ssd"))
 
     def public(self, params: float) -> Cost:
-        """Parameters that rest on the server's files, to its memory."""
+        """Cost of reading parameters from the server's files into its memory."""
         nbytes = params * self._own * self.plan.sizes.parameter_bytes
         return Cost(nbytes, self._state_site().reads())
 
     @property
     def depth(self) -> int:
-        """How many reads, and how many writes, the SSDs do at once."""
+        """The number of reads, and of writes, that the SSDs process at once."""
         return max((ssd.depth for ssd in self._state_site().host.ssds), default=1)
 
     def weights_share(self, params: float) -> float:
-        """Of the parameters of state on files, what memory keeps too; a server keeps all in
-        half of it, or none."""
+        """Fraction of the parameters of state on files that memory also holds; a server holds all
+        of them if they fit into half of its memory, else none."""
         if self.plan.placement.parameters != "server" or not self.on_files:
             return self.plan.memory.public
         nbytes = params * self.group.tp * self.plan.sizes.parameter_bytes
         return nbytes <= self._state_site().host.memory / 2
 
     def tax(self, cost: Cost) -> float:
-        """Seconds that the devices do not compute because they communicate."""
+        """Seconds in which devices do not compute because they communicate."""
         place = self.plan.placement
         alone = self.group.replicas == 1 or place.served
         if alone or not self.constants.tax or place.sum in ("relay", "server"):
@@ -368,12 +368,12 @@ class Fabric:
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """Seconds of each block's pass on a device."""
+    """Seconds of each block's pass on a device, by part."""
 
-    forward: Sequence[float]  # its own arithmetic
-    tensor: Sequence[float]  # tensor-parallel ranks add activations up
-    routed: Sequence[float]  # tokens go to their experts and come back
-    ring: Sequence[float]  # keys and values go round: what attention does not hide
+    forward: Sequence[float]  # computing
+    tensor: Sequence[float]  # tensor-parallel ranks sum activations
+    routed: Sequence[float]  # tokens are sent to their experts and back
+    ring: Sequence[float]  # keys and values are passed around, as far as attention does not hide it
 
 
 def block_times(fabric: Fabric, blocks: Sequence[BlockShape], device: Device) -> BlockTimes:

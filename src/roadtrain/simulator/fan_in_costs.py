@@ -1,11 +1,11 @@
-"""What each packet stream of the fan-in costs: between one stage's workers and its server, through
-the switches of a tree.
+"""Costs of the packet streams of a fan-in, between one stage's workers and its server through a
+tree of switches.
 
-    down   parameters, which all workers get;   the greatest exponents of each block
+    down   parameters, to all workers;          the largest exponents of each block
     up     each worker's exponents;             each worker's gradient as integers
 
-Every link carries each of them once (Sun et al. (LuWu), section 3.1). Work is counted in bytes on
-the wire: whole packets, with their headers. `params`: parameters that one device has of a chunk.
+Every link carries each of these once (Sun et al. (LuWu), section 3.1). Work is counted in bytes on
+the wire: whole packets with headers. `params`: parameters of a chunk that one device has.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from roadtrain.config.plan_file import Plan
 from roadtrain.simulator.engine import Cost, Resource, Uses
 from roadtrain.simulator.site import FlowGroup, SwitchResources
 
-SUM_BYTES = 4  # of an element of a sum, in the server's memory
+SUM_BYTES = 4  # bytes of an element of a sum in the server's memory
 
 
 class FanInCosts:
@@ -26,17 +26,17 @@ class FanInCosts:
 
     @property
     def latency(self) -> float:
-        """Seconds of one way."""
+        """One-way latency in seconds."""
         return self.switches.latency(self._rate)
 
     @property
     def acknowledged_s(self) -> float:
-        """Seconds from when a packet has come until its sender knows."""
+        """Seconds from the arrival of a packet until its sender receives the acknowledgement."""
         return self.latency + self.switches.beat_s(self._rate)
 
     @property
     def message_s(self) -> float:
-        """Seconds that a message over TCP takes, one way."""
+        """One-way seconds of a message over TCP."""
         return self.group.site.latency
 
     def gradient_packets(self, params: float) -> int:
@@ -47,29 +47,29 @@ class FanInCosts:
 
     @property
     def _rate(self) -> float:
-        """Bytes a second of the slower of a worker's card and the server's."""
+        """Bytes a second of the slower of a worker's and the server's network card."""
         group = self.group
         return min(end.out.capacity for end in (group.site, group.server) if end is not None)
 
-    def handed(self, params: float) -> Cost:
-        """Parameters from the server to the fan-in end, which is in the same process: a copy."""
+    def copy_out(self, params: float) -> Cost:
+        """Cost of copying parameters from the server to the fan-in end in the same process."""
         return Cost(params * self.sizes.parameter_bytes, self._server_memory(2.0))
 
-    def taken(self, params: float) -> Cost:
-        """A sum from the fan-in end to the server: a copy."""
+    def copy_in(self, params: float) -> Cost:
+        """Cost of copying a sum from the fan-in end to the server."""
         return Cost(params * SUM_BYTES, self._server_memory(2.0))
 
     def parameters(self, params: float) -> Cost:
-        """To all workers and their devices."""
+        """Cost of sending parameters to all workers and their devices."""
         group = self.group
         nbytes = params * self.sizes.parameter_bytes
         wire = self.switches.on_wire(nbytes)
         data = nbytes / wire if wire else 0.0
-        uses = [*self._way(up=False), *self._server_memory(1.0), *group.inside(data)]
+        uses = [*self._path(up=False), *self._server_memory(1.0), *group.inside(data)]
         return self._cost(wire, [*uses, *_times(group.to_device, data)])
 
     def alone(self, params: float) -> Cost:
-        """Parameters to one worker, over TCP."""
+        """Cost of sending parameters to one worker over TCP."""
         group, tp = self.group, float(self.group.tp)
         assert group.server is not None
         ends = [(group.server.out, tp), (group.server.memory, tp), (group.site.into, tp)]
@@ -77,23 +77,24 @@ class FanInCosts:
         return Cost(nbytes, [*ends, *group.inside(1.0), *group.to_device], self.message_s)
 
     def maxima(self, params: float) -> Cost:
-        """The greatest exponents to all workers."""
-        return self._cost(self.switches.on_wire(self._blocks(params)), self._way(up=False))
+        """Cost of sending the largest exponents to all workers."""
+        return self._cost(self.switches.on_wire(self._blocks(params)), self._path(up=False))
 
     def exponents(self, params: float) -> Cost:
-        return self._cost(self.switches.on_wire(self._blocks(params)), self._way(up=True))
+        return self._cost(self.switches.on_wire(self._blocks(params)), self._path(up=True))
 
     def gradients(self, params: float) -> Cost:
-        """From each worker's devices to the server's memory, where the sum is fp32."""
+        """Cost of sending gradients from each worker's devices to the server's memory, where the
+        sum is in fp32."""
         group, wire = self.group, self.switches.on_wire(params * self.packets.width)
         data = params * self.sizes.gradient_bytes / wire if wire else 0.0
-        made = 1.0 + params * SUM_BYTES / wire if wire else 0.0
-        uses = [*self._way(up=True), *self._server_memory(made)]
-        uses += [] if group.server is None else [(group.server.sums, self._once())]
+        memory = 1.0 + params * SUM_BYTES / wire if wire else 0.0
+        uses = [*self._path(up=True), *self._server_memory(memory)]
+        uses += [] if group.server is None else [(group.server.sums, self._shared_part())]
         return self._cost(wire, [*uses, *group.inside(data), *_times(group.from_device, data)])
 
     def sums(self, params: float) -> Cost:
-        """All that a sum takes of each resource, as one: exponents, their maxima, the gradient."""
+        """Combined cost of a sum: exponents, their maxima, and the gradient."""
         parts = [self.exponents(params), self.maxima(params), self.gradients(params)]
         whole = parts[-1].work
         uses = defaultdict[Resource, float](float)
@@ -103,28 +104,28 @@ class FanInCosts:
         return Cost(whole, list(uses.items()), max_rate=parts[-1].max_rate)
 
     def exchanged(self, params: float) -> Cost:
-        """A sum without a server, which comes back to all as it left: in integers."""
+        """Cost of a sum without a server, returned to all workers as integers."""
         group, up = self.group, self.sums(params)
         data = params * self.sizes.gradient_bytes / up.work if up.work else 0.0
-        back = self._cost(up.work, [*self._way(up=False), *_times(group.to_device, data)])
+        back = self._cost(up.work, [*self._path(up=False), *_times(group.to_device, data)])
         return up._replace(uses=[*up.uses, *back.uses], latency=2 * self.latency)
 
     def _blocks(self, params: float) -> float:
-        """Bytes of the exponents."""
+        """Return the bytes of the exponents."""
         return -(-params // self.packets.block) if self.packets.block else 0.0
 
     def _cost(self, wire: float, uses: Uses) -> Cost:
-        taken = [(resource, weight) for resource, weight in uses if weight > 0]
-        return Cost(wire, taken, max_rate=self.switches.most(self._rate))
+        used = [(resource, weight) for resource, weight in uses if weight > 0]
+        return Cost(wire, used, max_rate=self.switches.most(self._rate))
 
-    def _once(self) -> float:
-        """Of what crosses a link once for all workers, the part of this task."""
+    def _shared_part(self) -> float:
+        """Return this task's part of a byte that crosses a link once for all workers."""
         return self.group.at_server(once=True) * self.group.tp
 
-    def _way(self, *, up: bool) -> Uses:
-        """A byte to the server's end or from it, and the heartbeats that it brings about the
-        other way."""
-        group, once, beat = self.group, self._once(), self._beat()
+    def _path(self, *, up: bool) -> Uses:
+        """Return the resource uses of a byte to or from the server, with the heartbeats that it
+        causes in the other direction."""
+        group, once, beat = self.group, self._shared_part(), self._heartbeats()
         card, links = [group.site.out, group.site.into], [self.switches.up, self.switches.down]
         server = [] if group.server is None else [group.server.into, group.server.out]
         if not up:
@@ -134,8 +135,8 @@ class FanInCosts:
         uses += zip(server, (once, once * beat))
         return uses + group.touched(group.card)
 
-    def _beat(self) -> float:
-        """Bytes of heartbeats that a byte of packets brings about, the other way."""
+    def _heartbeats(self) -> float:
+        """Return the bytes of heartbeats that a byte of packets causes in the other direction."""
         rate = self._rate
         if rate == float("inf") or not self.packets.overhead:
             return 0.0
@@ -143,7 +144,7 @@ class FanInCosts:
 
     def _server_memory(self, crossings: float) -> Uses:
         server = self.group.server
-        return [] if server is None else [(server.memory, crossings * self._once())]
+        return [] if server is None else [(server.memory, crossings * self._shared_part())]
 
 
 def _times(uses: Uses, factor: float) -> Uses:

@@ -1,14 +1,13 @@
-"""What a plan needs of every memory, in closed form: what stays, and what a micro-batch adds. And
-whether that fits.
+"""Compute what a plan needs of every memory in closed form (fixed buffers, and what a micro-batch
+adds), and whether it fits.
 
-Device: parameters (all, a part, or `slots` blocks; of tables of rows and of experts, spread over
-the devices, its part), gradients, state, activations of the micro-batches under way (with
-activation checkpointing their blocks' inputs and one block's own), the loss's logits,
-`context_bytes`, and all of it times `fragmentation`. Host and SSDs: what the placement rests there;
-files have two slots (Rule 3). Where a host's processors compute, its devices' memory is the host's:
-all that its processes take is added up. The mixed precision of Megatron is `zero1` with
-gradient_bytes = 4: 2 + 4 bytes a parameter and 12 over the data-parallel ranks (Rajbhandari et al.,
-2020, section 5.1).
+Device memory holds parameters (all, a part, or `slots` blocks; of tables and of experts, which are
+spread over devices, only a part), gradients, state, activations of micro-batches in flight (with
+activation checkpointing, blocks' inputs and one block's own), the loss's logits and
+`context_bytes`, all times `fragmentation`. Hosts and SSDs hold what the placement stores there;
+files have two slots (Rule 3). If a host's CPUs compute, device memory is host memory, and the needs
+of all processes are added up. The mixed precision of Megatron is `zero1` with gradient_bytes = 4: 2
++ 4 bytes a parameter, and 12 over the data-parallel ranks (Rajbhandari et al., 2020, section 5.1).
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.stages.protocol.pipeline import PipelineShape
 from roadtrain.units import show_bytes
 
-USABLE = 0.9  # of a host's memory: the rest is the system's
-LARGEST = 1 / 3  # of a block: its largest tensor, whose gradient is on the device while it leaves
+USABLE = 0.9  # fraction of a host's memory; the rest is the system's
+LARGEST = 1 / 3  # of a block: its largest tensor, whose gradient is on the device while it is sent
 
 
 @dataclass(frozen=True)
 class Need:
-    """Of one memory: `nbytes` of `room`, which is a `share` of what there is."""
+    """The need of one memory: `nbytes`, and the `room` for it, which is a `share` of the memory."""
 
     where: str
     nbytes: float
@@ -43,12 +42,12 @@ class Need:
 
     @property
     def lacking(self) -> float:
-        """Bytes that there would have to be more."""
+        """Bytes by which the memory would have to be larger."""
         return (self.nbytes - self.room) / self.share
 
 
 def device_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
-    """What stays on a device, without activations."""
+    """Return the fixed bytes on a device, without activations."""
     place, parallelism = plan.placement, plan.parallelism
     spread = [block.tables * (1 - 1 / parallelism.replicas) for block in blocks]
     params = [
@@ -73,8 +72,8 @@ def device_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
 
 
 def saved_bytes(plan: Plan, blocks: Sequence[BlockShape], parts: int = 1) -> float:
-    """Activations that a micro-batch leaves on a device until its backward, in `parts` of the
-    model. `plan.memory.offload`: they go to the host."""
+    """Return the bytes of activations that a micro-batch keeps on a device until its backward, over
+    `parts` of the model. With `plan.memory.offload` they are moved to the host."""
     if plan.memory.offload:
         return 0.0
     nbytes = sum(_kept(plan, block) for block in blocks)
@@ -84,7 +83,7 @@ def saved_bytes(plan: Plan, blocks: Sequence[BlockShape], parts: int = 1) -> flo
 
 
 def _kept(plan: Plan, block: BlockShape) -> float:
-    """Of a sample of a block, on one tensor-parallel rank."""
+    """Return the bytes that a sample keeps of a block, on one tensor-parallel rank."""
     inputs = _on_rank(plan, block.input, block.input)
     saved, selective = _on_rank(plan, block.saved, block.whole), plan.framework.selective
     if plan.activation_checkpointing:
@@ -95,14 +94,15 @@ def _kept(plan: Plan, block: BlockShape) -> float:
 
 
 def _on_rank(plan: Plan, nbytes: float, whole: float) -> float:
-    """`whole` of the bytes are on every tensor-parallel rank, unless these split the sequence."""
+    """Return the bytes on one tensor-parallel rank. `whole` of them are on every rank, unless the
+    ranks split the sequence."""
     whole = 0.0 if plan.framework.sequence else whole
     return (nbytes - whole) / plan.parallelism.tp + whole
 
 
 def working_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
-    """Of one block while it runs, besides what is saved: all of it where it is computed again,
-    the loss, and a whole input where tensor-parallel ranks split it."""
+    """Return the temporary bytes of one block while it runs, besides what is kept: the whole block
+    if it is recomputed, the loss, and a whole input if tensor-parallel ranks split it."""
     tp, framework = plan.parallelism.tp, plan.framework
     split = (block.input - _on_rank(plan, block.input, block.input) for block in blocks)
     inputs, own = max(split, default=0.0), 0.0
@@ -114,7 +114,7 @@ def working_bytes(plan: Plan, blocks: Sequence[BlockShape]) -> float:
 
 
 def host_bytes(plan: Plan, blocks: Sequence[BlockShape], ranks: int) -> float:
-    """On a host with `ranks` data-parallel ranks of this stage."""
+    """Return the bytes on a host with `ranks` data-parallel ranks of this stage."""
     place, parallelism = plan.placement, plan.parallelism
     total = sum(block.params for block in blocks)
     own = ranks / parallelism.replicas
@@ -122,7 +122,7 @@ def host_bytes(plan: Plan, blocks: Sequence[BlockShape], ranks: int) -> float:
     if place.parameters == "host":
         nbytes += plan.memory.public * own * total * plan.sizes.parameter_bytes
     if place.gradients == "memory" and place.state == "ssd" and plan.update_at == "step":
-        nbytes += own * total * plan.sizes.gradient_bytes  # they wait for the last one
+        nbytes += own * total * plan.sizes.gradient_bytes  # held until the last one arrives
     if place.state == "ssd":
         both = plan.sizes.state_bytes + plan.sizes.parameter_bytes
         nbytes += plan.memory.resident * own * total * both
@@ -137,8 +137,8 @@ def host_bytes(plan: Plan, blocks: Sequence[BlockShape], ranks: int) -> float:
 
 
 def file_bytes(plan: Plan, params: float) -> float:
-    """All of it, on whatever files it rests: two slots of what an update writes, and gradients
-    that wait."""
+    """Return the bytes on files of `params` parameters: two slots of what an update writes, and
+    gradients that are held there."""
     place = plan.placement
     copy = plan.sizes.parameter_bytes if place.parameters in ("ssd", "server") else 0.0
     return params * (
@@ -148,7 +148,7 @@ def file_bytes(plan: Plan, params: float) -> float:
 
 
 def stage_bytes(plan: Plan, blocks: Sequence[BlockShape], number: int) -> float:
-    """On a device of a pipeline stage, at most."""
+    """Return the most bytes on a device of a pipeline stage."""
     parallelism = plan.parallelism
     widths = parallelism.widths or (1,) * parallelism.pp
     virtual = parallelism.virtual_stages
@@ -166,8 +166,9 @@ def needs(
     hosts: Sequence[Host],
     sharing: Sequence[int] = (),
 ) -> list[Need]:
-    """Of the devices and hosts of each stage (`hosts`: the least of its hosts), of SSDs and the
-    server. `sharing`: how many stages share each one's hosts."""
+    """Return the needs of the devices, hosts and SSDs of each stage, and of the server. `hosts`:
+    for each stage, the least resources of its hosts. `sharing`: for each stage, how many stages
+    share its hosts."""
     out: list[Need] = []
     free, served = 1 - plan.headroom, 0
 
@@ -188,7 +189,7 @@ def needs(
             nbytes = file_bytes(own, params) * (ranks / parallelism.replicas)
             need(f"stage {number} SSDs", nbytes, _room(host), 1 / many)
     if served and cluster.spares:
-        server = cluster.spares[0].together
+        server = cluster.spares[0].combined
         if server.ssds:
             serving = next(p for p in map(plan.of_stage, range(len(cuts))) if p.placement.served)
             out.append(Need("server SSDs", file_bytes(serving, served), _room(server)))
@@ -205,23 +206,23 @@ def shared_needs(
     hosts: Sequence[Host],
     slots_of: Sequence[Sequence[int]],
 ) -> list[Need]:
-    """Needs of hosts whose processors compute, each kind's largest.
+    """Return the needs of hosts whose CPUs compute: the largest of each kind.
 
     Args:
         hosts: Every host with devices.
-        slots_of: Of each stage, the number of the host that each of its devices is on.
+        slots_of: For each stage, the index of each of its devices' host.
     """
-    taken: dict[int, float] = {}
+    used: dict[int, float] = {}
     for number, (blocks, slots) in enumerate(zip(cuts, slots_of, strict=True)):
         own = plan.of_stage(number)
         device = stage_bytes(plan, blocks, number)
         for slot, devices in Counter(slots).items():
             ranks = max(1, devices // own.parallelism.tp)
             both = devices * device + host_bytes(own, blocks, ranks)
-            taken[slot] = taken.get(slot, 0.0) + both
+            used[slot] = used.get(slot, 0.0) + both
     out: dict[str, Need] = {}
     share = USABLE * (1 - plan.headroom)
-    for slot, nbytes in sorted(taken.items(), key=lambda pair: pair[1]):
+    for slot, nbytes in sorted(used.items(), key=lambda pair: pair[1]):
         host = hosts[slot]
         if host.device is not None and host.device.is_host:
             where = f"host {host.name}, whose processes share its memory"
@@ -234,44 +235,43 @@ def _room(host: Host) -> float:
 
 
 def check(found: Sequence[Need], plan: Plan) -> None:
-    """Raises BudgetError: both numbers, and what would help most."""
+    """Raise BudgetError with both numbers and the most helpful change, if the plan does not fit."""
     worst = max(found, key=lambda need: need.nbytes / max(need.room, 1.0))
     if worst.fits:
         return
     if worst.where.endswith("device") or worst.where.startswith("host"):
-        hint = "more tensor or pipeline ranks, or a placement that streams parameters"
-        hint = hint if plan.activation_checkpointing else "activation_checkpointing"
-        hint = "smaller micro_batch" if plan.micro_batch > 1 else hint
+        hint = "use more tensor or pipeline ranks, or a placement that streams parameters"
+        hint = hint if plan.activation_checkpointing else "use activation_checkpointing"
+        hint = "use a smaller micro_batch" if plan.micro_batch > 1 else hint
     else:
-        hint = "a placement that rests its state elsewhere, or more hosts"
+        hint = "use a placement that keeps its state elsewhere, or more hosts"
     if not worst.where.endswith("device"):
-        hint = f"{show_bytes(worst.lacking)} more there; or {hint}"
+        hint = f"provide {show_bytes(worst.lacking)} more there; or {hint}"
     kept = f" ({kept_free(plan)})" if plan.headroom and not worst.where.endswith("SSDs") else ""
     raise BudgetError(
-        f"{worst.where}: the plan needs {show_bytes(worst.nbytes)}, there are"
-        f" {show_bytes(worst.room)}" + kept,
+        f"{worst.where}: the plan needs {show_bytes(worst.nbytes)},"
+        f" {show_bytes(worst.room)} is available" + kept,
         hint=hint,
     )
 
 
 def kept_free(plan: Plan) -> str:
-    """For people: what of memories is not the plan's."""
+    """Describe the memory that plans leave free."""
     return (
-        f"{plan.headroom:.0%} of devices' and hosts' memory is kept free, and {1 - USABLE:.0%} of"
-        " hosts' is the system's"
+        f"{plan.headroom:.0%} of device and host memory is kept free, and {1 - USABLE:.0%} of host"
+        " memory is the system's"
     )
 
 
 def cut(blocks: Sequence[BlockShape], plan: Plan) -> list[list[list[BlockShape]]]:
-    """The blocks of each part of each stage; what comes before the first layer and after the
-    last goes with the first and the last part. Raises ConfigError where stages and layers do not
-    match."""
+    """Divide the blocks into the parts of each stage. Blocks before the first layer and after the
+    last go to the first and the last part. Raises ConfigError if stages and layers do not match."""
     pp = plan.parallelism.pp
     if pp * plan.parallelism.virtual_stages == 1:
         return [[list(blocks)]]
     layers = [i for i, block in enumerate(blocks) if "." in block.name]
     if not layers:
-        raise ConfigError("the model has no layers that follow each other", hint="pp = 1")
+        raise ConfigError("the model has no sequence of layers to divide", hint="use pp = 1")
     counts, at, edges = plan.parallelism.layers(len(layers)), 0, (*layers, layers[-1] + 1)
     out: list[list[list[BlockShape]]] = [[] for _ in range(pp)]
     for i, n in enumerate(counts):

@@ -1,4 +1,4 @@
-"""A plan on a cluster, on the virtual clock: step time, what was busy, memory, energy and cost.
+"""Simulate a plan on a cluster: step time, busy resources, memory, energy and cost.
 
 result = simulate(plan, cluster, shape("OPT-175B"), constants("vtrain"))
 result.seconds, result.busy["stage 0 out"], result.peaks
@@ -18,19 +18,21 @@ from roadtrain.simulator.engine import Cost, Engine, Task
 from roadtrain.simulator.memory import Need, check
 from roadtrain.simulator.scene import Scene
 
+# MOST_STEPS: steps until a steady state must be reached; SAME: relative tolerance for equal steps;
 # MANY: micro-batches of the shorter step from which a long one is estimated
 MOST_STEPS, SAME, MANY = 12, 1e-6, 64
-# of what was counted: "seconds", a resource, a lane, (stage's key, 0 or 1)
+# counts by key: "seconds", a resource, a lane, or (a stage's key, 0 or 1)
 Counts = dict[Any, float]
 
 
 @dataclass(frozen=True)
 class Result:
-    """`seconds`: of a step in the steady state; `differ`: by how much the last two that were
-    simulated differ. `estimated`: whether those were shorter, of micro-batches that never repeat
-    exactly. `busy`: share of the time that each resource or device is taken. `stages`: (where,
-    stage) -> seconds and bytes a step. `peaks`: bytes of each memory. `bytes`: a step, through each
-    resource."""
+    """The result of a simulation, per step in the steady state.
+
+    `differ`: seconds by which the last two simulated steps differ. `estimated`: the step is
+    estimated from shorter ones, because its micro-batches never repeat exactly. `busy`: fraction of
+    the time that each resource or device is busy. `stages`: (where, stage) -> seconds and bytes.
+    `peaks`: bytes of each memory. `bytes`: traffic of each resource."""
 
     plan: Plan
     seconds: float
@@ -54,7 +56,7 @@ class Result:
 
     @property
     def joules(self) -> float:
-        """Of a step."""
+        """Energy of a step."""
         return self.watts * self.seconds
 
 
@@ -68,13 +70,15 @@ def simulate(
     checked: bool = True,
     apart: bool = False,
 ) -> Result:
-    """Steps until two in a row take the same time. Of many micro-batches those that repeat are
-    counted, not simulated, unless it is `traced`. Where they never repeat exactly, a step of over
-    six times MANY is estimated from steps of MANY and three times as many. `apart`: each
-    data-parallel rank is simulated, on hosts whose cards all traffic shares, as is always done
-    where widths differ; else those of a stage are one that has what the least of them has. Raises
-    ConfigError for a plan that this cluster cannot carry out, BudgetError (unless not `checked`)
-    for one that does not fit its memories."""
+    """Simulate steps until two in a row take the same time.
+
+    With many micro-batches, those that repeat are counted and not simulated, unless `traced`. If
+    they never repeat exactly, a step of more than six times MANY is estimated from steps of MANY
+    and three times MANY. `apart`: simulate each data-parallel rank, on hosts whose network cards
+    all traffic shares; this is always done if widths differ. Otherwise the ranks of a stage are
+    simulated as one with the least resources of any of them. Raises ConfigError for a plan that is
+    impossible on this cluster, and BudgetError (if `checked`) for a plan that does not fit into
+    memory."""
     engine = Engine(traced)
     scene = Scene(plan, cluster, model, constants, apart=apart)
     if checked:
@@ -85,10 +89,10 @@ def simulate(
     counts = counts or steps.steady(scene.num_microbatches)
     for stage in scene.stages:
         stage.num_microbatches = scene.num_microbatches
-    # work that piles up has to be done in the end
+    # work that accumulates must be done eventually
     seconds = max(counts["seconds"], scene.bound())
-    taken = [r for r in engine.resources if counts[r] > 0]
-    busy = {r.name: counts[r] / counts["seconds"] / r.capacity for r in taken}
+    used = [r for r in engine.resources if counts[r] > 0]
+    busy = {r.name: counts[r] / counts["seconds"] / r.capacity for r in used}
     busy |= {lane.name: counts[lane] / counts["seconds"] for lane in engine.lanes}
     stages = {key: (counts[key, 0], counts[key, 1]) for key in engine.stages}
     engine.check()
@@ -104,7 +108,7 @@ def simulate(
         stages,
         {p.name: p.peak for p in engine.pools.values()},
         {r.name: counts[r] for r in engine.resources},
-        engine.made,
+        engine.created,
         watts,
         price,
         engine.trace or [],
@@ -115,15 +119,15 @@ def simulate(
 
 
 class _Steps:
-    """Runs steps. `marks`: after each, all that was counted until then: seconds, what each
-    resource gave, what each lane and stage took. `differ`: seconds by which the last two steady
-    steps differ. `estimated`: as in Result."""
+    """Runs steps. `marks`: all counts after each step: seconds, use of each resource, busy time of
+    each lane and stage. `differ`: seconds by which the last two steady steps differ. `estimated`:
+    as in Result."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.marks = scene, [_mark(scene.engine)]
         self.differ, self.estimated = 0.0, False
 
-    def one(self, num_microbatches: int) -> Counts:
+    def step(self, num_microbatches: int) -> Counts:
         engine, stages = self.scene.engine, self.scene.stages
         for stage in stages:
             stage.num_microbatches = num_microbatches
@@ -137,10 +141,11 @@ class _Steps:
         return _less(self.marks[-1], self.marks[-2])
 
     def steady(self, num_microbatches: int) -> Counts:
-        """Of a step once two in a row are the same; of steps that take turns, their mean."""
+        """Return the counts of a step once two in a row are equal; of steps that alternate, the
+        mean."""
         took: list[Counts] = []
         while len(took) < MOST_STEPS:
-            took.append(self.one(num_microbatches))
+            took.append(self.step(num_microbatches))
             if len(took) >= 3 and self._same(took[-2], took[-1], self.marks[-1]):
                 break
         self.differ = abs(took[-1]["seconds"] - took[-2]["seconds"])
@@ -148,9 +153,10 @@ class _Steps:
         return {key: n / half for key, n in _less(self.marks[-1], self.marks[-1 - half]).items()}
 
     def extrapolated(self) -> Counts | None:
-        """Counts of a step of many micro-batches, from shorter steps. None where it has too few."""
+        """Return the counts of a step of many micro-batches, computed from shorter steps; None if
+        it has too few."""
         plan = self.scene.plan
-        turn = plan.parallelism.pp  # micro-batches after which a pipeline repeats itself
+        turn = plan.parallelism.pp  # micro-batches after which a pipeline repeats
         number, odd = plan.num_microbatches, plan.num_microbatches % turn
         least = turn * plan.parallelism.virtual_stages
         for few in (2 * least + odd, 6 * least + odd):
@@ -165,22 +171,23 @@ class _Steps:
         return {key: n + times * (n - few_counts.get(key, 0.0)) for key, n in counts.items()}
 
     def counted(self, few: int, turn: int) -> Counts | None:
-        """Counts of the plan's step, from what `turn` more micro-batches add to a step of `few`.
-        None where that is not always the same."""
-        base, one, two = self.steady(few), self.one(few + turn), self.one(few + 2 * turn)
-        more = _less(two, one)
-        before, took = _less(one, base), [(key, 0) for key in self.scene.engine.stages]
+        """Return the counts of the plan's step, from what `turn` more micro-batches add to a step
+        of `few`; None if that is not constant."""
+        base, first, second = self.steady(few), self.step(few + turn), self.step(few + 2 * turn)
+        more = _less(second, first)
+        before, took = _less(first, base), [(key, 0) for key in self.scene.engine.stages]
         changes = [abs(before.get(key, 0.0) - more[key]) for key in took if key in more]
-        steady = max(changes, default=0.0) <= SAME * two["seconds"]
+        steady = max(changes, default=0.0) <= SAME * second["seconds"]
         if not steady or not self._same(before, more, self.marks[-1]):
             return None
         times = (self.scene.num_microbatches - few) / turn - 2
-        return {key: n + more[key] * times for key, n in two.items()}
+        return {key: n + more[key] * times for key, n in second.items()}
 
-    def _same(self, one: Counts, other: Counts, whole: Counts) -> bool:
-        """`whole`: counts so far, of which it is a small part by which resources may differ."""
-        return abs(one["seconds"] - other["seconds"]) <= SAME * other["seconds"] and all(
-            abs(one[r] - other[r]) <= SAME * whole[r] for r in self.scene.engine.resources
+    def _same(self, a: Counts, b: Counts, whole: Counts) -> bool:
+        """Compare two steps. `whole`: all counts so far; resources may differ by a small fraction
+        of them."""
+        return abs(a["seconds"] - b["seconds"]) <= SAME * b["seconds"] and all(
+            abs(a[r] - b[r]) <= SAME * whole[r] for r in self.scene.engine.resources
         )
 
 

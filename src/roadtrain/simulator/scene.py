@@ -1,7 +1,7 @@
-"""A plan laid out on a cluster: which hosts each stage is on, what it takes of every memory, and
-the resources, stages and links that a simulated step runs on.
+"""Lay a plan out on a cluster: the hosts of each stage, what it needs of every memory, and the
+resources, stages and links of a simulated step.
 
-Ranks of a stage that do the same are one, with a multiplicity; or each is there (apart.py).
+Equal ranks of a stage are simulated as one with a multiplicity, or each separately (apart.py).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from roadtrain.config.plan_file import NetworkGroup, Plan
 from roadtrain.config.switch_tree import SwitchTree, switch_tree
 from roadtrain.errors import ConfigError
 from roadtrain.simulator.apart import (
-    Meeting,
     RankFabric,
     RankOf,
+    ReplicaExchange,
     SharedHost,
     SwitchLinks,
 )
@@ -35,10 +35,10 @@ from roadtrain.switch.options import MOST_CHILDREN
 
 
 class Scene:
-    """A plan on a cluster: `needs`, what it takes of every memory; once built, the stages on their
-    hosts, the server, and what goes between stages. `apart`: each replica of a stage is simulated,
-    as those of different widths are; else those of a stage are one. Raises ConfigError for a plan
-    that this cluster cannot carry out.
+    """A plan on a cluster. `needs`: what it needs of every memory. `build` creates the stages on
+    their hosts, the server, and the links between stages. `apart`: simulate each replica of a stage
+    separately, as is always done if widths differ; otherwise the replicas of a stage are one.
+    Raises ConfigError for a plan that is impossible on this cluster.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Scene:
         self.plan, self.cluster, self.model, self.constants = plan, cluster, model, constants
         parallelism = plan.parallelism
         self.apart = apart or bool(parallelism.widths)
-        # that the state machines of a step have
+        # micro-batches of a step, as the state machines count them
         self.num_microbatches = plan.step_microbatches if self.apart else plan.num_microbatches
         if self.apart:
             parallelism.check_micro_batches(self.num_microbatches)
@@ -62,12 +62,12 @@ class Scene:
         self.hosts, self.slots = hosts, slots
         if parallelism.devices > len(slots):
             raise ConfigError(
-                f"{parallelism} is {parallelism.devices} devices, the cluster has {len(slots)}",
-                hint="smaller groups, or more hosts",
+                f"{parallelism} needs {parallelism.devices} devices, the cluster has {len(slots)}",
+                hint="use smaller groups, or more hosts",
             )
         self.used_hosts = [hosts[i] for i in dict.fromkeys(slots[: parallelism.devices])]
         first = parallelism.first_ranks
-        # hosts of each stage's devices, by number
+        # for each stage, the host index of each of its devices
         self.slots_of = [slots[begin:stop] for begin, stop in itertools.pairwise(first)]
         self.groups_of = [[hosts[i] for i in dict.fromkeys(own)] for own in self.slots_of]
         self._check_placements()
@@ -92,32 +92,32 @@ class Scene:
                 self._check_packets(place.name, self._tree(number))
 
     def _check_packets(self, name: str, tree: SwitchTree | None) -> None:
-        """As the runtime would refuse them."""
+        """Refuse a window or fan-in that the runtime would refuse. Raises ConfigError."""
         assert tree is not None
         window = self.plan.packets.window
         for switch in tree.switches.values():
             if 0 < switch.slots < window:
                 raise ConfigError(
-                    f"placement {name} has {window} packets under way, switch {switch.name} has"
+                    f"placement {name} has {window} packets in flight, switch {switch.name} has"
                     f" {switch.slots} slots",
-                    hint="a smaller packets.window, or a switch with more memory",
+                    hint="use a smaller packets.window, or a switch with more slots",
                 )
             if (children := tree.children(switch.name)) > MOST_CHILDREN:
                 raise ConfigError(
-                    f"{children} hosts and switches send to switch {switch.name}, at most"
-                    f" {MOST_CHILDREN} can",
-                    hint="a level of switches more",
+                    f"{children} hosts and switches send to switch {switch.name}, the maximum is"
+                    f" {MOST_CHILDREN}",
+                    hint="add a level of switches",
                 )
         if self.plan.keep is not None:
             raise ConfigError(
-                f"placement {name} sums whole gradients, keep = {self.plan.keep:g} sends a part of"
-                " their elements",
-                hint="leave keep out, or choose placement server",
+                f"placement {name} sums whole gradients, but keep = {self.plan.keep:g} sends only a"
+                " part of their elements",
+                hint="omit keep, or choose placement server",
             )
 
     def check_networks(self) -> None:
-        """Raise ConfigError where hosts that exchange data have no network in common, or where
-        nothing leaves the only host, and so nothing reaches the hosts or switches that sum."""
+        """Raise ConfigError if hosts that exchange data have no network in common, or if all
+        devices are on one host and the placement sums on other hosts or switches."""
         groups = self.groups_of
         places = [self.plan.placement_of(number) for number in range(len(groups))]
         for number, group in enumerate(groups):
@@ -126,12 +126,12 @@ class Scene:
             if here[-1] != there[0]:
                 self._nics([self.hosts[here[-1]], self.hosts[there[0]]], "pp")
         for stage in self._served_hosts():
-            self._of_server(stage, self.cluster.spares[0].together)
+            self._server_nics(stage, self.cluster.spares[0].combined)
         sums = {place.sum for place in places if not place.served}
         if len(self.used_hosts) == 1 and sums & {"spares", "separate", "switch"}:
             raise ConfigError(
-                f"placement {places[0].name} sums between hosts, and all devices are on one",
-                hint="choose placement ddp, which is the same there",
+                f"placement {places[0].name} sums between hosts, but all devices are on one",
+                hint="choose placement ddp, which does the same there",
             )
 
     @property
@@ -140,20 +140,20 @@ class Scene:
         return any(place.served for place in self.plan.placements)
 
     def build(self, engine: Engine) -> None:
-        """Raises ConfigError where hosts have no network in common, or a tensor group does not
-        fit them."""
+        """Create everything that a step runs on. Raises ConfigError if hosts have no network in
+        common, or a tensor group does not fit them."""
         cluster = self.cluster
         self.engine = engine
-        self.switches: dict[str, Resource] = {}  # of all switches that sum, by name
+        self.switches: dict[str, Resource] = {}  # of all summing switches, by name
         self.switch_links = SwitchLinks(engine, cluster, self.constants)
         self.server: Site | None = None
         if self.served:
-            node = cluster.spares[0].together
-            nics = [nic for hosts in self._served_hosts() for nic in self._of_server(hosts, node)]
+            node = cluster.spares[0].combined
+            nics = [nic for hosts in self._served_hosts() for nic in self._server_nics(hosts, node)]
             server_nic = min(nics, key=lambda n: n.total)
             self.server = Site(engine, node, server_nic, self.constants, "server")
         self.shared = self._shared_hosts() if self.apart else {}
-        self.meetings: list[Meeting] = []
+        self.exchanges: list[ReplicaExchange] = []
         self.stages: list[SimulatedStage] = []
         for number in range(self.plan.parallelism.pp):
             self._check_tensor_groups(number)
@@ -162,18 +162,18 @@ class Scene:
             else:
                 self._build_stage(number)
         self.stage_at = {(stage.number, stage.replica): stage for stage in self.stages}
-        # (sender, receiver, direction) -> what is sent there, where each replica is simulated
+        # (sender, receiver, direction) -> lane, if each replica is simulated separately
         self.lanes: dict[tuple[str, str, str], Lane] = {}
-        # (stage of the sender, of the receiver, direction) -> its link, where they are one
+        # (sender's stage, receiver's stage, direction) -> link, if replicas are one
         self.between = {} if self.apart else self._boundaries()
 
     def _served_hosts(self) -> list[tuple[int, Sequence[Host]]]:
-        """Of each stage that the server serves, its number and hosts."""
+        """Return the number and hosts of each stage that the server serves."""
         stages = enumerate(self.groups_of)
         return [(n, hosts) for n, hosts in stages if self.plan.placement_of(n).served]
 
-    def _of_server(self, stage: tuple[int, Sequence[Host]], node: Host) -> list[Nic]:
-        """The server's cards, one for each of the stage's hosts, by which they reach it."""
+    def _server_nics(self, stage: tuple[int, Sequence[Host]], node: Host) -> list[Nic]:
+        """Return the server's network cards over which each of the stage's hosts reaches it."""
         number, hosts = stage
         if (tree := self._tree(number)) is not None:
             assert tree.node is not None
@@ -181,11 +181,11 @@ class Scene:
         return [self.cluster.common([host, node])[1] for host in hosts]
 
     def _tree(self, stage: int) -> SwitchTree | None:
-        """Of the switches that sum its gradients; None where none do."""
+        """Return the tree of switches that sum a stage's gradients; None if no switch does."""
         place = self.plan.placement_of(stage)
         if place.sum != "switch":
             return None
-        node = self.cluster.spares[0].together if place.served else None
+        node = self.cluster.spares[0].combined if place.served else None
         return switch_tree(self.cluster, self.groups_of[stage], node)
 
     def _switches(self, stage: int) -> SwitchResources | None:
@@ -194,7 +194,8 @@ class Scene:
         return SwitchResources(self._switch, tree, self.plan.packets, self.constants)
 
     def _end(self, stage: int, workers: int) -> SimulatedFanIn | None:
-        """Between a stage's switches and its server; `workers`: that it waits for."""
+        """Create the fan-in end between a stage's switches and its server. `workers`: the number of
+        workers that it waits for."""
         plan = self.plan.of_stage(stage)
         if not plan.placement.fans_in:
             return None
@@ -202,28 +203,28 @@ class Scene:
         return SimulatedFanIn(self.engine, f"stage {stage}", workers, block_pieces(plan, blocks))
 
     def _switch(self, name: str, capacity: float) -> Resource:
-        """What all stages share whose data crosses the same switches."""
+        """Return a switch's resource, which all stages share that use the switch."""
         if name not in self.switches:
             self.switches[name] = self.engine.resource(name, capacity)
         return self.switches[name]
 
     def _build_stage(self, number: int) -> None:
-        """Its workers, which do the same, as one."""
+        """Create a stage whose equal workers are simulated as one."""
         plan, cluster, constants = self.plan.of_stage(number), self.cluster, self.constants
         parallelism, mine = plan.parallelism, self.groups_of[number]
-        first = self.least[number]  # the slowest sets the pace
+        first = self.least[number]  # the least resources of any host set the pace
         nics = self._nics(mine, "dp", number)
         slowest = min(nics, key=lambda n: n.total) if nics else None
-        # they meet over a link; links of a tree are resources of their own
+        # hosts are connected by a link; links of a switch tree are separate resources
         most = cluster.between(nics) if self._tree(number) is None else float("inf")
         if slowest is not None and most < slowest.total:
             slowest = slowest.model_copy(update={"rate": most, "count": 1})
-        devices = Counter(self.slots_of[number]).values()  # of each host
+        devices = Counter(self.slots_of[number]).values()  # per host
         ranks = min(parallelism.replicas, max(devices) // parallelism.tp or 1)
         many = len(devices) if parallelism.tp <= first.devices else parallelism.replicas // ranks
-        # a table of its own belongs to the slowest too
-        every = [constants.of_host(host.name) for host in mine]
-        own = max(every, key=lambda of: sum(of.table.values()))
+        # the slowest host's table applies, too
+        tables = [constants.of_host(host.name) for host in mine]
+        own = max(tables, key=lambda of: sum(of.table.values()))
         group = FlowGroup(
             Site(self.engine, first, slowest, constants, f"stage {number}"),
             self.server,
@@ -240,16 +241,16 @@ class Scene:
         self._add(fabric, number, self._end(number, many))
 
     def _build_replicas(self, number: int) -> None:
-        """Its replicas, each by itself."""
+        """Create the replicas of a stage separately."""
         plan, slots = self.plan.of_stage(number), self.slots_of[number]
         parallelism, widths = plan.parallelism, self.plan.widths
         hosts = list(dict.fromkeys(slots))
         nics = dict(zip(hosts, self._nics(self.groups_of[number], "dp", number)))
         switches = self._switches(number)
         across = self._across([nics[s] for s in slots[:: parallelism.tp] if s in nics])
-        meeting = Meeting(self.engine, f"stage {number}", plan.placement.sum == "ring")
-        self.meetings.append(meeting)
-        # where each replica begins
+        exchange = ReplicaExchange(self.engine, f"stage {number}", plan.placement.sum == "ring")
+        self.exchanges.append(exchange)
+        # the host index at which each replica begins
         at = slots[:: self._devices_of_replica]
         rates = tuple((nics[s].total if s in nics else 1.0) * self.constants.network for s in hosts)
         end = self._end(number, len(at))
@@ -266,13 +267,13 @@ class Scene:
                 tp,
                 parallelism.replicas,
                 beside=at.count(slot) * ranks,
-                server_share=parallelism.cp / parallelism.replicas,  # one of so many replicas
+                server_share=parallelism.cp / parallelism.replicas,  # one of several replicas
                 touch=own.touch,
                 rates=rates,
                 switches=switches,
             )
             fabric = RankFabric(self.cluster, plan, group, own, across)
-            self._add(fabric, number, end, RankOf(replica, widths, meeting))
+            self._add(fabric, number, end, RankOf(replica, widths, exchange))
 
     def _add(
         self,
@@ -289,12 +290,12 @@ class Scene:
         tp, fewest = self.plan.parallelism.tp, min(h.devices for h in self.groups_of[number])
         if (tp % fewest or fewest < self.least[number].devices) and fewest % tp:
             raise ConfigError(
-                f"a tensor group of {tp} does not fit a host of {fewest} devices",
-                hint="tp divides the devices of a host, or is a multiple of them",
+                f"a tensor group of {tp} does not fit hosts of {fewest} devices",
+                hint="tp must divide the devices of a host, or be a multiple of them",
             )
 
     def _shared_hosts(self) -> dict[int, SharedHost]:
-        """Hosts of which each has its cards, memory and SSDs once, by their numbers."""
+        """Return the hosts by index, each with its network cards, memory and SSDs once."""
         found, named = dict[int, SharedHost](), Counter[str]()
         for slot in dict.fromkeys(itertools.chain.from_iterable(self.slots_of)):
             host = self.hosts[slot]
@@ -304,7 +305,8 @@ class Scene:
         return found
 
     def _across(self, nics: Sequence[Nic]) -> Counter[Resource]:
-        """Links between switches, and how many pairs of ranks with these cards use each."""
+        """Return the links between switches, and how many pairs of ranks with these network cards
+        use each."""
         found = Counter[Resource]()
         for (a, n), (b, m) in itertools.permutations(Counter(nics).items(), 2):
             found.update({link: n * m for link, _ in self.switch_links.uses(a, b)})
@@ -318,11 +320,11 @@ class Scene:
             return
         receiver, lane = self.stage_at[to.stage, to.replica], None
         if self.apart:
-            way = stage.name, receiver.name, run.what
-            if way not in self.lanes:  # in the order in which they are sent
-                self.lanes[way] = self.engine.lane(f"{run.what} of {stage.name} to {receiver.name}")
-            lane = self.lanes[way]
-        # the block behind the border that is crossed, either way
+            key = stage.name, receiver.name, run.what
+            if key not in self.lanes:  # in the order of sending
+                self.lanes[key] = self.engine.lane(f"{run.what} of {stage.name} to {receiver.name}")
+            lane = self.lanes[key]
+        # the first block after the boundary, in either direction
         number, part = (to.stage, to.part) if run.what == FORWARD else (stage.number, run.part)
         nbytes = boundary_bytes(self.plan, self.model, self.cuts[number][part][0])
         self.engine.task(
@@ -336,11 +338,11 @@ class Scene:
     def _crossing(
         self, sender: SimulatedStage, receiver: SimulatedStage, what: str, nbytes: float
     ) -> Cost:
-        """Cost of `nbytes` that each device sends; apart, from all devices of a replica to those
-        of another."""
+        """Return the cost of `nbytes` that each device sends; if replicas are separate, the cost
+        from all devices of one replica to those of another."""
         if not self.apart:
-            way = self.between.get((sender.number, receiver.number, what))
-            return Cost(0.0) if way is None else Cost(nbytes, [(way[0], 1.0)], way[1])
+            link = self.between.get((sender.number, receiver.number, what))
+            return Cost(0.0) if link is None else Cost(nbytes, [(link[0], 1.0)], link[1])
         here, there = self._slot(sender), self._slot(receiver)
         if here == there:
             return Cost(0.0)
@@ -356,20 +358,20 @@ class Scene:
         return Cost(nbytes, uses, max(nic.latency for nic in nics))
 
     def _boundaries(self) -> dict[tuple[int, int, str], tuple[Resource, float]]:
-        """(stage of the sender, of the receiver, direction) -> link and latency, where stages that
-        follow each other are on different hosts."""
+        """Return (sender's stage, receiver's stage, direction) -> link and latency, for consecutive
+        stages on different hosts."""
         found: dict[tuple[int, int, str], tuple[Resource, float]] = {}
         each, pp = len(self.slots_of[0]), self.plan.parallelism.pp
         pairs = [*itertools.pairwise(range(pp))]
         if self.plan.parallelism.virtual_stages > 1 and pp > 1:
-            pairs.append((pp - 1, 0))  # the next part begins
+            pairs.append((pp - 1, 0))  # for the next part of the model
         for here, there in pairs:
             hosts, a, b = self.hosts, self.slots_of[here][-1], self.slots_of[there][0]
             if a == b:
                 continue
             nics = self._nics([hosts[a], hosts[b]], "pp")
             rate = min(*(n.total for n in nics), self.cluster.between(nics))
-            flows = self.stages[0].fabric.group.ranks  # that each host sends side by side
+            flows = self.stages[0].fabric.group.ranks  # parallel transfers of each host
             link = rate * self.constants.network / flows
             name, latency = f"between {there * each}", max(n.latency for n in nics)
             forth = self.engine.resource(f"{name} forth", link)
@@ -379,7 +381,7 @@ class Scene:
         return found
 
     def _slot(self, stage: SimulatedStage) -> int:
-        """The host, by number, where a replica begins."""
+        """Return the index of the host at which a replica begins."""
         return self.slots_of[stage.number][stage.replica * self._devices_of_replica]
 
     @property
@@ -387,28 +389,28 @@ class Scene:
         return self.plan.parallelism.tp * self.plan.parallelism.cp
 
     def _nics(self, hosts: Sequence[Host], group: NetworkGroup, stage: int = 0) -> list[Nic]:
-        """The card of each host that the group's data takes."""
-        wanted, place = self.plan.networks.get(group), self.plan.placement_of(stage)
+        """Return the network card of each host that a group uses."""
+        kind, place = self.plan.networks.get(group), self.plan.placement_of(stage)
 
         def fits(nic: Nic) -> bool:
-            return wanted in (None, nic.kind) and (nic.relay or not relayed)
+            return kind in (None, nic.kind) and (nic.relay or not relayed)
 
         if group == "dp" and (tree := self._tree(stage)) is not None:
             return list(tree.cards)
         if self.apart and place.served and group == "dp":
-            node = self.cluster.spares[0].together
+            node = self.cluster.spares[0].combined
             return [self.cluster.common([host, node])[0] for host in hosts]
         relayed = place.sum == "relay" and group == "dp"
-        if relayed or wanted is not None:
+        if relayed or kind is not None:
             hosts = [h.model_copy(update={"nics": tuple(filter(fits, h.nics))}) for h in hosts]
         if len(hosts) == 1:
             return [max(hosts[0].nics, key=lambda n: n.total)] if hosts[0].nics else []
         return list(self.cluster.common(hosts))
 
     def bound(self) -> float:
-        """Seconds that a step takes at least."""
+        """Return a lower bound for the seconds of a step."""
         bounds, before = [stage.bound() for stage in self.stages], 0.0
-        # its first micro-batch comes through all stages before it, its last goes back
+        # the first micro-batch passes all stages before this one, and the last one returns
         for number in range(self.plan.parallelism.pp):
             own = [stage for stage in self.stages if stage.number == number]
             bounds += [before + stage.passes * stage.pass_s for stage in own]
@@ -416,7 +418,8 @@ class Scene:
         return max(bounds) + self.constants.fixed
 
     def watts(self, busy: dict[str, float]) -> float:
-        """Idle, and what the busy share adds, of all hosts and devices that the plan uses."""
+        """Return the power of all hosts and devices that the plan uses: idle power, and more by
+        their busy fraction."""
         total, n = 0.0, max(1, len(self.stages))
         for stage in self.stages:
             device, site = stage.device, stage.fabric.site
@@ -435,14 +438,14 @@ class Scene:
         return self.served or any(p.sum in ("spares", "separate") for p in self.plan.placements)
 
     def check(self) -> None:
-        """Assert every invariant of what drives the stages."""
+        """Assert the invariants of the stages."""
         for stage in self.stages:
             stage.check()
-        for meeting in self.meetings:
-            meeting.check()
+        for exchange in self.exchanges:
+            exchange.check()
 
     def price_per_s(self) -> float:
-        """Of the hosts that the plan uses, by the hour."""
+        """Return the price of the hosts that the plan uses, per second."""
         hosts = [*self.used_hosts]
         if self.uses_spares:
             hosts += [host for host in self.cluster.spares for _ in range(host.count)]
@@ -450,14 +453,16 @@ class Scene:
 
 
 def boundary_bytes(plan: Plan, model: ModelShape, following: BlockShape) -> float:
-    """Bytes of a micro-batch between two devices of stages that follow each other, one way."""
+    """Return the bytes of a micro-batch between two devices of consecutive stages, in one
+    direction."""
     samples = plan.micro_batch / plan.parallelism.cp
     if model.hidden:
         return plan.sizes.activation_bytes * model.hidden * model.tokens * samples
-    # each block has a width of its own; shapes count 2 bytes an element
+    # blocks have different widths; shapes count 2 bytes an element
     return plan.sizes.activation_bytes / 2 * (following.input + following.passing) * samples
 
 
 def _watts(of: Host | Device, share: float) -> float:
-    """What says no peak takes what it takes idle."""
+    """Return the power of a host or device at a busy fraction `share`; without `peak_watts` always
+    the idle power."""
     return of.idle_watts + max(0.0, of.peak_watts - of.idle_watts) * share

@@ -1,11 +1,12 @@
-"""The fan-in of one stage on the virtual clock, by the state machine of its end: it says when a
-chunk goes to all workers, when a gradient may come, and what its server gets.
+"""Simulate the fan-in of one stage with the state machine of its end, which decides when a chunk is
+sent to all workers, when a gradient may be sent, and what its server receives.
 
     FanInStateMachine -> Up, Broadcast, Grant, SendMaxima, PushRound: each becomes messages and
-    packet streams that cost what fan_in_costs.py says
+    packet streams with the costs of fan_in_costs.py
 
-Of each direction there is one stream, whose packets go in the order of their numbers. Nothing is
-lost. Who is so late that others go on alone is served over TCP, as in the real run.
+Each direction is one stream, whose packets are sent in the order of their sequence numbers. No
+packet is lost. A worker that is so late that others continue without it is served over TCP, as in a
+real run.
 """
 
 from __future__ import annotations
@@ -24,36 +25,36 @@ from roadtrain.simulator.simulated_server import BlockPieces, SimulatedServer
 from roadtrain.switch.protocol.chunk_queue import Announce
 from roadtrain.switch.protocol.fan_in import (
     Broadcast,
-    ExponentsCame,
+    ExponentsArrived,
     FanInAction,
     FanInEvent,
     FanInStateMachine,
-    GradientCame,
+    GradientArrived,
     Grant,
     PushRound,
     SendMaxima,
     Tick,
 )
 
-# buffers of an end where its server has memory to spare: for chunks that it sends, and for sums
+# an end's buffers, if its server has memory to spare: for chunks to send, and for sums
 COPIES, SUMS = 6, 6
-TICK_S = 0.25  # how often the end looks for who is late, while anybody waits for others
+TICK_S = 0.25  # seconds between checks for late workers, while a worker waits for others
 
 
-# Packets whose numbers follow each other: what sends them, once they can be made
+# packets with consecutive sequence numbers: a function that sends them, once they are ready
 PacketRun = list[Then]
 
 
 class NumberedStream:
-    """Packets that go in the order of their numbers, whatever is ready first."""
+    """Sends packets in the order of their sequence numbers, whichever are ready first."""
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
-        # Runs that have not begun, in the order of their numbers; the first is not ready.
+        # runs that are not sent yet, in order; the first is not ready
         self.runs: deque[PacketRun] = deque()
 
     def next(self) -> PacketRun:
-        """The numbers after all that were given out."""
+        """Reserve the next sequence numbers."""
         self.runs.append([])
         return self.runs[-1]
 
@@ -71,81 +72,81 @@ class SimulatedFanIn:
     def __init__(self, engine: Engine, name: str, workers: int, blocks: BlockPieces) -> None:
         self.engine, self.name, self.blocks = engine, name, blocks
         self.machine = FanInStateMachine(workers, COPIES, SUMS, self._packets, 0.0)
-        self.members: list[SimulatedFanInLink] = []  # as many as workers, or one for all of them
+        self.members: list[SimulatedFanInLink] = []  # one per worker, or one for all workers
         self.up = NumberedStream(engine.lane(f"{name} up"))
         self.down = engine.lane(f"{name} down")
-        # Ticket of ours -> members whose server has not answered: never none.
+        # ticket of the end -> members whose server has not answered; never 0
         self.unanswered: dict[int, int] = {}
-        # Chunk -> of each worker what is to be done once its gradients are at the server, in order.
+        # chunk -> for each worker, callbacks for its next gradients to reach the server, in order
         self.pushed: dict[int, list[deque[Then]]] = {}
-        self.granted: dict[tuple[int, int], frozenset[int]] = {}  # round -> whose gradients
-        self.looking = False  # whether a look for who is late will come
+        self.granted: dict[tuple[int, int], frozenset[int]] = {}  # round -> workers that take part
+        self.tick_pending = False  # whether a check for late workers is scheduled
 
     @property
     def workers(self) -> int:
         return self.machine.workers
 
     def join(self, member: SimulatedFanInLink) -> int:
-        """Returns its number. All join before the first step."""
+        """Add a member before the first step, and return its number."""
         self.members.append(member)
         return len(self.members) - 1
 
-    # what a member says, over TCP
+    # messages of a member, over TCP
 
     def pull(self, member: int, pull: m.Pull) -> None:
-        self._tell([replace(pull, worker=worker) for worker in self._workers(member)])
+        self._send([replace(pull, worker=worker) for worker in self._workers(member)])
 
     def announce(self, member: int, chunk: int, fresh: bool, then: Then) -> None:
-        """`then`: the server has the gradient."""
+        """Announce a gradient. `then`: called when the server has it."""
         waiting = self.pushed.setdefault(chunk, [deque() for _ in range(self.workers)])
         waiting[self._workers(member)[0]].append(then)
-        self._tell([Announce(chunk, fresh, worker) for worker in self._workers(member)])
+        self._send([Announce(chunk, fresh, worker) for worker in self._workers(member)])
 
     def close(self, member: int, chunk: int, step: int) -> None:
         if self.workers > 1:
-            self._tell([m.Close(chunk, step, worker) for worker in self._workers(member)])
+            self._send([m.Close(chunk, step, worker) for worker in self._workers(member)])
 
     def ask_update(self, member: int, update: m.ApplyUpdate) -> None:
-        self._tell([replace(update, worker=worker) for worker in self._workers(member)])
+        self._send([replace(update, worker=worker) for worker in self._workers(member)])
 
     def answered(self, ticket: int) -> None:
-        """By one member's server."""
+        """Count the answer of one member's server to a pull."""
         self.unanswered[ticket] -= 1
         if not self.unanswered[ticket]:
             del self.unanswered[ticket]
             self._handle(m.Pulled(ticket, 0))
 
     def _workers(self, member: int) -> range:
-        """That a member stands for."""
+        """Return the workers that a member stands for."""
         if len(self.members) == self.workers:
             return range(member, member + 1)
         assert len(self.members) == 1
         return range(self.workers)
 
-    def _tell(self, events: Sequence[FanInEvent]) -> None:
-        """A message of each worker travels."""
+    def _send(self, events: Sequence[FanInEvent]) -> None:
+        """Send a message of each worker to the end."""
 
-        def came() -> None:
-            if len(self.members) > 1:  # else all are there at once
+        def arrived() -> None:
+            if len(self.members) > 1:  # otherwise all workers are simultaneous
                 self._handle(Tick(self.engine.now))
             for event in events:
                 self._handle(event)
-            self._look_later()
+            self._schedule_tick()
 
-        self._after(self._costs[0].message_s, came)
+        self._after(self._costs[0].message_s, arrived)
 
-    def _look_later(self) -> None:
+    def _schedule_tick(self) -> None:
         waiting = self.machine.alone or self.machine.partly
-        if waiting and not self.looking:
-            self.looking = True
-            self._after(TICK_S, self._look)
+        if waiting and not self.tick_pending:
+            self.tick_pending = True
+            self._after(TICK_S, self._tick)
 
-    def _look(self) -> None:
-        self.looking = False
+    def _tick(self) -> None:
+        self.tick_pending = False
         self._handle(Tick(self.engine.now))
-        self._look_later()
+        self._schedule_tick()
 
-    # what the machine says
+    # actions of the state machine
 
     def _handle(self, event: FanInEvent) -> None:
         for action in self.machine.handle(event):
@@ -167,12 +168,12 @@ class SimulatedFanIn:
                 self._push(action)
 
     def _to_server(self, message: m.WorkerMessage) -> None:
-        """To each member's part of it. There they are one worker, whose gradient is whole when it
-        comes: Close says nothing new."""
+        """Send a message to each member's part of the server. There, members count as one worker,
+        whose gradient is complete when it arrives, so Close is not needed."""
         if isinstance(message, m.Pull):
             self.unanswered[message.ticket] = len(self.members)
         for member in self.members if not isinstance(message, m.Close) else ():
-            member.server.tell(message)
+            member.server.handle(message)
             if isinstance(message, m.ApplyUpdate):
                 member.update_reached(message.step)
 
@@ -187,7 +188,7 @@ class SimulatedFanIn:
         self._stream("Fetch", [c.parameters(params) for c in self._costs], self.down, arrived)
 
     def _give(self, action: Give) -> None:
-        """To one worker, over TCP."""
+        """Send parameters to one worker, over TCP."""
         pull, member = action.pull, self.members[action.pull.worker]
 
         def arrived() -> None:
@@ -198,31 +199,31 @@ class SimulatedFanIn:
         self.engine.task("Fetch", cost.of_bytes, then=arrived, where=self.name)
 
     def _granted(self, action: Grant) -> None:
-        """All send exponents once they know; where blocks have a fixed scale there are none."""
+        """Let all workers send exponents once they know; with a fixed scale there are none."""
         params, run = self.blocks.params_of(action.chunk), self.up.next()
         self.granted[action.chunk, action.round] = action.announced
-        came = partial(self._handle, ExponentsCame(action.chunk, action.round))
-        costs = [one.exponents(params) for one in self._costs]
-        send = partial(self._stream, "Push", costs, self.up.lane, came)
+        arrived = partial(self._handle, ExponentsArrived(action.chunk, action.round))
+        costs = [own.exponents(params) for own in self._costs]
+        send = partial(self._stream, "Push", costs, self.up.lane, arrived)
         self._after(self._costs[0].message_s, partial(self.up.ready, run, send))
 
     def _send_maxima(self, action: SendMaxima) -> None:
         params, run = self.blocks.params_of(action.chunk), self.up.next()
-        came = partial(self._handle, GradientCame(action.chunk, action.round))
-        gradients = [one.gradients(params) for one in self._costs]
-        send = partial(self._stream, "Push", gradients, self.up.lane, came)
-        maxima = [one.maxima(params) for one in self._costs]
+        arrived = partial(self._handle, GradientArrived(action.chunk, action.round))
+        gradients = [own.gradients(params) for own in self._costs]
+        send = partial(self._stream, "Push", gradients, self.up.lane, arrived)
+        maxima = [own.maxima(params) for own in self._costs]
         self._stream("Fetch", maxima, self.down, partial(self.up.ready, run, send))
 
     def _push(self, action: PushRound) -> None:
-        """The server gets the sum: of each member its part, where the member has a gradient in it.
-        What follows goes behind it; the buffer is free once it is copied."""
+        """Give the server the sum: for each member its part, if it has a gradient in it. Later
+        actions follow it; the buffer is free once it is copied."""
         announced = self.granted.pop((action.chunk, action.round))
         waiting = self.pushed[action.chunk]
         for then in [waiting[w].popleft() for w in sorted(announced) if waiting[w]]:
             then()
         params = self.blocks.params_of(action.chunk)
-        cost = joined([one.taken(params) for one in self._costs])
+        cost = joined([own.copy_in(params) for own in self._costs])
         done = partial(self._handle, m.Done(action))
         self.engine.task("Push", cost.of_bytes, then=done, where=self.name)
 
@@ -231,20 +232,20 @@ class SimulatedFanIn:
         return [member.costs for member in self.members]
 
     def _packets(self, chunk: int) -> tuple[int, int]:
-        """Of its exponents and of its gradient."""
+        """Return the packets of a chunk's exponents and of its gradient."""
         params, costs = self.blocks.params_of(chunk), self._costs[0]
         return costs.exponent_packets(params), costs.gradient_packets(params)
 
-    # what takes time
+    # actions that take time
 
     def _stream(self, stage: str, costs: Sequence[Cost], lane: Lane, then: Then) -> None:
-        """Packets to or from all. `then`: the last of them has come."""
+        """Send packets to or from all workers. `then`: called when the last one has arrived."""
         cost = joined(costs)._replace(max_rate=costs[0].max_rate)
         if not cost.work:
             then()
             return
-        came = partial(self._after, self._costs[0].latency, then)
-        self.engine.task(stage, cost.of_bytes, lane=lane, then=came, where=self.name)
+        arrived = partial(self._after, self._costs[0].latency, then)
+        self.engine.task(stage, cost.of_bytes, lane=lane, then=arrived, where=self.name)
 
     def _after(self, seconds: float, then: Then) -> None:
         self.engine.task("Message", Cost(0.0, (), seconds), then=then, where=self.name)
@@ -258,9 +259,11 @@ class SimulatedFanIn:
 
 
 class SimulatedFanInLink:
-    """One worker's way to its server through switches, or the way of all that do the same.
-    `server`: this worker's part of what the one server does. `pulled`: a pull of this ticket is
-    answered; `settled`: all updates that were asked for in a step have reached the server.
+    """The link of one worker, or of all equal workers, to the server through switches.
+
+    `server`: this worker's part of the server's work. `pulled`: called with the ticket of an
+    answered pull. `settled`: called with a step when all updates requested in it have reached the
+    server.
     """
 
     def __init__(
@@ -274,51 +277,51 @@ class SimulatedFanInLink:
         self.end, self.costs, self.server = end, costs, server
         self.pulled, self._settled = pulled, settled
         self.number = end.join(self)
-        # Step -> updates that were asked for and have not reached the server; never 0.
-        self.asking: Counter[int] = Counter()
-        self.asked = 0  # the last step whose updates were all asked for
-        # Of later steps than the one after it, what is said of gradients; in order.
+        # step -> updates that were requested and have not reached the server; never 0
+        self.pending: Counter[int] = Counter()
+        self.requested = 0  # last step whose updates were all requested
+        # messages about gradients of steps after `requested` + 1, in order
         self.early: deque[tuple[int, Then]] = deque()
 
     def pull(self, pull: m.Pull) -> None:
         self.end.pull(self.number, pull)
 
     def push(self, step: int, chunk: int, fresh: bool, then: Then) -> None:
-        """`then`: the server has it."""
-        self._in_turn(step, partial(self.end.announce, self.number, chunk, fresh, then))
+        """Push a gradient. `then`: called when the server has it."""
+        self._in_order(step, partial(self.end.announce, self.number, chunk, fresh, then))
 
     def close(self, step: int, chunk: int) -> None:
-        """Its gradient is whole."""
-        self._in_turn(step, partial(self.end.close, self.number, chunk, step))
+        """Report that the chunk's gradient is complete."""
+        self._in_order(step, partial(self.end.close, self.number, chunk, step))
 
     def ask_update(self, update: m.ApplyUpdate) -> None:
-        self.asking[update.step] += 1
-        self._in_turn(update.step, partial(self.end.ask_update, self.number, update))
+        self.pending[update.step] += 1
+        self._in_order(update.step, partial(self.end.ask_update, self.number, update))
 
     def all_asked(self, step: int) -> None:
-        """No more updates in it: what was pushed for the next one may go."""
-        self.asked = step
+        """Note that all updates of a step are requested, and send messages of the next step."""
+        self.requested = step
         while self.early and self.early[0][0] <= step + 1:
             self.early.popleft()[1]()
 
-    def _in_turn(self, step: int, say: Then) -> None:
-        """A worker says nothing of a gradient before it has asked for the updates of the step
-        before."""
-        if step <= self.asked + 1:
-            say()
+    def _in_order(self, step: int, send: Then) -> None:
+        """Send a message about a gradient only after the updates of the step before are
+        requested."""
+        if step <= self.requested + 1:
+            send()
         else:
-            self.early.append((step, say))
+            self.early.append((step, send))
 
     def update_reached(self, step: int) -> None:
-        self.asking[step] -= 1
-        if not self.asking[step]:
-            del self.asking[step]
+        self.pending[step] -= 1
+        if not self.pending[step]:
+            del self.pending[step]
             self._settled(step)
 
     def settled(self, step: int) -> bool:
-        return step not in self.asking
+        return step not in self.pending
 
     def check(self) -> None:
         """Assert every invariant."""
-        assert all(count > 0 for count in self.asking.values())
-        assert all(step > self.asked + 1 for step, _ in self.early)
+        assert all(count > 0 for count in self.pending.values())
+        assert all(step > self.requested + 1 for step, _ in self.early)

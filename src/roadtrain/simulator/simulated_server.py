@@ -1,10 +1,10 @@
-"""One stage's server on the virtual clock: the state machines that drive the nodes drive it.
+"""Simulate one stage's server with the state machines of real servers.
 
-    ServerStateMachine -> Answer, Hold, Read, Update, Write, Prepare: each becomes a task of what
-    fabric.py says it costs
+    ServerStateMachine -> Answer, Hold, Read, Update, Write, Prepare: each becomes a task with the
+    cost that fabric.py computes
     CommitStateMachine -> EndStep, Commit: when a step is committed
 
-Servers that do the same are one here. Does NOT know numbers: gradients are None.
+Equal servers are simulated as one. Gradients have no values: they are None.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from roadtrain.servers.protocol.server_steps import ServerSpec
 from roadtrain.simulator.engine import Cost, Engine, Lane, Task, Then
 from roadtrain.simulator.fabric import Fabric
 
-SMALLEST = 8 << 20  # parameters of a piece, where there are several
-ROW_BYTES = 2  # of an element of a row that is looked up (config/models.py)
+SMALLEST = 8 << 20  # parameters of a piece, if a block has several
+ROW_BYTES = 2  # bytes of an element of a row that is looked up (config/models.py)
 
 
 @dataclass(frozen=True)
 class BlockPieces:
-    """A block's parameters are `pieces` chunks, so that its transfers, reads and updates follow
-    each other as chunks do. Chunks are numbered block by block."""
+    """The division of blocks into chunks: `pieces` per block, so that its transfers, reads and
+    updates follow each other as chunks do. Chunks are numbered block by block."""
 
     pieces: int
-    params: Sequence[float]  # of each block, that travel
+    params: Sequence[float]  # of each block, that are transferred
     updated: Sequence[float]  # of each block, whose state is here
-    rows: Sequence[float]  # of each block's tables, elements that a step touches, likewise
+    rows: Sequence[float]  # of each block, elements of tables that a step reads and updates
 
     @property
     def chunks(self) -> int:
@@ -58,14 +58,14 @@ class BlockPieces:
         return (self.updated[block] + self.rows[block]) / self.pieces
 
     def state_of(self, chunk: int) -> float:
-        """Parameters whose state is read and written."""
+        """Return the parameters of a chunk whose state is read and written."""
         block = chunk // self.pieces
         return (self.params[block] + self.rows[block]) / self.pieces
 
 
 def block_pieces(plan: Plan, blocks: Sequence[BlockShape]) -> BlockPieces:
     parallelism = plan.parallelism
-    # ranks that sum an expert, and all else
+    # ranks that sum an expert, and ranks that sum everything else
     e, n = parallelism.replicas // parallelism.ep, parallelism.replicas
     summed = (1 - 1 / e) / (1 - 1 / n) / parallelism.ep if n > 1 else 1.0
     here = 1.0 if plan.placement.state == "split" else 1 / parallelism.ep
@@ -81,8 +81,8 @@ def block_pieces(plan: Plan, blocks: Sequence[BlockShape]) -> BlockPieces:
 
 
 def _rows(plan: Plan, block: BlockShape) -> float:
-    """Elements of a block's tables that a step's samples touch, as `updated` counts parameters:
-    each device has its own part of the tables, wherever its other state is."""
+    """Return the elements of a block's tables that a step's samples use, counted like `updated`:
+    each device has its own part of the tables, regardless of where other state is."""
     elements = block.touched / ROW_BYTES * plan.micro_batch * plan.num_microbatches
     touched = min(float(block.tables), elements * plan.parallelism.dp)
     alone = plan.placement.update == "device" and plan.placement.state == "device"
@@ -94,22 +94,22 @@ class SimulatedServer:
         self, engine: Engine, fabric: Fabric, blocks: BlockPieces, name: str, fetches: Lane | None
     ) -> None:
         self.engine, self.fabric, self.blocks, self.name = engine, fabric, blocks, name
-        self.fetches = fetches  # answers follow each other on it; None: they run side by side
+        self.fetches = fetches  # runs answers one after the other; None: they run concurrently
         self.updates = engine.lane(f"{name} updates")
         self.disk = DeviceQueue(limit=fabric.depth)
         self.commits = CommitStateMachine([0], 0)
-        # Chunk -> its way from a processor beside an SSD to memory, after its last update.
+        # chunk -> its transfer from a processor in an SSD to memory, after its last update
         self.upstream: dict[int, Task] = {}
-        self.inbox: deque[m.Event] = deque()  # events that wait for the one at work
+        self.inbox: deque[m.Event] = deque()  # events that wait for the current one
         self.busy = False
-        self.pulled: Callable[[int], None]  # the stage's: a pull of this ticket is answered
-        self.held: Then  # the stage's: one more gradient rests
+        self.pulled: Callable[[int], None]  # set by the stage: a pull with this ticket is answered
+        self.held: Then  # set by the stage: one more gradient is held
 
     @cached_property
     def machine(self) -> ServerStateMachine:
-        """Made for the first step: plans that are only bounded need none."""
+        """The state machine, created for the first step, because bounds do not need it."""
         plan, durable, chunks = self.fabric.plan, self.fabric.on_files, self.blocks.chunks
-        # the first, which the next forward wants first
+        # the first chunks are kept, because the next forward needs them first
         resident = round(plan.memory.resident * chunks)
         weights = round(self.fabric.weights_share(sum(self.blocks.params)) * chunks)
 
@@ -135,11 +135,11 @@ class SimulatedServer:
 
     @property
     def holding(self) -> bool:
-        """Whether a gradient is still on its way to where it rests."""
+        """Whether a gradient is still being transferred to where it is held."""
         return any(chunk.holds for chunk in self.machine.chunks.values())
 
-    def tell(self, event: m.Event) -> None:
-        """To the server's state machine, one event at a time."""
+    def handle(self, event: m.Event) -> None:
+        """Pass an event to the server's state machine, one at a time."""
         self.inbox.append(event)
         if self.busy:
             return
@@ -150,13 +150,13 @@ class SimulatedServer:
         self.busy = False
 
     def end_step(self, step: int) -> None:
-        """No more updates in it."""
+        """End a step after its last update."""
         self._send(self.commits.end_step(step))
         self._send(self.commits.blob(step, None))
 
-    def _send(self, said: Sequence[Addressed]) -> None:
-        for _, message in said:
-            self.tell(message)
+    def _send(self, messages: Sequence[Addressed]) -> None:
+        for _, message in messages:
+            self.handle(message)
 
     def _carry_out(self, action: m.Action) -> None:
         match action:
@@ -177,11 +177,11 @@ class SimulatedServer:
             case m.Prepare():
                 self._cost("Commit", Cost(0.0), partial(self._done, action))
             case m.Send(message):
-                self._said(message)
+                self._reply(message)
             case _:
-                raise AssertionError(f"one worker whose gradients are kept needs no {action}")
+                raise AssertionError(f"unexpected action with one worker: {action}")
 
-    def _said(self, message: m.ServerMessage) -> None:
+    def _reply(self, message: m.ServerMessage) -> None:
         match message:
             case m.Pulled(ticket):
                 self.pulled(ticket)
@@ -194,7 +194,7 @@ class SimulatedServer:
         after = [self.upstream[chunk]] if chunk in self.upstream else []
 
         def give() -> None:
-            done, cost = partial(self._done, action), self.fabric.handed(size)
+            done, cost = partial(self._done, action), self.fabric.serve(size)
             self._cost("Fetch", cost, done, after=after, lane=self.fetches)
 
         if action.memory:
@@ -203,19 +203,19 @@ class SimulatedServer:
             self._on_disk(READ_PARAMETERS, "Read", self.fabric.public(size), give)
 
     def _done(self, action: m.Action) -> None:
-        self.tell(m.Done(action))
+        self.handle(m.Done(action))
 
     def _held(self, hold: m.Hold) -> None:
-        self.tell(m.Done(hold, (None, True)))
+        self.handle(m.Done(hold, (None, True)))
         self.held()
 
     def _updated(self, update: m.Update) -> None:
         up = self.fabric.upstream(self.blocks.params_of(update.chunk))
-        if up.uses:  # at once, so that the next step finds it in memory
+        if up.uses:  # immediately, so that the next step finds it in memory
             self.upstream[update.chunk] = self._cost("Fetch", up, None)
         self._done(update)
 
-    # what costs time
+    # actions that take time
 
     def _cost(
         self,
@@ -231,7 +231,7 @@ class SimulatedServer:
         )
 
     def _on_disk(self, priority: int, stage: str, cost: Cost, then: Then, order: int = 0) -> None:
-        """In the order of the device's queue; at once where nothing rests on files."""
+        """Run a task in the order of the device's queue; immediately if no data is on files."""
         if not cost.uses:
             self._cost(stage, cost, then)
             return

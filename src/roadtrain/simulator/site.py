@@ -1,7 +1,7 @@
-"""Resources of a host and of switches that sum, and the ranks of a pipeline stage on such hosts.
+"""The resources of hosts and of summing switches, and the ranks of a pipeline stage on such hosts.
 
-Hosts that do the same are one *site* with a multiplicity: what each of `hosts` sites sends to one
-server weighs `hosts` times there.
+Equal hosts are simulated as one *site* with a multiplicity: what each of `hosts` sites sends to one
+server counts `hosts` times there.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from roadtrain.config.switch_tree import SwitchTree
 from roadtrain.simulator.compute import Constants
 from roadtrain.simulator.engine import Engine, Resource, Uses
 
-BATCH = 44  # packets of one run (64 KiB): a machine that sums has them all before it sends them on
-BEAT_S = 0.01  # between two heartbeats while packets come, at most
+BATCH = 44  # packets (64 KiB) that a switch on a machine receives before it sends them on
+BEAT_S = 0.01  # longest time between two acknowledging heartbeats while packets arrive
 
 
 class Site:
-    """The resources of one host of a kind; those of a device are of one device, as all do the
-    same."""
+    """The resources of one host of a kind. Device resources are those of one device, since all do
+    the same."""
 
     def __init__(
         self,
@@ -33,7 +33,8 @@ class Site:
         name: str,
         resource: Callable[[str, float], Resource] | None = None,
     ) -> None:
-        """`resource`: gives what is called so, where sites share it; None: each is its own."""
+        """`resource`: returns a resource by name, if sites share it; None: each site has its
+        own."""
         if resource is None:
 
             def resource(what: str, capacity: float) -> Resource:
@@ -45,7 +46,7 @@ class Site:
         self.latency = nic.latency if nic is not None else 0.0
         self.memory = resource("memory", host.memory_rate)
         self.updates, self.sums = resource("updates", host.updates), resource("sums", host.sums)
-        # where processors compute, they update for a part of their time
+        # shared by computing and updates, if CPUs compute
         self.cores: Resource | None = None
         if host.device is not None:
             if host.device.is_host:
@@ -66,7 +67,8 @@ class Site:
                 self.beside = resource("ssd updates", sum(s.count * s.updates for s in host.ssds))
 
     def reads(self, *, beside: bool = False) -> Uses:
-        """A byte from the SSDs to the host's memory, or to the processors beside them."""
+        """Return the resource uses of a byte from the SSDs to host memory, or to processors in the
+        SSDs."""
         media = [(self.read, 1.0), (self.mixed, 1.0 / self.read.capacity)]
         return media + ([(self.inside, 1.0)] if beside else [(self.up, 1.0), (self.memory, 1.0)])
 
@@ -76,11 +78,12 @@ class Site:
 
 
 class SwitchResources:
-    """Resources of the switches of one tree, each made once. `packets`: as the plan has them.
+    """The resources of the switches of one tree, each created once. `packets`: the plan's packets.
 
-    Up, each link carries one sum; down, one copy of the parameters. A switch of the network has its
-    packets in its way; a machine beside it (`rate`) gets each child's packets, and sends one copy
-    to each child, over its own card. Copies that the network makes do not come to it.
+    Upwards, each link carries one sum; downwards, one copy of the parameters. A switch of the
+    network is on the path of its packets. A machine beside it (`rate`) receives each child's
+    packets and sends one copy to each child over its own network card, unless the network makes the
+    copies.
     """
 
     def __init__(
@@ -90,9 +93,9 @@ class SwitchResources:
         packets: SwitchPackets,
         constants: Constants,
     ) -> None:
-        """`resource`: gives what has this name and capacity, made once."""
+        """`resource`: returns the resource with this name and capacity, creating it once."""
         self.tree, self.packets = tree, packets
-        self.up, self.down = Uses(), Uses()  # of a byte on the wire that every worker sends or gets
+        self.up, self.down = Uses(), Uses()  # per byte on the wire that every worker sends or gets
         for name, parent in tree.parents.items():
             rate = tree.links[name].rate * constants.network
             self.up.append((resource(f"{name} to {parent} link", rate), 1.0))
@@ -112,27 +115,28 @@ class SwitchResources:
                 self.down.append((handled, (copies + 1) / self.packet_nbytes if copies else 0.0))
 
     def on_wire(self, nbytes: float) -> float:
-        """Bytes that links carry for so many of data: whole packets."""
+        """Return the bytes that links carry for `nbytes` of data, in whole packets."""
         return float(self.packets_of(nbytes) * self.packet_nbytes)
 
     def packets_of(self, nbytes: float) -> int:
-        """Packets of so many bytes of data."""
+        """Return the number of packets for `nbytes` of data."""
         return int(-(-nbytes // self.packets.payload))
 
     def latency(self, rate: float) -> float:
-        """Seconds of one way, at links of `rate` bytes a second: machines pass on whole batches."""
+        """Return the one-way latency in seconds over links of `rate` bytes a second; switches on
+        machines forward whole batches."""
         machines = sum(bool(switch.rate) for switch in self.tree.switches.values())
         batch = BATCH * self.packet_nbytes / rate
         return self.tree.latency + min(machines, self.tree.levels) * batch
 
     def beat_s(self, rate: float) -> float:
-        """Seconds until what came is told: after a quarter of a window, at most a moment, but never
-        before a packet has come."""
+        """Return the seconds until arrival is acknowledged: after a quarter of a window, at most
+        BEAT_S, but not before a packet has arrived."""
         return max(min(self._window_nbytes / 4 / rate, BEAT_S), self.packet_nbytes / rate)
 
     def most(self, rate: float) -> float:
-        """Bytes a second on the wire that a window of packets allows: it opens again when a
-        heartbeat has told that they came."""
+        """Return the bytes a second on the wire that a window of packets allows: it moves on when a
+        heartbeat acknowledges packets."""
         trip = 2 * self.latency(rate)
         by_time = self._window_nbytes / (trip + BEAT_S)
         return max(by_time, 0.75 * self._window_nbytes / trip if trip else float("inf"))
@@ -147,16 +151,15 @@ class FlowGroup:
     """The ranks of one pipeline stage that have the same parameters.
 
     Attributes:
-        server: With the stage's state, where a server of its own has it.
-        hosts: How many there are.
-        ranks: On each host, with `tp` devices each there; the most, where hosts have different
-            numbers of them.
-        replicas: Ranks of the group in all.
-        beside: Ranks of the group on this host, those included that costs are not of.
-        server_share: Of what the server does once for all hosts, the part of one task.
-        touch: Seconds of a host's processors that a byte takes to leave or to enter it.
-        rates: Of each host's card.
-        switches: That sum what its hosts send.
+        server: The server with the stage's state, if there is one.
+        hosts: Number of hosts.
+        ranks: Ranks on each host (the most, if hosts differ), each with `tp` devices there.
+        replicas: Ranks of the group in total.
+        beside: Ranks of the group on this host, including those whose costs are not counted.
+        server_share: This task's part of work that the server does once for all hosts.
+        touch: CPU seconds per byte that enters or leaves a host.
+        rates: Rate of each host's network card.
+        switches: The switches that sum what the hosts send.
     """
 
     site: Site
@@ -181,21 +184,21 @@ class FlowGroup:
 
     @property
     def card(self) -> float:
-        """How often a byte that a host sends once for all its ranks crosses its card in one
+        """How often a byte that a host sends once for all its ranks crosses its network card in one
         task."""
         return self.tp * self.ranks / self.beside
 
     def at_server(self, *, once: bool) -> float:
-        """Of a byte that each host sends the server, or gets from it, what crosses the server's
-        card for one task. `once`: the switch sums it, or sends it to all."""
+        """Return how much of a byte between each host and the server crosses the server's card for
+        one task. `once`: a switch sums it, or copies it to all hosts."""
         return self.server_share * (1.0 if once else float(self.hosts))
 
     def inside(self, weight: float) -> Uses:
-        """A byte's way between the ranks of this host."""
+        """Return the resource uses of a byte between the ranks of this host."""
         return [(self.site.fabric, weight)] if self.beside > 1 else []
 
     def touched(self, crossings: float) -> Uses:
-        """What a byte that leaves or enters the host so often takes of processors that compute."""
+        """Return the CPU use of a byte that enters or leaves the host `crossings` times."""
         if self.site.cores is None or not self.touch:
             return []
         return [(self.site.cores, crossings * self.touch)]

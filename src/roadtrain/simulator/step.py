@@ -1,14 +1,13 @@
-"""One pipeline stage's workers on the virtual clock: the state machines of protocol/ drive it, as
-they drive the nodes.
+"""Simulate one pipeline stage's workers with the state machines of real workers.
 
-    StageStateMachine -> which micro-batch's forward or backward is next
-    Prefetcher        -> Pull       what a block needs, ahead of it
-    RelayStateMachine -> Give       where a card beside the worker communicates
-    simulated_sums.py, simulated_server.py  what sums, updates and commits
+    StageStateMachine -> next micro-batch, forward or backward
+    Prefetcher        -> Pull       what a block needs, ahead of time
+    RelayStateMachine -> Give       if a network card communicates for the worker
+    simulated_sums.py, simulated_server.py  sums, updates and commits
 
-Workers that do the same are one here. Where all parameters stay on the device, all but the first
-forward and the last backward of a step run as one task, unless rows of tables come from other
-devices in each of them. Does NOT know numbers: gradients are None.
+Equal workers are simulated as one. If all parameters stay on the device, each forward and backward
+of a step except the first forward and the last backward runs as a single task, unless it needs rows
+of tables from other devices. Gradients have no values: they are None.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class SimulatedStage:
         end: SimulatedFanIn | None = None,
         rank: RankOf | None = None,
     ) -> None:
-        """`end`: of switches, before the stage's server. `rank`: the replica that this is, where
-        those of a stage are simulated apart."""
+        """`end`: the fan-in end of switches before the stage's server. `rank`: the replica's
+        position, if replicas are simulated separately."""
         plan, device = fabric.plan, fabric.site.host.device
         assert device is not None
         name = f"stage {number}" if rank is None else f"stage {number} replica {rank.replica}"
@@ -62,8 +61,8 @@ class SimulatedStage:
         self.replica = 0 if rank is None else rank.replica
         self.engine, self.fabric, self.plan, self.device = engine, fabric, plan, device
         self.number, self.name = number, name
-        self.send = send  # what a run leaves goes to the stage that needs it
-        # The blocks of all its parts of the model, and of each part its range of them.
+        self.send = send  # passes the output of a run to the stage that needs it
+        # the blocks of all its parts of the model, and each part's range of them
         self.blocks = [block for part in parts for block in part]
         ends = itertools.accumulate(map(len, parts), initial=0)
         self.spans = [range(begin, stop) for begin, stop in itertools.pairwise(ends)]
@@ -72,7 +71,7 @@ class SimulatedStage:
         self.times = block_times(fabric, self.blocks, device)
         self.pieces = block_pieces(plan, self.blocks)
         self._place_blocks()
-        # Transfers that follow each other: collectives on a stream, a server's links.
+        # lanes of transfers that run one after the other: collectives on a stream, a server's links
         self.lanes: dict[str, Lane] = {}
         if rank is not None and plan.placement.sum == "ring":
             self.lanes = {"Fetch": engine.lane(f"{name} fetch")}
@@ -95,28 +94,28 @@ class SimulatedStage:
                 end, fabric.fan_in, self.server, self._pulled, self._settled
             )
 
-        self.machine: StageStateMachine | None = None  # of the step at work
-        self.run: RunBlocks | None = None  # what the device runs
-        self.todo: deque[int] = deque()  # blocks of the run that are not begun, in order
-        self.wanted: int | None = None  # the block that the device waits for
+        self.machine: StageStateMachine | None = None  # of the current step
+        self.run: RunBlocks | None = None  # the run on the device
+        self.todo: deque[int] = deque()  # blocks of the run that have not begun, in order
+        self.next: int | None = None  # the block that the device waits for
         self.tickets = itertools.count(1)
-        self.pulls: dict[int, tuple[int, int]] = {}  # ticket -> (block, slot) that it is for
-        self.coming: dict[int, int] = {}  # block -> its chunks on their way
-        self.version = [0] * len(self.blocks)  # of each block, that its next pull needs
-        self.step = 0  # the step at work
-        self.fresh = [True] * len(self.blocks)  # whether a block's next push begins a step
-        self.pushing: dict[int, int] = {}  # step -> its gradients on their way
-        self.computed: set[int] = set()  # steps that are computed and not in `asked`
-        self.asked: set[int] = set()  # steps whose updates are all asked for, that have not ended
-        self.later: list[tuple[int, RunBlocks]] = []  # gradients that wait for the end of backward
-        self.ends: list[float] = []  # seconds, of each step: all its updates are asked for
+        self.pulls: dict[int, tuple[int, int]] = {}  # ticket -> (block, slot) to fill
+        self.coming: dict[int, int] = {}  # block -> number of its chunks in flight
+        self.version = [0] * len(self.blocks)  # version that each block's next pull needs
+        self.step = 0  # the current step
+        self.fresh = [True] * len(self.blocks)  # whether a block's next push is a step's first
+        self.pushing: dict[int, int] = {}  # step -> number of its gradients in flight
+        self.computed: set[int] = set()  # steps that are computed and not in `requested`
+        self.requested: set[int] = set()  # steps with all updates requested that have not ended
+        self.later: list[tuple[int, RunBlocks]] = []  # gradients to push after backward
+        self.ends: list[float] = []  # for each step, the second when all updates were requested
         self.pool = f"{name} device"
         self.saved = [saved_bytes(plan, part) * plan.framework.fragmentation for part in parts]
         self._hold_fixed()
 
     def _place_blocks(self) -> None:
-        """Which slots of the device each block comes to: those of the layers; what comes before
-        the layers and after has its own, and comes once a step."""
+        """Assign blocks to slots of the device: layers share slots; blocks before and after the
+        layers have their own slots and are pulled once a step."""
         plan, n = self.plan, len(self.blocks)
         every = not plan.memory.root
         layers = [i for i, block in enumerate(self.blocks) if "." in block.name or every]
@@ -128,8 +127,8 @@ class SimulatedStage:
         self.prefetch = [self.streams if i in layers else root for i in range(n)]
 
     def bound(self) -> float:
-        """Seconds that a step takes at least: each resource's bytes over its capacity, the
-        device's time. Nothing is waited for."""
+        """Return a lower bound for the seconds of a step: each resource's bytes over its capacity,
+        and the device's time, without waiting."""
         plan, fabric, n = self.plan, self.fabric, len(self.blocks)
         total = sum(self.pieces.params)
         streamed = plan.placement.streamed
@@ -153,11 +152,11 @@ class SimulatedStage:
         device = self.passes * self.pass_s
         if fabric.site.cores is not None:
             used[fabric.site.cores] += device
-        return max([device, *(taken / r.capacity for r, taken in used.items())])
+        return max([device, *(amount / r.capacity for r, amount in used.items())])
 
     def _refetched(self, stay: int) -> float:
-        """Parameters that a pass through each part fetches at least where it is not the part's
-        first: of its blocks the largest `stay` may be here still."""
+        """Return the least parameters that a pass through all parts fetches, except each part's
+        first pass: the largest `stay` blocks of a part may still be here."""
         total = 0.0
         for span in self.spans:
             layers = sorted(self.pieces.params[i] for i in span if self.prefetch[i] is self.streams)
@@ -171,22 +170,22 @@ class SimulatedStage:
 
     @property
     def passes(self) -> int:
-        """Micro-batches that run here in a step."""
+        """Number of micro-batches that run here in a step."""
         return len(self.shape.own)
 
     @property
     def pass_s(self) -> float:
-        """Seconds that a micro-batch computes here, both ways."""
+        """Seconds of computing for a micro-batch, forward and backward."""
         blocks = range(len(self.blocks))
         return sum(self._of(i, what) for i in blocks for what in (FORWARD, BACKWARD))
 
     @property
     def first_s(self) -> float:
-        """Of that, what its first part takes."""
+        """Seconds of computing for a micro-batch in the stage's first part."""
         return sum(self._of(i, what) for i in self.spans[0] for what in (FORWARD, BACKWARD))
 
     def _hold_fixed(self) -> None:
-        """What stays; activations come and go."""
+        """Account for fixed memory; activations are added and removed later."""
         plan, group, framework = self.plan, self.fabric.group, self.plan.framework
         held = device_bytes(plan, self.blocks) + working_bytes(plan, self.blocks)
         self.engine.hold(self.pool, framework.context_bytes + framework.fragmentation * held)
@@ -214,15 +213,16 @@ class SimulatedStage:
             inner = run.micro != self.replica if run.what == FORWARD else not run.last
             whole = inner and not self.plan.placement.streamed
             if whole and not any(self._rows_travel(block) for block in order):
-                # all parameters are here and nothing is pushed
+                # all parameters are here, and nothing is pushed
                 self.todo.clear()
                 self._compute(sum(self._of(i, run.what) for i in order), self._run_ended)
             else:
                 self._next_block()
 
     def _of(self, block: int, what: str) -> float:
-        """Seconds; with activation checkpointing a backward is a forward more, but for the
-        output layer's. Keys and values go round again, with their gradients."""
+        """Return the seconds of a block's forward or backward. With activation checkpointing, a
+        backward includes another forward, except for the output layer. Keys and values are passed
+        around again, together with their gradients."""
         forward, ring = self.times.forward[block], self.times.ring[block]
         tensor = self.times.tensor[block] + self.times.routed[block]
         if what == FORWARD:
@@ -232,7 +232,7 @@ class SimulatedStage:
             again = 1.0
         elif shape.attention and plan.framework.selective:
             again = 0.5 if plan.framework.selective == "layers" else shape.again / shape.flops
-        whole = again if plan.framework.selective != "products" else 0.0  # sums are kept
+        whole = again if plan.framework.selective != "products" else 0.0  # "products" keeps sums
         both = self.fabric.constants.backward + again
         return forward * both + tensor * (1 + whole) + ring * (2 + whole)
 
@@ -243,7 +243,7 @@ class SimulatedStage:
         assert self.run is not None
         cores, cost = self.fabric.site.cores, Cost(seconds, max_rate=1.0)
         if cores is not None:
-            # in an update's unit, so that both get the same share
+            # in units of an update, so that computing and updates get equal shares
             rate = self.fabric.site.updates.capacity
             cost = Cost(seconds * rate, [(cores, 1.0 / rate)], max_rate=rate)
         self.engine.task(self.run.what, cost, lane=self.lane, then=then, where=self.name)
@@ -253,16 +253,16 @@ class SimulatedStage:
             self._run_ended()
             return
         block = self.todo.popleft()
-        self.wanted = block
-        self._pull(self.prefetch[block].asked(block))
+        self.next = block
+        self._pull(self.prefetch[block].request(block))
         self._use()
 
     def _use(self) -> None:
-        """Runs the block that is wanted, once it is here."""
-        block, run = self.wanted, self.run
+        """Run the next block, once it is here."""
+        block, run = self.next, self.run
         if block is None or run is None or self.prefetch[block].here(block) is None:
             return
-        self.wanted = None
+        self.next = None
         slot = self.prefetch[block].use(block)
 
         def compute() -> None:
@@ -305,7 +305,7 @@ class SimulatedStage:
             for block, pushed in later:
                 self._push(block, pushed)
             self.computed.add(self.step)
-            # all is released: the next forward waits for what it pulls
+            # nothing is held back: the next forward waits for its pulls
             if self.plan.update_at == "gradient":
                 if self.link is not None:
                     self.link.all_asked(self.step)
@@ -330,23 +330,23 @@ class SimulatedStage:
                 elif self.relay is not None:
                     self._relay(self.relay, message)
                 else:
-                    self.server.tell(message)
+                    self.server.handle(message)
 
     def _relay(self, relay: RelayStateMachine, event: RelayEvent) -> None:
         for action in relay.handle(event):
             match action:
                 case Up(message):
-                    self.server.tell(message)
+                    self.server.handle(message)
                 case Give(pull):
                     cost = self.fabric.answer(self.pieces.params_of(pull.chunk), True)
-                    self._cost("Fetch", cost, partial(self._given, relay, action))
+                    self._cost("Fetch", cost, partial(self._delivered, relay, action))
 
-    def _given(self, relay: RelayStateMachine, give: Give) -> None:
+    def _delivered(self, relay: RelayStateMachine, give: Give) -> None:
         self._relay(relay, Done(give))
         self._pulled(give.pull.ticket)
 
     def _answered(self, ticket: int) -> None:
-        """By the server."""
+        """Handle the server's answer to a pull."""
         if self.link is not None:
             self.link.end.answered(ticket)
         elif self.relay is not None:
@@ -374,7 +374,7 @@ class SimulatedStage:
         self._tax(self.fabric.push(params))
         fresh, self.fresh[block] = self.fresh[block], last
         if self.blocks[block].tables:
-            # rows' gradients add up on this device until they leave
+            # gradients of rows are summed on this device until they are sent
             rows = self._rows(block, 1 if self.plan.placement.streamed else self.passes)
             cost = rows._replace(work=rows.work / pieces)
         for chunk in self.pieces.of_block(block):
@@ -390,12 +390,13 @@ class SimulatedStage:
             else:
                 at = (chunk, self.step, None if last else run.micro // self.width)
                 pushed = StagePush(cost.of_bytes, arrived, self.lanes.get("Push"))
-                self.rank.meeting.push(at, self._partners(run), pushed)
+                self.rank.exchange.push(at, self._partners(run), pushed)
         if last and self.plan.update_at == "gradient":
             self._updated_in(block, self.step)
 
     def _link_of(self, block: int) -> SimulatedFanInLink | None:
-        """By which a block's gradients go to switches; rows of tables go from device to device."""
+        """Return the link over which a block's gradients go to switches; rows of tables are sent
+        between devices instead."""
         return None if self.blocks[block].tables else self.link
 
     def _gradient_whole(self, link: SimulatedFanInLink, chunk: int, step: int) -> None:
@@ -410,14 +411,16 @@ class SimulatedStage:
         return ApplyUpdate(chunk, step, (), (1.0,), order)
 
     def _partners(self, run: RunBlocks) -> int:
-        """Replicas that push a gradient of the same round: the last of each, or the k-th."""
+        """Return the number of replicas that push a gradient of the same round: their last one, or
+        their k-th."""
         if run.last:
             return self.width
         rounds = (len(replace(self.shape, replica=replica).own) for replica in range(self.width))
         return sum(run.micro // self.width < many - 1 for many in rounds)
 
     def _arrived(self, push: Push, last: bool, step: int) -> None:
-        """A gradient is where it is summed. Where reducers sum, they say when that is done."""
+        """Handle a gradient that arrived where it is summed. Reducers decide when their sum is
+        complete."""
         if (sums := self.fabric.sums) is None:
             self._pushed(push, last, step)
             return
@@ -427,20 +430,20 @@ class SimulatedStage:
     def _pushed(self, push: Push, last: bool, step: int) -> None:
         self.pushing[step] -= 1
         assert self.pushing[step] >= 0, f"chunk {push.chunk} is summed twice"
-        self.server.tell(push)
+        self.server.handle(push)
         block = self.pieces.block(push.chunk)
         if last and self.plan.update_at == "gradient" and self._link_of(block) is None:
-            self.server.tell(self._update_of(push.chunk, step))
+            self.server.handle(self._update_of(push.chunk, step))
         self._end_step(step)
 
     def _updated_in(self, block: int, step: int) -> None:
-        """From now on the block's next version is pulled."""
+        """Let the next pulls of the block request its next version."""
         self.version[block] = step
         self.prefetch[block].updated([block])
 
     def _end_step(self, step: int) -> None:
-        """Once everything of it is computed and where it is summed, and the step before has
-        ended."""
+        """End a step once all of it is computed and has arrived where it is summed, and the step
+        before has ended."""
         if step not in self.computed or self.pushing[step] or step != self.server.ended + 1:
             return
         if self.plan.update_at == "step":
@@ -451,23 +454,23 @@ class SimulatedStage:
                 self._updated_in(block, step)
             self._step_ended()
         self.computed.remove(step)
-        self.asked.add(step)
+        self.requested.add(step)
         self._settled(step)
 
     def _ask_updates(self, step: int) -> None:
         for chunk in range(self.pieces.chunks):
             update, link = self._update_of(chunk, step), self._link_of(self.pieces.block(chunk))
             if link is None:
-                self.server.tell(update)
+                self.server.handle(update)
             else:
                 link.ask_update(update)
         if self.link is not None:
             self.link.all_asked(step)
 
     def _settled(self, step: int) -> None:
-        """The server is told of the end of a step once it knows all updates of it."""
-        if step in self.asked and (self.link is None or self.link.settled(step)):
-            self.asked.remove(step)
+        """Tell the server that a step ends, once it has received all updates of the step."""
+        if step in self.requested and (self.link is None or self.link.settled(step)):
+            self.requested.remove(step)
             self.server.end_step(step)
             self._end_step(step + 1)
 
@@ -480,7 +483,7 @@ class SimulatedStage:
         self.engine.task(stage, cost.of_bytes, then=then, lane=lane, where=self.name)
 
     def check(self) -> None:
-        """Assert every invariant of the state machines that drive it."""
+        """Assert the invariants of the stage's state machines."""
         self.server.check()
         for prefetch in dict.fromkeys(self.prefetch):
             prefetch.check()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from roadtrain.environment import WorkerGroup
+from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import ConfigError
 from roadtrain.placement.place import check_fresh, groups_of, place
 from roadtrain.stages.control_links import ControlLinks, RankPlace
@@ -175,7 +175,7 @@ def placed_stage(
         device=context.device,
         deadline_s=options.deadline_s,
         report=partial(_print_line, at.stage) if at.replica == 0 else silent,
-        group=WorkerGroup(session=context.start).of_stage(at.stage, at.replica, width),
+        group=WorkerIdentity(session=context.start).of_stage(at.stage, at.replica, width),
     )
     return PlacedStage(placed, shared_copies(context))
 

@@ -36,7 +36,7 @@ def fill(
     on_meta = any(x.is_meta for x in (*model.parameters(), *model.buffers()))
     for part in (parts.root, *parts.blocks):
         if on_meta:
-            materialize(part, parts, init, values=not loaded, given=loaded)
+            materialize(part, parts, init, values=not loaded, loaded=loaded)
         for name, p in part.params:
             if name not in own:
                 drop(p)

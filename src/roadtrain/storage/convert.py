@@ -1,12 +1,13 @@
-"""Records by parameter name: read one parameter, fill chunks from a source, convert a store to
-other blocks, chunks, dtypes or directories.
+"""Access to records by parameter name: read one parameter, fill chunks from a source, convert a
+store to other blocks, chunks, dtypes or directories.
 
-A *source* gives elements [start, stop) of one of a parameter's things: "master" (fp32; a frozen
-parameter's own dtype), a state array (fp32) or a scalar (one float64), or None for "keep what is
-there" (zero in a new store). The weights part of a trainable chunk is cast from the master, so a
-conversion is exact (Rule 1). 16-bit floats travel as uint16.
+A *source* returns elements [start, stop) of one array of a parameter: "master" (fp32; a frozen
+parameter has its own dtype), a state array (fp32) or a state scalar (one float64). It returns None
+to keep the current values, which are zero in a new store. The weights part of a trainable chunk is
+cast from the master, so a conversion is exact. 16-bit floats are handled as uint16.
 
-Memory: one record, and a few more while converting. Does NOT know optimizers or file formats.
+Needs memory for one record, and for a few more while converting. Does not know optimizers or file
+formats.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from roadtrain.storage.meta import GroupRule, StoreMeta
 from roadtrain.storage.tier import RECORD, WEIGHTS
 
 Array = np.ndarray[Any, Any]
-Source = Callable[[ParamSpec, str, int, int], Array | None]  # param, what, start, stop
+Source = Callable[[ParamSpec, str, int, int], Array | None]  # (parameter, array name, start, stop)
 MASTER = "master"
-_KEPT = 4  # old records held while converting
+_KEPT = 4  # old records cached while converting
 _WIDENS = {("bf16", "fp32"), ("fp16", "fp32")}
 
 
 class RecordView:
-    """A chunk's record in memory, by names."""
+    """A chunk's record in memory, with access by array name."""
 
     def __init__(self, meta: StoreMeta, chunk: Chunk, view: memoryview) -> None:
         self.chunk, self.view, self.record = chunk, view, meta.records[chunk.id]
@@ -50,11 +51,11 @@ class RecordView:
         return RecordView(meta, chunk, Buffer(meta.records[chunk.id].nbytes).view)
 
     @property
-    def whats(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         return (MASTER, *self.rule.arrays, *self.rule.scalars)
 
     def array(self, what: str) -> Array:
-        """All elements of a thing; scalars as [spans, scalars] column."""
+        """Return all elements of an array; of a scalar, a column with one element per span."""
         numel, chunk = self.chunk.numel, self.chunk
         if what == WEIGHTS or (what == MASTER and not self.record.master):
             return array_in(self.view, chunk.dtype, 0, numel)
@@ -65,27 +66,27 @@ class RecordView:
 
     @property
     def rows(self) -> Array:
-        """The scalars, a row a span: float64 [spans, scalars]."""
+        """The scalars: float64 of shape [spans, scalars]."""
         shape = len(self.chunk.spans), len(self.rule.scalars)
         return array_in(self.view, "fp64", self.record.scalars, prod(shape)).reshape(shape)
 
     def piece(self, what: str, span: int) -> Array:
-        """The part of `what` that belongs to the chunk's span number `span`; one element for a
-        scalar."""
+        """Return the part of an array that belongs to the chunk's span number `span`; of a scalar,
+        one element."""
         if what in self.rule.scalars:
             return self.array(what)[span : span + 1]
         at = self.chunk.spans[span]
         return self.array(what)[at.start : at.stop]
 
     def fill(self, params: Sequence[ParamSpec], source: Source) -> None:
-        """Take what `source` gives, then cast the weights part from the master."""
+        """Fill the record from `source`, then cast the weights part from the master."""
         for i, span in enumerate(self.chunk.spans):
-            for what in self.whats:
-                given = source(
+            for what in self.names:
+                values = source(
                     params[span.param], what, span.origin, span.origin + span.stop - span.start
                 )
-                if given is not None:
-                    self.piece(what, i)[...] = given
+                if values is not None:
+                    self.piece(what, i)[...] = values
         self.cast_weights()
 
     def cast_weights(self) -> None:
@@ -94,8 +95,8 @@ class RecordView:
 
 
 def read_record(store: OpenedStore, chunk: Chunk, what: str = "") -> RecordView:
-    """The newest record of `chunk`, or the part of it in which `what` lies. A weights part that is
-    absent is cast from the master."""
+    """Read the newest record of `chunk`, or only the part with the array `what`. An absent weights
+    part is cast from the master."""
     view, tier = RecordView.empty(store.meta, chunk), store.tier_of(chunk.id)
     parts = (
         (WEIGHTS, MASTER) if not view.record.master else () if store.meta.staleness else (WEIGHTS,)
@@ -110,22 +111,22 @@ def read_record(store: OpenedStore, chunk: Chunk, what: str = "") -> RecordView:
 
 
 def read_param(store: OpenedStore, name: str, what: str = MASTER) -> Array:
-    """One parameter's master, "weights" copy or state array, in its shape; of a scalar a float64
-    array of one."""
+    """Read one parameter's master, "weights" copy or state array, in its shape; a state scalar as a
+    float64 array of one element."""
     return gather_param(store.meta, name, what, partial(read_record, store, what=what))
 
 
 def gather_param(
     meta: StoreMeta, name: str, what: str, record_of: Callable[[Chunk], RecordView]
 ) -> Array:
-    """As `read_param`, from the records that `record_of` finds."""
+    """Do the same as `read_param` with the records that `record_of` returns."""
     param = next((p for p in meta.table.params if p.name == name), None)
     if param is None:
-        raise ConfigError(f"no parameter is named {name!r}")
+        raise ConfigError(f"there is no parameter named {name!r}")
     rule = meta.groups[param.group] if param.trainable else GroupRule("")
     if what not in (WEIGHTS, MASTER, *rule.arrays, *rule.scalars):
         raise ConfigError(
-            f"parameter {name!r} has no {what!r}, it has master, weights, {rule.arrays},"
+            f"parameter {name!r} has no {what!r}; it has master, weights, {rule.arrays},"
             f" {rule.scalars}"
         )
     out = _gather(meta, param, what, record_of, 0, param.numel)
@@ -135,7 +136,7 @@ def gather_param(
 def param_pieces(
     meta: StoreMeta, name: str, what: str, record_of: Callable[[Chunk], RecordView]
 ) -> Iterator[tuple[int, Array]]:
-    """As `gather_param`, flat and a chunk at a time: (its first element, values)."""
+    """Do the same as `gather_param`, flat and chunk by chunk: yields (first element, values)."""
     param = next(p for p in meta.table.params if p.name == name)
     for _, _, span in meta.where.get(name, ()):
         stop = span.origin + span.stop - span.start
@@ -150,9 +151,8 @@ def _gather(
     start: int,
     stop: int,
 ) -> Array:
-    """Elements [start, stop) of what the store of `meta` holds of `param`; of a scalar an array
-    of one."""
-    # that part is one update behind: cast from the master
+    """Return elements [start, stop) of an array of `param`; of a scalar, one element."""
+    # with staleness, that part is one update behind
     late = meta.staleness and param.trainable and what == WEIGHTS
     out = np.empty(
         stop - start, NUMPY[param.dtype if what == WEIGHTS or not param.trainable else "fp32"]
@@ -172,7 +172,7 @@ def _gather(
 
 
 def write_params(store: OpenedStore, source: Source) -> None:
-    """Every chunk of a new store is written with what `source` gives. The caller commits."""
+    """Write every chunk of a new store from `source`. The caller commits."""
     for chunk in store.table.chunks:
         view = RecordView.empty(store.meta, chunk)
         view.fill(store.table.params, source)
@@ -187,9 +187,10 @@ def rewritten(
     *,
     direct: bool = True,
 ) -> OpenedStore:
-    """`old` with its records changed, as the contents of `step`: all at once or, where this raises,
-    not at all. `old` is closed and removed. Takes as much room again while it is made: FullError
-    with both numbers.
+    """Return a copy of `old` with changed records, as the contents of `step`.
+
+    It replaces `old`, which is closed and removed, or does nothing if this raises. Needs as much
+    free space again, else raises FullError.
     """
     new = create_store(old.directories, old.meta, old.meta.owners, direct=direct, former=old)
     with _replacing(new, step, blob):
@@ -202,8 +203,8 @@ def rewritten(
 
 @contextmanager
 def _replacing(new: OpenedStore, step: int, blob: bytes) -> Iterator[None]:
-    """What is written into `new` inside is the contents of `step`, and replaces the store that
-    `new` was made from; where anything fails, `new` is removed."""
+    """Commit what the body writes into `new` as the contents of `step`, and replace the former
+    store. If anything fails, `new` is removed."""
     with undone_on_error(new.discard):
         yield
         new.commit(step, blob)
@@ -211,9 +212,11 @@ def _replacing(new: OpenedStore, step: int, blob: bytes) -> Iterator[None]:
 
 
 def needs_conversion(old: OpenedStore, meta: StoreMeta, directories: Sequence[str | Path]) -> bool:
-    """Whether `old` rests otherwise than wanted: blocks, chunk size, dtypes, rules or
-    directories. Chunks spread otherwise over the same directories (their rates were measured
-    anew) are left where they are."""
+    """Whether the blocks, chunk size, dtypes, rules or directories of `old` differ from `meta`.
+
+    A different distribution of chunks over the same directories (because their rates were measured
+    again) does not matter.
+    """
     want = (meta.blocks, meta.chunk_elements, meta.groups)
     have = (old.meta.blocks, old.meta.chunk_elements, old.meta.groups)
     homes = [Path(directory).resolve() for directory in directories]
@@ -228,10 +231,15 @@ def convert(
     *,
     direct: bool = True,
 ) -> OpenedStore:
-    """`old` with the blocks, chunks and rules of `meta` in `directories`, at the same step,
-    exactly. `old` is closed and removed once the new one counts; until then, also after a kill, it
-    is what `open_store` opens. Assumes the same model. ForeignError for other state, ConfigError
-    where a frozen parameter would lose bits."""
+    """Convert `old` exactly, at the same step, to the blocks, chunks and rules of `meta`.
+
+    `old` is closed and removed once the new store is published. Until then, also after a kill, it
+    is the store that `open_store` opens. The model must be the same.
+
+    Raises:
+        ForeignError: The parameters have other optimizer state.
+        ConfigError: A frozen parameter would lose precision.
+    """
     _check_convertible(old.meta, meta)
     new = create_store(
         directories, replace(meta, job=old.meta.job), owners, direct=direct, former=old
@@ -246,22 +254,22 @@ def _check_convertible(old: StoreMeta, new: StoreMeta) -> None:
     for param in new.table.params:
         was = before[param.name]
         if param.trainable:
-            held, wanted = old.groups[was.group], new.groups[param.group]
-            if {*held.arrays, *held.scalars} != {*wanted.arrays, *wanted.scalars}:
+            held, needed = old.groups[was.group], new.groups[param.group]
+            if {*held.arrays, *held.scalars} != {*needed.arrays, *needed.scalars}:
                 raise ForeignError(
-                    f"parameter {param.name!r} has state {held}, the job's is {wanted}",
-                    hint="the optimizer changed; export the parameters and start a new store",
+                    f"parameter {param.name!r} has state {held}, but the job needs {needed}",
+                    hint="after changing the optimizer, export the parameters to a new store",
                 )
         elif was.dtype != param.dtype and (was.dtype, param.dtype) not in _WIDENS:
             raise ConfigError(
-                f"frozen parameter {param.name!r} rests in {was.dtype}; in {param.dtype} it would"
-                " lose bits",
+                f"frozen parameter {param.name!r} is stored in {was.dtype} and would lose precision"
+                f" in {param.dtype}",
                 hint="it has no fp32 master: keep its dtype, or start a new store",
             )
 
 
 def _from_store(old: OpenedStore) -> Source:
-    """A source that reads old records, the last few kept."""
+    """Return a source that reads old records and caches the last few."""
     before = {p.name: p for p in old.table.params}
 
     @lru_cache(_KEPT)

@@ -1,16 +1,16 @@
-"""Which generation of a directory counts, and what becomes of the others.
+"""The current generation of a directory, and the removal of the others.
 
-`CURRENT` names N of the `gen-N` that counts, and carries a checksum. A generation is whole once it
-has a record, since the first one is written after everything else; so where CURRENT is damaged,
-lost, or names nothing, the records say which one counts, and that is said.
+`CURRENT` contains the N of the current `gen-N`, with a checksum. A generation is complete once it
+has a record, because the first record is written after everything else. So if CURRENT is damaged,
+lost, or names a missing generation, the records determine the current one, and a note is returned.
 
-Note "never delete what has trained": a generation is removed where it has no record, or where it
-and the one that counts are original and copy (a conversion or a refill made the one from the other)
-and it is at no later step, or lies in RAM, which has no room for it. Any other one that has a
-record is renamed, with a line.
+Note "never delete what has trained": a generation is removed if it has no record. It is also
+removed if it and the current one are original and copy of each other (by a conversion or a refill)
+and it is at no later step, or is in RAM, where there is no room for both. All others that have a
+record are renamed and reported.
 
-Assumes: the directory is locked, or nothing is written. Does NOT know how several directories make
-one store.
+Assumes that the directory is locked, or that nothing is written. Does not know how several
+directories make up a store.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ NAME = "CURRENT"
 
 @dataclass(frozen=True)
 class Generation:
-    """What lies in one `gen-N`, as far as it can be read."""
+    """The readable contents of a `gen-N` directory."""
 
     home: Path
     number: int
-    brief: Brief | None  # what its description says; None where that is not readable
-    step: int  # of its newest whole record; -1 for none
-    recorded: bool  # there is a record, whole or torn
-    note: str = ""  # why it counts, where CURRENT does not say so by itself
+    brief: Brief | None  # of its description; None if that is unreadable
+    step: int  # of its newest intact record; -1: none
+    recorded: bool  # whether there is a record, intact or torn
+    note: str = ""  # why it is current, if CURRENT does not name it
 
     @property
     def job(self) -> str | None:
@@ -63,22 +63,26 @@ class Generation:
 
 
 def generations(directory: Path) -> list[Generation]:
-    """By their numbers."""
+    """Return the generations in a directory, sorted by number."""
     found = sorted(int(p.name[4:]) for p in directory.glob("gen-*") if p.name[4:].isdigit())
-    return [_look(directory, number) for number in found]
+    return [_inspect(directory, number) for number in found]
 
 
-def counting(directory: Path) -> Generation | None:
-    """The generation that counts. None where CURRENT is absent, or says that nothing counts (and,
-    where it has no checksum, nothing has a record). Nothing is written.
+def current(directory: Path) -> Generation | None:
+    """Return the current generation of a directory. Writes nothing.
 
-    Raises DamagedError where CURRENT is damaged and the records do not prove which one counts,
-    GoneError where it names one that is not there and there is no other."""
+    Returns:
+        None where CURRENT is missing or 0 (and, if it has no checksum, there is no record).
+
+    Raises:
+        DamagedError: CURRENT is damaged, and the records do not determine the current generation.
+        GoneError: CURRENT names a generation that is missing, and there is no other.
+    """
     content = read_or_none(directory / NAME)
     if content is None:
         return None
-    named, damage, vouched = _named(content)
-    if vouched and named == 0:
+    named, damage, checked = _named(content)
+    if checked and named == 0:
         return None
     found = generations(directory)
     whole = [g for g in found if g.step >= 0 and g.brief is not None]
@@ -88,67 +92,64 @@ def counting(directory: Path) -> Generation | None:
         if not later:
             return here
         newest = max(later, key=lambda g: (g.step, g.number))
-        counts = f"{newest.home.name} is at step {newest.step} and counts"
-        note = f"{directory}: {counts}, {NAME} names {here.home.name}, at step {here.step}"
+        counts = f"{newest.home.name} is at step {newest.step} and is used"
+        note = f"{directory}: {counts}, although {NAME} names {here.home.name} at step {here.step}"
         return replace(newest, note=note)
     why = damage or (
-        "says that nothing counts" if named == 0 else f"names gen-{named}, which is not there"
+        "names no generation" if named == 0 else f"names gen-{named}, which is missing"
     )
     best = max(whole, key=lambda g: (g.step, g.number), default=None)
     if best is not None and all(g.of(best) for g in whole):
-        note = f"{directory / NAME} {why}: {best.home.name}, at step {best.step}, counts"
+        note = f"{directory / NAME} {why}: {best.home.name}, at step {best.step}, is used"
         return replace(best, note=note)
     if not damage and not whole:
         if named == 0:
             return None
         raise GoneError(
             f"{directory / NAME} {why}",
-            hint=f"nothing was changed: put gen-{named} back, or mount its disk; if it is lost for"
+            hint=f"nothing was changed: restore gen-{named}, or mount its disk; if it is lost for"
             f" good, remove {directory / NAME} to begin a new store here at step 0",
         )
     raise DamagedError(
-        f"{directory / NAME} {why}; what lies beside it:"
-        f" {[g.home.name for g in found] or 'nothing'}",
-        hint="write the N of the gen-N that counts into it, or restore it from a copy",
+        f"{directory / NAME} {why}; the directory has {[g.home.name for g in found] or 'nothing'}",
+        hint="write the N of the gen-N to be used into it, or restore it from a copy",
     )
 
 
 def switch(directory: Path, generation: int) -> None:
-    """Name the generation that counts, atomically and durably."""
+    """Make a generation the current one, atomically and durably."""
     replace_file(directory / NAME, sealed(str(generation).encode()), "switching the generation")
 
 
 def repair(directory: Path, generation: int) -> None:
-    """CURRENT names `generation`, with a checksum; what it says is durable (it may have been
-    read before it was)."""
+    """Write CURRENT if it does not name `generation` with a checksum, and make it durable."""
     if read_or_none(directory / NAME) != sealed(str(generation).encode()):
         switch(directory, generation)
     else:
         sync_directory(directory)
 
 
-def clear(directory: Path, counts: Generation, copy_of: int) -> list[str]:
-    """Only `counts`, a copy of generation `copy_of`, is left of what lies in the directory (Note
-    "never delete what has trained"). Lines about what was renamed."""
-    said = []
+def clear(directory: Path, kept: Generation, copy_of: int) -> list[str]:
+    """Remove or rename all generations but `kept`, which is a copy of generation `copy_of`. See
+    Note "never delete what has trained". Returns reports of renames."""
+    events = []
     for other in generations(directory):
-        if other.home == counts.home:
+        if other.home == kept.home:
             continue
-        related = other.job is not None and other.job == counts.job
+        related = other.job is not None and other.job == kept.job
         copied_from = other.brief.copy_of if other.brief else None
-        pair = other.number == copy_of or copied_from == counts.number
-        older = other.step == 0 or (related and 0 < other.step <= counts.step)
+        pair = other.number == copy_of or copied_from == kept.number
+        older = other.step == 0 or (related and 0 < other.step <= kept.step)
         if not other.recorded or (pair and (older or in_ram(directory))):
             remove(other.home)
         else:
-            said.append(set_aside(other))
+            events.append(set_aside(other))
     (directory / f"{NAME}.new").unlink(missing_ok=True)
-    return said
+    return events
 
 
 def set_aside(generation: Generation) -> str:
-    """Renames it, so that it counts for nothing and is lost to nobody. Returns the line that
-    says so."""
+    """Rename a generation so that it is ignored but not deleted. Returns a report of it."""
     home = generation.home
     names = (f"{home.name}.aside{'' if n == 1 else f'-{n}'}" for n in itertools.count(1))
     aside = next(home.with_name(name) for name in names if not home.with_name(name).exists())
@@ -157,26 +158,25 @@ def set_aside(generation: Generation) -> str:
     sync_directory(home.parent)
     step = f"step {generation.step}" if generation.step >= 0 else "a record"
     return (
-        f"{home} holds {step} and does not count: it is {aside.name} now, remove it if nobody"
-        " needs it"
+        f"{home} holds {step} but is not used: it was renamed to {aside.name}, remove it if you do"
+        " not need it"
     )
 
 
 def remove(home: Path) -> None:
-    """Delete a generation directory: the files that we make, then the directory where nothing
-    else is in it."""
+    """Delete a generation directory: the files that we make, then the directory if it is empty."""
     with typed_errors(home, "removing"):
         for name in (*FILES, "spill.bin"):
             (home / name).unlink(missing_ok=True)
         if home.is_dir() and not any(home.iterdir()):
             home.rmdir()
-            # gone before what comes in its place: a power cut cannot bring it back
+            # durable before the replacement exists: a power cut cannot bring it back
             sync_directory(home.parent)
 
 
 def _named(content: bytes) -> tuple[int, str, bool]:
-    """(N, 0 for none; what is wrong with it, or nothing; whether a checksum vouches for it, which
-    is absent where a person has written N, as a hint says)."""
+    """Parse CURRENT: (N, 0 for none; the damage, "" for none; whether its checksum is correct).
+    A file without a checksum was written by a person, as a hint suggests."""
     if content.strip().isdigit():
         return int(content), "", False
     try:
@@ -185,7 +185,7 @@ def _named(content: bytes) -> tuple[int, str, bool]:
         return -1, f"is damaged ({error})", False
 
 
-def _look(directory: Path, number: int) -> Generation:
+def _inspect(directory: Path, number: int) -> Generation:
     home = directory / f"gen-{number}"
     steps = steps_in(home)
     newest = max((step for step in steps if step is not None), default=-1)
@@ -193,7 +193,7 @@ def _look(directory: Path, number: int) -> Generation:
 
 
 def brief_of(home: Path) -> Brief | None:
-    """What the description in a generation directory says; None where it is not readable."""
+    """Read the basic fields of a generation's description; None where it is unreadable."""
     try:
         return msgspec.json.decode(unsealed(read_or_none(home / "store.json") or b""), type=Brief)
     except ValueError:

@@ -1,9 +1,9 @@
-"""DirectFile: one file that threads read and write in whole pages, past the page cache where the
-file system lets us.
+"""DirectFile: a file that threads read and write in whole pages with direct I/O (O_DIRECT), if the
+file system supports it.
 
-Where O_DIRECT is refused the file is used buffered, pages are dropped after use, and `note` says
-so: the caller prints it once. Views that are not page-aligned go through a private copy. Errors of
-the system become typed errors that name the file and what was done. Does NOT know chunks, slots or
+Otherwise the file is used buffered, its pages are dropped after use, and `note` contains a warning
+for the caller to print. Views that are not page-aligned go through a private copy. OSErrors are
+converted to typed errors that name the file and the operation. Does not know chunks, slots or
 checksums.
 """
 
@@ -27,14 +27,14 @@ from roadtrain.units import show_bytes
 
 PIECE = 1 << 30  # bytes allocated by one call
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_GONE = (errno.ENOENT, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTDIR)
+_ABSENT = (errno.ENOENT, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTDIR)
 _Call = Callable[[int, list[memoryview], int], int]
 
 
 @contextmanager
 def typed_errors(path: Path, doing: str, nbytes: int = 0) -> Iterator[None]:
-    """What the system refuses inside, `doing` with `nbytes` of `path`, is a FullError,
-    GoneError or StoreError."""
+    """Convert an OSError in the body to FullError, GoneError or StoreError, with a message about
+    `doing` with `nbytes` of `path`."""
     try:
         yield
     except OSError as error:
@@ -44,33 +44,34 @@ def typed_errors(path: Path, doing: str, nbytes: int = 0) -> Iterator[None]:
 def _typed(error: OSError, path: Path, doing: str, nbytes: int = 0) -> StoreError:
     if error.errno in _FULL:
         return _full(error, path, doing, nbytes)
-    if error.errno in _GONE:
+    if error.errno in _ABSENT:
         missing = next((p for p in (*reversed(path.parents), path) if not p.exists()), None)
         return GoneError(
             f"{path}: {doing} failed ({error.strerror})"
             + (f": {missing} does not exist" if missing else ": its device does not answer"),
-            hint=f"mount the disk of {missing or path}, or put back what was there",
+            hint=f"mount the disk of {missing or path}, or restore it",
         )
     return StoreError(f"{path}: {doing}: {error.strerror or error}")
 
 
 def _full(error: OSError, path: Path, doing: str, nbytes: int) -> FullError:
-    """`nbytes` 0: only a name or a size is written, which takes a block at most."""
+    """Return the error for a full device. `nbytes` 0: only a name or a size was being written,
+    which takes at most one block."""
     disk = os.statvfs(_existing(path.parent))
     needs = show_bytes(nbytes) if nbytes else f"at most {show_bytes(disk.f_frsize)}"
     why, hint = "", "free space there, or name another directory"
     if error.errno == errno.EDQUOT:
-        why, hint = ", but your quota is used up", "free space, or ask for a larger quota"
+        why, hint = ", but your quota is exhausted", "free space, or ask for a larger quota"
     elif error.errno == errno.EFBIG:
         why, hint = ", but a file cannot be that large", "raise `ulimit -f`, or use another disk"
     elif disk.f_files and not disk.f_favail:
         why, hint = f", but 0 of {disk.f_files} inodes", "remove files there, or use another disk"
     free = show_bytes(free_nbytes(path.parent))
-    return FullError(f"{path}: {doing} needs {needs}, {free} are free{why}", hint=hint)
+    return FullError(f"{path}: {doing} needs {needs}, but {free} are free{why}", hint=hint)
 
 
 def read_or_none(path: Path) -> bytes | None:
-    """None where no such file is."""
+    """Read a file; None where it does not exist."""
     with typed_errors(path, "reading"):
         try:
             return path.read_bytes()
@@ -79,7 +80,7 @@ def read_or_none(path: Path) -> bytes | None:
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview], doing: str) -> None:
-    """A new file of `pieces`, its content durable; its name is not."""
+    """Write a new file from `pieces`. Its content is then durable, its name is not."""
     nbytes = 0
     try:
         with open(path, "wb") as file:
@@ -93,21 +94,21 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview], doing: str) -> 
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
-    """All of `data`, or the OSError that stopped it; a short write goes on."""
+    """Write all of `data`, continuing after short writes. Raises OSError."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
 
 
 def replace_file(path: Path, content: bytes, doing: str) -> None:
-    """`path` holds what it held, or all of `content`, whatever happens; on return the latter,
-    durably."""
+    """Replace the content of `path` atomically: after a crash it has the old or the new content.
+    The new one is durable on return."""
     temporary = path.with_name(f"{path.name}.new")
     try:
         write_file(temporary, [content], doing)
     except BaseException:
         with contextlib.suppress(OSError):
-            temporary.unlink()  # half of it is of no use, and may be what fills the disk
+            temporary.unlink()  # an incomplete file is useless and may fill the disk
         raise
     with typed_errors(path, doing):
         temporary.replace(path)
@@ -115,7 +116,7 @@ def replace_file(path: Path, content: bytes, doing: str) -> None:
 
 
 def _existing(directory: Path) -> Path:
-    """The nearest directory that is there."""
+    """Return the nearest existing directory."""
     return next((p for p in (directory, *directory.absolute().parents) if p.is_dir()), Path("/"))
 
 
@@ -128,7 +129,7 @@ def free_nbytes(directory: Path) -> int:
 
 
 def in_ram(path: Path) -> bool:
-    """Whether it lies on a RAM disk (where Linux says so)."""
+    """Whether `path` lies on a RAM disk (detected on Linux only)."""
     table = Path("/proc/self/mounts")
     lines = table.read_text().splitlines() if table.exists() else []
     mounts = [line.split()[1:3] for line in lines]
@@ -147,40 +148,40 @@ def sync_directory(directory: Path) -> None:
 
 
 def check_directory(directory: Path) -> None:
-    """Make sure that files can be made in a directory, which may not exist yet; change nothing.
+    """Check that files can be created in a directory, which may not exist yet. Changes nothing.
     Raises ConfigError."""
     path = directory.absolute()
     there = next(path for path in (path, *path.parents) if os.path.lexists(path))
     if not there.is_dir():
         raise ConfigError(
             f"{directory} cannot be a directory: {there} is {_kind(there)}",
-            hint="name a directory, or one that does not exist yet",
+            hint="name a directory, or a path that does not exist yet",
         )
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"{directory}: this user must not write to {there}", hint="name another directory"
+            f"{directory}: this user may not write to {there}", hint="name another directory"
         )
 
 
 def check_file(path: Path) -> None:
-    """Make sure that a file can be written, in a directory that is there; change nothing. Raises
+    """Check that a file can be written, in an existing directory. Changes nothing. Raises
     ConfigError."""
     if path.is_dir():
         raise ConfigError(f"{path} is a directory, not a file", hint="name a file in it")
     if not path.absolute().parent.is_dir():
         raise ConfigError(
-            f"{path} cannot be written: {path.parent} is no directory", hint="make it first"
+            f"{path} cannot be written: {path.parent} is not a directory", hint="create it first"
         )
     check_directory(path.parent)
 
 
 def _kind(path: Path) -> str:
-    return "a link to nothing" if not path.exists() else "a file" if path.is_file() else "no folder"
+    return "a broken link" if not path.exists() else "a file" if path.is_file() else "not a folder"
 
 
 def make_directory(directory: Path) -> None:
-    """The directory with its parents, durable. Raises ConfigError where a file is in the way, or
-    it must not be written; StoreError."""
+    """Create a directory durably, with its parents. Raises ConfigError where a file is in the way
+    or writing is not permitted, or StoreError."""
     check_directory(directory)
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     with typed_errors(directory, "making the directory"):
@@ -190,7 +191,7 @@ def make_directory(directory: Path) -> None:
 
 
 class DirectFile:
-    """Opens `path`; where `create` is given, makes it with that many bytes allocated."""
+    """An open file; with `create`, a new one with that many bytes allocated."""
 
     def __init__(self, path: Path, *, direct: bool = True, create: int | None = None) -> None:
         self.path, self.note = path, ""
@@ -200,13 +201,13 @@ class DirectFile:
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create is not None else 0)
         self.fd = -1
         try:
-            # created without O_DIRECT: a refused open would leave the file behind and fail the
-            # second time
+            # not opened with O_DIRECT: if that is refused, the created file would stay behind and
+            # the second attempt would fail
             self.fd = os.open(path, flags, 0o600)
             if create:
-                for start in range(0, create, PIECE):  # its size tells others how far it is
+                for start in range(0, create, PIECE):  # others can see the progress from its size
                     os.posix_fallocate(self.fd, start, min(PIECE, create - start))
-                os.fsync(self.fd)  # its size: a part of the store may not be written for many steps
+                os.fsync(self.fd)  # makes the size durable
             if self._direct:
                 self._set_direct(True)
         except OSError as error:
@@ -217,7 +218,7 @@ class DirectFile:
             doing = "opening" if create is None else "allocating"
             raise _typed(error, path, doing, create or 0) from error
         if not self._direct:
-            self.note = f"{path.parent}: buffered I/O, direct I/O was not asked for"
+            self.note = f"{path.parent}: buffered I/O, because direct I/O was not requested"
 
     @property
     def nbytes(self) -> int:
@@ -225,7 +226,7 @@ class DirectFile:
 
     def read(self, into: memoryview, offset: int, what: str) -> None:
         view = self._on_page(into)
-        self._all(os.preadv, view, offset, f"reading {what}")
+        self._transfer(os.preadv, view, offset, f"reading {what}")
         if view is not into:
             into[:] = view
         if not self._direct:
@@ -237,10 +238,10 @@ class DirectFile:
             view[:] = data
         with self._lock:
             self._unsynced += len(data)
-        self._all(os.pwritev, view, offset, f"writing {what}")
+        self._transfer(os.pwritev, view, offset, f"writing {what}")
 
     def sync(self, when: str) -> None:
-        """All writes that returned are durable."""
+        """Make all writes that have returned durable."""
         with self._lock:
             nbytes = self._unsynced
         with typed_errors(self.path, f"fdatasync {when}", nbytes):
@@ -260,12 +261,12 @@ class DirectFile:
         self.fd = -1
 
     def _on_page(self, view: memoryview) -> memoryview:
-        """`view` where direct I/O can use it, else as much memory that it can."""
+        """Return `view` if direct I/O can use it, else an aligned buffer of the same size."""
         if not self._direct or not view or np.frombuffer(view, np.uint8, 1).ctypes.data % PAGE == 0:
             return view
         return Buffer(len(view)).view[: len(view)]
 
-    def _all(self, call: _Call, view: memoryview, offset: int, doing: str) -> None:
+    def _transfer(self, call: _Call, view: memoryview, offset: int, doing: str) -> None:
         done = 0
         while done < len(view):
             direct = self._direct
@@ -277,11 +278,11 @@ class DirectFile:
                     continue
                 raise _typed(error, self.path, doing, len(view)) from error
             if direct and done + n < len(view):
-                n -= n % PAGE  # a short transfer goes on at a page
+                n -= n % PAGE  # a short transfer is continued at a page boundary
             if n == 0:
                 raise DamagedError(
-                    f"{self.path}: truncated: {doing} wants bytes {offset} to {offset + len(view)},"
-                    f" the file has {self.nbytes}"
+                    f"{self.path}: truncated: {doing} needs bytes {offset} to"
+                    f" {offset + len(view)}, but the file has {self.nbytes}"
                 )
             done += n
 
@@ -289,7 +290,7 @@ class DirectFile:
         with self._lock:
             self._set_direct(False)
             self.note = (
-                f"{self.path.parent}: the file system refuses direct I/O, buffered I/O is used"
+                f"{self.path.parent}: no direct I/O on this file system, buffered I/O is used"
             )
 
     def _set_direct(self, direct: bool) -> None:

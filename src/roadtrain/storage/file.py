@@ -1,13 +1,13 @@
-"""FileTier: one directory's records in two slot files, with direct I/O, checksums and a commit
-record a step.
+"""FileTier: one directory's records in two slot files, with direct I/O, checksums and one commit
+record per step.
 
 Note "two slots": both files have the same offsets. A part is written into the slot that does not
-hold its committed bytes; the ledger record of a step says which slot counts. So the step before is
-whole until the commit, and after it until the next step writes. Frozen chunks come last and exist
-in slot 0 only.
+hold its committed bytes, and the ledger record of a step names the slot of each part. So the last
+committed step is complete until the next step is written, and during it.
+Frozen chunks come last and exist in slot 0 only.
 
-Assumes: what storage/tier.py says; one process writes a directory (the ledger's lock). Does NOT
-decide when to commit, and does NOT know the other directories (storage/generation.py does).
+Assumes the rules of storage/tier.py, and one process per directory (the ledger's lock). Does not
+decide when to commit, or know the other directories (storage/generation.py does).
 """
 
 from __future__ import annotations
@@ -45,13 +45,15 @@ class ChunkPlace:
 
 
 class FileTier:
-    """The generation directory `directory` at the record of exactly `step`, or the newest; with
-    `create`, files of the full size, empty. `note`: say it once. Without `settle` nothing is
-    written before that is called. Raises FullError with both numbers, GoneError, DamagedError,
-    ForeignError.
+    """One generation directory, at the record of exactly `step`, or at the newest one.
 
-    `on_write`, `on_prepare`, `on_commit`: set by storage/snapshot.py, which copies what is
-    committed; called before a chunk is written and a step prepared, and after its commit."""
+    With `create`, makes empty files of the full size. `note` should be reported once. Without
+    `settle`, nothing is written before settle() is called. Raises FullError, GoneError,
+    DamagedError or ForeignError.
+
+    storage/snapshot.py sets `on_write`, `on_prepare` and `on_commit` to copy committed data; they
+    are called before a chunk is written, before a step is prepared and after its commit.
+    """
 
     def __init__(
         self,
@@ -69,19 +71,19 @@ class FileTier:
         self._spill: DirectFile | None = None
         # (chunk, spill slot) -> bytes written, their checksum
         self._spill_sums = dict[tuple[int, int], tuple[int, int]]()
-        self.spill_workers = 1  # whose gradients the spill file has room for
-        self._lock = threading.Lock()  # the making of the spill file
-        # the newest; as last committed but for chunks of _written
+        self.spill_workers = 1  # the spill file has room for so many gradients per chunk
+        self._lock = threading.Lock()  # guards the creation of the spill file
+        # the newest rows; chunks of _written differ from the last commit
         self._now: Rows = np.zeros(len(self._places), ROW)
         self._now["chunk"] = list(self._places)
-        # so that the first write goes to slot 0
+        # so that the first write of each chunk goes to slot 0
         self._now["weights_slot"] = self._now["state_slot"] = 1
         self._written: set[tuple[int, str]] = set()  # parts written since the last commit
         self._dirty: set[int] = set()  # slots written since their last sync
         self._slots: list[DirectFile] = []
-        self.found: tuple[int, ...] = ()  # steps of which there were records when it was opened
-        self.said: list[str] = []  # what happened to the directory when it was opened
-        self.locks = Locks()  # that this tier holds until it is closed
+        self.found: tuple[int, ...] = ()  # steps that had records when it was opened
+        self.events: list[str] = []  # reports of what opening has done to the directory
+        self.locks = Locks()  # held until it is closed
         self.on_write: Callable[[int], None] = lambda chunk: None
         self.on_prepare: Callable[[int], None] = lambda step: None
         self.on_commit: Callable[[int], None] = lambda step: None
@@ -93,24 +95,24 @@ class FileTier:
                 path, size = directory / name, nbytes if create else None
                 self._slots.append(DirectFile(path, direct=direct, create=size))
                 if (held := self._slots[-1].nbytes) < nbytes:
-                    raise DamagedError(f"{path}: truncated: {held} bytes, {nbytes} are needed")
+                    raise DamagedError(f"{path}: truncated: {held} bytes, but {nbytes} are needed")
             if create:
                 sync_directory(directory)
             else:
                 self.found = self.ledger.load(step)
-                self._take()
+                self._reset()
                 assert self._now["chunk"].tolist() == list(self._places)
                 if settle:
                     self.settle()
 
     @property
     def entry(self) -> LedgerEntry:
-        """What is committed; it is not changed later."""
+        """The last committed record. It is not modified later."""
         return self.ledger.entry
 
     @property
     def step(self) -> int:
-        """The last committed one; -1 before the first."""
+        """The last committed step; -1 before the first."""
         return self.ledger.entry.step
 
     @property
@@ -119,11 +121,11 @@ class FileTier:
 
     @property
     def note(self) -> str:
-        lines = [*self.said, *(f.note for f in self._slots if f.note), *self.ledger.dropped]
+        lines = [*self.events, *(f.note for f in self._slots if f.note), *self.ledger.dropped]
         return "; ".join(dict.fromkeys(lines))
 
     def check_all(self) -> None:
-        """Reads every chunk of the newest step. Raises DamagedError."""
+        """Read every chunk of the newest step and check it. Raises DamagedError."""
         most = max((place.record.nbytes for place in self._places.values()), default=0)
         buffer = Buffer(most).view
         for chunk, place in self._places.items():
@@ -134,14 +136,13 @@ class FileTier:
                     self.read(chunk, part, buffer[: stop - start])
 
     def settle(self) -> None:
-        """What was found when it was opened is durable, and what does not count is gone, before
-        anything is written."""
-        # of its description: it may have been read before its name was durable
+        """Make the loaded record durable and erase uncommitted ones, before the first write."""
+        # the description may have been read before its name was durable
         sync_directory(self.directory)
         self.ledger.settle()
 
     def written_in(self, chunk: int) -> int:
-        """The step that wrote `chunk` last."""
+        """Return the step that wrote `chunk` last."""
         return int(self._now[self._places[chunk].row]["step"])
 
     def has_weights(self, chunk: int) -> bool:
@@ -156,8 +157,8 @@ class FileTier:
         check: bool = True,
         rows: Rows | None = None,
     ) -> None:
-        """`check`: else the caller does, before it uses what was read. `rows`: of an older
-        step, else the newest."""
+        """Read a part. Without `check` the caller must check it before using it. `rows` selects an
+        older step instead of the newest."""
         place, rows = self._places[chunk], self._now if rows is None else rows
         row = rows[place.row].copy()
         start, stop = part_range(place.record, part)
@@ -171,7 +172,7 @@ class FileTier:
             self.check_sums(chunk, part, into, rows)
 
     def copy(self, chunk: int, rows: Rows, to: FileTier, buffer: memoryview) -> int:
-        """What `rows` say of a chunk, checked, is written in `to`. Returns its bytes."""
+        """Copy a chunk, as described by `rows` and checked, into tier `to`. Returns its bytes."""
         place, row = self._places[chunk], rows[self._places[chunk].row]
         part = RECORD if row["weights_sum"] else STATE_PART
         start, stop = part_range(place.record, part)
@@ -181,7 +182,7 @@ class FileTier:
         return len(view)
 
     def check_sums(self, chunk: int, part: str, data: memoryview, rows: Rows | None = None) -> None:
-        """Raises DamagedError where `data` is not what was written."""
+        """Raise DamagedError where `data` does not match the checksums of its part."""
         row = (self._now if rows is None else rows)[self._places[chunk].row]
         for p, found in self.sums(chunk, part, data).items():
             if row[f"{p}_sum"] not in (0, found):
@@ -193,8 +194,7 @@ class FileTier:
                 )
 
     def sums(self, chunk: int, part: str, data: memoryview) -> dict[str, int]:
-        """The checksums that `write` will want: cheapest where `data` was just made and lies in
-        the cache."""
+        """Compute the checksums for `write`; cheapest while `data` is still in the CPU cache."""
         place, out = self._places[chunk], {}
         start, _ = part_range(place.record, part)
         for p in _parts(place, part):
@@ -216,8 +216,8 @@ class FileTier:
         )
         base = self.ledger.entry.rows[place.row]
         assert not (place.frozen and base["weights_sum"]), f"chunk {chunk} is frozen"
-        # a weights part that is absent may go to either slot: beside the state part, so that one
-        # read gets both
+        # an absent weights part may go to either slot: beside the state part, so that both can be
+        # read at once
         slots = {
             p: 1 - int(base[f"{p}_slot" if base["weights_sum"] else "state_slot"]) for p in parts
         }
@@ -234,12 +234,12 @@ class FileTier:
             row["weights_sum"] = 0
 
     def prepare(self, step: int, blob: bytes, steps: Rows | None = None) -> None:
-        """`steps`: those in which each chunk was written last, where it was copied from
-        elsewhere."""
+        """Make a step durable. `steps` overrides the step that last wrote each chunk, where the
+        data was copied from elsewhere."""
         self.on_prepare(step)
         assert step > self.step and self.ledger.pending is None, (step, self.step)
         assert self.step >= 0 or all(map(self._whole, self._places.values())), (
-            "a chunk was never written"
+            "a chunk has not been written"
         )
         for file in self._slots:
             file.check_linked(f"at step {step}")
@@ -255,28 +255,28 @@ class FileTier:
     def committed(self, step: int) -> None:
         self.ledger.confirm()
         assert step == self.step, (step, self.step)
-        self._take()
+        self._reset()
         self.on_commit(step)
 
     def spill_write(self, chunk: int, data: memoryview, spill_slot: int = 0) -> None:
-        """Scratch bytes of a chunk (a worker's gradient): not durable. FullError at the first
-        call, and beyond the spill slots of `spill_workers`."""
+        """Write scratch data of a chunk (a worker's gradient), which is not durable. Raises
+        FullError at the first call; `spill_slot` must be below `spill_workers`."""
         self._spill_sums[chunk, spill_slot] = len(data), digest(data)
         self._spill_file().write(data, *self._spilled(chunk, data, spill_slot))
 
     def spill_read(self, chunk: int, into: memoryview, spill_slot: int = 0) -> None:
-        """What was written last, and zeros or older bytes behind it. DamagedError where it is
-        something else."""
+        """Read what was last written; bytes beyond it are undefined. Raises DamagedError where it
+        does not match its checksum."""
         offset, what = self._spilled(chunk, into, spill_slot)
         file, (nbytes, sum_) = self._spill_file(), self._spill_sums[chunk, spill_slot]
         assert len(into) >= nbytes, (chunk, len(into), nbytes)
         file.read(into, offset, what)
         if digest(into[:nbytes]) != sum_:
-            hint = "the same command goes on from the last committed step; the disk may be failing"
+            hint = "repeat the command to resume the last committed step; the disk may be failing"
             raise DamagedError(f"{file.path}: {what} does not match its checksum", hint=hint)
 
     def _spilled(self, chunk: int, view: memoryview, spill_slot: int) -> tuple[int, str]:
-        """Where it lies in the spill file, and what it is."""
+        """Return the offset in the spill file, and a description for messages."""
         place = self._places[chunk]
         assert len(view) <= place.spill_nbytes, (chunk, len(view), place.spill_nbytes)
         what = f"the spilled gradient of chunk {chunk} after step {self.step}"
@@ -289,7 +289,7 @@ class FileTier:
         self.locks.close()
 
     def check(self) -> None:
-        """All that the fields promise (tests call it)."""
+        """Assert the invariants of all fields (used by tests)."""
         assert (self._now["chunk"] == self.ledger.entry.rows["chunk"]).all()
         for chunk, place in self._places.items():
             now, base = self._now[place.row], self.ledger.entry.rows[place.row]
@@ -299,8 +299,8 @@ class FileTier:
             if not any((chunk, p) in self._written for p in (WEIGHTS, STATE_PART)):
                 assert now == base, chunk
 
-    def _take(self) -> None:
-        """The newest is what is committed."""
+    def _reset(self) -> None:
+        """Return to the last committed rows."""
         self._now = self.ledger.entry.rows.copy()
         self._written.clear()
 
@@ -324,7 +324,8 @@ class FileTier:
 
 
 def _lay_out(meta: StoreMeta) -> tuple[dict[int, ChunkPlace], tuple[int, int, int]]:
-    """Places by chunk, trainable ones first, and the bytes of slot 0, slot 1 and the spill file."""
+    """Lay out chunks, trainable ones first. Returns their places, and the bytes of slot 0, slot 1
+    and the spill file."""
     records = meta.owned(meta.index)
     chunks = sorted((meta.table.chunks[c] for c in records), key=lambda c: not c.trainable)
     places: dict[int, ChunkPlace] = {}
@@ -338,14 +339,14 @@ def _lay_out(meta: StoreMeta) -> tuple[dict[int, ChunkPlace], tuple[int, int, in
 
 
 def _parts(place: ChunkPlace, part: str) -> list[str]:
-    """Those of the weights and the state part that `part` means and that have bytes."""
+    """Return the parts that `part` consists of and that have bytes."""
     parts = [p for p in (WEIGHTS, STATE_PART) if part in (p, RECORD)]
     return [p for p in parts if p == WEIGHTS or place.record.state_nbytes]
 
 
 def _extents(place: ChunkPlace, parts: list[tuple[str, int]]) -> list[tuple[int, int, int]]:
-    """(slot, first byte, last byte) inside the record: one where the parts lie side by side in
-    one slot."""
+    """Return (slot, first byte, last byte) inside the record: a single extent if both parts lie
+    side by side in one slot."""
     out = [(slot, *part_range(place.record, p)) for p, slot in parts]
     if len(out) == 2 and out[0][0] == out[1][0]:
         return [(out[0][0], out[0][1], out[1][2])]
@@ -356,6 +357,6 @@ def _check_room(directory: Path, nbytes: int) -> None:
     free = free_nbytes(directory)
     if nbytes > free:
         raise FullError(
-            f"{directory}: the store needs {show_bytes(nbytes)} here, {show_bytes(free)} are free",
+            f"{directory}: the store needs {show_bytes(nbytes)}, but {show_bytes(free)} are free",
             hint="free space there, or spread the store over more directories",
         )

@@ -1,14 +1,14 @@
 """OpenedStore: all directories of a store together; open_store, create_store. And one server's part
-of a store that rests on several hosts: open_part, create_part, publish_part.
+of a store that is spread over hosts: open_part, create_part, publish_part.
 
-A store rests in `DIR/gen-N/` of each of its directories; `DIR[0]/CURRENT` names N
-(storage/current.py). A generation that was half written (a kill while creating or converting) is
-nothing, and is removed. A step is committed by directory 0's record, written after all others hold
-theirs.
+A store lies in `DIR/gen-N/` of each of its directories; `DIR[0]/CURRENT` names the current N
+(storage/current.py). A generation that was not finished (the process was killed while creating or
+converting it) is removed. A step is committed by directory 0's record, which is written after those
+of all others.
 
-Only directories that were given are read, written or cleaned, each under a lock from opening or
-creating to `close`; where a store was made is written in it for people, and is not followed.
-Deletes only files that it makes.
+Only directories that the caller names are read, written or cleaned, each under a lock until
+`close`. The locations at creation are recorded in the store for messages only. Deletes only files
+that it has made.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from roadtrain.storage.current import (
     Generation,
     brief_of,
     clear,
-    counting,
+    current,
     generations,
     remove,
     repair,
@@ -50,15 +50,15 @@ Accept = Callable[[str, int, str], None]
 
 @dataclass
 class OpenedStore:
-    """`tiers[i]` is directory i. `step` -1: created and not yet committed."""
+    """A store with tier i in directory i. `step` is -1 before the first commit."""
 
     directories: tuple[Path, ...]
     meta: StoreMeta  # of directory 0
     tiers: list[FileTier]
-    former: OpenedStore | None = None  # what `publish` replaces; until then the locks are its
+    former: OpenedStore | None = None  # replaced by `publish`; owns the locks until then
     locks: Locks = field(default_factory=Locks)
-    # what happened to the directories when it was opened
-    said: list[str] = field(default_factory=list)
+    # reports of what opening has done to the directories
+    events: list[str] = field(default_factory=list)
 
     @property
     def table(self) -> ChunkTable:
@@ -74,21 +74,20 @@ class OpenedStore:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return (*self.said, *(t.note for t in self.tiers if t.note))
+        return (*self.events, *(t.note for t in self.tiers if t.note))
 
     @property
     def session(self) -> str:
-        """The identity of the session that trained the store's step, or of the one that was begun
-        here; "" where it is not known. See storage/ledger.py, Note "sessions"."""
+        """The identity of the session that trained the store's step, or of the one begun here;
+        "" if unknown. See storage/ledger.py, Note "sessions"."""
         session = self.tiers[0].ledger.session
         return "" if session is None else session.id
 
     def begin_session(self) -> Witness:
-        """Every record that is written from now on names a new session. Nothing is written here.
+        """Name a new session in every record from now on. Writes nothing.
 
         Returns:
-            What a run directory keeps to recognize the store, whether or not the new session comes
-            to commit a step.
+            A witness for the run directory, valid whether or not the new session commits a step.
         """
         before, begun = self.tiers[0].ledger.begin_session()
         self._name_session(self.tiers[0].ledger.session)
@@ -102,16 +101,14 @@ class OpenedStore:
         return self.tiers[self.meta.owners[chunk]]
 
     def commit(self, step: int, blob: bytes) -> None:
-        """All that was written counts, or nothing: the other directories first, directory 0 is
-        the commit."""
+        """Commit what was written, all or nothing. Directory 0, the last one, is the commit."""
         for tier in [*self.tiers[1:], self.tiers[0]]:
             tier.prepare(step, blob if tier is self.tiers[0] else b"")
         for tier in self.tiers:
             tier.committed(step)
 
     def publish(self) -> None:
-        """This generation counts from now on; the former one is removed. Only after the first
-        commit."""
+        """Make this generation the current one, and remove the former. Needs a commit."""
         assert self.step >= 0
         switch(self.directories[0], self.meta.generation)
         if self.former is not None:
@@ -124,7 +121,7 @@ class OpenedStore:
                 remove(directory / f"gen-{old.meta.generation}")
 
     def discard(self) -> None:
-        """Close and remove a generation that is not to count."""
+        """Close and remove a generation that must not be used."""
         for tier in self.tiers:
             tier.close()
         for directory in reversed(self.directories):
@@ -145,10 +142,15 @@ def create_store(
     direct: bool = True,
     former: OpenedStore | None = None,
 ) -> OpenedStore:
-    """Empty files for every chunk, chunk c in `directories[owners[c]]`. The caller writes all,
-    commits, publishes. FullError with both numbers before anything is written; ForeignError
-    where a store is there already, StoreError where another process is at work in one of the
-    directories."""
+    """Create empty files for every chunk, with chunk c in `directories[owners[c]]`.
+
+    The caller writes all chunks, commits, and publishes.
+
+    Raises:
+        FullError: There is not enough room. Nothing was written.
+        ForeignError: There already is a store.
+        StoreError: Another process uses one of the directories.
+    """
     paths = tuple(Path(d).absolute() for d in directories)
     assert len(owners) == len(meta.table.chunks) and set(owners) <= {*range(len(paths))}
     for path in paths:
@@ -172,20 +174,20 @@ def create_store(
         with undone_on_error(store.discard):
             for index, path in enumerate(paths):
                 store.tiers.append(_create(path, replace(meta, index=index), direct))
-            if former is not None:  # the same values in other files
+            if former is not None:  # it holds the same values
                 store._name_session(former.tiers[0].ledger.session)
     return store
 
 
 def _check_free(paths: Sequence[Path]) -> None:
-    """No store is in `paths`; what a killed process half made is removed."""
+    """Check that `paths` hold no store, and remove what a killed process has left unfinished."""
     for path in paths:
         if (path / NAME).exists():
             raise ForeignError(
-                f"{path}: holds a store already", hint="open it, or name another directory"
+                f"{path}: already holds a store", hint="open it, or name another directory"
             )
-    _check_unborn(paths)
-    _remove_unborn(paths)
+    _check_unfinished(paths)
+    _remove_unfinished(paths)
 
 
 def open_store(
@@ -195,32 +197,32 @@ def open_store(
     direct: bool = True,
     accept: Accept = lambda job, step, session: None,
 ) -> OpenedStore | None:
-    """Open the store that counts among `directories` and `also`, whichever of them hold its parts.
+    """Open the current store in `directories` and `also`, whichever of them hold its parts.
 
     Args:
-        directories: Where the store rests, in any order.
-        also: Directories that it may have rested in before.
-        direct: Whether to read and write past the page cache.
-        accept: Called with the store's job, step and session ("", -1 and "" where nothing is there)
-            before anything is written or removed. Raises where training must not go on from that.
+        directories: The directories of the store, in any order.
+        also: Directories that the store may have been in before.
+        direct: Whether to use direct I/O.
+        accept: Called with the store's job, step and session ("", -1 and "" if there is no store)
+            before anything is written or removed. Raises to refuse that store.
 
     Returns:
-        The store, locked, or None where nothing is there.
+        The store, locked, or None if there is none.
 
     Raises:
         GoneError: A directory of the store is missing.
         ForeignError: The directories hold different stores.
-        ForkedError: They hold copies of one store that were trained apart from each other.
+        ForkedError: They hold copies of one store that were trained separately.
         StaleError: One of them is an older copy.
         DamagedError: A description or the newest record is damaged.
         StoreError: Another process has it open.
     """
-    given = list(dict.fromkeys(Path(d).absolute() for d in (*directories, *also)))
-    for path in given:
+    named = list(dict.fromkeys(Path(d).absolute() for d in (*directories, *also)))
+    for path in named:
         check_directory(path)
-    locks = Locks(given)
+    locks = Locks(named)
     with undone_on_error(locks.close):
-        store = _open(given, direct, accept)
+        store = _open(named, direct, accept)
         if store is None:
             locks.close()
         else:
@@ -229,11 +231,14 @@ def open_store(
 
 
 def _check_fallback(tiers: Sequence[FileTier]) -> None:
-    """A record that is torn belongs to a step that never counted, and the step before it is
-    whole. One that counted and is damaged since does not: the next step may have begun to
-    overwrite what the older record names. Then nothing is written, so that the record can still
-    be mended. It costs a read of the store, where a record is damaged only. Raises
-    DamagedError."""
+    """Raise DamagedError where the store would be opened at the step before a damaged record, but
+    the data of that step is not complete.
+
+    A torn record belongs to a step that was never committed, so the step before it is complete.
+    But if a committed record was damaged later, the next step may have overwritten data of the
+    older record. Nothing is written then, so that the record can still be repaired. The check
+    reads the whole store, but only if a record is damaged.
+    """
     damaged = [path for tier in tiers for path in tier.ledger.damaged]
     if not damaged:
         return
@@ -243,7 +248,7 @@ def _check_fallback(tiers: Sequence[FileTier]) -> None:
     except DamagedError as error:
         raise DamagedError(
             f"{damaged[0]}: its record is damaged, and step {tiers[0].step}, of the record before,"
-            f" is not whole any more: {error}".partition("\nhint:")[0],
+            f" is no longer complete: {error}".partition("\nhint:")[0],
             hint=(
                 f"nothing was changed: restore {damaged[0].name}, or the store, from a copy; the"
                 " disk may be failing"
@@ -251,18 +256,18 @@ def _check_fallback(tiers: Sequence[FileTier]) -> None:
         ) from error
 
 
-def _open(given: Sequence[Path], direct: bool, accept: Accept) -> OpenedStore | None:
-    found = [g for d in given if (g := counting(d)) is not None] or _roots(given)
+def _open(named: Sequence[Path], direct: bool, accept: Accept) -> OpenedStore | None:
+    found = [g for d in named if (g := current(d)) is not None] or _roots(named)
     if not found:
-        _check_unborn(given)
+        _check_unfinished(named)
         accept("", -1, "")
-        _remove_unborn(given)
+        _remove_unfinished(named)
         return None
     newest = max(found, key=lambda g: g.number)
     meta = StoreMeta.load(newest.home)
-    _check_jobs(given, meta)
-    paths = tuple(_member(i, meta, given) for i in range(len(meta.directories)))
-    store = OpenedStore(paths, meta, [], said=[g.note for g in found if g.note])
+    _check_jobs(named, meta)
+    paths = tuple(_member(i, meta, named) for i in range(len(meta.directories)))
+    store = OpenedStore(paths, meta, [], events=[g.note for g in found if g.note])
     with undone_on_error(store.close):
         for path in paths:
             home, step = path / f"gen-{meta.generation}", store.step if store.tiers else None
@@ -272,9 +277,9 @@ def _open(given: Sequence[Path], direct: bool, accept: Accept) -> OpenedStore | 
         _check_accepted(store, accept)
         _check_fallback(store.tiers)
         repair(paths[0], meta.generation)
-        for tier in store.tiers:  # directory 0, whose record decides, first
+        for tier in store.tiers:  # directory 0 first, since its record is the commit
             tier.settle()
-        store.said += _clean(given, store)
+        store.events += _clean(named, store)
     return store
 
 
@@ -285,17 +290,17 @@ def _check_sessions(store: OpenedStore) -> None:
         if (session := tier.ledger.session) != first:
             raise ForkedError(
                 f"{store.directories[0]} and {path} hold step {store.step} of two sessions that"
-                f" trained apart from each other: {first or 'one that is not known'};"
-                f" {session or 'one that is not known'}",
+                f" were trained separately: {first or '(unknown)'};"
+                f" {session or '(unknown)'}",
                 hint=(
-                    "nothing was changed: they are parts of two copies of one store; name the"
-                    " directories that were trained together"
+                    "nothing was changed: they belong to two copies of one store; name directories"
+                    " that were trained together"
                 ),
             )
 
 
 def _check_accepted(store: OpenedStore, accept: Accept) -> None:
-    """Raise what `accept` does, and DamagedError where the store is behind because its newest
+    """Raise the error of `accept`, or DamagedError if the store is only behind because its newest
     record is damaged."""
     try:
         accept(store.meta.job, store.step, store.session)
@@ -304,7 +309,7 @@ def _check_accepted(store: OpenedStore, accept: Accept) -> None:
         if not damaged:
             raise
         raise DamagedError(
-            f"{damaged[0]}: the newest record is damaged, and the one before it is of step"
+            f"{damaged[0]}: the newest record is damaged, and the one before it has step"
             f" {store.step}: {error}".partition("\nhint:")[0],
             hint=(
                 f"nothing was changed: restore {' and '.join(damaged)} from a copy, the disk may be"
@@ -315,29 +320,31 @@ def _check_accepted(store: OpenedStore, accept: Accept) -> None:
 
 
 def open_part(
-    directory: str | Path, step: int | None = None, *, direct: bool = True, look: bool = False
+    directory: str | Path, step: int | None = None, *, direct: bool = True, read_only: bool = False
 ) -> FileTier | None:
-    """One server's part of a store that rests on several hosts: at `step`, or the newest. None
-    where none is. `look`: only to see what it is; nothing is written or removed."""
+    """Open a server's part of a store that is spread over hosts, at `step` or the newest one.
+
+    Returns None where there is none. With `read_only` nothing is written, removed or locked.
+    """
     path = Path(directory).absolute()
-    locks = Locks(() if look else [path])
+    locks = Locks(() if read_only else [path])
     with undone_on_error(locks.close):
-        now = _counting_part(path)
+        now = _current_part(path)
         if now is None:
-            for generation in () if look else generations(path):
+            for generation in () if read_only else generations(path):
                 if not generation.recorded:
                     remove(generation.home)
             locks.close()
             return None
         tier = FileTier(now.home, StoreMeta.load(now.home), step, direct=direct, settle=False)
     tier.locks = locks
-    tier.said += [now.note] if now.note else []
+    tier.events += [now.note] if now.note else []
     with undone_on_error(tier.close):
-        if not look:
+        if not read_only:
             _check_fallback([tier])
             repair(path, now.number)
             tier.settle()
-            tier.said += clear(path, now, tier.meta.copy_of)
+            tier.events += clear(path, now, tier.meta.copy_of)
     return tier
 
 
@@ -349,26 +356,30 @@ def create_part(
     anew: bool = False,
     keep: bool = False,
 ) -> FileTier:
-    """Empty files for the chunks of server `meta.index`. It counts from `publish_part` on; until
-    then what is there does (`anew`: nothing), and takes its room beside it; in RAM, where that is
-    too little, it goes first. ForeignError where another part has trained; this one (it has missed
-    steps that its replicas have), or one that has not trained (its store was never finished
-    elsewhere), is replaced; `keep`: what is replaced is renamed, whatever its step.
+    """Create empty files for the chunks of server `meta.index`.
+
+    The existing part stays the current one until `publish_part` (with `anew`, there is none), and
+    both need room on the disk; in RAM, if there is too little, the old one is removed first. A
+    replaced part is removed later; with `keep` it is renamed, whatever its step.
+
+    Raises:
+        ForeignError: Another part that has trained is there. A part of this server (which missed
+            steps of its replicas) or one at step 0 (never finished elsewhere) is replaced.
     """
     path = Path(directory).absolute()
     make_directory(path)
     locks = Locks([path])
     with undone_on_error(locks.close):
-        old, said = _counting_part(path), list[str]()
+        old, events = _current_part(path), list[str]()
         if old is not None and old.step > 0 and old.part != (meta.job, meta.index):
             raise ForeignError(
-                f"{path}: holds step {old.step} of a store already", hint="name another directory"
+                f"{path}: already holds step {old.step} of a store", hint="name another directory"
             )
         for other in generations(path):
             if old is not None and other.home == old.home:
                 continue
             if other.recorded:
-                said.append(set_aside(other))
+                events.append(set_aside(other))
             else:
                 remove(other.home)
         if anew:
@@ -382,19 +393,19 @@ def create_part(
                 raise
             (path / NAME).unlink(missing_ok=True)
             remove(old.home)
-            said.append(
-                f"{path}: no room in RAM for two copies: that of step {old.step} goes before the"
-                " new one comes"
+            events.append(
+                f"{path}: no room in RAM for two copies: that of step {old.step} was removed to"
+                " make the new one"
             )
             tier = _create(path, meta, direct)
     tier.locks = locks
-    tier.said += said
+    tier.events += events
     return tier
 
 
 def publish_part(directory: str | Path) -> list[str]:
-    """What `create_part` has made there counts, after its first commit; then what it replaces is
-    removed, or renamed where it is at a later step. Lines that say so."""
+    """Make the part that `create_part` has made the current one, after its first commit. The
+    replaced part is removed, or renamed if it is at a later step; returns reports of that."""
     path = Path(directory).absolute()
     newest = generations(path)[-1]
     assert newest.step >= 0 and newest.brief is not None, newest
@@ -403,7 +414,7 @@ def publish_part(directory: str | Path) -> list[str]:
 
 
 def _create(path: Path, meta: StoreMeta, direct: bool) -> FileTier:
-    """Empty files for the chunks of directory `meta.index`, beside what describes them."""
+    """Create empty files for the chunks of directory `meta.index`, and their description."""
     home = path / f"gen-{meta.generation}"
     with undone_on_error(lambda: remove(home)):
         make_directory(home)
@@ -411,11 +422,11 @@ def _create(path: Path, meta: StoreMeta, direct: bool) -> FileTier:
         return FileTier(home, meta, direct=direct, create=True)
 
 
-def _counting_part(path: Path) -> Generation | None:
-    """What counts in the directory of one server; also without CURRENT, once it has a record.
-    DamagedError."""
+def _current_part(path: Path) -> Generation | None:
+    """Return the current generation of a server's directory; without CURRENT, the newest one that
+    has a record. Raises DamagedError."""
     if (path / NAME).exists():
-        return counting(path)
+        return current(path)
     whole = [g for g in generations(path) if g.step >= 0]
     if not whole:
         return None
@@ -424,104 +435,107 @@ def _counting_part(path: Path) -> Generation | None:
         raise DamagedError(
             f"{path}: {[g.home.name for g in whole]} hold parts of several stores, and there is no"
             f" {NAME}",
-            hint=f"write the N of the gen-N that counts into {NAME}",
+            hint=f"write the N of the gen-N to be used into {NAME}",
         )
     return _unnamed(best)
 
 
-def _unnamed(counts: Generation) -> Generation:
-    """With the note that no CURRENT says so."""
-    home = counts.home
-    note = f"{home.parent}: there is no {NAME}; {home.name}, at step {counts.step}, counts"
-    return replace(counts, note=note)
+def _unnamed(found: Generation) -> Generation:
+    """Add a note that there is no CURRENT that names it."""
+    home = found.home
+    note = f"{home.parent}: there is no {NAME}; {home.name}, at step {found.step}, is used"
+    return replace(found, note=note)
 
 
-def _roots(given: Iterable[Path]) -> list[Generation]:
-    """Where no CURRENT says what counts (a kill before it was written, or it was lost): first
-    directories that have a record. All others have theirs by then."""
-    found = _all(d for d in given if not (d / NAME).exists())
+def _roots(named: Iterable[Path]) -> list[Generation]:
+    """Return first directories with a record where no CURRENT exists (lost, or a kill before it was
+    written). All other directories have their records by then."""
+    found = _all(d for d in named if not (d / NAME).exists())
     return [_unnamed(g) for g in found if g.step >= 0 and g.brief and g.brief.index == 0]
 
 
-def _member(index: int, meta: StoreMeta, given: Sequence[Path]) -> Path:
-    """The given directory that holds directory `index` of the store."""
+def _member(index: int, meta: StoreMeta, named: Sequence[Path]) -> Path:
+    """Return the directory among `named` that holds directory `index` of the store."""
     name = f"gen-{meta.generation}"
-    for path in given:
+    for path in named:
         if not (path / name).is_dir():
             continue
-        # what is damaged says so
+        # load() raises the error of a damaged description
         if (brief_of(path / name) or StoreMeta.load(path / name)).index == index:
             return path
-    seen = [f"{path} {_looks(path)}" for path in given if not (path / name).is_dir()]
+    seen = [f"{path} {_describe(path)}" for path in named if not (path / name).is_dir()]
     raise GoneError(
-        f"directory {index} of the store's {len(meta.directories)} (made as"
-        f" {meta.directories[index]}) is none of the {len(given)} given"
+        f"directory {index} of the store's {len(meta.directories)} (created as"
+        f" {meta.directories[index]}) is none of the {len(named)} that were named"
         + "".join(f"; {what}" for what in seen),
         hint=(
-            "nothing was changed: mount its disk, or name in `store` the place where it is now; to"
-            " move the store out of it, name it in `moved_from`"
+            "nothing was changed: mount its disk, or name its new location in `store`; to move the"
+            " store out of it, name it in `moved_from`"
         ),
     )
 
 
-def _looks(path: Path) -> str:
-    """What a directory that holds no part of a store looks like, for people."""
+def _describe(path: Path) -> str:
+    """Describe a directory that holds no part of the store, for a message."""
     if not path.is_dir():
-        return "does not exist" if not path.exists() else "is no directory"
+        return "does not exist" if not path.exists() else "is not a directory"
     return "holds no part of it" if any(path.iterdir()) else "is empty"
 
 
-def _check_jobs(given: Iterable[Path], meta: StoreMeta) -> None:
-    """ForeignError for what another job has recorded in a given directory."""
-    for generation in _all(given):
+def _check_jobs(named: Iterable[Path], meta: StoreMeta) -> None:
+    """Raise ForeignError where one of the directories has records of another job."""
+    for generation in _all(named):
         counts = generation.recorded or generation.number == meta.generation
         if counts and generation.job not in (None, meta.job):
             raise ForeignError(
-                f"{generation.home.parent}: holds job {generation.job}, the store is job"
+                f"{generation.home.parent}: holds job {generation.job}, but the store is job"
                 f" {meta.job}",
                 hint="name the directories of one store",
             )
 
 
-def _all(given: Iterable[Path]) -> list[Generation]:
-    return [g for d in given for g in generations(d)]
+def _all(named: Iterable[Path]) -> list[Generation]:
+    return [g for d in named for g in generations(d)]
 
 
-def _clean(given: Iterable[Path], store: OpenedStore) -> list[str]:
-    """Nothing but `store` is left in the given directories. Lines about what was renamed."""
-    said, meta = [], store.meta
-    for path in given:
+def _clean(named: Iterable[Path], store: OpenedStore) -> list[str]:
+    """Remove or rename all other generations in the directories. Returns reports of renames."""
+    events, meta = [], store.meta
+    for path in named:
         home = path if path in store.directories else store.directories[0]
-        counts = next(g for g in generations(home) if g.number == meta.generation)
-        said += clear(path, counts, meta.copy_of)
+        kept = next(g for g in generations(home) if g.number == meta.generation)
+        events += clear(path, kept, meta.copy_of)
         if path != store.directories[0] and (path / NAME).exists():
-            (path / NAME).unlink()  # of a generation that another one has replaced
+            (path / NAME).unlink()  # of a generation that was replaced
             sync_directory(path)
-    return said
+    return events
 
 
-def _check_unborn(given: Iterable[Path]) -> None:
-    """GoneError for a generation whose first directory is not here: it may have trained."""
-    found = _all(given)
+def _check_unfinished(named: Iterable[Path]) -> None:
+    """Raise GoneError for a generation that may have trained, but whose first directory is not
+    named."""
+    found = _all(named)
     begun = {(g.job, g.number) for g in found if g.brief is not None and g.brief.index == 0}
     for generation in found:
         alone = (generation.job, generation.number) not in begun
         if generation.step > 0 or (generation.step == 0 and alone):
             raise GoneError(
                 f"{generation.home.parent}: holds step {generation.step} of a store whose first"
-                " directory is not among those given",
+                " directory was not named",
                 hint="nothing was changed: name all directories of the store; mount their disks",
             )
 
 
-def _remove_unborn(given: Iterable[Path]) -> None:
-    """Nothing counts: generations that were never finished are removed, first directories last:
-    one that holds step 0 of a store without them is taken for one that may have trained
-    (`_check_unborn`)."""
-    for generation in sorted(_all(given), key=lambda g: g.brief is None or g.brief.index == 0):
+def _remove_unfinished(named: Iterable[Path]) -> None:
+    """Remove generations that were never finished, where there is no current one.
+
+    First directories are removed last, because a directory at step 0 without them may have trained
+    (`_check_unfinished`).
+    """
+    for generation in sorted(_all(named), key=lambda g: g.brief is None or g.brief.index == 0):
         if generation.recorded and generation.step < 0:
             set_aside(generation)
         else:
             remove(generation.home)
-    for directory in given:
+    for directory in named:
         (directory / f"{NAME}.new").unlink(missing_ok=True)

@@ -1,21 +1,21 @@
-"""Ledger: which slots hold the last committed step of a generation directory.
+"""Ledger: the commit records of a generation directory, which name the slots of each step.
 
-The ledger has two files; a record of a step is [header | a row per owned chunk | blob | xxh3 of all
-that], written to the file that does not hold the last committed step and then fsynced. So a torn
-record never costs the last commit.
+The ledger has two files. The record of a step is [header | a row per owned chunk | blob | xxh3 of
+all that]. It is written to the file that does not hold the last committed step, and then fsynced.
+So a torn record never damages the last commit.
 
-Note "what the disk has": a record that is read may lie in the system's memory only: its writer was
-killed before it synced it, or the sync failed. A step that was built on it would overwrite the
-slots of the step before, and a power cut would then cost both. So `settle` writes again what
-counts, wipes what does not, and syncs both, before anything else is written; a record whose sync
-fails is wiped at once, and its step never counts.
+Note "durable before use": a record that was read may exist only in the page cache, because its
+writer was killed before the sync or the sync failed. A step built on it would overwrite the slots
+of the step before, and a power cut would then lose both. So before anything else is written,
+`settle` rewrites the valid record, erases the others, and syncs both files. A record whose sync
+fails is erased at once, and its step is not committed.
 
 Note "sessions": a record names the session that trained its step (a HistoryLink,
-storage/history.py). A session is one opening of a store on files that trains. So two copies of a
-directory that went on without each other have different sessions at the same step, and cannot be
-taken for each other. Records of servers' parts name none: their history rests in `store.json`.
+storage/history.py). A session is one opening of a store on files for training. So two copies of a
+directory that were trained separately have different sessions at the same step, and are not
+confused. Records of servers' parts name no session; their history is in `store.json`.
 
-Assumes: one writer (a lock on the ledger says so). Does NOT touch slots.
+Assumes one writer (enforced by a lock on the ledger). Does not touch slots.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ BLOBS = b"roadtrain blobs\0"
 # magic, format, generation, job, directory, rows, step, blob bytes
 HEADER = struct.Struct("<8sII16sIIQQ")
 WITH_SESSION = 2  # format of a record whose header is followed by its session
-# id, the step it went on from, when it began (seconds since 1970)
+# id, the step it continued from, its begin (seconds since 1970)
 SESSION = struct.Struct("<16sqq")
 ROW = np.dtype(
     [
         ("chunk", "<u4"),
-        ("step", "<u4"),  # the last that wrote the chunk
+        ("step", "<u4"),  # the last step that wrote the chunk
         ("weights_slot", "u1"),
         ("state_slot", "u1"),
         ("unused", "<u2"),
@@ -58,19 +58,19 @@ ROW = np.dtype(
         ("state_sum", "<u8"),
     ]
 )
-# bytes allocated beyond the rows, so that a blob of usual size commits on a full disk
+# bytes allocated beyond the rows, so that a blob of typical size can be committed on a full disk
 _SPARE = 1 << 16
 
 Rows = np.ndarray[Any, Any]
 
 
 def digest(view: memoryview | bytes) -> int:
-    """xxh3_64, never 0."""
+    """Return the xxh3_64 checksum, never 0."""
     return xxhash.xxh3_64_intdigest(view) or 1
 
 
 def pack(blobs: Sequence[bytes]) -> bytes:
-    """What several workers commit with a step, as one blob; that of one worker is itself."""
+    """Pack the blobs that several workers commit with a step; a single blob stays as it is."""
     if len(blobs) <= 1:
         return b"".join(blobs)
     lengths = struct.pack(f"<{len(blobs) + 1}Q", len(blobs), *map(len, blobs))
@@ -78,14 +78,13 @@ def pack(blobs: Sequence[bytes]) -> bytes:
 
 
 def unpack(blob: bytes) -> list[bytes]:
-    """The workers' blobs, in their order; what a relay has packed for its host's is in one of
-    them."""
+    """Return the workers' blobs in order. A blob may itself be packed, by the relay of a host."""
     if not blob.startswith(BLOBS):
         return [blob]
     (count,) = struct.unpack_from("<Q", blob, len(BLOBS))
     lengths = struct.unpack_from(f"<{count}Q", blob, len(BLOBS) + 8)
     ends = list(itertools.accumulate(lengths, initial=len(BLOBS) + 8 * (count + 1)))
-    return [one for a, b in itertools.pairwise(ends) for one in unpack(blob[a:b])]
+    return [piece for a, b in itertools.pairwise(ends) for piece in unpack(blob[a:b])]
 
 
 @dataclass(frozen=True)
@@ -94,16 +93,19 @@ class LedgerEntry:
     rows: Rows
     blob: bytes
     file: int  # ledger.0 or ledger.1
-    session: HistoryLink | None = None  # that trained the step; None: not known
+    session: HistoryLink | None = None  # that trained the step; None: unknown
 
 
 class Ledger:
     """The two ledger files of one generation directory.
 
-    `entry`: the last committed record, before the first one of step -1 with the rows given.
-    `pending`: what is appended and not confirmed. `session`: what the next records name (Note
-    "sessions"), at first that of the record that was loaded. `dropped`: lines about records that do
-    not count. `damaged`: files with a record that is torn or damaged.
+    Attributes:
+        entry: The last committed record; before the first commit, step -1 with the initial rows.
+        pending: The record that was appended but not confirmed.
+        session: The session that new records name (Note "sessions"); at first that of the loaded
+            record.
+        dropped: Reports of records that are ignored.
+        damaged: Files with a torn or damaged record.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class Ledger:
         self.session: HistoryLink | None = None
         self.dropped: list[str] = []
         self.damaged: list[Path] = []
-        self._loaded = [b"", b""]  # what counts in each file, until it is settled
+        self._loaded = [b"", b""]  # the valid record of each file, until settle()
         size = HEADER.size + rows.nbytes + _SPARE if create else None
         with undone_on_error(self.close):
             for i in range(2):
@@ -124,9 +126,11 @@ class Ledger:
                 lock(self._files[0].fd, directory)
 
     def load(self, step: int | None) -> tuple[int, ...]:
-        """The record of exactly `step`, or the newest; nothing is written before `settle`. A
-        newer one than `step` is not to count. Returns the steps there were records of.
-        DamagedError where there is none, ForeignError for another's."""
+        """Load the record of exactly `step`, or the newest, and ignore a newer one.
+
+        Nothing is written before `settle`. Returns the steps that have records. Raises DamagedError
+        where there is no such record, or ForeignError for a record of another store.
+        """
         found = [e for e in (self._parse(i) for i in range(2)) if e is not None]
         fit = [e for e in found if step is None or e.step == step]
         if not fit:
@@ -138,41 +142,41 @@ class Ledger:
                 self._loaded[entry.file] = b""
                 self.dropped.append(
                     f"{self._files[entry.file].path}: the record of step {entry.step} was not "
-                    f"committed, step {self.entry.step} counts"
+                    f"committed, step {self.entry.step} is used"
                 )
         return tuple(e.step for e in found)
 
     def _lacks(self, step: int | None, steps: list[int]) -> StoreError:
-        """The error for a directory without a record of `step` (None: without any record)."""
+        """Return the error for a missing record of `step` (None: no record at all)."""
         home = self._files[0].path.parent
         holds = f"its records are of steps {sorted(steps)}" if steps else "it holds no other record"
         if self.damaged:
             damaged = " and ".join(map(str, self.damaged))
             return DamagedError(
-                f"{damaged}: the record there is damaged, and {holds}", hint=RESTORE
+                f"{damaged}: the record in it is damaged, and {holds}", hint=RESTORE
             )
         if step is None or not steps:
             return DamagedError(f"{home}: its ledger holds no record", hint=RESTORE)
-        older = "this part" if max(steps) < step else "the part whose step counts, the first one,"
+        older = "this part" if max(steps) < step else "the first part, which determines the step,"
         return StaleError(
-            f"{home}: {holds}, and the store is at step {step}: {older} is an older copy, or one"
-            " that was trained elsewhere",
+            f"{home}: {holds}, but the store is at step {step}: {older} is an older copy, or was"
+            " trained elsewhere",
             hint="nothing was changed: name the directories that were trained together",
         )
 
     def settle(self) -> None:
-        """What was loaded is durable, and what does not count is gone for good (Note "what the
-        disk has")."""
+        """Make the loaded record durable, and erase records that are not valid (Note "durable
+        before use")."""
         for number in (self.entry.file, 1 - self.entry.file):
             data, self._loaded[number] = self._loaded[number] or bytes(HEADER.size), b""
-            self._files[number].write(memoryview(data), 0, what := "a record that was found")
+            self._files[number].write(memoryview(data), 0, what := "the loaded record")
             self._files[number].sync(f"of {what}")
 
     def begin_session(self) -> tuple[str, str]:
-        """Name a new session in every record that is written from now on.
+        """Name a new session in all further records.
 
         Returns:
-            The session that trained the last step ("" where it is not known), and the new one.
+            The session that trained the last step ("" if unknown), and the new one.
         """
         before = "" if self.session is None else self.session.id
         begun = uuid.uuid4().hex[:16]
@@ -180,7 +184,7 @@ class Ledger:
         return before, begun
 
     def append(self, step: int, rows: Rows, blob: bytes) -> None:
-        """Durable on return; the committed record is not touched."""
+        """Write a record durably, without touching the committed one."""
         m, number, session = self._meta, 1 - self.entry.file, self.session
         job, fmt = uuid.UUID(m.job).bytes, m.format if session is None else WITH_SESSION
         counts = len(rows), step, len(blob)
@@ -196,7 +200,7 @@ class Ledger:
             file.check_linked(f"after {what}")
         except StoreError:
             self.pending = None
-            # else `settle` finds it, and makes it durable or fails too
+            # settle() would find the record after a restart, and make it durable or fail too
             with contextlib.suppress(StoreError):
                 file.write(memoryview(bytes(HEADER.size)), 0, "a record that may not be durable")
                 file.sync("of a record that may not be durable")
@@ -215,7 +219,7 @@ class Ledger:
         data = record_in(path)
         if data is None:
             self.damaged.append(path)
-            self.dropped.append(f"{path}: a torn record was dropped, the newest whole one counts")
+            self.dropped.append(f"{path}: a torn record was dropped, the newest intact one is used")
         if not data:
             return None
         self._loaded[file] = data
@@ -242,8 +246,8 @@ def _header_nbytes(fmt: int) -> int:
 
 
 def record_in(path: Path) -> bytes | None:
-    """The whole record of a ledger file, checksum included; b"" where none was ever written,
-    None where one is torn or damaged."""
+    """Read the intact record of a ledger file, with its checksum; b"" where none was ever written,
+    None where it is torn or damaged."""
     with typed_errors(path, "reading"):
         data = path.read_bytes()
     if not any(data[: HEADER.size]):
@@ -256,8 +260,8 @@ def record_in(path: Path) -> bytes | None:
 
 
 def steps_in(directory: Path) -> list[int | None]:
-    """The steps of the records in a generation directory, None for a record that is torn or
-    damaged; unchecked is whether they are of the store that its description tells of."""
+    """Return the steps of the records in a generation directory; None for a torn or damaged record.
+    Does not check that they belong to the store that is described there."""
     records = []
     for name in ("ledger.0", "ledger.1"):
         with contextlib.suppress(GoneError):

@@ -1,8 +1,8 @@
-"""Locks: directories that this process alone opens, fills, converts and cleans, until `close`.
+"""Locks on directories: this process alone opens, fills, converts and cleans them, until `close`.
 
-A lock is on the directory itself, so nothing lies in it that could be left over; where the file
-system locks no directories (NFS), on a file `lock` in it. It ends with the process: forked
-children, such as a DataLoader's, do not keep it. Does NOT wait for longer than LOCK_WAIT_S.
+The lock is on the directory itself, so it leaves no file behind. Where the file system cannot lock
+directories (NFS), it is on a file named `lock` in it. It ends with the process: forked children,
+such as those of a DataLoader, do not keep it. Waits at most LOCK_WAIT_S.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from roadtrain.errors import StoreError
 from roadtrain.retry import retry, undone_on_error
 from roadtrain.storage.direct import typed_errors
 
-LOCK_WAIT_S = 5.0  # a killed process's helpers may hold the lock for a moment longer
+LOCK_WAIT_S = 5.0  # subprocesses of a killed process may hold the lock briefly
 
 
 class Locks:
-    """Invariant: each directory that is locked is so once, by device and inode."""
+    """A set of locked directories. Each is locked once, identified by device and inode."""
 
     def __init__(self, directories: Iterable[Path] = ()) -> None:
         self._held: dict[tuple[int, int], int] = {}  # (device, inode) of a directory -> descriptor
@@ -30,7 +30,8 @@ class Locks:
             self.take(directories)
 
     def take(self, directories: Iterable[Path]) -> None:
-        """Also these, those that exist. StoreError where another process has one of them."""
+        """Lock more directories, those that exist. Raises StoreError where another process has one
+        of them."""
         for directory in directories:
             if not directory.is_dir():
                 continue
@@ -51,18 +52,18 @@ class Locks:
 _ALL: weakref.WeakSet[Locks] = weakref.WeakSet()  # of this process
 
 
-def _let_go() -> None:
-    """In a forked child: a lock is held as long as any process has its descriptor open."""
+def _close_in_child() -> None:
+    """Close the locks in a forked child, which would otherwise keep them as long as it lives."""
     for locks in list(_ALL):
         locks.close()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _locked(fd: int, directory: Path) -> int:
-    """The descriptor that holds the lock: `fd`, or that of a file in the directory. `fd` is
-    closed otherwise."""
+    """Lock a directory. Returns the descriptor that holds the lock: `fd`, or that of a file in the
+    directory, and then `fd` is closed."""
     try:
         lock(fd, directory)
         return fd
@@ -77,14 +78,14 @@ def _locked(fd: int, directory: Path) -> int:
 
 
 def lock(fd: int, directory: Path) -> None:
-    """StoreError where another process holds it, OSError where the file system has no locks on
-    it."""
+    """Lock a descriptor. Raises StoreError where another process has locked it, or OSError where
+    the file system does not support locks on it."""
     try:
         retry(lambda: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB), BlockingIOError, LOCK_WAIT_S)
     except BlockingIOError:
         holder = _holder(fd)
         if holder == os.getpid():
-            who, hint = "this process", "close what holds it first, as optimizer.close() does"
+            who, hint = "this process", "close it first, for example with optimizer.close()"
         else:
             who = f"another process{f', {holder}' if holder else ''}"
             hint = "end the other run of this job first"
@@ -94,8 +95,8 @@ def lock(fd: int, directory: Path) -> None:
 
 
 def _holder(fd: int) -> int:
-    """The process that holds the lock on the file of `fd`; 0 where the system does not tell."""
-    held = f":{os.fstat(fd).st_ino}"  # file systems of containers show another device
+    """Return the id of the process that locked the file of `fd`; 0 if unknown."""
+    held = f":{os.fstat(fd).st_ino}"  # in containers, file systems show another device
     try:
         lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
     except OSError:

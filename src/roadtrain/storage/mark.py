@@ -1,17 +1,16 @@
-"""Mark: what a run directory knows of its store, so that no other store, no older one and no copy
-that was trained elsewhere is taken for it (Rule 3).
+"""Mark: a run directory's record of its store, by which another store, an older one, or a copy that
+was trained elsewhere is recognized and refused.
 
-`mark.json` names the store (its job's uuid), the highest step that is known to be committed, and
-the session that trains it. It is replaced now and then only, not at every step: the lines of
-metrics.jsonl, each durable before its step can be committed, give the rest (`witness`, `sessions`).
-A store that is absent, another one, below that step or trained by another session is refused before
-anything is made, moved or removed; `new_store` says that the store that is there, or a new one, is
-meant.
+`mark.json` names the store (its job's uuid), the highest step known to be committed, and the
+session that trains it. It is only replaced every few seconds: the lines of metrics.jsonl, each of
+which is durable before its step can be committed, supply the rest (`witness`, `sessions`). A store
+that is missing, another one, at an earlier step or trained by another session is refused before
+anything is created, moved or removed, unless `new_store` confirms it.
 
-Note "settled": a start that is allowed to go back says so here before it does; from then on, until
-metrics.jsonl has been brought to the same step, its lines are no witness.
+Note "settled": a start that may go back to an earlier step writes settled=False before it does.
+Until metrics.jsonl has been cut to the same step, its lines are then ignored.
 
-Assumes: one process, worker 0, writes it. Does NOT read metrics.jsonl, and does NOT know replicas.
+Assumes that one process, worker 0, writes it. Does not read metrics.jsonl or know of replicas.
 """
 
 from __future__ import annotations
@@ -35,30 +34,31 @@ from roadtrain.storage.history import Witness
 from roadtrain.storage.sealed import sealed, unsealed
 
 NAME = "mark.json"
-EVERY_S = 5.0  # between two replacements while training
-IN_RAM = "RAM, since no directory is named"  # where the state of a job without a store rests
+EVERY_S = 5.0  # between two writes of the mark while training
+IN_RAM = "RAM, since no directory is named"  # location of the state of a job without a store
 _ANYWAY = "--new-store (run.new_store)"
 _KEPT = "nothing was changed: "
 
 
-class Known(msgspec.Struct, frozen=True):
-    """What a mark says."""
+class MarkRecord(msgspec.Struct, frozen=True):
+    """The content of a mark."""
 
-    # uuid of the store; "": not known, or the state rested in the memory of the process
+    # uuid of the store; "": unknown, or the state was in the memory of the process
     job: str = ""
-    step: int = -1  # committed at least; -1: nothing is known
-    history: str = ""  # a Witness (storage/history.py): its last sessions; "": not known
+    step: int = -1  # a step known to be committed; -1: none
+    history: str = ""  # a Witness (storage/history.py) as text; "": unknown
     settled: bool = True  # see Note "settled"
     format: int = 1
 
 
 class Mark:
-    """Of the run directory `directory`. `witness`: the step that metrics.jsonl proves committed, -1
-    for none. `sessions`: for each step that has a line there, the session that trained it, "" where
-    the line does not say. `reads`: a store that is there is wanted, none shall be made.
-    `known`: what was known when it was opened, then what was written last. `fresh`: whether
-    `check` has let another store in than the one that metrics.jsonl tells of. `new_store`: a person
-    says that the store that is there is meant."""
+    """The mark of a run directory.
+
+    Attributes:
+        record: The content when it was opened, then the content written last.
+        fresh: Whether `check` has accepted another store than that of metrics.jsonl.
+        new_store: Whether the user has confirmed the store that is found (`--new-store`).
+    """
 
     def __init__(
         self,
@@ -70,14 +70,25 @@ class Mark:
         reads: bool = False,
         report: Callable[[str], None] = print,
     ) -> None:
+        """Open the mark of `directory`.
+
+        Args:
+            directory: The run directory.
+            witness: The step that metrics.jsonl proves to be committed, -1 for none.
+            sessions: The session that trained each step with a line in metrics.jsonl; "" if the
+                line does not name it.
+            new_store: Whether the user has confirmed the store that is found.
+            reads: Whether a missing store is an error, because the command only reads one.
+            report: Called with each line to be printed.
+        """
         self.path = directory / NAME
         self.fresh = False
         self._sessions = sessions or {}
         self.new_store = new_store
         self._reads = reads
         self._report = report
-        self._written = -EVERY_S  # when the mark was written last
-        self.known = self._load(witness)
+        self._written = -EVERY_S  # time of the last write
+        self.record = self._load(witness)
 
     def check(
         self, job: str, step: int, where: str, *, session: str | None = None, back: bool = False
@@ -86,132 +97,130 @@ class Mark:
 
         Args:
             job: The store's uuid.
-            step: Its last committed step, -1 where no store is there.
-            where: Where it rests, for messages.
-            session: What trained that step, "" where the store does not say. None: the store's
-                history is compared elsewhere (servers, stages).
-            back: Whether going back is within what was promised (state in RAM with snapshots).
+            step: Its last committed step, -1 where there is no store.
+            where: Its location, for messages.
+            session: The session that trained that step, "" if the store does not name it. None:
+                the store's history is compared elsewhere (servers, stages).
+            back: Whether going back to an earlier step is allowed (state in RAM with snapshots).
 
         Raises:
-            GoneError: No store is there.
-            ForeignError: It is another one.
+            GoneError: There is no store.
+            ForeignError: It is another store.
             StaleError: It is behind this run.
             ForkedError: It was trained without this run.
         """
         refusal = self._refusal(job, step, where, session)
         if refusal is None:
             return
-        another = step < 0 or self.known.job not in ("", job) or isinstance(refusal, ForkedError)
+        another = step < 0 or self.record.job not in ("", job) or isinstance(refusal, ForkedError)
         if not (back and not another):
             if not self.new_store:
                 raise refusal
             self._report(f"--new-store: {refusal}".partition("\n")[0])
         self.fresh = another
-        self._write(Known(job if step >= 0 else "", step, settled=False))
+        self._write(MarkRecord(job if step >= 0 else "", step, settled=False))
 
     def adopt(self, job: str, step: int, history: str = "") -> None:
-        """The store of `job` at `step` is this run's from now on; `job` "": its state rests in
-        this process."""
-        if step >= 0 and job and self.known.job != job and self.known.step > 0:
-            self._report(f"{self.path}: the store of job {job} at step {step} is this run's")
-        self.fresh |= self.known.job not in ("", job)
-        self._write(Known(job, step if job else -1, history, settled=False))
+        """Record `job` at `step` as this run's store; "": its state is in this process."""
+        if step >= 0 and job and self.record.job != job and self.record.step > 0:
+            self._report(f"{self.path}: this run now uses the store of job {job}, at step {step}")
+        self.fresh |= self.record.job not in ("", job)
+        self._write(MarkRecord(job, step if job else -1, history, settled=False))
 
     def advance(self, step: int, *, now: bool = False) -> None:
-        """`step` is committed, and metrics.jsonl is this store's. Written once in EVERY_S, or
-        `now`."""
-        if not self.known.job or (self.known.settled and step <= self.known.step):
+        """Record that `step` is committed and that metrics.jsonl agrees with the store. Written
+        at most every EVERY_S, or `now`."""
+        if not self.record.job or (self.record.settled and step <= self.record.step):
             return
-        if now or not self.known.settled or time.monotonic() - self._written > EVERY_S:
-            self._write(Known(self.known.job, step, self.known.history))
+        if now or not self.record.settled or time.monotonic() - self._written > EVERY_S:
+            self._write(MarkRecord(self.record.job, step, self.record.history))
 
     def _refusal(self, job: str, step: int, where: str, session: str | None) -> StoreError | None:
-        known = self.known
+        mine = self.record
         if self._reads and step < 0:
             return GoneError(
-                f"{where}: no store is there", hint="mount its disk, or train the run first"
+                f"{where}: there is no store", hint="mount its disk, or train the run first"
             )
-        if known.step < 0 or (not job and where == IN_RAM and not known.job):
+        if mine.step < 0 or (not job and where == IN_RAM and not mine.job):
             return None
-        ours = f"this run has committed step {known.step}" + (
-            f" of store {known.job}" if known.job else ""
+        ours = f"this run has committed step {mine.step}" + (
+            f" of store {mine.job}" if mine.job else ""
         )
         if step < 0:
             return GoneError(
-                f"{where}: no store is there, {ours}",
+                f"{where}: there is no store, but {ours}",
                 hint=(
-                    f"{_KEPT}mount its disk, or name the place where it is now; {_ANYWAY} begins"
-                    " anew at step 0, without what was trained"
+                    f"{_KEPT}mount its disk, or name its new location; {_ANYWAY} starts again at"
+                    " step 0, without the earlier training"
                 ),
             )
-        if known.job not in ("", job):
+        if mine.job not in ("", job):
             return ForeignError(
-                f"{where}: holds step {step} of store {job}, {ours}",
+                f"{where}: has step {step} of store {job}, but {ours}",
                 hint=(
-                    f"{_KEPT}name the place of this run's store; {_ANYWAY} takes the other one"
-                    f" instead, from its step {step}"
+                    f"{_KEPT}name the location of this run's store; {_ANYWAY} continues with the"
+                    f" other one from its step {step}"
                 ),
             )
         if session is not None and self._is_anothers(step, session):
             return ForkedError(
-                f"{where}: step {step} there was trained without this run (by session"
-                f" {session or 'that is not known'}), {ours}",
+                f"{where}: step {step} of the store was trained outside of this run (by session"
+                f" {session or '(unknown)'}), but {ours}",
                 hint=(
-                    f"{_KEPT}this is a copy that went on elsewhere, or another run trained it: name"
-                    f" the place of the store that this run trained; {_ANYWAY} takes what is there"
-                    f" instead, from step {step}, and puts this run's metrics.jsonl aside"
+                    f"{_KEPT}the store is a copy that was trained elsewhere, or by another run:"
+                    f" name the store that this run trained; {_ANYWAY} continues with this one from"
+                    f" step {step} and sets this run's metrics.jsonl aside"
                 ),
             )
-        if step < known.step:
+        if step < mine.step:
             return StaleError(
-                f"{where}: the store is at step {step}, {ours}",
+                f"{where}: the store is at step {step}, but {ours}",
                 hint=(
-                    f"{_KEPT}this is an older copy: put the newer one back, or name its place;"
+                    f"{_KEPT}this is an older copy: restore the newer one, or name its location;"
                     f" {_ANYWAY} goes back to step {step} and repeats the steps after it"
                 ),
             )
         return None
 
     def _is_anothers(self, step: int, session: str) -> bool:
-        """Whether the store's `step` is of none of this run's sessions, as far as is known."""
-        if self.known.settled and self._sessions:
-            if step > max(self._sessions):  # a step has its line before it can be committed
+        """Whether the store's `step` is known to be trained by a session of another run."""
+        if self.record.settled and self._sessions:
+            if step > max(self._sessions):  # a step's line is written before its commit
                 return True
             if by := self._sessions.get(step):
                 return by != session
-        witness = Witness.of(self.known.history)
-        if witness is None or step < self.known.step:  # an older copy, as far as is known
+        witness = Witness.of(self.record.history)
+        if witness is None or step < self.record.step:  # just an older copy
             return False
         return session not in (witness.before, witness.last)
 
-    def _load(self, witness: int) -> Known:
-        metrics = Known(step=witness if witness > 0 else -1)
+    def _load(self, witness: int) -> MarkRecord:
+        metrics = MarkRecord(step=witness if witness > 0 else -1)
         content = read_or_none(self.path)
         if content is None:
             return metrics
         try:
-            known = msgspec.json.decode(unsealed(content), type=Known)
+            found = msgspec.json.decode(unsealed(content), type=MarkRecord)
         except ValueError as error:
             if metrics.step < 0 and not self.new_store:
                 raise DamagedError(
-                    f"{self.path}: damaged ({error}): which store is this run's, at which step, is"
-                    " not known",
+                    f"{self.path}: damaged ({error}), so this run's store and its step are unknown",
                     hint=(
-                        f"{_KEPT}restore it from a copy; {_ANYWAY} goes on with the store that is"
-                        " named, from its last committed step"
+                        f"{_KEPT}restore it from a copy; {_ANYWAY} continues with the store that"
+                        " is named, from its last committed step"
                     ),
                 ) from error
             self._report(
-                f"{self.path}: damaged ({error}); metrics.jsonl proves step {witness}, a store at"
-                " that step or after it is taken for this run's"
+                f"{self.path}: damaged ({error}); metrics.jsonl proves step {witness}, so a store"
+                " at that step or later is accepted"
             )
             return metrics
-        if known.format != 1:
-            raise ForeignError(f"{self.path}: format {known.format}, this version reads 1")
-        if known.job and known.settled and witness > known.step:
-            return msgspec.structs.replace(known, step=witness)
-        return known
+        if found.format != 1:
+            raise ForeignError(f"{self.path}: format {found.format}, this version reads 1")
+        if found.job and found.settled and witness > found.step:
+            return msgspec.structs.replace(found, step=witness)
+        return found
 
-    def _write(self, known: Known) -> None:
-        replace_file(self.path, sealed(msgspec.json.encode(known)), "writing")
-        self.known, self._written = known, time.monotonic()
+    def _write(self, record: MarkRecord) -> None:
+        replace_file(self.path, sealed(msgspec.json.encode(record)), "writing")
+        self.record, self._written = record, time.monotonic()

@@ -56,16 +56,16 @@ class StoreMeta:
     blocks: tuple[tuple[str, tuple[ParamSpec, ...]], ...]
     chunk_elements: int
     groups: tuple[GroupRule, ...]
-    owners: tuple[int, ...] = ()  # of each chunk: an index into `directories`
+    owners: tuple[int, ...] = ()  # of each chunk, as index into `directories`
     directories: tuple[str, ...] = ()
     generation: int = 0
-    index: int = 0  # of this directory
+    index: int = 0  # index of this directory
     staleness: int = 0
     replicas: int = 1  # directories that hold each chunk
-    copy_of: int = 0  # the generation that this one was made from, to replace it; 0: from none
-    # of a store on servers: every session that began to train (storage/history.py)
+    copy_of: int = 0  # generation that this one replaces with a copy; 0: none
+    # for a store on servers: every session that began to train (storage/history.py)
     history: tuple[HistoryLink, ...] = ()
-    # servers of the last of them that this one may go on without, as a witness said
+    # servers of the last session that this one may continue without, as a witness has allowed
     without: tuple[int, ...] = ()
     format: int = FORMAT
 
@@ -106,13 +106,13 @@ class StoreMeta:
         return out
 
     def holders(self, chunk: int) -> tuple[int, ...]:
-        """The directories (or servers) that hold `chunk`: its owner, then the next ones in
-        order."""
+        """Return the directories (or servers) that hold `chunk`: its owner, then the following
+        ones."""
         owner, n = self.owners[chunk], len(self.directories)
         return (owner, *((owner + i) % n for i in range(1, self.replicas)))
 
     def owned(self, index: int) -> dict[int, Record]:
-        """The records that directory `index` holds."""
+        """Return the records that directory `index` holds."""
         return {chunk: r for chunk, r in self.records.items() if index in self.holders(chunk)}
 
     @property
@@ -121,12 +121,12 @@ class StoreMeta:
         return self.history[-1].members if self.history else tuple(range(len(self.directories)))
 
     def write(self, directory: Path) -> None:
-        """Atomically and durably."""
+        """Write the description, atomically and durably."""
         replace_file(directory / "store.json", sealed(self.to_json().encode()), "writing")
 
     @property
     def signature(self) -> str:
-        """Same for two workers whose parameters, dtypes, chunks and rules are the same."""
+        """Equal for two workers whose parameters, dtypes, chunks and rules are equal."""
         keys = ("blocks", "chunk_elements", "groups", "staleness", "replicas")
         body = json.dumps([asdict(self)[key] for key in keys])
         return hashlib.sha256(body.encode()).hexdigest()[:32]
@@ -136,7 +136,8 @@ class StoreMeta:
 
     @staticmethod
     def load(directory: Path) -> StoreMeta:
-        """Raises GoneError, DamagedError, or ForeignError for another format."""
+        """Read the description. Raises GoneError, DamagedError, or ForeignError for another
+        format."""
         path = directory / "store.json"
         with typed_errors(path, "reading"):
             content = path.read_bytes()

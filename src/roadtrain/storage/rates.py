@@ -1,7 +1,6 @@
-"""The rates of a storage directory, measured.
+"""Measurement of the rates of a storage directory.
 
-Assumes the directory takes a file of FILE_BYTES for some seconds. Does NOT write anything that
-stays.
+Needs room for a file of FILE_BYTES for some seconds. Leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from roadtrain.storage.direct import DirectFile, typed_errors
 from roadtrain.units import MIB
 
 PIECE, FILE_BYTES = 8 * MIB, 256 * MIB
-THREADS = 2  # a direction; more gain little
-SECONDS = 0.7  # of each measurement
+THREADS = 2  # per direction; more gain little
+SECONDS = 0.7  # duration of each measurement
 Call = Callable[[memoryview, int, str], None]
 
 
 @dataclass(frozen=True)
 class StorageRates:
-    """Bytes a second of direct I/O (buffered where it is refused: `note` says so). `mixed`: both
-    directions at once, together."""
+    """Bytes per second of direct I/O (buffered if that is not supported, see `note`). `mixed`: the
+    sum of both directions at once."""
 
     read: float
     write: float
@@ -36,8 +35,7 @@ class StorageRates:
 
 
 def storage_rates(directory: str | Path) -> StorageRates:
-    """Writes and reads a temporary file in `directory`. Raises StoreError (FullError,
-    GoneError)."""
+    """Write and read a temporary file in `directory`. Raises StoreError (FullError, GoneError)."""
     home = Path(directory).absolute()
     while not home.is_dir():
         home = home.parent
@@ -47,7 +45,7 @@ def storage_rates(directory: str | Path) -> StorageRates:
     ):
         file = DirectFile(Path(name) / "rates.bin", create=FILE_BYTES)
         try:
-            # what was never written reads too fast
+            # file system holes would read too fast
             wrote = _rate([file.write], at_least=FILE_BYTES)
             read = _rate([file.read])
             return StorageRates(read, wrote, _rate([file.read, file.write]), file.note)
@@ -56,8 +54,7 @@ def storage_rates(directory: str | Path) -> StorageRates:
 
 
 def _rate(calls: list[Call], at_least: int = 0) -> float:
-    """Bytes a second of all `calls` together, each with pieces of the file in turn, over and
-    over."""
+    """Return the bytes per second of all `calls` together, each repeated over the whole file."""
     start = time.perf_counter()
 
     def work(call: Call, offsets: Iterator[int]) -> int:

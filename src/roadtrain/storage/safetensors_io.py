@@ -1,8 +1,8 @@
-"""Read safetensors tensor by tensor, as Hugging Face lays them out (training/write_safetensors.py
-writes them).
+"""Reading of safetensors files tensor by tensor, in Hugging Face layout (write_safetensors.py in
+training/ writes them).
 
-The file is 8 bytes of header length, a JSON header, the data. Assumes a little-endian machine; bf16
-and fp16 are uint16 arrays, a dtype name beside them. Does NOT hold files open.
+A file has 8 bytes of header length, a JSON header, and the data. Assumes a little-endian machine.
+bf16 and fp16 become uint16 arrays with a dtype name. Keeps no files open.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from roadtrain.storage.direct import typed_errors
 
 TAGS = {dtype: dtype.upper().replace("FP", "F") for dtype in ITEMSIZE}  # F32, BF16, I8, BOOL
 _DTYPES = {tag: dtype for dtype, tag in TAGS.items()}
-_MAX_HEADER = 100_000_000  # bytes: the format's own limit
+_MAX_HEADER = 100_000_000  # bytes; the limit of the format
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 Array = np.ndarray[Any, Any]
@@ -31,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor in a file; nothing is read before `read`."""
+    """A tensor in a file; it is read by `read`."""
 
     name: str
     dtype: str
@@ -40,7 +40,7 @@ class Tensor:
     offset: int
 
     def read(self, start: int = 0, stop: int | None = None) -> Array:
-        """All of it in its shape; with bounds, those flat elements."""
+        """Read the whole tensor in its shape, or flat elements [start, stop)."""
         whole = start == 0 and stop is None
         numel = prod(self.shape)
         last = numel if stop is None else stop
@@ -54,9 +54,14 @@ class Tensor:
 
 
 def open_dir(path: str | Path) -> Mapping[str, Tensor]:
-    """The tensors of a safetensors file, or of a directory with `model.safetensors`, an index,
-    or any safetensors files. Raises ConfigError where there are none, ForeignError for other
-    content, DamagedError for a truncated file."""
+    """Return the tensors of a safetensors file, or of a directory with `model.safetensors`, an
+    index, or other safetensors files. Reads only headers.
+
+    Raises:
+        ConfigError: There is no such file.
+        ForeignError: It is not a safetensors file.
+        DamagedError: It is truncated.
+    """
     home = Path(path)
     if home.is_file():
         return dict(_read_header(home))
@@ -71,8 +76,8 @@ def open_dir(path: str | Path) -> Mapping[str, Tensor]:
         files = [single] if single.is_file() else sorted(home.glob("*.safetensors"))
     if not files:
         raise ConfigError(
-            f"{home}: no safetensors file there",
-            hint="weights are read from a directory in Hugging Face layout, or a safetensors file",
+            f"{home}: there is no safetensors file",
+            hint="name a directory in Hugging Face layout, or a safetensors file",
         )
     return {name: tensor for file in files for name, tensor in _read_header(file)}
 
@@ -95,14 +100,13 @@ def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
         start, stop = entry["data_offsets"]
         if entry["dtype"] not in _DTYPES:
             raise ForeignError(
-                f"{path}: tensor {name!r} has dtype {entry['dtype']}, known are"
+                f"{path}: tensor {name!r} has dtype {entry['dtype']}, supported are"
                 f" {', '.join(_DTYPES)}"
             )
         dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
         if stop - start != prod(shape) * ITEMSIZE[dtype] or start < 0 or 8 + length + stop > size:
             raise DamagedError(
-                f"{path}: tensor {name!r} at bytes {start} to {stop} does not fit, the file has"
-                f" {size}"
+                f"{path}: tensor {name!r} needs bytes {start} to {stop}, but the file has {size}"
             )
         yield name, Tensor(name, dtype, shape, path, 8 + length + start)
 
@@ -110,18 +114,18 @@ def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
 def open_weights(
     weights: str | Path, shapes: Mapping[str, tuple[int, ...]]
 ) -> Mapping[str, Tensor]:
-    """The tensors in `weights`. shapes: of the parameters that need one, by name. Raises
+    """Return the tensors in `weights`. `shapes` has the shape of each required parameter. Raises
     ConfigError where they do not fit the model."""
-    given = open_dir(weights)
-    lacking = [name for name in shapes if name not in given]
-    wrong = [n for n, shape in shapes.items() if n in given and tuple(given[n].shape) != shape]
+    tensors = open_dir(weights)
+    lacking = [name for name in shapes if name not in tensors]
+    wrong = [n for n, shape in shapes.items() if n in tensors and tuple(tensors[n].shape) != shape]
     if found := lacking or wrong:
         name = found[0]
         raise ConfigError(
             f"the weights do not fit the model: {len(lacking)} of {len(shapes)} tensors are"
-            f" absent, {len(wrong)} have another shape; {name!r} is"
-            f" {tuple(given[name].shape) if wrong is found else 'absent'}, the model has"
+            f" missing, {len(wrong)} have another shape; {name!r} is"
+            f" {tuple(tensors[name].shape) if wrong is found else 'missing'}, but in the model"
             f" {shapes[name]}",
-            hint="the directory's config.json says which model it is",
+            hint="see the directory's config.json for the model that the weights belong to",
         )
-    return given
+    return tensors

@@ -1,9 +1,8 @@
-"""Scratch: a file without a name, mapped into memory, for values that are handed out and too many
-to hold.
+"""Scratch: an unnamed file that is mapped into memory, for values that may not fit in memory.
 
-What is written here is page cache: the kernel takes it back when memory is short, and it counts as
-nobody's own memory.
-Assumes: offsets are whole pages. Does NOT sync, check or outlive its last view.
+Its pages are page cache: the kernel reclaims them when memory is short, and they do not count as
+memory of this process. Offsets must be whole pages. The file is not synced or checked, and ends
+with its last view.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from roadtrain.units import round_up
 
 
 class Scratch:
-    """`nbytes` in `directory`, holes until they are written. FullError where the device is full."""
+    """A file of `nbytes` in `directory`, sparse until written. Raises FullError."""
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         self._where = directory
@@ -32,12 +31,12 @@ class Scratch:
             self.map = mmap.mmap(self._fd, max(nbytes, PAGE))
 
     def write(self, data: memoryview, offset: int) -> None:
-        """By a system call, not through the map, so that no page of it becomes this process's."""
+        """Write with a system call, not through the map, to leave no page in this process."""
         with typed_errors(self._where, "writing values to a scratch file", len(data)):
             while data:
                 done = os.pwrite(self._fd, data, offset)
                 data, offset = data[done:], offset + done
 
-    def let_go(self, offset: int, nbytes: int) -> None:
-        """These pages are needed no more for now; reading them brings them back."""
+    def release(self, offset: int, nbytes: int) -> None:
+        """Drop these pages from memory for now; reading them loads them again."""
         self.map.madvise(mmap.MADV_DONTNEED, offset, round_up(nbytes, PAGE))

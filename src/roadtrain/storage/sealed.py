@@ -1,7 +1,7 @@
-"""Small files that carry their own checksum: a body of text, then a line `xxh3 DIGEST`. A JSON
-object stays one: its checksum is its first key (`sealed_json`).
+"""Small files with a checksum: a text body followed by a line `xxh3 DIGEST`. For a JSON object, the
+checksum is its first key (`sealed_json`).
 
-Assumes: the file is written whole (storage/direct.replace_file). Does NOT know what the body says.
+Assumes that files are replaced as a whole (storage/direct.replace_file).
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import xxhash
 
 _TAG = b"\nxxh3 "
-_KEY = b'{"xxh3": "%s",'  # of the bytes that follow
+_KEY = b'{"xxh3": "%s",'  # checksum of the bytes that follow
 
 
 def sealed(body: bytes) -> bytes:
-    """`body` and the line that vouches for it. `body` itself has no such line."""
+    """Append the checksum line to `body`, which must not contain such a line."""
     assert _TAG not in body
     return body + _TAG + xxhash.xxh3_64_hexdigest(body).encode() + b"\n"
 
 
 def unsealed(content: bytes) -> bytes:
-    """The body. Raises ValueError where the checksum is absent or does not match."""
+    """Return the body. Raises ValueError where the checksum is missing or wrong."""
     body, tag, digest = content.rpartition(_TAG)
     if not tag:
         raise ValueError("it has no checksum")
@@ -29,13 +29,13 @@ def unsealed(content: bytes) -> bytes:
 
 
 def sealed_json(body: bytes) -> bytes:
-    """`body`, a JSON object that is not empty, with the key that vouches for it."""
+    """Insert the checksum key into `body`, a JSON object that is not empty."""
     rest = body.removeprefix(b"{")
     return _KEY % xxhash.xxh3_64_hexdigest(rest).encode() + rest
 
 
 def check_json(content: bytes) -> None:
-    """Raises ValueError where the checksum does not match. An object without one passes."""
+    """Raise ValueError where the checksum is wrong. An object without one is accepted."""
     rest = content[len(_KEY % bytes(16)) :]
     if content.startswith(_KEY[:9]) and content != sealed_json(b"{" + rest):
         raise ValueError("its checksum does not match")

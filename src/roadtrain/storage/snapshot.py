@@ -1,19 +1,19 @@
-"""Snapshots: a part that rests in RAM is copied to files every so many steps, while training goes
-on.
+"""Snapshots: copies of a part that is kept in RAM to files, every few steps, during training.
 
-A snapshot of step s is what the slots of s hold. They are whole until step s+2 writes; whoever is
-about to overwrite a chunk that is not copied yet copies it first, so a snapshot that takes longer
-slows those steps down to its device's rate. Only what changed since the last snapshot is copied.
-The copy is a part like any other, with two slots and a ledger: a kill in the middle leaves the
-snapshot before.
+A snapshot of step s copies the slots of s, which stay intact until step s+2 writes. A writer that
+is about to overwrite an uncopied chunk waits for its copy, so a slow snapshot slows those steps
+down to the rate of its device. Only what changed since the last snapshot is copied. The copy
+is a part like any other, with two slots and a ledger: a kill in the middle leaves the snapshot
+before intact.
 
-Note "same steps": a server prepares the next step that is to be copied only when its snapshot
-before is finished, and a step is committed once all servers have prepared it. So where one has
-begun a snapshot all have finished the one before, and the oldest of their newest snapshots is one
-that each of them still has. A session begins with one that all have (with replicas: that some have
-who hold every chunk); whoever lacks that begins anew, at once.
+Note "same steps": a server prepares the next step to be copied only after its last snapshot is
+finished, and a step is committed only once all servers have prepared it. So when one server has
+begun a snapshot, all have finished the one before. The oldest of their newest snapshots is
+therefore one that all servers still have. A session begins at a snapshot that all servers have
+(with replicas: that servers with every chunk have). A server without it starts a new one at once.
 
-Assumes: what storage/tier.py says. Does NOT decide what to go back to (servers/opening.py does).
+Assumes the rules of storage/tier.py. Does not choose the snapshot to go back to
+(servers/opening.py does).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from roadtrain.storage.ledger import LedgerEntry, Rows
 from roadtrain.storage.meta import StoreMeta
 from roadtrain.units import show_bytes
 
-COPIES = 2  # chunks that are copied at once, each in a buffer of its own
+COPIES = 2  # concurrent copies of chunks, each with its own buffer
 WAIT_S = 600.0
 
 
-def where_it_rests(directory: Path, snapshot: Path, every: int) -> str:
-    """The state, in words that say what that is worth (Rule 3). `every` 0: without snapshots."""
+def describe_storage(directory: Path, snapshot: Path, every: int) -> str:
+    """Describe where the state is kept and how durable that is. `every` 0: no snapshots."""
     ram = in_ram(directory)
     words = "in RAM" if ram else "on files: every committed step is durable"
     if every:
@@ -49,32 +49,32 @@ def where_it_rests(directory: Path, snapshot: Path, every: int) -> str:
 
 
 def held_in(directory: Path) -> tuple[tuple[int, ...], StoreMeta | None]:
-    """The steps that the part in `directory` has records of, and what it holds; None where none
-    is."""
-    tier = open_part(directory, look=True)
+    """Return the steps that the part in `directory` has records of, and its description; () and
+    None where there is no part."""
+    tier = open_part(directory, read_only=True)
     if tier is not None:
         tier.close()
     return ((), None) if tier is None else (tier.found, tier.meta)
 
 
 def open_snapshot(directory: Path, meta: StoreMeta, step: int) -> FileTier:
-    """The snapshot of `step`, those after it are forgotten; -1: a part that holds none yet,
-    whatever was there. ForeignError where it is of another job or server."""
+    """Open the snapshot of `step`, discarding later ones; -1: create an empty one. Raises
+    ForeignError where it belongs to another job or server."""
     tier = (open_part(directory, step) if step >= 0 else None) or create_part(
         directory, meta, anew=True
     )
     if (tier.meta.job, tier.meta.index) != (meta.job, meta.index):
         tier.close()
         raise ForeignError(
-            f"{directory}: holds a snapshot of server {tier.meta.index} of job {tier.meta.job}, not"
-            f" of server {meta.index} of job {meta.job}",
+            f"{directory}: holds a snapshot of server {tier.meta.index} of job {tier.meta.job},"
+            f" not of server {meta.index} of job {meta.job}",
             hint="name another directory for the snapshots of this job",
         )
     return tier
 
 
 def restore(snapshot: FileTier, to: FileTier) -> None:
-    """What `snapshot` holds is committed in the empty part `to`, at the same step."""
+    """Copy `snapshot` into the empty part `to`, and commit it there at the same step."""
     view, entry = Buffer(_largest(snapshot)).view, snapshot.entry
     for chunk in entry.rows["chunk"]:
         snapshot.copy(int(chunk), entry.rows, to, view)
@@ -83,21 +83,20 @@ def restore(snapshot: FileTier, to: FileTier) -> None:
 
 
 class Snapshots:
-    """From `start` on `source` is copied to `target` at the steps that `every` divides. A write
-    or prepare of `source` waits for what it would spoil, and raises what that failed of."""
+    """Copies `source` to `target` at steps that are multiples of `every`, from `start` on. Writes
+    and prepares of `source` wait for the copies they would spoil, and raise their errors."""
 
     def __init__(
         self, source: FileTier, target: FileTier, every: int, report: Callable[[str], None]
     ) -> None:
         self._source, self._target, self._every, self._report = source, target, every, report
         self._pool = ThreadPoolExecutor(COPIES, f"snapshot {target.directory}")
-        self.nbytes = COPIES * _largest(source)  # memory that it uses at most
+        self.nbytes = COPIES * _largest(source)  # upper bound of the memory used
         self._step, self._copies, self._closed = -1, dict[int, Future[int]](), False
         self._finished: Future[None] | None = None
 
     def start(self) -> None:
-        """`source` has a committed step, and nothing of the next one. The first snapshot begins
-        now."""
+        """Begin the first snapshot. `source` must have a committed step and nothing of the next."""
         source = self._source
         source.on_write, source.on_prepare = self._before_write, self._before_prepare
         source.on_commit = self._committed
@@ -105,7 +104,7 @@ class Snapshots:
             self._begin()
 
     def _begin(self) -> None:
-        """A snapshot of the step that was just committed; nothing of the next one is written
+        """Begin a snapshot of the step that was just committed. Nothing of the next step is written
         yet."""
         entry, last = self._source.entry, self._target.step
         if self._closed or entry.step == last:
@@ -114,7 +113,7 @@ class Snapshots:
         changed = [
             c
             for c, step in entry.rows[["chunk", "step"]].tolist()
-            # a part that was filled up names its own step
+            # a part that was filled from elsewhere has its own step numbers
             if last < 0 or (step > last and chunks[c].trainable)
         ]
         self._copies = {
@@ -123,8 +122,8 @@ class Snapshots:
         self._finished = self._pool.submit(self._finish, entry, time.monotonic())
 
     def _before_write(self, chunk: int) -> None:
-        """What was written after the snapshot's step is in the other slot, so now its own is
-        overwritten."""
+        """Wait for the copy of a chunk that was already written after the snapshot's step: the next
+        write overwrites the slot being copied."""
         if chunk in self._copies and self._source.written_in(chunk) > self._step:
             self._wait(self._copies[chunk])
 
@@ -137,7 +136,7 @@ class Snapshots:
             self._begin()
 
     def close(self) -> None:
-        """Finishes the snapshot that has begun; what it failed of is reported."""
+        """Finish the snapshot in progress; its failure is reported."""
         self._closed = True
         wait([self._finished] if self._finished else [], WAIT_S)
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -149,14 +148,14 @@ class Snapshots:
             raise DeadlineError(
                 f"waited {WAIT_S:.0f} s for the snapshot of step {self._step} in "
                 f"{self._target.directory}",
-                hint="its device hangs",
+                hint="check the device of that directory, it does not finish writing",
             ) from None
 
     def _copy(self, chunk: int, rows: Rows) -> int:
         return self._source.copy(chunk, rows, self._target, Buffer(_largest(self._source)).view)
 
     def _finish(self, entry: LedgerEntry, start: float) -> None:
-        """Begins once all copies have begun."""
+        """Commit the snapshot; starts after all copies have started."""
         target, last, step = self._target, self._target.step, entry.step
         try:
             moved = sum(copy.result() for copy in self._copies.values())
@@ -165,7 +164,7 @@ class Snapshots:
             for line in publish_part(target.directory.parent) if last < 0 else ():
                 self._report(line)
         except BaseException as error:
-            line = f"no snapshot of step {step}, the last is of step {last}: {error}"
+            line = f"the snapshot of step {step} failed, the last one is of step {last}: {error}"
             self._report(line.replace("\n", "; "))
             raise
         self._report(

@@ -1,6 +1,6 @@
-"""How a block of a torch module runs on fetched parameters.
+"""How the blocks of a torch module run on fetched parameters.
 
-Parameters are on the device while their block computes, and gradients leave as each block finishes;
-a parameter that is not there refuses to be read (Rule 6). Read `block_stream.py`
-first, then `split.py`.
+A block's parameters are on the device while it computes, and its gradients leave as it finishes.
+Reading a parameter that is not there raises an error (Rule 6). Read `block_stream.py` first, then
+`split.py`.
 """

@@ -1,18 +1,18 @@
-"""What the forward keeps for the backward: block inputs, in host memory under a byte budget, in a
-file beyond it.
+"""Activations: block inputs that the forward keeps for the backward, in host memory up to a byte
+budget and in a scratch file beyond it.
 
-A kept tensor is in one of these states (cost in host bytes, against the budget):
-    HERE     n bytes: a reference on the CPU; a pinned copy of a CUDA tensor, which also holds the
-             tensor until copied
+A kept tensor is in one of these states (host bytes that count against the budget):
+    HERE     n bytes: a reference to a CPU tensor; or a pinned copy of a CUDA tensor, plus that
+             tensor until the copy is complete
     LEAVING  n bytes: being written to the scratch file
     AWAY     0 bytes: in the file
-    COMING   n bytes: being read ahead of its use
-Backward runs last in, first out, so the oldest is sent away first, and loading one reads the one
-before it ahead. A tensor object kept for several blocks (a mask, position embeddings) is kept once.
-Tensors under SMALL and expanded ones are references and never leave. One thread does the file's
-writes and reads; it starts with the first write.
+    COMING   n bytes: being read before it is needed
+Backward uses tensors last in, first out. So the oldest are written first, and loading a tensor
+starts reading the previous one. A tensor object saved for several blocks (a mask, position
+embeddings) is kept once. Tensors smaller than SMALL and expanded tensors are kept by reference and
+never written. One thread writes and reads the file; it starts with the first write.
 
-Assumes: nobody changes a kept tensor in place; such a change raises ModelError when it is loaded.
+Assumes that nobody changes a kept tensor in place; a change raises ModelError when it is loaded.
 Does NOT keep the autograd graph of a tensor, or anything after close().
 """
 
@@ -37,13 +37,13 @@ from roadtrain.errors import BudgetError, DamagedError, FullError, GoneError, Mo
 from roadtrain.units import round_up, show_bytes
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-SMALL = 64 << 10  # bytes: below this a page of bookkeeping costs more than the tensor
-HERE, LEAVING, AWAY, COMING, GONE = "here", "leaving", "away", "coming", "gone"
+SMALL = 64 << 10  # bytes; bookkeeping for smaller tensors costs more than it saves
+HERE, LEAVING, AWAY, COMING, FREED = "here", "leaving", "away", "coming", "gone"
 
 
 class KeptTensor:
-    """A kept tensor. All fields are guarded by the Activations' lock. `users`: how often it was
-    saved and not yet freed."""
+    """A kept tensor. All fields are guarded by the Activations' lock. `users`: saves that were not
+    freed yet."""
 
     def __init__(self, tensor: torch.Tensor, serial: int) -> None:
         self.shape, self.stride = tensor.shape, tensor.stride()
@@ -51,15 +51,15 @@ class KeptTensor:
         self.nbytes = min(tensor.nbytes, tensor.untyped_storage().nbytes())
         self.movable = tensor.nbytes >= SMALL and 0 not in self.stride
         self.serial, self.users, self.state, self.at = serial, 1, HERE, -1
-        self.sum = 0  # xxh3 of what is in the file
-        self.data: torch.Tensor | None = None  # CPU, None while AWAY
-        # what was saved, while its version can still matter
+        self.sum = 0  # xxh3 of its bytes in the file
+        self.data: torch.Tensor | None = None  # on the CPU; None while AWAY
+        # the saved tensor, while its version still matters
         self.source: torch.Tensor | None = None
         self.version, self.was_changed = version_of(tensor), False
         self.event: Any = None  # torch.cuda.Event of the device-to-host copy
 
     def let_go(self) -> None:
-        """The kept values no longer need what was saved: from here that may change."""
+        """Drop the saved tensor: from now on it may change."""
         self.was_changed = self.is_changed()
         self.source = None
 
@@ -70,14 +70,23 @@ class KeptTensor:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Count of in-place changes; tensors made under inference_mode do not count."""
+    """Return the number of in-place changes, or -1 for a tensor made under inference_mode."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 class Activations:
-    """`budget_bytes`: host bytes of kept tensors. `scratch_dir`: where the overflow goes, None
-    to refuse it. `device`: where blocks run. Counters: bytes_held, peak_bytes (host),
-    bytes_spilled (written, in all)."""
+    """The kept block inputs.
+
+    Args:
+        budget_bytes: Host bytes for kept tensors.
+        scratch_dir: Directory of the file for tensors beyond the budget; None: raise instead.
+        device: The device of the blocks.
+
+    Attributes:
+        bytes_held: Host bytes in use.
+        peak_bytes: Their maximum.
+        bytes_spilled: Bytes written in total.
+    """
 
     def __init__(
         self,
@@ -89,12 +98,12 @@ class Activations:
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self.device = torch.device(device)
         self.bytes_held = self.peak_bytes = self.bytes_spilled = 0
-        # free() never blocks on it: the garbage collector may call that anywhere
+        # free() never blocks on the lock, because the garbage collector may call it anywhere
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._dead: deque[KeptTensor] = deque()  # freed, not yet swept
         self._live: dict[int, KeptTensor] = {}  # serial -> ticket with users > 0, oldest first
-        # id(tensor) -> while both live
+        # id(tensor) -> (the tensor, its ticket), while both exist
         self._shared: dict[int, tuple[weakref.ref[torch.Tensor], KeptTensor]] = {}
         self._jobs: deque[KeptTensor] = deque()  # LEAVING: to be written; COMING: to be read
         self._serial = 0
@@ -103,26 +112,26 @@ class Activations:
         self._holes: dict[int, list[int]] = {}  # nbytes -> offsets
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._needed = 0  # bytes of the tensor that it was about
+        self._needed = 0  # bytes of the tensor that failed
         self._closed = False
-        # of each device that a kept tensor was on: where its copies run
+        # device of a kept tensor -> stream for its copies
         self._streams: dict[torch.device, Any] = {}
 
     # -- save, load, free
 
     def save(self, tensor: torch.Tensor) -> KeptTensor:
-        """Keep `tensor`. Waits for room. Raises BudgetError where it cannot be kept, FullError
-        for a full disk."""
+        """Keep `tensor`. Waits for room. Raises BudgetError if there is none, FullError if the disk
+        is full."""
         with self._lock:
             self._sweep()
-            known = self._shared.get(id(tensor))
+            shared = self._shared.get(id(tensor))
             if (
-                known is not None
-                and known[0]() is tensor
-                and known[1].version == version_of(tensor)
+                shared is not None
+                and shared[0]() is tensor
+                and shared[1].version == version_of(tensor)
             ):
-                known[1].users += 1
-                return known[1]
+                shared[1].users += 1
+                return shared[1]
             ticket = KeptTensor(tensor, self._serial)
             self._serial += 1
             if ticket.movable:
@@ -131,14 +140,14 @@ class Activations:
             self._live[ticket.serial] = ticket
             self._shared[id(tensor)] = (weakref.ref(tensor), ticket)
             self._count(ticket.nbytes)
-            # begin early: the next is probably as large
+            # write early: the next tensor probably has the same size
             if ticket.movable and self.scratch_dir is not None:
                 self._send_away(self.bytes_held + ticket.nbytes - self.budget_bytes)
             return ticket
 
     def load(self, ticket: KeptTensor) -> torch.Tensor:
-        """The kept values on the tensor's own device. Do not write into them. The ticket stays
-        until freed."""
+        """Return the kept values on the tensor's own device. Do not write to them. The ticket
+        stays valid until it is freed."""
         with self._lock:
             self._sweep()
             self._check_failure()
@@ -149,7 +158,7 @@ class Activations:
                 self._wait("reading a block input back")
             copied = ticket.event
         if copied is not None:
-            copied.synchronize()  # without the lock: others save and free meanwhile
+            copied.synchronize()  # without the lock, so that others can save and free meanwhile
         with self._lock:
             self._settle(ticket)
             if ticket.is_changed():
@@ -164,7 +173,7 @@ class Activations:
         return data if data.device.type == ticket.device.type else self._to_device(ticket, data)
 
     def free(self, ticket: KeptTensor) -> None:
-        """One save of this ticket is over. Safe in a finaliser."""
+        """Undo one save of this ticket. May be called by a finalizer."""
         self._dead.append(ticket)
         if self._lock.acquire(blocking=False):
             try:
@@ -173,7 +182,7 @@ class Activations:
                 self._lock.release()
 
     def close(self) -> None:
-        """Drop all that is kept, end the thread, close the file."""
+        """Drop all kept tensors, end the thread and close the file."""
         with self._lock:
             self._closed = True
             self._changed.notify_all()
@@ -183,7 +192,7 @@ class Activations:
             self._sweep()
             for ticket in self._live.values():
                 ticket.data = ticket.source = None
-                ticket.state = GONE
+                ticket.state = FREED
             self._live.clear()
             self._shared.clear()
             self.bytes_held = 0
@@ -217,7 +226,7 @@ class Activations:
         if ticket.at >= 0:
             self._holes.setdefault(round_up(ticket.nbytes, PAGE), []).append(ticket.at)
         ticket.data = ticket.source = ticket.event = None
-        ticket.state = GONE
+        ticket.state = FREED
         self._changed.notify_all()
 
     def _count(self, nbytes: int) -> None:
@@ -237,7 +246,7 @@ class Activations:
             )
             ticket.data.copy_(tensor, non_blocking=True)
             ticket.event = stream.record_event()
-        for other in list(self._live.values()):  # let go of device tensors whose copies are done
+        for other in list(self._live.values()):  # drop device tensors whose copies are complete
             if other.event is not None and other.event.query():
                 self._settle(other)
 
@@ -247,23 +256,22 @@ class Activations:
         return self._streams[device]
 
     def _settle(self, ticket: KeptTensor) -> None:
-        """The copy off the device is complete, which the caller knows: from here the source may
-        change."""
+        """Drop the device tensor, whose copy must be complete: from now on it may change."""
         if ticket.event is None:
             return
         ticket.event = None
         ticket.let_go()
 
     def _make_room(self, nbytes: int) -> None:
-        """Wait until `nbytes` fit the budget; one tensor alone may exceed it where it can leave
-        at once."""
+        """Wait until `nbytes` fit the budget. A single tensor may exceed it if it can be written at
+        once."""
         while (over := self.bytes_held + nbytes - self.budget_bytes) > 0:
             self._check_failure()
             if self.scratch_dir is None:
                 raise BudgetError(
-                    f"block inputs need {show_bytes(self.bytes_held + nbytes)} on the host, "
-                    f"the budget is {show_bytes(self.budget_bytes)}",
-                    hint=f"raise the activation budget by {show_bytes(over)}, give a scratch"
+                    f"block inputs need {show_bytes(self.bytes_held + nbytes)} on the host, but"
+                    f" the budget is {show_bytes(self.budget_bytes)}",
+                    hint=f"raise the activation budget by {show_bytes(over)}, set a scratch"
                     " directory, or use a smaller batch",
                 )
             self._send_away(over)
@@ -274,7 +282,7 @@ class Activations:
     def _send_away(self, nbytes: int) -> None:
         nbytes -= sum(t.nbytes for t in self._live.values() if t.state == LEAVING)
         here = [t for t in self._live.values() if t.state == HERE and t.movable]
-        # what several blocks use goes last
+        # tensors used by several blocks go last
         for ticket in sorted(here, key=lambda t: (t.users > 1, t.serial)):
             if nbytes <= 0:
                 return
@@ -287,7 +295,7 @@ class Activations:
             self._ask(earlier[-1], COMING)
 
     def _ask(self, ticket: KeptTensor, state: str) -> None:
-        """Have `ticket` written (LEAVING) or read (COMING)."""
+        """Queue `ticket` to be written (LEAVING) or read (COMING)."""
         if self._thread is None:
             self._open()
             name = "roadtrain-activations"
@@ -296,7 +304,7 @@ class Activations:
         ticket.state = state
         if state == COMING:
             self._count(ticket.nbytes)
-            self._jobs.appendleft(ticket)  # somebody waits for a read, nobody for a write
+            self._jobs.appendleft(ticket)  # reads first: a caller may wait for them
         else:
             self._jobs.append(ticket)
         self._changed.notify_all()
@@ -312,7 +320,7 @@ class Activations:
 
     def _wait(self, what: str) -> None:
         if not self._changed.wait(timeout=300):
-            raise StoreError(f"{what} in {self.scratch_dir} has not moved for 300 s")
+            raise StoreError(f"{what} in {self.scratch_dir} made no progress for 300 s")
         self._sweep()
         self._check_failure()
 
@@ -324,7 +332,7 @@ class Activations:
                 f"no space for block inputs in {self.scratch_dir}: writing them needs"
                 f" {show_bytes(self._needed)} more, {show_bytes(free)} are"
                 f" free ({self._failure.strerror}); {show_bytes(self._end)} are used",
-                hint="free space there, or give more host_budget, which keeps more of them in RAM",
+                hint="free space there, or raise host_budget to keep more of them in RAM",
             ) from self._failure
         if self._failure is not None:
             where = f"block inputs in {self.scratch_dir}"
@@ -375,8 +383,8 @@ class Activations:
         found = self._move(lambda file, left, at: os.preadv(file, [left], at), data, ticket.at)
         if found != ticket.sum:
             raise DamagedError(
-                f"{ticket.nbytes} bytes at {ticket.at} of the scratch file do not match their"
-                " checksum"
+                f"{ticket.nbytes} bytes at offset {ticket.at} of the scratch file do not match"
+                " their checksum"
             )
         if data.stride() != ticket.stride:  # kernels may round differently by stride (Rule 1)
             data = torch.empty_strided(
@@ -389,18 +397,18 @@ class Activations:
     def _move(
         self, transfer: Callable[[int, memoryview, int], int], tensor: torch.Tensor, at: int
     ) -> int:
-        """Returns the xxh3 of what was moved."""
+        """Write or read all bytes of `tensor`, and return their xxh3."""
         left = whole = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         while left:
             done = transfer(self._file.fileno(), left, at)
             if done == 0:
-                raise OSError(f"the scratch file ends at {at}")
+                raise OSError(f"the scratch file ends at offset {at}")
             left, at = left[done:], at + done
         return xxhash.xxh3_64_intdigest(whole)
 
     def _moved(self, ticket: KeptTensor, state: str) -> None:
         ticket.state = state
-        if ticket.users == 0:  # freed on the way
+        if ticket.users == 0:  # freed meanwhile
             self._forget(ticket)
         self._sweep()
         self._changed.notify_all()

@@ -1,19 +1,19 @@
-"""The block stream: a model's blocks run on fetched parameters, forward and backward.
+"""The block stream: runs a model's blocks on fetched parameters, forward and backward.
 
-Each block module gets an instance-level `forward`. Without gradients: fetch, run, release.
-With gradients the block becomes one node of the autograd graph that keeps only its inputs; backward
-fetches again, recomputes, pushes the block's gradients as one flat buffer, and releases the block.
-Parameters of the root stay ordinary; where a block uses one (tied weights) it is an input of the
-block's node, so that autograd sums its gradient as usual.
+Each block module gets its own `forward`. Without gradients, it fetches, runs and releases the
+block. With gradients, the block becomes one node of the autograd graph that keeps only its inputs;
+backward fetches the block again, recomputes it, pushes its gradients as one flat buffer, and
+releases it. Parameters of the root stay ordinary. A root parameter that a block uses (tied weights)
+is an input of the block's node, so autograd sums its gradient as usual.
 
-Note SAME GRAPH. The first run is made with gradients on, in a graph whose saved tensors are thrown
-away at once: so the same kernels run as in backward and in plain training, it is known which
-outputs need gradients, and a gradient that would flow past the block's arguments is found (an
-error) rather than lost.
+Note SAME GRAPH. The first run has gradients enabled, in a graph whose saved tensors are dropped at
+once. So the same kernels run as in backward and in plain training, it is known which outputs need
+gradients, and a gradient that would flow around the block's arguments raises an error instead of
+being lost.
 
-Assumes: blocks are called, are functions of arguments, parameters, buffers and RNG, and return
-tensors in tuples, lists, dicts or types that torch.utils._pytree knows. Does NOT differentiate
-twice through a block, or average over workers.
+Assumes that blocks are called, are functions of arguments, parameters, buffers and RNG, and return
+tensors in tuples, lists, dicts or types registered with torch.utils._pytree. Does NOT support
+double backward through a block, or average over workers.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ from roadtrain.streaming.fetched import FetchedParameters
 from roadtrain.streaming.grads import GradBook, PlacedGrad
 from roadtrain.streaming.leaves import check_opaque, distinct, flatten, pristine
 from roadtrain.streaming.released import check_unchanged
-from roadtrain.streaming.replay import Circumstances, keeping_nothing
+from roadtrain.streaming.replay import ForwardState, keeping_nothing
 from roadtrain.streaming.split import ModulePart, Split
 
 
 class BlockSource(GradBook, Protocol):
-    """What has the parameters and takes the gradients. Blocks are indices of the ChunkTable."""
+    """The provider of parameters and receiver of gradients. Blocks are ChunkTable indices."""
 
     def fetch(self, block: int) -> tuple[torch.Tensor, int]:
-        """Waits for the block's parameters. Returns them as one uint8 tensor on the compute device,
-        laid out as the ChunkTable says, and their version."""
+        """Wait for the block's parameters. Returns them as one uint8 tensor on the compute device,
+        in the ChunkTable's layout, and their version."""
 
     def release(self, block: int) -> None:
-        """One use of the block is over and no view of its tensor is left. The memory is free once
-        the current stream has done its work."""
+        """End one use of the block. No view of its tensor may be left. The memory is free once the
+        current stream has finished its work."""
 
     def gradient_buffer(self, block: int) -> torch.Tensor:
-        """Waits for a buffer for the block's gradients: uint8 [push_nbytes] on the compute device,
-        with any content."""
+        """Wait for a buffer for the block's gradients: uint8 [push_nbytes] on the compute device,
+        uninitialized."""
 
     def push(self, block: int, buffer: torch.Tensor, present: Sequence[int]) -> None:
-        """Takes all gradients of one backward of `block`. `present`: indices of the parameters that
-        got one; the others' are zero. Called before their p.grad is set, when this backward no
-        longer counts as pending."""
+        """Receive all gradients of one backward of `block`. `present`: indices of the parameters
+        that got one; the others are zero. Called before p.grad is set, when this backward is no
+        longer pending."""
 
 
 class _Block:
-    """A block that the stream runs."""
+    """A block of the stream, with its original forward."""
 
     def __init__(
         self, index: int, part: ModulePart, fetched: FetchedParameters, shared: list[nn.Parameter]
@@ -76,9 +76,9 @@ class _Block:
         self.original = part.module.forward
         self.own_forward = part.module.__dict__.get("forward")
         self.depth = 0  # above 0 while its parameters are views of a buffer
-        self.open: set[int] = set()  # recorded calls whose backward is to come
+        self.open: set[int] = set()  # recorded calls that wait for their backward
         self.graph_known = False
-        self.buffers: dict[tuple[int, str], torch.Tensor] = {}  # latest copies, for Circumstances
+        self.buffers: dict[tuple[int, str], torch.Tensor] = {}  # latest copies, for ForwardState
 
     def run(self, leaves: list[Any], spec: Any) -> Any:
         args, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -87,7 +87,7 @@ class _Block:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise LoopError(
             "a placed model cannot be copied or pickled: its parameters are elsewhere",
-            hint="read parameters from the optimizer, or export the store",
+            hint="read the parameters from the optimizer, or export the store",
         )
 
 
@@ -122,19 +122,19 @@ class BlockStream:
             if i > 0
         }
         self._serial = itertools.count()
-        self._pass = -1  # the autograd pass whose end is awaited
+        self._pass = -1  # the autograd pass at whose end `on_pass_end` will be called
         self._hooks: dict[int, Any] = {}
-        # an input of every node: blocks are recorded, whatever comes in
+        # an input of every node, so that blocks are recorded whatever their arguments
         self.gate = torch.empty(0, requires_grad=True)
         self.gate_node = torch.autograd.graph.get_gradient_edge(self.gate).node
 
-    # -- what its owner calls
+    # -- public methods
 
     def attach(self, root: torch.Tensor) -> None:
-        """Take over the blocks' forwards and release their parameters, whose values the block
-        source must have. The root's parameters become views of `root` (uint8, pull_nbytes), which
-        stays."""
-        # what is traced once would keep fetched memory
+        """Replace the blocks' forwards and release their parameters, whose values the block source
+        must have. The root's parameters become views of `root` (uint8, pull_nbytes), which must
+        stay."""
+        # a traced forward would keep fetched memory
         forward = torch.compiler.disable(self._forward)
         for block in self._blocks.values():
             block.fetched.settle()
@@ -145,8 +145,8 @@ class BlockStream:
         self._watch_root()
 
     def detach(self) -> None:
-        """Restore the blocks' own forwards, and drop the inputs that were kept. The blocks'
-        parameters stay released."""
+        """Restore the blocks' own forwards, and drop the kept inputs. The blocks' parameters stay
+        released."""
         self.activations.close()
         for block in self._blocks.values():
             if block.own_forward is not None:
@@ -158,20 +158,20 @@ class BlockStream:
         self._hooks.clear()
 
     def pending(self, block: int) -> int:
-        """Recorded forwards of `block` whose backward has not run and still can."""
+        """Count the recorded forwards of `block` whose backward has not run and still can."""
         return len(self._blocks[block].open)
 
     # -- a pass
 
     def _watch_root(self) -> None:
-        me = weakref.ref(self)  # torch's own reference to the hook is hidden from the collector
+        me = weakref.ref(self)  # the garbage collector cannot see torch's reference to the hook
         for index, p in self.root.trainable:
             if index not in self._hooks and p.requires_grad and not p.is_meta:
                 hook = p.register_post_accumulate_grad_hook(lambda _: _pass_runs(me()))  # type: ignore[no-untyped-call]
                 self._hooks[index] = hook
 
     def pass_runs(self) -> None:
-        """Called from inside backward: asks autograd, once, to call `on_pass_end` at its end."""
+        """Make autograd call `on_pass_end`, once, at the end of the running backward."""
         now = torch._C._current_graph_task_id()
         if now != self._pass and self.on_pass_end is not None:
             self._pass = now
@@ -181,7 +181,7 @@ class BlockStream:
 
     @contextmanager
     def fetched_block(self, block: _Block) -> Iterator[tuple[torch.Tensor, int]]:
-        """`block` has its parameters inside the context and is released after it."""
+        """Fetch the parameters of `block` for the duration of the context."""
         buffer, version = self.source.fetch(block.index)
         block.depth += 1
         try:
@@ -196,7 +196,7 @@ class BlockStream:
             self.source.release(block.index)
 
     def _forward(self, block: _Block, *args: Any, **kwargs: Any) -> Any:
-        if block.depth:  # a block that calls itself has its parameters already
+        if block.depth:  # a block that calls itself already has its parameters
             return block.original(*args, **kwargs)
         _check_frozen(block)
         if torch.is_grad_enabled():
@@ -239,7 +239,7 @@ class _Node(torch.autograd.Function):
 
 
 class _Call:
-    """One recorded run of a block. Lives as long as its node in the graph; what it keeps is freed
+    """A recorded run of a block. Lives as long as its node in the graph, and frees what it keeps
     with it.
 
     `inputs`: the tensors of (args, kwargs), kept in `tickets` in that order. `slots`: its leaves
@@ -258,7 +258,7 @@ class _Call:
         self.serial = next(stream._serial)
         self.tickets: list[KeptTensor] = []
         self.closed = False
-        # recorded by a checkpoint's recomputation, in backward
+        # recorded in backward, by the recomputation of a checkpoint
         self.inside = torch._C._current_graph_task_id() != -1
         if self.inside:
             stream.pass_runs()
@@ -268,7 +268,7 @@ class _Call:
         self.trained = [(i, p) for i, p in block.fetched.trainable if p.requires_grad]
         self.inputs = inputs  # until the forward has run
         self.version = -1
-        # the form of what it returned, until it is returned
+        # the structure of its result, until that is returned
         self.out: tuple[list[tuple[int, Any]], Any] | None = None
         self.n_outputs = 0
 
@@ -289,7 +289,7 @@ class _Call:
             self.tickets.append(self.stream.activations.save(tensor))
         versions = [version_of(t) for t in inputs]
         with self.stream.fetched_block(block) as (buffer, self.version):
-            self.when = Circumstances(block.modules, self.stream.device, block.buffers)
+            self.when = ForwardState(block.modules, self.stream.device, block.buffers)
             leaves, tensors = self._leaves(inputs)
             refuse = functools.partial(_refuse, block.name)
             hooks = torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse)
@@ -319,7 +319,7 @@ class _Call:
         return outputs, differentiable
 
     def _leaves(self, inputs: Sequence[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
-        """The leaves with `inputs` cut off from the graph before them."""
+        """Return the leaves, with `inputs` detached from the graph before them."""
         tensors = [t.detach().requires_grad_(needs) for t, needs in zip(inputs, self.needs)]
         name = self.block.name
         return [tensors[i] if i >= 0 else pristine(leaf, name) for i, leaf in self.slots], tensors
@@ -330,19 +330,19 @@ class _Call:
         return pytree.tree_unflatten([outputs[i] if i >= 0 else leaf for i, leaf in form], spec)
 
     def _check_graph(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
-        """Gradients must end in arguments, the block's parameters or shared ones: others would
-        be lost."""
-        known = {id(t) for t in (*tensors, *self.block.module.parameters())}
+        """Raise ModelError if a gradient ends elsewhere than in the arguments, the block's
+        parameters or shared ones: it would be lost."""
+        expected = {id(t) for t in (*tensors, *self.block.module.parameters())}
         todo: list[Any] = [o.grad_fn for o in outputs if o.grad_fn is not None]
         seen = set(todo)
         while todo:
             node = todo.pop()
-            if hasattr(node, "variable") and id(node.variable) not in known:
+            if hasattr(node, "variable") and id(node.variable) not in expected:
                 raise ModelError(
                     f"block {self.block.name!r} uses a tensor of shape {tuple(node.variable.shape)}"
                     " that needs gradients and is neither an argument nor a parameter of the"
                     " block",
-                    hint="pass it as an argument, or name larger blocks",
+                    hint="pass it as an argument, or choose larger blocks that contain it",
                 )
             for above, _ in node.next_functions:
                 if above is not None and above not in seen:
@@ -358,8 +358,8 @@ class _Call:
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         if self.closed:
             raise LoopError(
-                f"backward through block {block.name!r} a second time",
-                hint="backward(retain_graph=True)",
+                f"backward ran a second time through block {block.name!r}",
+                hint="use backward(retain_graph=True) the first time",
             )
         if [p._version for p in self.shared] != self.shared_versions:
             raise self._changed()
@@ -387,8 +387,8 @@ class _Call:
     def _differentiate(
         self, grads: tuple[torch.Tensor | None, ...], trained: list[tuple[int, nn.Parameter]]
     ) -> tuple[Sequence[torch.Tensor | None], int]:
-        """Gradients of the wanted inputs, then the shared parameters (together `n`), then
-        `trained`; and n."""
+        """Return the gradients of the inputs that need one and of the shared parameters (together
+        `n`), then of `trained`; and n."""
         try:
             inputs = [self.stream.activations.load(t) for t in self.tickets]
         except ModelError as error:
@@ -400,9 +400,9 @@ class _Call:
                 outputs, _ = distinct(out_leaves)
             if len(outputs) != self.n_outputs:
                 raise ModelError(
-                    f"block {self.block.name!r} returned {self.n_outputs} tensors in forward and "
-                    f"{len(outputs)} when it was recomputed",
-                    hint="it depends on something not replayed",
+                    f"block {self.block.name!r} returned {self.n_outputs} tensors in forward but"
+                    f" {len(outputs)} when it was recomputed",
+                    hint="it uses state that is not replayed, such as Python's random numbers",
                 )
             ends = [(o, g) for o, g in zip(outputs, grads) if g is not None and o.requires_grad]
             wants = [t for t in tensors if t.requires_grad] + self.shared
@@ -415,7 +415,7 @@ class _Call:
     def _changed(self) -> LoopError:
         return LoopError(
             f"parameters changed between forward and backward of block {self.block.name!r}",
-            hint="run backward before step(), or the forward again after it",
+            hint="run backward before step(), or run the forward again after it",
         )
 
     def _check_handles(self, trained: list[tuple[int, nn.Parameter]]) -> None:
@@ -425,7 +425,7 @@ class _Call:
                     f"the gradient of {self.stream.table.params[index].name!r} was set or scaled"
                     " (clipped, unscaled) and then got another backward pass",
                     hint=(
-                        "clip or unscale once, after the last backward pass of a step; then"
+                        "clip or unscale once, after the last backward pass of a step; then call"
                         " zero_grad()"
                     ),
                 )
@@ -445,8 +445,8 @@ def _refuse(name: str, _: None) -> Any:
 
 
 def _own(tensor: torch.Tensor, *, buffer: torch.Tensor) -> torch.Tensor:
-    """A copy where `tensor` lies in `buffer` (a block that returns its weight): that memory
-    goes back."""
+    """Copy `tensor` if it lies in `buffer` (a block that returns its weight), whose memory will be
+    reused."""
     if tensor.device == buffer.device and tensor.layout == torch.strided:
         at = tensor.untyped_storage().data_ptr()
         if at and at == buffer.untyped_storage().data_ptr():

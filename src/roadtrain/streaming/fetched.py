@@ -1,12 +1,12 @@
 """The parameters of one block: views of a fetched buffer while the block runs, released afterwards;
-their gradients laid out in one flat buffer.
+and the layout of their gradients in one flat buffer.
 
-Released parameters keep shape, dtype and device, take 0 bytes and refuse to be read
-(streaming/released.py); code that reads their memory all the same finds NaN (integers: their least
-value), never stale values. A Parameter keeps its identity throughout, also one that was made on
-`meta`: optimizers hold it.
+Released parameters keep shape, dtype and device, take 0 bytes and raise when they are read
+(streaming/released.py). Code that reads their memory anyway finds NaN (integers: their minimum),
+never stale values. A Parameter keeps its identity throughout, even if it was made on `meta`,
+because optimizers hold it.
 
-Assumes: the buffer holds the block as ChunkTable lays it out and outlives its views.
+Assumes that the buffer has the ChunkTable's layout and outlives its views.
 Does NOT know where the buffer comes from, or when.
 """
 
@@ -25,19 +25,19 @@ from roadtrain.streaming.split import DTYPES
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter lies: elements [start, stop) of `run`."""
+    """The location of a parameter: elements [start, stop) of `run`."""
 
     index: int  # in ChunkTable.params
     param: nn.Parameter
     run: Run
     start: int
     stop: int
-    released_value: torch.Tensor  # what it reads as when it is released
+    released_value: torch.Tensor  # its data while it is released
 
 
 class FetchedParameters:
-    """The parameters of `block`, by their index in table.params. `trainable`: (index, parameter)
-    of those whose gradients the block source takes."""
+    """The parameters of `block`, by index in table.params. `trainable`: (index, parameter) of those
+    whose gradients go to the block source."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class FetchedParameters:
         others = [p.param for p in self.places if not p.run.trainable]
         self.frozen = [p for p in others if not p.requires_grad]
         placed = {p.index for p in self.places}
-        # those without elements: there is nothing to fetch
+        # parameters without elements, which are not fetched
         self.empty = [p for i, p in params.items() if i not in placed]
         self._gaps = {run.index: _gaps(run) for run in block.runs if run.trainable}
 
     def settle(self) -> None:
-        """Bring every parameter to the device and release it. Its values are gone."""
+        """Move every parameter to the device and release it. Its values are lost."""
         for place in self.places:
             settle(place.param, place.released_value)
             set_released(place.param)
@@ -73,7 +73,7 @@ class FetchedParameters:
 
     @torch.inference_mode(False)
     def point(self, buffer: torch.Tensor) -> None:
-        """Parameters become views of `buffer` (uint8, at least pull_nbytes)."""
+        """Make the parameters views of `buffer` (uint8, at least pull_nbytes)."""
         flat = {run.index: _flat(buffer, run.offset, run) for run in self.block.runs}
         for place in self.places:
             set_fetched(place.param)
@@ -88,8 +88,8 @@ class FetchedParameters:
 
     @torch.no_grad()
     def lay_out(self, buffer: torch.Tensor, grads: Mapping[int, torch.Tensor]) -> None:
-        """Write `grads` (by index) into the flat push `buffer`; what has none, and padding,
-        becomes zero."""
+        """Write `grads` (by index) into the flat push `buffer`. Padding and parameters without a
+        gradient become zero."""
         for run in self.block.runs:
             if not run.trainable:
                 continue
@@ -106,7 +106,7 @@ class FetchedParameters:
 
 
 def _flat(buffer: torch.Tensor, offset: int, run: Run) -> torch.Tensor:
-    """The elements of `run`, which begins at byte `offset` of `buffer`."""
+    """Return the elements of `run`, which starts at byte `offset` of `buffer`."""
     dtype = DTYPES[run.dtype]
     return buffer[offset : offset + run.numel * dtype.itemsize].view(dtype)
 

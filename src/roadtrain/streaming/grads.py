@@ -1,13 +1,13 @@
-"""PlacedGrad: what stands in `p.grad` once a gradient has left for its server.
+"""PlacedGrad: the value of `p.grad` after a gradient was sent to its server.
 
-It has the parameter's shape, dtype and device and costs 0 bytes. Gradient clipping, norms, scaling
-by a number and `torch.amp.GradScaler` work on it as on a tensor, also in lists mixed with ordinary
-gradients: a norm asks the server for the sum of squares, a product changes `scale`, by which the
-server multiplies when it updates.
+It has the parameter's shape, dtype and device and takes 0 bytes. Gradient clipping, norms, scaling
+by a number and `torch.amp.GradScaler` accept it like a tensor, also in lists with ordinary
+gradients. A norm asks the server for the sum of squares; a product changes `scale`, a factor that
+the server applies when it updates.
 
-Assumes: the book's sum is of the step's accumulated gradient before `scale`, and is inf or nan
-where any element is.
-Does NOT release elements: whatever needs them raises LoopError.
+Assumes that the book's sum is that of the step's accumulated gradient before `scale`, and that it
+is inf or nan if any element is.
+Does NOT provide elements: every operation that needs them raises LoopError.
 """
 
 from __future__ import annotations
@@ -26,13 +26,18 @@ aten = torch.ops.aten
 
 class GradBook(Protocol):
     def sum_squares(self, param: int) -> float:
-        """Sum of squares of the step's accumulated, unscaled gradient of
+        """Return the sum of squares of the step's accumulated, unscaled gradient of
         ChunkTable.params[param]. Waits for it."""
 
 
 class PlacedGrad(torch.Tensor):
-    """Handle of a gradient that has left. `param` indexes ChunkTable.params; `scale` starts at
-    1.0. `shared` holds the scale: aliases (`detach()`, `.data`) have the same list."""
+    """A handle to a gradient on a server.
+
+    Attributes:
+        param: Index in ChunkTable.params.
+        scale: Factor for the gradient, initially 1.0.
+        shared: The list that holds the scale, shared with aliases (`detach()`, `.data`).
+    """
 
     param: int
     book: GradBook
@@ -92,10 +97,10 @@ def _left(func: Any, args: Any, why: str = "") -> LoopError:
     name = next((a.label or a.param for a in flat if isinstance(a, PlacedGrad)), "?")
     return LoopError(
         f"{getattr(func, '__name__', func)} needs the elements of the gradient of {name!r}, "
-        f"which has left to its server{why}",
+        f"which was sent to its server{why}",
         hint=(
             "norms of order 2, clip_grad_norm_, GradScaler and scaling by a number work on it; "
-            "zero_grad needs set_to_none=True"
+            "call zero_grad with set_to_none=True"
         ),
     )
 
@@ -106,8 +111,8 @@ def _detach(func: Any, args: Any, kwargs: Any) -> PlacedGrad:
 
 
 def _norm_of(grad: PlacedGrad) -> torch.Tensor:
-    """0-dim, in fp32 also where the gradient is narrower: the square of a half would not fit a
-    half."""
+    """Return the norm as a 0-dim tensor, in fp32 even for a narrower gradient, whose square could
+    overflow a half."""
     dtype = grad.dtype if grad.dtype == torch.float64 else torch.float32
     value = abs(grad.scale) * math.sqrt(grad.book.sum_squares(grad.param))
     return torch.tensor(value, dtype=dtype, device=grad.device)
@@ -118,7 +123,7 @@ def _norm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     whole = not any(args[2:4]) and not kwargs.get("dim") and not kwargs.get("keepdim")
     euclidean = order is None or float(order) == 2.0
     if not isinstance(args[0], PlacedGrad) or not euclidean or not whole:
-        raise _left(func, args, f" (order {order}; its server knows the whole norm of order 2)")
+        raise _left(func, args, f" (order {order}; the server only has the whole norm of order 2)")
     value = _norm_of(args[0])
     return value if kwargs.get("dtype") is None else value.to(kwargs["dtype"])
 
@@ -127,13 +132,13 @@ def _foreach_norm(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     grads: Sequence[torch.Tensor] = args[0]
     order = kwargs.get("ord", args[1] if len(args) > 1 else 2)
     if float(order) != 2.0:
-        raise _left(func, args, f" (order {order}; its server knows the norm of order 2)")
+        raise _left(func, args, f" (order {order}; the server only has the norm of order 2)")
     rest = iter(_on_rest(func, args, kwargs) or ())
     return [_norm_of(g) if isinstance(g, PlacedGrad) else next(rest) for g in grads]
 
 
 def _on_rest(func: Any, args: Any, kwargs: Any) -> Any:
-    """`func` on the ordinary tensors of the list args[0]."""
+    """Apply `func` to the ordinary tensors of the list args[0]."""
     rest = [g for g in args[0] if not isinstance(g, PlacedGrad)]
     return func(rest, *args[1:], **kwargs) if rest else None
 
@@ -176,7 +181,7 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
                 grad.scale *= by
 
 
-_HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {  # of an operation, in all its overloads
+_HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {  # for all overloads of an operation
     aten.detach: _detach,
     aten.alias: _detach,
     aten.linalg_vector_norm: _norm,

@@ -1,21 +1,20 @@
-"""First values of a model that was built on `meta`, one part at a time, so that it never exists
-whole.
+"""Initial values for a model that was built on `meta`, computed part by part, so that the whole
+model never exists in memory.
 
     for part in (split.root, *split.blocks):  # the root first, see below
-        materialize(part, split, init)        # init: the user's function of a module, None: the
-                                              model's own
-        ...take the values of part.params (CPU, the parameter's own dtype)...
+        materialize(part, split, init)        # init: the user's function of a module, or None for
+                                              the model's own
+        ...use the values of part.params (CPU, the parameter's own dtype)...
         release(part.params)
 
-The model's own: what the model's authors wrote: for Hugging Face models `_initialize_weights` of
-the nearest enclosing model, for others each module's `reset_parameters()`. Buffers are computed
-too, and stay. What is left without a value is an error, never garbage. The same `torch.manual_seed`
-gives the same values.
+The model's own initialization is `_initialize_weights` of the nearest enclosing Hugging Face model,
+or else each module's `reset_parameters()`. Buffers are computed too, and stay in memory. A tensor
+that gets no value raises an error. The same `torch.manual_seed` gives the same values.
 
-Assumes: an init that writes into parameters of other parts finds them on `meta` (no effect) or
-dropped, so it writes only into its own: hence the root first, whose modules may reach into the
-blocks; shared parameters are protected. Does NOT give the values that building on the CPU gives
-under the same seed: the order of drawing differs.
+The root comes first because the init of its modules may write into blocks; at that time blocks are
+still on `meta`, where a write has no effect. Other parts are on `meta` or released when a part is
+initialized, and shared parameters are restored afterwards. Does NOT reproduce the values that
+building on the CPU gives under the same seed: the order of random draws differs.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ Init = Callable[[nn.Module], None]
 
 
 def own_init(model: nn.Module) -> Init:
-    """The model's own initialisation, to be called on each of its modules, children before
-    parents."""
+    """Return the model's own initialization, to be called on each of its modules, children
+    first."""
     families: dict[int, Init] = {}
 
     def walk(module: nn.Module, family: Init | None) -> None:
@@ -51,7 +50,7 @@ def own_init(model: nn.Module) -> Init:
         module.__dict__.pop("_is_hf_initialized", None)
         family(module)
         if family is not _reset and any(_starts_nan(t) for t in _direct(module)):
-            _reset(module)  # as its constructor did
+            _reset(module)  # which its constructor did too
             module.__dict__.pop("_is_hf_initialized", None)
             family(module)
 
@@ -64,12 +63,19 @@ def materialize(
     init: Init | None = None,
     *,
     values: bool = True,
-    given: Collection[str] = (),
+    loaded: Collection[str] = (),
 ) -> None:
-    """Give those parameters and buffers of `part` that are on `meta` their first values, on the
-    CPU. Parameters named in `given`, or all of them without `values`, come from elsewhere and
-    stay on `meta`. Raises ModelError naming what is left without a value."""
-    fresh = [(name, p) for name, p in part.params if values and name not in given and p.is_meta]
+    """Give those parameters and buffers of `part` that are on `meta` their initial values, on the
+    CPU.
+
+    Args:
+        values: Whether to initialize parameters; if not, all of them stay on `meta`.
+        given: Names of parameters that stay on `meta`, because their values are loaded.
+
+    Raises:
+        ModelError: A parameter or buffer got no value.
+    """
+    fresh = [(name, p) for name, p in part.params if values and name not in loaded and p.is_meta]
     init = init or own_init(split.root.module)
     modules = list(_post_order(part.module, {id(b.module) for b in split.blocks if b is not part}))
     mine = {id(p) for _, p in fresh}
@@ -101,7 +107,7 @@ def materialize(
         left += [f"{names[id(m)]}.{k} (buffer)" for m, k in lost]
     if left:
         raise ModelError(
-            "no first value for"
+            "no initial value for"
             f" {', '.join(left[:5])}{f' and {len(left) - 5} more' if len(left) > 5 else ''}",
             hint=(
                 "give the module a reset_parameters(), pass init=, load weights, or build the model"
@@ -111,8 +117,8 @@ def materialize(
 
 
 def _post_order(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
-    """The modules of a part, children before parents, each once. `seen` begins as those of the
-    other parts: of the root's, what is left are those outside of all blocks."""
+    """Yield the modules of a part, children first, each once. `seen` starts with the modules of the
+    other parts, so those of the root part are the modules outside all blocks."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -139,14 +145,15 @@ def _starts_nan(tensor: torch.Tensor) -> bool:
 
 
 def _blank(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU, of values that no init writes: NaN, the least integer."""
+    """Return a CPU tensor of values that no init writes: NaN, or the minimum of an integer type."""
     return released_value(tensor.shape, tensor.dtype, torch.device("cpu")).clone(
         memory_format=torch.contiguous_format
     )
 
 
 def _blank_buffers(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
-    """(module, key) of each buffer that was on `meta`; a tensor registered twice stays one."""
+    """Replace buffers on `meta` and yield their (module, key). A buffer registered twice stays
+    shared."""
     blanks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in modules:
         for key, buffer in module._buffers.items():

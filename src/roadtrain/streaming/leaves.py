@@ -1,6 +1,7 @@
-"""A block's arguments and results as a flat list of leaves, and the distinct tensors among them.
+"""The arguments and results of a block as a flat list of leaves, and the distinct tensors among
+them.
 
-A key-value cache is one leaf, whatever torch.utils._pytree knows of its type.
+A key-value cache is always one leaf, even if torch.utils._pytree could flatten it.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from roadtrain.errors import ModelError
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of `value`, and what puts it together again (pytree.tree_unflatten)."""
+    """Return the leaves of `value`, and the spec for pytree.tree_unflatten."""
     return pytree.tree_flatten(value, is_leaf=_is_cache)
 
 
 def distinct(leaves: Sequence[Any]) -> tuple[list[torch.Tensor], list[tuple[int, Any]]]:
-    """The distinct tensors among `leaves`; for each leaf the index of its tensor, or (-1, the
-    leaf itself)."""
+    """Return the distinct tensors among `leaves`, and for each leaf the index of its tensor or
+    (-1, the leaf itself)."""
     tensors = {id(x): x for x in leaves if isinstance(x, torch.Tensor)}
     at = {key: i for i, key in enumerate(tensors)}
     return list(tensors.values()), [
@@ -33,21 +34,22 @@ def distinct(leaves: Sequence[Any]) -> tuple[list[torch.Tensor], list[tuple[int,
 
 
 def pristine(leaf: Any, name: str) -> Any:
-    """What a run of block `name` gets for a leaf that is no tensor. A block appends to its
-    key-value cache, and recomputing it would append twice. So every run gets an empty cache of its
-    own (not none at all: it lays keys out in memory as in plain training, where kernels round by
-    stride). Raises ModelError for a filled one."""
+    """Return a leaf that is not a tensor in the form that a run of block `name` gets. A block
+    appends to its key-value cache, and recomputing it would append twice, so every run gets its own
+    empty cache. (Not None: a cache determines the memory layout of keys, and kernels round by
+    stride.) Raises ModelError if the cache is not empty."""
     if not _is_cache(leaf):
         return leaf
     if int(leaf.get_seq_length()) > 0:
         raise ModelError(
-            f"block {name!r} is trained with a filled {type(leaf).__name__}", hint="use_cache=False"
+            f"block {name!r} trains with a filled {type(leaf).__name__}",
+            hint="pass use_cache=False",
         )
     return copy.deepcopy(leaf)
 
 
 def check_opaque(leaf: Any, name: str) -> None:
-    """Raises ModelError where block `name` returns an object that hides tensors with gradients."""
+    """Raise ModelError if block `name` returns an object that hides tensors with gradients."""
     own = {} if isinstance(leaf, type | nn.Module) else getattr(leaf, "__dict__", {})
     if any(isinstance(x, torch.Tensor) and x.requires_grad for x in own.values()):
         way = "register_pytree_node"

@@ -1,15 +1,13 @@
-r"""The state of a job as plain bytes and back: nested values and tensors of known types, nothing
-else (Rule 8).
+r"""The job state as bytes: nested values and tensors of known types, nothing else (Rule 8).
 
-    b"RTstate\\1" | length of the header (u64) | header: msgpack | the tensors' bytes, one after the
-    other
+    b"RTstate\\1" | length of the header (u64) | header: msgpack | bytes of all tensors, in order
 
-The header is one value. None, bool, int, float, str and bytes stand for themselves; all else is
-[tag, ...]: containers hold their items, a tensor its dtype and shape. So reading runs no code, and
+The header is one value. None, bool, int, float, str and bytes represent themselves; everything else
+is [tag, ...]: a container has its items, a tensor its dtype and shape. So reading runs no code, and
 every length is checked before it is used.
 
-Tensors come back on the host and contiguous; that several shared memory is forgotten. Does NOT know
-what the values mean.
+Decoded tensors are on the host, contiguous, and do not share memory. Does NOT know what the values
+mean.
 """
 
 from __future__ import annotations
@@ -28,103 +26,103 @@ from roadtrain.errors import ConfigError, DamagedError, ForeignError
 
 MAGIC = b"RTstate\1"
 LENGTH = struct.Struct("<Q")
-# the types of numbers by their own names; not aliases such as `half`, nor types that pack several
+# The dtypes that hold one number, by their own names (not aliases such as `half`).
 _FIXED = re.compile(r"bool|bfloat16|(u?int|float)(8|16|32|64)(_.*)?|complex(64|128)")
 DTYPES = {
     name: kind
     for name, kind in vars(torch).items()
     if isinstance(kind, torch.dtype) and _FIXED.fullmatch(name)
 }
-MAX_DEPTH = 100  # a value that holds itself ends here, with a sentence
+MAX_DEPTH = 100  # nesting limit, which also stops values that contain themselves
 PLAIN = (type(None), bool, float, str, bytes)
 SEQUENCES: dict[str, type[Any]] = {"list": list, "tuple": tuple, "set": set, "size": torch.Size}
 MAPPINGS: dict[str, type[Any]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 TAGS: dict[type[Any], str] = {kind: tag for tag, kind in (SEQUENCES | MAPPINGS).items()}
-METADATA = "_metadata"  # the one attribute that an OrderedDict may have
-ARRAYS = "biufc"  # kinds of numpy arrays that are nothing but numbers
-# what a value of another form raises where it is put together
+METADATA = "_metadata"  # the only attribute that an OrderedDict may have
+ARRAYS = "biufc"  # kinds of numpy dtypes that are plain numbers
+# exceptions raised while decoding an invalid header
 _OTHER_FORMS = (msgspec.DecodeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError)
 HINT = (
-    "numbers, text, bytes, None, tensors and arrays of numbers; dicts, lists, tuples and sets of"
-    " them"
+    "use numbers, text, bytes, None, tensors and arrays of numbers, and dicts, lists, tuples and"
+    " sets of them"
 )
 
 
 def encode(value: Any, what: str = "the state") -> bytes:
-    """`value` as bytes. ConfigError names the place in `what` whose type has no plain form."""
+    """Encode `value`. Raises ConfigError naming the place in `what` whose type is unsupported."""
     pieces: list[memoryview] = []
-    header = msgspec.msgpack.encode(_told(value, pieces, what, 0))
+    header = msgspec.msgpack.encode(_to_header(value, pieces, what, 0))
     return b"".join([MAGIC, LENGTH.pack(len(header)), header, *pieces])
 
 
 def decode(raw: bytes | memoryview) -> Any:
-    """The value that `encode` was given. Raises DamagedError for bytes that are not whole or hold
-    unknown types, ForeignError for bytes that `encode` did not make."""
+    """Decode the result of `encode`. Raises DamagedError if the bytes are incomplete or hold
+    unknown types, ForeignError if `encode` did not make them."""
     view = memoryview(raw)
     if view[: len(MAGIC)] != MAGIC:
         raise ForeignError(
-            f"the state of a job begins with {bytes(view[:8])!r}, not with {MAGIC!r}",
+            f"the job state begins with {bytes(view[:8])!r} instead of {MAGIC!r}",
             hint="another version of roadtrain wrote it: 0.2.0 still reads states of 0.1.0",
         )
     at = len(MAGIC) + LENGTH.size
     if len(view) < at:
-        raise DamagedError(f"the state of a job has {len(view)} bytes, its beginning alone is {at}")
+        raise DamagedError(f"the job state has {len(view)} bytes, fewer than its first {at}")
     (length,) = LENGTH.unpack(view[len(MAGIC) : at])
     if length > len(view) - at:
         raise DamagedError(
-            f"the header of a job's state is {length} bytes, {len(view) - at} are there"
+            f"the header of the job state has {length} bytes, but {len(view) - at} are left"
         )
-    rest = _Rest(view[at + length :])
+    rest = _Unread(view[at + length :])
     try:
-        value = _made(msgspec.msgpack.decode(view[at : at + length]), rest)
+        value = _from_header(msgspec.msgpack.decode(view[at : at + length]), rest)
     except _OTHER_FORMS as error:
-        raise DamagedError(f"the state of a job is of another form: {error}") from error
+        raise DamagedError(f"the job state has an invalid header: {error}") from error
     if rest.nbytes:
-        raise DamagedError(f"{rest.nbytes} bytes stand behind the state of a job")
+        raise DamagedError(f"{rest.nbytes} bytes follow the job state")
     return value
 
 
-def _told(value: Any, pieces: list[memoryview], where: str, depth: int) -> Any:
+def _to_header(value: Any, pieces: list[memoryview], where: str, depth: int) -> Any:
     kind = type(value)
     if kind in PLAIN:
         return value
     if kind is int:
         return value if -(1 << 63) <= value < 1 << 64 else ["int", hex(value)]
     if depth > MAX_DEPTH:
-        raise ConfigError(f"{where} is nested more than {MAX_DEPTH} deep, or holds itself")
+        raise ConfigError(f"{where} is nested more than {MAX_DEPTH} deep, or contains itself")
     if isinstance(value, np.generic):
-        return _told(value.item(), pieces, where, depth + 1)
+        return _to_header(value.item(), pieces, where, depth + 1)
     if kind in SEQUENCES.values():
         return [
             TAGS[kind],
-            *(_told(one, pieces, f"{where}[{i}]", depth + 1) for i, one in enumerate(value)),
+            *(_to_header(item, pieces, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)),
         ]
     if kind in MAPPINGS.values():
-        # a module's state_dict says the versions of its modules so
+        # the state_dict of a module stores the versions of its modules there
         if kind is OrderedDict and vars(value):
             if list(vars(value)) != [METADATA]:
                 raise ConfigError(
-                    f"{where} is an OrderedDict with attributes: {', '.join(vars(value))}",
+                    f"{where} is an OrderedDict with other attributes: {', '.join(vars(value))}",
                     hint=HINT,
                 )
-            bare = _told(OrderedDict(value), pieces, where, depth)
+            bare = _to_header(OrderedDict(value), pieces, where, depth)
             metadata = vars(value)[METADATA]
-            return [METADATA, bare, _told(metadata, pieces, f"{where}.{METADATA}", depth + 1)]
-        told = [TAGS[kind]]
-        for key, one in value.items():
-            told.append(_told(key, pieces, where, depth + 1))
-            told.append(_told(one, pieces, f"{where}[{key!r}]", depth + 1))
-        return told
-    return _told_leaf(value, pieces, where)
+            return [METADATA, bare, _to_header(metadata, pieces, f"{where}.{METADATA}", depth + 1)]
+        header = [TAGS[kind]]
+        for key, item in value.items():
+            header.append(_to_header(key, pieces, where, depth + 1))
+            header.append(_to_header(item, pieces, f"{where}[{key!r}]", depth + 1))
+        return header
+    return _leaf_header(value, pieces, where)
 
 
-def _told_leaf(value: Any, pieces: list[memoryview], where: str) -> list[Any]:
+def _leaf_header(value: Any, pieces: list[memoryview], where: str) -> list[Any]:
     if type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         if value.layout is not torch.strided or value.is_meta or value.dtype not in DTYPES.values():
             what = f"a tensor of {value.dtype} that is {value.layout} on {value.device}"
-            raise ConfigError(f"{where} is {what}, which has no plain form", hint=HINT)
+            raise ConfigError(f"{where} is {what}, which cannot be saved", hint=HINT)
         flat = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
-        # one element of another stride is contiguous to torch, and cannot be seen as bytes
+        # torch calls a single element contiguous whatever its stride, but cannot view it as bytes
         if flat.stride() != (1,):
             flat = flat.new_empty(flat.shape).copy_(flat)
         pieces.append(flat.view(torch.uint8).numpy().data)
@@ -140,14 +138,13 @@ def _told_leaf(value: Any, pieces: list[memoryview], where: str) -> list[Any]:
     if type(value) is torch.device:
         return ["device", str(value)]
     raise ConfigError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which has no plain"
-        " form",
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved",
         hint=HINT,
     )
 
 
-class _Rest:
-    """The tensors' bytes that have not been taken."""
+class _Unread:
+    """The tensors' bytes that were not read yet."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
@@ -157,57 +154,58 @@ class _Rest:
         return len(self._view)
 
     def take(self, shape: list[int], itemsize: int) -> bytearray:
-        """Bytes of the next tensor. ValueError where there are too few; nothing is allocated
-        then."""
+        """Return the bytes of the next tensor. Raises ValueError, before it allocates, if there
+        are too few."""
         if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-            raise ValueError(f"{shape!r} is no shape")
+            raise ValueError(f"{shape!r} is not a shape")
         nbytes = itemsize
         for n in shape:
             nbytes *= n
         if nbytes > len(self._view):
-            raise ValueError(f"a tensor of {nbytes} bytes, {len(self._view)} are there")
-        taken, self._view = bytearray(self._view[:nbytes]), self._view[nbytes:]
-        return taken
+            raise ValueError(f"a tensor needs {nbytes} bytes, but {len(self._view)} are left")
+        raw, self._view = bytearray(self._view[:nbytes]), self._view[nbytes:]
+        return raw
 
 
-def _made(told: Any, rest: _Rest) -> Any:
-    """Raises ValueError or TypeError for what `_told` does not say."""
-    if not isinstance(told, list):
-        if type(told) not in PLAIN and type(told) is not int:
-            raise ValueError(f"a {type(told).__name__} in the header")
-        return told
-    tag, *items = told
+def _from_header(header: Any, rest: _Unread) -> Any:
+    """Decode a value of the header. Raises ValueError or TypeError if `_to_header` cannot have made
+    it."""
+    if not isinstance(header, list):
+        if type(header) not in PLAIN and type(header) is not int:
+            raise ValueError(f"unexpected {type(header).__name__} in the header")
+        return header
+    tag, *items = header
     if tag in SEQUENCES:
-        return SEQUENCES[tag]([_made(one, rest) for one in items])
+        return SEQUENCES[tag]([_from_header(item, rest) for item in items])
     if tag in MAPPINGS:
         if len(items) % 2:
-            raise ValueError(f"a {tag} of {len(items)} keys and values")
-        pairs = [_made(one, rest) for one in items]
+            raise ValueError(f"a {tag} with {len(items)} keys and values, an odd number")
+        pairs = [_from_header(item, rest) for item in items]
         made: Any = MAPPINGS[tag]()
         made.update(dict(zip(pairs[::2], pairs[1::2])))
         return made
     if tag == METADATA:
-        bare, metadata = (_made(one, rest) for one in items)
+        bare, metadata = (_from_header(item, rest) for item in items)
         if type(bare) is not OrderedDict:
-            raise ValueError(f"metadata of a {type(bare).__name__}")
+            raise ValueError(f"metadata on a {type(bare).__name__}")
         vars(bare)[METADATA] = metadata
         return bare
     if tag not in _LEAVES:
-        raise ValueError(f"a value of the kind {tag!r}")
+        raise ValueError(f"unknown kind of value {tag!r}")
     return _LEAVES[tag](rest, *items)
 
 
-def _tensor(rest: _Rest, dtype: str, shape: list[int]) -> torch.Tensor:
+def _tensor(rest: _Unread, dtype: str, shape: list[int]) -> torch.Tensor:
     raw, kind = rest.take(shape, DTYPES[dtype].itemsize), DTYPES[dtype]
     return (
         torch.frombuffer(raw, dtype=kind).reshape(shape) if raw else torch.empty(shape, dtype=kind)
     )
 
 
-def _array(rest: _Rest, dtype: str, shape: list[int]) -> np.ndarray:
+def _array(rest: _Unread, dtype: str, shape: list[int]) -> np.ndarray:
     kind = np.dtype(str(dtype))
     if kind.kind not in ARRAYS:
-        raise ValueError(f"an array of dtype {dtype!r}")
+        raise ValueError(f"unsupported dtype {dtype!r} of an array")
     return np.frombuffer(rest.take(shape, kind.itemsize), kind).reshape(shape)
 
 

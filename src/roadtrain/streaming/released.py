@@ -1,16 +1,16 @@
-"""What a parameter is while its values are elsewhere: one that refuses to be read, or that fetches
-its values first.
+"""Parameters whose values are elsewhere. Reading such a parameter raises an error, or fetches its
+values first.
 
-A released parameter has its shape, dtype, device and gradient, takes no memory and has no values.
-Whoever computes with it would compute with NaN, without a word (Rule 6). So its class is changed
-while it is released: metadata is answered, any other use raises LoopError. `detach()` and `.data`
-give a tensor that refuses in the same way.
+A released parameter has its shape, dtype, device and gradient, but no values and no memory.
+Computing with it would silently give NaN (Rule 6). So its class is changed while it is released:
+metadata is available, and any other use raises LoopError. `detach()` and `.data` return tensors
+that behave the same.
 
-A parameter that is behind (of the root block, after an update) has old values in its memory: its
-first use fetches the new ones, for all that are behind, by what `set_behind` was given.
+A stale parameter (of the root block, after an update) has old values in its memory. Its first use
+fetches the new values of all stale parameters, with the function passed to `set_stale`.
 
-Assumes: uses go through torch's Python functions. Does NOT see code in C++ that reads memory; it
-reads NaN there.
+Assumes that uses go through torch's Python functions. Does NOT notice C++ code that reads memory;
+that code reads NaN.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch import nn
 
 from roadtrain.errors import LoopError
 
-# Methods of torch.Tensor, and functions of torch, that need no values; so do those that begin with
-# "is_", except is_nonzero.
-_TOLD = {
+# Methods of torch.Tensor, and functions of torch, that need no values. Those that begin with "is_",
+# except is_nonzero, need none either.
+_METADATA = {
     "__hash__",
     "__len__",
     "_is_view",
@@ -57,11 +57,11 @@ _TOLD = {
     "untyped_storage",
 }
 _VIEWS = {"T", "H", "mT", "mH", "real", "imag"}  # attributes that are views of the values
-_HELD = {"data", "detach"}  # what gives a tensor with the same missing values
+_HELD = {"data", "detach"}  # they return a tensor whose values are missing too
 
 
 class _Refusing:
-    """Mixed into a class of tensors."""
+    """A mixin for classes of tensors that raise when they are read."""
 
     @classmethod
     def __torch_function__(
@@ -86,17 +86,17 @@ class _Refusing:
         return repr(self)
 
 
-class _Behind:
-    """Mixed into a class of parameters."""
+class _Stale:
+    """A mixin for classes of parameters that fetch new values before their first use."""
 
-    _fetch: Callable[[], object]  # ends with set_fetched
+    _fetch: Callable[[], object]  # calls set_fetched in the end
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        name, given = _name_of(function), _flat((args, *(kwargs or {}).values()))
-        found = next((a for a in given if isinstance(a, _Behind)), None)
+        name, values = _name_of(function), _flat((args, *(kwargs or {}).values()))
+        found = next((a for a in values if isinstance(a, _Stale)), None)
         if found is not None and (name is None or name in _HELD):
             found._fetch()
         with torch._C.DisableTorchFunctionSubclass():
@@ -104,11 +104,12 @@ class _Behind:
 
 
 class ReleasedTensor(_Refusing, torch.Tensor):  # type: ignore[misc]
-    """Of a released parameter's shape, without its values."""
+    """A tensor with the shape of a released parameter, without its values."""
 
 
 def _name_of(function: Any) -> str | None:
-    """The name of what `function` asks of a tensor; None where that needs values."""
+    """Return the name of the attribute or method of a tensor that is used; None if it needs
+    values."""
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         attribute = getattr(getattr(function, "__self__", None), "__name__", "")
@@ -116,30 +117,30 @@ def _name_of(function: Any) -> str | None:
             return None
         return attribute if name == "__get__" else "set"
     asks = name.startswith("is_") and name != "is_nonzero"
-    return str(name) if asks or name in _TOLD or name == "detach" else None
+    return str(name) if asks or name in _METADATA or name == "detach" else None
 
 
 def in_child(maker: int) -> LoopError:
-    """The error of a forked child that uses a model which process `maker` placed."""
+    """Return the error for a forked child that uses a model placed in process `maker`."""
     return LoopError(
-        f"the model was placed in process {maker}, and this is process {os.getpid()}, forked from"
-        " it: the threads and the memory of the placed model are not here",
+        f"the model was placed in process {maker}, but this is process {os.getpid()}, forked from"
+        " it: the threads and the memory of the placed model do not exist here",
         hint=(
-            "a DataLoader's workers, and other forked processes, must not use the model; a process"
-            " that is to train places a model of its own (start it with spawn)"
+            "do not use the model in a DataLoader's workers or other forked processes; to train in"
+            " a second process, start it with spawn and place a model there"
         ),
     )
 
 
 def forbid_in_child(params: Iterable[tuple[str, nn.Parameter]], maker: int) -> None:
-    """In a forked child: `params`, whose memory is not there, refuse to be read."""
+    """Make `params` refuse to be read in a forked child, which does not have their memory."""
     global _maker
     _maker = maker
     for _, p in params:
         set_released(p)
 
 
-_maker = 0  # in a forked child: the process that placed a model
+_maker = 0  # in a forked child: the id of the process that placed the model
 
 
 def _refusal(args: tuple[Any, ...]) -> LoopError:
@@ -148,9 +149,9 @@ def _refusal(args: tuple[Any, ...]) -> LoopError:
     found = next((a for a in _flat(args) if isinstance(a, _Refusing)), None)
     which = "" if found is None else f" of shape {tuple(found.shape)}"  # type: ignore[attr-defined]
     return LoopError(
-        f"a parameter{which} is read while its block is not fetched: its values are elsewhere",
+        f"a parameter{which} was read while its block is not fetched: its values are elsewhere",
         hint=(
-            "model.state_dict() and optimizer.read(name) give values; a block's own forward has"
+            "read values with model.state_dict() or optimizer.read(name); a block's own forward has"
             " them while it runs"
         ),
     )
@@ -170,19 +171,19 @@ def is_released(p: torch.Tensor) -> bool:
     return isinstance(p, _Refusing)
 
 
-def is_behind(p: torch.Tensor) -> bool:
-    return isinstance(p, _Behind)
+def is_stale(p: torch.Tensor) -> bool:
+    return isinstance(p, _Stale)
 
 
 def released_value(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`shape` of NaN (integers: the least value) in one element of memory."""
+    """Return a tensor of NaN (integers: the minimum) that takes the memory of one element."""
     number = dtype.is_floating_point or dtype.is_complex
     value = float("nan") if number else 0 if dtype == torch.bool else torch.iinfo(dtype).min
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
 
 
 def has_released_value(p: torch.Tensor) -> bool:
-    """Whether `p` was released and nothing has given it values since."""
+    """Whether `p` was released and has not been assigned values since."""
     return (
         not p.is_meta
         and p.numel() > 1
@@ -192,7 +193,7 @@ def has_released_value(p: torch.Tensor) -> bool:
 
 
 def settle(p: nn.Parameter, data: torch.Tensor) -> None:
-    """`p.data = data`, also for a parameter on `meta`, which torch refuses to move by
+    """Assign `p.data = data`, even for a parameter on `meta`, where torch refuses the
     assignment."""
     if p.is_meta:
         new = nn.Parameter(data, requires_grad=p.requires_grad)
@@ -204,35 +205,35 @@ def settle(p: nn.Parameter, data: torch.Tensor) -> None:
 
 
 def release(params: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Drop the values: they read as NaN and take 0 bytes."""
+    """Drop the values, which then read as NaN and take 0 bytes."""
     for _, p in params:
         if p.numel():
             settle(p, released_value(p.shape, p.dtype, torch.device("cpu")))
 
 
 def set_released(p: nn.Parameter) -> None:
-    """From here on `p` refuses to be read."""
+    """Make `p` raise when it is read."""
     if not is_released(p):
         set_fetched(p)
         p.__class__ = _class_of(_Refusing, type(p))
 
 
-def set_behind(p: nn.Parameter, fetch: Callable[[], object]) -> None:
-    """The first use of `p` calls `fetch`, which ends with set_fetched(p)."""
+def set_stale(p: nn.Parameter, fetch: Callable[[], object]) -> None:
+    """Make the first use of `p` call `fetch`, which must call set_fetched(p)."""
     set_fetched(p)
-    p.__class__ = _class_of(_Behind, type(p))
+    p.__class__ = _class_of(_Stale, type(p))
     p._fetch = fetch  # type: ignore[attr-defined]
 
 
 def set_fetched(p: nn.Parameter) -> None:
-    """`p` is what it was before."""
-    if isinstance(p, _Refusing | _Behind):
+    """Restore the class that `p` had before."""
+    if isinstance(p, _Refusing | _Stale):
         p.__class__ = type(p).fetched_class  # type: ignore[attr-defined]
         p.__dict__.pop("_fetch", None)
 
 
 def is_called_by_dynamo() -> bool:
-    """Whether torch.compile runs the caller: what it compiled is guarded by the classes of
+    """Whether torch.compile runs the caller. Compiled code is guarded by the classes of
     parameters."""
     frame = sys._getframe(1)
     while frame is not None:
@@ -244,12 +245,12 @@ def is_called_by_dynamo() -> bool:
 
 
 def check_unchanged(params: Iterable[tuple[str, nn.Parameter]], versions: Iterable[int]) -> None:
-    """LoopError where one was written in place since its `_version` was as given: its server
-    would not hear of it."""
+    """Raise LoopError if a parameter was written in place since its `_version` was as in
+    `versions`. Its server would not notice the change."""
     for (name, p), version in zip(params, versions, strict=True):
         if p._version != version:
             raise LoopError(
                 f"parameter {name!r} was changed in place: its values are elsewhere, and the change"
                 " would be lost",
-                hint="model.load_state_dict() changes them; or change the model before place()",
+                hint="use model.load_state_dict(), or change the model before place()",
             )

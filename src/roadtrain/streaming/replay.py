@@ -1,12 +1,12 @@
-"""What a block's forward depends on beside its arguments and parameters, taken before it and
-replayed for backward.
+"""The state, beside arguments and parameters, that a block's forward depends on. It is recorded
+before the forward and restored for its recomputation in backward.
 
-RNG state (CPU and the compute device), autocast, the choice of attention kernels, training flags of
-its modules, and its buffers: the recomputation sees them as they were before the forward and leaves
-them as it found them, so that a batch norm counts every batch once. Buffers are compared by value:
-batch norm's kernel does not count its changes.
+It consists of RNG state (CPU and the compute device), autocast, the choice of attention kernels,
+the training flags of its modules, and its buffers. The recomputation sees them as they were before
+the forward, and they are put back after it, so a batch norm counts every batch once. Buffers are
+compared by value, because the kernel of batch norm does not increment the version of its buffers.
 
-Assumes: what else a block reads does not change between its forward and its backward.
+Assumes that anything else that a block reads is the same in forward and backward.
 Does NOT replay Python's or numpy's random numbers, or attributes that a module sets on itself.
 """
 
@@ -20,9 +20,9 @@ from torch import nn
 from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 
 
-class Circumstances:
-    """Made just before a forward, `forward_ended` just after it. `last`: the latest copies of
-    the block's buffers, shared between calls that saw the same values."""
+class ForwardState:
+    """The state recorded just before a forward; call `forward_ended` just after it. `last`: the
+    latest copies of the block's buffers, shared between calls that saw the same values."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Circumstances:
         for i, module in enumerate(modules):
             for key, buffer in module._buffers.items():
                 self.before[i, key] = None if buffer is None else _copy(buffer, last, (i, key))
-        self.changed: set[tuple[int, str]] = set()  # by the forward itself
+        self.changed: set[tuple[int, str]] = set()  # buffers that the forward itself changed
 
     def forward_ended(self) -> None:
         self.changed = {at for at, copy in self.before.items() if not _same(self._now(at), copy)}
@@ -52,8 +52,8 @@ class Circumstances:
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Everything but autocast as it was before the forward; afterwards everything as it is
-        now."""
+        """Restore everything but autocast to its state before the forward, and undo that
+        afterwards."""
         with ExitStack() as stack:
             devices = [] if self.cuda_rng is None else [self.device]
             stack.enter_context(torch.random.fork_rng(devices))
@@ -71,8 +71,8 @@ class Circumstances:
 
     @contextmanager
     def replay_autocast(self) -> Iterator[None]:
-        """The forward's autocast, for the recomputation only: the gradient's own arithmetic
-        runs outside of it."""
+        """Restore the forward's autocast, for the recomputation only. The gradient's own arithmetic
+        runs outside it."""
         with ExitStack() as stack:
             for kind, enabled, dtype in self.autocast:
                 if enabled or torch.is_autocast_enabled(kind):
@@ -92,9 +92,9 @@ class Circumstances:
 
 @contextmanager
 def keeping_nothing(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Autocast keeps casts of parameters by their identity, and here the same Parameter holds other
-    values later. The block is recomputed as a whole: a transformers layer that also checkpoints
-    itself would do it twice.
+    """Disable autocast's cache and gradient checkpointing. Autocast caches casts of parameters by
+    identity, but the same Parameter holds other values later. The block is recomputed as a whole,
+    so a transformers layer that also checkpoints itself would compute twice.
     """
     was = torch.is_autocast_cache_enabled()
     on = [m for m in modules if m.__dict__.get("gradient_checkpointing") is True]
@@ -112,10 +112,10 @@ def keeping_nothing(modules: Sequence[nn.Module]) -> Iterator[None]:
 def _copy(
     buffer: torch.Tensor, last: dict[tuple[int, str], torch.Tensor], at: tuple[int, str]
 ) -> torch.Tensor:
-    known = last.get(at)
-    if known is None or not _same(buffer, known):
-        known = last[at] = buffer.detach().clone()
-    return known
+    saved = last.get(at)
+    if saved is None or not _same(buffer, saved):
+        saved = last[at] = buffer.detach().clone()
+    return saved
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

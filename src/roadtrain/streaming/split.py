@@ -1,14 +1,13 @@
-"""Which modules of a model are blocks, which parameters are theirs, and how that becomes a
-ChunkTable.
+"""The split of a model into blocks and their parameters, and its ChunkTable.
 
-Blocks are found by themselves: the items of the outermost `nn.ModuleList`s (encoder and decoder
-both count); without one, the children of the largest `nn.Sequential`; else everything is the root
-block. Or the user names them: dotted names or patterns, one pattern part per name part
-(`model.layers.*`). A parameter seen in two blocks, or in a block and outside of it (tied weights),
+By default, blocks are the items of the outermost `nn.ModuleList`s (encoder and decoder both count);
+without one, the children of the largest `nn.Sequential`; otherwise everything is the root block.
+The user may name blocks instead, by dotted names or patterns with one pattern per name part
+(`model.layers.*`). A parameter used by two blocks, or by a block and outside it (tied weights),
 belongs to the root.
 
-Assumes: blocks are called (`block(x)`), not reached into (`block.weight`): between calls their
-parameters read as NaN. Does NOT move, change or hold any values.
+Assumes that blocks are called (`block(x)`) and that their parameters are not read from outside
+(`block.weight`): between calls they are released. Does NOT move, change or hold any values.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ ROOT = "root"
 
 def _check_trainable(dtype: torch.dtype) -> None:
     if NAMES.get(dtype) not in TRAINABLE:
-        raise ConfigError("update rules do not take it")
+        raise ConfigError("update rules do not support it")
 
 
 ComputeDtype = Annotated[
@@ -58,8 +57,8 @@ ComputeDtype = Annotated[
 
 @dataclass(frozen=True)
 class ModulePart:
-    """A block as modules and parameters. `params`: canonical names (the first in
-    `model.named_parameters()`)."""
+    """A block as modules and parameters. `params`: canonical names (the first ones in
+    `model.named_parameters()`) and parameters."""
 
     name: str
     module: nn.Module
@@ -68,15 +67,15 @@ class ModulePart:
 
 @dataclass(frozen=True)
 class Split:
-    """`root.module` is the model, `root.params` what no block owns. `blocks` in module order,
-    disjoint, not nested."""
+    """`root.module` is the model, `root.params` are the parameters that no block owns. `blocks` are
+    in module order, disjoint and not nested."""
 
     root: ModulePart
     blocks: tuple[ModulePart, ...]
 
 
 def split(model: nn.Module, blocks: Sequence[str] | None = None) -> Split:
-    """Cut `model` into the root and its blocks. Raises ModelError for a model without
+    """Split `model` into the root and its blocks. Raises ModelError for a model without
     parameters, ConfigError for a name that matches nothing, a module that is never called (a
     list), or a block inside a block."""
     named = list(model.named_parameters())
@@ -108,16 +107,20 @@ def table(
     dtype: torch.dtype | None,
     chunk_elements: int = MAX_CHUNK,
 ) -> ChunkTable:
-    """Lay `split` out. Block 0 is the root, block i + 1 is `split.blocks[i]`. `groups`: the
-    optimizer group of each parameter; one in no group, or that requires no gradient, is frozen.
-    `dtype`: what floating-point parameters travel and compute in, None for their own. Raises
-    ModelError for a dtype that no chunk can hold."""
+    """Lay `split` out. Block 0 is the root, block i + 1 is `split.blocks[i]`. Raises ModelError for
+    an unsupported dtype.
+
+    Args:
+        groups: The optimizer group of each parameter. A parameter in no group, or that requires no
+            gradient, is frozen.
+        dtype: The dtype in which floating-point parameters travel and compute; None for their own.
+    """
 
     def spec(name: str, p: nn.Parameter) -> ParamSpec:
         held = dtype if dtype is not None and p.is_floating_point() else p.dtype
         if held not in NAMES:
             raise ModelError(
-                f"parameter {name!r} has dtype {held}, known are {', '.join(map(str, NAMES))}"
+                f"parameter {name!r} has dtype {held}; supported are {', '.join(map(str, NAMES))}"
             )
         trainable = p.requires_grad and p in groups
         group = groups[p] if trainable else -1
@@ -130,8 +133,8 @@ def table(
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A view of the tensor's memory, or a copy where it is not contiguous on the CPU. 16-bit
-    floats come as uint16."""
+    """Return a view of the tensor's memory, or a copy if it is not contiguous on the CPU. 16-bit
+    floats become uint16."""
     tensor = tensor.detach().cpu().contiguous()
     half = tensor.dtype in (torch.bfloat16, torch.float16)
     return (tensor.view(torch.uint16) if half else tensor).numpy()
@@ -153,7 +156,7 @@ def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _list_items(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The items of the outermost lists below `module`. Lists inside an item are not searched."""
+    """Yield the items of the outermost lists below `module`. Lists inside an item do not count."""
     for child_name, child in module.named_children():
         full = _join(name, child_name)
         several = isinstance(child, nn.ModuleList) and len(child) >= 2
@@ -175,7 +178,7 @@ def _has_params(module: nn.Module) -> bool:
 
 def _named(model: nn.Module, patterns: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
     modules = {name: module for name, module in model.named_modules() if name}
-    wanted = set()
+    chosen = set()
     for pattern in patterns:
         parts = pattern.split(".")
         hits = [n for n in modules if _fits(n.split("."), parts) and _has_params(modules[n])]
@@ -190,8 +193,8 @@ def _named(model: nn.Module, patterns: Iterable[str]) -> Iterator[tuple[str, nn.
                     f"block {hit!r} is a {type(modules[hit]).__name__}, which is never called",
                     hint=f"name its items: {hit}.*",
                 )
-        wanted.update(hits)
-    return ((name, module) for name, module in modules.items() if name in wanted)
+        chosen.update(hits)
+    return ((name, module) for name, module in modules.items() if name in chosen)
 
 
 def _fits(name: list[str], pattern: list[str]) -> bool:
@@ -199,8 +202,7 @@ def _fits(name: list[str], pattern: list[str]) -> bool:
 
 
 def _owners(model: nn.Module, chosen: dict[int, str]) -> dict[int, set[str]]:
-    """id(parameter) -> names of the blocks (or ROOT) that it is seen in, by every path that
-    leads to it."""
+    """Return id(parameter) -> the names of the blocks (or ROOT) that contain it, on any path."""
     owner_of = {"": ROOT}
     owners: dict[int, set[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -209,7 +211,7 @@ def _owners(model: nn.Module, chosen: dict[int, str]) -> dict[int, set[str]]:
             here = chosen.get(id(module), above)
             if above not in (ROOT, here):
                 raise ConfigError(
-                    f"block {here!r} is inside block {above!r}", hint="name one of the two"
+                    f"block {here!r} is inside block {above!r}", hint="name only one of them"
                 )
             owner_of[name] = here
         for p in module._parameters.values():

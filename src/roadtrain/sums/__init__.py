@@ -1,5 +1,6 @@
-"""The summation service: CPUs of all machines sum the gradients, and the workers update.
+"""The summation service: the CPUs of all hosts sum the gradients, and the workers apply the update.
 
-Sums run in the order of the workers, whichever host adds them up, so that the bits do not depend on
-which spare hosts there are. Spare hosts come and go while training goes on. Read `sums.py` first.
+Gradients are added in the order of the workers, whichever host adds them, so the bits of a sum do
+not depend on the spare hosts. Spare hosts may be added and removed during training. Start reading
+at `sums.py`.
 """

@@ -1,12 +1,13 @@
-"""Agreement: every worker's side of what sums/protocol/agreement.py decides beside worker 0.
+"""Agreement: a worker's side of sums/protocol/agreement.py, which runs at worker 0.
 
     ticket = agreement.begin("gradient of x", "fp32 [4, 4]")
-    agreement.run(ticket, ready, dropped)     ready: at once, where all have agreed about that
-                                              before
+    agreement.run(ticket, ready, dropped)     calls ready() once all workers have begun the same
+                                              operation; at once if they agreed on it before
     agreement.done(ticket)
 
-What is known costs no message. A thread looks at what waits: after a second it says so, after the
-deadline it ends all (Rule 5). Assumes that `dropped` returns soon. Does NOT sum.
+An operation that was agreed on before needs no messages. A thread reports waits of more than a
+second to the coordinator, and ends the summation after the deadline (Rule 5). Assumes that
+`dropped` returns soon. Does NOT sum.
 """
 
 from __future__ import annotations
@@ -25,36 +26,42 @@ from roadtrain.errors import DeadlineError, DifferError, PeerError
 from roadtrain.sums import sum_frames
 from roadtrain.sums.protocol.agreement import Operation
 
-STALL_S, LOOK_S = 1.0, 0.25  # of waiting, before it is said; between two looks
-GRACE_S = 1.0  # for what all have begun to end, once a verdict has come
-MOST = 256  # operations in one word of who waits
-TEXT = 1000  # letters of an identity or a signature that are told
-HINT = "every worker runs the same program over the same model"
+STALL_S, CHECK_S = 1.0, 0.25  # a wait is reported after STALL_S; interval between checks
+GRACE_S = 1.0  # timeout for agreed operations to finish after a mismatch
+MOST = 256  # operations in one Stall frame
+TEXT = 1000  # longest identity or signature that is sent
+HINT = "every worker must run the same program over the same model"
 
 
 def short(text: str) -> str:
-    """Other texts stay other ones."""
+    """Shorten a text to TEXT characters and a hash, so that different texts stay different."""
     if len(text) <= TEXT:
         return text
     return f"{text[:TEXT]}... {blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
 class OperationTicket:
-    """Of one operation under way here. `error`: why it is given up."""
+    """An operation that was begun here. `error`: why it was abandoned, or None."""
 
     def __init__(self, operation: Operation, epoch: int) -> None:
         self.operation, self.epoch, self.began = operation, epoch, time.monotonic()
-        self.agreed = threading.Event()  # or given up
+        self.agreed = threading.Event()  # set when agreed or abandoned
         self.error: BaseException | None = None
         self._ready: Callable[[], None] | None = None
         self._dropped: Callable[[BaseException], None] | None = None
 
 
 class Agreement:
-    """The agreement of one worker with the others. `waits`: as the state machine has it. `say`: to
-    the coordinator; None where there is one worker. `give_up`: all sums that are under way, before
-    their `dropped` are called; `failed`: is called with the error that ends all. A program sees
-    each disagreement once: in a wait for what was given up, else in what it begins next.
+    """The agreement of one worker with the others.
+
+    The program sees each mismatch once: as the error of an abandoned operation that it waits for,
+    or else of the next operation that it begins.
+
+    Args:
+        waits: As for AgreementStateMachine.
+        say: Sends a frame to the coordinator; None if there is one worker.
+        give_up: Abandons all sums in progress; called before their `dropped`.
+        failed: Called with the error that ends the summation.
 
     Invariants, under `order`: an open ticket is of this epoch; one with `_ready` is not agreed."""
 
@@ -70,18 +77,18 @@ class Agreement:
         self.rank, self._waits, self._deadline_s = rank, waits, deadline_s
         self._alone, self._say = say is None, say or (lambda *_: None)
         self._give_up, self._failed = give_up, failed
-        self.order = threading.RLock()  # over what is begun, and a new epoch
+        self.order = threading.RLock()  # orders operations that begin and new epochs
         self.epoch = 0
         self._open: dict[int, OperationTicket] = {}
         self._counts: Counter[str] = Counter()  # operations begun in this epoch, by identity
-        self._known: set[tuple[str, str]] = set()  # identity, signature: all have agreed
-        self._threads: dict[int, OperationTicket] = {}  # that wait -> for what
-        self._begun = 0.0  # when the last operation was
-        # the program here has not met it yet: what it begins is given up, too
-        self._untold: DifferError | None = None
-        self._given_up = False  # something was, of which it will hear
-        # A verdict that waits, until when: all may have begun what is agreed here, and the others
-        # may have ended it.
+        self._settled: set[tuple[str, str]] = set()  # identity, signature: agreed on
+        self._threads: dict[int, OperationTicket] = {}  # waiting thread -> the ticket
+        self._begun = 0.0  # when the last operation was begun
+        # A mismatch that the program has not seen yet; operations that it begins are abandoned.
+        self._unseen: DifferError | None = None
+        self._given_up = False  # an operation was abandoned, whose error shows the mismatch
+        # A mismatch that is held back until a deadline, so that operations which are agreed, and
+        # may be finished at other workers, can finish here too.
         self._verdict: tuple[float, tuple[int, str]] | None = None
         self._error: BaseException | None = None
         self._closed, self._watcher = threading.Event(), threading.Thread()
@@ -90,16 +97,16 @@ class Agreement:
             self._watcher.start()
 
     def begin(self, identity: str, signature: str, each: bool = False) -> OperationTicket:
-        """Raises DifferError, once, where the others have disagreed while nothing was under way
-        here; what has ended all."""
+        """Begin an operation. Raises the error that has ended the summation, or once a DifferError
+        after a mismatch for which no operation of this worker was abandoned."""
         with self.order:
             if self._error is not None:
                 raise self._error
             identity = short(identity)
-            if self._untold is not None:
-                error = self._untold
+            if self._unseen is not None:
+                error = self._unseen
                 if not self._given_up:
-                    self.told()
+                    self.mark_seen()
                     raise error
                 ticket = OperationTicket(Operation(identity, -1, signature, each), self.epoch)
                 self._drop(ticket, error)
@@ -108,28 +115,29 @@ class Agreement:
             self._counts[identity] += 1
             ticket = OperationTicket(operation, self.epoch)
             self._begun = ticket.began
-            known = self._alone or (not each and (identity, operation.signature) in self._known)
-            if not known:
+            agreed = self._alone or (not each and (identity, operation.signature) in self._settled)
+            if not agreed:
                 self._say(
                     sum_frames.SAY, (self.epoch, identity, operation.use, operation.signature, each)
                 )
             self._open[id(ticket)] = ticket
-            if known or not (self._waits or each):
-                self._known.add((identity, operation.signature))
+            if agreed or not (self._waits or each):
+                self._settled.add((identity, operation.signature))
                 ticket.agreed.set()
         return ticket
 
-    def told(self) -> None:
-        """The program here knows of the last disagreement: what it begins is of the new epoch."""
+    def mark_seen(self) -> None:
+        """Note that the program has seen the last mismatch, so that it can begin operations."""
         with self.order:
-            self._untold, self._given_up = None, False
+            self._unseen, self._given_up = None, False
 
-    def program_goes_on(self) -> None:
-        """It has begun anew, so it knows; unless nothing of it has been given up yet. Waits for a
-        verdict that is being carried out: the program heard of it in the middle of that."""
+    def resume(self) -> None:
+        """Note that the program has started over, and so has seen the error of an abandoned
+        operation. Blocks while a mismatch is being handled. Does nothing if no operation was
+        abandoned."""
         with self.order:
             if self._given_up:
-                self.told()
+                self.mark_seen()
 
     def run(
         self,
@@ -137,8 +145,8 @@ class Agreement:
         ready: Callable[[], None],
         dropped: Callable[[BaseException], None],
     ) -> None:
-        """`ready` as soon as all agree, inside `order`; or `dropped`, also after `ready` while
-        the ticket is open."""
+        """Call `ready` once all workers agree, with `order` held. Call `dropped` with the error if
+        the operation is abandoned, which can happen after `ready` too, until `done`."""
         with self.order:
             ticket._dropped = dropped
             if ticket.error is None and not ticket.agreed.is_set():
@@ -166,8 +174,8 @@ class Agreement:
             self._open.pop(id(ticket), None)
 
     def agree(self, identity: str, signature: str) -> None:
-        """Waits until all workers have come to this operation. Raises DifferError,
-        DeadlineError, LostError."""
+        """Wait until all workers have begun this operation. Raises DifferError, DeadlineError,
+        LostError."""
         ticket = self.begin(identity, signature, each=True)
         with self.waiting(ticket):
             ticket.agreed.wait()
@@ -177,7 +185,7 @@ class Agreement:
 
     @contextmanager
     def waiting(self, ticket: OperationTicket) -> Iterator[None]:
-        """The calling thread begins nothing else until that is done."""
+        """Declare that the calling thread is blocked on an operation and begins nothing else."""
         mine = threading.get_ident()
         with self.order:
             self._threads[mine] = ticket
@@ -187,10 +195,10 @@ class Agreement:
             with self.order:
                 self._threads.pop(mine, None)
                 if ticket.error is not None:
-                    self.told()
+                    self.mark_seen()
 
     def fail(self, error: BaseException) -> None:
-        """Nothing can be begun any more; what was not agreed is given up."""
+        """End the summation: nothing can be begun, and operations not agreed on are abandoned."""
         with self.order:
             self._error = self._error or error
             for ticket in list(self._open.values()):
@@ -198,18 +206,18 @@ class Agreement:
                     self._drop(ticket, error)
         self._failed(error)
 
-    # what the coordinator says
+    # frames of the coordinator
 
-    def heard(self, kind: int, fields: Any) -> None:
+    def take(self, kind: int, fields: Any) -> None:
         with self.order:
             match kind:
-                case sum_frames.DIFFER if self._waits and self._agreed_open():
+                case sum_frames.MISMATCH if self._waits and self._agreed_open():
                     self._verdict = time.monotonic() + GRACE_S, fields
-                case sum_frames.DIFFER:
-                    self._differ(*fields)
+                case sum_frames.MISMATCH:
+                    self._mismatch(*fields)
                 case sum_frames.AGREED if fields[0] == self.epoch:
                     self._agreed(*fields[1:])
-                case sum_frames.ASKED if fields[0] == self.epoch:
+                case sum_frames.ASK_BEGUN if fields[0] == self.epoch:
                     (identity, use), blocked = fields[1], self._blocked()
                     place = [] if blocked is None else [blocked.operation.place]
                     self._say(
@@ -217,10 +225,10 @@ class Agreement:
                         (self.epoch, (identity, use), self._counts[identity] > use, place),
                     )
                 case _:
-                    pass  # of an epoch that is over
+                    pass  # of an earlier epoch
 
     def lost(self, error: PeerError) -> None:
-        """What was agreed goes on."""
+        """Handle the loss of the coordinator. Operations that are agreed can still finish."""
         with self.order:
             self._error = self._error or error
             unagreed = any(not ticket.agreed.is_set() for ticket in self._open.values())
@@ -234,7 +242,7 @@ class Agreement:
             if not same or ticket.agreed.is_set() or (operation.each and operation.use != use):
                 continue
             if not operation.each:
-                self._known.add((identity, signature))
+                self._settled.add((identity, signature))
             ticket.agreed.set()
             ready, ticket._ready = ticket._ready, None
             if ready is not None:
@@ -243,49 +251,49 @@ class Agreement:
     def _agreed_open(self) -> bool:
         return any(ticket.agreed.is_set() for ticket in self._open.values())
 
-    def _meet_verdict(self, now: float) -> None:
-        """Carries a verdict out that was put off. Under `order`."""
+    def _apply_verdict(self, now: float) -> None:
+        """Handle a mismatch that was held back, if it is time. Under `order`."""
         if self._verdict is not None and (now >= self._verdict[0] or not self._agreed_open()):
             (_, fields), self._verdict = self._verdict, None
-            self._differ(*fields)
+            self._mismatch(*fields)
 
-    def _differ(self, epoch: int, words: str) -> None:
+    def _mismatch(self, epoch: int, words: str) -> None:
         if not self._waits:
             self.fail(DifferError(words, hint=HINT))
             return
         given_up, self._open = list(self._open.values()), {}
         self.epoch = epoch
         self._counts.clear()
-        self._known.clear()
+        self._settled.clear()
         self._give_up()
         for ticket in given_up:
             self._drop(ticket, DifferError(words, hint=HINT))
-        self._untold, self._given_up = DifferError(words, hint=HINT), bool(given_up)
+        self._unseen, self._given_up = DifferError(words, hint=HINT), bool(given_up)
 
-    # who waits
+    # waits
 
     def _blocked(self) -> OperationTicket | None:
-        """What this worker waits for and begins nothing before. Under `order`."""
+        """Return the operation that this worker is blocked on, if any. Under `order`."""
         if len(self._threads) != 1 or time.monotonic() - self._begun < STALL_S:
             return None
         (ticket,) = self._threads.values()
         return ticket if id(ticket) in self._open else None
 
     def _watch(self) -> None:
-        said, late = 0.0, list[OperationTicket]()
-        while not self._closed.wait(min(LOOK_S, self._deadline_s / 4)):
+        reported, late = 0.0, list[OperationTicket]()
+        while not self._closed.wait(min(CHECK_S, self._deadline_s / 4)):
             with self.order:
                 now = time.monotonic()
-                self._meet_verdict(now)
+                self._apply_verdict(now)
                 late = [ticket for ticket in self._open.values() if now - ticket.began >= STALL_S]
                 over = [
                     ticket
                     for ticket in late
                     if not ticket.agreed.is_set() and now - ticket.began >= self._deadline_s
                 ]
-                if late and self._waits and now - said >= STALL_S:
-                    said = now
-                    self._say_stalled(late[:MOST])
+                if late and self._waits and now - reported >= STALL_S:
+                    reported = now
+                    self._report_stall(late[:MOST])
             if over:
                 self.fail(
                     DeadlineError(
@@ -295,17 +303,14 @@ class Agreement:
                     )
                 )
 
-    def _say_stalled(self, late: Sequence[OperationTicket]) -> None:
+    def _report_stall(self, late: Sequence[OperationTicket]) -> None:
         blocked = self._blocked()
-        words, mine = (
-            [
-                (one.operation.identity, one.operation.use, one.operation.signature)
-                for one in tickets
-            ]
+        waits, mine = (
+            [(o.identity, o.use, o.signature) for o in (ticket.operation for ticket in tickets)]
             for tickets in (late, [] if blocked is None else [blocked])
         )
         with suppress(PeerError):
-            self._say(sum_frames.STALL, (self.epoch,), msgspec.msgpack.encode((words, mine)))
+            self._say(sum_frames.STALL, (self.epoch,), msgspec.msgpack.encode((waits, mine)))
 
     def close(self) -> None:
         self._closed.set()

@@ -1,13 +1,13 @@
-"""Coordinator: runs beside worker 0 and has one link from every worker of a start, for few and
-small frames, so that no gradient stands before them.
+"""Coordinator: runs in the process of worker 0, with a link from each worker of a run. The links
+carry only small frames, so that these never queue behind gradients.
 
-    worker: Say Stall Has --> sums/protocol/agreement.py  --> Agreed Asked Differ Failed
-    worker: Gone State    --> sums/protocol/membership.py --> Ask Change
+    worker: Say Stall Has     --> sums/protocol/agreement.py  --> Agreed AskBegun Mismatch Failed
+    worker: ReducerLost State --> sums/protocol/membership.py --> Ask Change
 
-It decides whether all mean the same by an operation, and which spare hosts sum. That a worker has
-gone, it learns from the end of that worker's link, whose other end is a CoordinatorLink
-(coordinator_link.py). Frames go out in the order of the decisions. Does NOT sum, and does NOT start
-workers again.
+It checks that all workers begin the same operations, and decides which spare hosts sum. It notices
+that a worker has left by the end of its link, whose other end is a CoordinatorLink
+(coordinator_link.py). Frames are sent in the order of the decisions. Does NOT sum, does NOT restart
+workers.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from roadtrain.servers.connection import HostedSession, WorkerConnection
 from roadtrain.sums import sum_frames
 from roadtrain.sums.protocol.agreement import (
     Agreed,
+    AgreementAction,
     AgreementStateMachine,
     AskWhetherBegun,
-    Differ,
-    Gone,
+    Mismatch,
     Operation,
-    Said,
+    WorkerLost,
 )
 from roadtrain.sums.protocol.membership import (
     AskRounds,
@@ -38,13 +38,13 @@ from roadtrain.sums.protocol.membership import (
 )
 from roadtrain.transport.link import Link
 
-TO_COORDINATOR = "coordinator"  # in a greeting, instead of a rule
-STATE_LIMIT = 16 << 20  # bytes of a worker's rounds
-STALL_LIMIT = 4 << 20  # bytes of what a worker waits for
+TO_COORDINATOR = "coordinator"  # in a greeting, in place of a rule
+STATE_LIMIT = 16 << 20  # bytes of the payload of a State
+STALL_LIMIT = 4 << 20  # bytes of the payload of a Stall
 
 
 class SumGroup:
-    """Workers (`ranks`) that sum with each other, and the spare hosts that sum for them."""
+    """A group of workers (`ranks`) that sum with each other, and their spare hosts."""
 
     def __init__(self, coordinator: Coordinator, ranks: Sequence[int], spares: Spares) -> None:
         self.coordinator, self.ranks = coordinator, ranks
@@ -53,44 +53,50 @@ class SumGroup:
 
     @property
     def spares(self) -> dict[str, int]:
-        """Address -> number of its reducer, of the spare hosts that are there."""
+        """The spare hosts in use: address -> number of the reducer."""
         with self._lock:
             return {address: number for number, (address, _) in self.machine.spares.items()}
 
     def lost_reducer(self, reducer: int, why: str) -> None:
         with self._lock:
             if reducer in self.machine.spares and reducer not in self.machine.lost:
-                self.coordinator.report(f"{why}: left out from now on")
-            self._say_all(self.machine.gone(reducer))
+                self.coordinator.report(f"{why}: not used any more")
+            self._carry_out(self.machine.remove(reducer))
 
     def offered(self, address: str, rate: float) -> None:
         with self._lock:
-            self._say_all(self.machine.offered(address, rate))
+            self._carry_out(self.machine.offered(address, rate))
 
     def state(self, rank: int, fields: sum_frames.StateHeader, rounds: sum_frames.Rounds) -> None:
         begun = {key: (last, bool(done)) for key, (last, done) in rounds.items()}
         with self._lock:
-            said = self.machine.state(rank, fields.number, begun, fields.refused)
-            for change in said:
+            actions = self.machine.state(rank, fields.number, begun, fields.refused)
+            for change in actions:
                 if isinstance(change, Change):
                     for _, address, _ in change.added:
                         self.coordinator.report(f"spare host {address} sums from now on")
-            self._say_all(said)
+            self._carry_out(actions)
 
-    def _say_all(self, said: Sequence[MembershipAction]) -> None:
-        for one in said:
-            self.coordinator.send(self.ranks, *_frame(one))
+    def _carry_out(self, actions: Sequence[MembershipAction]) -> None:
+        for action in actions:
+            self.coordinator.send(self.ranks, *_frame(action))
 
 
-def _frame(said: MembershipAction) -> tuple[int, tuple[Any, ...], bytes]:
-    if isinstance(said, AskRounds):
-        return sum_frames.ASK, said, b""
-    return sum_frames.CHANGE, (said.number, said.gone, said.added), m.encode(said.rounds)
+def _frame(action: MembershipAction) -> tuple[int, tuple[Any, ...], bytes]:
+    if isinstance(action, AskRounds):
+        return sum_frames.ASK, action, b""
+    fields = action.number, action.removed, action.added
+    return sum_frames.CHANGE, fields, m.encode(action.rounds)
 
 
 class Coordinator(HostedSession[WorkerConnection]):
-    """Of one start of a job. `waits`: as AgreementStateMachine has it. `groups`: ranks that sum
-    with each other and go round spare hosts; a worker is in one of them at most."""
+    """The coordinator of one run of a job.
+
+    Args:
+        waits: As for AgreementStateMachine.
+        groups: Ranks that sum with each other and use spare hosts; at most one group per worker.
+        spares: The spare hosts at the start.
+    """
 
     payloads = {sum_frames.STATE: STATE_LIMIT, sum_frames.STALL: STALL_LIMIT}
 
@@ -112,31 +118,33 @@ class Coordinator(HostedSession[WorkerConnection]):
     def new_connection(self, rank: int, link: Link) -> WorkerConnection:
         worker = super().new_connection(rank, link)
         group = self._group_of.get(rank)
-        if group is not None and group.machine.asked is not None:
-            self._send(worker, *_frame(group.machine.asked))
+        if group is not None and group.machine.query is not None:
+            self._send(worker, *_frame(group.machine.query))
         return worker
 
     def take(self, worker: WorkerConnection, kind: int, fields: Any, payload: memoryview) -> None:
-        if kind in (sum_frames.GONE, sum_frames.STATE):
+        if kind in (sum_frames.REDUCER_LOST, sum_frames.STATE):
             group = self._group_of.get(worker.rank)
             if group is None:
-                raise WireError(f"worker {worker.rank} has no spare hosts and spoke of them")
-            if kind == sum_frames.GONE:
+                raise WireError(f"worker {worker.rank} uses no spare hosts, but sent kind {kind}")
+            if kind == sum_frames.REDUCER_LOST:
                 group.lost_reducer(*fields)
             else:
                 group.state(worker.rank, fields, sum_frames.rounds(payload))
             return
         with self.lock:
-            self._tell(self._decided(worker.rank, kind, fields, payload))
+            self._carry_out(self._decide(worker.rank, kind, fields, payload))
 
-    def _decided(self, rank: int, kind: int, fields: Any, payload: memoryview) -> Sequence[Said]:
+    def _decide(
+        self, rank: int, kind: int, fields: Any, payload: memoryview
+    ) -> Sequence[AgreementAction]:
         match kind:
             case sum_frames.SAY:
                 epoch, *operation = fields
                 return self.agreement.say(rank, epoch, Operation(*operation))
             case sum_frames.STALL:
                 pending, blocked = sum_frames.stalled(payload)
-                waiting = [Operation(*one) for one in pending]
+                waiting = [Operation(*operation) for operation in pending]
                 mine = Operation(*blocked[0]) if blocked else None
                 return self.agreement.stall(rank, fields.epoch, waiting, mine)
             case sum_frames.HAS:
@@ -144,30 +152,30 @@ class Coordinator(HostedSession[WorkerConnection]):
                 return self.agreement.has(
                     rank, epoch, place, begun, blocked[0] if blocked else None
                 )
-        raise WireError(f"a frame of kind {kind} came to a coordinator")
+        raise WireError(f"a coordinator received an unexpected frame of kind {kind}")
 
     def one_left(self, rank: int, error: PeerError, all_gone: bool) -> None:
         with self.lock:
-            self._tell(self.agreement.left(rank, str(error).splitlines()[0]))
+            self._carry_out(self.agreement.left(rank, str(error).splitlines()[0]))
 
-    def _tell(self, said: Sequence[Said]) -> None:
+    def _carry_out(self, actions: Sequence[AgreementAction]) -> None:
         epoch, everyone = self.agreement.epoch, range(self.workers)
-        for one in said:
-            match one:
+        for action in actions:
+            match action:
                 case Agreed(operation, to):
                     fields = epoch, operation.identity, operation.use, operation.signature
                     self.send(everyone if to is None else [to], sum_frames.AGREED, fields)
                 case AskWhetherBegun(to, place):
-                    self.send([to], sum_frames.ASKED, (epoch, place))
-                case Differ(number, words):
-                    self.send(everyone, sum_frames.DIFFER, (number, words))
-                case Gone(words, to):
+                    self.send([to], sum_frames.ASK_BEGUN, (epoch, place))
+                case Mismatch(number, words):
+                    self.send(everyone, sum_frames.MISMATCH, (number, words))
+                case WorkerLost(words, to):
                     self.send(everyone if to is None else [to], m.FAILED, ("LostError", words))
 
     def send(
         self, ranks: Sequence[int], kind: int, fields: tuple[Any, ...], payload: bytes = b""
     ) -> None:
-        """To those of them that are here."""
+        """Send a frame to those of `ranks` that are connected."""
         for worker in self.everyone():
             if worker.rank in ranks:
                 self._send(worker, kind, fields, payload)
@@ -176,12 +184,12 @@ class Coordinator(HostedSession[WorkerConnection]):
     def _send(
         worker: WorkerConnection, kind: int, fields: tuple[Any, ...], payload: bytes = b""
     ) -> None:
-        with suppress(PeerError):  # that it has gone is noticed
+        with suppress(PeerError):  # handled by `one_left`
             worker.link.send(kind, m.encode(fields), [memoryview(payload)] if payload else [])
 
     def close(self, wait_s: float) -> None:
-        """Waits so long for the workers to leave by themselves."""
+        """Wait up to `wait_s` for the workers to leave, then close their links."""
         with self.lock:
-            self.lock.wait_for(lambda: self.connections.keys() <= self.gone, wait_s)
+            self.lock.wait_for(lambda: self.connections.keys() <= self.lost_ranks, wait_s)
         for worker in self.everyone():
             worker.link.close()

@@ -1,7 +1,5 @@
-"""CoordinatorLink: a worker's end of its link to the coordinator (coordinator.py). Frames that
-arrive go to the worker's agreement and sums.
-
-Does NOT decide.
+"""CoordinatorLink: a worker's end of its link to the coordinator (coordinator.py). It passes
+frames to the worker's agreement and sums.
 """
 
 from __future__ import annotations
@@ -19,27 +17,27 @@ from roadtrain.transport.link import Link
 
 
 class CoordinatorLink:
-    """A worker's end of its link to the coordinator: the link's Receiver. `agreement` and `sums`
-    are set before it is linked; no `sums`: this worker does not sum with spare hosts."""
+    """The Receiver of the link. `agreement` and `sums` are set before `linked` is called; `sums`
+    stays None if this worker does not use spare hosts."""
 
     def __init__(self) -> None:
         self.agreement: Agreement
         self.sums: WorkerSums | None = None
         self._link: Link | None = None
-        self._early: list[tuple[int, bytes, bytes]] = []  # said before the link was known here
+        self._early: list[tuple[int, bytes, bytes]] = []  # frames to send once `_link` is set
         self._closed = False
-        self._lock = threading.Lock()  # over the order of what is said
+        self._lock = threading.Lock()  # keeps frames in order
 
     def linked(self, link: Link) -> None:
-        """Once. Raises PeerError."""
+        """Set the link. Called once. Raises PeerError."""
         with self._lock:
             self._link = link
             for kind, header, payload in self._early:
                 link.send(kind, header, [memoryview(payload)])
 
     def say(self, kind: int, fields: tuple[Any, ...], payload: bytes = b"") -> None:
-        """It may be asked, and spare hosts may die, before its link is known here. Raises
-        PeerError."""
+        """Send a frame. Queries may arrive, and spare hosts may die, before `linked` is called; the
+        frame is sent then. Raises PeerError."""
         header = m.encode(fields)
         with self._lock:
             if self._link is None:
@@ -47,15 +45,15 @@ class CoordinatorLink:
             else:
                 self._link.send(kind, header, [memoryview(payload)])
 
-    def reducer_gone(self, reducer: int, why: str) -> None:
+    def reducer_lost(self, reducer: int, why: str) -> None:
         try:
-            self.say(sum_frames.GONE, (reducer, why))
+            self.say(sum_frames.REDUCER_LOST, (reducer, why))
         except PeerError as error:
             self.lost(error)
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         if kind != sum_frames.CHANGE:
-            raise WireError(f"a frame of kind {kind} has no payload, {nbytes} bytes came")
+            raise WireError(f"received {nbytes} bytes with a frame of kind {kind}")
         return memoryview(bytearray(nbytes))
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
@@ -67,20 +65,20 @@ class CoordinatorLink:
                 self.say(sum_frames.STATE, (fields.number, refused), m.encode(rounds))
             case sum_frames.CHANGE if sums is not None:
                 sums.change(
-                    Change(fields.number, fields.gone, fields.added, sum_frames.rounds(payload))
+                    Change(fields.number, fields.removed, fields.added, sum_frames.rounds(payload))
                 )
             case m.FAILED:
                 error = LostError(fields.words)
                 self.agreement.fail(error)
                 if sums is not None:
                     sums.fail(error)
-            case sum_frames.DIFFER | sum_frames.AGREED | sum_frames.ASKED:
-                self.agreement.heard(kind, fields)
+            case sum_frames.MISMATCH | sum_frames.AGREED | sum_frames.ASK_BEGUN:
+                self.agreement.take(kind, fields)
             case _:
-                raise WireError(f"a frame of kind {kind} came from a coordinator")
+                raise WireError(f"a coordinator sent an unexpected frame of kind {kind}")
 
     def lost(self, error: PeerError) -> None:
-        """Where spare hosts come and go nothing can be summed without a coordinator."""
+        """Fail the sums too if they use spare hosts, as changes of these need a coordinator."""
         if not self._closed:
             self.agreement.lost(error)
             if self.sums is not None:

@@ -1,9 +1,9 @@
-"""The formats that gradients travel in to be summed, by name; `register` takes the user's own.
+"""Wire formats of gradients, by name; `register` adds the user's own.
 
     gradient + residual -> encode -> (network) -> decode -> sum in fp32 + residual -> encode ->
     (network) -> decode
 
-Residuals are kept at workers and at reducers. Lossy: off by default (Rule 2).
+Workers and reducers keep the residuals (error feedback). Lossy, so off by default (Rule 2).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from roadtrain.options.names import did_you_mean
 from roadtrain.sums import quantize
 
 
-class _Half(Codec):
-    """bf16, fp16: every value rounded to the nearest."""
+class _HalfPrecision(Codec):
+    """bf16, fp16: every value is rounded to the nearest."""
 
     feedback, dtype = False, ""
 
@@ -35,11 +35,11 @@ class _Half(Codec):
         cast(raw.view(np.uint16), self.dtype, out, "fp32")
 
 
-class Bf16(_Half):
+class Bf16(_HalfPrecision):
     name = dtype = "bf16"
 
 
-class Fp16(_Half):
+class Fp16(_HalfPrecision):
     name = dtype = "fp16"
 
 
@@ -59,15 +59,15 @@ class OneBit(Codec):
 
 
 class Dither(Codec):
-    """dither:BITS (2, 4, 8): a level below or above the value, at random, so that the mean is
-    exact."""
+    """dither:BITS (2, 4, 8): every value is rounded up or down to a level at random, so that the
+    mean is exact."""
 
     name = "dither"
 
     def __init__(self, argument: str) -> None:
         self.bits = int(argument)
         if self.bits not in (2, 4, 8):
-            raise ValueError("takes 2, 4 or 8 bits a value")
+            raise ValueError("needs 2, 4 or 8 bits a value")
 
     def nbytes(self, n: int) -> int:
         return 4 + -(-n * self.bits // 8)
@@ -85,7 +85,14 @@ FORMATS: dict[str, type[Codec]] = {}
 
 
 def register(kind: type[Codec]) -> type[Codec]:
-    """Makes `kind` known under its name, in this process; usable as a decorator."""
+    """Register a codec class under its `name`, in this process. Usable as a decorator.
+
+    Args:
+        kind: A subclass of Codec.
+
+    Returns:
+        `kind`.
+    """
     FORMATS[kind.name] = kind
     format_of.cache_clear()
     return kind
@@ -93,14 +100,13 @@ def register(kind: type[Codec]) -> type[Codec]:
 
 @lru_cache
 def format_of(text: str) -> Codec:
-    """NAME or NAME:ARGUMENT. Raises ConfigError."""
+    """Make the codec for NAME or NAME:ARGUMENT. Raises ConfigError."""
     name, _, argument = text.partition(":")
     if name not in FORMATS:
         raise ConfigError(
             f"no format {text!r}, there are {', '.join(sorted(FORMATS))}",
             hint=did_you_mean(name, FORMATS)
-            or "a class of your own is made known by register, on every host (roadtrain serve --sum"
-            " --formats MODULE)",
+            or "register your own class on every host (roadtrain serve --sum --formats MODULE)",
         )
     try:
         return FORMATS[name](argument)
@@ -113,19 +119,19 @@ for _kind in (Bf16, Fp16, TopKCodec, OneBit, Dither):
 
 
 def seed_of(*numbers: int) -> int:
-    """Other for every encoding, the same in every run."""
-    return hash(numbers) & (1 << 64) - 1  # Python's, of integers: not randomized
+    """Return a seed that differs between encodings, but not between runs."""
+    return hash(numbers) & (1 << 64) - 1  # Python's hash of integers is not randomized
 
 
 def decode(text: str, raw: memoryview, out: np.ndarray) -> None:
-    """What came from the network, checked. Raises WireError."""
+    """Decode received bytes. Raises WireError if they are malformed."""
     try:
         format_of(text).decode(np.frombuffer(raw, np.uint8), out)
     except ValueError as error:
-        raise WireError(f"{len(raw)} bytes of {text} came, which cannot be: {error}") from error
+        raise WireError(f"received {len(raw)} malformed bytes of {text}: {error}") from error
 
 
 def encode(text: str, values: np.ndarray, residual: np.ndarray | None, out: Any, seed: int) -> None:
-    """values: float32 [n]. out: nbytes(n) bytes. `residual`: as of `encode_with_feedback`."""
+    """Encode values: float32 [n] to out: nbytes(n) bytes. See `encode_with_feedback`."""
     raw = np.frombuffer(out, np.uint8)
     encode_with_feedback(format_of(text), values, "fp32", residual, raw, seed)

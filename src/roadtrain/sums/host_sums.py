@@ -1,7 +1,6 @@
-"""HostSums: how a worker sums: inside its host first where that has several workers, and what the
-host has summed with the other hosts.
+"""HostSums: two-level sums, inside a host with several workers first, then between hosts.
 
-    worker -> near: the host's own reducers -> above: reducers of all hosts -> near -> worker
+worker -> near: the host's own reducers -> above: reducers of all hosts -> near -> worker
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from roadtrain.sums.worker_sums import WorkerSums
 
 
 class CrossHostSums:
-    """What the workers of a host have summed, summed with the other hosts' before they get it
-    (sums/reducer.py). `how`: of a tensor, its priority and format there; a worker says so before
-    it pushes."""
+    """Sums the host's sums with those of other hosts; called by the host's reducer (reducer.py)
+    before it answers its workers. `how`: tensor -> (priority, format) between hosts, set before
+    the tensor is pushed."""
 
     def __init__(self, sums: WorkerSums) -> None:
         self._sums, self.how = sums, dict[int, tuple[int, str]]()
         self._outs: dict[tuple[int, int], Buffer] = {}
-        self._lock = threading.Lock()  # over giving up, and what would be begun after it
+        self._lock = threading.Lock()  # so that nothing begins during or after `give_up`
 
     def __call__(
         self,
@@ -37,7 +36,7 @@ class CrossHostSums:
     ) -> None:
         with self._lock:
             if where[0] not in self.how:
-                return  # given up: nobody waits for it
+                return  # abandoned
             priority, format = self.how[where[0]]
             out = self._outs.get(where)
             if out is None or out.nbytes < len(total):
@@ -63,7 +62,8 @@ class CrossHostSums:
 
 @dataclass(frozen=True)
 class HostSums:
-    """`above`: None where `near` is all workers' own. `ends`: ends all this."""
+    """The summation of one worker. `near` sums the tensors; `above` is None if `near` sums those of
+    all workers. Closing `ends` ends the summation."""
 
     near: WorkerSums
     above: CrossHostSums | None

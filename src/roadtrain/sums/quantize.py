@@ -1,12 +1,12 @@
-"""Few bits for a float: one bit (Seide et al. 2014) and dithering (QSGD, Alistarh et al. 2017),
-packed.
+"""Quantization to a few bits: one bit (Seide et al. 2014) and dithering (QSGD, Alistarh et al.
+2017), packed.
 
-One bit (`pack_signs`): the sign, and one mean magnitude for all. Dithering (`pack_levels`): one of
-2 L + 1 levels from -max |x| to max |x|, rounded up or down at random so that the mean is exact; the
-random numbers are a hash of `seed` and the element's place, so the same call gives the same bits
-anywhere (Rule 1). A value that is not finite makes all that is decoded NaN: nothing is hidden.
+One bit (`pack_signs`): the sign of each element, and one mean magnitude for all. Dithering
+(`pack_levels`): one of 2 L + 1 levels from -max |x| to max |x|, rounded up or down at random so
+that the mean is exact. The random numbers are a hash of `seed` and the element's index, so the same
+call gives the same bits anywhere (Rule 1). If any value is not finite, all decoded values are NaN.
 
-Assumes contiguous arrays, float32 [N] and uint8. Does NOT thread or allocate.
+Arrays must be contiguous: float32 [N] and uint8. Single-threaded, allocates nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from roadtrain.kernels.cast import kernel
 
 @kernel
 def pack_signs(x: Any, bits: Any) -> Any:
-    """bits: uint8 [(N + 7) / 8], element i in bit i mod 8. Returns the mean magnitude."""
+    """Pack the signs into bits: uint8 [(N + 7) / 8], element i in bit i mod 8 of byte i / 8.
+    Returns the mean magnitude."""
     total = np.float64(0)
     for at in range(0, x.size, 8):
         byte = np.uint8(0)
@@ -40,7 +41,7 @@ def unpack_signs(bits: Any, scale: Any, out: Any) -> Any:
 
 @kernel
 def largest(x: Any) -> Any:
-    """The largest magnitude; NaN where an element is not finite."""
+    """Return the largest magnitude; NaN if any element is not finite."""
     most = np.float32(0)
     for i in range(x.size):
         if not np.isfinite(x[i]):
@@ -51,9 +52,10 @@ def largest(x: Any) -> Any:
 
 @kernel
 def pack_levels(x: Any, most: Any, width: Any, seed: Any, packed: Any) -> Any:
-    """packed: uint8, `width` (2, 4, 8) bits an element: its level plus L, L = 2^(width - 1) - 1."""
+    """Pack the levels: packed has `width` (2, 4 or 8) bits per element, its level plus L, where
+    L = 2^(width - 1) - 1. `most`: the largest magnitude."""
     top = np.float64((1 << (width - 1)) - 1)
-    # In float64: in float32 the quotient is infinite where `most` is below the least normal number.
+    # In float64, because in float32 the quotient overflows if `most` is subnormal.
     scale = top / np.float64(most) if most > 0 else np.float64(0)
     each = 8 // width
     for at in range(0, x.size, each):

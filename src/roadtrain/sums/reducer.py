@@ -1,13 +1,13 @@
-"""Reducer: adds up what the workers push and gives it back, on a worker's own host or on a spare
-one (BytePS's summation service). It keeps no parameters, no optimizer, nothing on files.
+"""Reducer: adds the parts that the workers push and returns the sums, on a worker's host or on a
+spare host (BytePS's summation service). It keeps no parameters, no optimizer state and no files.
 
     part of worker 0 --+                                              +--> all workers
-    part of worker 1 --+--> buffers of their own --> one pass, fp32 --+--> (accumulate: the sender)
+    part of worker 1 --+--> one buffer each ------> one pass, fp32 ---+--> (accumulate: the sender)
 
-Buffers are made when a part comes for the first time and used again in every round, until parts go
-elsewhere. Encoded parts (sums/formats.py) are decoded one by one, their sum is encoded. One
-thread adds; links have theirs. Assumes what sums/protocol/reducer.py says. Does NOT know layers,
-models or who divides by the number of workers.
+Buffers are allocated when a part arrives for the first time and reused in every round, until the
+part is assigned to another reducer. Encoded parts (formats.py) are decoded one by one, and their
+sum is encoded. One thread adds; links have their own threads. protocol/reducer.py makes the
+decisions. Does NOT know layers or models, does NOT divide by the number of workers.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ from roadtrain.sums.protocol.reducer import Arrived, PartRound, ReducerStateMach
 from roadtrain.transport.link import Link
 
 Where = tuple[int, int]  # tensor, first element
-# its place, dtype, bytes, who takes the whole sum, who takes an error
+# Sums this host's sum with those of other hosts. Arguments: where, dtype, this host's sum, callback
+# for the total, callback for an error.
 Above = Callable[
     [Where, str, memoryview, Callable[[memoryview], None], Callable[[BaseException], None]], None
 ]
 
 
 def _nbytes(elements: int, format: str, summed: int) -> int:
-    """Of a part that travels. WireError for a format unknown here."""
+    """Return the size of a part on the wire. Raises WireError for an unknown format."""
     if format in TRAINABLE or summed:
         return elements * (summed or ITEMSIZE[format])
     try:
@@ -62,19 +63,19 @@ class _ReducerConnection(WorkerConnection):
     def __init__(self, reducer: Reducer, rank: int, link: Link) -> None:
         super().__init__(reducer, rank, link)
         self.buffers: dict[Where, Buffer] = {}
-        self.coming: set[Where] = set()  # parts whose bytes are on their way into their buffer
+        self.coming: set[Where] = set()  # parts that are being received into their buffers
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         try:
             return super().room(kind, header, nbytes)
         except RoadtrainError as error:
             self.session.end(error)
-            return Buffer(nbytes).view[:nbytes]  # this frame goes nowhere, the worker hears why
+            return Buffer(nbytes).view[:nbytes]  # the frame is discarded; `end` sends the error
 
     def find_room(self, kind: int, fields: Any, nbytes: int) -> memoryview:
         if kind != sum_frames.PART or nbytes != _nbytes(*fields[3:]):
             raise WireError(
-                f"a frame of kind {kind} with {nbytes} bytes {fields[3:]} came to a reducer"
+                f"a reducer received an invalid frame: kind {kind}, {nbytes} bytes, {fields[3:]}"
             )
         where = fields.key, fields.start
         buffer = self.buffers.get(where)
@@ -85,8 +86,14 @@ class _ReducerConnection(WorkerConnection):
 
 
 class Reducer(HostedSession[_ReducerConnection]):
-    """Of one job. `above`: who adds other hosts' sums before the workers here get theirs.
-    `forget` is called once, when the last worker has left or something failed."""
+    """The reducer of one job on one host.
+
+    Args:
+        rule: "sum" or "accumulate" (protocol/reducer.py).
+        reserve: Reserves bytes of the host's budget; raises BudgetError.
+        forget: Called once, when the last worker has left or the reducer failed.
+        above: Adds the sums of other hosts before the workers get the total.
+    """
 
     connection_class = _ReducerConnection
 
@@ -102,31 +109,31 @@ class Reducer(HostedSession[_ReducerConnection]):
         self.rule = rule
         self.reserved = 0  # bytes
         self._reserve, self._forget, self._above = reserve, forget, above
-        self._why_gone: dict[int, PeerError] = {}  # of each worker that has left
+        self._left: dict[int, PeerError] = {}  # workers that have left -> why
         self._machine = ReducerStateMachine(workers, rule)
         self._results: dict[Where, Buffer] = {}
-        self._residuals: dict[Where, tuple[Buffer, np.ndarray]] = {}  # what encoding the sum lost
+        self._residuals: dict[Where, tuple[Buffer, np.ndarray]] = {}  # errors of encoded sums
         self._work = queue.SimpleQueue[Any]()
         self.threads.append(threading.Thread(target=self._add_all, name="reducer", daemon=True))
         self.threads[0].start()
 
     def takes(self, rank: int) -> bool:
-        return not self.gone and super().takes(rank)
+        return not self.lost_ranks and super().takes(rank)
 
     def busy(self) -> BaseException:
         if self.over is None or isinstance(self.over, (LostError, BudgetError)):
             return super().busy()
-        return self.over  # what the others have been told
+        return self.over  # the error that the other workers got
 
     def buffer(self, nbytes: int, instead: Buffer | None = None) -> Buffer:
-        """BudgetError where the host's budget does not hold one more."""
+        """Allocate a buffer, in place of `instead`. Raises BudgetError."""
         more = Buffer(nbytes)
         self._take(more.nbytes - (instead.nbytes if instead is not None else 0))
         return more
 
     def _take(self, nbytes: int) -> None:
         with self.lock:
-            if not self.over:  # else all has been given back
+            if not self.over:  # else everything has been released
                 self._reserve(nbytes)
                 self.reserved += nbytes
 
@@ -137,39 +144,39 @@ class Reducer(HostedSession[_ReducerConnection]):
             case sum_frames.PART:
                 self._arrived(worker, fields, len(payload))
             case _:
-                raise WireError(f"a frame of kind {kind} came to a reducer")
+                raise WireError(f"a reducer received an unexpected frame of kind {kind}")
 
     def _arrived(self, worker: _ReducerConnection, part: Arrived, nbytes: int) -> None:
         where = part.key, part.start
         if not nbytes or nbytes != _nbytes(part.elements, part.format, part.summed):
             raise WireError(
-                f"a part of {part.elements} elements of {part.format} came as {nbytes} bytes"
+                f"a part of {part.elements} elements of {part.format} has {nbytes} bytes"
             )
         worker.coming.discard(where)
         with self.lock:
             if self.over:
                 return
-            meeting = self._machine.arrived(worker.rank, part)
-            if meeting is not None:
-                self._sum_soon(worker, part, meeting)
-        self._end_where_one_gone_is_awaited()
+            complete = self._machine.arrived(worker.rank, part)
+            if complete is not None:
+                self._sum_soon(worker, part, complete)
+        self._end_if_lost()
 
-    def _sum_soon(self, worker: _ReducerConnection, part: Arrived, meeting: PartRound) -> None:
-        """Under the lock: hands a part that is complete to the thread that adds."""
+    def _sum_soon(self, worker: _ReducerConnection, part: Arrived, complete: PartRound) -> None:
+        """Queue a complete round for the thread that adds. Under the lock."""
         alone = self.rule == "accumulate"
         workers = [worker] if alone else [self.connections[rank] for rank in range(self.workers)]
-        views = [one.buffers[part.key, part.start].view for one in workers]
-        self._work.put((workers, views, part, meeting))
+        views = [each.buffers[part.key, part.start].view for each in workers]
+        self._work.put((workers, views, part, complete))
 
     def _moved(self, worker: _ReducerConnection, given_up: bool) -> None:
-        """Parts go elsewhere from now on, or have other keys (`given_up`, with what is not
-        summed): the memory of those that nobody waits for is given back. What is still in use
-        lives as long as that."""
+        """Release the buffers of parts that are not in use, after a worker's parts were assigned to
+        other reducers, or were abandoned (`given_up`) and get other keys. Other references keep a
+        buffer alive while it is read."""
         with self.lock:
             if given_up:
-                self._machine.given_up(worker.rank)
+                self._machine.give_up(worker.rank)
             busy = worker.coming | {
-                where for where, meeting in self._machine.meetings.items() if meeting.here
+                where for where, current in self._machine.rounds.items() if current.here
             }
             dropped = [
                 worker.buffers.pop(where) for where in [*worker.buffers] if where not in busy
@@ -181,37 +188,37 @@ class Reducer(HostedSession[_ReducerConnection]):
         self._take(-sum(buffer.nbytes for buffer in dropped))
 
     def waits(self) -> dict[str, tuple[float, str]]:
-        """Who keeps the others waiting, for what and since when its last word came."""
+        """Return the workers that others wait for: name -> (seconds since its last frame, what is
+        missing)."""
         with self.lock:
             missing, now = self._machine.missing(), time.monotonic()
         late = {rank: key for key, ranks in reversed(missing.items()) for rank in ranks}
         return {
             f"worker {rank}": (
-                now - self.connections[rank].heard if rank in self.connections else 0.0,
+                now - self.connections[rank].last_seen if rank in self.connections else 0.0,
                 f"its part of tensor {key}, round {number}",
             )
             for rank, (key, _, number) in late.items()
         }
 
     def one_left(self, rank: int, error: PeerError, all_gone: bool) -> None:
-        """Others may be leaving too: it is over where somebody waits for this one, now or later,
-        or when all have gone."""
+        """Handle the loss of a worker. The reducer ends once another worker waits for it, or when
+        all have left: at the end of a job the workers leave one after the other."""
         with self.lock:
-            self._why_gone[rank] = error
-        self._end_where_one_gone_is_awaited()
+            self._left[rank] = error
+        self._end_if_lost()
         if all_gone:
-            self.end(LostError(f"worker {rank} has gone: {error}"))
+            self.end(LostError(f"worker {rank} has left: {error}"))
 
-    def _end_where_one_gone_is_awaited(self) -> None:
-        """A part of a worker that has left never comes, whether it left before or after others
-        pushed theirs (Rule 5)."""
+    def _end_if_lost(self) -> None:
+        """End if a worker waits for a part of a worker that has left (Rule 5)."""
         with self.lock:
-            if not self._why_gone:
+            if not self._left:
                 return
             awaited = {rank for ranks in self._machine.missing().values() for rank in ranks}
-            gone = sorted(awaited & self._why_gone.keys())
-        if gone:
-            self.end(LostError(f"worker {gone[0]} has gone: {self._why_gone[gone[0]]}"))
+            lost = sorted(awaited & self._left.keys())
+        if lost:
+            self.end(LostError(f"worker {lost[0]} has left: {self._left[lost[0]]}"))
 
     def ended(self, error: BaseException) -> None:
         self._work.put(None)
@@ -226,7 +233,7 @@ class Reducer(HostedSession[_ReducerConnection]):
                 self.end(
                     error
                     if isinstance(error, RoadtrainError)
-                    else LostError(f"a reducer stopped: {error!r}")
+                    else LostError(f"a reducer failed: {error!r}")
                 )
                 return
 
@@ -235,15 +242,15 @@ class Reducer(HostedSession[_ReducerConnection]):
         workers: list[_ReducerConnection],
         views: list[memoryview],
         part: Arrived,
-        meeting: PartRound,
+        complete: PartRound,
     ) -> None:
         n, raw = part.elements, part.format if part.format in TRAINABLE else ""
         result = self._result((part.key, part.start), 4 * n)
-        if meeting.summed:
-            rank, itemsize = next(iter(meeting.summed.items()))
-            have = [one for one in workers if one.rank in meeting.summed]
-            lack = [one for one in workers if one.rank not in meeting.summed]
-            # who has it goes on, and fills its buffer anew
+        if complete.summed:
+            rank, itemsize = next(iter(complete.summed.items()))
+            have = [worker for worker in workers if worker.rank in complete.summed]
+            lack = [worker for worker in workers if worker.rank not in complete.summed]
+            # copied, because a worker that has the sum continues and refills its buffer
             payload = result[: n * itemsize]
             payload[:] = views[rank][: n * itemsize]
             self._send(lack, part, payload, True)
@@ -259,7 +266,7 @@ class Reducer(HostedSession[_ReducerConnection]):
             sum_in_order(total, grads)
         else:
             sum_in_order(total, [(total, "fp32"), *grads])
-            # the next part is added while this is still being sent
+            # copied, because the next part may be added while this is being sent
             payload = memoryview(bytearray(payload))
         if raw != "fp32":
             payload = cast_in_place(payload, n, "fp32", raw).view(np.uint8).data
@@ -278,7 +285,7 @@ class Reducer(HostedSession[_ReducerConnection]):
         with self.lock:
             found = self._results.get(where)
         if found is None:
-            found = self.buffer(nbytes)  # zeros: where sums of `accumulate` begin
+            found = self.buffer(nbytes)  # zeros, the initial value of `accumulate`
             with self.lock:
                 self._results[where] = found
         return found.view
@@ -306,17 +313,17 @@ class Reducer(HostedSession[_ReducerConnection]):
         payload: memoryview | None,
         summed: bool,
     ) -> None:
-        """Without a payload: that all have the sum."""
+        """Send a sum, or without a payload the notice that all workers have it."""
         header = m.encode((part.key, part.start, part.round, summed))
-        for one in workers:
-            with suppress(PeerError):  # who has left is noticed elsewhere
-                one.link.send(sum_frames.SUM, header, [] if payload is None else [payload])
+        for worker in workers:
+            with suppress(PeerError):  # handled by `one_left`
+                worker.link.send(sum_frames.SUM, header, [] if payload is None else [payload])
 
 
 def _decoded(
     format: str, encoded: Sequence[memoryview], total: np.ndarray
 ) -> Iterator[tuple[np.ndarray, str]]:
-    """One after another; the first in `total`."""
+    """Decode the parts one after another: the first into `total`, the others into a buffer."""
     scratch = np.empty_like(total)
     for rank, raw in enumerate(encoded):
         into = scratch if rank else total

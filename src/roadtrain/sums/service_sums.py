@@ -1,16 +1,18 @@
-"""connect_sums: a data group's gradients summed by the summation service: by the workers' own
-reducers and those of spare hosts, that come and go while training goes on.
+"""connect_sums: sum the gradients of a data group by the summation service, that is by reducers of
+the workers and of spare hosts, which may be added and removed during training.
 
-    gradient out -> reducers (sums/protocol/shares.py says which sums how much) -> the whole sum in
+    gradient -> reducers (shares in protocol/shares.py) -> the whole sum
 
-Each worker sends a gradient once and gets its sum once; who sums has other workers' shares besides.
-Every worker keeps the whole state and updates all of it on its device: that is what the placements
-`summation` and `parameter-server` of a plan say and what is simulated (Rule 7). To update a share
-each and gather the values would be less work and memory, and M (n - 1) / n bytes more each way.
+Each worker sends a gradient once and receives its sum once; a worker's reducer also receives and
+returns its share of the other workers' gradients. Each worker keeps the whole state and updates all
+of it on its device, as planned and simulated for the placements `summation` and `parameter-server`
+(Rule 7). Updating only a share per worker and gathering the values would need less work and memory,
+but M (n - 1) / n more bytes each way.
 
-Bits are those of sums without reducers where each host has one worker, or all are on one host (sums
-run in the order of the ranks); else each host's workers are summed first, which is said (Rule 6).
-Does NOT know layers or steps; a stage of several (pp, tp) is refused in ParallelOptions.
+The bits are those of sums without reducers if each host has one worker, or if all workers are on
+one host (sums run in the order of the ranks). Otherwise the workers of each host are summed first,
+and that is reported (Rule 6). Does NOT know layers or steps. Several stages (pp, tp) are refused in
+ParallelOptions.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from roadtrain.transport.address import token_of
 
 
 class JobRanks(Protocol):
-    """The messages of all ranks of a job to all (stages/control_links.py)."""
+    """Collectives of small messages among all ranks of a job (stages/control_links.py)."""
 
     @property
     def rank(self) -> int: ...
@@ -46,21 +48,33 @@ def connect_sums(
     deadline_s: float,
     report: Callable[[str], None],
 ) -> TensorSums | None:
-    """The GradientSum (stages/gradient_sum.py) of this rank; None where there is one rank. hosts:
-    of each rank. address: of this host, as the other ranks reach it. Collective. Raises
-    ConfigError, PeerError."""
+    """Connect this rank to the service. Collective.
+
+    Args:
+        reducers: Addresses of spare hosts, or the file that lists them.
+        alone: Workers sum only while there is no spare host.
+        hosts: Host of each rank.
+        address: Address of this host, as the other ranks reach it.
+
+    Returns:
+        The GradientSum (stages/gradient_sum.py) of this rank; None if there is one rank.
+
+    Raises:
+        ConfigError: The options or the list of spare hosts are invalid.
+        PeerError: Another rank or a spare host cannot be reached.
+    """
     if len(hosts) == 1:
-        report("reducers: none is used, one worker has nothing to sum with others")
+        report("reducers: not used, as there is only one worker")
         return None
-    wanted = SpareHosts(reducers, None, token_of(token_file))
-    there = ranks.same(wanted.now, "the reducers")
+    spare_hosts = SpareHosts(reducers, None, token_of(token_file))
+    there = ranks.same(spare_hosts.now, "the reducers")
     source = f" ({reducers})" if isinstance(reducers, str) else ""
-    beside = "the workers sum where none is there" if alone else "so do workers"
+    beside = "workers only while there are none" if alone else "and so do the workers"
     report(f"reducers: {', '.join(there) or 'none yet'}{source} sum gradients, {beside}")
     if len(set(hosts)) < len(hosts) and len(set(hosts)) > 1:
         report(
-            f"reducers: the workers of each of {len(set(hosts))} hosts are summed first, so that"
-            " the bits are others than without reducers (to rounding)"
+            f"reducers: the workers of each of {len(set(hosts))} hosts are summed first, so sums"
+            " are rounded differently than without reducers"
         )
     free = psutil.virtual_memory().available
     setup = SumSetup(
@@ -74,5 +88,5 @@ def connect_sums(
         separate=alone,
         report=report,
     )
-    sums = connect(wanted, setup, lambda words: ranks.gather(words, "the reducers"))
+    sums = connect(spare_hosts, setup, lambda message: ranks.gather(message, "the reducers"))
     return TensorSums(sums, "")

@@ -1,10 +1,11 @@
 """Frames of the summation service.
 
-    worker <-> reducer  Part Moved GivenUp | Sum Failed
-    worker <-> worker 0's coordinators  Gone State | Ask Change;  Say Stall Has | Agreed Asked
-                                                                  Differ Failed
+    worker -> reducer: Part Moved GivenUp          reducer -> worker: Sum Failed
+    worker -> coordinator: ReducerLost State       coordinator -> worker: Ask Change
+    worker -> coordinator: Say Stall Has           coordinator -> worker: Agreed AskBegun Mismatch
+                                                                          Failed
 
-servers/frames.py has what all frames have in common, Failed among it.
+servers/frames.py defines the encoding, and Failed.
 """
 
 from __future__ import annotations
@@ -24,50 +25,50 @@ MOVED = 31
 SUM = 32
 GIVEN_UP = 37
 
-# worker <-> coordinator of spare hosts
-GONE = 33
+# worker <-> coordinator: spare hosts
+REDUCER_LOST = 33
 STATE = 34
 ASK = 35
 CHANGE = 36
 
-# worker <-> coordinator of agreement
+# worker <-> coordinator: agreement
 SAY = 38
 STALL = 39
 HAS = 40
 AGREED = 41
-ASKED = 42
-DIFFER = 43
+ASK_BEGUN = 42
+MISMATCH = 43
 
 
 class SumHeader(NamedTuple):
     key: int  # of the tensor
-    start: int  # its first element
+    start: int  # first element of the part
     round: int
-    summed: bool  # a worker had the sum already: the payload is as it lies in memory
+    summed: bool  # the sum was pushed by a worker: the payload is not encoded
 
 
-class GoneHeader(NamedTuple):
+class ReducerLostHeader(NamedTuple):
     reducer: int
     why: str
 
 
 class StateHeader(NamedTuple):
-    number: int  # of the question
-    refused: tuple[int, ...]  # reducers that this worker could not reach
+    number: int  # of the query
+    refused: tuple[int, ...]  # reducers that this worker cannot reach
 
 
 class ChangeHeader(NamedTuple):
     number: int
-    gone: tuple[int, ...]  # reducers that are left out from now on
+    removed: tuple[int, ...]  # reducers
     added: Spares
 
 
 class SayHeader(NamedTuple):
     epoch: int
     identity: str  # of the operation
-    use: int  # how many of this identity came before in the epoch
+    use: int  # number of earlier operations with this identity in the epoch
     signature: str
-    each: bool  # it is agreed each time
+    each: bool  # agreed every time
 
 
 class StallHeader(NamedTuple):
@@ -76,9 +77,9 @@ class StallHeader(NamedTuple):
 
 class HasHeader(NamedTuple):
     epoch: int
-    place: tuple[str, int]  # identity and use that were asked for
+    place: tuple[str, int]  # identity and use, from the AskBegun
     begun: bool
-    blocked: list[tuple[str, int]]  # what the worker is blocked on: none or one
+    blocked: list[tuple[str, int]]  # the operation that blocks the worker: none or one
 
 
 class AgreedHeader(NamedTuple):
@@ -88,22 +89,22 @@ class AgreedHeader(NamedTuple):
     signature: str
 
 
-class AskedHeader(NamedTuple):
+class AskBegunHeader(NamedTuple):
     epoch: int
     place: tuple[str, int]  # identity and use
 
 
-class DifferHeader(NamedTuple):
-    epoch: int  # that begins
+class MismatchHeader(NamedTuple):
+    epoch: int  # the new one
     why: str
 
 
 HEADERS: Mapping[int, Any] = {
     PART: Arrived,
-    MOVED: m.NO_FIELDS,  # this worker's parts go elsewhere from now on
-    GIVEN_UP: m.NO_FIELDS,  # so is what this worker pushed and is not summed
+    MOVED: m.NO_FIELDS,  # after a Change, which may assign this worker's parts to other reducers
+    GIVEN_UP: m.NO_FIELDS,  # the worker has abandoned all sums in progress
     SUM: SumHeader,
-    GONE: GoneHeader,
+    REDUCER_LOST: ReducerLostHeader,
     STATE: StateHeader,
     ASK: AskRounds,
     CHANGE: ChangeHeader,
@@ -111,8 +112,8 @@ HEADERS: Mapping[int, Any] = {
     STALL: StallHeader,
     HAS: HasHeader,
     AGREED: AgreedHeader,
-    ASKED: AskedHeader,
-    DIFFER: DifferHeader,
+    ASK_BEGUN: AskBegunHeader,
+    MISMATCH: MismatchHeader,
 }
 m.declare(HEADERS)
 
@@ -126,11 +127,11 @@ class SumHello(NamedTuple):
     rule: str  # of the sum, or coordinator.TO_COORDINATOR
 
 
-# Payload of a State: tensor -> last round begun, whether it is complete. Of a Change: tensor ->
-# last round that any worker has begun, first that any lacks.
+# Payload of a State: tensor -> (last round begun, whether it is complete). Payload of a Change:
+# tensor -> (last round that any worker has begun, first round that any worker lacks).
 Rounds = dict[int, tuple[int, int]]
-# Payload of a Stall: all that a worker waits for, and what its thread does (none or one):
-# identity, use, signature.
+# Payload of a Stall: all operations that a worker waits for, and the one that blocks its thread
+# (none or one). Each is (identity, use, signature).
 Stalled = tuple[list[tuple[str, int, str]], list[tuple[str, int, str]]]
 
 SUM_HELLO = msgspec.msgpack.Decoder(SumHello)
@@ -139,9 +140,9 @@ STALLED = msgspec.msgpack.Decoder(Stalled)
 
 
 def rounds(payload: memoryview) -> dict[int, tuple[int, int]]:
-    """Of a state or a change."""
-    return m.decoded(ROUNDS, payload, "the rounds of a change of spare hosts")
+    """Decode the payload of a State or a Change."""
+    return m.decoded(ROUNDS, payload, "the payload of a State or Change")
 
 
 def stalled(payload: memoryview) -> Stalled:
-    return m.decoded(STALLED, payload, "what a worker waits for")
+    return m.decoded(STALLED, payload, "the payload of a Stall")

@@ -1,8 +1,8 @@
-"""Reducers: the reducers of all jobs on one host, a worker's own or a spare one, within one budget;
-serve_sums: a spare host's process (`roadtrain serve --sum`).
+"""Reducers: the reducers of all jobs on a worker's host or a spare host, within one budget;
+`serve_sums`: the process of a spare host (`roadtrain serve --sum`).
 
-    listener: a link and its hello --> Reducers.accept --> the job's Reducer (reducer.py), or the
-    coordinator (worker 0), or whoever asks for the status
+    listener: a link and its greeting --> Reducers.accept --> the job's Reducer (reducer.py), the
+    coordinator (at worker 0), or the answer to a status request
 """
 
 from __future__ import annotations
@@ -24,49 +24,49 @@ from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.tcp import Address, TcpOptions, listen
 from roadtrain.units import show_bytes
 
-END_S = 10.0  # for threads to end
+END_S = 10.0  # timeout for threads to end
 
 
 class Reducers:
-    """All jobs' reducers on one host, within `nbytes` together."""
+    """The reducers of all jobs on one host. Their buffers use at most `nbytes` in total."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self._used = nbytes, 0
         self.jobs: dict[str, Reducer] = {}
-        self.coordinator: Coordinator | None = None  # at worker 0
-        self.above: Above | None = None  # of a host's own reducers
+        self.coordinator: Coordinator | None = None  # only at worker 0
+        self.above: Above | None = None  # only if this host's sums are summed with other hosts'
         self._lock = threading.Condition()
         self._ending: list[threading.Thread] = []
 
     def accept(self, link: Link, hello: bytes) -> Receiver:
-        """A worker's link: the first of a job makes its reducer. Or who asks for the status.
-        Raises WireError, BusyError."""
+        """Accept a link: of a worker, whose job gets a reducer if it has none, or for a status
+        request. Raises WireError, BusyError."""
         if hello == health.HELLO:
             return health.answer(link, self.status())
         session, rank, workers, rule = m.decoded(
-            sum_frames.SUM_HELLO, hello, "no greeting of a worker of a summation"
+            sum_frames.SUM_HELLO, hello, "invalid greeting of a worker"
         )
         if rule == TO_COORDINATOR and self.coordinator is not None:
             if session != self.coordinator.name:
                 raise self.coordinator.busy()
             return self.coordinator.join(rank, link)
         if not 0 <= rank < workers <= MOST_WORKERS or rule not in RULES:
-            raise WireError(f"worker {rank} of {workers} with rule {rule!r} came to a reducer")
+            raise WireError(f"invalid greeting of worker {rank} of {workers}, rule {rule!r}")
         with self._lock:
             reducer = self.jobs.get(session)
             if reducer is None:
                 reducer = Reducer(
-                    rule, workers, self._reserve, lambda one: self._forget(session, one), self.above
+                    rule, workers, self._reserve, lambda r: self._forget(session, r), self.above
                 )
                 self.jobs[session] = reducer
         if (reducer.workers, reducer.rule) != (workers, rule):
             raise WireError(
-                f"worker {rank} of {workers} with rule {rule}, the others are {reducer.workers}"
-                f" with {reducer.rule}"
+                f"worker {rank} expects {workers} workers with rule {rule}, the others expect"
+                f" {reducer.workers} with {reducer.rule}"
             )
         return reducer.join(rank, link)
 
-    def status(self) -> health.Said:
+    def status(self) -> health.Status:
         with self._lock:
             jobs, used = list(self.jobs.values()), self._used
         waits = {name: what for job in jobs for name, what in job.waits().items()}
@@ -80,8 +80,8 @@ class Reducers:
         with self._lock:
             if self._used + nbytes > self.nbytes:
                 raise BudgetError(
-                    f"a reducer needs {show_bytes(self._used + nbytes)} for buffers of"
-                    f" {len(self.jobs)} job(s), its budget is {show_bytes(self.nbytes)}",
+                    f"reducers of {len(self.jobs)} job(s) need {show_bytes(self._used + nbytes)} of"
+                    f" buffers, the budget is {show_bytes(self.nbytes)}",
                     hint="raise its budget, or give the job more spare hosts",
                 )
             self._used += nbytes
@@ -98,14 +98,14 @@ class Reducers:
             self._lock.notify_all()
 
     def close(self, wait_s: float = 0.0) -> None:
-        """Waits so long for the workers of all jobs to leave by themselves."""
+        """Wait up to `wait_s` for the workers of all jobs to leave, then end all reducers."""
         if self.coordinator is not None:
             self.coordinator.close(wait_s)
         with self._lock:
             self._lock.wait_for(lambda: not self.jobs, wait_s)
             left = list(self.jobs.values())
         for reducer in left:
-            reducer.end(LostError("the reducer stops"))
+            reducer.end(LostError("the reducer was stopped"))
         for thread in self._ending:
             thread.join(END_S)
 
@@ -117,11 +117,11 @@ def serve_sums(
     module: str | None,
     report: Callable[[str], None] = print,
 ) -> int:
-    """`roadtrain serve HOST:PORT --sum`: sum gradients until it is ended.
+    """Run `roadtrain serve HOST:PORT --sum`: sum gradients until interrupted.
 
     Args:
-        budget: Bytes of memory for buffers; None: half of what is free.
-        module: The module of the user's own codecs.
+        budget: Memory for buffers, such as "8GiB"; None: half of the free memory.
+        module: Name of a module to import, which registers the user's own formats.
     """
     nbytes = budget_of(budget)
     if module is not None:
@@ -129,13 +129,13 @@ def serve_sums(
             importlib.import_module(module)
         except ImportError as error:
             raise ConfigError(
-                f"--formats {module}: {error}", hint="PYTHONPATH says where Python looks"
+                f"--formats {module}: {error}", hint="is its directory in PYTHONPATH?"
             ) from error
     reducers = Reducers(nbytes)
     listener = listen(address, reducers.accept, options, report, language=m.LANGUAGE)
     try:
         report(
-            "summing at {}:{}, at most {}; nothing rests here".format(
+            "summing at {}:{}, at most {}; no state is kept on disk".format(
                 *listener.address, show_bytes(nbytes)
             )
         )

@@ -1,19 +1,19 @@
-"""The summation service as a worker starts it: the workers of one start find each other, learn who
-sums with whom (worker_places.py), and link up.
+"""Start of the summation service at a worker: the workers of a run exchange their addresses, are
+divided into groups that sum with each other (worker_places.py), and connect.
 
-    connect: tell where this worker is -> listen -> group the workers -> sum with other hosts
-    (worker_sums.py) -> sum inside this host -> agree about operations (agreement.py) -> watch spare
-    hosts (spare_hosts.py)
+    connect: exchange greetings -> listen -> group the workers -> sums with other hosts
+    (worker_sums.py) -> sums inside this host -> agreement on operations (agreement.py) -> watch
+    spare hosts (spare_hosts.py)
 
-From then on: `HostSums` (host_sums.py) sums memory, TensorSums (tensor_sums.py) tensors of torch.
-Reducers are reducer.py, on spare hosts sum_server.py; what they decide is in protocol/.
+After that, `HostSums` (host_sums.py) sums memory and TensorSums (tensor_sums.py) torch tensors.
+Reducers are in reducer.py and, on spare hosts, sum_server.py; the state machines are in protocol/.
 
-NOTE no secret is told. What goes through `tell` (a process group of torch, most often) anybody on
-its way can read, so no token does: workers of one host meet at Unix sockets, which know the user,
-and those of several hosts prove a token made of the one that each was given in a file. Without one
-they meet over loopback addresses only.
+NOTE no secrets. Messages of `gather` (usually a torch process group) are not encrypted, so no token
+is sent with them. Workers of one host connect through Unix sockets, which check the user. Workers
+of several hosts authenticate with a token that is derived from the one in each worker's token file.
+Without a token they use loopback addresses only.
 
-Assumes a way to tell all workers a few bytes (`tell`), used at the start only. Does NOT know torch.
+Assumes a `gather` for a few bytes among all workers, used only at the start. Does NOT know torch.
 """
 
 from __future__ import annotations
@@ -55,90 +55,92 @@ from roadtrain.transport.address import address_of, local_options
 from roadtrain.transport.tcp import Address, TcpOptions, listen
 from roadtrain.units import MIB
 
-LEAVE_S = 10.0  # for the other workers to leave, at the end
-NEAR_PART = 4 * MIB  # bytes of a part that a host's workers sum: to the other hosts it is a tensor
-SILENCE_S = 3.0  # after which a host that vanished is gone round
+LEAVE_S = 10.0  # timeout at the end for the other workers to leave
+NEAR_PART = 4 * MIB  # bytes of a part inside a host; between hosts each such part is a tensor
+SILENCE_S = 3.0  # a spare host that is silent for longer counts as lost
 
 T = TypeVar("T", bound=msgspec.Struct)
-Tell = Callable[[bytes], list[bytes]]  # to all workers -> what each said, by rank
+Gather = Callable[[bytes], list[bytes]]  # all-gather: own message -> those of all workers, by rank
 
 
 @dataclass(frozen=True)
 class SumSetup:
-    """One worker of a summation."""
+    """Options of one worker."""
 
     rank: int
     workers: int
-    inside: bool  # hosts sum first
-    rule: str
-    address: str  # of this host, for the workers of others
-    nbytes: int  # that reducers here may use
+    inside: bool  # sum inside each host before summing between hosts
+    rule: str  # "sum" or "accumulate" (protocol/reducer.py)
+    address: str  # address of this host, as other hosts reach it
+    nbytes: int  # budget of this worker's reducers
     deadline_s: float
-    rates: Sequence[float] | None = None  # of the workers' links; None: all are alike
-    roots: Sequence[int] | None = None  # which of a host's workers sum; None: by its topology
+    rates: Sequence[float] | None = None  # of the workers' links; None: all are equal
+    roots: Sequence[int] | None = None  # workers of a host that sum; None: by its topology
     separate: bool = False  # workers sum only while there is no spare host
-    report: Callable[[str], None] = print  # of worker 0, hears of spare hosts that come and go
+    report: Callable[[str], None] = print  # at worker 0: gets changes of spare hosts
 
 
-def connect(wanted: SpareHosts, setup: SumSetup, tell: Tell) -> HostSums:
-    """Meet the other workers, and say by what this one sums. All workers call it. Raises
-    ConfigError, PeerError."""
-    hellos = _told(tell, _hello(wanted, setup))
+def connect(spare_hosts: SpareHosts, setup: SumSetup, gather: Gather) -> HostSums:
+    """Connect this worker with the others. All workers call it.
+
+    Raises:
+        ConfigError: The options are invalid, or workers have different ones.
+        PeerError: A worker or a spare host cannot be reached.
+    """
+    hellos = _gathered(gather, _hello(spare_hosts, setup))
     check_hellos(hellos)
     with ExitStack() as ends:
-        worker = _JoiningWorker(wanted, setup, hellos, ends)
-        worker.places = _told(tell, worker.listen())
+        worker = _JoiningWorker(spare_hosts, setup, hellos, ends)
+        worker.places = _gathered(gather, worker.listen())
         start = hellos[0]
-        spares = start.come or bool(start.spares)
+        spares = start.dynamic or bool(start.spares)
         hosts, groups = groups_of(worker.names, worker.places, inside=start.inside, spares=spares)
-        # spare hosts come and go there
+        # groups in which spare hosts may be added and removed
         elastic = groups if worker.waits else []
         worker.begin_reducers(groups, elastic, twice=bool(hosts and groups))
-        tell(b"")  # all listen
+        gather(b"")  # barrier: all workers listen
         link = CoordinatorLink()
         near = outer = worker.sum_between_hosts(groups, link if elastic else None)
         above = None
         if hosts:
             above = worker.near.above = None if outer is None else CrossHostSums(outer)
-            tell(b"")  # all that stand above others do
+            gather(b"")  # barrier: all `above` are set
             near = worker.sum_inside_host(hosts, groups)
         assert near is not None
         agreement = worker.agree(near, above, link)
         if setup.workers > 1 or elastic:
             worker.link_coordinator(link, agreement, outer if elastic else None)
         if worker.far.coordinator is not None and elastic:
-            ends.callback(watch(wanted, worker.far.coordinator, worker.spare))
-        tell(b"")  # all are linked: one that leaves at once is missed by name
+            ends.callback(watch(spare_hosts, worker.far.coordinator, worker.spare))
+        gather(b"")  # barrier: all are linked, so the loss of a worker is noticed and named
         return HostSums(near, above, agreement, ends.pop_all())
 
 
-def _told(tell: Tell, mine: T) -> list[T]:
-    """What every worker says, by rank."""
-    return [
-        msgspec.json.decode(words, type=type(mine)) for words in tell(msgspec.json.encode(mine))
-    ]
+def _gathered(gather: Gather, mine: T) -> list[T]:
+    """All-gather a struct, by rank."""
+    return [msgspec.json.decode(raw, type=type(mine)) for raw in gather(msgspec.json.encode(mine))]
 
 
-def _hello(wanted: SpareHosts, setup: SumSetup) -> WorkerHello:
-    """Raises ConfigError, also where this host has no such address."""
+def _hello(spare_hosts: SpareHosts, setup: SumSetup) -> WorkerHello:
+    """Make this worker's greeting. Raises ConfigError, also if the address does not resolve."""
     rates = [*(setup.rates or [1.0] * setup.workers)]
     if len(rates) != setup.workers:
         raise ConfigError(f"{len(rates)} rates for {setup.workers} workers", hint="one for each")
-    spares = wanted.now() if setup.rank == 0 else {}
+    spares = spare_hosts.now() if setup.rank == 0 else {}
     optimum(rates, [*spares.values()])
     try:
         found = socket.getaddrinfo(setup.address, 0, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
         raise ConfigError(f"address {setup.address!r}: {error.strerror or error}") from error
-    tls = wanted.tls
+    tls = spare_hosts.tls
     return WorkerHello(
         secrets.token_hex(8),
         spares,
-        isinstance(wanted.spares, str),
+        isinstance(spare_hosts.spares, str),
         setup.inside and setup.rule == "sum",
         rates,
         host_identity(),
-        wanted.token is not None,
+        spare_hosts.token is not None,
         tls is not None,
         tls is None or None not in (tls.cert, tls.ca),
         ipaddress.ip_address(found).is_loopback,
@@ -146,11 +148,11 @@ def _hello(wanted: SpareHosts, setup: SumSetup) -> WorkerHello:
 
 
 class _JoiningWorker:
-    """One worker on its way into the service. `names`: of the workers' hosts, by rank."""
+    """The state of `connect`. `names`: the workers' hosts, by rank."""
 
     def __init__(
         self,
-        wanted: SpareHosts,
+        spare_hosts: SpareHosts,
         setup: SumSetup,
         hellos: Sequence[WorkerHello],
         ends: ExitStack,
@@ -158,24 +160,24 @@ class _JoiningWorker:
         self.setup, self.start, self.ends = setup, hellos[0], ends
         self.names = [hello.host for hello in hellos]
         self.waits = setup.rule == "sum"  # workers wait for each other
-        self.options = TcpOptions(token=wanted.own_token(), tls=wanted.tls, retry_s=30.0)
-        # how spare hosts are reached
+        self.options = TcpOptions(token=spare_hosts.own_token(), tls=spare_hosts.tls, retry_s=30.0)
+        # options of links to spare hosts
         self.spare = replace(
-            self.options, token=wanted.token, silence_s=SILENCE_S, retry_s=5.0, close_s=1.0
+            self.options, token=spare_hosts.token, silence_s=SILENCE_S, retry_s=5.0, close_s=1.0
         )
-        self.far = Reducers(setup.nbytes)  # sums between hosts, or of all workers
-        self.near = Reducers(setup.nbytes)  # sums inside this host
+        self.far = Reducers(setup.nbytes)  # for sums between hosts, or of all workers
+        self.near = Reducers(setup.nbytes)  # for sums inside this host
         self.places: list[WorkerAddress] = []  # by rank
 
     def listen(self) -> WorkerAddress:
-        """Where the others reach this worker's reducers."""
+        """Listen for links to this worker's reducers. Returns their addresses."""
         where, options = "", self.options
         if len(set(self.names)) > 1:
             address = self.setup.address, 0
             listener = listen(address, self.far.accept, options, language=m.LANGUAGE)
             self.ends.callback(listener.close)
             where = "{}:{}".format(*listener.address)
-        # its owner's alone
+        # accessible to this user only
         home = self.ends.enter_context(tempfile.TemporaryDirectory(prefix="roadtrain-"))
         near, far = f"{home}/sums", f"{home}/far"
         for path, reducers in ((near, self.near), (far, self.far)):
@@ -188,7 +190,8 @@ class _JoiningWorker:
     def begin_reducers(
         self, groups: Sequence[Sequence[int]], elastic: Sequence[Sequence[int]], *, twice: bool
     ) -> None:
-        """`twice`: this worker's gradients are summed inside its host, then between hosts."""
+        """Set up the reducers, and at worker 0 the coordinator. `twice`: gradients are summed
+        inside hosts and then between hosts, so each half gets half of the budget."""
         if twice:
             self.far.nbytes = self.near.nbytes = self.setup.nbytes // 2
         self.ends.callback(self.far.close, LEAVE_S)
@@ -205,7 +208,8 @@ class _JoiningWorker:
     def sum_between_hosts(
         self, groups: Sequence[Sequence[int]], coordinator: CoordinatorLink | None
     ) -> WorkerSums | None:
-        """Sums with other hosts, or of all workers, if this worker takes part in them."""
+        """Connect the sums with other hosts, or of all workers. Returns None if this worker is in
+        no group."""
         rank, start = self.setup.rank, self.start
         number = next((i for i, ranks in enumerate(groups) if rank in ranks), None)
         if number is None:
@@ -225,7 +229,7 @@ class _JoiningWorker:
                 self.setup.deadline_s,
                 separate=self.setup.separate,
             ),
-            None if coordinator is None else coordinator.reducer_gone,
+            None if coordinator is None else coordinator.reducer_lost,
         )
         self.ends.callback(sums.close)
         return sums
@@ -256,7 +260,7 @@ class _JoiningWorker:
     def agree(
         self, near: WorkerSums, above: CrossHostSums | None, link: CoordinatorLink
     ) -> Agreement:
-        """The agreement about what is summed: all workers mean the same by it."""
+        """Make the agreement, which checks that all workers sum the same tensors."""
 
         def give_up() -> None:
             near.give_up()
@@ -272,14 +276,14 @@ class _JoiningWorker:
     def link_coordinator(
         self, link: CoordinatorLink, agreement: Agreement, sums: WorkerSums | None
     ) -> None:
-        """`sums`: those that go round spare hosts."""
+        """Connect to the coordinator. `sums`: the sums that use spare hosts, if any."""
         link.agreement, link.sums = agreement, sums
         hello = self.start.session, self.setup.rank, self.setup.workers, TO_COORDINATOR
         link.linked(link_to(link, self._address(0), self.far.accept, hello, self.options))
         self.ends.callback(link.close)
 
     def _address(self, rank: int) -> Address | str | None:
-        """Of a worker's reducers between hosts; None: they are this worker's own."""
+        """Return the address of a worker's reducers between hosts; None for this worker."""
         if rank == self.setup.rank:
             return None
         place = self.places[rank]
@@ -287,6 +291,7 @@ class _JoiningWorker:
         return place.far if same else address_of(place.address)
 
     def _spares(self, groups: Sequence[Sequence[int]]) -> Spares:
-        """The groups have as many workers each, so spare hosts have the same numbers in all."""
+        """Number the spare hosts. All groups have the same size, so the numbers are the same in
+        all groups."""
         first = len(groups[0]) if groups else 0
         return tuple((first + i, *spare) for i, spare in enumerate(self.start.spares.items()))

@@ -1,9 +1,8 @@
-"""One round of a tensor that a worker sums: its parts, which of them are waited for, and the bytes
-that they travel as.
+"""One round of summing a tensor at a worker: its parts, the missing sums, and encoding.
 
     grad -> parts -> (encoded, once) -> reducers -> (decoded) -> out
 
-Assumes the lock of whoever asks. Does NOT know links, nor who sums which part.
+Not thread-safe: the caller holds a lock. Does NOT know links or the assignment of reducers.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from roadtrain.sums import formats
 
 
 class TensorCodec:
-    """Of one tensor that travels encoded: what it has lost so far, and its parts' bytes of the
-    last round."""
+    """The encoding of one tensor: its residual, and the encoded parts of the last round."""
 
     def __init__(self, format: str, elements: int) -> None:
         self.format, self.codec = format, formats.format_of(format)
@@ -29,7 +27,7 @@ class TensorCodec:
         self.encoded: dict[int, tuple[int, memoryview]] = {}  # first element -> round, bytes
 
     def encode(self, values: np.ndarray, start: int, number: int, seed: int) -> memoryview:
-        """Once a round: what is pushed again is the same."""
+        """Encode a part, once per round, so that a part that is pushed again has the same bytes."""
         nbytes = self.codec.nbytes(values.size)
         last, raw = self.encoded.get(start) or (0, Buffer(nbytes).view[:nbytes])
         if last != number:
@@ -49,11 +47,11 @@ class TensorRound:
     dtype: str
     done: Callable[[], None]
     urgency: tuple[int, int]  # priority, number of the call
-    parts: Sequence[tuple[int, int]]  # first element, the one behind the last
+    parts: Sequence[tuple[int, int]]  # (first element, end)
     codec: TensorCodec | None
-    round: int = 0  # 0: it has not begun
-    waits: set[int] = field(default_factory=set)  # parts whose sum has not come
-    sent: dict[int, int] = field(default_factory=dict)  # part -> the reducer it was pushed to
+    round: int = 0  # 0: not begun
+    waits: set[int] = field(default_factory=set)  # parts whose sum has not arrived
+    sent: dict[int, int] = field(default_factory=dict)  # part -> reducer to which it was pushed
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -61,8 +59,8 @@ class TensorRound:
         return self.dtype if self.codec is None else self.codec.format
 
     def number(self, start: int) -> int:
-        """Of the part that begins there; -1: none does. ~start: of one that went elsewhere
-        (Map.moved)."""
+        """Return the number of the part that begins at `start`, -1 if there is none. ~start stands
+        for a part that goes to a replacement (Map.moved)."""
         start = max(start, ~start)
         size = self.parts[0][1]
         return start // size if start % size == 0 and start // size < len(self.parts) else -1
@@ -72,11 +70,11 @@ class TensorRound:
         return memory[start * ITEMSIZE[self.dtype] : stop * ITEMSIZE[self.dtype]]
 
     def values(self, memory: memoryview, number: int) -> np.ndarray:
-        """fp32 [n], where the tensor is."""
+        """Return a part of an fp32 tensor as an array that shares its memory."""
         return np.frombuffer(self.of(memory, number), np.float32)
 
     def pushed(self, number: int, rank: int) -> memoryview:
-        """A part as worker `rank` sends it."""
+        """Return a part as worker `rank` sends it."""
         if self.codec is None:
             return self.of(self.grad, number)
         start = self.parts[number][0]

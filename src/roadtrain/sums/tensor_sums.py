@@ -1,8 +1,8 @@
-"""TensorSums: sums of torch's tensors over all workers that have connected (sums.py): a future of
-each, on the tensor's own device.
+"""TensorSums: sums of torch tensors over all connected workers (sums.py). Each sum is a future on
+the tensor's device.
 
-What is on an accelerator is copied to pinned memory and back; a thread waits for these copies.
-Does NOT divide by the number of workers, and does NOT know models or process groups.
+Tensors on an accelerator are copied to pinned memory and back; a thread waits for these copies.
+Does NOT divide by the number of workers, does NOT know models or process groups.
 """
 
 from __future__ import annotations
@@ -27,33 +27,44 @@ from roadtrain.sums.host_sums import HostSums
 
 @dataclass(frozen=True)
 class TensorSum:
-    """The sum of one tensor under way. `ticket`: of the agreement about it."""
+    """The sum of a tensor, in progress. `ticket`: its operation in the agreement."""
 
     future: torch.futures.Future[torch.Tensor]
     ticket: OperationTicket
     agreement: Agreement
 
     def wait(self) -> torch.Tensor:
-        """The calling thread begins nothing before it has the sum."""
+        """Wait for the sum. Unlike `future.wait`, this lets deadlocks between workers be found.
+
+        Returns:
+            The sum, with dtype, shape and device of the tensor.
+
+        Raises:
+            DifferError: The workers do not sum the same tensors.
+        """
         with self.agreement.waiting(self.ticket):
             return self.future.wait()
 
 
 def described(tensor: torch.Tensor) -> str:
-    """Type and shape."""
+    """Format the dtype and shape of a tensor."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 class TensorSums:
-    """`format`: how fp32 travels between hosts where a sum does not say it. `close` ends all this,
-    or that nobody holds it any more."""
+    """Sums tensors over all workers. Ends on `close`, or when it is garbage-collected.
+
+    Args:
+        sums: The connection to the other workers.
+        format: Default wire format of fp32 tensors between hosts (sums/formats.py).
+    """
 
     def __init__(self, sums: HostSums, format: str) -> None:
         self.format, self._end = format, sums.ends.close
         self._sums, self._above, self._agreement = sums.near, sums.above, sums.agreement
-        self._results: dict[int, torch.Tensor] = {}  # of this epoch, as the next
-        self._host: dict[int, torch.Tensor] = {}  # pinned copies of what is on a device
-        self._epoch = 0  # the agreement's, that the buffers are of
+        self._results: dict[int, torch.Tensor] = {}  # by key; cleared in a new epoch
+        self._host: dict[int, torch.Tensor] = {}  # likewise: pinned copies of tensors on a device
+        self._epoch = 0  # epoch of the agreement, to which the buffers belong
         self._copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._copier: threading.Thread | None = None
         weakref.finalize(self, self._end)
@@ -64,22 +75,36 @@ class TensorSums:
         identity: str,
         tensor: torch.Tensor,
         *,
-        says: str = "",
+        detail: str = "",
         priority: int = 0,
         format: str = "",
     ) -> TensorSum:
-        """Begin the sum over all workers of `tensor` (fp32, bf16 or fp16, contiguous; not to be
-        changed before). The sum is valid until the same number is summed again, and not to be
-        written to: others may need it. `identity`: what the workers must mean the same by, in
-        words; `says`: beside type and shape. `format`: instead of that of all, for fp32. The
-        sum raises DifferError, soon and on all workers, where they mean different things by
-        it; other sums may follow."""
+        """Begin the sum of a tensor over all workers.
+
+        Args:
+            number: Identifies the result buffer. A sum is valid until the same number is summed
+                again, and must not be written to.
+            identity: Name of the operation, which must be the same on all workers.
+            tensor: fp32, bf16 or fp16, contiguous. Must not be changed until the sum is complete.
+            detail: Further text that must be the same on all workers, besides dtype and shape.
+            priority: Sums with smaller priorities are sent first.
+            format: Wire format in place of the default, for fp32.
+
+        Returns:
+            The sum in progress. It raises DifferError, soon and on all workers, if the workers do
+            not sum the same; other sums may follow.
+
+        Raises:
+            ConfigError: The dtype cannot be summed.
+        """
         dtype = NAMES.get(tensor.dtype, str(tensor.dtype))
         if dtype not in TRAINABLE:
-            raise ConfigError(f"{identity} is {tensor.dtype}, summed are {', '.join(TRAINABLE)}")
+            raise ConfigError(
+                f"{identity} is {tensor.dtype}, only {', '.join(TRAINABLE)} can be summed"
+            )
         if self._sums.error is not None:
             raise self._sums.error
-        signature = f"{described(tensor)}{says}{f', as {format}' if format else ''}"
+        signature = f"{described(tensor)}{detail}{f', as {format}' if format else ''}"
         ticket = self._agreement.begin(identity, signature)
         if self._epoch != ticket.epoch:
             self._epoch = ticket.epoch
@@ -108,11 +133,11 @@ class TensorSums:
         result: torch.Tensor,
         begin: Callable[[torch.Tensor, Callable[[], None]], None],
     ) -> None:
-        """Begin once the tensor is on the host; the sum goes to the tensor's device."""
+        """Copy the tensor to the host, begin the sum, and copy the result back to the device."""
         host = self._buffer(self._host, key, flat, pinned=True)
         host.copy_(flat, non_blocking=True)
         event = torch.cuda.Event()
-        # where `copy_` ran, whatever the current device is
+        # on the stream of `copy_`, which need not be on the current device
         event.record(torch.cuda.current_stream(tensor.device))
         stream = torch.cuda.Stream(tensor.device)
 
@@ -128,20 +153,29 @@ class TensorSums:
         self._copied.put((event, partial(begin, host, back), back))
 
     def agree(self, identity: str, signature: str) -> None:
-        """Waits until all workers have come to this. Raises DifferError on all where they do not
-        mean the same by it, DeadlineError, LostError."""
+        """Wait until all workers have called this with the same arguments.
+
+        Args:
+            identity: Name of the operation.
+            signature: Details that must be the same on all workers.
+
+        Raises:
+            DifferError: On all workers, if the signatures differ.
+            DeadlineError: Another worker did not call it in time.
+            LostError: A worker has left.
+        """
         self._agreement.agree(identity, signature)
 
-    def begins_anew(self) -> None:
-        """Where nobody waits by `waiting`: the program knows of a disagreement that there was
-        before."""
-        self._agreement.program_goes_on()
+    def resume(self) -> None:
+        """Note that the program has started over after a DifferError. Needed if it waits for the
+        futures themselves and not with `TensorSum.wait`."""
+        self._agreement.resume()
 
     def _checked(
         self, ticket: OperationTicket, future: torch.futures.Future[torch.Tensor]
     ) -> torch.Tensor:
-        """What is raised here, whoever waits gets; DDP takes an exception that is set for a
-        value."""
+        """Return the sum or raise the error. As a `then` callback this works for DDP too, which
+        takes an exception set with `set_exception` for a value."""
         if ticket.error is not None:
             raise ticket.error
         if self._sums.error is not None:
@@ -156,7 +190,7 @@ class TensorSums:
                 begin()
             except BaseException as error:
                 self._sums.fail(error)
-                back()  # `_checked` tells whoever waits
+                back()  # `_checked` raises the error
 
     def _begin(
         self,
@@ -168,7 +202,7 @@ class TensorSums:
         grad: torch.Tensor,
         done: Callable[[], None],
     ) -> None:
-        """Once all workers agree about it."""
+        """Sum once all workers have begun the same operation."""
         pushed, summed = (t.view(torch.uint8).numpy().data for t in (grad, result))
 
         def complete() -> None:
@@ -178,28 +212,29 @@ class TensorSums:
         def ready() -> None:
             priority, format = how
             if self._above is not None:
-                self._above.how[key] = how  # formats are between hosts
+                self._above.how[key] = how  # the format applies between hosts only
                 format = ""
             self._sums.sum(key, pushed, summed, dtype, complete, priority=priority, format=format)
 
-        self._agreement.run(ticket, ready, lambda error: done())  # `_checked` tells whoever waits
+        self._agreement.run(ticket, ready, lambda error: done())  # `_checked` raises the error
 
     @staticmethod
     def _buffer(
         kept: dict[int, torch.Tensor], key: int, like: torch.Tensor, *, pinned: bool
     ) -> torch.Tensor:
-        """Made once and used again."""
+        """Return the buffer of a key, allocated on first use."""
         if key not in kept or kept[key].numel() != like.numel() or kept[key].dtype != like.dtype:
             kept[key] = torch.empty(like.numel(), dtype=like.dtype, pin_memory=pinned)
         return kept[key]
 
     @property
     def error(self) -> BaseException | None:
-        """What has ended it."""
+        """The error that has ended the summation, or None."""
         return self._sums.error
 
     def close(self) -> None:
-        """Waits a little for the other workers, who may still need this one's reducer."""
+        """End the summation, after waiting a few seconds for other workers to leave, which may
+        still need this one's reducer."""
         self._copied.put(None)
         self._end()
 
@@ -211,5 +246,5 @@ class TensorSums:
 
 
 def key_of(text: str) -> int:
-    """62 bits."""
+    """Hash a text to 62 bits."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 2

@@ -1,12 +1,11 @@
-"""Where the workers of a summation are, as they tell each other at the start, and which of them sum
-with which.
+"""The workers' greetings and addresses, exchanged at the start, and the groups that sum with each
+other.
 
-    a host's workers --(shared memory)--> its roots --(network)--> the same root of the other hosts,
-    spare hosts
-                     <------------------            <------------
+    a host's workers <--(shared memory)--> its roots <--(network)--> the same roots of other hosts,
+                                                                     spare hosts
 
-Workers that are alone on their hosts need no first stage; those of one host no second, unless there
-are spare hosts.
+If each host has one worker, the first stage is left out. If all workers are on one host and there
+are no spare hosts, the second stage is left out.
 """
 
 from __future__ import annotations
@@ -19,43 +18,39 @@ from roadtrain.errors import ConfigError
 
 
 class WorkerHello(msgspec.Struct, array_like=True):
-    """What every worker says before it listens. Of worker 0 counts what it says for all: the name
-    of the start, spare hosts, links' rates. `come`: spare hosts may come that are not there yet;
-    `guarded`: it has a token; `tls`: it speaks TLS; `listens`: it could be dialed with that;
-    `loopback`: only this host reaches its address."""
+    """A worker's greeting, sent before it listens. The fields up to `rates` are used from worker 0
+    only."""
 
-    session: str
-    spares: dict[str, float]
-    come: bool
-    inside: bool
-    rates: list[float]
+    session: str  # name of the run
+    spares: dict[str, float]  # address -> link rate
+    dynamic: bool  # spare hosts are listed in a file, so more may be added
+    inside: bool  # sum inside each host first
+    rates: list[float]  # of the workers' links
     host: str
-    guarded: bool
+    has_token: bool
     tls: bool
-    listens: bool
-    loopback: bool
+    listens: bool  # can accept links: without TLS, or with certificate and CA
+    loopback: bool  # its address is a loopback address
 
 
 class WorkerAddress(msgspec.Struct, array_like=True):
-    """What every worker says of itself. `address`: where the workers of other hosts reach it, ""
-    where there are none.
-    `path`, `far`: of Unix sockets, for those of its host: of what a host sums first, and of the
-    rest. `roots`: which of its host's workers sum; empty: all."""
+    """The addresses of a worker's reducers."""
 
-    address: str
-    path: str
-    far: str
-    roots: list[int]
-    stated: bool
+    address: str  # HOST:PORT for workers of other hosts; "" if there are none
+    path: str  # Unix socket for sums inside the host
+    far: str  # Unix socket for the other sums
+    roots: list[int]  # workers of its host that sum; empty: all
+    stated: bool  # the user chose `roots`
 
 
 def check_hellos(hellos: Sequence[WorkerHello]) -> None:
-    """The same error on all workers, since all have heard the same. Raises ConfigError."""
+    """Check that the workers' options fit together. As all workers have the same greetings, all
+    raise the same ConfigError."""
     first = hellos[0]
-    for rank, one in enumerate(hellos):
+    for rank, hello in enumerate(hellos):
         for what, here, there in (
-            ("token_file", first.guarded, one.guarded),
-            ("tls", first.tls, one.tls),
+            ("token_file", first.has_token, hello.has_token),
+            ("tls", first.tls, hello.tls),
         ):
             if here != there:
                 raise ConfigError(
@@ -63,19 +58,18 @@ def check_hellos(hellos: Sequence[WorkerHello]) -> None:
                     f"{'one' if there else 'none'}",
                     hint="give all workers the same",
                 )
-    hosts = len({one.host for one in hellos})
-    if hosts > 1 and not all(one.listens for one in hellos):
+    hosts = len({hello.host for hello in hellos})
+    if hosts > 1 and not all(hello.listens for hello in hellos):
         raise ConfigError(
-            f"workers on {hosts} hosts listen for each other, and one has tls without cert or ca",
-            hint="tls=Tls(cert, key, ca) of this host, on all of them",
+            f"workers on {hosts} hosts accept links, but a worker has tls without cert or ca",
+            hint="give every worker tls=Tls(cert, key, ca) of its host",
         )
-    if hosts > 1 and not first.guarded and not all(one.loopback for one in hellos):
+    if hosts > 1 and not first.has_token and not all(hello.loopback for hello in hellos):
         raise ConfigError(
-            f"workers on {hosts} hosts and no token: anybody who reaches their addresses could"
-            " join",
+            f"workers on {hosts} hosts without a token: anybody who can reach them could join",
             hint=(
-                "token_file=PATH, the same file on all hosts: (umask 077; head -c 32 /dev/urandom |"
-                " base64 > PATH)"
+                "use token_file=PATH, the same file on all hosts: (umask 077; head -c 32"
+                " /dev/urandom | base64 > PATH)"
             ),
         )
 
@@ -83,10 +77,17 @@ def check_hellos(hellos: Sequence[WorkerHello]) -> None:
 def groups_of(
     names: Sequence[str], places: Sequence[WorkerAddress], *, inside: bool, spares: bool
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """`names`: of the workers' hosts. The ranks of each host, none where hosts do not sum first;
-    the ranks of each summation between hosts."""
+    """Divide the workers into groups.
+
+    Args:
+        names: The host of each worker.
+
+    Returns:
+        The ranks of each host, empty if hosts do not sum first; the ranks of each group that sums
+        between hosts.
+    """
     hosts = [
-        [rank for rank, name in enumerate(names) if name == one] for one in dict.fromkeys(names)
+        [rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)
     ]
     if not inside or len(hosts) == len(places) or (len(hosts) == 1 and spares):
         return [], [[*range(len(places))]]
@@ -99,13 +100,15 @@ def groups_of(
 
 
 def roots_of(places: Sequence[WorkerAddress], own: Sequence[int]) -> list[int]:
-    """Which of a host's workers sum, by their place on it: as its first says."""
+    """Return the workers of a host that sum, numbered on the host. The host's first worker decides.
+    Raises ConfigError for invalid roots that the user chose."""
     first, everyone = places[own[0]], [*range(len(own))]
     roots = first.roots or everyone
     if not set(roots) <= set(everyone) or len({*roots}) != len(roots):
         if not first.stated:
-            return everyone  # the host has other devices than these workers'
+            return everyone  # the host has devices that no worker uses
         raise ConfigError(
-            f"roots {roots} of a host with {len(own)} workers", hint="each once, counted from 0"
+            f"invalid roots {roots} for a host with {len(own)} workers",
+            hint="list each worker once, counted from 0",
         )
     return roots

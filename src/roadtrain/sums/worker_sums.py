@@ -1,14 +1,14 @@
-"""WorkerSums: a worker's side of the summation service. Cuts tensors into parts, sends each to the
-host that sums it, the most wanted first, and puts what comes back where it belongs.
+"""WorkerSums: a worker's side of the summation service. It cuts tensors into parts, pushes each
+part to its reducer in the order of priorities, and receives the sums.
 
-    sum(key, grad, out) -> parts (sums/protocol/shares.py) -> queue by priority -> links, few parts
-    ahead -> out, then `done`
+    sum(key, grad, out) -> parts (sums/protocol/shares.py) -> priority queue -> links, at most AHEAD
+    parts each -> out, then `done`
 
-The worker's own reducer is one of the hosts; its parts cross no network. Bytes leave from `grad`
-and land in `out` without a copy in between, but for those that are encoded. Spare hosts may come
-and go (sums/protocol/membership.py): what a host that is gone had not answered is pushed again
-elsewhere, from `grad` or, by who has the sum, from `out`: the last two rounds' are kept for that.
-Every wait has a deadline (Rule 5). Does NOT divide, and does NOT know torch.
+Parts for the worker's own reducer cross no network. Bytes are sent from `grad` and received in
+`out` without copies, unless they are encoded. Spare hosts may be added and removed
+(sums/protocol/membership.py). Parts that a removed host had not answered are pushed again to
+another reducer, from `grad`, or from `out` by workers that have the sum; so the memory of the last
+two rounds is kept. Every wait has a deadline (Rule 5). Does NOT divide, does NOT know torch.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ from roadtrain.transport.stream import FrameStream
 from roadtrain.transport.tcp import Address, TcpOptions
 from roadtrain.units import KIB
 
-PART_BYTES = 128 * KIB  # of one frame; the paper's bound is 4 MB
-AHEAD = 2  # parts that wait in a link: what is more urgent goes before all others
-DIAL_S = 2.0  # for a spare host that is new
-AGAIN = -(1 << 62)  # the priority of sums that others lack
+PART_BYTES = 128 * KIB  # of one frame; the bound in the paper is 4 MB
+AHEAD = 2  # parts queued in a link; few, so that urgent parts do not wait behind others
+DIAL_S = 2.0  # timeout to connect to a new spare host
+AGAIN = -(1 << 62)  # priority of sums that other workers lack
 
-# priority, call, place in its order, key, round, part, whether it is the sum
+# An entry of the queue: priority, number of the call, position within the tensor, key, round,
+# part, whether the sum is pushed in place of the worker's part
 Entry = tuple[int, int, int, int, int, int, bool]
 Done = Callable[[], None]
 Accept = Callable[[Link, bytes], Receiver]
@@ -59,19 +60,19 @@ Accept = Callable[[Link, bytes], Receiver]
 
 @dataclass(frozen=True)
 class SumOptions:
-    """How one worker sums."""
+    """Options of WorkerSums."""
 
-    session: str  # the same for all workers of one start
-    reach: TcpOptions
-    spare: TcpOptions | None = None  # how spare hosts are reached, where not by `reach`
-    rule: str = "sum"  # sums/protocol/reducer.py
+    session: str  # the same for all workers of a run
+    reach: TcpOptions  # of links to the reducers of workers
+    spare: TcpOptions | None = None  # of links to spare hosts; None: `reach`
+    rule: str = "sum"  # "sum" or "accumulate" (sums/protocol/reducer.py)
     deadline_s: float = 600.0
     part_bytes: int = PART_BYTES
     separate: bool = False  # workers sum only while there is no spare host
 
 
 class _ReducerLink:
-    """The link to one reducer: its Receiver."""
+    """The link to a reducer, and its Receiver. `ahead`: parts queued in the link."""
 
     def __init__(self, owner: WorkerSums, number: int, name: str) -> None:
         self.owner, self.number, self.name, self.ahead = owner, number, name, 0
@@ -80,7 +81,7 @@ class _ReducerLink:
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         if kind != sum_frames.SUM:
-            raise WireError(f"a frame of kind {kind} has no payload, {nbytes} bytes came")
+            raise WireError(f"received {nbytes} bytes with a frame of kind {kind}")
         key, start, number, summed = m.header(kind, header)
         place = self.owner.place_of(key, start, number, summed, nbytes)
         if place is None:
@@ -96,11 +97,11 @@ class _ReducerLink:
             if name in ("LostError", "BudgetError"):
                 self.owner.lost(self, error)
             else:
-                self.owner.fail(error)  # the workers differ: nobody else could sum that either
+                self.owner.fail(error)  # a mismatch of workers, which no other reducer could sum
             return
         key, start, number, summed = m.header(sum_frames.SUM, header)
         if payload:
-            self.owner.came(key, start, number, summed, payload)
+            self.owner.take_sum(key, start, number, summed, payload)
         else:
             self.owner.all_have(key, start, number)
 
@@ -109,10 +110,22 @@ class _ReducerLink:
 
 
 class WorkerSums:
-    """`reducers`: of every worker's reducer its address (a path: shared memory); None: the one of
-    this process, which `own` accepts. `spares`: the spare hosts; `rates`: of all workers' links;
-    `roots`: instead, which workers' reducers sum. `reducer_gone`: tells the coordinator, with which
-    spare hosts may come and go. Raises LostError, AuthError, WireError, DeadlineError."""
+    """Sums memory with a group of workers.
+
+    Args:
+        rank: Rank of this worker in the group.
+        reducers: Address of each worker's reducer; a path stands for shared memory, None for the
+            reducer of this process.
+        rates: Rates of the workers' links.
+        spares: The spare hosts at the start.
+        own: Accepts the link to the reducer of this process.
+        reducer_lost: Reports a lost spare host to the coordinator; None if spare hosts cannot
+            change.
+        roots: Workers whose reducers sum, in place of `rates`.
+
+    Raises:
+        LostError, AuthError, WireError, DeadlineError: A reducer cannot be reached.
+    """
 
     def __init__(
         self,
@@ -122,37 +135,38 @@ class WorkerSums:
         spares: Spares,
         own: Accept | None,
         options: SumOptions,
-        reducer_gone: Callable[[int, str], None] | None = None,
+        reducer_lost: Callable[[int, str], None] | None = None,
         roots: Sequence[int] = (),
     ) -> None:
         self.rank, self.workers, self.options = rank, len(reducers), options
-        self.sent_bytes = 0  # to other hosts
+        self.sent_bytes = 0  # excluding the reducer of this process
         self._spare = options.spare or options.reach
         self._hello = options.session, rank, len(reducers), options.rule
         self._lock = threading.RLock()
         fixed = dict.fromkeys(roots, 1.0)
         self._map = Map(rates, spares, fixed, separate=options.separate)
-        self._tensors: dict[int, TensorRound] = {}  # under way
-        self._later: list[TensorRound] = []  # to be begun after the next change of spare hosts
-        self._last: dict[int, TensorRound] = {}  # complete
+        self._tensors: dict[int, TensorRound] = {}  # in progress
+        self._later: list[TensorRound] = []  # to begin after the next change of spare hosts
+        self._last: dict[int, TensorRound] = {}  # last complete round of each tensor
         self._rounds: dict[int, int] = {}
         self._codecs: dict[tuple[int, str, int], TensorCodec] = {}
         self._queue: list[Entry] = []
-        # key, round, part's start: sums that others lack -> whether in the queue still; what waits
-        # until they have them
+        # Sums that other workers lack, by (key, round, start of the part): whether still in the
+        # queue; and the part's next round, which waits until they have the sum
         self._owed: dict[tuple[int, int, int], bool] = {}
         self._after: dict[tuple[int, int, int], Entry] = {}
         self._calls = itertools.count()
-        # keys that are not used again, of which sums may still come
+        # keys that were abandoned; their sums may still arrive and are ignored
         self._given_up: set[int] = set()
-        self._held = False
-        self.error: BaseException | None = None  # what has ended it
+        self._held = False  # no round begins, until the next change of spare hosts
+        self.error: BaseException | None = None  # the error that has ended the sums
         self._reducers: dict[int, _ReducerLink] = {}
-        self._dialed: dict[int, _ReducerLink] = {}
-        self._reducer_gone = reducer_gone
+        self._dialed: dict[int, _ReducerLink] = {}  # new spare hosts, until the next change
+        self._reducer_lost = reducer_lost
         self._closed, self._watcher = threading.Event(), threading.Thread()
         with undone_on_error(self.close):
-            # first those that refuse all workers alike: one that leaves there is not missed below
+            # Spare hosts first: if one refuses all workers, each fails with its error and not with
+            # the loss of another worker.
             for number, text, _ in spares:
                 name = f"spare host {text}"
                 self._reducers[number] = self._reach(number, address_of(text), None, name)
@@ -175,9 +189,9 @@ class WorkerSums:
         try:
             reducer.link = link_to(reducer, address, own, self._hello, how, name)
         except (LostError, DeadlineError, BusyError) as error:
-            if self._reducer_gone is None or number not in self._map.spares:
+            if self._reducer_lost is None or number not in self._map.spares:
                 raise
-            # leads nowhere: the host died before all began
+            # a link that is not connected, to be removed: the host died before the start
             reducer.link = FrameStream(name, how.frame_limit, False, 0.0)
             self.lost(reducer, error)
         return reducer
@@ -193,14 +207,25 @@ class WorkerSums:
         priority: int = 0,
         format: str = "",
     ) -> None:
-        """Begins; `done` is called when `out` (as many bytes as `grad`, not the same memory)
-        holds the sum, from a thread of a link. `grad` must not change before, and `out` not
-        until the key's next sum is done. Smaller priorities go first. All workers call it with
-        the same keys; a key's calls follow each other. `format`: how fp32 travels
-        (sums/formats.py). Raises ConfigError, and what has ended it."""
+        """Begin a sum. All workers call it with the same keys; a key is summed again only after its
+        last sum is done.
+
+        Args:
+            grad: This worker's tensor. Must not change until the sum is done.
+            out: Destination, as many bytes as `grad`, in other memory. Must not change until the
+                key's next sum is done.
+            done: Called from a thread of a link when `out` has the sum.
+            priority: Sums with smaller priorities are sent first.
+            format: Wire format, for fp32 (sums/formats.py).
+
+        Raises:
+            ConfigError: There is no such format.
+            BaseException: The error that has ended the sums.
+        """
         if format and dtype != "fp32":
             raise ConfigError(
-                f"tensor {key} is {dtype} and should travel as {format}", hint="formats are of fp32"
+                f"tensor {key} is {dtype}, it cannot be sent as {format}",
+                hint="formats are for fp32",
             )
         elements = len(grad) // ITEMSIZE[dtype]
         codec = None
@@ -212,7 +237,7 @@ class WorkerSums:
         with self._lock:
             if self.error is not None:
                 raise self.error
-            if key in self._tensors or any(one.key == key for one in self._later):
+            if key in self._tensors or any(later.key == key for later in self._later):
                 raise RuntimeError(f"tensor {key} is still being summed")
             if parts and self._held:
                 self._later.append(tensor)
@@ -234,16 +259,20 @@ class WorkerSums:
             heapq.heappush(self._queue, (*tensor.urgency, place, key, tensor.round, part, False))
 
     def _next(self) -> list[tuple[_ReducerLink, TensorRound, int, int, int]]:
-        """Under the lock: what may leave now, with its place, and of the sum itself its round. In
-        order also where only the first's link is full: its pace is that of all, else links with a
-        small share would be done early.
+        """Take the entries to send now, under the lock. If the link of the first entry is full, all
+        wait, although other links may be idle: this keeps the links in step, so that those with a
+        small share do not finish early.
+
+        Returns:
+            (reducer, tensor, part, header's start, round of a sum or 0) of each entry.
         """
         out = []
         while self._queue:
             *_, key, number, part, summed = self._queue[0]
             tensor = self._tensors.get(key)
             if tensor is None or tensor.round != number:
-                # complete; where a later round is, nobody lacks this sum: that only has to be said
+                # The round is complete. If a later one is too, no worker lacks this sum, and only
+                # the notice is needed.
                 tensor = self._last[key]
             start = tensor.parts[part][0]
             if summed and (key, number, start) not in self._owed:
@@ -286,7 +315,7 @@ class WorkerSums:
         self._post(posts)
 
     def _awaited(self, key: int, start: int, number: int) -> tuple[TensorRound, int] | None:
-        """The tensor and its part whose sum comes; None: it is given up. Raises WireError."""
+        """Find the tensor and the part of a sum; None if it was abandoned. Raises WireError."""
         with self._lock:
             tensor = self._tensors.get(key)
             if key in self._given_up:
@@ -294,29 +323,32 @@ class WorkerSums:
         part = -1 if tensor is None or tensor.round != number else tensor.number(start)
         if tensor is None or part not in tensor.waits:
             raise WireError(
-                f"a sum of round {number} of tensor {key} from {start} on came, which is not"
-                " under way"
+                f"received a sum that is not in progress: tensor {key}, round {number}, from"
+                f" element {start} on"
             )
         return tensor, part
 
     def place_of(
         self, key: int, start: int, number: int, summed: bool, nbytes: int
     ) -> memoryview | None:
-        """Where a sum goes that comes; None where it is still to be decoded, or given up.
-        Raises WireError."""
+        """Return the destination of a sum; None if it must be decoded or was abandoned. Raises
+        WireError."""
         if (awaited := self._awaited(key, start, number)) is None:
             return None
         tensor, part = awaited
         place = tensor.of(tensor.out, part)
         codec = None if summed else tensor.codec
-        wanted = len(place) if codec is None else codec.codec.nbytes(len(place) // 4)
-        if nbytes != wanted:
+        expected = len(place) if codec is None else codec.codec.nbytes(len(place) // 4)
+        if nbytes != expected:
             raise WireError(
-                f"{nbytes} bytes of tensor {key} from {start} on came, {wanted} expected"
+                f"received {nbytes} bytes of tensor {key} from element {start} on, expected"
+                f" {expected}"
             )
         return place if codec is None else None
 
-    def came(self, key: int, start: int, number: int, summed: bool, payload: memoryview) -> None:
+    def take_sum(
+        self, key: int, start: int, number: int, summed: bool, payload: memoryview
+    ) -> None:
         if (awaited := self._awaited(key, start, number)) is None:
             return
         tensor, part = awaited
@@ -328,28 +360,26 @@ class WorkerSums:
             tensor.waits.remove(part)
             if tensor.waits or self._tensors.pop(key, None) is None:
                 return
-            tensor.grad = memoryview(b"")  # others may need `out`
+            tensor.grad = memoryview(b"")  # `out` is kept, as other workers may need it
             self._last[key] = tensor
         tensor.done()
 
     def all_have(self, key: int, start: int, number: int) -> None:
-        """Of a sum that others lacked. The part's next round may go."""
+        """Note that all workers have a sum that some lacked. The part's next round may be sent."""
         owed = key, number, max(start, ~start)
         with self._lock:
             if key in self._given_up:
                 return
             if self._owed.pop(owed, True):
-                raise WireError(
-                    f"an answer about round {number} of tensor {key} came, which nobody asked for"
-                )
-            if (words := self._after.pop(owed, None)) is not None:
-                heapq.heappush(self._queue, words)
+                raise WireError(f"unexpected notice about round {number} of tensor {key}")
+            if (entry := self._after.pop(owed, None)) is not None:
+                heapq.heappush(self._queue, entry)
             posts = self._next() if self.error is None else []
         self._post(posts)
 
     def give_up(self) -> None:
-        """All sums under way, without a word to who waits for them (`done` is not called). All
-        workers do; all keys are other ones then, and rounds begin anew."""
+        """Abandon all sums in progress, without calling `done`. All workers do so, use other keys
+        from then on, and count rounds from 1 again."""
         with self._lock:
             self._given_up |= self._rounds.keys()
             for of_keys in (self._tensors, self._last, self._rounds, self._codecs):
@@ -357,25 +387,27 @@ class WorkerSums:
             for of_parts in (self._queue, self._later, self._owed, self._after):
                 of_parts.clear()
             reducers = list(self._reducers.values())
-        self._tell(reducers, sum_frames.GIVEN_UP)
+        self._notify(reducers, sum_frames.GIVEN_UP)
 
-    def _tell(self, reducers: Sequence[_ReducerLink], kind: int) -> None:
+    def _notify(self, reducers: Sequence[_ReducerLink], kind: int) -> None:
         for reducer in reducers:
             try:
                 reducer.link.send(kind, m.encode(()))
             except PeerError as error:
                 self.lost(reducer, error)
 
-    # spare hosts that come and go
+    # changes of spare hosts
 
     def lost(self, reducer: _ReducerLink, error: PeerError) -> None:
-        """A link has ended. Without a worker nothing can be summed, without a spare host it can."""
-        if reducer.number < self.workers or self._reducer_gone is None:
+        """Handle the end of a link. The loss of a worker ends the sums, that of a spare host does
+        not."""
+        if reducer.number < self.workers or self._reducer_lost is None:
             self.fail(error)
         else:
-            self._reducer_gone(reducer.number, str(error).splitlines()[0])
+            self._reducer_lost(reducer.number, str(error).splitlines()[0])
 
     def dial(self, added: Spares) -> list[int]:
+        """Connect to new spare hosts. Returns those that cannot be reached."""
         refused = []
         for number, text, _ in added:
             how, name = replace(self._spare, retry_s=0.0, connect_s=DIAL_S), f"spare host {text}"
@@ -386,36 +418,37 @@ class WorkerSums:
         return refused
 
     def hold(self) -> dict[int, tuple[int, bool]]:
-        """No round begins from now on until the change. Returns the rounds begun, and whether
-        their sums are here."""
+        """Begin no round until the next change. Returns the last round of each tensor, and whether
+        its sum is complete."""
         with self._lock:
             self._held = True
             return {key: (number, key not in self._tensors) for key, number in self._rounds.items()}
 
     def change(self, change: Change) -> None:
-        for number in change.gone:
+        """Apply a change and resume."""
+        for number in change.removed:
             if (reducer := self._reducers.get(number)) is not None:
-                reducer.link.close()  # nothing comes from it any more
+                reducer.link.close()  # first, so that it delivers nothing any more
         with self._lock:
             again = [
-                words
+                entry
                 for key, (_, lacked) in change.rounds.items()
                 for tensor in (self._tensors.get(key), self._last.get(key))
                 if tensor is not None
-                for words in self._to_push_again(tensor, set(change.gone), lacked)
+                for entry in self._to_push_again(tensor, set(change.removed), lacked)
             ]
             for owed in self._settled(change):
                 del self._owed[owed]
                 if owed in self._after:
                     again.append(self._after.pop(owed))
             self._map.change(change)
-            for number in change.gone:
+            for number in change.removed:
                 self._reducers.pop(number, None)
             for number, _, _ in change.added:
                 self._reducers[number] = self._dialed.pop(number)
             refused, self._dialed = list(self._dialed.values()), {}
-            for words in again:
-                heapq.heappush(self._queue, words)
+            for entry in again:
+                heapq.heappush(self._queue, entry)
             self._held, later, self._later = False, self._later, []
             for tensor in later:
                 self._begin(tensor)
@@ -423,26 +456,27 @@ class WorkerSums:
             reducers = list(self._reducers.values())
         for reducer in refused:
             reducer.link.close()
-        self._tell(reducers, sum_frames.MOVED)
+        self._notify(reducers, sum_frames.MOVED)
         self._post(posts)
 
     def _settled(self, change: Change) -> list[tuple[int, int, int]]:
-        """Sums that all have by now, and who would have said so is gone."""
+        """List the owed sums that all workers have by now, but whose reducer was removed before it
+        sent the notice."""
         out = []
         for key, number, start in self._owed:
             tensor = self._last.get(key) or self._tensors[key]
             of = self._map.reducers(key, len(tensor.parts), number)
-            if number < change.rounds[key][1] and of[tensor.number(start)] in change.gone:
+            if number < change.rounds[key][1] and of[tensor.number(start)] in change.removed:
                 out.append((key, number, start))
         return out
 
-    def _to_push_again(self, tensor: TensorRound, gone: set[int], lacked: int) -> list[Entry]:
-        """Entries of the queue: parts that went to a host that is gone, those of `lacked` also
-        where their sum has come."""
+    def _to_push_again(self, tensor: TensorRound, removed: set[int], lacked: int) -> list[Entry]:
+        """Make queue entries for the parts whose reducer was removed: parts without a sum, and if
+        the round is `lacked`, the sums that arrived."""
         out = []
         key, number = tensor.key, tensor.round
         for part, reducer in enumerate(self._map.reducers(key, len(tensor.parts), number)):
-            if reducer not in gone:
+            if reducer not in removed:
                 continue
             if part in tensor.waits:
                 if tensor.sent.pop(part, None) is not None:
@@ -457,7 +491,7 @@ class WorkerSums:
     # the end
 
     def _watch(self) -> None:
-        """DeadlineError names what has been missing for so long."""
+        """Fail with a DeadlineError that names the missing sums, after `deadline_s`."""
         while not self._closed.wait(min(1.0, self.options.deadline_s / 4)):
             with self._lock:
                 tensor = next(iter((*self._tensors.values(), *self._later)), None)  # the oldest
@@ -472,9 +506,9 @@ class WorkerSums:
             )
 
     def _waited_for(self, tensor: TensorRound) -> str:
-        """Under the lock."""
+        """Describe the missing sums. Under the lock."""
         if not tensor.round:
-            return "all to agree on spares"
+            return "all workers to agree on the spare hosts"
         waited = {tensor.sent[part] for part in tensor.waits if part in tensor.sent}
         names = [self._reducers[number].name for number in sorted(waited & self._reducers.keys())]
         return (
@@ -489,7 +523,7 @@ class WorkerSums:
             self._tensors, self._later = {}, []
             self._queue.clear()
         for tensor in tensors:
-            tensor.done()  # who waits for it looks at `error`
+            tensor.done()  # the callback checks `error`
 
     def close(self) -> None:
         self._closed.set()

@@ -4,10 +4,10 @@ copy parameters to all of them, so every link carries each parameter once each w
     workers --UDP--> switches --UDP--> the server's fan-in end   fan_in_link.py, switch.py, end.py
     workers <--UDP-- switches <--UDP-- the server's fan-in end
 
-Sums are those of integers with a scale per block: the same in whatever order packets arrive,
-however often they are lost and sent again, and whichever switch restarts. A switch is bounded by
-its memory, holds nothing that a restart needs, and takes no packet without the job's tag.
+Gradients are summed as integers with a scale per block, so the sum does not depend on the order of
+packets, on retransmissions or on restarts of switches. The memory of a switch is bounded. A switch
+keeps no state that must survive a restart, and drops packets without the job's tag.
 
-Read switch.py first. `options.py` is the tree that a job describes, `protocol/` decides, all else
-carries out; docs/concepts/fan-in.md follows the data.
+Start reading at switch.py. `options.py` describes the tree of switches, `protocol/` has the state
+machines, and the other files do the I/O. docs/concepts/fan-in.md follows the data.
 """

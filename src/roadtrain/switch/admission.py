@@ -1,13 +1,13 @@
-"""Admission: what a switch checks and gives away before it lets a job in.
+"""Admission of jobs to a switch: the checks and the resources of a new job.
 
-    checked      the job's greeting can be
-    SlotQuota    memory, as slots of the job's table
-    job_socket   a UDP port of the job's own
-    job_table    the table of its sums: the device's, or one of this process
+    checked      validates the job's greeting
+    SlotQuota    reserves memory, counted in slots of the job's table
+    job_socket   opens a UDP port for the job
+    job_table    makes the table of its sums, in the network device or in this process
 
-A job costs its table, what the kernel may hold of its datagrams in both directions, and what waits
-to be sent. All of it is counted before a job is let in, so a switch never holds more than its
-budget, whatever comes (Rule 4).
+A job needs its table, the kernel's send and receive buffers of its socket, and a buffer of unsent
+packets. All of these are counted before the job is admitted, so the memory of a switch is bounded
+by its budget (Rule 4).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from roadtrain.units import KIB, MIB, show_bytes
 
 SLOT_NBYTES = SLOT.itemsize + PAYLOAD_NBYTES
 SHARED_NBYTES = 4 * READ_NBYTES  # buffers of the packet loop, one set for all jobs
-# What waits to be sent when the kernel takes no more: a run that is copied down, one that goes up
+# Unsent packets while the send buffer is full: one run going down and one going up
 WAITING_NBYTES = 2 * READ_NBYTES
-COUNTERS_NBYTES = 16 * KIB  # of a table and its job, generously
-# Of the budget, that the kernel holds of one job's datagrams at most; it takes twice what is asked
-# for. Of what comes, no job needs more than all its children may have under way.
+COUNTERS_NBYTES = 16 * KIB  # counters of a table and its job, estimated generously
+# A job's receive buffer is at most 1/16 of the budget, its send buffer 1/64; the kernel allocates
+# twice as much. A receive buffer need not hold more than all children may have in flight.
 RECEIVE_SHARE, SEND_SHARE = 16, 64
 LEAST_RECEIVE, LEAST_SEND = 2 * RECEIVE_NBYTES, 2 * RECEIVE_NBYTES
 MOST_SEND = 2 * MIB  # so that more memory holds more jobs
@@ -41,52 +41,56 @@ MOST_SLOTS = WINDOWS[-1]  # of one job
 MOST_NAME = 200  # characters of a session's name that are shown
 
 
-def checked(said: switch_frames.SwitchHello) -> switch_frames.SwitchHello:
-    """Raises WireError for what no job asks for."""
-    if said.first > ROOT - said.children:
-        raise WireError(f"a first child that calls itself {said.first}")
-    shown = "".join(c for c in said.session if c.isprintable())[:MOST_NAME]
-    return said._replace(session=shown)
+def checked(hello: switch_frames.SwitchHello) -> switch_frames.SwitchHello:
+    """Validate a greeting and return it with a printable session name. Raises WireError."""
+    if hello.first > ROOT - hello.children:
+        raise WireError(f"the sender number {hello.first} of the first child is too large")
+    shown = "".join(c for c in hello.session if c.isprintable())[:MOST_NAME]
+    return hello._replace(session=shown)
 
 
 class SlotQuota:
-    """The memory of a switch. Called from any thread. Invariant, under `_lock`: 0 <=
-    `used_nbytes` <= `nbytes`."""
+    """The memory budget of a switch. Thread-safe. Invariant, under `_lock`: 0 <= `used_nbytes` <=
+    `nbytes`."""
 
     def __init__(self, nbytes: int) -> None:
-        """Raises ConfigError where not even one small job fits."""
+        """Raises ConfigError if not even one small job fits in `nbytes`."""
         self.nbytes = nbytes
         self._most_receive = max(nbytes // RECEIVE_SHARE, LEAST_RECEIVE)
         self.send_nbytes = min(max(nbytes // SEND_SHARE, LEAST_SEND), MOST_SEND)
-        self.used_slots = 0  # that jobs have
+        self.used_slots = 0  # slots of all admitted jobs
         self.used_nbytes = SHARED_NBYTES
         self._lock = threading.Lock()
         least = SHARED_NBYTES + self._cost(WINDOWS[0], LEAST_RECEIVE)
         if nbytes < least:
             raise ConfigError(
-                f"a switch with {show_bytes(nbytes)} of memory, {show_bytes(least)} hold one job"
-                f" with {WINDOWS[0]} slots",
-                hint=f"--memory {least // KIB + 1}KiB or more",
+                f"a switch with {show_bytes(nbytes)} of memory is too small: one job with"
+                f" {WINDOWS[0]} slots needs {show_bytes(least)}",
+                hint=f"use --memory {least // KIB + 1}KiB or more",
             )
 
     def receive_nbytes(self, slots: int, children: int) -> int:
-        """What a job's socket is to hold of what has come."""
+        """Return the size of a job's receive buffer."""
         return min(max(children * slots * PACKET_NBYTES, LEAST_RECEIVE), self._most_receive)
 
     def _cost(self, slots: int, receive_nbytes: int) -> int:
-        """Bytes of a job."""
+        """Return the memory that a job needs, in bytes."""
         of_sockets = 2 * (receive_nbytes + self.send_nbytes)
         return slots * SLOT_NBYTES + of_sockets + WAITING_NBYTES + COUNTERS_NBYTES
 
     @property
     def free_slots(self) -> int:
-        """That the next job can have for sure, however many children it has."""
+        """The slots that the next job can have with any number of children."""
         left = (self.nbytes - self.used_nbytes - self._cost(0, self._most_receive)) // SLOT_NBYTES
         return min(max(left, 0), MOST_SLOTS)
 
     def take(self, slots: int, children: int, job: str) -> None:
-        """Raises with both numbers where so many are not free: BusyError where other jobs have
-        them, who may be leaving, BudgetError where this switch never has so many."""
+        """Reserve slots for a job.
+
+        Raises:
+            BusyError: Other jobs use the slots; they may become free.
+            BudgetError: The switch is too small for so many slots.
+        """
         cost = self._cost(slots, self.receive_nbytes(slots, children))
         with self._lock:
             if slots > self.free_slots:
@@ -94,8 +98,8 @@ class SlotQuota:
                 raise (BusyError if ever else BudgetError)(
                     f"job {job} asks this switch for {slots} slots, {self.free_slots} are free,"
                     f" {self.used_slots} are in use",
-                    hint="a smaller window in the job's fan_in, more --memory at the switch, or a"
-                    " job less",
+                    hint="reduce the window in the job's fan_in, give the switch more --memory, or"
+                    " stop another job",
                 )
             self.used_slots += slots
             self.used_nbytes += cost
@@ -108,64 +112,67 @@ class SlotQuota:
 
 def job_socket(
     switch: Address,
-    said: switch_frames.SwitchHello,
-    taken: Mapping[int, str],
+    hello: switch_frames.SwitchHello,
+    used: Mapping[int, str],
     quota: SlotQuota,
     report: Report,
 ) -> DatagramSocket:
-    """A socket at the port that the job had before, or at one that is free. Raises BusyError.
+    """Open a socket at the port that the job had before, or else at a free one.
 
     Args:
-        switch: host and TCP port of this switch
-        taken: ports of jobs, each with the job's name
+        switch: Host and TCP port of this switch.
+        used: Ports in use -> name of the job that uses it.
+
+    Raises:
+        BusyError: The job's port is in use, or no port is free.
+        WireError: The job asks for a port that this switch does not have.
     """
 
     def socket_at(port: int) -> DatagramSocket:
         return DatagramSocket(
             (switch[0], port),
-            receive_nbytes=quota.receive_nbytes(said.slots, said.children),
+            receive_nbytes=quota.receive_nbytes(hello.slots, hello.children),
             send_nbytes=quota.send_nbytes,
             report=report,
         )
 
-    if said.port in taken:
-        raise BusyError(f"port {said.port} of this switch is that of job {taken[said.port]} now")
-    # Jobs begin to look at different ports: after a restart each finds its own one free.
-    ports = [switch[1] + 1 + (said.job + i) % MOST_JOBS for i in range(MOST_JOBS)]
-    if said.port:
-        if said.port not in ports:
+    if hello.port in used:
+        raise BusyError(f"port {hello.port} of this switch is in use by job {used[hello.port]}")
+    # Each job starts the search at another port, so that after a restart its own is likely free.
+    ports = [switch[1] + 1 + (hello.job + i) % MOST_JOBS for i in range(MOST_JOBS)]
+    if hello.port:
+        if hello.port not in ports:
             raise WireError(
-                f"job {said.session} asks for port {said.port}, this switch has {min(ports)} to"
+                f"job {hello.session} asks for port {hello.port}, this switch has {min(ports)} to"
                 f" {max(ports)}"
             )
         try:
-            return socket_at(said.port)
-        except ConfigError as error:  # the job's own, of a link that has just ended, perhaps
+            return socket_at(hello.port)
+        except ConfigError as error:  # perhaps still open for this job's previous link
             raise BusyError(str(error)) from None
     for port in ports:
-        if port not in taken and port < 1 << 16:
+        if port not in used and port < 1 << 16:
             with suppress(ConfigError):  # another process has it
                 return socket_at(port)
     raise BusyError(
-        f"no port for datagrams is free from {min(ports)} to {max(ports)}, {len(taken)} jobs"
-        " have one",
-        hint="another switch, or a port with free ones above it",
+        f"no UDP port from {min(ports)} to {max(ports)} is free, {len(used)} are in use by jobs",
+        hint="use another switch, or another port of it with free ports above",
     )
 
 
 def job_table(
     device: TableDevice | None,
-    said: switch_frames.SwitchHello,
+    hello: switch_frames.SwitchHello,
     key: PacketKey,
     port: int,
     parent: Address,
     report: Report,
 ) -> Table:
-    """A table of the device; one of this process where there is none, or it says why not."""
+    """Make the job's table in the device; if there is none or it fails, in this process."""
     if device is not None:
         try:
-            return device.table(said, port, key, parent)
-        except (RoadtrainError, OSError) as error:  # as of a device that is gone
+            return device.table(hello, port, key, parent)
+        except (RoadtrainError, OSError) as error:  # for example a device that was removed
             why = str(error).partition("\n")[0]
-            report(f"job {said.session}: no sums in the kernel: {why}; user space sums")
-    return SwitchTable(said.slots, said.children, said.first)
+            report(f"job {hello.session}: no sums in the kernel: {why}; user space sums instead")
+    return SwitchTable(hello.slots, hello.children, hello.first)

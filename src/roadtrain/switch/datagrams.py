@@ -1,17 +1,18 @@
-"""Datagrams: a UDP socket that sends and receives runs of equal packets in one call.
+"""Datagrams: a UDP socket that sends and receives runs of packets of equal length in one call.
 
     socket = DatagramSocket(("10.0.0.3", 0), receive_nbytes=8 * MIB, send_nbytes=4 * MIB)
     socket.send(packets, 1456, ("10.0.0.4", 7001))      # packet i = packets[i * 1456 : ...]
     nbytes, segment, source = socket.receive(buffer, 0.5)
 
-The kernel cuts a run into packets (UDP_SEGMENT) and joins what arrives (UDP_GRO); where it refuses,
-packets go one by one, and that is printed once. Datagrams get lost: a peer that is not there, a
-full queue or a firewall lose them without an error here, `unsent` and `drops` count those that this
-host knows of. Multicast, over IPv4: a socket with a `group` receives that group's datagrams and no
-others, on the interface of its address; any socket sends to a group from its own address'
-interface, to this network only (TTL 1) and to this host too.
+The kernel splits a run into packets (UDP_SEGMENT) and coalesces received packets (UDP_GRO). If it
+cannot split, that is reported once and packets are sent one by one. Losses (an absent peer, a full
+queue, a firewall) raise no error; `unsent` and `drops` count those that this host knows of.
 
-One thread may send while another receives. Assumes Linux. Does NOT check who sent what it receives.
+Multicast (IPv4 only): a socket with a `group` receives only the datagrams of that group, on the
+interface of its address. Any socket can send to a group, on the interface of its address; TTL is 1,
+and sockets of this host receive the datagrams too.
+
+One thread may send while another receives. Linux only. Does NOT authenticate senders.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ from roadtrain.errors import ConfigError, DeadlineError, LostError
 from roadtrain.transport.listener import Report
 from roadtrain.transport.tcp import Address
 
-# Linux's numbers that the socket module lacks
+# Linux constants that the socket module lacks
 UDP_SEGMENT, UDP_GRO = 103, 104
 IP_MTU_DISCOVER, IP_PMTUDISC_DO, IP_MTU = 10, 2, 14
 IPV6_MTU_DISCOVER, IPV6_MTU = 23, 24
 SO_SNDBUFFORCE, SO_RCVBUFFORCE, SO_RXQ_OVFL = 32, 33, 40
 
-MOST_SEGMENTS = 64  # that the kernel cuts one call into
+MOST_SEGMENTS = 64  # packets of one call that the kernel can split
 MOST_NBYTES: Mapping[int, int] = {
     socket.AF_INET: 65507,
     socket.AF_INET6: 65527,
-}  # of one datagram, without headers
-HEADERS_NBYTES: Mapping[int, int] = {socket.AF_INET: 28, socket.AF_INET6: 48}  # of IP and UDP
-RECEIVE_NBYTES = 1 << 16  # a run that was joined is never longer
-SEND_S = 10.0  # that a full queue may take nothing
-MOST_NAMES = 1024  # addresses that are remembered
+}  # payload of one datagram
+HEADERS_NBYTES: Mapping[int, int] = {socket.AF_INET: 28, socket.AF_INET6: 48}  # IP and UDP
+RECEIVE_NBYTES = 1 << 16  # longest coalesced run
+SEND_S = 10.0  # timeout while the send buffer stays full
+MOST_NAMES = 1024  # resolved addresses that are cached
 _ANCILLARY = socket.CMSG_SPACE(4) * 2
-# A datagram that is lost on this host, as it could be on the way: the peer or its network is not
-# there now, a firewall or a queue dropped it.
+# Errors that count as a lost datagram: the peer or its network is unreachable, or a firewall or
+# queue of this host dropped it.
 _LOST = {
     errno.ECONNREFUSED,
     errno.EHOSTUNREACH,
@@ -64,7 +65,7 @@ _LOST = {
 
 
 class DatagramSocket:
-    """Raises ConfigError where the address or the group cannot be had."""
+    """A UDP socket. Raises ConfigError if it cannot be bound to the address or join the group."""
 
     def __init__(
         self,
@@ -75,21 +76,25 @@ class DatagramSocket:
         group: Address | None = None,
         report: Report = print,
     ) -> None:
-        """address: this host's, port 0: any. receive_nbytes, send_nbytes: what the kernel may hold
-        of each direction. group: (multicast address, port) to receive from, instead of what comes
-        to `address`."""
+        """
+        Args:
+            address: Address of this host; port 0 stands for any free port.
+            receive_nbytes: Size of the kernel's receive buffer.
+            send_nbytes: Size of the kernel's send buffer.
+            group: (multicast address, port) to receive from, instead of `address`.
+            report: Called with warnings.
+        """
         self._report = report
         self._family, where = _resolved(address, socket.AF_UNSPEC)
         self._socket = socket.socket(self._family, socket.SOCK_DGRAM)
         self._awake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._users, self._changed, self._over = 0, threading.Condition(), False
-        # addresses in numbers, each found once
         self._number_of = functools.lru_cache(MOST_NAMES)(self.number_of)
-        self._segments = True  # whether the kernel cuts runs
-        # Datagrams that this host's kernel dropped since nobody received them in time, as far as
-        # those that came after them say; of packets that arrived joined it counts the runs.
+        self._segments = True  # whether the kernel splits runs
+        # Datagrams that the kernel dropped because the receive buffer was full. Updated when a
+        # later datagram is received; a coalesced run counts once.
         self.drops = 0
-        self.unsent = 0  # packets that this host's kernel refused
+        self.unsent = 0  # packets that the kernel refused to send
         try:
             self._bind(where, group)
             self.receive_nbytes = self._room("receive", SO_RCVBUFFORCE, receive_nbytes)
@@ -98,10 +103,10 @@ class DatagramSocket:
         except OSError as error:
             self.close()
             raise ConfigError(
-                f"no datagrams at {address[0]}:{address[1]}"
+                f"cannot open a UDP socket at {address[0]}:{address[1]}"
                 + (f", group {group[0]}:{group[1]}" if group else "")
                 + f": {error.strerror or error}",
-                hint="an address of this host, and a port that is free",
+                hint="use an address of this host and a free port",
             ) from error
         except BaseException:
             self.close()
@@ -109,17 +114,32 @@ class DatagramSocket:
         self.address: Address = _named(self._socket.getsockname())
 
     def send(self, buffer: memoryview | np.ndarray, segment: int, to: Address) -> None:
-        """A run of packets, each `segment` bytes, the last one perhaps shorter. Blocks while the
-        kernel's queue is full. Raises ConfigError for packets that the way there cannot carry,
-        DeadlineError where the queue stays full for SEND_S, LostError when closed."""
+        """Send a run of packets of `segment` bytes each; the last may be shorter. Blocks while the
+        send buffer is full.
+
+        Raises:
+            ConfigError: The packets are too long for the path to `to`.
+            DeadlineError: The send buffer stayed full for SEND_S.
+            LostError: The socket is closed.
+        """
         with self._using():
             self._send_run(_bytes_of(buffer), segment, self._number_of(to))
 
     def receive(
         self, into: memoryview | np.ndarray, timeout_s: float
     ) -> tuple[int, int, Address] | None:
-        """The next run: (bytes, bytes of each packet but a shorter last one, who sent it), or None
-        after `timeout_s`. into: RECEIVE_NBYTES at least. Raises LostError when closed."""
+        """Receive the next run of packets.
+
+        Args:
+            into: The buffer, at least RECEIVE_NBYTES.
+
+        Returns:
+            (bytes, bytes per packet, sender), or None after `timeout_s`. The last packet may be
+            shorter.
+
+        Raises:
+            LostError: The socket is closed.
+        """
         deadline = time.monotonic() + timeout_s
         with self._using():
             while True:
@@ -137,34 +157,34 @@ class DatagramSocket:
                         raise
 
     def wait(self, timeout_s: float, *others: DatagramSocket) -> None:
-        """Until something has come to it or to one of the others, or the time is over. Raises
-        LostError when one of them is closed."""
+        """Wait until this socket or one of the others is readable, or `timeout_s` has passed.
+        Raises LostError if one is closed."""
         sockets = (self, *others)
         with contextlib.ExitStack() as used:
             poll = select.poll()
-            for one in sockets:
-                used.enter_context(one._using())
-                poll.register(one._socket, select.POLLIN)
-                poll.register(one._awake, select.POLLIN)
+            for sock in sockets:
+                used.enter_context(sock._using())
+                poll.register(sock._socket, select.POLLIN)
+                poll.register(sock._awake, select.POLLIN)
             poll.poll(max(timeout_s, 0) * 1000)
-            if any(one._over for one in sockets):
+            if any(sock._over for sock in sockets):
                 raise LostError("the datagram socket was closed")
 
     def fileno(self) -> int:
-        """For select and epoll, by who closes it."""
+        """Return the descriptor, for select and epoll. Only its owner, which closes it, may."""
         return self._socket.fileno()
 
     def number_of(self, to: Address) -> Address:
-        """An address in numbers, as `receive` names those who sent. Raises ConfigError."""
+        """Resolve an address to the numeric form that `receive` returns. Raises ConfigError."""
         return _resolved(to, self._family)[1]
 
     def has_room(self) -> bool:
-        """Whether the kernel takes a run now, so that `send` does not block."""
+        """Return whether `send` would not block."""
         with self._using():
             return self._wait(select.POLLOUT, 0.0)
 
     def close(self) -> None:
-        """Wakes who sends or receives; idempotent, from any thread."""
+        """Close the socket and wake threads that send or receive. Idempotent, thread-safe."""
         with self._changed:
             if self._over:
                 return
@@ -176,7 +196,7 @@ class DatagramSocket:
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[None]:
-        """While it is in use its descriptors stay open."""
+        """Keep the descriptors open during a call. Raises LostError if the socket is closed."""
         with self._changed:
             if self._over:
                 raise LostError("the datagram socket was closed")
@@ -190,14 +210,14 @@ class DatagramSocket:
                     self._changed.notify_all()
 
     def _wait(self, event: int, timeout_s: float) -> bool:
-        """Whether the event came in time. Raises LostError when closed."""
+        """Wait for a poll event. Returns False after the timeout. Raises LostError when closed."""
         poll = select.poll()
         poll.register(self._socket, event)
         poll.register(self._awake, select.POLLIN)
-        came = poll.poll(max(timeout_s, 0) * 1000)
+        ready = poll.poll(max(timeout_s, 0) * 1000)
         if self._over:
             raise LostError("the datagram socket was closed")
-        return bool(came)
+        return bool(ready)
 
     def _read(
         self, nbytes: int, ancillary: list[tuple[int, int, bytes]], flags: int, source: Address
@@ -207,8 +227,8 @@ class DatagramSocket:
             if (level, kind) == (socket.IPPROTO_UDP, UDP_GRO):
                 segment = int.from_bytes(data[:4], "little")
             elif (level, kind) == (socket.SOL_SOCKET, SO_RXQ_OVFL):  # counts modulo 2**32
-                said = int.from_bytes(data[:4], "little")
-                self.drops += (said - self.drops) % (1 << 32)
+                drops = int.from_bytes(data[:4], "little")
+                self.drops += (drops - self.drops) % (1 << 32)
         return nbytes, segment, _named(source)
 
     def _send_run(self, view: memoryview, segment: int, to: Address) -> None:
@@ -216,23 +236,24 @@ class DatagramSocket:
         at = 0
         while at < len(view):
             step = segment * (most if self._segments and most > 1 else 1)
-            if self._sent(view[at : at + step], segment, to):
+            if self._send_part(view[at : at + step], segment, to):
                 at += step
 
-    def _sent(self, part: memoryview, segment: int, to: Address) -> bool:
-        """Whether it is on its way or lost; else it is to be sent again, packet by packet."""
+    def _send_part(self, part: memoryview, segment: int, to: Address) -> bool:
+        """Send or lose a part of a run. Returns False if the kernel cannot split it: then it must
+        be sent packet by packet."""
         joined = len(part) > segment
-        said = [(socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("=H", segment))] if joined else []
+        control = [(socket.IPPROTO_UDP, UDP_SEGMENT, struct.pack("=H", segment))] if joined else []
         deadline = time.monotonic() + SEND_S
         while True:
             try:
-                self._socket.sendmsg([part], said, socket.MSG_DONTWAIT, to)
+                self._socket.sendmsg([part], control, socket.MSG_DONTWAIT, to)
                 return True
             except BlockingIOError:
                 if not self._wait(select.POLLOUT, deadline - time.monotonic()):
                     raise DeadlineError(
-                        f"datagrams to {to[0]}:{to[1]}: this host's queue of {self.send_nbytes}"
-                        f" bytes took nothing for {SEND_S:.0f} s"
+                        f"datagrams to {to[0]}:{to[1]}: the send buffer of {self.send_nbytes} bytes"
+                        f" has been full for {SEND_S:.0f} s"
                     ) from None
             except OSError as error:
                 if error.errno in _LOST:
@@ -242,24 +263,23 @@ class DatagramSocket:
                     self._check_size(segment, to)
                     self._segments = False
                     self._report(
-                        f"datagrams to {to[0]}:{to[1]}: the kernel cuts no runs"
-                        f" ({error.strerror}), packets go one by one"
+                        f"datagrams to {to[0]}:{to[1]}: the kernel cannot split runs"
+                        f" ({error.strerror}), packets are sent one by one"
                     )
                     return False
                 if error.errno == errno.EMSGSIZE:
                     self._check_size(segment, to)
                 raise ConfigError(
-                    f"a datagram of {len(part)} bytes to {to[0]}:{to[1]}: {error.strerror}"
+                    f"cannot send {len(part)} bytes to {to[0]}:{to[1]}: {error.strerror}"
                 ) from error
 
     def _check_size(self, segment: int, to: Address) -> None:
-        """Raises ConfigError where the way to `to` carries no packets of `segment` bytes."""
+        """Raise ConfigError if the MTU of the path to `to` is too small for `segment` bytes."""
         needed, mtu = segment + HEADERS_NBYTES[self._family], self._mtu(to)
         if mtu < needed:
             raise ConfigError(
-                f"packets to {to[0]}:{to[1]} need an MTU of {needed} bytes, the way there has"
-                f" {mtu}",
-                hint=f"ip link set DEVICE mtu {needed} or more, on every host of the way",
+                f"packets to {to[0]}:{to[1]} need an MTU of {needed} bytes, the path has {mtu}",
+                hint=f"run `ip link set DEVICE mtu {needed}` on every host of the path",
             )
 
     def _mtu(self, to: Address) -> int:
@@ -277,13 +297,13 @@ class DatagramSocket:
             return
         far = _resolved(group, self._family)[1]
         if self._family != socket.AF_INET or not ipaddress.ip_address(far[0]).is_multicast:
-            raise ConfigError(f"{group[0]} is no multicast group", hint="as 239.1.2.3")
-        # several processes of a host may receive from one group
+            raise ConfigError(f"{group[0]} is not a multicast address", hint="such as 239.1.2.3")
+        # lets several processes of a host receive from one group
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.bind(far)
         request = socket.inet_aton(far[0]) + socket.inet_aton(where[0])
         self._socket.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, request)
-        # without it Linux also delivers what other sockets of this host joined
+        # disables delivery of groups that only other sockets of this host have joined
         self._socket.setsockopt(socket.IPPROTO_IP, 49, 0)  # IP_MULTICAST_ALL
         self._send_to_groups(where[0])
 
@@ -295,19 +315,20 @@ class DatagramSocket:
             self._socket.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
 
     def _room(self, name: str, forced: int, nbytes: int) -> int:
-        """Bytes that the kernel will hold: all of them with the right to, else its limit, said."""
+        """Set a buffer size. Without CAP_NET_ADMIN the kernel's limit applies, which is reported.
+        Returns the size that the kernel has set."""
         plain = socket.SO_RCVBUF if forced == SO_RCVBUFFORCE else socket.SO_SNDBUF
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, forced, nbytes)
         except PermissionError:
             self._socket.setsockopt(socket.SOL_SOCKET, plain, nbytes)
-        # the kernel counts its own bookkeeping too, and doubles what is asked for
+        # the kernel doubles the requested size, to account for its own overhead
         got = self._socket.getsockopt(socket.SOL_SOCKET, plain) // 2
         if got < nbytes:
             limit = "rmem_max" if forced == SO_RCVBUFFORCE else "wmem_max"
             self._report(
-                f"datagrams: the kernel holds {got} bytes to {name}, {nbytes} were asked for"
-                f" (sysctl -w net.core.{limit}={nbytes} allows them)"
+                f"datagrams: the kernel's {name} buffer has {got} bytes, {nbytes} were requested"
+                f" (sysctl -w net.core.{limit}={nbytes} raises the limit)"
             )
         return got
 
@@ -322,25 +343,26 @@ class DatagramSocket:
             sock.setsockopt(socket.IPPROTO_UDP, UDP_GRO, 1)
         except OSError as error:
             self._report(
-                f"datagrams: the kernel joins no packets ({error.strerror}), they come one by one"
+                f"datagrams: the kernel does not coalesce received packets ({error.strerror})"
             )
 
 
 def _resolved(address: Address, family: int) -> tuple[int, Address]:
-    """(family, address in numbers). Raises ConfigError."""
+    """Resolve an address to (family, numeric address). Raises ConfigError."""
     try:
-        if not 0 <= address[1] <= 65535:  # getaddrinfo would take the rest of a division
+        if not 0 <= address[1] <= 65535:  # getaddrinfo would take it modulo 65536
             raise OverflowError
-        # a socket of IPv6 reaches, and names, a host that has IPv4 alone as ::ffff:a.b.c.d
+        # for an IPv6 socket, a host that has only IPv4 is ::ffff:a.b.c.d
         mapped = socket.AI_V4MAPPED if family == socket.AF_INET6 else 0
         found = socket.getaddrinfo(*address, family, socket.SOCK_DGRAM, flags=mapped)
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"{address[0]}:{address[1]} is no address for datagrams") from error
+        raise ConfigError(f"{address[0]}:{address[1]} is not a valid UDP address") from error
     return found[0][0], _named(found[0][4])
 
 
 def _named(raw: Sequence[object]) -> Address:
-    """(host, port); a link's own IPv6 address keeps its interface, as HOST%INDEX."""
+    """Convert a socket address to (host, port). A link-local IPv6 address keeps its interface, as
+    HOST%INDEX."""
     host, port = str(raw[0]), int(str(raw[1]))
     if len(raw) == 4 and raw[3] and "%" not in host:
         host = f"{host}%{raw[3]}"

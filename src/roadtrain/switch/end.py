@@ -1,18 +1,18 @@
-"""FanInEnd: where the sums of a job's switches arrive and parameters leave for all of its
-participants, in the process of the server (Sun et al., LuWu, section 3). A participant is a worker,
-or the relay of a host that stands for its workers.
+"""FanInEnd: receives the sums of a job's switches and sends parameters to all its participants, in
+the process of the server (Sun et al., LuWu, section 3). A participant is a worker, or the relay of
+a host for its workers.
 
-    participants --TCP--> FanInEnd --local link--> ServerSession       all that is no bulk
+    participants --TCP--> FanInEnd --local link--> ServerSession       everything but bulk data
     switches     ==UDP==> FanInEnd: exponents, sums                    Incoming
     switches     <==UDP== FanInEnd: parameters, maxima                 Outgoing
 
-To the server all participants are one relay, which pushes sums in fp32; switch/protocol/fan_in.py
-says what happens when. The switches are asked first (Registration); then each participant is told
-how it takes part (FAN_IN). It and its ServerSession end together.
+To the server, all participants together look like one relay, which pushes sums in fp32;
+switch/protocol/fan_in.py makes the decisions. The job is first registered at the switches
+(Registration); then each participant gets a FAN_IN frame, with which it can take part. The FanInEnd
+and its ServerSession end together.
 
-Threads: the links' own; one that sends packets; one that receives them, which also has the clock;
-one that keeps the links to the switches. Does NOT decide, restart switches, or keep anything that a
-restart needs.
+Threads: those of the links; one that sends packets; one that receives packets and runs timers; one
+that keeps the links to the switches. Does NOT decide, restart switches, or persist anything.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ from roadtrain.switch.packets import PACKET_NBYTES, ROOT, Kind, PacketKey
 from roadtrain.switch.protocol.chunk_queue import Announce
 from roadtrain.switch.protocol.fan_in import (
     Broadcast,
-    ExponentsCame,
+    ExponentsArrived,
     FanInStateMachine,
-    GradientCame,
+    GradientArrived,
     Grant,
     PushRound,
     SendMaxima,
     Tick,
 )
 from roadtrain.switch.protocol.numbered import NOTHING
-from roadtrain.switch.registration import RESTART, Registration, TreeOfJob
+from roadtrain.switch.registration import RESTART, JobTree, Registration
 from roadtrain.switch.streams import (
     SEND_NBYTES,
     Batch,
@@ -78,15 +78,15 @@ from roadtrain.transport.link import Link
 from roadtrain.transport.tcp import Address, TcpOptions
 from roadtrain.units import round_up, show_bytes
 
-END_S = 10.0  # for its threads to end
-UP_S = 60.0  # for the link inside this process
-LOOK_S = 0.25  # between two looks at who is late
-STUCK_S = 1.0  # after which a round that does not move is counted as stuck
-DELAY_MS = 5  # that each participant waits longer than the one before it sends again
+END_S = 10.0  # timeout for the threads to end
+UP_S = 60.0  # timeout for the link inside this process
+CHECK_S = 0.25  # interval between checks for stragglers
+STUCK_S = 1.0  # a round without progress for so long counts as stuck
+DELAY_MS = 5  # participant n waits n * DELAY_MS longer before it resends
 
 
 class FanInConnection(ParameterConnection):
-    """A participant. Its gradients do not come by this link: they are announced."""
+    """The connection of a participant. Its gradients are only announced here."""
 
     session: FanInEnd
 
@@ -100,47 +100,48 @@ class FanInConnection(ParameterConnection):
             case switch_frames.ANNOUNCE:
                 chunk = self.session.chunk(fields.chunk)
                 if not chunk.trainable:
-                    raise WireError(f"a gradient of chunk {chunk.id}, which is frozen")
-                self.session.tell(Announce(chunk.id, fields.fresh, self.rank))
-            case switch_frames.HEARD:
-                self.session.heard_trial(self.rank, fields.trial)
+                    raise WireError(f"announced a gradient of chunk {chunk.id}, which is frozen")
+                self.session.post(Announce(chunk.id, fields.fresh, self.rank))
+            case switch_frames.TRIAL_RESULT:
+                self.session.trial_answered(self.rank, fields.trial)
             case m.PUSH:
                 raise self._pushed()
             case _:
                 super().take(kind, fields, payload)
 
     def _pushed(self) -> WireError:
-        return WireError(f"{self.link.peer} pushed a gradient that the network is to sum")
+        return WireError(f"{self.link.peer} pushed a gradient over TCP instead of announcing it")
 
 
 class FanInEnd(IntermediarySession):
-    """Raises ConfigError for a plan that cannot be, LostError where no way leads to the root.
+    """The fan-in end of a job. Raises ConfigError for an invalid plan, LostError if there is no
+    route to the root switch.
 
-    Invariants, under `lock`: `_ports` are all or none; `_maxima` are those of rounds whose
-    exponents have come and whose data is not granted."""
+    Invariants, under `lock`: `_ports` has all switches or none; `_maxima` has the rounds whose
+    exponents have arrived and whose gradients are not granted."""
 
     name = "fan-in"
     connection_class = FanInConnection
     machine: FanInStateMachine  # once the layout is known
 
     def __init__(
-        self, said: switch_frames.FanInHello, host: StoreHost, options: TcpOptions
+        self, greeting: switch_frames.FanInHello, host: StoreHost, options: TcpOptions
     ) -> None:
-        hello = said.hello
+        hello = greeting.hello
         super().__init__(hello.workers, stands_for=max(-hello.local, 1), deadline_s=UP_S)
-        self.said, self.host, self.plan = said, host, plan_of(said)
-        self._all = self.workers * self._stands_for  # workers of the job
+        self.first, self.host, self.plan = greeting, host, plan_of(greeting)
+        self._all = self.workers * self._stands_for  # number of workers of the job
         self._chunks: list[Chunk] = []
-        self._sums: list[Buffer] = []  # for gradients, by their number
-        self._tickets = itertools.count(1)  # of sums: the server knows a push's buffer by it
+        self._sums: list[Buffer] = []  # sum buffers, by number
+        self._tickets = itertools.count(1)  # identify the pushed buffers to the server
         self._maxima: dict[tuple[int, int], np.ndarray] = {}  # (chunk, round) -> uint8 [blocks]
-        self._ports: dict[str, int] = {}  # of the switches, once all are ready
+        self._ports: dict[str, int] = {}  # UDP ports of the switches, once all are ready
         self._lateness = Lateness(self.workers, self.plan.root.address)
-        self._looked = time.monotonic()
-        self._told_silent = False  # participants heard of somebody who does not answer
-        self._apart = 0  # as the machine counts them, at the last look
-        self._sender: PacketSender | None = None  # once it is known where to
-        self._beat = NOTHING  # what was said before that
+        self._checked = time.monotonic()
+        self._sent_silent = False  # the participants' last PROGRESS named a silent one
+        self._apart = 0  # `machine.apart` at the last check
+        self._sender: PacketSender | None = None  # once its destination is decided
+        self._beat = NOTHING  # the first heartbeat, until then
         self._job, self._nonce = secrets.randbits(32), secrets.token_bytes(16)
         self._key = PacketKey.derive(options.token, self._nonce)
         self._root = address_of(self.plan.root.address)
@@ -149,21 +150,21 @@ class FanInEnd(IntermediarySession):
         self._socket = DatagramSocket(
             (home, 0), receive_nbytes=2 * window, send_nbytes=SEND_NBYTES, report=host.report
         )
-        self._to_root: Address = self._root  # with the port of this job, once that is known
-        wanted = self.plan.multicast == "auto"
-        self._group = trial.group_of(self._job, home) if wanted else None
+        self._to_root: Address = self._root  # gets the port of this job later
+        multicast = self.plan.multicast == "auto"
+        self._group = trial.group_of(self._job, home) if multicast else None
         self._trial = trial.MulticastTrial(self.workers) if self._group else None
         self._incoming = Incoming(self.plan.window, self.plan.width, self.workers)
         self._outgoing = Outgoing(self._job, self._key)
         self._clock = BeatClock(self.plan.window)
-        self.refused = 0  # packets with the job's tag that were not the root's
+        self.refused = 0  # packets with the job's tag that were not sent by the root
         self._port = PacketPort(
             [self._socket],
             self._key,
             self._job,
             {
-                Kind.EXPONENTS: self._came,
-                Kind.GRADIENT: self._came,
+                Kind.EXPONENTS: self._take,
+                Kind.GRADIENT: self._take,
                 Kind.PARAMETER_BEAT: self._beats,
             },
             self._failed,
@@ -171,7 +172,7 @@ class FanInEnd(IntermediarySession):
             tick=self._tick,
         )
         self._registration = Registration(
-            TreeOfJob(
+            JobTree(
                 self.plan, self.workers, hello.session, self._job, self._nonce, self._socket.address
             ),
             options,
@@ -183,16 +184,16 @@ class FanInEnd(IntermediarySession):
         up = m.Hello(hello.session, 0, 1, summed, hello.server, hello.signature)
         self.server = ServerSession(up, host, self._plan_memory)
 
-    # who is here
+    # participants
 
     @staticmethod
     def greeting(rest: bytes) -> switch_frames.FanInHello:
-        """A participant's greeting. Raises WireError."""
-        return m.decoded(switch_frames.FAN_IN_HELLO, rest, "no greeting of a fan-in")
+        """Decode a participant's greeting. Raises WireError."""
+        return m.decoded(switch_frames.FAN_IN_HELLO, rest, "invalid greeting of a fan-in")
 
     def is_of(self, hello: m.Hello) -> bool:
-        """Whether that participant belongs to this start of the job."""
-        ours = self.said.hello
+        """Return whether a participant belongs to this start of the job."""
+        ours = self.first.hello
         return (hello.session, hello.workers, hello.local) == (
             ours.session,
             ours.workers,
@@ -205,15 +206,15 @@ class FanInEnd(IntermediarySession):
             f" {self.server.step}"
         )
 
-    def accept(self, link: Link, said: switch_frames.FanInHello) -> ParameterConnection:
-        """A participant comes; the first one opens the way to the server. Raises ForeignError
-        where it means something else than the first."""
-        check_same(self.said, said)
+    def accept(self, link: Link, greeting: switch_frames.FanInHello) -> ParameterConnection:
+        """Add a participant; the first one also connects to the server. Raises ForeignError if its
+        greeting contradicts the first participant's."""
+        check_same(self.first, greeting)
         with self.lock:
-            worker = self.join(said.hello.rank, link)
-            worker.signature = said.hello.signature
+            worker = self.join(greeting.hello.rank, link)
+            worker.signature = greeting.hello.signature
             if not self._connected.is_set():
-                self._begin(said.hello)
+                self._begin(greeting.hello)
         return worker
 
     def _begin(self, hello: m.Hello) -> None:
@@ -232,13 +233,13 @@ class FanInEnd(IntermediarySession):
 
     def prepare(self, worker: ParameterConnection) -> None:
         if self._ports:
-            self._tell_fan_in(worker)
+            self._send_fan_in(worker)
 
     def one_left(self, rank: int, error: PeerError, all_gone: bool) -> None:
         if all_gone or not self._chunks:
             self.end(error)
         else:
-            self.tell(messages.PeerLost(rank, str(error)))
+            self.post(messages.PeerLost(rank, str(error)))
 
     def chunk(self, number: int) -> Chunk:
         return self.server.chunk(number)
@@ -246,9 +247,10 @@ class FanInEnd(IntermediarySession):
     # memory
 
     def _plan_memory(self, meta: StoreMeta, number: int, nbytes: int) -> int:
-        """The layout is known: what this end takes of the server's `nbytes`."""
+        """Allocate the buffers, now that the layout is known. Returns the bytes that this end uses
+        of the server's `nbytes`."""
         budgets = derive_fan_in(meta.table, meta.owned(number), nbytes)
-        total = budgets.total + self._socket.receive_nbytes + SEND_NBYTES  # those: the kernel's
+        total = budgets.total + self._socket.receive_nbytes + SEND_NBYTES  # with kernel buffers
         with self.lock:
             self._chunks = list(meta.table.chunks)
             self._copies = [Buffer(budgets.piece_bytes) for _ in range(budgets.buffers)]
@@ -280,7 +282,7 @@ class FanInEnd(IntermediarySession):
         with self.lock:
             self._ports, self._to_root = ports, (self._root[0], ports[root])
             for worker in self.connections.values():
-                self._tell_fan_in(worker)
+                self._send_fan_in(worker)
             if self._trial is None:
                 self._send_to(self._to_root)
         self.host.report(
@@ -288,8 +290,8 @@ class FanInEnd(IntermediarySession):
             f" {self.plan.window} packets"
         )
 
-    def _tell_fan_in(self, worker: ParameterConnection) -> None:
-        """How it takes part. Under `lock`."""
+    def _send_fan_in(self, worker: ParameterConnection) -> None:
+        """Send a participant its FAN_IN frame. Under `lock`."""
         rank, group = worker.rank, "" if self._trial is None else "{}:{}".format(*self._group or ())
         switch, child = self.plan.place_of(rank, self.workers)
         child += self.plan.first_child(switch, self.workers)
@@ -298,15 +300,15 @@ class FanInEnd(IntermediarySession):
             switch_frames.FAN_IN, (self._job, child, port, DELAY_MS * rank, group), self._nonce
         )
         if self._trial is not None:
-            self._trial.told(rank, time.monotonic())
+            self._trial.invite(rank, time.monotonic())
 
-    def heard_trial(self, rank: int, came: bool) -> None:
+    def trial_answered(self, rank: int, reached: bool) -> None:
         with self.lock:
             if self._trial is not None:
-                self._trial.heard(rank, came)
+                self._trial.answered(rank, reached)
 
     def _try_group(self, now: float) -> None:
-        """While it is not known who copies."""
+        """Run the multicast trial, until its verdict."""
         with self.lock:
             trying, group = self._trial, self._group
             if trying is None or group is None or not self._ports:
@@ -323,48 +325,48 @@ class FanInEnd(IntermediarySession):
             self.host.report(f"fan-in: parameters are copied by {by}: {trying}")
 
     def _send_to(self, to: Address) -> None:
-        """Parameters go there from now on. Under `lock`."""
+        """Send parameters to this address from now on. Under `lock`."""
         self._sender = sender = PacketSender(
             self._socket,
             to,
             self._outgoing.fill,
             self._failed,
-            name=f"send parameters {self.said.hello.session}",
+            name=f"send parameters {self.first.hello.session}",
         )
         sender.may_send(self._outgoing.end)
         sender.heartbeat(self._beat)
         if self.over is None:
             sender.start()
 
-    # packets, by the thread that receives them
+    # packets, handled by the thread that receives them
 
     def _of_root(self, batch: Batch) -> Batch:
-        """What the root has sent here. Others' packets have the right tag too: somebody who
-        recorded one on its way to a switch may have sent it on."""
+        """Select the packets of the root. A packet recorded on its way to a switch and replayed
+        here has a valid tag too, but another sender."""
         ok = batch.ok & (batch.headers["sender"] == ROOT)
         self.refused += int(np.count_nonzero(batch.ok) - np.count_nonzero(ok))
         return replace(batch, ok=ok)
 
-    def _came(self, batch: Batch) -> None:
+    def _take(self, batch: Batch) -> None:
         batch = self._of_root(batch)
         if not batch.ok.any():
             return
         whole = self._incoming.take(batch)
-        self._clock.came(int(np.count_nonzero(batch.ok)))
+        self._clock.received(int(np.count_nonzero(batch.ok)))
         for run in whole:
             self._whole(run)
 
     def _whole(self, run: ExpectedRun) -> None:
         if run.kind is Kind.GRADIENT:
-            self.tell(GradientCame(run.chunk, run.round))
+            self.post(GradientArrived(run.chunk, run.round))
             return
         with self.lock:
             self._maxima[run.chunk, run.round] = run.maxima
-        self.tell(ExponentsCame(run.chunk, run.round))
+        self.post(ExponentsArrived(run.chunk, run.round))
 
     def _beats(self, batch: Batch) -> None:
         for beat, header, _ in beats_of(self._of_root(batch)):
-            self._lateness.heard(int(header["a"]), int(header["b"]), time.monotonic())
+            self._lateness.heartbeat(int(header["a"]), int(header["b"]), time.monotonic())
             with self.lock:
                 sender = self._sender
                 if sender is None:
@@ -380,35 +382,36 @@ class FanInEnd(IntermediarySession):
             self._socket.send(packet, packet.size, self._to_root)
         if self._trial is not None:
             self._try_group(now)
-        if now - self._looked >= LOOK_S:
-            self._looked = now
-            self._look(now)
+        if now - self._checked >= CHECK_S:
+            self._checked = now
+            self._check(now)
 
-    def _look(self, now: float) -> None:
-        """Time passes; who is late is named."""
-        self._say_who_is_silent()
+    def _check(self, now: float) -> None:
+        """Tick the state machine and report stragglers."""
+        self._send_silent()
         if not self._chunks:
             return
-        self.tell(Tick(now))
+        self.post(Tick(now))
         with self.lock:
-            late, gone, apart = self.machine.late(), set(self.gone), self.machine.apart
+            late, left, apart = self.machine.late(), set(self.lost_ranks), self.machine.apart
             here = len(self.connections) == self.workers and bool(self._ports)
             lost = self._group_is_lost()
         if apart and not self._apart:
             self.host.report(
-                "fan-in: workers waited for each other with gradients of different chunks, which"
-                " were summed apart: another run rounds them otherwise"
+                "fan-in: workers waited for each other with gradients of different chunks, so a"
+                " chunk was summed in two rounds: another run may round it differently"
             )
         self._apart = apart
         if lost:
             self.host.report(
-                "fan-in: the network copies parameters no more: the switches do from now on"
+                "fan-in: multicast stopped working: the switches copy parameters from now on"
             )
-        for line in self._lateness.look(late, now, gone, here):
+        for line in self._lateness.update(late, now, left, here):
             self.host.report(f"fan-in: {line}")
 
-    def _say_who_is_silent(self) -> None:
-        """To each participant, for its errors: the switches, or the others, that it waits for."""
+    def _send_silent(self) -> None:
+        """Tell each participant which switches or participants it waits for; it shows that in its
+        error messages."""
         absent = [
             f"switch {address}, which has not answered {since(for_s)}: {RESTART.format(address)}"
             for address, for_s in self._registration.absent.items()
@@ -420,20 +423,20 @@ class FanInEnd(IntermediarySession):
                 for rank, what in late.items()
                 if rank != worker.rank
             ]
-            if absent or late or self._told_silent:
+            if absent or late or self._sent_silent:
                 worker.say(m.PROGRESS, ("; ".join(absent or others), 0, m.WAITS_ONLY))
-        self._told_silent = bool(absent or late)
+        self._sent_silent = bool(absent or late)
 
     def _group_is_lost(self) -> bool:
-        """Whether what goes to the group does not come any more, as where the network's devices
-        forget who is in it. The root's copies come to all then. Under `lock`."""
+        """Send to the root switch instead if multicast stopped working, for example because network
+        switches forgot the group's members. Returns whether that happened. Under `lock`."""
         sender = self._sender
         if sender is None or sender.to != self._group or not sender.stuck:
             return False
         sender.to = self._to_root
         return True
 
-    # what the state machine says
+    # actions of the state machine
 
     def _carry_out(self, action: Any) -> None:
         match action:
@@ -453,7 +456,7 @@ class FanInEnd(IntermediarySession):
         nbytes = round_up(self._chunks[pull.chunk].weights_nbytes, PAGE)
         view = np.frombuffer(self._copies[action.buffer].view, np.uint8, nbytes)
         carried = OutgoingBytes(Kind.PARAMETERS, pull.chunk, pull.version, view)
-        self._go_out(carried, lambda: self.tell(messages.Done(action)))
+        self._go_out(carried, lambda: self.post(messages.Done(action)))
 
     def _grant(self, action: Grant) -> None:
         blocks = fixed_point.blocks_of(self._chunks[action.chunk].numel)
@@ -477,17 +480,17 @@ class FanInEnd(IntermediarySession):
     def _push(self, action: PushRound) -> None:
         chunk, view = self._chunks[action.chunk], self._sums[action.buffer].view
         nbytes = 4 * chunk.numel
-        if self._all == 1:  # the server has one worker, whose gradients have the chunk's dtype
+        if self._all == 1:  # from a single worker the server expects the chunk's dtype
             cast_in_place(view, chunk.numel, "fp32", chunk.dtype)
             nbytes = chunk.weights_nbytes
         whole = view[: round_up(nbytes, PAGE)]
         push = messages.Push(action.chunk, whole, action.fresh, False, next(self._tickets))
-        self._send(push, lambda: self.tell(messages.Done(action)))
+        self._send(push, lambda: self.post(messages.Done(action)))
 
-    # for people
+    # status
 
     def status(self) -> m.Status:
-        """That of the server, and what the participants wait for."""
+        """Return the server's status with counters, and what the participants wait for."""
         text, waits, stages = self.server.status()
         now, waits = time.monotonic(), dict(waits)
         with self.lock:
@@ -502,24 +505,24 @@ class FanInEnd(IntermediarySession):
         pulls = [waiting[rank][0][0] for waiting in self.machine.alone.values() if waiting[rank]]
         if not pulls:
             return 0.0, ""
-        oldest = min(pulls, key=lambda pull: float(pull.into.asked))
-        return now - oldest.into.asked, f"the others to ask for chunk {oldest.chunk}"
+        oldest = min(pulls, key=lambda pull: float(pull.into.since))
+        return now - oldest.into.since, f"the others to request chunk {oldest.chunk}"
 
     def _counters(self) -> str:
         with self.lock:
             sender = self._sender
             stuck = self.machine.stuck(STUCK_S) if self._chunks else 0
-        sent, resent = (0, 0) if sender is None else (sender.machine.sent, sender.machine.again)
-        came = self._incoming
+        sent, resent = (0, 0) if sender is None else (sender.machine.sent, sender.machine.resends)
+        received = self._incoming
         return ", ".join(
             [
                 f"fan-in of {self.workers} by {self.plan.root.address}: {sent:,} packets sent,"
                 f" {resent:,} of them again ({100 * resent / max(sent, 1):.2f} % loss)",
-                f"{came.packets:,} came, {came.repeated:,} of them again",
+                f"{received.packets:,} received, {received.repeated:,} of them again",
                 f"{self._socket.drops:,} dropped by this host",
-                f"{self._port.strangers:,} of strangers, {self.refused:,} refused",
+                f"{self._port.strangers:,} with a wrong tag, {self.refused:,} refused",
                 f"{stuck} rounds stuck",
-                *(f"switch {address} is not there" for address in self._registration.absent),
+                *(f"switch {address} does not answer" for address in self._registration.absent),
                 *(f"{self._lateness.name(r)} {what}" for r, what in self._lateness.named.items()),
             ]
         )
@@ -527,21 +530,22 @@ class FanInEnd(IntermediarySession):
     # the end
 
     def _failed(self, error: BaseException) -> None:
-        """Of a thread of packets or of the links to switches."""
+        """End after an error in a thread of packets or of the links to switches."""
         if isinstance(error, RoadtrainError):
             self.end(error)
         else:
-            self.end(LostError(f"the end of the fan-in failed: {type(error).__name__}: {error}"))
+            self.end(LostError(f"the fan-in end failed: {type(error).__name__}: {error}"))
 
     def ended(self, error: BaseException) -> None:
-        """Participants are told why; so does the session of the server end."""
+        """Send the error to the participants and end the server's session."""
         self.dismiss(error)
         self.threads.append(threading.Thread(target=self._close, name="close fan-in", daemon=True))
         self.threads[-1].start()
         self.server.end(error)
 
     def _close(self) -> None:
-        """The packets' half, and the link to the server. `_send_to` starts nothing any more."""
+        """Close the UDP side and the link to the server. `over` is set, so `_send_to` starts no
+        more threads."""
         with self.lock:
             sender = self._sender
         if sender is not None:
@@ -553,7 +557,8 @@ class FanInEnd(IntermediarySession):
         self._registration.close()
 
     def tear_down(self, error: BaseException) -> None:
-        """From the host's own thread, once its ServerSession is torn down."""
+        """End and release all memory. Called by the host's thread after it has torn down the
+        ServerSession."""
         self.end(error)
         self.wait_for_the_end(END_S)
         for buffer in [*self._sums, *(self._copies if self._chunks else [])]:

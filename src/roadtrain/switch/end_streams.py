@@ -1,17 +1,17 @@
-"""The two streams at the end of a fan-in: which bytes a number stands for. No threads, no sockets.
+"""The two streams at the fan-in end: map packet numbers to bytes. No threads, no I/O.
 
-Incoming: exponents and gradients; sums become fp32 in the buffer that waits for them.
+Incoming: exponents and gradients. Sums are converted to fp32 in the buffers that wait for them.
 
-    expect (numbers were granted) -> take (packets) -> ... -> Whole: all of a run has come
+    expect (numbers were granted) -> take (packets) -> take -> ... -> the complete run
 
-Assumes that one thread takes. Does NOT know who sends, or when.
+`take` must be called by one thread. Does NOT decide who sends, or when.
 
-Outgoing: parameters and maxima, until all workers have them.
+Outgoing: parameters and maxima, kept until all workers have them.
 
-    add (a run of numbers, its bytes) -> fill (packets of some of them, also again) -> acknowledged
+    add (a run: numbers and bytes) -> fill (packets, for sending or resending) -> acknowledged
 
-A run's bytes are read whenever its packets are made, so they must not change until its `done` is
-called. Does NOT send.
+The bytes of a run are read each time its packets are made, so they must not change until its `done`
+is called. Does NOT send.
 """
 
 from __future__ import annotations
@@ -40,27 +40,28 @@ MODULUS = 1 << 32  # of versions and rounds in a packet
 
 @dataclass(frozen=True)
 class FanInBudgets:
-    """Memory of the end of a fan-in in front of a server."""
+    """Memory of the fan-in end in front of a server."""
 
-    buffers: int  # of parameters on their way to workers, and as many of sums on their way here
-    piece_bytes: int  # of a buffer of parameters
-    scratch_bytes: int  # of a buffer of sums
+    buffers: int  # buffers for parameters, and as many for sums
+    piece_bytes: int  # size of a buffer for parameters
+    scratch_bytes: int  # size of a buffer for sums
 
     @property
     def total(self) -> int:
-        """Bytes that may be in use at once."""
+        """Bytes of all buffers."""
         return self.buffers * (self.piece_bytes + self.scratch_bytes)
 
 
-# One is filled while another is sent.
+# At least 2: one is filled while the other is sent.
 LEAST_BUFFERS, MOST_BUFFERS = 2, 6
 
 
 def derive_fan_in(
     table: ChunkTable, records: Mapping[int, Record], host_bytes: int
 ) -> FanInBudgets:
-    """Of a server's `host_bytes` a quarter at most, or the least that does; what is left is the
-    server's (`derive_server`, which refuses). `records`: the server's own."""
+    """Derive the budgets: at most a quarter of the server's `host_bytes`, or the minimum if that is
+    more. The server gets the rest, and `derive_server` checks that it suffices. `records`: those of
+    this server."""
     mine = [table.chunks[number] for number in sorted(records)]
     piece = buffer_for(chunk.weights_nbytes for chunk in mine)
     scratch = buffer_for(chunk.numel * 4 for chunk in mine if chunk.trainable)
@@ -71,29 +72,29 @@ def derive_fan_in(
 
 @dataclass(slots=True)
 class ExpectedRun(NumberRun):
-    """The packets of one kind of a round, in order."""
+    """The exponents, or the gradient, of a round, as a run of packets."""
 
     kind: Kind  # EXPONENTS or GRADIENT
     chunk: int
     round: int
-    maxima: np.ndarray  # uint8 [blocks]: the greatest exponents; where EXPONENTS go
-    sum: np.ndarray  # fp32 [elements]: where GRADIENT goes; empty for EXPONENTS
-    missing: int  # packets that have not come
+    maxima: np.ndarray  # uint8 [blocks]: the largest exponents; the destination of EXPONENTS
+    sum: np.ndarray  # fp32 [elements]: the destination of GRADIENT; empty for EXPONENTS
+    missing: int  # packets that have not arrived
 
 
 class Incoming:
-    """Invariants: `_runs` are in the order of their numbers, without gaps between those that were
-    there at once; a run without anything missing is not in it. `_lock` guards it."""
+    """The incoming stream. Invariants: `_runs` are sorted by their numbers and none is complete.
+    `_lock` guards them."""
 
     def __init__(self, window: int, width: int, workers: int) -> None:
-        """`width`: bytes of an element of a gradient on its way; `workers`: that are summed."""
+        """`width`: bytes of an element on the wire; `workers`: number of gradients in a sum."""
         self._receiver = NumberedReceiver(window)
         self._width, self._workers = width, workers
         self._runs: list[ExpectedRun] = []
-        self._end = 0  # the number after the last that was granted
+        self._end = 0  # the number after the last granted one
         self._lock = threading.Lock()
-        self.packets = 0  # that came, again or not
-        self.repeated = 0  # that came and were not needed
+        self.packets = 0  # received, including duplicates
+        self.repeated = 0  # duplicates
 
     def expect_exponents(self, chunk: int, round: int, first: int, blocks: int) -> None:
         maxima = np.zeros(blocks, np.uint8)
@@ -104,7 +105,7 @@ class Incoming:
     def expect_gradient(
         self, chunk: int, round: int, first: int, maxima: np.ndarray, into: np.ndarray
     ) -> None:
-        """into: fp32 [elements]."""
+        """Expect a sum. into: fp32 [elements], its destination."""
         count = fixed_point.packets_of(into.size, self._width)
         self._expect(ExpectedRun(first, count, Kind.GRADIENT, chunk, round, maxima, into, count))
 
@@ -115,20 +116,21 @@ class Incoming:
             self._runs.append(run)
 
     def take(self, batch: Batch) -> list[ExpectedRun]:
-        """Those that are whole now. Raises WireError for packets that nobody was granted."""
+        """Take packets. Returns the runs that are complete now. Raises WireError for packets with
+        numbers that were not granted."""
         numbers = batch.numbers
         if batch.segment != PACKET_NBYTES:
-            raise WireError(f"packets of {batch.segment} bytes came, {PACKET_NBYTES} have a sum")
+            raise WireError(f"sums in packets of {batch.segment} bytes, expected {PACKET_NBYTES}")
         with self._lock:
             end = self._end
         ok = np.flatnonzero(batch.ok)
         if int(numbers[ok].max()) >= end:
-            raise WireError(f"packet {int(numbers[ok].max())} came, {end} were granted")
+            raise WireError(f"received packet {int(numbers[ok].max())}, only {end} were granted")
         new = np.zeros(batch.count, np.bool_)
-        new[ok] = self._receiver.came_many(numbers[ok])
+        new[ok] = self._receiver.accept_many(numbers[ok])
         self.packets += len(ok)
         self.repeated += len(ok) - int(np.count_nonzero(new))
-        return [run for run in self._runs_of(numbers[new]) if self._took(run, batch, numbers, new)]
+        return [run for run in self._runs_of(numbers[new]) if self._put(run, batch, numbers, new)]
 
     def _runs_of(self, numbers: np.ndarray) -> list[ExpectedRun]:
         if not numbers.size:
@@ -137,16 +139,16 @@ class Incoming:
         with self._lock:
             return [run for run, _, _ in overlapping(self._runs, low, high + 1)]
 
-    def _took(self, run: ExpectedRun, batch: Batch, numbers: np.ndarray, new: np.ndarray) -> bool:
-        """Whether the run is whole with these packets; it is forgotten here then."""
+    def _put(self, run: ExpectedRun, batch: Batch, numbers: np.ndarray, new: np.ndarray) -> bool:
+        """Put packets into their run. Returns whether it is complete; it is removed then."""
         ours = new & (numbers >= run.first) & (numbers < run.end)
         count = int(np.count_nonzero(ours))
         if not count:
             return False
         if batch.kind is not run.kind:
             raise WireError(
-                f"a packet of {batch.kind.name} came with a number of {run.kind.name}, chunk"
-                f" {run.chunk}"
+                f"received a packet of {batch.kind.name} with a number granted for {run.kind.name}"
+                f" of chunk {run.chunk}"
             )
         index = numbers - run.first
         if run.kind is Kind.EXPONENTS:
@@ -170,7 +172,7 @@ class Incoming:
         return True
 
     def heartbeat(self) -> Heartbeat:
-        """By the thread that takes."""
+        """Make a heartbeat. Must be called by the thread that calls `take`."""
         return self._receiver.heartbeat()
 
     def check(self) -> None:
@@ -183,34 +185,34 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class OutgoingBytes:
-    """What one run of packets carries."""
+    """The content of a run of packets."""
 
     kind: Kind  # PARAMETERS or MAXIMA
     chunk: int
-    count_of: int  # the version of parameters, the round of maxima
+    count_of: int  # version of the parameters, or round of the maxima
     bytes: np.ndarray  # uint8
-    granted: int = 0  # with maxima: the first number of the gradient packets that follow
+    granted: int = 0  # with maxima: number of the first gradient packet that they grant
 
 
 @dataclass(slots=True)
 class OutgoingRun(NumberRun):
     carried: OutgoingBytes
-    done: Callable[[], None]  # all workers have it
+    done: Callable[[], None]  # called when all workers have received it
 
 
 class Outgoing:
-    """Invariant: `_runs` are in the order of their numbers, without gaps; the last ends at `end`.
-    `_lock` guards them, and is held while a packet's bytes are copied: so nobody changes them
-    then."""
+    """The outgoing stream. Invariant: `_runs` are sorted by their numbers, without gaps; the last
+    ends at `end`. `_lock` guards them. It is also held while bytes are copied into packets, so that
+    no run is acknowledged meanwhile."""
 
     def __init__(self, job: int, key: PacketKey) -> None:
         self._job, self._key = job, key
         self._runs: list[OutgoingRun] = []
-        self.end = 0  # the number after the last
+        self.end = 0  # the number after the last run
         self._lock = threading.Lock()
 
     def add(self, carried: OutgoingBytes, done: Callable[[], None] = lambda: None) -> int:
-        """Numbers for it. Returns the one after its last: all below may be sent."""
+        """Append a run. Returns its end: all numbers below may be sent."""
         with self._lock:
             count = -(-carried.bytes.size // PAYLOAD_NBYTES)
             self._runs.append(OutgoingRun(self.end, count, carried, done))
@@ -218,7 +220,7 @@ class Outgoing:
             return self.end
 
     def acknowledged(self, below: int) -> None:
-        """All workers have the numbers below it."""
+        """Remove the runs that all workers have received: those that end at or before `below`."""
         with self._lock:
             whole = 0
             while whole < len(self._runs) and self._runs[whole].end <= below:
@@ -228,8 +230,8 @@ class Outgoing:
             run.done()
 
     def fill(self, first: int, count: int, staging: np.ndarray) -> int:
-        """Whole, sealed packets of those of `count` numbers from `first` on that are not
-        acknowledged, one after the other. Returns how many."""
+        """Write sealed packets to `staging`, for the numbers in [first, first + count) that are not
+        acknowledged. Returns the number of packets."""
         made = 0
         with self._lock:
             for run, packet, number in overlapping(self._runs, first, first + count):

@@ -1,21 +1,21 @@
-"""FanInLink: a participant's way to a server whose job sums in the network. A participant is a
-worker, or a relay that communicates for the workers of its host.
+"""FanInLink: a participant's link to the server of a job that sums in the network. A participant is
+a worker, or the relay of a host for its workers.
 
     owner (RemoteServer, a relay's ServerChannel)
       |  Link, Receiver
-    FanInLink --TCP-- the server's fan-in end            all frames but the bulk
+    FanInLink --TCP-- the server's fan-in end            all frames but bulk data
       |   ^
      UDP  UDP  the participant's switch                  integers and exponents up, parameters down
 
-To its owner it is a link like any other: a gradient's memory is free when `sent` is called, and
-parameters arrive as PULLED. Order: what is said after a push goes by TCP behind its announcement,
-and the end holds it back until the sum is there.
+To its owner it is a link like any other: the memory of a gradient may be reused when `sent` is
+called, and parameters arrive as PULLED frames. Frames sent after a push follow its announcement on
+the TCP link, and the fan-in end holds them back until the sum is complete.
 
-Threads: those of the TCP link; one that sends packets; one that receives them; one that calls
-the owner. An owner that is at work, or waits for memory that a sum is to free, so never keeps the
-others from packets and grants; where a pull goes is asked when it is sent. What a thread raises
-ends the link, and the owner hears of it by `lost`, with the server and the switch. Does NOT know
-which frames belong to a step.
+Threads: those of the TCP link; one that sends packets; one that receives packets; one that calls
+the owner. So an owner that is busy, or waits for memory that a sum will free, does not block
+packets and grants. For the same reason the destination of a pull is determined when it is sent. An
+exception in a thread ends the link; the owner's `lost` gets the error, with the names of the server
+and the switch. Does NOT know which frames belong to a step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from roadtrain.switch.datagrams import DatagramSocket
 from roadtrain.switch.greeting import Participant
 from roadtrain.switch.lateness import ago
 from roadtrain.switch.packets import HEADER_NBYTES, PACKET_NBYTES, PAYLOAD_NBYTES, Kind, PacketKey
-from roadtrain.switch.participant import ROUNDS, Asked, Gradient, Granted, Numbers, Pulls
+from roadtrain.switch.participant import ROUNDS, Gradient, Granted, Numbers, PendingPull, Pulls
 from roadtrain.switch.protocol.numbered import NumberedReceiver
 from roadtrain.switch.streams import (
     SEND_NBYTES,
@@ -57,16 +57,16 @@ from roadtrain.transport.stream import FrameStream
 from roadtrain.transport.tcp import Address
 from roadtrain.units import round_up
 
-TRIAL_S = 1.0  # for a word by the network's own multicast
-BEGIN_S = 10.0  # for the thread that connects to have the link
-END_S = 5.0  # for the owner to return
-SILENT_S = 3.0  # without a packet
+TRIAL_S = 1.0  # timeout for a multicast trial packet
+BEGIN_S = 10.0  # timeout for `begin` to be called after the link is connected
+END_S = 5.0  # timeout for a call of the owner to return
+SILENT_S = 3.0  # without packets; then the switch is named in the owner's errors
 MAX_NONCE = 64
 
 
 @dataclass
-class _Joined:
-    """The datagrams' half, from when FAN_IN has come."""
+class _Member:
+    """The UDP side of the link, made when the FAN_IN frame arrives."""
 
     job: int
     child: int
@@ -74,23 +74,23 @@ class _Joined:
     sockets: list[DatagramSocket]
     sender: PacketSender
     port: PacketPort
-    trial_until: float | None  # when it is given up that the network copies; None: settled
-    came: int = 0  # packets with the job's tag
-    last: float = field(default_factory=time.monotonic)  # when that changed
-    silent: bool = False  # the owner knows that none come
+    trial_until: float | None  # deadline for a trial packet; None: the result is sent
+    received: int = 0  # packets with the job's tag
+    last: float = field(default_factory=time.monotonic)  # when `received` changed
+    silent: bool = False  # the owner was notified that no packets arrive
 
     def close(self) -> None:
         self.sender.close()
         self.port.close()
-        for one in self.sockets:
-            one.close()
+        for sock in self.sockets:
+            sock.close()
 
 
 class FanInLink:
-    """A Link to its owner; the Receiver of the TCP link.
+    """A Link for its owner, and the Receiver of the TCP link.
 
-    Invariants: `_pulls`, `_granted` and `_joined` are guarded by `_lock`, which is never held while
-    the owner is called. What the owner pushed is told free exactly once."""
+    Invariants: `_pulls`, `_granted` and `_member` are guarded by `_lock`, which is never held while
+    the owner is called. The `sent` of each pushed gradient is called exactly once."""
 
     def __init__(self, owner: Receiver, participant: Participant, token: bytes | None) -> None:
         self.peer = f"the server of switch {participant.switch}"
@@ -101,27 +101,27 @@ class FanInLink:
         self._granted = Granted(participant.chunks, self._plan.width)
         self._received = NumberedReceiver(self._plan.window)
         self._clock = BeatClock(self._plan.window)
-        self._tickets: deque[bytes] = deque()  # headers of PULLED frames that got room over TCP
-        self._joined: _Joined | None = None
+        self._tickets: deque[bytes] = deque()  # headers of PULLED frames being received over TCP
+        self._member: _Member | None = None
         self._tcp: FrameStream
-        self._begun = threading.Event()  # `_tcp` is there
-        self._server_names = False  # it has said who does not answer
-        self._over = False  # no packets any more
-        self._closed = False  # by the owner: it hears nothing any more
-        # calls of the owner, which tell it of a frame or how the link was lost; None: no more
-        self._heard: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._teller = threading.Thread(target=self._tell, name="tell the owner", daemon=True)
+        self._begun = threading.Event()  # `_tcp` is set
+        self._server_names = False  # the server's last PROGRESS named a straggler
+        self._over = False  # no packets are sent or received any more
+        self._closed = False  # by the owner, which is not called any more
+        # calls to make to the owner: `arrived` or `lost`; None: end of the thread
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._caller = threading.Thread(target=self._call_owner, name="call the owner", daemon=True)
 
     def begin(self, link: FrameStream) -> None:
-        """Once, with the TCP link of which this is the Receiver."""
+        """Set the TCP link of which this is the Receiver. Called once."""
         self._tcp, self.peer = link, f"{link.peer} by switch {self._own.switch}"
         self._begun.set()
-        self._teller.start()
+        self._caller.start()
 
     @property
     def strangers(self) -> int:
-        """Packets without the job's tag, which changed nothing."""
-        return self._joined.port.strangers if self._joined is not None else 0
+        """Packets without the job's tag, which were dropped."""
+        return self._member.port.strangers if self._member is not None else 0
 
     # the Link
 
@@ -153,16 +153,16 @@ class FanInLink:
     ) -> None:
         if not push.dense or len(parts) != 1:
             raise WireError(
-                f"{self.peer}: a compressed gradient of chunk {push.chunk} is not summed in the"
+                f"{self.peer}: a compressed gradient of chunk {push.chunk} cannot be summed in the"
                 " network",
-                hint="leave out the compression, or the fan-in",
+                hint="remove the compression or fan_in",
             )
         chunk = self._own.chunks[push.chunk]
         dtype = push.dtype or ("fp32" if self._own.adds else chunk.dtype)
         kind = np.float32 if dtype == "fp32" else np.uint16
         values = np.frombuffer(parts[0], kind, chunk.numel)
         gradient = Gradient(values, dtype, sent or (lambda: None))
-        with self._lock:  # so that a grant finds it, and announcements go in this order
+        with self._lock:  # so that a grant finds it, and announcements are sent in this order
             self._granted.announce(push.chunk, gradient)
             try:
                 self._tcp.send(switch_frames.ANNOUNCE, m.encode((push.chunk, push.fresh)))
@@ -171,9 +171,10 @@ class FanInLink:
                 raise
 
     def close(self) -> None:
-        """Gradients that were not summed yet are told free: a step that was committed has none."""
+        """Close the link. Also releases gradients that are not summed; there are none after a
+        committed step."""
         self._closed = True
-        if threading.current_thread() is self._teller:  # it cannot wait for itself
+        if threading.current_thread() is self._caller:  # a thread cannot join itself
             threading.Thread(target=self._close, name=f"close {self.peer}", daemon=True).start()
         else:
             self._close()
@@ -182,17 +183,17 @@ class FanInLink:
         self._leave()
         if self._begun.is_set():
             self._tcp.close()
-        self._heard.put(None)
-        if self._teller.is_alive():
-            self._teller.join(END_S)
+        self._calls.put(None)
+        if self._caller.is_alive():
+            self._caller.join(END_S)
 
     def _leave(self) -> None:
-        """The datagrams' half ends."""
+        """Close the UDP side and release all gradients."""
         with self._lock:
             self._over = True
-            joined, self._joined = self._joined, None
-        if joined is not None:
-            joined.close()
+            member, self._member = self._member, None
+        if member is not None:
+            member.close()
         with self._lock:
             free = self._granted.give_up()
         _call(free)
@@ -202,14 +203,14 @@ class FanInLink:
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
         if kind == switch_frames.FAN_IN:
             if nbytes > MAX_NONCE:
-                raise WireError(f"a nonce of {nbytes} bytes, {MAX_NONCE} are allowed")
+                raise WireError(f"the nonce has {nbytes} bytes, at most {MAX_NONCE} are allowed")
             return memoryview(bytearray(nbytes))
         if kind == m.PULLED:
-            said: m.PulledHeader = m.header(kind, header)
+            pulled: m.PulledHeader = m.header(kind, header)
             with self._lock:
-                asked = self._pulls.over_tcp(said.ticket, said.chunk)
-            self._tickets.append(asked.header)
-            return asked.into.data
+                pull = self._pulls.over_tcp(pulled.ticket, pulled.chunk)
+            self._tickets.append(pull.header)
+            return pull.into.data
         return self._owner.room(kind, header, nbytes)
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
@@ -220,53 +221,53 @@ class FanInLink:
             case switch_frames.GRANT:
                 with self._lock:
                     self._granted.grant(m.header(kind, header))
-                    ready, joined = self._granted.ready, self._joined
-                if joined is not None:
-                    joined.sender.may_send(ready)
+                    ready, member = self._granted.ready, self._member
+                if member is not None:
+                    member.sender.may_send(ready)
             case m.PULLED:
-                self._has_arrived(kind, self._tickets.popleft(), payload)
+                self._deliver(kind, self._tickets.popleft(), payload)
             case m.PROGRESS if (progress := m.header(kind, header)).of == m.WAITS_ONLY:
-                self._hear_who_is_silent(progress.doing, header)
+                self._take_progress(progress.doing, header)
             case _:
-                self._has_arrived(kind, header, payload)
+                self._deliver(kind, header, payload)
 
     def lost(self, error: PeerError) -> None:
         self._leave()
-        self._heard.put(partial(self._owner.lost, error))
-        self._heard.put(None)
+        self._calls.put(partial(self._owner.lost, error))
+        self._calls.put(None)
 
-    def _has_arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
-        self._heard.put(partial(self._owner.arrived, kind, header, payload))
+    def _deliver(self, kind: int, header: bytes, payload: memoryview) -> None:
+        self._calls.put(partial(self._owner.arrived, kind, header, payload))
 
-    def _tell(self) -> None:
-        """Its own thread: the owner hears all, in order, until the link is lost or closed."""
-        while (tell := self._heard.get()) is not None and not self._closed:
+    def _call_owner(self) -> None:
+        """Make the calls to the owner in order, in a thread, until the link is lost or closed."""
+        while (call := self._calls.get()) is not None and not self._closed:
             try:
-                tell()
+                call()
             except BaseException as error:
                 self._failed(error)
 
-    # the datagrams' half
+    # the UDP side
 
-    def _join(self, said: switch_frames.FanInHeader, nonce: bytes) -> None:
-        own, joined = self._own, self._joined
+    def _join(self, fan_in: switch_frames.FanInHeader, nonce: bytes) -> None:
+        own, member = self._own, self._member
         node, child = self._plan.place_of(own.rank, own.count)
         child += self._plan.first_child(node, own.count)
-        if said.child != child:
+        if fan_in.child != child:
             raise WireError(
-                f"{self.peer}: this is child {child} of switch {node.address} by the plan, the"
-                f" server said {said.child}"
+                f"{self.peer}: by its plan, this participant is child {child} of switch"
+                f" {node.address}, by the server's it is child {fan_in.child}"
             )
-        switch = (address_of(node.address)[0], said.port)
-        if joined is not None:  # it was lost, and another takes its place
-            joined.sender.to = switch
+        switch = (address_of(node.address)[0], fan_in.port)
+        if member is not None:  # the switch was lost and has been replaced
+            member.sender.to = switch
             return
         home = own_address(switch)
         up = self._socket(home)
         sockets = [up]
         with undone_on_error(up.close):
-            if said.group:
-                sockets.append(self._socket(home, address_of(said.group)))
+            if fan_in.group:
+                sockets.append(self._socket(home, address_of(fan_in.group)))
         key = PacketKey.derive(self._token, nonce)
         sender = PacketSender(
             up,
@@ -274,13 +275,13 @@ class FanInLink:
             self._fill,
             self._failed,
             name=f"send packets {self.peer}",
-            delay_s=said.delay_ms / 1e3,
+            delay_s=fan_in.delay_ms / 1e3,
         )
-        trial = time.monotonic() + TRIAL_S if said.group else None
+        trial = time.monotonic() + TRIAL_S if fan_in.group else None
         port = PacketPort(
             sockets,
             key,
-            said.job,
+            fan_in.job,
             {
                 Kind.PARAMETERS: self._parameters,
                 Kind.MAXIMA: self._maxima,
@@ -291,9 +292,9 @@ class FanInLink:
             name=f"receive packets {self.peer}",
             tick=self._tick,
         )
-        joined = _Joined(said.job, child, key, sockets, sender, port, trial)
+        member = _Member(fan_in.job, child, key, sockets, sender, port, trial)
         with self._lock:
-            over, self._joined = self._over, joined
+            over, self._member = self._over, member
             ready = self._granted.ready
         if over:
             self._leave()
@@ -309,53 +310,53 @@ class FanInLink:
         )
 
     def _failed(self, error: BaseException) -> None:
-        """Of a thread of packets."""
+        """End the link after an error in a thread of packets or in a call of the owner."""
         if self._over:
             return
         if isinstance(error, PeerError):
-            told = type(error)(f"{self.peer}: {error}")
+            named = type(error)(f"{self.peer}: {error}")
         elif isinstance(error, RoadtrainError):
-            told = WireError(f"{self.peer}: {error}")
+            named = WireError(f"{self.peer}: {error}")
         else:
-            told = LostError(f"{self.peer}: given up, because this side failed: {error!r}")
-        told.__cause__ = error
-        self._tcp.fail(told)
+            named = LostError(f"{self.peer}: closed because of an error on this side: {error!r}")
+        named.__cause__ = error
+        self._tcp.fail(named)
 
     # down
 
     def _parameters(self, batch: Batch) -> None:
-        done: list[tuple[Asked, int]] = []
+        done: list[tuple[PendingPull, int]] = []
         left = self._new(batch)
         headers = batch.headers
         bases = headers["number"].astype(np.int64) - headers["c"]
-        while left.any():  # one broadcast after the other
+        while left.any():  # one iteration per broadcast
             at = int(np.argmax(left))
             a, b, base = int(headers["a"][at]), int(headers["b"][at]), int(bases[at])
             ours = left & (headers["a"] == a) & (headers["b"] == b) & (bases == base)
             left &= ~ours
             with self._lock:
-                asked = self._pulls.broadcast((a, b), base)
-            self._copy(batch, ours, asked)
-            if not asked.missing:
-                done.append((asked, base))
-        for asked, base in done:
+                pull = self._pulls.broadcast((a, b), base)
+            self._copy(batch, ours, pull)
+            if not pull.missing:
+                done.append((pull, base))
+        for pull, base in done:
             with self._lock:
-                self._pulls.whole(asked, base)
-            self._has_arrived(m.PULLED, asked.header, asked.into.data)
+                self._pulls.whole(pull, base)
+            self._deliver(m.PULLED, pull.header, pull.into.data)
 
     def _new(self, batch: Batch) -> np.ndarray:
-        """Which packets have not come before. Raises WireError for packets of another length."""
+        """Select the packets that are no duplicates. Raises WireError for a wrong packet length."""
         if batch.segment != PACKET_NBYTES:
-            raise WireError(f"packets of {batch.segment} bytes came, bulk has {PACKET_NBYTES}")
+            raise WireError(f"bulk packets of {batch.segment} bytes, expected {PACKET_NBYTES}")
         new = batch.ok.copy()
-        new[new] = self._received.came_many(batch.numbers[new])
-        self._clock.came(int(np.count_nonzero(batch.ok)))
+        new[new] = self._received.accept_many(batch.numbers[new])
+        self._clock.received(int(np.count_nonzero(batch.ok)))
         return new
 
-    def _copy(self, batch: Batch, ours: np.ndarray, asked: Asked) -> None:
+    def _copy(self, batch: Batch, ours: np.ndarray, pull: PendingPull) -> None:
         index = batch.headers["c"].astype(np.uint32)
-        asked.take(index[ours])
-        packets.copy_out(batch.buffer, ours, index, asked.into)
+        pull.take(index[ours])
+        packets.copy_out(batch.buffer, ours, index, pull.into)
 
     def _maxima(self, batch: Batch) -> None:
         new = self._new(batch)
@@ -369,17 +370,17 @@ class FanInLink:
                     int(header["credit"]),
                     batch.buffer[at : at + PAYLOAD_NBYTES],
                 )
-            ready, joined = self._granted.ready, self._joined
-        if joined is not None:
-            joined.sender.may_send(ready)
+            ready, member = self._granted.ready, self._member
+        if member is not None:
+            member.sender.may_send(ready)
 
     def _heartbeats(self, batch: Batch) -> None:
-        joined = self._joined
-        if joined is None:
+        member = self._member
+        if member is None:
             return
         acked = 0
         for beat, _, _ in beats_of(batch):
-            acked = max(acked, joined.sender.heartbeat(beat))
+            acked = max(acked, member.sender.heartbeat(beat))
         with self._lock:
             free = self._granted.acked(acked)
         _call(free)
@@ -387,83 +388,84 @@ class FanInLink:
     def _trial(self, batch: Batch) -> None:
         self._settle_trial(True)
 
-    def _settle_trial(self, heard: bool) -> None:
-        """Whether the network copies. HEARD is said once."""
+    def _settle_trial(self, reached: bool) -> None:
+        """Send TRIAL_RESULT, unless it was sent before."""
         with self._lock:
-            joined = self._joined
-            if joined is None or joined.trial_until is None:
+            member = self._member
+            if member is None or member.trial_until is None:
                 return
-            joined.trial_until = None
+            member.trial_until = None
         with suppress(LostError):
-            self._tcp.send(switch_frames.HEARD, m.encode((heard,)))
+            self._tcp.send(switch_frames.TRIAL_RESULT, m.encode((reached,)))
 
     def _tick(self) -> None:
-        joined = self._joined
-        if joined is None:
+        member = self._member
+        if member is None:
             return
-        if joined.trial_until is not None and time.monotonic() > joined.trial_until:
+        if member.trial_until is not None and time.monotonic() > member.trial_until:
             self._settle_trial(False)
-        self._see_who_is_silent(joined)
+        self._check_silent(member)
         if self._clock.due():
             packet = beat_packet(
-                joined.key,
-                joined.job,
+                member.key,
+                member.job,
                 Kind.PARAMETER_BEAT,
                 self._received.heartbeat(),
-                sender=joined.child,
+                sender=member.child,
                 b=self._own.rank,
             )
-            joined.sockets[0].send(packet, packet.size, joined.sender.to)
+            member.sockets[0].send(packet, packet.size, member.sender.to)
 
-    def _hear_who_is_silent(self, words: str, header: bytes) -> None:
-        """Let the server's words replace the observation made here; without any it stands."""
+    def _take_progress(self, doing: str, header: bytes) -> None:
+        """Forward the server's report of stragglers, which takes precedence over `_check_silent`.
+        An empty report is forwarded only to clear an earlier one."""
         with self._lock:
-            if not words and not self._server_names:
+            if not doing and not self._server_names:
                 return
-            self._server_names = bool(words)
-            if self._joined is not None:
-                self._joined.silent = False
-            self._has_arrived(m.PROGRESS, header, memoryview(b""))
+            self._server_names = bool(doing)
+            if self._member is not None:
+                self._member.silent = False
+            self._deliver(m.PROGRESS, header, memoryview(b""))
 
-    def _see_who_is_silent(self, joined: _Joined) -> None:
-        """Heartbeats come by the switch twice a second. Where none do, the owner's errors say so,
-        unless the server knows more."""
-        came, now = joined.port.packets - joined.port.strangers, time.monotonic()
-        if came != joined.came:
-            joined.came, joined.last = came, now
-        for_s = now - joined.last
+    def _check_silent(self, member: _Member) -> None:
+        """Notify the owner if the switch, which forwards at least two heartbeats a second, is
+        silent, so that its errors name the switch. A report of the server takes precedence."""
+        received, now = member.port.packets - member.port.strangers, time.monotonic()
+        if received != member.received:
+            member.received, member.last = received, now
+        for_s = now - member.last
         silent = for_s > SILENT_S
         with self._lock:
-            if self._server_names or silent == joined.silent:
+            if self._server_names or silent == member.silent:
                 return
-            joined.silent = silent
-            words = f"switch {self._own.switch}, from which no packet has come since {ago(for_s)}"
-            header = m.encode((words if silent else "", 0, m.WAITS_ONLY))
-            self._has_arrived(m.PROGRESS, header, memoryview(b""))
+            member.silent = silent
+            doing = f"switch {self._own.switch}, which has sent no packet since {ago(for_s)}"
+            header = m.encode((doing if silent else "", 0, m.WAITS_ONLY))
+            self._deliver(m.PROGRESS, header, memoryview(b""))
 
     # up
 
     def _fill(self, first: int, count: int, staging: np.ndarray) -> int:
-        """For the sender's thread."""
+        """Make packets of gradients (see streams.Fill); called by the sender's thread."""
         with self._lock:
-            if (joined := self._joined) is None:
+            if (member := self._member) is None:
                 return 0
             pieces = self._granted.make(first, count)
         done = 0
         try:
             for run, packet, number in pieces:
-                self._write(joined, run, packet, number, staging[done * PACKET_NBYTES :])
+                self._write(member, run, packet, number, staging[done * PACKET_NBYTES :])
                 done += number
-            packets.seal(staging, PACKET_NBYTES, done, joined.key)
+            packets.seal(staging, PACKET_NBYTES, done, member.key)
         finally:
             with self._lock:
                 free, over = self._granted.made(), self._over
             _call(free)
-        # what was given up meanwhile is its owner's again, and may have changed while it was read
+        # after `_leave` the owner may already have reused the memory that was read
         return 0 if over else done
 
     def _write(
-        self, joined: _Joined, run: Numbers, packet: int, count: int, into: np.ndarray
+        self, member: _Member, run: Numbers, packet: int, count: int, into: np.ndarray
     ) -> None:
         round, width = run.round, self._plan.width
         packets.write_headers(
@@ -471,9 +473,9 @@ class FanInLink:
             PACKET_NBYTES,
             count,
             kind=run.kind,
-            job=joined.job,
+            job=member.job,
             first=run.first + packet,
-            sender=joined.child,
+            sender=member.child,
             width=width if run.kind is Kind.GRADIENT else 0,
             a=round.chunk,
             b=round.round % ROUNDS,

@@ -1,24 +1,24 @@
-"""Fixed point: gradients as integers with a scale per block, so that a network can add them.
+"""Fixed point: gradients as integers with a scale per block, so that switches can add them.
 
-    exponents of all workers -> the greatest (a switch) -> quantize at each -> sums (switches)
-    -> dequantize
+    each worker: exponents -> switches: maximum -> each worker: quantize -> switches: sum
+    -> server: dequantize
 
-BLOCK elements share one exponent byte: 0 where all are zero, 255 where a NaN or an infinity is
-among them, else e + 126 within 1 to 254, e the least integer with |x| < 2^e for all of them. With E
-the greatest of W workers' e, L = ceil(log2 W) and an integer of `bits`:
+The exponent byte of a block of BLOCK elements is 0 if all elements are zero, 255 if one is NaN or
+infinite, else e + 126 (1 to 254), where e is the least integer with |x| < 2^e for all elements. Let
+E be the maximum e of W workers, L = ceil(log2 W), and let integers have `bits` bits:
 
-    q = rint(x 2^(bits - 1 - L - E)), at most 2^(bits - 1 - L) - 1 in magnitude
-    sum = (q of worker 0 + ... ) 2^(E + L + 1 - bits)
+    q = rint(x 2^(bits - 1 - L - E)), clamped to a magnitude of 2^(bits - 1 - L) - 1
+    sum = (q of worker 0 + q of worker 1 + ...) 2^(E + L + 1 - bits)
 
-so W |q| < 2^(bits - 1): neither a sum nor a part of it can overflow, in whatever order and tree it
-is made, and all orders give the same integer (Rule 1). A block of exponent 255 is NaN for all: no
-NaN becomes a number (Rule 6). Lossy: it is the user's choice (Rule 2). `error_bound` says how much.
-A scale per block agreed ahead of it is SwitchML's (Sapio et al., NSDI 2021), fixed point in the
-network LuWu's (section 3.2.2).
+Then W |q| < 2^(bits - 1): no partial sum overflows, and the sum does not depend on the order or on
+the tree of switches (Rule 1). A block with exponent byte 255 becomes NaN at the server, so a NaN
+never turns into a number (Rule 6). This is lossy, so the user must choose it (Rule 2);
+`error_bound` bounds the error. The idea to agree on a scale per block first is from SwitchML (Sapio
+et al., NSDI 2021), fixed point in the network from LuWu (section 3.2.2).
 
-Integers stand in packets' payloads (switch/packets.py), little-endian, `width` bytes each:
-gradient packet p holds elements [p n, (p + 1) n), n = PAYLOAD_NBYTES / width. Computed in float64.
-Assumes contiguous arrays: float32, uint16 for bf16 and fp16. Does NOT thread.
+Integers are little-endian, `width` bytes each, in the payloads of packets (switch/packets.py):
+gradient packet p has elements [p n, (p + 1) n), n = PAYLOAD_NBYTES / width. Computed in float64.
+Arrays must be contiguous: float32, or uint16 for bf16 and fp16. Single-threaded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from roadtrain.switch.packets import (
     check_bulk,
 )
 
-ZERO, NOT_FINITE = 0, 255  # exponent bytes that are no exponent
+ZERO, NOT_FINITE = 0, 255  # special exponent bytes
 BIAS = 126
 INTEGER: Mapping[int, Any] = {1: np.dtype("<i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4")}
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
@@ -53,7 +53,7 @@ def blocks_of(elements: int) -> int:
 
 
 def packets_of(elements: int, width: int) -> int:
-    """Gradient packets of so many elements of `width` bytes."""
+    """Return the number of gradient packets for `elements` of `width` bytes each."""
     return -(-elements * width // PAYLOAD_NBYTES)
 
 
@@ -62,24 +62,24 @@ def exponent_packets_of(elements: int) -> int:
 
 
 def _spare_bits(workers: int, width: int) -> int:
-    """Bits of one worker's magnitude: bits - 1 - L. Raises ConfigError."""
+    """Return the bits for the magnitude of one worker: bits - 1 - L. Raises ConfigError."""
     if width not in INTEGER:
-        raise ConfigError(f"integers of {width} bytes", hint="1, 2 or 4")
+        raise ConfigError(f"integers of {width} bytes are not supported", hint="use 1, 2 or 4")
     bits = 8 * width - 1 - (workers - 1).bit_length()
     if workers < 1 or bits < 1:
         raise ConfigError(
-            f"the sum of {workers} workers in an integer of {width} bytes, of"
-            f" {1 << (8 * width - 2)} at most",
-            hint="a wider one: int16 or int32",
+            f"{workers} workers cannot be summed in integers of {width} bytes, at most"
+            f" {1 << (8 * width - 2)} can",
+            hint="use wider integers: int16 or int32",
         )
     return bits
 
 
 def error_bound(maximum: int, workers: int, width: int) -> float:
-    """How far an element of the sum of `workers` may lie from the exact sum, in a block whose
-    greatest exponent byte is `maximum`: one unit of each worker (half a unit where the magnitude
-    was not clamped). The rounding of the sum to float32 comes on top: 2^-24 of its magnitude,
-    2^-150 at least. Infinite for a block that is NaN. Raises ConfigError."""
+    """Bound the absolute error of an element of the sum, in a block whose largest exponent byte is
+    `maximum`: one unit per worker (half a unit if nothing was clamped). Rounding the sum to float32
+    adds at most 2^-24 of its magnitude, or 2^-150 if that is larger. Infinite for a block that is
+    NaN. Raises ConfigError."""
     bits = _spare_bits(workers, width)
     if maximum == ZERO:
         return 0.0
@@ -93,30 +93,35 @@ def _exponents(values: Any, out: Any) -> Any:
         most = np.uint32(0)
         for i in range(part.size):
             most = max(most, np.uint32(np.float32(widen(part[i])).view(np.uint32) & _MAGNITUDE))
-        # the exponent field of float32 is e + 126; below the least normal number it is 0
+        # the exponent field of float32 is e + 126, or 0 for subnormal numbers
         field = most >> np.uint32(23)
         out[block] = np.uint8(field if field > 0 or most == 0 else 1)
 
 
 def exponents(values: np.ndarray, dtype: str, out: np.ndarray) -> None:
-    """The exponent byte of each block. values: [N] of `dtype`; out: uint8 [blocks_of(N)]."""
+    """Compute the exponent byte of each block.
+
+    Args:
+        values: [N] of `dtype`.
+        out: uint8 [blocks_of(N)].
+    """
     assert out.size == blocks_of(values.size)
     _exponents(typed(values, dtype), out)
 
 
 @kernel
 def _scale(exponent: Any, bits: Any) -> Any:
-    """2^(bits - E) in float64; 0 for a block of zeros or of what is not finite."""
+    """Return 2^(bits - E) in float64; 0 for a block that is all zeros or not finite."""
     power = np.int64(1023 + BIAS) + np.int64(bits) - np.int64(exponent)
-    one = np.uint64(power << np.int64(52)).view(np.float64)
-    return np.float64(0) if exponent in (ZERO, NOT_FINITE) else one
+    scale = np.uint64(power << np.int64(52)).view(np.float64)
+    return np.float64(0) if exponent in (ZERO, NOT_FINITE) else scale
 
 
 @kernel
 def _quantize_block(values: Any, scale: Any, top: Any, out: Any) -> Any:
     for i in range(values.size):
         q = np.rint(np.float64(widen(values[i])) * scale)
-        q = q if q < top else top  # so is a NaN, which `exponents` has said before
+        q = q if q < top else top  # NaN too; the block's exponent byte is NOT_FINITE then
         q = q if q > -top else -top
         out[i] = np.int32(q)
 
@@ -151,8 +156,15 @@ def quantize(
     run: np.ndarray,
 ) -> None:
     """Write the integers of gradient packets packet, packet + 1, ... into the payloads of a run of
-    packets; zeros after the last element. values: [N] of `dtype`, N = 0: all zeros. maxima: uint8
-    [blocks_of(N)]. Raises ConfigError for workers or a width that cannot be."""
+    packets, padded with zeros after the last element.
+
+    Args:
+        values: [N] of `dtype`; N = 0 stands for all zeros.
+        maxima: uint8 [blocks_of(N)], the largest exponent bytes of all workers.
+
+    Raises:
+        ConfigError: `width` cannot hold the sum of so many workers.
+    """
     bits = _spare_bits(workers, width)
     assert not values.size or maxima.size == blocks_of(values.size)
     check_bulk(run)
@@ -197,10 +209,15 @@ def dequantize(
     maxima: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """out = the sums that stand in packets: packet i, where ok[i], holds gradient packet index[i].
-    ok: bool, index: int64, one a packet; maxima: uint8 [blocks_of(N)]; out: float32 [N], only the
-    elements of these packets are written. A sum beyond float32's range is infinite. Raises as
-    `quantize`."""
+    """Write the sums of the valid packets of a run to `out`. Sums beyond float32's range become
+    infinite. Raises as `quantize`.
+
+    Args:
+        ok: bool, one per packet of the run: whether it is valid.
+        index: int64, one per packet: the number of the gradient packet that it is.
+        maxima: uint8 [blocks_of(N)].
+        out: float32 [N]; only the elements of these packets are written.
+    """
     bits = _spare_bits(workers, width)
     assert maxima.size == blocks_of(out.size)
     check_bulk(run)
@@ -208,10 +225,9 @@ def dequantize(
 
 
 def load_kernels(width: int) -> None:
-    """Load the compiled code of a fan-in's ends, which takes a second on a busy host where it is
-    first used: whoever takes part does it before anybody waits for its packets. `width`: bytes of
-    an element on its way."""
-    packet, one = np.zeros(PACKET_NBYTES, np.uint8), np.ones(1, np.bool_)
+    """Load the compiled kernels of a fan-in, before others wait for this process's packets: the
+    first use takes a second on a busy host. `width`: bytes of an element on the wire."""
+    packet, ok = np.zeros(PACKET_NBYTES, np.uint8), np.ones(1, np.bool_)
     key, block = PacketKey.derive(None, b""), np.zeros(BLOCK, np.float32)
     maximum = np.zeros(1, np.uint8)
     packets.write_headers(packet, PACKET_NBYTES, 1, kind=Kind.TRIAL, job=0, first=0)
@@ -223,5 +239,5 @@ def load_kernels(width: int) -> None:
     packets.verify(packet, PACKET_NBYTES, 1, key, 0)
     packets.headers(packet, PACKET_NBYTES, 1)
     first = np.zeros(1, np.int64)
-    packets.copy_out(packet, one, first.astype(np.uint32), maximum)
-    dequantize(packet, one, first, width, 1, maximum, block)
+    packets.copy_out(packet, ok, first.astype(np.uint32), maximum)
+    dequantize(packet, ok, first, width, 1, maximum, block)

@@ -1,4 +1,4 @@
-"""How a participant of a fan-in greets the end in front of its server, and what the end checks.
+"""The greeting that a fan-in participant sends to the fan-in end, and the checks of the end.
 
 Participant --> hello_of --> (the TCP link) --> plan_of, check_same
 """
@@ -18,13 +18,13 @@ from roadtrain.switch.options import FanIn, SwitchNode
 
 @dataclass(frozen=True)
 class Participant:
-    """Who takes part in what."""
+    """A worker, or the relay of a host, that takes part in a fan-in."""
 
     plan: FanIn
-    rank: int  # of a worker, or of a host whose relay communicates for it
-    count: int  # of participants
-    chunks: Sequence[Chunk]  # of the job, by number
-    adds: bool = False  # its gradients are fp32 sums of several workers, whatever the chunk's dtype
+    rank: int  # of the worker, or of the host for a relay
+    count: int  # number of participants
+    chunks: Sequence[Chunk]  # all chunks of the job, by number
+    adds: bool = False  # True: its gradients are fp32 sums of several workers (a relay's)
 
     @property
     def switch(self) -> str:
@@ -32,33 +32,33 @@ class Participant:
 
 
 def hello_of(plan: FanIn, hello: m.Hello) -> bytes:
-    """A participant's greeting to a server."""
-    switches = tuple((one.address, one.parent, one.workers) for one in plan.switches)
+    """Encode a participant's greeting to a server."""
+    switches = tuple((node.address, node.parent, node.workers) for node in plan.switches)
     rest = switch_frames.FanInHello(hello, switches, plan.wire, plan.window, plan.multicast)
     return routes.greeting_of("fan-in") + m.encode(rest)
 
 
-def plan_of(said: switch_frames.FanInHello) -> FanIn:
-    """What a participant's greeting describes. Raises ConfigError."""
-    nodes = tuple(SwitchNode(*one) for one in said.switches)
-    plan = FanIn(nodes, said.wire, said.window, said.multicast)  # type: ignore[arg-type]
-    plan.check(said.hello.workers)
+def plan_of(hello: switch_frames.FanInHello) -> FanIn:
+    """Build the FanIn that a participant's greeting describes. Raises ConfigError."""
+    nodes = tuple(SwitchNode(*fields) for fields in hello.switches)
+    plan = FanIn(nodes, hello.wire, hello.window, hello.multicast)  # type: ignore[arg-type]
+    plan.check(hello.hello.workers)
     return plan
 
 
-def check_same(ours: switch_frames.FanInHello, said: switch_frames.FanInHello) -> None:
-    """`ours`: the greeting of the participant that came first. Raises ForeignError."""
-    rank = said.hello.rank
+def check_same(first: switch_frames.FanInHello, hello: switch_frames.FanInHello) -> None:
+    """Compare a greeting with that of the first participant. Raises ForeignError."""
+    rank = hello.hello.rank
     for name in ("switches", "wire", "window", "multicast"):
-        if getattr(said, name) != getattr(ours, name):
+        if getattr(hello, name) != getattr(first, name):
             raise ForeignError(
-                f"worker {rank} has fan_in.{name} = {getattr(said, name)}, worker"
-                f" {ours.hello.rank} has {getattr(ours, name)}",
-                hint="every worker has the same fan_in",
+                f"worker {rank} has fan_in.{name} = {getattr(hello, name)}, worker"
+                f" {first.hello.rank} has {getattr(first, name)}",
+                hint="give every worker the same fan_in",
             )
-    if said.hello.signature != ours.hello.signature or said.hello.server != ours.hello.server:
+    if hello.hello.signature != first.hello.signature or hello.hello.server != first.hello.server:
         raise ForeignError(
             f"worker {rank} has another model, dtype, chunk size, optimizer or order of servers"
-            f" than worker {ours.hello.rank}",
-            hint="every worker runs the same job",
+            f" than worker {first.hello.rank}",
+            hint="every worker must run the same job",
         )

@@ -1,9 +1,11 @@
-"""Lateness: which participant of a fan-in all others wait for. One line when that begins, one when
-it is over (Rule 5: it is named within two seconds). No threads; the caller's clock.
+"""Detection of stragglers: the participant or switch of a fan-in that all others wait for.
 
-    packets of a heartbeat   a participant that the switches have not heard for SILENT_S
-    nothing from the root    the switch itself
-    words over TCP           one that has not said of a chunk what others have, for LATE_S
+One line is reported when it begins to be late, and one when it has caught up (Rule 5: a straggler
+is named within two seconds). Has no threads and no clock.
+
+    heartbeats of the root     name the participant that has been silent for longest (SILENT_S)
+    no heartbeat of the root   the root switch itself is late
+    frames over TCP            a participant is LATE_S behind the others with frames about a chunk
 """
 
 from __future__ import annotations
@@ -14,71 +16,73 @@ from datetime import UTC, datetime
 
 from roadtrain.switch.protocol.chunk_queue import LateWorker
 
-SILENT_S = 1.0  # without packets; they come twice a second at least
-UNHEARD_S = 5.0  # before its first packet: a host loads its kernels meanwhile
-LATE_S = 1.5  # behind the others; looked at four times a second
-# stand among the ranks of participants for
+SILENT_S = 1.0  # without packets; a participant sends at least two a second
+STARTUP_S = 5.0  # before its first packet, while it loads its compiled kernels
+LATE_S = 1.5  # behind the others; checked four times a second
+# Used in place of a rank:
 ROOT = -1  # the root switch
-UNHEARD = -2  # somebody whom no switch has heard yet: nobody knows its rank
+UNKNOWN = -2  # a worker that has not sent any packet, so that its rank is unknown
 
 
 class Lateness:
-    """`root`: the address of the root switch. `named`: rank -> what it has not done, of those that
-    are late now."""
+    """Names the stragglers. `root` is the address of the root switch. `named` maps the ranks that
+    are late now to what each has not done."""
 
     def __init__(self, participants: int, root: str) -> None:
         self._participants, self._root = participants, root
         self.named: dict[int, str] = {}
-        self._silent: tuple[int, float] | None = None  # rank, when it was heard last
-        self._heard = 0.0  # when the root was
+        self._silent: tuple[int, float] | None = None  # rank, time of its last packet
+        self._root_beat = 0.0  # time of the root's last heartbeat
 
-    def heard(self, silent_ms: int, rank: int, now: float) -> None:
-        """A heartbeat has come: `rank` is the most silent one, for so long."""
-        known = rank if rank < self._participants else UNHEARD
-        self._heard, self._silent = now, (known, now - silent_ms / 1000)
+    def heartbeat(self, silent_ms: int, rank: int, now: float) -> None:
+        """Note a heartbeat of the root: `rank` has been silent for longest, for `silent_ms`."""
+        silent = rank if rank < self._participants else UNKNOWN
+        self._root_beat, self._silent = now, (silent, now - silent_ms / 1000)
 
-    def look(self, late: Sequence[LateWorker], now: float, gone: Set[int], here: bool) -> list[str]:
-        """What is new, for people. `here`: all participants and switches are there."""
-        found = self._found(late, now, here)
-        found = {rank: words for rank, words in found.items() if rank not in gone}
+    def update(
+        self, late: Sequence[LateWorker], now: float, left: Set[int], here: bool
+    ) -> list[str]:
+        """Find the stragglers and return what has changed, as messages. `left`: ranks that have
+        left. `here`: all participants and switches are connected."""
+        found = {rank: t for rank, t in self._find(late, now, here).items() if rank not in left}
         lines = [f"{self.name(rank)} {found[rank]}" for rank in found if rank not in self.named]
-        back = self.named.keys() - found.keys() - gone
-        lines += [f"{self.name(rank)} is not late any more" for rank in sorted(back)]
+        back = self.named.keys() - found.keys() - left
+        lines += [f"{self.name(rank)} is no longer late" for rank in sorted(back)]
         self.named = found
         return lines
 
     def name(self, rank: int) -> str:
-        """For people."""
         names = {
             ROOT: f"the root switch {self._root}",
-            UNHEARD: "a worker that no switch has heard yet",
+            UNKNOWN: "a worker that has not reached any switch yet",
         }
         return names.get(rank, f"worker {rank}")
 
-    def _found(self, late: Sequence[LateWorker], now: float, here: bool) -> dict[int, str]:
+    def _find(self, late: Sequence[LateWorker], now: float, here: bool) -> dict[int, str]:
         found: dict[int, str] = {}
         if here:
-            if self._heard == 0.0:
-                self._heard = now
-            if (for_s := now - self._heard) > SILENT_S:
+            if self._root_beat == 0.0:
+                self._root_beat = now
+            if (for_s := now - self._root_beat) > SILENT_S:
                 found[ROOT] = f"has sent no packet {since(for_s)}"
             elif self._silent is not None:
                 rank, for_s = self._silent[0], now - self._silent[1]
-                if for_s > (UNHEARD_S if rank == UNHEARD else SILENT_S):
+                if for_s > (STARTUP_S if rank == UNKNOWN else SILENT_S):
                     found[rank] = f"has sent no packet {since(for_s)}"
-        for one in late:
-            if now - one.since > LATE_S and one.worker not in found:
-                found[one.worker] = (
-                    f"has said nothing of chunk {one.chunk} {since(now - one.since)}, others have"
+        for entry in late:
+            if now - entry.since > LATE_S and entry.worker not in found:
+                late_for = since(now - entry.since)
+                found[entry.worker] = (
+                    f"has been behind the others with chunk {entry.chunk} {late_for}"
                 )
         return found
 
 
 def since(seconds: float) -> str:
-    """For people: for how long, and from when on."""
+    """Format a duration with its begin: "for 1.5 s (since 12:00:00 UTC)"."""
     return f"for {seconds:.1f} s (since {ago(seconds)})"
 
 
 def ago(seconds: float) -> str:
-    """For people: when that was, by this host's clock."""
+    """Format the time of day `seconds` ago, by this host's clock."""
     return f"{datetime.fromtimestamp(time.time() - seconds, UTC):%H:%M:%S} UTC"

@@ -1,10 +1,11 @@
-"""FanIn: that a job's gradients are summed inside the network, and how. A value that checks itself.
+"""FanIn: the tree of switches that sums a job's gradients inside the network.
 
     workers --> switch of the rack --> root switch --> optimizer node        (sums go up)
     workers <-- switch of the rack <-- root switch <-- optimizer node        (parameters go down)
 
-Sun et al. (LuWu), sections 3.2 and appendix A. Gradients travel as integers (`wire`), so a sum is
-the same in whatever order packets come. Bulk bytes travel as datagrams, all else over TCP.
+See Sun et al. (LuWu), section 3.2 and appendix A. Gradients are sent as integers (`wire`), so a sum
+does not depend on the order of packets. Gradients and parameters are sent as UDP datagrams,
+everything else over TCP.
 """
 
 from __future__ import annotations
@@ -21,20 +22,24 @@ from roadtrain.options.check import check_options
 
 Wire = Literal["int32", "int16", "int8"]
 WIDTH: Mapping[str, int] = {"int32": 4, "int16": 2, "int8": 1}  # bytes of an element on the wire
-MOST_CHILDREN = 64  # of one switch: who has come to a slot is one 64-bit word
-MOST_JOBS = 64  # of one switch, and its ports for datagrams: those above its own
-WINDOWS = range(8, 65537)  # numbers under way; a power of two
+MOST_CHILDREN = 64  # of a switch: each slot has a 64-bit bitmap of children
+MOST_JOBS = 64  # of a switch; their UDP ports are the next ones above its TCP port
+WINDOWS = range(8, 65537)  # packets in flight; a power of two
 WINDOW = 2048
 
 
 @dataclass(frozen=True)
 class SwitchNode:
-    """One switch of the tree."""
+    """One switch of the tree that a `FanIn` describes.
+
+    Raises:
+        ConfigError: A value has the wrong type.
+    """
 
     address: str  # HOST:PORT of its `roadtrain serve --switch`
-    parent: str = ""  # the address of the switch above it; empty: the root, below the server
-    # Ranks of those that send to it: workers, or where relays communicate for them, hosts. Empty at
-    # the only switch of a tree: all of them.
+    parent: str = ""  # address of the switch above it; empty: the root, which sends to the server
+    # Ranks of the workers that send to it (of hosts, if their workers share a relay). May be empty
+    # if the tree has one switch: all ranks.
     workers: Annotated[tuple[int, ...], Field(strict=False)] = ()  # or a list
 
     def __post_init__(self) -> None:
@@ -44,13 +49,18 @@ class SwitchNode:
 
 @dataclass(frozen=True)
 class FanIn:
-    """Raises ConfigError for what is no tree, with the switch at fault."""
+    """The tree of switches that sums a job's gradients and copies its parameters.
+
+    Raises:
+        ConfigError: The switches are no tree (the message names the switch), or an option has a
+            wrong value.
+    """
 
     switches: Annotated[tuple[SwitchNode, ...], Field(strict=False)]  # or a list
-    wire: Wire = "int32"  # what an element of a gradient travels as
-    window: int = WINDOW  # packets under way of a stream, and slots of a switch's table
-    # "auto": the network copies parameters to all workers where a trial reaches them all, else the
-    # switches do; "off": the switches
+    wire: Wire = "int32"  # integer type in which the elements of gradients are sent
+    window: int = WINDOW  # packets in flight per stream, and slots of each switch's table
+    # "auto": use IP multicast to copy parameters if a trial reaches all workers, else the switches
+    # copy; "off": the switches always copy
     multicast: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
@@ -58,46 +68,44 @@ class FanIn:
         object.__setattr__(self, "switches", tuple(self.switches))
         if self.window not in WINDOWS or self.window & (self.window - 1):
             raise ConfigError(
-                f"fan_in: a window of {self.window} packets",
-                hint=f"a power of two from {WINDOWS[0]} to {WINDOWS[-1]}",
+                f"fan_in: a window of {self.window} packets is not possible",
+                hint=f"use a power of two from {WINDOWS[0]} to {WINDOWS[-1]}",
             )
         self._check_tree()
 
     def _check_tree(self) -> None:
         if not self.switches:
-            raise ConfigError("fan_in without a switch", hint="switches = [{address = ...}]")
-        names = [one.address for one in self.switches]
+            raise ConfigError("fan_in has no switch", hint="add switches = [{address = ...}]")
+        names = [node.address for node in self.switches]
         if not all(names):
-            raise ConfigError("fan_in: a switch without an address", hint="its HOST:PORT")
+            raise ConfigError("fan_in: a switch has no address", hint="give its HOST:PORT")
         if twice := {name for name in names if names.count(name) > 1}:
-            raise ConfigError(f"fan_in: switch {sorted(twice)[0]} stands there twice")
-        for one in self.switches:
-            if one.parent and one.parent not in names:
+            raise ConfigError(f"fan_in: switch {sorted(twice)[0]} is listed twice")
+        for node in self.switches:
+            if node.parent and node.parent not in names:
                 raise ConfigError(
-                    f"fan_in: switch {one.address} is below {one.parent}, which is not there",
-                    hint=f"switches are {', '.join(names)}",
+                    f"fan_in: the parent {node.parent} of switch {node.address} is not listed",
+                    hint=f"the listed switches are {', '.join(names)}",
                 )
-        roots = [one.address for one in self.switches if not one.parent]
+        roots = [node.address for node in self.switches if not node.parent]
         if len(roots) != 1:
             raise ConfigError(
-                f"fan_in: {len(roots)} switches are below no other ({', '.join(roots) or 'none'})",
-                hint="exactly one is the root, all others name their parent",
+                f"fan_in: {len(roots)} switches have no parent ({', '.join(roots) or 'none'})",
+                hint="exactly one switch is the root; every other one needs a parent",
             )
-        if circle := set(names) - {one.address for one in self.from_root}:
-            raise ConfigError(
-                f"fan_in: {', '.join(sorted(circle))} are below each other in a circle"
-            )
+        if cycle := set(names) - {node.address for node in self.from_root}:
+            raise ConfigError(f"fan_in: the parents of {', '.join(sorted(cycle))} form a cycle")
 
     @cached_property
     def root(self) -> SwitchNode:
-        return next(one for one in self.switches if not one.parent)
+        return next(node for node in self.switches if not node.parent)
 
     @cached_property
     def from_root(self) -> tuple[SwitchNode, ...]:
-        """Those that the root leads to, each after its parent."""
+        """The switches that are reachable from the root, each after its parent."""
         found = [self.root]
-        for above in found:  # grows meanwhile
-            found += [one for one in self.switches if one.parent == above.address]
+        for above in found:  # `found` grows meanwhile
+            found += [node for node in self.switches if node.parent == above.address]
         return tuple(found)
 
     @property
@@ -106,11 +114,11 @@ class FanIn:
         return WIDTH[self.wire]
 
     def below(self, switch: SwitchNode) -> tuple[SwitchNode, ...]:
-        """The switches right below one, in the order of their child numbers (from 0)."""
-        return tuple(one for one in self.switches if one.parent == switch.address)
+        """Return the switches right below `switch`: its children 0, 1, ..."""
+        return tuple(node for node in self.switches if node.parent == switch.address)
 
     def workers_of(self, switch: SwitchNode, workers: int) -> tuple[int, ...]:
-        """Ranks right below it, in the order of their child numbers, which follow the switches'."""
+        """Return the ranks right below `switch`: its last children, after the switches below."""
         if len(self.switches) == 1 and not switch.workers:
             return tuple(range(workers))
         return switch.workers
@@ -119,38 +127,43 @@ class FanIn:
         return len(self.below(switch)) + len(self.workers_of(switch, workers))
 
     def first_child(self, switch: SwitchNode, workers: int) -> int:
-        """What its child 0 calls itself in packets. No other switch has a child of that name, so
-        nobody can make one take what was sent to another."""
+        """Return the sender number of child 0 in packets. Sender numbers are unique in the tree, so
+        a switch never accepts a packet that was recorded on its way to another switch."""
         before = self.from_root[: self.from_root.index(switch)]
-        return sum(self.children(one, workers) for one in before)
+        return sum(self.children(node, workers) for node in before)
 
     def place_of(self, rank: int, workers: int) -> tuple[SwitchNode, int]:
-        """The switch that worker `rank` sends to, and its child number there."""
+        """Return the switch that worker `rank` sends to, and the worker's child number there."""
         for switch in self.switches:
             ranks = self.workers_of(switch, workers)
             if rank in ranks:
                 return switch, len(self.below(switch)) + ranks.index(rank)
-        raise ConfigError(f"fan_in: worker {rank} is below no switch")
+        raise ConfigError(f"fan_in: no switch lists worker {rank}")
 
     def check(self, workers: int) -> None:
-        """That `workers` of them fit this tree, each once. Raises ConfigError."""
-        said = [rank for switch in self.switches for rank in self.workers_of(switch, workers)]
-        if sorted(said) != list(range(workers)):
+        """Check that the tree has each of `workers` ranks once.
+
+        Raises:
+            ConfigError: A rank is missing, listed twice or too large, or a switch has too many or
+                no children.
+        """
+        ranks = [rank for switch in self.switches for rank in self.workers_of(switch, workers)]
+        if sorted(ranks) != list(range(workers)):
             raise ConfigError(
-                f"fan_in: workers {sorted(said)} are below switches, the job has workers 0 to"
+                f"fan_in: the switches list workers {sorted(ranks)}, the job has workers 0 to"
                 f" {workers - 1}",
-                hint="each worker stands below exactly one switch",
+                hint="list each worker at exactly one switch",
             )
         for switch in self.switches:
             if not 1 <= (count := self.children(switch, workers)) <= MOST_CHILDREN:
                 raise ConfigError(
-                    f"fan_in: {count} children of switch {switch.address}, 1 to {MOST_CHILDREN} are"
-                    " possible",
-                    hint="a level of switches more",
+                    f"fan_in: switch {switch.address} has {count} children, 1 to {MOST_CHILDREN}"
+                    " are possible",
+                    hint="add a level of switches if there are too many",
                 )
 
 
 def fan_in_of(switches: Sequence[str | SwitchNode], **options: object) -> FanIn:
-    """Addresses alone stand for one switch with all workers."""
-    nodes = [one if isinstance(one, SwitchNode) else SwitchNode(one) for one in switches]
+    """Build a FanIn of switches; a string is the address of a SwitchNode without parent."""
+    nodes = [node if isinstance(node, SwitchNode) else SwitchNode(node) for node in switches]
     return FanIn(tuple(nodes), **options)  # type: ignore[arg-type]

@@ -1,20 +1,20 @@
-"""Packets of the fan-in: their layout, and the keyed checksum that each carries.
+"""Packets of the fan-in: their layout and their authentication tag.
 
 A bulk packet (gradient, exponents, parameters, maxima) is always PACKET_NBYTES long, padded with
-zeros, so that the kernel can cut and join runs of them. A heartbeat is a header and a bitmap.
-Numbers are little-endian.
+zeros, so that the kernel can segment and coalesce runs of packets (GSO, GRO). A heartbeat is a
+header and a bitmap. Integers are little-endian.
 
     HEADER (48 bytes, the last 8 are the tag), payload
 
-What `a`, `b`, `c` and `credit` mean is said at each Kind. The tag covers all other bytes of the
-packet: NH over its 32-bit words (Black et al., UMAC, 1999) under two keys, then SipHash-2-4
-(Aumasson and Bernstein, 2012) of both hashes and the packet's length; all keys are derived from the
-job's token. Two packets that differ have the same two hashes with a probability of 2^-64. A
-stranger's packet has no right tag; a repeated one has an old number.
+`Kind` documents the fields `a`, `b`, `c` and `credit` for each kind. The tag covers all other bytes
+of the packet: NH over its 32-bit words (Black et al., UMAC, 1999) under two keys, then SipHash-2-4
+(Aumasson and Bernstein, 2012) of both hashes and the packet's length. All keys are derived from the
+job's token. Two different packets have the same hashes with a probability of 2^-64. Forged packets
+fail verification; replayed packets are recognized by their old numbers.
 
-Runs of packets: packet i of a buffer is its bytes [i * segment, (i + 1) * segment); a run of bulk
-packets is an array of these and nothing else. Assumes little endian and contiguous uint8 arrays.
-Does NOT encrypt, thread or send.
+Runs of packets: packet i of a buffer is its bytes [i * segment, (i + 1) * segment). A run of bulk
+packets is an array of these and nothing else. Assumes a little-endian host and contiguous uint8
+arrays. Single-threaded. Does NOT encrypt or send.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from roadtrain.kernels.cast import kernel
 
 MAGIC, VERSION = 0x5254, 1
 PAYLOAD_NBYTES = 1408
-BLOCK = PAYLOAD_NBYTES // 4  # elements that share an exponent: an int32 packet is one block
+BLOCK = PAYLOAD_NBYTES // 4  # elements per exponent; a packet of int32 is one block
 
 HEADER = np.dtype(
     [
         ("magic", "<u2"),
         ("version", "u1"),
         ("kind", "u1"),
-        ("job", "<u4"),  # of the job at this server, the same for all of the tree
-        ("number", "<u8"),  # running; of a heartbeat the next number that its sender expects (ack)
-        ("sender", "<u2"),  # child number at the receiver; from above 0
-        ("width", "u1"),  # bytes of an element that is summed; else 0
+        ("job", "<u4"),  # of one job at one server; the same for all switches of the tree
+        ("number", "<u8"),  # sequence number; in a heartbeat the acknowledgement: the next expected
+        ("sender", "<u2"),  # up: sender number of the child; down: 0
+        ("width", "u1"),  # GRADIENT: bytes of an element; else 0
         ("flags", "u1"),  # 0
         ("a", "<u4"),
         ("b", "<u4"),
@@ -55,27 +55,28 @@ assert HEADER_NBYTES == 48
 
 
 class Kind(IntEnum):
-    """Up: from a worker towards the server. Down: from the server towards the workers. The two
-    directions have sequences of numbers of their own; up, GRADIENT and EXPONENTS share one; down,
-    PARAMETERS and MAXIMA do."""
+    """Kinds of packets. "Up" is from a worker towards the server, "down" from the server towards
+    the workers. Each direction has one sequence of numbers: up for GRADIENT and EXPONENTS, down for
+    PARAMETERS and MAXIMA."""
 
     GRADIENT = 1  # up: integers of `width` bytes, which are added
-    EXPONENTS = 2  # up: one byte for each block of BLOCK elements, of which the greatest is taken
-    # down: a chunk's weights part; a: chunk, b: version modulo 2**32, c: which packet of the chunk
+    EXPONENTS = 2  # up: one byte per block of BLOCK elements; combined by maximum
+    # down: a chunk's weights part. a: chunk; b: version modulo 2**32; c: index of the packet in the
+    # chunk
     PARAMETERS = 3
-    # down: the greatest exponents of a chunk; a: chunk, b: its round modulo 2**32, c: which packet
-    # of them; credit: the first number of the gradient packets that follow (grants them)
+    # down: the largest exponents of a chunk. a: chunk; b: round modulo 2**32; c: index of the
+    # packet; credit: number of the first GRADIENT packet, which all packets of MAXIMA grant
     MAXIMA = 4
-    # up: about PARAMETERS and MAXIMA; number: ack; credit: one more than the greatest number that
-    # there is room for; a: milliseconds since the most silent worker below was heard, b: its rank,
-    # c: bytes of the bitmap, whose bit i says that number ack + i has come
+    # up: acknowledges PARAMETERS and MAXIMA. number: ack; credit: one more than the greatest number
+    # that there is room for; a: milliseconds of silence of the worker below that has been silent
+    # for longest; b: its rank; c: bytes of the bitmap, whose bit i stands for number ack + i
     PARAMETER_BEAT = 5
-    GRADIENT_BEAT = 6  # down: about GRADIENT and EXPONENTS; number, credit, c as above
-    TRIAL = 7  # down: by the network's own multicast, to find out whether that reaches all
+    GRADIENT_BEAT = 6  # down: acknowledges GRADIENT and EXPONENTS; number, credit, c as above
+    TRIAL = 7  # down: sent to the multicast group, to find out whether it reaches all workers
 
 
-# The `sender` of what a root switch sends to the server: no child has this number. So what a worker
-# sent to its switch is nothing there, should somebody record it and send it on.
+# The `sender` in packets of the root switch to the server. No child has this number, so the server
+# rejects a packet of a worker that was recorded on its way to a switch and replayed.
 ROOT = 0xFFFF
 
 _TAG_AT = HEADER.fields["tag"][1]  # type: ignore[index]
@@ -89,20 +90,20 @@ _HEAD_MASK = np.uint64(0xFFFFFF)
 
 @dataclass(frozen=True, eq=False)
 class PacketKey:
-    """The secret of one session's packets. Never printed."""
+    """The secret keys of one session's packets. Not shown by repr."""
 
-    # uint64 [words of a packet + 1]: NH's first key is all but the last, its second all but the
-    # first (a Toeplitz matrix, as in UMAC)
+    # uint64 [words of a packet + 1]: the first NH key is words[:-1], the second is words[1:] (a
+    # Toeplitz construction, as in UMAC)
     words: np.ndarray = field(repr=False)
     sip: tuple[np.uint64, np.uint64] = field(repr=False)  # SipHash's key, two 64-bit words
 
     @classmethod
     def derive(cls, token: bytes | None, nonce: bytes) -> PacketKey:
-        """Of the job's `token` (None: a job of one host, which needs no secret) and a `nonce` that
-        no other session has. BLAKE2b makes as many bytes as are needed of both."""
+        """Derive the keys with BLAKE2b from the job's `token` (None: a job of one host, which needs
+        no secret) and a `nonce` that is unique to the session."""
         secret = b"" if token is None else token
-        said = b"".join(len(part).to_bytes(8, "little") + part for part in (secret, nonce))
-        seed = hashlib.blake2b(said, person=b"fan-in packets").digest()
+        seeds = b"".join(len(part).to_bytes(8, "little") + part for part in (secret, nonce))
+        seed = hashlib.blake2b(seeds, person=b"fan-in packets").digest()
         nbytes = 8 * (_WORDS + 1) + 16
         stream = b"".join(
             hashlib.blake2b(i.to_bytes(8, "little"), key=seed).digest()
@@ -134,7 +135,7 @@ def _sip_round(v0: Any, v1: Any, v2: Any, v3: Any) -> Any:
 
 @kernel
 def siphash(key: Any, message: Any) -> Any:
-    """SipHash-2-4 of whole 64-bit words. key: two uint64; message: a tuple of uint64."""
+    """Compute SipHash-2-4 of 64-bit words. key: two uint64; message: a tuple of uint64."""
     v0 = key[0] ^ np.uint64(0x736F6D6570736575)
     v1 = key[1] ^ np.uint64(0x646F72616E646F6D)
     v2 = key[0] ^ np.uint64(0x6C7967656E657261)
@@ -157,7 +158,7 @@ def siphash(key: Any, message: Any) -> Any:
 
 @kernel
 def _product(word: Any, key: Any) -> Any:
-    """NH of one pair of 32-bit words."""
+    """Compute NH of one pair of 32-bit words."""
     low = (word + key) & _LOW
     high = ((word >> _HALF) + (key >> _HALF)) & _LOW
     return low * high
@@ -165,14 +166,14 @@ def _product(word: Any, key: Any) -> Any:
 
 @kernel
 def _tag(packet: Any, words: Any, sip: Any) -> Any:
-    """packet: uint8 [at least HEADER_NBYTES, at most PACKET_NBYTES]."""
+    """Compute the tag of a packet: uint8 [HEADER_NBYTES to PACKET_NBYTES]."""
     whole = packet.size // 8
     body = packet[: whole * 8].view(np.uint64)
     first, second = np.uint64(0), np.uint64(0)
     for i in range(_TAG_WORD):
         first += _product(body[i], words[i])
         second += _product(body[i], words[i + 1])
-    for i in range(_TAG_WORD, whole - 1):  # the word after the tag takes the tag's place
+    for i in range(_TAG_WORD, whole - 1):  # the word after the tag uses the tag's keys
         first += _product(body[i + 1], words[i])
         second += _product(body[i + 1], words[i + 1])
     if packet.size % 8:
@@ -215,8 +216,11 @@ def seal(buffer: np.ndarray, segment: int, count: int, key: PacketKey) -> None:
 
 
 def verify(buffer: np.ndarray, segment: int, count: int, key: PacketKey, job: int) -> np.ndarray:
-    """bool [count]: whether magic, version, job and tag are right. Packets of a length that no
-    packet has are not (anybody can send them)."""
+    """Check magic, version, job and tag of each packet; a wrong length fails too.
+
+    Returns:
+        bool [count].
+    """
     right = np.zeros(count, np.bool_)
     if HEADER_NBYTES <= segment <= PACKET_NBYTES:
         check_run(buffer, segment, count)
@@ -225,8 +229,8 @@ def verify(buffer: np.ndarray, segment: int, count: int, key: PacketKey, job: in
 
 
 def headers(buffer: np.ndarray, segment: int, count: int) -> np.ndarray:
-    """HEADER [count], a copy; zeros of packets that are shorter than a header. `verify` says which
-    are right."""
+    """Copy the headers, verified or not. Returns HEADER [count]; zeros for packets that are shorter
+    than a header."""
     assert count * segment <= buffer.size, f"{count} packets in {buffer.size} bytes"
     if segment < HEADER_NBYTES:
         return np.zeros(count, HEADER)
@@ -250,14 +254,14 @@ def _write_headers(buffer: Any, segment: Any, count: Any, words: Any) -> Any:
 def write_headers(
     buffer: np.ndarray, segment: int, count: int, *, first: int, **fields: int
 ) -> None:
-    """The headers of `count` packets, without tags: packet i has number `first` + i and `c` + i.
-    fields: others of HEADER, by name; 0 where they are left out."""
+    """Write the headers of `count` packets, without tags. Packet i gets number `first` + i and
+    `c` + i. `fields`: other fields of HEADER by name, 0 by default."""
     check_run(buffer, segment, count)
-    one = np.zeros(1, HEADER)
-    one["magic"], one["version"], one["number"] = MAGIC, VERSION, first
+    header = np.zeros(1, HEADER)
+    header["magic"], header["version"], header["number"] = MAGIC, VERSION, first
     for name, value in fields.items():
-        one[name] = value
-    _write_headers(buffer, segment, count, one.view(np.uint64))
+        header[name] = value
+    _write_headers(buffer, segment, count, header.view(np.uint64))
 
 
 @kernel
@@ -278,8 +282,8 @@ def _copy_in(run: Any, source: Any, packet: Any) -> Any:
 
 
 def copy_in(run: np.ndarray, source: np.ndarray, packet: int) -> None:
-    """The payload of packet i = source[(packet + i) * PAYLOAD_NBYTES : ...], zeros after the end of
-    `source` (uint8)."""
+    """Fill the payload of packet i from source[(packet + i) * PAYLOAD_NBYTES :], padded with zeros
+    after the end of `source` (uint8)."""
     check_bulk(run)
     _copy_in(run, source, packet)
 
@@ -295,13 +299,13 @@ def _copy_out(run: Any, ok: Any, index: Any, into: Any) -> Any:
 
 
 def copy_out(run: np.ndarray, ok: np.ndarray, index: np.ndarray, into: np.ndarray) -> None:
-    """into[index[i] * PAYLOAD_NBYTES : ...] = the payload of packet i where ok[i]; what lies after
-    the end of `into` (uint8) is left out. ok: bool, index: integers, one a packet."""
+    """Copy the payload of packet i, if ok[i], to into[index[i] * PAYLOAD_NBYTES :]; bytes beyond
+    the end of `into` (uint8) are dropped. ok: bool, index: integers, one per packet."""
     check_bulk(run)
     _copy_out(run, ok, index, into)
 
 
 def check_bulk(run: np.ndarray) -> int:
-    """How many bulk packets a run is made of."""
-    assert run.size % PACKET_NBYTES == 0, f"{run.size} bytes are no bulk packets"
+    """Return the number of bulk packets in a run. Asserts that it has no other bytes."""
+    assert run.size % PACKET_NBYTES == 0, f"{run.size} bytes are not whole bulk packets"
     return run.size // PACKET_NBYTES

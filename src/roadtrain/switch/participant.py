@@ -1,21 +1,22 @@
-"""What a participant of a fan-in has under way. No threads, no sockets.
+"""State of a fan-in participant: gradients to send and parameters to receive. No threads, no I/O.
 
-Granted: the gradients that it has announced, and the numbers to send them with.
+Granted: announced gradients, and the packet numbers granted for them.
 
-    announce -> waits until the round that takes it is granted -> its exponents have numbers
-    maxima of all participants -> its integers have numbers -> all acknowledged: free
+    announce -> wait for the grant of a round -> packet numbers for the exponents
+    maxima of all participants -> packet numbers for the integers -> all acknowledged: release
 
-A participant that has nothing for a round sends zeros. The memory of a gradient is read whenever
-its packets are made, also again; so it is free only once all are acknowledged and none is being
-made.
+A participant without a gradient for a round sends zeros. Packets are made from the memory of the
+gradient, also when they are sent again. So the memory is released only when all packets are
+acknowledged and none is being made.
 
-Pulls: what it has asked its server for and does not have yet. Parameters come to all by datagrams,
-or, where the others do not ask for the same, to one by the TCP link.
+Pulls: parameters that were requested from the server and have not arrived. They are broadcast to
+all participants in datagrams, or sent to one over TCP if the others do not request the same.
 
-NOTE which pull. A broadcast names chunk and version, not a ticket: it is that of the first pull of
-these that no other broadcast has begun to fill. The packets of one have consecutive numbers, so
-`number - index` tells it from another. As each pull is answered once, an answer over TCP finds one
-that no broadcast has begun to fill; it takes the last, whichever ticket it names.
+NOTE matching pulls. A broadcast names chunk and version, not a ticket. It fills the oldest pull of
+that chunk and version that no other broadcast has begun to fill. The packets of a broadcast have
+consecutive numbers, so `number - index` identifies it. As each pull is answered once, for an answer
+over TCP there is a pull that no broadcast has begun to fill; the answer fills the newest of these,
+whichever ticket it names.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ from roadtrain.switch import fixed_point, switch_frames
 from roadtrain.switch.packets import PAYLOAD_NBYTES, Kind
 from roadtrain.switch.protocol.numbered import NumberRun, overlapping
 
-ROUNDS = 1 << 32  # a packet's count of rounds begins again after so many
-VERSIONS = 1 << 32  # and so does its version of parameters
+ROUNDS = 1 << 32  # modulus of round numbers in packets
+VERSIONS = 1 << 32  # modulus of versions of parameters in packets
 Sent = Callable[[], None]
 Key = tuple[int, int]  # chunk, version modulo VERSIONS
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """What was announced. `values`: flat, numel of them, fp32 or the bits of `dtype` as uint16."""
+    """An announced gradient. `values`: [numel], fp32 or the bits of `dtype` as uint16."""
 
     values: np.ndarray
     dtype: str
-    sent: Sent  # its memory is free
+    sent: Sent  # called when the memory of `values` may be reused
 
 
-NOTHING = Gradient(np.empty(0, np.float32), "fp32", lambda: None)  # zeros
+NOTHING = Gradient(np.empty(0, np.float32), "fp32", lambda: None)  # stands for zeros
 
 
 @dataclass
@@ -60,16 +61,16 @@ class Round:
     round: int
     elements: int
     gradient: Gradient
-    maxima: np.ndarray  # uint8, padded to whole packets: greatest exponents of all participants
-    missing: set[int]  # packets of `maxima` that have not come
-    own: np.ndarray | None = None  # uint8, one a block: exponents of this participant's gradient
+    maxima: np.ndarray  # uint8, padded to whole packets: largest exponents of all participants
+    missing: set[int]  # packets of `maxima` that have not arrived
+    own: np.ndarray | None = None  # uint8 [blocks]: exponents of this participant's gradient
 
     @property
     def blocks(self) -> int:
         return fixed_point.blocks_of(self.elements)
 
     def exponents(self) -> np.ndarray:
-        """Computed when they are first needed; by one thread."""
+        """Compute `own` on the first call. Not thread-safe."""
         if self.own is None:
             self.own = np.zeros(self.blocks, np.uint8)
             if len(self.gradient.values):
@@ -79,42 +80,47 @@ class Round:
 
 @dataclass(slots=True)
 class Numbers(NumberRun):
-    """The packets of one kind of a round, in order."""
+    """The packet numbers for the exponents, or the integers, of a round."""
 
     kind: Kind
     round: Round
 
 
 class Granted:
-    """All of one link.
+    """The gradients of one link.
 
-    Invariants: runs of numbers do not overlap and are in order; below `ready` each number is of a
-    run or acknowledged; the rounds in `_making` are not given back."""
+    Invariants: `_runs` are sorted and do not overlap; each number below `ready` is acknowledged or
+    in a run; the gradients of the rounds in `_making` are not released."""
 
     def __init__(self, chunks: Sequence[Chunk], width: int) -> None:
         self._chunks, self._width = chunks, width
-        self._announced: dict[int, deque[Gradient]] = {}  # chunk -> not granted yet, in order
-        self._rounds: dict[tuple[int, int], Round] = {}  # whose maxima have not all come
-        self._runs: list[Numbers] = []  # not acknowledged, in order
-        self._making: list[Round] = []  # whose packets are being made
-        self.ready = 0  # all numbers below it can be sent
+        self._announced: dict[int, deque[Gradient]] = {}  # chunk -> gradients not granted, in order
+        self._rounds: dict[tuple[int, int], Round] = {}  # rounds that lack packets of maxima
+        self._runs: list[Numbers] = []  # not acknowledged, sorted
+        self._making: list[Round] = []  # rounds whose packets are being made
+        self.ready = 0  # all numbers below it may be sent
         self._acked = 0
 
     def announce(self, chunk: int, gradient: Gradient) -> None:
         self._announced.setdefault(chunk, deque()).append(gradient)
 
     def take_back(self, chunk: int) -> None:
-        """The last one was not announced after all."""
+        """Undo the last `announce` of the chunk."""
         self._announced[chunk].pop()
 
     def grant(self, grant: switch_frames.GrantHeader) -> None:
-        """Raises WireError for a chunk that cannot be summed."""
+        """Take the packet numbers for the exponents of a round. Raises WireError."""
         if not 0 <= grant.chunk < len(self._chunks) or grant.first < self.ready:
-            raise WireError(f"chunk {grant.chunk} was granted the number {grant.first}")
+            raise WireError(
+                f"invalid grant of packet {grant.first} for chunk {grant.chunk}: there are"
+                f" {len(self._chunks)} chunks, and packet {self.ready} is the next"
+            )
         gradient = NOTHING
         if grant.announced:
             if not (waiting := self._announced.get(grant.chunk)):
-                raise WireError(f"round {grant.round} of chunk {grant.chunk} was not announced")
+                raise WireError(
+                    f"round {grant.round} of chunk {grant.chunk} was granted but not announced"
+                )
             gradient = waiting.popleft()
         elements = self._chunks[grant.chunk].numel
         count = fixed_point.exponent_packets_of(elements)
@@ -126,11 +132,11 @@ class Granted:
         self._add(Numbers(grant.first, count, Kind.EXPONENTS, round))
 
     def maxima(self, chunk: int, number: int, index: int, first: int, payload: np.ndarray) -> None:
-        """A packet of a round's maxima; all of them grant the numbers from `first` on. WireError
-        where they are not waited for."""
+        """Take a packet of a round's maxima. All of them together grant the packet numbers from
+        `first` on. Raises WireError for an unexpected packet."""
         round = self._rounds.get((chunk, number))
         if round is None or index not in round.missing:
-            raise WireError(f"maxima {index} of chunk {chunk}, round {number}, are not waited for")
+            raise WireError(f"unexpected maxima: packet {index} of chunk {chunk}, round {number}")
         round.maxima[index * PAYLOAD_NBYTES : (index + 1) * PAYLOAD_NBYTES] = payload
         round.missing.remove(index)
         if not round.missing:
@@ -140,15 +146,19 @@ class Granted:
 
     def _add(self, run: Numbers) -> None:
         if run.first < self.ready:
-            raise WireError(f"the number {run.first} was granted twice, {self.ready} is next")
+            raise WireError(f"packet {run.first} was granted twice, {self.ready} is the next")
         insort(self._runs, run, key=lambda other: other.first)
         for granted in self._runs:
             if granted.first == self.ready:
                 self.ready = granted.end
 
     def make(self, first: int, count: int) -> list[tuple[Numbers, int, int]]:
-        """(run, first packet of it, how many) of those numbers that are not acknowledged. They are
-        being made until `made`."""
+        """Find the unacknowledged numbers in [first, first + count). They count as being made until
+        `made` is called.
+
+        Returns:
+            (run, first packet in the run, number of packets) of each run.
+        """
         out = list(overlapping(self._runs, first, first + count))
         self._making = [run.round for run, _, _ in out]
         return out
@@ -158,7 +168,7 @@ class Granted:
         return self._free()
 
     def acked(self, below: int) -> list[Sent]:
-        """All numbers below it have been summed. What is to be called, as memory is free."""
+        """Note that all packets below it have been summed. Returns the `sent` callbacks to call."""
         self._acked = max(self._acked, below)
         return self._free()
 
@@ -173,7 +183,8 @@ class Granted:
         return out
 
     def give_up(self) -> list[Sent]:
-        """The link has ended, and none is being made: all that was announced is free."""
+        """Release all gradients after the link has ended, while no packets are being made. Returns
+        the `sent` callbacks to call."""
         waiting = [g.sent for chunk in self._announced.values() for g in chunk]
         under_way = [round.gradient.sent for round in self._rounds.values()]
         granted = [r.round.gradient.sent for r in self._runs if r.kind is Kind.GRADIENT]
@@ -182,80 +193,81 @@ class Granted:
 
     def check(self) -> None:
         """Assert every invariant."""
-        for one, other in zip(self._runs, self._runs[1:]):
-            assert one.end <= other.first
+        for run, following in zip(self._runs, self._runs[1:]):
+            assert run.end <= following.first
         for round in self._rounds.values():
             assert round.missing
 
 
 @dataclass
-class Asked:
-    """A pull. Invariant: `missing` counts the packets whose `here` is False."""
+class PendingPull:
+    """A pull without a complete answer. Invariant: `missing` counts the packets not in `here`."""
 
     ticket: int
     key: Key
-    into: np.ndarray  # uint8: where it goes
-    here: np.ndarray  # bool, one a packet: it has come
+    into: np.ndarray  # uint8: the destination
+    here: np.ndarray  # bool, one per packet: it has arrived
     missing: int
 
     @property
     def header(self) -> bytes:
-        """Of the PULLED that answers it."""
+        """The header of the PULLED frame that answers it."""
         return m.encode((self.ticket, self.key[0]))
 
     def take(self, index: np.ndarray) -> None:
-        """The packets `index` of it have come. WireError where it has no such."""
+        """Note the arrival of the packets `index`. Raises WireError if one does not exist."""
         if len(index) and int(index.max()) >= len(self.here):
             raise WireError(
-                f"packet {int(index.max())} of chunk {self.key[0]} came, it has {len(self.here)}"
+                f"received packet {int(index.max())} of chunk {self.key[0]}, which has only"
+                f" {len(self.here)} packets"
             )
         self.here[index] = True
         self.missing = len(self.here) - int(np.count_nonzero(self.here))
 
 
 class Pulls:
-    """All of one link. Invariants: of a key, those in `_begun` are in none of `_waiting`; tickets
-    in `_keys` are those of keys that have a pull left."""
+    """The pending pulls of one link. Invariants: a pull is in `_waiting` or in `_begun`, not in
+    both; `_keys` has the tickets of exactly those keys that have a pull in either."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Key, list[Asked]] = {}  # no packet of a broadcast has come; in order
-        self._begun: dict[tuple[Key, int], Asked] = {}  # by the first number of its broadcast
-        self._keys: dict[int, Key] = {}  # ticket -> what was asked for with it
+        self._waiting: dict[Key, list[PendingPull]] = {}  # no broadcast has begun; oldest first
+        self._begun: dict[tuple[Key, int], PendingPull] = {}  # by the first number of its broadcast
+        self._keys: dict[int, Key] = {}  # by ticket
 
     def ask(self, pull: m.PullHeader, into: np.ndarray) -> None:
-        """`into`: uint8, as long as the answer."""
+        """Add a pull. `into`: uint8, as long as the answer."""
         key = (pull.chunk, pull.version % VERSIONS)
         count = -(-into.size // PAYLOAD_NBYTES)
-        asked = Asked(pull.ticket, key, into, np.zeros(count, bool), count)
-        self._waiting.setdefault(key, []).append(asked)
+        pending = PendingPull(pull.ticket, key, into, np.zeros(count, bool), count)
+        self._waiting.setdefault(key, []).append(pending)
         self._keys[pull.ticket] = key
 
-    def broadcast(self, key: Key, base: int) -> Asked:
-        """The pull that is filled by the broadcast whose first packet has the number `base`.
-        WireError where nobody has asked."""
+    def broadcast(self, key: Key, base: int) -> PendingPull:
+        """Return the pull that is filled by the broadcast whose first packet has the number `base`.
+        Raises WireError if there is none."""
         found = self._begun.get((key, base))
         if found is None:
             if not (waiting := self._waiting.get(key)):
                 raise WireError(
-                    f"parameters of chunk {key[0]}, version {key[1]}, came and were not asked for"
+                    f"received parameters that were not requested: chunk {key[0]}, version {key[1]}"
                 )
             found = self._begun[key, base] = waiting.pop(0)
         return found
 
-    def whole(self, asked: Asked, base: int) -> None:
-        """It has come by a broadcast."""
-        del self._begun[asked.key, base]
-        self._answered(asked.key)
+    def whole(self, pull: PendingPull, base: int) -> None:
+        """Remove a pull that a broadcast has filled."""
+        del self._begun[pull.key, base]
+        self._answered(pull.key)
 
-    def over_tcp(self, ticket: int, chunk: int) -> Asked:
-        """The pull that an answer over TCP goes to. WireError where none is waited for."""
+    def over_tcp(self, ticket: int, chunk: int) -> PendingPull:
+        """Remove and return the pull for an answer over TCP. Raises WireError if there is none."""
         key = self._keys.get(ticket, (-1, 0))
         waiting = self._waiting.get(key)
         if key[0] != chunk or not waiting:
-            raise WireError(f"chunk {chunk} came for ticket {ticket}, which did not ask for it")
-        taker = waiting.pop()
+            raise WireError(f"received chunk {chunk} for ticket {ticket}, which has no such pull")
+        pull = waiting.pop()
         self._answered(key)
-        return taker
+        return pull
 
     def _answered(self, key: Key) -> None:
         if not self._waiting.get(key) and all(begun != key for begun, _ in self._begun):
@@ -264,5 +276,5 @@ class Pulls:
 
     def check(self) -> None:
         """Assert every invariant."""
-        assert all(asked.key == key for (key, _), asked in self._begun.items())
+        assert all(pull.key == key for (key, _), pull in self._begun.items())
         assert set(self._keys.values()) == set(self._waiting) | {key for key, _ in self._begun}

@@ -1,10 +1,10 @@
-"""Registration: a job's end asks every switch of its tree to sum and copy for it, the root first,
-and keeps the links on which it asked. A switch that is lost is asked again, for the same port: the
-others go on sending there. Switches forget a job when its link ends.
+"""Registration of a job at all switches of its tree, by the job's fan-in end.
 
-    Registration --TCP--> root, then those below it: SwitchHello --> SwitchReady(port, slots)
+    Registration --TCP--> root, then the switches below: SwitchHello --> SwitchReady(port, slots)
 
-Every wait has a deadline (Rule 5). Does NOT send datagrams.
+The links stay open, as a switch forgets a job when its link ends. If a switch is lost, the fan-in
+end registers there again and asks for the same port, to which the other switches and the workers
+keep sending. Every wait has a deadline (Rule 5). Does NOT send datagrams.
 """
 
 from __future__ import annotations
@@ -27,30 +27,35 @@ from roadtrain.transport.address import address_of
 from roadtrain.transport.link import Link
 from roadtrain.transport.tcp import Address, TcpOptions, connect
 
-SWITCH_S = 60.0  # for a switch to be there, also again
-BUSY_S = 10.0  # for the job before, which may be leaving, to give its slots back
-AGAIN_S = 0.2  # between two tries
-ANSWER_S = 10.0  # for a switch to answer
+SWITCH_S = 60.0  # timeout to register at a switch, the first time or again
+BUSY_S = 10.0  # timeout if the switch is full: an earlier job may be about to leave
+RETRY_S = 0.2  # between two attempts
+ANSWER_S = 10.0  # timeout for the answer of a switch
 RESTART = "run `roadtrain serve {} --switch` there"
 
 
 @dataclass(frozen=True)
-class TreeOfJob:
-    """What switches are asked for."""
+class JobTree:
+    """A job and its tree of switches."""
 
     plan: FanIn
     participants: int
-    session: str  # for people
+    session: str  # shown to users
     job: int
     nonce: bytes
-    root_parent: Address  # where datagrams of the root go: those of the job's end
+    root_parent: Address  # UDP address of the fan-in end, to which the root sends
 
     def hello(self, node: SwitchNode, port: int, ready: dict[str, int]) -> bytes:
-        """`port`: that it had before, 0: none. `ready`: ports of the switches above it."""
+        """Encode the greeting to a switch.
+
+        Args:
+            port: The job's UDP port there before the switch was lost, or 0.
+            ready: UDP ports of the switches above it, by address.
+        """
         parent, child = self.root_parent, ROOT
         if node.parent:
             parent = address_of(node.parent)[0], ready[node.parent]
-            above = next(one for one in self.plan.switches if one.address == node.parent)
+            above = next(n for n in self.plan.switches if n.address == node.parent)
             child = self.plan.below(above).index(node)
             child += self.plan.first_child(above, self.participants)
         children = self.plan.children(node, self.participants)
@@ -70,38 +75,36 @@ class TreeOfJob:
 
 
 class SwitchLink:
-    """The job's link to one switch: the Receiver of what it says."""
+    """The job's link to one switch, and the Receiver of its frames."""
 
     def __init__(self, name: str, lost: Callable[[SwitchLink], None]) -> None:
-        self.name, self._lost = name, lost  # its address
+        self.name, self._lost = name, lost  # name: the switch's address
         self.link: Link
-        self._answer: queue.SimpleQueue[switch_frames.SwitchReadyHeader | PeerError] = (
-            queue.SimpleQueue()
-        )
-        self.error: PeerError | None = None  # why it has ended
-        self.ended = 0.0  # and when
+        self._answer = queue.SimpleQueue[switch_frames.SwitchReadyHeader | PeerError]()
+        self.error: PeerError | None = None  # why the link has ended
+        self.ended = 0.0  # time of `error`
 
     def ready(self) -> switch_frames.SwitchReadyHeader:
-        """What it answers. Raises DeadlineError, or what it says."""
+        """Wait for the switch's answer. Raises DeadlineError, or the error that it sent."""
         try:
-            said = self._answer.get(timeout=ANSWER_S)
+            answer = self._answer.get(timeout=ANSWER_S)
         except queue.Empty:
             raise DeadlineError(f"switch {self.name}: no answer for {ANSWER_S:.0f} s") from None
-        if isinstance(said, PeerError):
-            raise said
-        return said
+        if isinstance(answer, PeerError):
+            raise answer
+        return answer
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
-        raise WireError(f"{nbytes} bytes came with a frame of kind {kind} from a switch")
+        raise WireError(f"a switch sent {nbytes} bytes with a frame of kind {kind}")
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
         fields: Any = m.header(kind, header)
         if kind == switch_frames.SWITCH_READY:
             self._answer.put(fields)
         elif kind == m.FAILED:
-            self.lost(LostError(f"switch {self.name} ended: {fields[1]}"))
+            self.lost(LostError(f"switch {self.name} ended the job: {fields[1]}"))
         else:
-            raise WireError(f"a frame of kind {kind} came from a switch")
+            raise WireError(f"a switch sent an unexpected frame of kind {kind}")
 
     def lost(self, error: PeerError) -> None:
         if self.error is None:
@@ -111,12 +114,17 @@ class SwitchLink:
 
 
 class Registration:
-    """A thread that keeps all switches of a tree. `ready` is called once, when all of them are
-    there, with the port of each by its address; `failed` once, with why that cannot be."""
+    """Keeps a job registered at all switches of its tree, in a thread.
+
+    Args:
+        ready: Called once, when all switches have accepted the job, with their UDP ports by
+            address.
+        failed: Called at most once, with the error, when a switch cannot be reached in time.
+    """
 
     def __init__(
         self,
-        tree: TreeOfJob,
+        tree: JobTree,
         options: TcpOptions,
         *,
         ready: Callable[[dict[str, int]], None],
@@ -125,9 +133,9 @@ class Registration:
     ) -> None:
         self.tree, self._ready, self._failed, self._report = tree, ready, failed, report
         self._options = replace(options, connections=1, retry_s=0.0)
-        self.ports: dict[str, int] = {}  # of the switches that were there once
+        self.ports: dict[str, int] = {}  # address -> UDP port; kept when a switch is lost
         self._links: dict[str, SwitchLink] = {}  # by address
-        self._lost: queue.SimpleQueue[SwitchLink | None] = queue.SimpleQueue()  # None: the end
+        self._lost: queue.SimpleQueue[SwitchLink | None] = queue.SimpleQueue()  # None: end
         self._begun = time.monotonic()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._work, name="register at switches", daemon=True)
@@ -136,7 +144,7 @@ class Registration:
         self._thread.start()
 
     def close(self) -> None:
-        """Switches forget the job. Idempotent."""
+        """Close all links, so that the switches forget the job. Idempotent."""
         self._over.set()
         self._lost.put(None)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -144,8 +152,8 @@ class Registration:
 
     @property
     def absent(self) -> dict[str, float]:
-        """Addresses of the switches that do not answer, each with the seconds since when. Those
-        below a switch that was never there are not asked, and not named."""
+        """The switches that do not answer: address -> seconds since when. Until a switch has
+        answered once, those after it in the tree are not contacted and not listed."""
         now, found = time.monotonic(), dict[str, float]()
         for node in self.tree.plan.from_root:
             link = self._links.get(node.address)
@@ -162,7 +170,7 @@ class Registration:
             if not self._over.is_set():
                 self._ready(dict(self.ports))
             while (lost := self._lost.get()) is not None:
-                self._again(lost)
+                self._reregister(lost)
         except BaseException as error:
             if not self._over.is_set():
                 self._failed(error)
@@ -170,18 +178,18 @@ class Registration:
             for link in self._links.values():
                 link.link.close()
 
-    def _again(self, lost: SwitchLink) -> None:
-        node = next(one for one in self.tree.plan.switches if one.address == lost.name)
+    def _reregister(self, lost: SwitchLink) -> None:
+        node = next(node for node in self.tree.plan.switches if node.address == lost.name)
         if self._over.is_set() or self._links.get(lost.name) is not lost:
             return
         lost.link.close()
-        self._report(f"fan-in: switch {lost.name} is lost: {_line(lost.error)}; asks it again")
+        self._report(f"fan-in: switch {lost.name} is lost: {_line(lost.error)}; reconnecting")
         self._register(node)
         if not self._over.is_set():
-            self._report(f"fan-in: switch {lost.name} is there again")
+            self._report(f"fan-in: switch {lost.name} is connected again")
 
     def _register(self, node: SwitchNode) -> None:
-        """Until it is there, or the deadline has passed. Raises PeerError."""
+        """Register at a switch, with retries until the deadline. Raises PeerError."""
         begin = time.monotonic()
         while not self._over.is_set():
             try:
@@ -191,13 +199,13 @@ class Registration:
                 limit_s = BUSY_S if isinstance(error, BusyError) else SWITCH_S
                 if (for_s := time.monotonic() - begin) >= limit_s:
                     raise DeadlineError(
-                        f"switch {node.address} did not take job {self.tree.session} within"
-                        f" {for_s:.0f} s, {since(for_s)}: {_line(error)}",
-                        hint=f"{RESTART.format(node.address)} with enough --memory, or leave the"
-                        " switch out of fan_in; then start the job again: it goes on at the last"
+                        f"switch {node.address} did not accept job {self.tree.session}"
+                        f" {since(for_s)}: {_line(error)}",
+                        hint=f"{RESTART.format(node.address)} with enough --memory, or remove the"
+                        " switch from fan_in; then start the job again: it resumes at the last"
                         " committed step",
                     ) from error
-            self._over.wait(AGAIN_S)
+            self._over.wait(RETRY_S)
 
     def _ask(self, node: SwitchNode) -> None:
         port = self.ports.get(node.address, 0)
@@ -212,13 +220,13 @@ class Registration:
         )
         receiver.link = link
         with undone_on_error(link.close):
-            said = receiver.ready()
-            if said.slots < self.tree.plan.window or said.port != (port or said.port):
+            answer = receiver.ready()
+            if answer.slots < self.tree.plan.window or answer.port != (port or answer.port):
                 raise WireError(
-                    f"switch {node.address} gave {said.slots} slots at port {said.port}, asked for"
-                    f" were {self.tree.plan.window} at port {port or 'any'}"
+                    f"switch {node.address} gave {answer.slots} slots at port {answer.port}, the"
+                    f" job needs {self.tree.plan.window} at port {port or 'any'}"
                 )
-        self.ports[node.address] = said.port
+        self.ports[node.address] = answer.port
         self._links[node.address] = receiver
 
 

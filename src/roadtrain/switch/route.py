@@ -1,7 +1,7 @@
-"""The route through switches: gradients are summed, and parameters copied, on their way.
+"""The route to the servers through switches, which sum gradients and copy parameters on their way.
 
-`Servers(fan_in=...)` selects it. A participant is a worker, or a relay that stands for the workers
-of its host. FanInLink (switch/fan_in_link.py) is its end, FanInEnd (switch/end.py) the server's.
+`Servers(fan_in=...)` selects it. A participant is a worker, or the relay of a host for its workers.
+The participant's end is FanInLink (fan_in_link.py), the server's is FanInEnd (end.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import cached_property
 
 import msgspec
 
-from roadtrain.environment import WorkerGroup
+from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import ConfigError
 from roadtrain.options.check import check_options
 from roadtrain.servers import frames as m
@@ -29,7 +29,7 @@ from roadtrain.transport.link import Link, Receiver
 from roadtrain.transport.stream import FrameStream
 from roadtrain.transport.tcp import Address, TcpOptions
 
-EXPONENT = BIAS  # the exponent byte of a block whose greatest magnitude is from 0.5 to below 1
+EXPONENT = BIAS  # exponent byte of a block whose largest magnitude is in [0.5, 1)
 
 
 @dataclass(frozen=True)
@@ -56,27 +56,28 @@ class SwitchRoute:
     def check_links(self, options: TcpOptions, replicas: int) -> None:
         if type(options) is not TcpOptions:
             raise ConfigError(
-                "fan_in sends what is no bulk over TCP, and link= is"
+                "fan_in needs links over TCP, but link= is"
                 f" {type(options).__module__}.{type(options).__name__}",
-                hint="leave fan_in out, or give roadtrain.transport.tcp.TcpOptions",
+                hint="remove fan_in, or use roadtrain.transport.tcp.TcpOptions",
             )
         if options.tls is not None:
             raise ConfigError(
-                "fan_in together with TLS: packets to switches are authenticated, not encrypted",
-                hint="leave fan_in out, or tls and give a token",
+                "fan_in and TLS exclude each other: packets are authenticated, not encrypted",
+                hint="remove fan_in, or replace tls by a token",
             )
 
-    def check_workers(self, group: WorkerGroup, compressed: str) -> None:
+    def check_workers(self, group: WorkerIdentity, compressed: str) -> None:
         if compressed:
             raise ConfigError(
-                f"{compressed}, and fan_in: switches add whole gradients",
-                hint="leave one of them out",
+                f"fan_in does not work with {compressed}: switches add whole gradients",
+                hint="remove one of the two options",
             )
         self.plan.check(group.workers)
         error_bound(EXPONENT, group.workers, self.plan.width)
 
-    def lossy(self, group: WorkerGroup) -> str:
-        # of the greatest magnitude of a block, which is at least half of the power of two above it
+    def lossy(self, group: WorkerIdentity) -> str:
+        # Relative to the largest magnitude of a block, which is at least half of the power of two
+        # above it: hence 2 *.
         off = 2 * error_bound(EXPONENT, group.workers, self.plan.width)
         return (
             f"gradients are summed in the network as {self.plan.wire}, by"
@@ -105,8 +106,8 @@ def dial(
     number: int,
     report: Report,
 ) -> FanInLink:
-    """A participant's link to the fan-in end in front of server `number`. Raises what tcp.connect
-    does, and ConfigError where the participant is below no switch."""
+    """Connect a participant to the fan-in end in front of server `number`. Raises as tcp.connect,
+    and ConfigError if no switch lists the participant."""
     load_kernels(participant.plan.width)
     link = FanInLink(receiver, participant, options.token)
     greeting = hello_of(participant.plan, hello)
@@ -117,7 +118,7 @@ def dial(
 
 
 class OpenSwitchRoute:
-    """An OpenRoute: a FanInLink to each server."""
+    """An OpenRoute with a FanInLink to each server."""
 
     def __init__(self, ends: RouteEnds, plan: FanIn) -> None:
         group = ends.group

@@ -1,10 +1,10 @@
-"""Streams of numbered packets on real sockets: the threads around switch/protocol/numbered.py.
+"""Streams of numbered packets over sockets: the threads around switch/protocol/numbered.py.
 
     PacketSender   thread: machine.next_numbers -> fill -> seal -> socket
-    PacketPort     thread: sockets -> read_runs -> verify -> take[kind]; and `tick`, now and then
-    beat_packet    a heartbeat as a packet; beats_of reads it
+    PacketPort     thread: sockets -> read_runs -> verify -> take[kind]; calls `tick` in between
+    beat_packet    encodes a heartbeat as a packet; beats_of decodes it
 
-Nobody holds a lock while bytes are copied, sealed or sent. Does NOT know what is in a payload.
+No lock is held while bytes are copied, sealed or sent. Does NOT look into payloads.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from roadtrain.switch.packets import (
 from roadtrain.switch.protocol.numbered import Heartbeat, NumberedSender
 from roadtrain.transport.tcp import Address
 
-RUN = 264  # packets that are made at once: six calls to the kernel, 64 KB each
-GATHERED = 264  # bulk packets of a port that are handled together
-LOSS_S = 0.1  # without progress, after which what has not come goes again; doubles each time
+RUN = 264  # packets made at once: six system calls of 64 KB each
+GATHERED = 264  # bulk packets that a port handles at once
+LOSS_S = 0.1  # retransmission timeout without progress; doubles each time
 MOST_LOSS_S = 2.0
-LEFT_S = 0.008  # that packets are left to the kernel at most, so that more are handled together
-FEW = 8  # packets, for which nobody waits
-BUSY_S = 0.01  # between two heartbeats while packets come
-# What the kernel holds of packets on their way out. More than this host's queue for its network
-# device holds would be lost there, without a word; so it is far less, and senders wait.
+HOLD_S = 0.008  # longest time that packets stay in the kernel so that more are handled at once
+FEW = 8  # do not wait for fewer packets than these
+BUSY_S = 0.01  # between two heartbeats while packets arrive
+# Send buffer of a socket. It must be smaller than the host's queue for its network device, which
+# silently drops packets when it is full; a full send buffer makes the sender wait instead.
 SEND_NBYTES = 1 << 18
-IDLE_S = 0.5  # between two heartbeats while none come
-END_S = 5.0  # for a thread to end
-MOST_HAVE = (1 << 8 * PAYLOAD_NBYTES) - 1  # what the bitmap of a heartbeat can say
+IDLE_S = 0.5  # between two heartbeats while no packets arrive
+END_S = 5.0  # timeout for a thread to end
+MOST_HAVE = (1 << 8 * PAYLOAD_NBYTES) - 1  # bits that fit in the bitmap of a heartbeat
 
 Failed = Callable[[BaseException], None]
-# (first, count, staging): writes whole, sealed packets of the numbers from `first` on to `staging`,
-# one after the other, and returns how many: `count`, or fewer where the others are acknowledged
+# fill(first, count, staging) writes whole, sealed packets to `staging`, those of the numbers in
+# [first, first + count) that are not acknowledged, and returns how many.
 Fill = Callable[[int, int, np.ndarray], int]
 
 
 @dataclass(frozen=True, slots=True)
 class DatagramRun:
-    """Packets of one length that came together; the memory is the reader's."""
+    """Packets of one length that were read at once. The reader reuses the memory."""
 
     buffer: np.ndarray  # uint8; packet i begins at i * segment
     segment: int  # bytes of a packet
-    sources: Sequence[Address]  # senders, one a packet
+    sources: Sequence[Address]  # senders, one per packet
 
     @property
     def count(self) -> int:
@@ -64,30 +64,32 @@ class DatagramRun:
 
 @dataclass(frozen=True, slots=True)
 class Batch(DatagramRun):
-    """Those of a run that are of one kind."""
+    """The packets of one kind in a run: those whose `ok` is set."""
 
     kind: Kind
-    ok: np.ndarray  # bool, one a packet: it is of this kind and has the right tag
-    headers: np.ndarray  # HEADER, one a packet; a copy
+    ok: np.ndarray  # bool, one per packet: it is verified and of this kind
+    headers: np.ndarray  # HEADER, one per packet; a copy
 
     @property
     def numbers(self) -> np.ndarray:
-        """int64, one a packet."""
+        """Packet numbers: int64, one per packet."""
         return self.headers["number"].astype(np.int64)
 
 
 def read_runs(socket: DatagramSocket, memory: np.ndarray) -> tuple[list[DatagramRun], bool]:
-    """The datagrams that have come, without waiting: bulk packets as one run, whoever sent them
-    (the kernel joins those of one sender only, and not on every device), then the run that ended
-    it, such as a heartbeat. Also whether nothing more was there.
+    """Read datagrams without blocking. Bulk packets are gathered into one run, whoever sent them;
+    the kernel coalesces only packets of one sender, and not on every device. Reading stops after
+    the first other packet, such as a heartbeat.
 
     Args:
-        memory: uint8 that the runs lie in: RECEIVE_NBYTES, and room for the bulk packets that are
-            gathered
+        memory: uint8; backs the runs. Needs RECEIVE_NBYTES and room for the gathered bulk packets.
+
+    Returns:
+        The run of bulk packets and the one after it, if any, and whether the socket is drained.
     """
-    bulk, odd = list[Address](), list[DatagramRun]()
+    bulk, other = list[Address](), list[DatagramRun]()
     most, found = (memory.size - RECEIVE_NBYTES) // PACKET_NBYTES, None
-    while not odd and len(bulk) < most:
+    while not other and len(bulk) < most:
         at = len(bulk) * PACKET_NBYTES
         found = socket.receive(memory[at : at + RECEIVE_NBYTES], 0.0)
         if found is None:
@@ -96,13 +98,13 @@ def read_runs(socket: DatagramSocket, memory: np.ndarray) -> tuple[list[Datagram
         whole = nbytes // PACKET_NBYTES if segment == PACKET_NBYTES else 0
         bulk += [source] * whole
         if whole * PACKET_NBYTES < nbytes or not nbytes:
-            odd = _split(memory[at + whole * PACKET_NBYTES : at + nbytes], segment, source)
+            other = _split(memory[at + whole * PACKET_NBYTES : at + nbytes], segment, source)
     gathered = DatagramRun(memory[: len(bulk) * PACKET_NBYTES], PACKET_NBYTES, bulk)
-    return ([gathered, *odd] if bulk else odd), found is None
+    return ([gathered, *other] if bulk else other), found is None
 
 
 def _split(rest: np.ndarray, segment: int, source: Address) -> list[DatagramRun]:
-    """The kernel may join a shorter packet to a run of longer ones."""
+    """Split off the last packet if it is shorter: the kernel may coalesce it with longer ones."""
     whole = rest.size // segment if segment else 0
     runs = [DatagramRun(rest[: whole * segment], segment, [source] * whole)] if whole else []
     if rest.size > whole * segment or not whole:
@@ -112,7 +114,7 @@ def _split(rest: np.ndarray, segment: int, source: Address) -> list[DatagramRun]
 
 
 class PacketSender:
-    """One direction of a stream, to one address. The machine is guarded by `_changed`."""
+    """Sends a stream of numbered packets to one address. `_changed` guards `machine`."""
 
     def __init__(
         self,
@@ -124,11 +126,12 @@ class PacketSender:
         name: str,
         delay_s: float = 0.0,
     ) -> None:
-        """`delay_s`: what this sender waits longer than others that send the same numbers."""
+        """`delay_s`: added to the retransmission timeout, so that senders of the same numbers do
+        not resend at once."""
         self.machine = NumberedSender()
         self._socket, self.to, self._fill, self._failed = socket, to, fill, failed
         self._delay_s, self._patience_s = delay_s, LOSS_S
-        self._moved = time.monotonic()  # when something came last, or something new was sent
+        self._moved = time.monotonic()  # time of the last progress or retransmission
         self._changed, self._over = threading.Condition(), False
         self._staging = np.zeros(RUN * PACKET_NBYTES, np.uint8)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -144,7 +147,7 @@ class PacketSender:
             self._changed.notify_all()
 
     def heartbeat(self, beat: Heartbeat) -> int:
-        """What the receivers say. Returns the number below which all is acknowledged."""
+        """Take a heartbeat of the receivers. Returns the acknowledged number."""
         with self._changed:
             before = self.machine.beat
             self.machine.heartbeat(beat)
@@ -156,11 +159,11 @@ class PacketSender:
 
     @property
     def stuck(self) -> bool:
-        """Whether nothing has come for some seconds, however often it was sent."""
+        """Whether packets have been resent for some seconds without progress."""
         return self._patience_s >= MOST_LOSS_S and not self.machine.idle
 
     def close(self) -> None:
-        """Idempotent; from any thread but its own it waits for the thread."""
+        """End the thread, and wait for it unless called from it. Idempotent."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
@@ -176,7 +179,7 @@ class PacketSender:
                 self._failed(error)
 
     def _next(self) -> range | None:
-        """Waits for numbers to be sent; None at the end."""
+        """Wait for numbers to send. Returns None after `close`."""
         with self._changed:
             while not self._over:
                 if numbers := self.machine.next_numbers(RUN):
@@ -200,9 +203,10 @@ class PacketSender:
 
 
 class PacketPort:
-    """What comes to sockets of one job, one thread for all: each time it wakes it does all there
-    is. `strangers`: packets without the job's tag, which changed nothing. Takers and `tick` are
-    called by its thread, one at a time; what they raise ends it and is told to `failed`."""
+    """Receives the packets of one job from its sockets, in one thread.
+
+    `strangers` counts packets that failed verification and were dropped. The functions of `take`
+    and `tick` are called from the thread; an exception ends it and is passed to `failed`."""
 
     def __init__(
         self,
@@ -226,7 +230,7 @@ class PacketPort:
         self._thread.start()
 
     def close(self) -> None:
-        """Idempotent. The sockets are its owner's."""
+        """End the thread; the caller closes the sockets. Idempotent."""
         self._over = True
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(END_S)
@@ -239,14 +243,14 @@ class PacketPort:
                 self._tick()
                 pause_s = self._moderation.pause_s(self.packets - before, time.monotonic())
                 if all(drained):
-                    self._rest(pause_s)
+                    self._pause(pause_s)
         except LostError as error:
             if not self._over:
                 self._failed(error)
         except BaseException as error:
             self._failed(error)
 
-    def _rest(self, pause_s: float) -> None:
+    def _pause(self, pause_s: float) -> None:
         if pause_s:
             time.sleep(pause_s)
         else:
@@ -254,8 +258,7 @@ class PacketPort:
             first.wait(BUSY_S, *others)
 
     def _drain(self, socket: DatagramSocket) -> bool:
-        """Handle what has come to it: the more there is to do, the fewer calls do it. Returns
-        whether nothing more was there."""
+        """Handle the packets that have arrived at a socket. Returns whether it is drained."""
         runs, drained = read_runs(socket, self._buffer)
         for run in runs:
             self._take_run(run)
@@ -275,44 +278,44 @@ class PacketPort:
 
 
 class Moderation:
-    """How long packets are left to the kernel, so that one call handles many: what cards do with
-    interrupts. Not at all where they come seldom."""
+    """Interrupt moderation: decides how long to sleep so that one wake-up handles many packets. No
+    sleep at low rates."""
 
     def __init__(self) -> None:
         self._last = 0.0  # when the last batch was handled
 
     def pause_s(self, count: int, now: float) -> float:
-        """After a batch of `count` packets that was handled at `now`, both in seconds."""
+        """Return the seconds to sleep after a batch of `count` packets was handled at `now`."""
         since, self._last = now - self._last, now
-        if count * LEFT_S < FEW * since:
+        if count * HOLD_S < FEW * since:
             return 0.0
-        return min(LEFT_S, 0.75 * GATHERED * since / count)
+        return min(HOLD_S, 0.75 * GATHERED * since / count)
 
 
 class BeatClock:
-    """When a receiver says what it has: after a quarter of a window, a moment after something
-    came, and now and then while nothing does (Sun et al., appendix B)."""
+    """Decides when a receiver sends a heartbeat: after a quarter of a window, BUSY_S after a packet
+    arrived, and every IDLE_S otherwise (Sun et al., appendix B)."""
 
     def __init__(self, window: int) -> None:
         self._quarter = max(window // 4, 1)
-        self._came = 0  # packets since the last heartbeat
-        self._last = 0.0  # when that was
+        self._received = 0  # packets since the last heartbeat
+        self._last = 0.0  # time of the last heartbeat
 
-    def came(self, count: int) -> None:
-        self._came += count
+    def received(self, count: int) -> None:
+        self._received += count
 
     def due(self) -> bool:
-        """Whether to say it now; then it counts as said."""
+        """Return whether to send a heartbeat now. If so, it counts as sent."""
         since = time.monotonic() - self._last
-        if self._came < self._quarter and since < (BUSY_S if self._came else IDLE_S):
+        if self._received < self._quarter and since < (BUSY_S if self._received else IDLE_S):
             return False
-        self._came, self._last = 0, time.monotonic()
+        self._received, self._last = 0, time.monotonic()
         return True
 
 
 def beat_packet(key: PacketKey, job: int, kind: Kind, beat: Heartbeat, **fields: int) -> np.ndarray:
-    """A sealed heartbeat: uint8[HEADER_NBYTES + bytes of the bitmap]. fields: others of its
-    header."""
+    """Make a sealed heartbeat: uint8 [HEADER_NBYTES + bytes of the bitmap]. `fields`: other fields
+    of the header."""
     have = beat.have & MOST_HAVE
     bitmap = have.to_bytes((have.bit_length() + 7) // 8, "little")
     packet = np.zeros(HEADER_NBYTES + len(bitmap), np.uint8)
@@ -325,7 +328,7 @@ def beat_packet(key: PacketKey, job: int, kind: Kind, beat: Heartbeat, **fields:
         job=job,
         first=beat.ack,
         c=len(bitmap),
-        credit=beat.credit + 1,  # unsigned: nothing may be sent yet is 0
+        credit=beat.credit + 1,  # the field is unsigned, and the credit may be -1
         **fields,
     )
     packets.seal(packet, packet.size, 1, key)
@@ -333,7 +336,7 @@ def beat_packet(key: PacketKey, job: int, kind: Kind, beat: Heartbeat, **fields:
 
 
 def beats_of(batch: Batch) -> list[tuple[Heartbeat, np.void, Address]]:
-    """The heartbeats of a batch, each with its header and its sender."""
+    """Decode the heartbeats of a batch, each with its header and its sender."""
     found = []
     for i in np.flatnonzero(batch.ok).tolist():
         header = batch.headers[i]

@@ -1,13 +1,13 @@
-"""SwitchHost: what `roadtrain serve --switch` runs. Several jobs at a time, each until its link
-ends.
+"""SwitchHost: the server behind `roadtrain serve --switch`. It serves several jobs at a time, each
+until the job's link ends.
 
-    TCP  PORT          a job's fan-in end: SwitchHello --> SwitchReady(port, slots); the status
+    TCP  PORT          a job's fan-in end: SwitchHello --> SwitchReady(port, slots); status requests
     UDP  PORT+1 ...    one port for each job --> PacketLoop --> SwitchJob
 
-A job's table is bounded by what it asked for and by the budget of this process (SlotQuota), its
-socket is its own, so no job stops another. Nothing rests here: a switch that is started again has
-an empty table, the jobs' ends come again by themselves, and what was lost is sent again. Assumes
-that both sides know the token (the listener proves it). Does NOT know chunks or steps.
+Each job has its own table, bounded by SlotQuota, and its own socket, so no job blocks another. No
+state survives a restart: the table is empty, the fan-in ends of the jobs reconnect, and lost
+packets are sent again. The listener authenticates links with the token. Does NOT know chunks or
+steps.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from roadtrain.units import show_bytes
 
 
 class SwitchHost:
-    """Listens until it is closed. Raises ConfigError where the address cannot be had, or the
-    memory holds no job.
+    """Listens until it is closed. Raises ConfigError if it cannot listen at the address, or if the
+    memory is too small for any job.
 
-    Invariant, under `_lock`: `_links` are the jobs that the packet loop has or is about to get;
-    each has taken its slots from `quota`, which are given back when its socket is closed."""
+    Invariant, under `_lock`: `_links` has the jobs that are in the packet loop or about to be added
+    to it. Each holds slots of `quota`, which are returned when its socket is closed."""
 
     def __init__(
         self,
@@ -46,14 +46,18 @@ class SwitchHost:
         report: Report = print,
         device: TableDevice | None = None,
     ) -> None:
-        """nbytes: of memory for all jobs. device: its owner's; it has the tables of jobs."""
+        """
+        Args:
+            nbytes: Memory for all jobs.
+            device: Network device with the tables of jobs. The caller closes it.
+        """
         self.quota = SlotQuota(nbytes)
         self._token, self._report, self._device = options.token, report, device
         self._links: dict[bytes, _JobLink] = {}  # by nonce
-        self._closing: list[threading.Thread] = []  # links of jobs that are over
+        self._closing: list[threading.Thread] = []  # closing the links of jobs that have ended
         self._over: BaseException | None = None
-        self._lock = threading.Condition()  # notified when it is over
-        self._registering = threading.Lock()  # one job at a time
+        self._lock = threading.Condition()  # notified when `_over` is set
+        self._registering = threading.Lock()  # jobs are registered one at a time
         self._loop = PacketLoop(self._job_ended, self._end)
         with undone_on_error(self._loop.close):
             self._listener = listen(address, self._accept, options, report, language=m.LANGUAGE)
@@ -63,65 +67,64 @@ class SwitchHost:
         self.where = f"{self._host}:{self.port}"
 
     def _accept(self, link: Link, hello: bytes) -> Receiver:
-        """Called by the listener for a link whose other side has proven the token."""
+        """Answer an authenticated link; called by the listener."""
         if hello == health.HELLO:
             return health.answer(link, self.status())
         if not hello.startswith(switch_frames.SWITCH_GREETING):
             raise WireError(
                 f"{self.where} is a switch: it sums and copies packets, and serves no parameters",
-                hint="name it in the job's fan_in, and a `roadtrain serve --store` among the"
-                " servers",
+                hint="list it in the job's fan_in, and a `roadtrain serve --store` as the server",
             )
         rest = hello[len(switch_frames.SWITCH_GREETING) :]
-        said = checked(m.decoded(switch_frames.SWITCH_HELLO, rest, "no greeting of a fan-in end"))
+        request = m.decoded(switch_frames.SWITCH_HELLO, rest, "invalid greeting of a fan-in end")
+        request = checked(request)
         with self._registering:
-            receiver = self._register(said, link)
-        link.peer = f"job {said.session} ({link.peer})"
-        link.send(
-            switch_frames.SWITCH_READY, m.encode((receiver.job.socket.address[1], said.slots))
-        )
+            receiver = self._register(request, link)
+        link.peer = f"job {request.session} ({link.peer})"
+        port = receiver.job.socket.address[1]
+        link.send(switch_frames.SWITCH_READY, m.encode((port, request.slots)))
         return receiver
 
-    def _register(self, said: switch_frames.SwitchHello, link: Link) -> _JobLink:
-        """A new job, or one that comes again since its link was lost and this side has not seen
-        that yet. Raises ConfigError where the parent's host cannot be found."""
+    def _register(self, hello: switch_frames.SwitchHello, link: Link) -> _JobLink:
+        """Admit a job. If it reconnects before its lost link was noticed, end the old link first.
+        Raises ConfigError if the parent's host name does not resolve."""
         with self._lock:
-            earlier = self._links.get(said.nonce)
+            earlier = self._links.get(hello.nonce)
         if earlier is not None:
-            self.leave(earlier, LostError("it has come again"), wait=True)
-        self.quota.take(said.slots, said.children, said.session)
+            self.leave(earlier, LostError("the job has reconnected"), wait=True)
+        self.quota.take(hello.slots, hello.children, hello.session)
         socket = None
         try:
-            taken = {job.socket.address[1]: job.name for job in self.jobs}
+            used = {job.socket.address[1]: job.name for job in self.jobs}
             where = self._host, self.port
-            socket = job_socket(where, said, taken, self.quota, self._report)
-            key = PacketKey.derive(self._token, said.nonce)
-            parent = socket.number_of(said.parent)
-            table = job_table(self._device, said, key, socket.address[1], parent, self._report)
-            job = SwitchJob(said, parent, socket, table, key, self._report)
+            socket = job_socket(where, hello, used, self.quota, self._report)
+            key = PacketKey.derive(self._token, hello.nonce)
+            parent = socket.number_of(hello.parent)
+            table = job_table(self._device, hello, key, socket.address[1], parent, self._report)
+            job = SwitchJob(hello, parent, socket, table, key, self._report)
             with self._lock:
                 if self._over is not None:
-                    raise BusyError(f"the switch at {self.where} stops")
-                receiver = self._links[said.nonce] = _JobLink(self, job, link)
+                    raise BusyError(f"the switch at {self.where} is stopping")
+                receiver = self._links[hello.nonce] = _JobLink(self, job, link)
         except BaseException:
-            self.quota.give_back(said.slots, said.children)
+            self.quota.give_back(hello.slots, hello.children)
             if socket is not None:
                 socket.close()
             raise
         self._loop.add(job)
         self._report(
-            f"job {job.name}: {said.slots} slots for {said.children} children, datagrams to port"
+            f"job {job.name}: {hello.slots} slots for {hello.children} children, datagrams to port"
             f" {socket.address[1]}"
         )
         return receiver
 
     def leave(self, link: _JobLink, error: BaseException, wait: bool = False) -> None:
-        """The job's link has ended: so does the job. `wait`: until its slots and port are free."""
+        """End a job whose link has ended. With `wait`, block until its slots and port are free."""
         if self._forget(link, error):
             self._loop.remove(link.job, wait)
 
     def _job_ended(self, job: SwitchJob, error: BaseException | None) -> None:
-        """From the packet loop: its socket is closed."""
+        """Return the slots of a job whose socket is closed; called by the packet loop."""
         self.quota.give_back(job.hello.slots, job.hello.children)
         with self._lock:
             link = self._links.get(job.hello.nonce)
@@ -129,16 +132,16 @@ class SwitchHost:
             self._forget(link, error)
 
     def _forget(self, link: _JobLink, error: BaseException) -> bool:
-        """Say why a job is over, here and to its end; in a thread, as this may be the link's own.
-        Returns whether the job was not over before."""
+        """Report why a job has ended, here and to its fan-in end. The latter happens in a new
+        thread, as this may run in the link's own. Returns False if the job had ended before."""
         with self._lock:
             if self._links.get(link.job.hello.nonce) is not link:
                 return False
             del self._links[link.job.hello.nonce]
-            thread = threading.Thread(target=_closed, args=(link.link, error), name="close job")
+            thread = threading.Thread(target=_close, args=(link.link, error), name="close job")
             self._closing = [other for other in self._closing if other.is_alive()] + [thread]
             thread.start()
-        self._report(f"job {link.job.name} is over: {_words(error)}".replace("\n", "; "))
+        self._report(f"job {link.job.name} has ended: {_message(error)}".replace("\n", "; "))
         return True
 
     def status(self) -> m.Status:
@@ -161,7 +164,7 @@ class SwitchHost:
             self._lock.notify_all()
 
     def run(self) -> None:
-        """Until `stop`; raises what ended the packet loop, if that failed."""
+        """Block until `stop`. Raises the error of the packet loop if that fails."""
         with self._lock:
             while self._over is None:
                 self._lock.wait(1.0)
@@ -169,7 +172,7 @@ class SwitchHost:
             raise self._over
 
     def stop(self) -> None:
-        self._end(LostError("the switch stops"))
+        self._end(LostError("the switch was stopped"))
 
     def __enter__(self) -> SwitchHost:
         return self
@@ -181,36 +184,37 @@ class SwitchHost:
             links = list(self._links.values())
             self._links.clear()
         for link in links:
-            _closed(link.link, LostError("the switch stops"))
+            _close(link.link, LostError("the switch was stopped"))
         self._loop.close()
         for thread in self._closing:
             thread.join(END_S)
 
 
 class _JobLink:
-    """The Receiver of a job's link: all that it says, it said in its greeting."""
+    """The Receiver of a job's link, on which no frame may arrive after the greeting."""
 
     def __init__(self, host: SwitchHost, job: SwitchJob, link: Link) -> None:
         self.host, self.job, self.link = host, job, link
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
-        raise WireError(f"a frame of kind {kind} with {nbytes} bytes came to a switch")
+        raise WireError(f"a switch received an unexpected frame: kind {kind}, {nbytes} bytes")
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
-        raise WireError(f"a frame of kind {kind} came to a switch")
+        raise WireError(f"a switch received an unexpected frame: kind {kind}")
 
     def lost(self, error: PeerError) -> None:
         self.host.leave(self, error)
 
 
-def _closed(link: Link, error: BaseException) -> None:
-    """Tell a job's end why, and close."""
-    known = error if isinstance(error, RoadtrainError) else LostError(_words(error))
+def _close(link: Link, error: BaseException) -> None:
+    """Send the error to a job's fan-in end and close the link."""
+    sent = error if isinstance(error, RoadtrainError) else LostError(_message(error))
     with suppress(PeerError):
-        link.send(m.FAILED, m.encode((type(known).__name__, str(known))), urgent=True)
+        link.send(m.FAILED, m.encode((type(sent).__name__, str(sent))), urgent=True)
     link.close()
 
 
-def _words(error: BaseException) -> str:
-    known = isinstance(error, RoadtrainError)
-    return str(error) if known else f"this switch failed: {type(error).__name__}: {error}"
+def _message(error: BaseException) -> str:
+    if isinstance(error, RoadtrainError):
+        return str(error)
+    return f"this switch failed: {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""`roadtrain serve HOST:PORT --switch`: from what the user wrote to a SwitchHost that runs."""
+"""`roadtrain serve HOST:PORT --switch`: parse the options and run a SwitchHost."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from roadtrain.transport.plugins import load, plugin_names
 from roadtrain.transport.tcp import Address, TcpOptions
 from roadtrain.units import MIB, parse_bytes, show_bytes
 
-MEMORY = 256 * MIB  # where none is said
-TABLES = "roadtrain.switch_tables"  # entry points: a device's name -> TableDevice, or why not
+MEMORY = 256 * MIB  # default of --memory
+# Entry point group; "xdp" is a function: network device -> TableDevice, or why that is impossible.
+TABLES = "roadtrain.switch_tables"
 
 
 def serve_switch(
@@ -24,12 +25,12 @@ def serve_switch(
     xdp: str | None = None,
     report: Report = print,
 ) -> int:
-    """Serve a switch until it is ended.
+    """Run a switch until it is interrupted.
 
     Args:
-        memory: Bytes for the tables and sockets of all jobs (256MiB).
-        xdp: The network device in whose driver packets are summed; where that cannot be, a line
-            says why.
+        memory: Memory for the tables and sockets of all jobs, such as "1GiB"; default 256MiB.
+        xdp: The network device whose driver sums the packets (XDP). If the device cannot, the
+            reason is reported and user space sums.
     """
     nbytes = MEMORY if memory is None else parse_bytes(memory)
     device = None if xdp is None else _opened(xdp)
@@ -45,18 +46,18 @@ def serve_switch(
         report(
             f"summing and copying packets at {host.where}, datagrams at UDP ports"
             f" {host.port + 1} to {host.port + MOST_JOBS}, at most {show_bytes(nbytes)} for"
-            f" {host.quota.free_slots} slots or fewer; nothing rests here"
+            f" {host.quota.free_slots} slots or fewer; no state is kept on disk"
         )
         host.run()
     return 0
 
 
 def _opened(device: str) -> TableDevice | str:
-    """The program in the kernel, attached to the device; or a line: why not. Raises ConfigError
-    where no installed distribution has one."""
+    """Attach the kernel program to the device. Returns the reason if that is impossible. Raises
+    ConfigError if the plugin is not installed."""
     if "xdp" not in plugin_names(TABLES):
         raise ConfigError(
-            f"--xdp {device}: sums in the kernel are a plugin, and it is not installed",
+            f"--xdp {device}: summing in the kernel needs a plugin that is not installed",
             hint="pip install ./plugins/switch_offload (the distribution roadtrain-switch-offload)",
         )
     opened: TableDevice | str = load(TABLES, "xdp")(device)

@@ -1,8 +1,9 @@
-"""Frames of a job that sums in the network, beside its packets.
+"""TCP frames of a job that sums in the network. Its packets (UDP) are in packets.py.
 
-    worker <-> fan-in end  Announce Heard | FanIn Grant;  fan-in end <-> switch  | SwitchReady
+    worker -> fan-in end: Announce, TrialResult    fan-in end -> worker: FanIn, Grant
+    switch -> fan-in end: SwitchReady
 
-servers/frames.py has what all frames have in common.
+servers/frames.py defines the encoding.
 """
 
 from __future__ import annotations
@@ -18,55 +19,55 @@ from roadtrain.servers.frames import Hello
 from roadtrain.switch.options import MOST_CHILDREN, WINDOWS
 from roadtrain.switch.packets import ROOT
 
-# worker <-> the fan-in end in front of its server, switch -> fan-in end
+# kinds of frames
 ANNOUNCE = 44
-HEARD = 45
+TRIAL_RESULT = 45
 FAN_IN = 46
 GRANT = 47
 SWITCH_READY = 48
 
 
 class AnnounceHeader(NamedTuple):
-    """A worker has a gradient of the chunk to be summed: its next one of this chunk."""
+    """A worker announces its next gradient of the chunk, to be summed."""
 
     chunk: int
-    fresh: bool  # the first of its step: it replaces what is held
+    fresh: bool  # the first gradient of its step: it replaces the server's sum
 
 
-class HeardHeader(NamedTuple):
-    trial: bool  # the network's own multicast has come through
+class TrialResultHeader(NamedTuple):
+    trial: bool  # a trial packet arrived by the network's own multicast
 
 
 class FanInHeader(NamedTuple):
-    """All that a worker needs to take part; said once the switches are ready. The payload is the
-    nonce that the keys of the packets are derived with."""
+    """Everything a worker needs to take part; sent once the switches are ready. The payload is the
+    nonce from which the packets' keys are derived."""
 
-    job: int  # of the packets
-    child: int  # what this worker calls itself to its switch
-    port: int  # of the switch, where this job's datagrams go; its host is the plan's
-    delay_ms: int  # that this worker waits longer than worker 0 before it sends again
-    group: str  # HOST:PORT of the network's multicast; empty: the switches copy
+    job: int  # job number in the packets
+    child: int  # sender number of this worker in packets to its switch
+    port: int  # UDP port of this job at the worker's switch, whose host is in the FanIn
+    delay_ms: int  # added to this worker's retransmission timeout
+    group: str  # HOST:PORT of the multicast group; empty: the switches copy
 
 
 class GrantHeader(NamedTuple):
-    """All workers have announced the chunk, or closed it: its exponents are wanted."""
+    """All workers have announced or closed the chunk: ask for the exponents of its gradients."""
 
     chunk: int
     round: int  # counts the sums of this chunk, from 1
     first: int  # number of the first packet of exponents
-    # what this worker adds: the first of what it has announced and was not granted; else zeros. It
-    # cannot know: what it has announced may be of its next step already.
+    # True: the worker sends the oldest gradient it has announced that is not granted yet. False: it
+    # sends zeros. The worker cannot decide: its announcement may belong to its next step.
     announced: bool
 
 
 class SwitchReadyHeader(NamedTuple):
-    port: int  # where the job's datagrams go
-    slots: int  # of the table, that the job has
+    port: int  # UDP port for this job's datagrams
+    slots: int  # slots of the table that the job has got
 
 
 HEADERS: Mapping[int, Any] = {
     ANNOUNCE: AnnounceHeader,
-    HEARD: HeardHeader,
+    TRIAL_RESULT: TrialResultHeader,
     FAN_IN: FanInHeader,
     GRANT: GrantHeader,
     SWITCH_READY: SwitchReadyHeader,
@@ -75,37 +76,37 @@ m.declare(HEADERS)
 
 
 class FanInHello(NamedTuple):
-    """The greeting of a worker (or relay) of a job that sums in the network."""
+    """The greeting of a worker or relay to a fan-in end."""
 
     hello: Hello
-    # The job's switch/options.py: (address, parent, workers) of each switch, wire, window,
-    # multicast
+    # The job's FanIn (switch/options.py): (address, parent, workers) of each switch, then its other
+    # options.
     switches: tuple[tuple[str, str, tuple[int, ...]], ...]
     wire: str
     window: int
     multicast: str
 
 
-# begins the greeting of a fan-in end to a switch; SwitchHello is the rest
+# The greeting of a fan-in end to a switch: this prefix, then an encoded SwitchHello.
 SWITCH_GREETING = b"roadtrain switch "
 
 
 class SwitchHello(NamedTuple):
-    """A job asks a switch to sum and copy for it, until this link ends."""
+    """A request to a switch: sum and copy for this job until the link ends."""
 
-    session: str  # for people
-    job: Annotated[int, Meta(ge=0, lt=1 << 32)]  # of the packets
-    # what the keys of the packets are derived with
+    session: str  # shown to users
+    job: Annotated[int, Meta(ge=0, lt=1 << 32)]  # job number in the packets
+    # the packets' keys are derived from it
     nonce: Annotated[bytes, Meta(min_length=16, max_length=64)]
     children: Annotated[int, Meta(ge=1, le=MOST_CHILDREN)]
-    slots: Annotated[int, Meta(ge=1, le=WINDOWS[-1])]  # of the table that it asks for
-    # what this switch calls itself to its parent; the root: packets.ROOT
+    slots: Annotated[int, Meta(ge=1, le=WINDOWS[-1])]  # requested size of the table
+    # sender number of this switch in packets to its parent; the root: packets.ROOT
     child: Annotated[int, Meta(ge=0, le=ROOT)]
-    # where datagrams to the parent go; of the root those to the server
+    # host and UDP port of the parent; of the fan-in end for the root
     parent: tuple[str, Annotated[int, Meta(ge=1, lt=1 << 16)]]
-    # where datagrams came before this switch was lost; 0: any
+    # UDP port that the job had at this switch before the link was lost; 0: any
     port: Annotated[int, Meta(ge=0, lt=1 << 16)]
-    # what its child 0 calls itself in packets, the next child one more
+    # sender number of child 0 in packets; the next children count on from it
     first: Annotated[int, Meta(ge=0)] = 0
 
 

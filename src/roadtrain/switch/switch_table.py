@@ -1,16 +1,16 @@
-"""The table of a switch: packets of a window, added up over the switch's children.
+"""The table of a switch, which sums the packets of its children within a window.
 
-    came (who is in the sum), number, done, payload      one slot for each number modulo `slots`
+    number, seen (bitmap of children in the sum), done, payload     slot = number modulo `slots`
 
-Sun et al. (LuWu), section 3.2.3, with the repair of resends that switch/protocol/switch.py
-describes: a slot keeps its number and its sum until a greater number takes it, a packet below the
-acknowledged number or the slot's is dropped, and one for a sum that is complete is answered with
-it. So the sum of a number is made once, of one packet of each child, whatever is lost, doubled or
-late.
+See Sun et al. (LuWu), section 3.2.3, with the fix for resends described in
+switch/protocol/switch.py. A slot keeps its number and sum until a greater number takes it. A packet
+below the acknowledged number, or below the slot's number, is dropped. A packet for a complete sum
+is answered with the sum. So each sum has exactly one packet of each child, even if packets are
+lost, duplicated or late.
 
-GRADIENT payloads are added as integers of the packet's width, of EXPONENTS the greater bytes are
-kept. Memory is that of the arrays, whatever comes. A new table is what a restarted switch has.
-Assumes packets whose tag was verified. Does NOT verify, seal or lock: one thread calls it.
+GRADIENT payloads are added as integers of the packet's width; EXPONENTS payloads are combined by a
+bytewise maximum. Memory use is constant. Packets must be verified before. Does NOT verify, seal or
+lock; not thread-safe.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from roadtrain.switch.switch_frames import SwitchHello
 from roadtrain.transport.tcp import Address
 
 _GRADIENT, _EXPONENTS = np.uint8(Kind.GRADIENT), np.uint8(Kind.EXPONENTS)
-_FREE = -1  # the number of a slot that none took yet
-_MOST_NUMBER = np.uint64((1 << 62) - 1)  # a greater one is no number of a session
+_FREE = -1  # number of an unused slot
+_MOST_NUMBER = np.uint64((1 << 62) - 1)  # no session gets beyond it
 
 SLOT = np.dtype(
     [
         ("number", "<i8"),  # or _FREE
-        ("came", "<u8"),  # bit i: child i's packet is in the sum
+        ("seen", "<u8"),  # bit i: child i's packet is in the sum
         ("began", "<i8"),  # `now` of its first packet
         ("kind", "u1"),
         ("width", "u1"),
-        ("done", "u1"),  # 1: all children's are
+        ("done", "u1"),  # 1: the packets of all children are in the sum
     ],
     align=True,
 )
@@ -56,15 +56,15 @@ _ADDED, _COMPLETED, _OLD, _REPEATED, _ANSWERED, _MISMATCHED = range(len(COUNTERS
 
 @dataclass(frozen=True, slots=True)
 class StuckSlot:
-    """A number whose sum lacks packets."""
+    """An incomplete sum."""
 
     number: int
-    missing: tuple[int, ...]  # children whose packet has not come
+    missing: tuple[int, ...]  # children whose packet has not arrived
     age: int  # ticks since its first packet
 
 
 class Table(Protocol):
-    """A job's table: SwitchTable, which describes the methods, or one outside this process."""
+    """The interface of a job's table; SwitchTable documents the methods."""
 
     now: int
 
@@ -77,17 +77,17 @@ class Table(Protocol):
 
 
 class TableDevice(Protocol):
-    """A network device that sums packets in place of this process (switch_command.py finds it)."""
+    """A network device that sums packets in place of this process; see switch_command.py."""
 
     name: str
-    mode: str  # for people: how it takes packets
+    mode: str  # how its driver runs the program; shown to users
 
     def table(self, hello: SwitchHello, port: int, key: PacketKey, parent: Address) -> Table:
-        """A job's table. Raises RoadtrainError or OSError where the device cannot have it.
+        """Make a job's table. Raises RoadtrainError or OSError if the device cannot.
 
         Args:
-            port: UDP port where the job's packets arrive
-            parent: where sums go, in numbers
+            port: UDP port of the job at this switch.
+            parent: Numeric address to which sums are sent.
         """
 
     def close(self) -> None: ...
@@ -119,7 +119,7 @@ def _combine(kind: Any, width: Any, payload: Any, total: Any) -> Any:
 
 @kernel
 def _possible(header: Any, child: Any, children: Any) -> Any:
-    """Whether a switch adds such packets."""
+    """Return whether the header is that of a packet which can be summed."""
     if not 0 <= child < children or header.number > _MOST_NUMBER:
         return False
     if header.kind == _EXPONENTS:
@@ -133,28 +133,28 @@ def _possible(header: Any, child: Any, children: Any) -> Any:
 def _take(
     slots: Any, sums: Any, header: Any, bit: Any, payload: Any, acked: Any, now: Any, all_bits: Any
 ) -> Any:
-    """Which counter the packet belongs to; its payload is in the table then if to _ADDED or
-    _COMPLETED."""
+    """Put a packet into the table if it is new. Returns the counter to increment; after _ADDED and
+    _COMPLETED the payload is in the sum."""
     number = np.int64(header.number)
     at = number % slots.size
     slot = slots[at]
     if number < acked or number < slot.number:
         return _OLD
     if number > slot.number:
-        slot.number, slot.came, slot.done, slot.began = number, np.uint64(0), np.uint8(0), now
+        slot.number, slot.seen, slot.done, slot.began = number, np.uint64(0), np.uint8(0), now
         slot.kind, slot.width = header.kind, header.width
     if slot.kind != header.kind or slot.width != header.width:
         return _MISMATCHED
     if slot.done:
         return _ANSWERED
-    if slot.came & bit:
+    if slot.seen & bit:
         return _REPEATED
-    if slot.came == 0:
+    if slot.seen == 0:
         copy_bytes(payload, sums[at])
     else:
         _combine(slot.kind, slot.width, payload, sums[at])
-    slot.came |= bit
-    if slot.came != all_bits:
+    slot.seen |= bit
+    if slot.seen != all_bits:
         return _ADDED
     slot.done = np.uint8(1)
     return _COMPLETED
@@ -198,18 +198,18 @@ def _add_packets(
 
 
 class SwitchTable:
-    """Of one job at one switch.
+    """The table of one job at one switch.
 
-    Invariants (`check`): a slot's number is the slot's modulo `slots`; done means that the bits of
-    all children are set; a slot that a number took has a bit; `acked` never falls.
+    Invariants (`check`): number modulo `slots` is the slot's index; `done` is set if and only if
+    the bits of all children are set; a used slot has at least one bit; `acked` never decreases.
     """
 
     def __init__(self, slots: int, children: int, first: int = 0) -> None:
-        """`first`: what child 0 calls itself in packets, the next child one more."""
+        """`first`: sender number of child 0 in packets; the next children count on from it."""
         assert slots > 0 and 1 <= children <= MOST_CHILDREN
         self.children, self._first = children, first
-        self.acked = 0  # the receiver of the sums has all below it
-        self.now = 0  # ticks of any clock, which the owner sets
+        self.acked = 0  # the receiver of the sums has all numbers below it
+        self.now = 0  # set by the owner, in ticks of any clock
         self._all = np.uint64((1 << children) - 1)
         self._slots = np.zeros(slots, SLOT)
         self._slots["number"] = _FREE
@@ -226,17 +226,25 @@ class SwitchTable:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Packets by what became of them. added: into a sum that others are missing of; completed:
-        the last of a sum; dropped_old: below what is acknowledged, or whose slot has a greater
-        number; repeated: in the sum already; answered: with the complete sum; mismatched: not of
-        the slot's kind and width, or none that can be added."""
+        """Counts of packets. added: to a sum that is still incomplete; completed: the last packet
+        of a sum; dropped_old: below the acknowledged number, or below the slot's; repeated: already
+        in the sum; answered: the sum was complete and is sent again; mismatched: another kind or
+        width than the slot's, or not summable."""
         return dict(zip(COUNTERS, self._counters.tolist()))
 
     def add(self, run: np.ndarray, ok: np.ndarray, out: np.ndarray, child: int) -> int:
-        """Take GRADIENT and EXPONENTS packets, of the senders that their headers name. Complete
-        sums, and answers to what came again, go to `out` as whole packets of sender `child`,
-        without tags; returns how many. run: uint8, bulk packets; ok: bool, one a packet, which of
-        them to take; out: uint8 with room for as many."""
+        """Sum GRADIENT and EXPONENTS packets. Complete sums, and answers to resent packets, are
+        written to `out` as whole packets without tags.
+
+        Args:
+            run: uint8, bulk packets.
+            ok: bool, one per packet: whether to take it.
+            out: uint8, at least as large as `run`.
+            child: Sender number in the packets written to `out`.
+
+        Returns:
+            The number of packets in `out`.
+        """
         assert out.size >= run.size and ok.size == check_bulk(run)
         made: int = _add_packets(
             self._slots,
@@ -255,30 +263,30 @@ class SwitchTable:
         return made
 
     def snoop(self, ack: int) -> None:
-        """The receiver of the sums has all numbers below `ack`."""
+        """Note that the receiver of the sums has all numbers below `ack`."""
         self.acked = max(self.acked, ack)
 
     def stuck(self, older_than: int = 0) -> list[StuckSlot]:
-        """Sums that lack packets and began at least so many ticks before `now`, by number."""
+        """List the incomplete sums that began at least `older_than` ticks ago, by number."""
         slots = self._slots
-        partial = (slots["number"] >= self.acked) & (slots["came"] != 0) & (slots["done"] == 0)
+        partial = (slots["number"] >= self.acked) & (slots["seen"] != 0) & (slots["done"] == 0)
         found = slots[partial & (self.now - slots["began"] >= older_than)]
         return [
-            StuckSlot(int(one["number"]), self._missing(int(one["came"])), self.now - one["began"])
-            for one in np.sort(found, order="number")
+            StuckSlot(int(s["number"]), self._missing(int(s["seen"])), self.now - s["began"])
+            for s in np.sort(found, order="number")
         ]
 
-    def _missing(self, came: int) -> tuple[int, ...]:
-        return tuple(child for child in range(self.children) if not came >> child & 1)
+    def _missing(self, seen: int) -> tuple[int, ...]:
+        return tuple(child for child in range(self.children) if not seen >> child & 1)
 
     def close(self) -> None:
-        """Nothing is held outside this process's memory."""
+        """Do nothing: the table has no resources but memory."""
 
     def check(self) -> None:
         """Assert every invariant."""
-        taken = self._slots[self._slots["number"] != _FREE]
+        used = self._slots[self._slots["number"] != _FREE]
         places = np.flatnonzero(self._slots["number"] != _FREE)
-        assert (taken["number"] % self.slots == places).all()
-        assert (taken["came"] != 0).all() and (taken["came"] <= self._all).all()
-        assert ((taken["done"] == 1) == (taken["came"] == self._all)).all()
-        assert not self._slots["came"][self._slots["number"] == _FREE].any()
+        assert (used["number"] % self.slots == places).all()
+        assert (used["seen"] != 0).all() and (used["seen"] <= self._all).all()
+        assert ((used["done"] == 1) == (used["seen"] == self._all)).all()
+        assert not self._slots["seen"][self._slots["number"] == _FREE].any()

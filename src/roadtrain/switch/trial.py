@@ -1,9 +1,11 @@
-"""Trial: whether the network itself copies what is sent to all participants of a job. Packets of no
-meaning go to a multicast group of the job's own; who hears one within a second says so over TCP.
+"""Trial of IP multicast: find out whether the network itself can copy packets to all participants.
 
-    told (a participant knows the group) -> heard (it says whether) -> all: `verdict`
+Dummy packets are sent to a multicast group of the job. Each participant joins the group and reports
+over TCP whether it received one within a second.
 
-One that hears nothing is enough for the switches to copy instead. No threads; the caller's clock.
+    invite (a participant is sent the group's address) -> answered -> all have answered: `verdict`
+
+If any participant receives nothing, the switches copy instead. Has no threads and no clock.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from roadtrain.switch.packets import PACKET_NBYTES, Kind, PacketKey
 from roadtrain.transport.tcp import Address
 
 EVERY_S = 0.05  # between two packets
-ANSWERS_S = 5.0  # for all to answer, after the last was told; each answers 1 s after it joined
-PORTS = range(20000, 32000)  # below those that hosts give to their own links
+ANSWERS_S = 5.0  # timeout for all answers, after the last invitation; each takes 1 s
+PORTS = range(20000, 32000)  # below the ephemeral ports of hosts
 
 
 def group_of(job: int, home: str) -> Address | None:
-    """In 239.192.0.0/14, what an organization uses as it likes (RFC 2365). None where this host
-    reaches the switch by IPv6: the switches copy."""
+    """Choose a multicast group in 239.192.0.0/14, which is for private use (RFC 2365). Returns None
+    if `home`, this host's address towards the switch, is IPv6: the switches copy then."""
     if ipaddress.ip_address(home.partition("%")[0]).version != 4:
         return None
     host = ipaddress.ip_address("239.192.0.0") + job % (1 << 18)
@@ -31,7 +33,7 @@ def group_of(job: int, home: str) -> Address | None:
 
 
 def packet_of(job: int, key: PacketKey) -> np.ndarray:
-    """uint8 [PACKET_NBYTES], sealed: as long as the packets that are to follow."""
+    """Make a sealed trial packet as long as packets of parameters: uint8 [PACKET_NBYTES]."""
     packet = np.zeros(PACKET_NBYTES, np.uint8)
     packets.write_headers(packet, PACKET_NBYTES, 1, kind=Kind.TRIAL, job=job, first=0)
     packets.seal(packet, PACKET_NBYTES, 1, key)
@@ -39,39 +41,39 @@ def packet_of(job: int, key: PacketKey) -> np.ndarray:
 
 
 class MulticastTrial:
-    """Invariant: who answered was told."""
+    """Invariant: `_answers` has only ranks in `_invited`."""
 
     def __init__(self, participants: int) -> None:
         self._participants = participants
-        self._told: set[int] = set()
-        self._heard: dict[int, bool] = {}
-        self._all_told: float | None = None  # when that was
+        self._invited: set[int] = set()
+        self._answers: dict[int, bool] = {}  # rank -> whether a packet reached it
+        self._all_invited: float | None = None  # the time of the last invitation
         self._next = 0.0  # when the next packet is due
 
-    def told(self, rank: int, now: float) -> None:
-        self._told.add(rank)
-        if len(self._told) == self._participants:
-            self._all_told = now
+    def invite(self, rank: int, now: float) -> None:
+        self._invited.add(rank)
+        if len(self._invited) == self._participants:
+            self._all_invited = now
 
-    def heard(self, rank: int, came: bool) -> None:
-        if rank in self._told:
-            self._heard[rank] = came
+    def answered(self, rank: int, reached: bool) -> None:
+        if rank in self._invited:
+            self._answers[rank] = reached
 
     def due(self, now: float) -> bool:
-        """Whether to send a packet now."""
-        if not self._told or now < self._next:
+        """Return whether to send a packet now."""
+        if not self._invited or now < self._next:
             return False
         self._next = now + EVERY_S
         return True
 
     def verdict(self, now: float) -> bool | None:
-        """Whether it reaches all; None while that is not known."""
-        if not all(self._heard.values()):
+        """Return whether multicast reaches all participants; None while answers are missing."""
+        if not all(self._answers.values()):
             return False
-        if len(self._heard) == self._participants:
+        if len(self._answers) == self._participants:
             return True
-        late = self._all_told is not None and now - self._all_told > ANSWERS_S
+        late = self._all_invited is not None and now - self._all_invited > ANSWERS_S
         return False if late else None
 
     def __str__(self) -> str:
-        return f"the trial reached {sum(self._heard.values())} of {self._participants}"
+        return f"the trial reached {sum(self._answers.values())} of {self._participants}"

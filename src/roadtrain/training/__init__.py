@@ -1,4 +1,4 @@
 """Jobs and runs: the training loop, data, metrics, progress, verify, export, status.
 
-A run goes on at its last committed step by the same command. Read `train.py` first.
+The same command resumes a run at its last committed step. Read `train.py` first.
 """

@@ -1,7 +1,7 @@
-"""From a job to what torch and transformers make of it: text, config, model, optimizer, loss.
-Nothing is placed here.
+"""Construction of a job's text, config, model, optimizer and loss with torch and transformers.
 
-Assumes: the model is a `transformers` causal language model. Does NOT download anything.
+Nothing is placed here. The model must be a causal language model of `transformers`. Downloads
+nothing.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from roadtrain.options.names import did_you_mean
 from roadtrain.training.data import Tokens, need
 from roadtrain.training.progress import Report
 
-# transformers takes them, but does not list them
+# accepted by transformers, but not listed by it
 _OLD_CONFIG_KEYS = {"rope_theta", "rope_scaling", "torch_dtype"}
 
 
 def prepared(job: Job, report: Report) -> tuple[Job, Tokens, torch.device]:
-    """The job with its vocabulary, its text, and the device that it trains on. Raises
+    """Return the job with its vocabulary, its text, and the device to train on. Raises
     ConfigError."""
     tokens = Tokens(job.data.paths, job.data.tokenizer, job.data.held_out, job.run.seed)
     report(
@@ -40,60 +40,60 @@ def prepared(job: Job, report: Report) -> tuple[Job, Tokens, torch.device]:
 
 
 def fitted(job: Job, tokens: Tokens) -> Job:
-    """`job` with a vocabulary, if its config gives none. Raises ConfigError where the text does
-    not fit the model."""
+    """Return `job` with a vocabulary size, if its config has none. Raises ConfigError where the
+    text does not fit the model."""
     if not job.model.pretrained and "vocab_size" not in job.model.config:
         job = job.changed({"model.config.vocab_size": tokens.vocab_size})
     config = build_config(job)
     places = getattr(config, "max_position_embeddings", None) or job.data.seq_len
     if config.vocab_size < tokens.vocab_size or places < job.data.seq_len:
         raise ConfigError(
-            f"the model takes {config.vocab_size} tokens at {places} positions, "
-            f"the data has {tokens.vocab_size} at {job.data.seq_len}",
+            f"the model has a vocabulary of {config.vocab_size} and {places} positions, "
+            f"but the data needs {tokens.vocab_size} and {job.data.seq_len}",
             hint="raise model.config.vocab_size or max_position_embeddings, or lower data.seq_len",
         )
     return job
 
 
 def build_config(job: Job) -> Any:
-    """The transformers config of `job`. Raises ConfigError for keys, values and model types that
-    transformers does not take, and for models that are no causal language models."""
+    """Return the transformers config of `job`. Raises ConfigError for keys, values and model types
+    that transformers does not accept, and for models that are not causal language models."""
     transformers = need("transformers", "hf")
     if job.model.pretrained:
         if not os.path.isfile(os.path.join(job.model.pretrained, "config.json")):
             raise ConfigError(f"model.pretrained: no config.json in {job.model.pretrained!r}")
         return _causal(transformers.AutoConfig.from_pretrained, job.model.pretrained)
-    given = dict(job.model.config)
-    kind = given.pop("model_type")
-    known = transformers.CONFIG_MAPPING.keys()
-    if kind not in known:
+    own = dict(job.model.config)
+    kind = own.pop("model_type")
+    kinds = transformers.CONFIG_MAPPING.keys()
+    if kind not in kinds:
         raise ConfigError(
-            f"transformers has no model type {kind!r}", hint=did_you_mean(str(kind), known)
+            f"transformers has no model type {kind!r}", hint=did_you_mean(str(kind), kinds)
         )
     plain = transformers.AutoConfig.for_model(kind)
     keys = {*plain.to_dict(), *plain.attribute_map, *_OLD_CONFIG_KEYS}
-    for key in given:
+    for key in own:
         if key not in keys:
             raise ConfigError(f"unknown key `model.config.{key}`", hint=did_you_mean(key, keys))
-    return _causal(transformers.AutoConfig.for_model, kind, **given)
+    return _causal(transformers.AutoConfig.for_model, kind, **own)
 
 
-def _causal(make: Callable[..., Any], name: str, **given: Any) -> Any:
+def _causal(make: Callable[..., Any], name: str, **own: Any) -> Any:
     try:
-        config = make(name, **given)
-    except Exception as cause:  # configs check themselves by errors of their own
-        said = " ".join(str(cause).split())
-        raise ConfigError(f"transformers does not take the config of {name}: {said}") from cause
+        config = make(name, **own)
+    except Exception as cause:  # configs raise errors of various classes
+        why = " ".join(str(cause).split())
+        raise ConfigError(f"transformers does not accept the config of {name}: {why}") from cause
     if type(config) not in need("transformers", "hf").MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
-            f"a `{config.model_type}` is no causal language model, `train` trains no others",
-            hint="place() in a script of your own takes any model",
+            f"`{config.model_type}` is not a causal language model, which `train` needs",
+            hint="use place() in a script of your own for any other model",
         )
     return config
 
 
 def build_model(job: Job, device: str) -> torch.nn.Module:
-    """The model in fp32 on `device`, in training mode; on "meta" it takes no memory."""
+    """Build the model in fp32 on `device`, in training mode; on "meta" it takes no memory."""
     config, auto = build_config(job), need("transformers", "hf").AutoModelForCausalLM
     with torch.device(device):
         model: torch.nn.Module = auto.from_config(config, dtype=torch.float32)
@@ -101,21 +101,20 @@ def build_model(job: Job, device: str) -> torch.nn.Module:
 
 
 def build_optimizer(job: Job, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The user's own torch optimizer. Raises ConfigError for a class or an argument that is not
-    there."""
+    """Build the torch optimizer of the job. Raises ConfigError for an unknown class or argument."""
     o = job.optimizer
     cls = named(OPTIMIZERS[o.name].path if o.name in OPTIMIZERS else o.name, "optimizer.name")
     own = {name: getattr(o, name) for name in ("weight_decay", "betas", "eps", "momentum")}
-    given = {name: value for name, value in (own | o.options).items() if value is not None}
+    options = {name: value for name, value in (own | o.options).items() if value is not None}
     try:
-        optimizer: torch.optim.Optimizer = cls(params, lr=o.lr, **given)
+        optimizer: torch.optim.Optimizer = cls(params, lr=o.lr, **options)
     except (TypeError, ValueError) as cause:
         raise ConfigError(f"optimizer {o.name}: {cause}") from cause
     return optimizer
 
 
 def named(text: str, where: str) -> Any:
-    """What `text`, as MODULE:NAME, names. Raises ConfigError saying `where` it was asked for."""
+    """Import the object MODULE:NAME. Errors (ConfigError) begin with `where` it was named."""
     module, _, name = text.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
@@ -124,6 +123,7 @@ def named(text: str, where: str) -> Any:
 
 
 def token_loss(output: Any, y: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy. `output`: of a causal language model; `y`: the tokens that follow."""
+    """Return the mean cross entropy of a causal language model's output; `y` are the next
+    tokens."""
     logits_BTV: torch.Tensor = output.logits
     return functional.cross_entropy(logits_BTV.float().flatten(0, 1), y.flatten())

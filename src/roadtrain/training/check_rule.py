@@ -1,4 +1,4 @@
-"""`roadtrain check-rule`: an update rule beside its reference, bit for bit, and its speed."""
+"""`roadtrain check-rule`: compare an update rule with its reference bit by bit, and time it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from roadtrain.training.build import named
 from roadtrain.training.progress import Report
 from roadtrain.units import show_rate
 
-# of a gradient and of the copy of the new parameters, if one is made
+# dtype of a gradient, and of the copy of the new parameters (None: no copy)
 FORMATS = (*product(("fp32", "bf16", "fp16"), (None, "bf16", "fp16")),)
 
 
@@ -28,11 +28,11 @@ def command(name: str, dir: str = ".", report: Report = print) -> int:
     """Check an update rule against its reference on random data, and its speed against the
     storage's.
 
-    `name`: MODULE:NAME of a Rule, the class of one or of a torch optimizer. 1 where it fails its
-    check.
+    `name` is MODULE:NAME of a Rule, or of a class of rules or torch optimizers. The exit code is 1
+    if the check fails.
 
     Args:
-        dir: a directory on the device to compare with (here)
+        dir: a directory on the storage device to compare with (here)
     """
     found = named(name, repr(name))
     group: Mapping[str, Any] = getattr(found, "example_group", {"lr": 1e-3})
@@ -41,21 +41,21 @@ def command(name: str, dir: str = ".", report: Report = print) -> int:
             optimizer = found([torch.nn.Parameter(torch.zeros(1))])  # type: ignore[call-arg]
         except Exception as cause:
             raise ConfigError(
-                f"{name} takes no flat parameter, or not by its defaults: {cause}"
+                f"{name} does not accept one flat parameter with its default options: {cause}"
             ) from cause
         rule, group = rules_for(optimizer)[0], optimizer.param_groups[0]
     else:
         rule = found() if isinstance(found, type) and issubclass(found, Rule) else found
         if not isinstance(rule, Rule):
             raise ConfigError(
-                f"{name} is no Rule and no torch optimizer",
+                f"{name} is neither a Rule nor a torch optimizer",
                 hint="subclass roadtrain.kernels.rule.Rule",
             )
     try:
         result = check_rule(rule, rule.hyper(group))
     except KeyError as cause:
         raise ConfigError(
-            f"{name} reads {cause} from its group", hint="give it `example_group = {...}`"
+            f"{name} needs {cause} in its group", hint="define `example_group = {...}` in it"
         ) from cause
     general = " (run by torch on flat slices)" if isinstance(rule, TorchRule) else ""
     report(
@@ -71,14 +71,14 @@ def command(name: str, dir: str = ".", report: Report = print) -> int:
         f" {show_rate(rates.mixed)}"
     )
     if result.bytes_per_s < rates.mixed:
-        report("slower than the storage: this rule is what an update waits for")
+        report("slower than the storage: updates will be limited by this rule")
     return 1 if result.failures else 0
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """`failures` names each case that differs from the reference; `bytes_per_s`: see
-    kernels/generic.py."""
+    """The result of a check. `failures` names each case that differs from the reference;
+    `bytes_per_s` is defined in kernels/generic.py."""
 
     name: str
     cases: int
@@ -92,8 +92,8 @@ def check_rule(
     elements: int = 1 << 20,
     formats: Sequence[tuple[str, str | None]] = FORMATS,
 ) -> CheckReport:
-    """Run `rule` beside its reference on random data of awkward sizes, in whole and in pieces,
-    then time it. `formats`: of the gradient and of the copy."""
+    """Compare `rule` with its reference on random data of awkward sizes, whole and in pieces, then
+    time it. `formats` are pairs of dtypes of the gradient and of the copy."""
     rng = np.random.default_rng(3)
     failures = []
     cases = [*product((1, 7, 64, 1000, 4099), formats)]
@@ -110,5 +110,5 @@ def check_rule(
         if sides[0] != sides[1]:
             failures.append(f"{case}: differs from its reference")
         if sides[0] != sides[2]:
-            failures.append(f"{case}: depends on how the range is cut")
+            failures.append(f"{case}: depends on how the range is split")
     return CheckReport(rule.name, len(cases), tuple(failures), bytes_per_s(rule, hyper, elements))

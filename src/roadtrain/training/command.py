@@ -1,5 +1,5 @@
-"""`roadtrain train`: a job, trained by this process, or as its part of one with [parallelism].
-A wrong job is refused before torch is imported."""
+"""`roadtrain train`: train a job in this process, or this process's stage of one with
+[parallelism]. A wrong job is refused before torch is imported."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) ->
     Raises RoadtrainError.
 
     Args:
-        new_store: go on with the store that is there, or a new one, whatever the run has trained
+        new_store: continue with the store that is found, or a new one, whatever the run has trained
     """
     job = load_job(path, {**overrides, "run.new_store": True} if new_store else overrides)
     check_own(path, job)
     job.parallelism.check_known()
-    staged_job = importlib.import_module("roadtrain.training.staged_job")  # torch comes in
+    staged_job = importlib.import_module("roadtrain.training.staged_job")  # imports torch
     job = staged_job.as_stages(job)
     if (idle := idle_keys(job)) and os.environ.get("RANK", "0") == "0":
         needs = "dp, tp, pp, widths, placements or reducers"
@@ -39,7 +39,7 @@ def command(path: str, overrides: Mapping[str, Any], new_store: bool = False) ->
 
 
 def idle_keys(job: Job) -> list[str]:
-    """Of a job that is not one of stages: what its [parallelism] says all the same (Rule 6)."""
-    said, default = job.parallelism, ParallelismSection()
-    names = [] if said.used else [*ParallelismSection.model_fields]
-    return [name for name in names if getattr(said, name) != getattr(default, name)]
+    """Return the keys of [parallelism] that are set without effect, in a job without stages."""
+    section, default = job.parallelism, ParallelismSection()
+    names = [] if section.used else [*ParallelismSection.model_fields]
+    return [name for name in names if getattr(section, name) != getattr(default, name)]

@@ -1,9 +1,9 @@
-"""Tokens: files of text -> batches by step number.
+"""Tokens: batches by step number, from text files.
 
-A batch depends on (seed, step, micro, row) alone, so a resumed run, or one with another number of
-workers, sees the same data in a defined order. The stream is cut in PIECES; the end of each is held
-out, so that what is held out looks like what is trained on. Holds all tokens in memory, in the
-narrowest integer that fits the vocabulary. Does NOT download anything.
+A batch depends on (seed, step, micro, row) alone. So a resumed run, or one with another number of
+workers, sees the same data in a defined order. The text is divided into PIECES; the end of each is
+held out, so that held-out text resembles the training text. All tokens are kept in memory, in the
+narrowest integer type that fits the vocabulary. Downloads nothing.
 """
 
 # B = rows of a batch, T = seq_len
@@ -26,22 +26,23 @@ import torch
 from roadtrain.errors import ConfigError
 
 PIECES = 64
-SEPARATOR = b"\0"  # between files, where tokens are bytes
+SEPARATOR = b"\0"  # between files, if tokens are bytes
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "[SEP]")
 _NOT_TEXT = {"site-packages", "dist-packages", "__pycache__"}
 
 
 class Tokens:
-    """The tokens of all files under `paths` (files, folders, globs), sorted by path. Their
-    fingerprint is committed with each step, so that no run goes on with other text unnoticed.
-    `begun`: a step was trained on them.
+    """The tokens of all files under `paths` (files, folders, globs), sorted by path.
+
+    Their fingerprint is committed with each step, so that a run cannot continue with other text.
+    `begun` is set once a step was trained on them.
     """
 
     def __init__(
         self, paths: Sequence[str], tokenizer: str = "bytes", held_out: float = 0.01, seed: int = 0
     ) -> None:
-        """Raises ConfigError for a path that matches no text file, or less text than a batch
-        could be drawn from."""
+        """Read and tokenize all files. Raises ConfigError for a path without text files, or too
+        little text for a batch."""
         self.seed, self.begun = seed, False
         self.files = find_files(paths)
         if tokenizer == "bytes":
@@ -61,24 +62,23 @@ class Tokens:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["begun"] and state["fingerprint"] != self.fingerprint:
             raise ConfigError(
-                f"the text has changed since this run began ({state['fingerprint']} then,"
+                f"the text has changed since this run began ({state['fingerprint']} before,"
                 f" {self.fingerprint} now)",
                 hint=(
-                    "train into a new --run.dir, or give the same data.paths, tokenizer and"
-                    " held_out"
+                    "use a new --run.dir, or the same data.paths, tokenizer and held_out as before"
                 ),
             )
 
     def batch(
         self, step: int, micro: int, batch_size: int, seq_len: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x_BT and y_BT (int64), y one token ahead of x: rows begin at places drawn anew for
-        every step."""
+        """Return x_BT and y_BT (int64), with y one token ahead of x. Rows start at positions that
+        are random for each step."""
         room = len(self.train) - seq_len
         if room < 1:
             raise ConfigError(
-                f"{len(self.train)} tokens of text, a row needs {seq_len + 1}",
-                hint="lower data.seq_len or add text",
+                f"the text has {len(self.train)} tokens, but a row needs {seq_len + 1}",
+                hint="lower data.seq_len, or add text",
             )
         starts = [_draw(self.seed, step, micro, row) % room for row in range(batch_size)]
         return _rows(self.train, starts, seq_len)
@@ -86,12 +86,12 @@ class Tokens:
     def held_out_batches(
         self, n: int, batch_size: int, seq_len: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """At most `n` batches that cover the held-out tokens evenly, always the same."""
+        """Yield at most `n` batches that cover the held-out tokens evenly, always the same."""
         rows = (len(self.held_out) - 1) // seq_len
         n = min(n, rows // batch_size)
         if n < 1:
             raise ConfigError(
-                f"{len(self.held_out)} tokens are held out, a batch needs"
+                f"{len(self.held_out)} tokens are held out, but a batch needs"
                 f" {batch_size * seq_len + 1}",
                 hint="raise data.held_out",
             )
@@ -101,9 +101,10 @@ class Tokens:
 
 
 def find_files(paths: Sequence[str]) -> list[Path]:
-    """Text files under `paths`, sorted by path, each once. A folder stands for every text file
-    below it; installed packages and caches below a folder or glob are left out. Raises ConfigError
-    for a path that gives no file.
+    """Return the text files under `paths`, sorted by path, each once.
+
+    A folder stands for every text file below it. Installed packages and caches below a folder or
+    glob are left out. Raises ConfigError for a path without text files.
     """
     found: set[str] = set()
     for path in paths:
@@ -111,22 +112,22 @@ def find_files(paths: Sequence[str]) -> list[Path]:
         if os.path.isfile(path):
             matches = [path]
         else:
-            # where the wildcards begin
+            # the start of the wildcards
             below = min((pattern.index(c) for c in "*?[" if c in pattern), default=0)
             matches = [m for m in glob.glob(pattern, recursive=True) if os.path.isfile(m)]
             matches = [m for m in matches if not _NOT_TEXT & set(m[below:].split(os.sep))]
             matches = [m for m in matches if _is_text(m)]
         if not matches:
             raise ConfigError(
-                f"data.paths: {path!r} gives no text file",
-                hint="give a file, a folder or a glob such as 'src/**/*.py'",
+                f"data.paths: {path!r} has no text file",
+                hint="name a file, a folder or a glob such as 'src/**/*.py'",
             )
         found.update(matches)
     return [Path(p) for p in sorted(found)]
 
 
 def need(package: str, extra: str) -> ModuleType:
-    """Import an optional dependency. Raises ConfigError naming the extra that installs it."""
+    """Import an optional dependency. Raises ConfigError that names the extra to install."""
     try:
         return importlib.import_module(package)
     except ImportError as cause:
@@ -144,8 +145,8 @@ def _is_text(path: str) -> bool:
 def _encode(files: Sequence[Path], tokenizer: str) -> tuple[np.ndarray, int]:
     if not os.path.isfile(tokenizer):
         raise ConfigError(
-            f"data.tokenizer: no file {tokenizer!r}",
-            hint="`bytes`, or the path of a tokenizer.json",
+            f"data.tokenizer: there is no file {tokenizer!r}",
+            hint="set it to `bytes`, or to the path of a tokenizer.json",
         )
     bpe = need("tokenizers", "hf").Tokenizer.from_file(tokenizer)
     bpe.no_truncation()
@@ -162,7 +163,7 @@ def _encode(files: Sequence[Path], tokenizer: str) -> tuple[np.ndarray, int]:
 
 
 def _draw(*key: int) -> int:
-    """A uniform 64-bit number that depends on `key` alone, on every machine and version."""
+    """Return a uniform 64-bit number that depends on `key` alone, on every machine."""
     hashed = hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8)
     return int.from_bytes(hashed.digest(), "little")
 

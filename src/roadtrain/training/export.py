@@ -1,9 +1,9 @@
-"""export and import: between a run directory and a folder that `transformers` loads, tensor by
+"""Export and import between a run directory and a folder in `transformers` format, tensor by
 tensor.
 
-An export needs the store only, not the model: parameters in the dtype that the model computes in,
-buffers from the last commit, config.json, and the tokenizer if there is one. An import is a placed
-run at step 0, with its job.toml.
+An export needs only the store, not the model: parameters in the compute dtype, buffers of the last
+commit, config.json, and the tokenizer if there is one. An import makes a placed run at step 0, with
+its job.toml.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def export_run(
     """Write the parameters of a run directory as safetensors in Hugging Face layout, tensor by
     tensor.
 
-    They are those of the last committed step. Raises ConfigError, StoreError.
+    The parameters are those of the last committed step. Raises ConfigError or StoreError.
 
     Args:
         masters: the fp32 masters, instead of the dtype that the model computes in
@@ -63,10 +63,10 @@ def export_run(
 def _export_store(
     run: str, job: Job, directory: str, masters: bool, report: Callable[[str], None]
 ) -> tuple[int, list[Path]]:
-    """The step that the job's store is at, and the files that were made of it."""
+    """Write the files of a job's store. Returns its step and the files."""
     mark = mark_of(job, report, reads=True)
     with ExitStack() as stack:
-        # as the only worker of the servers, which must not be at work for others
+        # this process joins as the only worker of the servers, which must not have others
         if job.servers.addresses:
             training = place_job(job, report, mark)
             optimizer = stack.enter_context(training.optimizer)
@@ -75,7 +75,7 @@ def _export_store(
         else:
             if not job.store.files:
                 raise ConfigError(
-                    f"{run} has no state on files (store.files = [])", hint="train it with a store"
+                    f"{run} has no state on files (store.files = [])", hint="train it with files"
                 )
             where = ", ".join(job.store.files)
             store = open_store(
@@ -83,7 +83,7 @@ def _export_store(
                 direct=job.store.direct,
                 accept=lambda job, step, session: mark.check(job, step, where, session=session),
             )
-            assert store is not None  # else the mark has refused it
+            assert store is not None  # the mark refuses a missing store
             stack.callback(store.close)
             for note in store.notes:
                 report(note)
@@ -98,30 +98,29 @@ def import_weights(
 ) -> int:
     """Start a run (--run.dir) from a Hugging Face folder, tensor by tensor, and write its job.toml.
 
-    The model is placed at step 0. Raises ConfigError where the run has begun, StoreError."""
+    The model is placed at step 0. Raises ConfigError where the run has already begun, or
+    StoreError."""
     if "run.dir" not in overrides:
-        raise ConfigError("where to?", hint="give --run.dir RUN")
+        raise ConfigError("import needs a run directory", hint="add --run.dir RUN")
     run, tokenizer = {"dir": overrides["run.dir"]}, Path(directory) / "tokenizer.json"
     data = {"tokenizer": str(tokenizer)} if tokenizer.is_file() else {}
     tree = {"model": {"pretrained": directory}, "run": run, "data": data}
     job = make_job(tree).changed({**overrides, "model.pretrained": directory})
     places = getattr(build_config(job), "max_position_embeddings", None) or job.data.seq_len
     if places < job.data.seq_len and "data.seq_len" not in overrides:
-        report(
-            f"data.seq_len: {places} instead of {job.data.seq_len}, the model has no more positions"
-        )
+        report(f"data.seq_len is {places}, not {job.data.seq_len}: the model has no more positions")
         job = job.changed({"data.seq_len": places})
     make_directory(job.run_dir)
     training = place_job(job, report, mark_of(job, report))
     with training.optimizer as optimizer:
         if optimizer.steps_done:
             raise ConfigError(
-                f"{job.run.dir} has trained {optimizer.steps_done} steps",
-                hint="give another --run.dir",
+                f"{job.run.dir} has already trained {optimizer.steps_done} steps",
+                hint="name another --run.dir",
             )
         optimizer.flush()
         write_job(training.job)
-    report(f"imported {directory}; go on with: roadtrain train {job.run_dir / 'job.toml'}")
+    report(f"imported {directory}; continue with: roadtrain train {job.run_dir / 'job.toml'}")
     return 0
 
 
@@ -133,7 +132,7 @@ def _items(
 ) -> list[Item]:
     items: list[Item] = []
     for param in params:
-        if param.name.startswith("residual:"):  # of error feedback: not the model's
+        if param.name.startswith("residual:"):  # of error feedback, not of the model
             continue
         what, dtype = (MASTER, "fp32") if masters and param.trainable else (WEIGHTS, param.dtype)
         items.append((param.name, dtype, param.shape, partial(read, param.name, what)))
@@ -147,7 +146,7 @@ def _items(
 def _write_config(job: Job, directory: Path, dtype: str) -> None:
     config, transformers = build_config(job), need("transformers", "hf")
     config.dtype = DTYPES[dtype]
-    known = transformers.AutoModelForCausalLM._model_mapping
-    if type(config) in known:
-        config.architectures = [known[type(config)].__name__]
+    models = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) in models:
+        config.architectures = [models[type(config)].__name__]
     config.save_pretrained(directory)

@@ -1,7 +1,7 @@
-"""The model that a job in stages has trained, read from its newest committed snapshot.
+"""Reading a job in stages from its newest committed snapshot.
 
-Assumes: the parts of all ranks lie in the run directory (one host, or a file system that hosts
-share). Does NOT start processes or build the model.
+The parts of all ranks must be in the run directory (a single host, or a shared file system). Starts
+no processes and does not build the model.
 """
 
 from __future__ import annotations
@@ -26,43 +26,45 @@ from roadtrain.training.write_safetensors import Item
 
 
 def export_of(job: Job, masters: bool) -> tuple[int, list[Item]]:
-    """The last committed step, and every parameter and buffer of it. masters: parameters in fp32,
-    not in the dtype that the model computes in. Raises ConfigError where nothing is committed,
-    GoneError where parts lie elsewhere."""
+    """Return the last committed step, and all its parameters and buffers.
+
+    Parameters are in fp32 with `masters`, else in the compute dtype. Raises ConfigError where
+    nothing is committed, or GoneError where parts are missing.
+    """
     folder = job.run_dir / FOLDER
-    reader, told = newest(folder)
-    wanted = [Extent(one.name, 0, one.numel) for one in told.params]
-    if absent := uncovered([reader.extents()], wanted):
+    reader, snapshot = newest(folder)
+    needed = [Extent(param.name, 0, param.numel) for param in snapshot.params]
+    if absent := uncovered([reader.extents()], needed):
         raise GoneError(
-            f"the snapshot of step {told.step} in {folder} has the parts of ranks"
-            f" {', '.join(map(str, sorted(reader.parts)))} of {len(told.ranks)}:"
-            f" {absent[0].name!r} is not whole",
-            hint="bring the snapshots of all hosts into one directory",
+            f"the snapshot of step {snapshot.step} in {folder} has only the parts of ranks"
+            f" {', '.join(map(str, sorted(reader.parts)))} of {len(snapshot.ranks)}:"
+            f" {absent[0].name!r} is incomplete",
+            hint="copy the snapshots of all hosts into one directory",
         )
     items: list[Item] = []
-    for entry in told.params:
+    for entry in snapshot.params:
         dtype = "fp32" if masters and entry.rule else entry.dtype
         items.append((entry.name, dtype, entry.shape, partial(value_of, reader, entry, dtype)))
     for name, buffer in buffers_in(reader.blobs()).items():
         if buffer.dtype in NAMES:
             shape = tuple(buffer.shape)
             items.append((name, NAMES[buffer.dtype], shape, partial(as_numpy, buffer)))
-    return told.step, items
+    return snapshot.step, items
 
 
 def newest(folder: Path) -> tuple[PartReader, Description]:
-    """The newest committed snapshot. Raises ConfigError where there is none."""
+    """Return the newest committed snapshot. Raises ConfigError where there is none."""
     found = list_snapshots(folder) if folder.is_dir() else {}
     for _, reader in sorted(found.items(), reverse=True):
-        if (told := reader.marker()) is not None:
-            return reader, told
+        if (snapshot := reader.marker()) is not None:
+            return reader, snapshot
     raise ConfigError(
         f"{folder} has no committed snapshot", hint="train a step, or name the run's directory"
     )
 
 
 def value_of(reader: PartReader, entry: ParamEntry, dtype: str) -> Any:
-    """The whole parameter, flat; 16-bit floats as uint16."""
+    """Return the whole parameter, flat; 16-bit floats as uint16."""
     whole = np.empty(entry.numel, np.float32)
     for extent in reader.extents_of(entry.name):
         whole[extent.start : extent.stop] = reader.piece(extent).arrays[VALUE].numpy()

@@ -1,8 +1,8 @@
-"""A job's sections as options of place() and parallelize(), the table of keys that do not go
-together, and what `roadtrain train` would refuse of a job, told to who plans it.
+"""Conversion of a job's sections to options of place() and parallelize(), with checks for keys that
+do not go together.
 
-What a section and the value made of it call alike is passed on by name, so an option is declared in
-these two and nowhere between. Opens nothing.
+Fields that have the same name in a section and in the options class are passed on by name, so an
+option is declared in these two only. Opens nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 from roadtrain.config.job import CompressSection, Job, make_job
-from roadtrain.environment import WorkerGroup
+from roadtrain.environment import WorkerIdentity
 from roadtrain.errors import ConfigError, RoadtrainError
 from roadtrain.options.lossy import Delay, Downcast, TopK
 from roadtrain.options.schema import Section
@@ -28,14 +28,14 @@ from roadtrain.training.build import build_model
 from roadtrain.training.progress import silent
 from roadtrain.transport.address import tls_of, token_of
 
-# Whether keys are given that do not go together, which these are, and the way out
+# (truth: conflicting keys are set, which keys, the way out)
 Conflict = tuple[object, str, str]
-SECRETS = ("token_file", "ca", "cert", "key")  # files that are only where the job is run
-RETRY_S = 120.0  # servers are tried again for so long, since they may be starting too
+SECRETS = ("token_file", "ca", "cert", "key")  # files that exist only where the job runs
+RETRY_S = 120.0  # servers may still be starting
 
 
 def check(job: Job) -> None:
-    """Raises ConfigError for keys of a job that do not go together."""
+    """Raise ConfigError for keys of a job that do not go together."""
     conflicts = _staged_conflicts if job.parallelism.used else _placed_conflicts
     for both, what, hint in conflicts(job):
         if both:
@@ -48,42 +48,42 @@ def _placed_conflicts(job: Job) -> tuple[Conflict, ...]:
     return (
         (
             not servers.addresses and (of_servers or servers.buffering != "auto"),
-            "relay, give_up, replicas, buffering or switches, and no servers are given",
-            "name them in servers.addresses",
+            "relay, give_up, replicas, buffering or switches are set, but there are no servers",
+            "name the servers in servers.addresses",
         ),
         (
             servers.addresses and (store.rates is not None or store.moved_from),
-            "store.rates or store.moved_from, together with servers",
-            "the state rests here (store.files) or there (servers.addresses)",
+            "store.rates or store.moved_from are set together with servers",
+            "keep the state either here (store.files) or on servers (servers.addresses)",
         ),
         (
             compress.keep is not None and compress.downcast is not None,
             f"compress.keep = {compress.keep} and compress.downcast = {compress.downcast!r}",
-            "what is kept of a gradient travels as it is: leave one out",
+            "kept gradient values are sent in full: leave one of the two out",
         ),
         (
             compress.error_feedback and compress.keep is None,
-            "compress.error_feedback without compress.keep",
-            "give keep, or leave it out",
+            "compress.error_feedback is set without compress.keep",
+            "set keep, or leave error_feedback out",
         ),
     )
 
 
 def _staged_conflicts(job: Job) -> Iterator[Conflict]:
-    for key, given, hint in (
-        ("compress", job.compress != CompressSection(), "parallelism.activations"),
+    for key, found, hint in (
+        ("compress", job.compress != CompressSection(), "use parallelism.activations"),
         ("optimizer.delay", job.optimizer.delay, "leave it out"),
-        ("budget.host", job.budget.host, "run.memory_limit, which holds for each process"),
-        ("budget.device", job.budget.device, "more stages, or a placement for a stage"),
-        ("servers.addresses", job.servers.addresses, "parallelism.placements, for each stage"),
-        ("model.dtype = fp16", job.model.dtype == "fp16", "bf16, which needs no loss scaling"),
+        ("budget.host", job.budget.host, "use run.memory_limit, which limits each process"),
+        ("budget.device", job.budget.device, "use more stages, or a placement for a stage"),
+        ("servers.addresses", job.servers.addresses, "use parallelism.placements for each stage"),
+        ("model.dtype = fp16", job.model.dtype == "fp16", "use bf16, which needs no loss scaling"),
     ):
-        yield given, f"{key} and [parallelism] do not go together yet", hint
+        yield found, f"{key} and [parallelism] do not go together yet", hint
 
 
 def placed_options(job: Job, *, moves: bool) -> dict[str, Any]:
-    """Options of place() that a Request has. `moves`: the store may leave directories that it
-    rested in. Raises ConfigError."""
+    """Return the options of place() that are in a Request. `moves`: the store may leave directories
+    that it was in. Raises ConfigError."""
     check(job)
     return {
         "store": _store_of(job, moves),
@@ -106,7 +106,7 @@ def _store_of(job: Job, moves: bool) -> Store:
 
 
 def servers_of(job: Job) -> Servers:
-    """Raises ConfigError."""
+    """Return the Servers of a job. Raises ConfigError."""
     own = job.servers
     residuals = Files(job.run_dir / "residuals", direct=job.store.direct)
     return Servers(
@@ -132,35 +132,35 @@ def _delay_of(job: Job) -> Delay | None:
 
 
 def _promise(job: Job) -> int | None:
-    """Backward passes a step, where nothing scales gradients after backward: updates then begin
-    in it."""
+    """Return the backward passes per step if nothing scales gradients after backward, so that
+    updates can begin during it; else None."""
     scaled = job.optimizer.clip_norm is not None or job.model.dtype == "fp16"
     return None if scaled else job.optimizer.accumulate
 
 
-def stage_options(job: Job, processes: int, told: str = "") -> ParallelOptions:
-    """Options of parallelize(). `told`: what else all processes must have alike. Raises
+def stage_options(job: Job, processes: int, shared: str = "") -> ParallelOptions:
+    """Return the options of parallelize(). `shared` must also be equal on all processes. Raises
     ConfigError."""
     check(job)
-    asked = job.parallelism
-    degrees = asked.degrees(processes)
-    given = _same_named(asked, ParallelOptions) | {
-        "num_microbatches": asked.num_microbatches
+    section = job.parallelism
+    degrees = section.degrees(processes)
+    options = _same_named(section, ParallelOptions) | {
+        "num_microbatches": section.num_microbatches
         or job.optimizer.accumulate * max(degrees.replicas_of),
-        "stages": "even" if isinstance(asked.stages, list) else asked.stages,
-        "activations": None if asked.activations is None else DTYPES[asked.activations],
+        "stages": "even" if isinstance(section.stages, list) else section.stages,
+        "activations": None if section.activations is None else DTYPES[section.activations],
     }
     return ParallelOptions(
         degrees,
-        **given,
-        stores={placed.stage: _stage_store(placed, job) for placed in asked.placements},
-        data_groups=asked.data_groups,
+        **options,
+        stores={placed.stage: _stage_store(placed, job) for placed in section.placements},
+        data_groups=section.data_groups,
         blocks=job.model.blocks,
         dtype=DTYPES[job.model.dtype],
         weights=job.model.pretrained,
         seed=job.run.seed,
-        deadline_s=asked.deadline,
-        job=told,
+        deadline_s=section.deadline,
+        job=shared,
     )
 
 
@@ -174,15 +174,18 @@ def _stage_store(placement: StagePlacement, job: Job) -> Store:
 
 
 def _same_named(section: Section, kind: type) -> dict[str, Any]:
-    """What a section says of the options that `kind` has by the same names."""
+    """Return the values of a section for options that `kind` has under the same names."""
     names = {field.name for field in fields(kind)}
-    return {name: given for name, given in section if name in names}
+    return {name: value for name, value in section if name in names}
 
 
 def check_job(job: Job, workers: Sequence[int]) -> None:
-    """Make the values that `train` makes of a job, which check themselves. Reads no text, tokens or
-    certificates; assumes that the job names its servers, or needs none. `workers`: of each host, in
-    the order of ranks. Raises ConfigError."""
+    """Make the options that `train` would make of a job; they check themselves.
+
+    Reads no text, tokens or certificates, and assumes that the job names its servers, or needs
+    none. `workers` is the number of workers on each host, in the order of ranks. Raises
+    ConfigError.
+    """
     if job.parallelism.used:
         stage_options(job, sum(workers))
         return
@@ -191,15 +194,15 @@ def check_job(job: Job, workers: Sequence[int]) -> None:
     Request(
         **placed_options(job, moves=True),
         deadline_s=1.0,
-        group=WorkerGroup(0, sum(workers), "", local),
+        group=WorkerIdentity(0, sum(workers), "", local),
         report=silent,
     )
 
 
 @functools.cache
 def why_not_split(model: str, degree: int) -> str:
-    """Why a tensor group of `degree` ranks cannot split a model, in one sentence; "" where it can.
-    `model`: the job's [model] as JSON, with a vocabulary."""
+    """Say in one sentence why a tensor group of `degree` ranks cannot split a model; "" if it can.
+    `model` is the job's [model] as JSON, with a vocabulary size."""
     job = make_job({"model": json.loads(model)})
     try:
         family_plan(build_model(job, "meta"), degree)

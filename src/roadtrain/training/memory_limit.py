@@ -1,9 +1,9 @@
-"""A hard limit of this process's memory that the operating system enforces (`run.memory_limit`).
+"""A hard limit of this process's memory, enforced by the operating system (`run.memory_limit`).
 
-RLIMIT_DATA counts all private writable memory: what torch, numpy, roadtrain's buffers and thread
-stacks have mapped, touched or not. An allocation beyond it is refused, so that a process ends with
-a sentence instead of being killed. It needs no privilege. Does NOT count the code of libraries, nor
-memory shared with other processes; each process of a job has the limit for itself.
+RLIMIT_DATA counts all private writable memory, touched or not: mappings of torch and numpy,
+roadtrain's buffers, and thread stacks. An allocation beyond it fails, so that the process ends with
+an error message instead of being killed. Needs no privilege. Does not count code of libraries or
+memory shared with other processes. Each process of a job has its own limit.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from roadtrain.units import show_bytes
 
 ENFORCED_BY = "Linux (RLIMIT_DATA)"
 _PROC = Path("/proc/self/status")
-# torch's and LLVM's allocators raise no MemoryError
+# messages of torch's and LLVM's allocators, which do not raise MemoryError
 _REFUSED = ("can't allocate memory", "not enough memory", "can't start new thread")
 
 
 @contextmanager
 def limited(nbytes: int | None, way_out: str = "lower budget.host") -> Iterator[None]:
-    """Inside the context the process gets at most `nbytes` of private writable memory (None: no
-    limit). Raises ConfigError where the system would not enforce that; BudgetError, which names
-    the limit and says `way_out`, where an allocation was refused.
+    """Limit private writable memory of the process to `nbytes` in the body (None: no limit).
+
+    Raises:
+        ConfigError: The system would not enforce the limit.
+        BudgetError: An allocation failed; the hint includes `way_out`.
     """
     if nbytes is None:
         yield
@@ -42,7 +44,7 @@ def limited(nbytes: int | None, way_out: str = "lower budget.host") -> Iterator[
         if not was_refused(error):
             raise
         raise BudgetError(
-            f"the process holds {show_bytes(held())} and asked for more, run.memory_limit is"
+            f"the process holds {show_bytes(held())} and needed more, but run.memory_limit is"
             f" {show_bytes(nbytes)}, enforced by {ENFORCED_BY}",
             hint=f"{way_out}, or raise run.memory_limit",
         ) from error
@@ -51,7 +53,7 @@ def limited(nbytes: int | None, way_out: str = "lower budget.host") -> Iterator[
 
 
 def was_refused(error: BaseException) -> bool:
-    """Whether `error`, or what caused it, says that the system gave no memory."""
+    """Whether `error`, or a cause of it, means that an allocation failed."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _REFUSED):
@@ -60,44 +62,44 @@ def was_refused(error: BaseException) -> bool:
 
 
 def held() -> int:
-    """Bytes of private writable memory of this process, as RLIMIT_DATA counts them."""
+    """Return the bytes of private writable memory of this process, as RLIMIT_DATA counts them."""
     return _status("VmData")
 
 
 def peak() -> int:
-    """Bytes of memory that this process had at most, the code of libraries included."""
+    """Return the peak memory of this process in bytes, including code of libraries."""
     if _PROC.exists():
         return _status("VmHWM")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # its parent's too
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # may include the parent's
 
 
 def _set(nbytes: int, most: int) -> None:
-    """`most`: the process's hard limit."""
+    """Set the limit. `most` is the process's hard limit."""
     if most not in (resource.RLIM_INFINITY, -1) and most < nbytes:
         raise ConfigError(
-            f"run.memory_limit is {show_bytes(nbytes)}, this process may have at most"
+            f"run.memory_limit is {show_bytes(nbytes)}, but this process is limited to"
             f" {show_bytes(most)} (ulimit -d)",
-            hint="lower run.memory_limit, or leave it out: the lower limit holds already",
+            hint="lower run.memory_limit, or leave it out: the lower limit is in force anyway",
         )
     if _PROC.exists() and held() >= nbytes:
         raise ConfigError(
-            f"run.memory_limit is {show_bytes(nbytes)}, the process holds {show_bytes(held())}"
-            " before it begins",
+            f"run.memory_limit is {show_bytes(nbytes)}, but the process holds {show_bytes(held())}"
+            " already before training",
             hint="raise run.memory_limit",
         )
     resource.setrlimit(resource.RLIMIT_DATA, (nbytes, most))
 
 
 def _check_enforced(nbytes: int) -> None:
-    """Asks for all of it. A system that gives that does not count this memory."""
+    """Raise ConfigError if allocating the whole limit succeeds: then it is not enforced."""
     try:
         mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except (OSError, MemoryError):
         return
     raise ConfigError(
-        f"run.memory_limit: this system does not enforce RLIMIT_DATA, it gave {show_bytes(nbytes)}"
-        " beyond the limit",
-        hint="leave run.memory_limit out; Linux enforces it from version 4.7 on",
+        f"run.memory_limit: this system does not enforce RLIMIT_DATA, it allocated"
+        f" {show_bytes(nbytes)} beyond the limit",
+        hint="leave run.memory_limit out; Linux enforces it since version 4.7",
     )
 
 

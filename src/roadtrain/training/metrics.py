@@ -1,10 +1,9 @@
-"""Metrics: `metrics.jsonl` of a run directory, one line a step, every step exactly once after any
-resume.
+"""Metrics: `metrics.jsonl` of a run directory, with exactly one line per step, also after resuming.
 
-Steps count from 1: line `step` N was written when N steps were done. It is on disk before step N
-can be committed, so a resume only ever takes lines away: those of steps that were not committed,
-and a torn last one. They are moved into a file beside it, never cut; a file of another store is
-renamed. Does NOT know torch: `roadtrain status` reads it too.
+Line N is written when N steps are done, counted from 1. It is on disk before step N can be
+committed, so resuming only ever removes lines: those of steps that were not committed, and a torn
+last one. They are moved to another file, never deleted; the file of another store is renamed. Does
+not import torch, because `roadtrain status` reads it too.
 """
 
 from __future__ import annotations
@@ -22,18 +21,23 @@ from roadtrain.errors import DamagedError
 from roadtrain.retry import undone_on_error
 from roadtrain.storage.direct import sync_directory, typed_errors, write_all
 
-_UNCOMMITTED_AT_MOST = 16  # steps, with staleness "none": what servers put away (placing.NO_BOUND)
+_UNCOMMITTED_AT_MOST = 16  # steps with staleness "none" (placing.NO_BOUND)
 
 
 class Metrics:
-    """Appends to `path`. Invariant: the file holds the lines of consecutive steps up to `done`,
-    each once."""
+    """An open metrics file. Invariant: it has the lines of consecutive steps up to `done`, each
+    once."""
 
     def __init__(self, path: Path, done: int, *, fresh: bool = False) -> None:
-        """The lines of all steps after `done` are moved to `uncommitted`; `dropped` is how many.
-        `fresh`: what the file holds is another store's, as at step 0: it is renamed, `aside` is
-        its name then, else None. Raises DamagedError where a line of a step that counts is
-        missing (an empty or absent file is a beginning), FullError."""
+        """Open `path` and remove lines of later steps than `done`.
+
+        `dropped` is the number of lines that were moved to `uncommitted`. With `fresh`, or at step
+        0, the lines belong to another store: the file is renamed to `aside`, else that is None.
+
+        Raises:
+            DamagedError: The line of a committed step is missing (but the file may be absent).
+            FullError: The device is full.
+        """
         self.done, self.path = done, path
         lines = _read(path)
         begins = fresh or done == 0
@@ -44,11 +48,11 @@ class Metrics:
         follow = steps == list(range(done - len(steps) + 1, done + 1))
         if not follow or (not steps and _counts(path, done)):
             raise DamagedError(
-                f"{path}: {done} steps are committed, and not all of the last ones have a line that"
-                f" can be read; the last whole one is of step {steps[-1] if steps else 0}",
+                f"{path}: {done} steps are committed, but the lines of the last ones are not all"
+                f" readable; the last intact one is of step {steps[-1] if steps else 0}",
                 hint=(
-                    "the store is not affected: restore the file from a copy, or move it away, and"
-                    " a new one begins with the next step"
+                    "the store is not affected: restore the file from a copy, or move it away to"
+                    " start a new one with the next step"
                 ),
             )
         self._nbytes = sum(nbytes for _, nbytes in kept)
@@ -60,24 +64,23 @@ class Metrics:
 
     @property
     def uncommitted(self) -> Path:
-        """Where the lines of steps go that were not committed."""
+        """The file for lines of steps that were not committed."""
         return self.path.with_name(f"{self.path.stem}.uncommitted.jsonl")
 
     @property
     def note(self) -> str:
-        """For people: where lines that do not count are now; "" where all count."""
+        """A message about lines that were moved away; "" if there are none."""
         if self.aside is not None:
-            return f"metrics: {self.path} told of other steps, it is {self.aside} now"
+            return f"metrics: {self.path} had lines of other steps, it was renamed to {self.aside}"
         if self.dropped:
             return (
-                f"metrics: {self.dropped} steps after the last committed one are dropped, their"
+                f"metrics: {self.dropped} steps after the last committed one were dropped, their"
                 f" lines are in {self.uncommitted}"
             )
         return ""
 
     def append(self, line: dict[str, Any]) -> None:
-        """Write the next step's line and wait until it is on disk. FullError: the file is as
-        before."""
+        """Write the next step's line durably. Raises FullError, leaving the file as before."""
         assert line["step"] == self.done + 1, (line["step"], self.done)
         body = (json.dumps(line, allow_nan=False) + "\n").encode()
         try:
@@ -85,7 +88,7 @@ class Metrics:
                 write_all(self._file, body)
                 os.fdatasync(self._file)
         except BaseException:
-            # else the next start does it: a torn line counts for nothing
+            # otherwise the next start does it, since torn lines are ignored
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._nbytes)
             raise
@@ -93,14 +96,14 @@ class Metrics:
         self.done += 1
 
     def _move_rest(self) -> None:
-        """What lies behind the lines that count goes to the file of what was not committed."""
+        """Move everything after the valid lines to the file of uncommitted lines."""
         rest = os.pread(self._file, os.fstat(self._file).st_size, self._nbytes)
         if not rest:
             return
         aside = self.uncommitted
         whole = rest[: rest.rfind(b"\n") + 1]
-        said = f"not committed: training went on from step {self.done}"
-        note = {"note": said, "dropped": self.dropped}
+        why = f"not committed: training continued from step {self.done}"
+        note = {"note": why, "dropped": self.dropped}
         if torn := rest[len(whole) :]:
             note["torn"] = torn.decode(errors="replace")
         body = json.dumps(note).encode() + b"\n" + whole
@@ -120,27 +123,29 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of the file, [] if there is none. A torn last line is left out."""
+    """Return all complete lines of the file, [] if there is none. Ignores a torn last line."""
     return [line for line, _ in _read(path)]
 
 
 def sessions_in(path: Path) -> dict[int, str]:
-    """Step -> the session that trained it, "" where the line does not say."""
+    """Map each step to the session that trained it, "" if the line does not name it."""
     return {line["step"]: line.get("session", "") for line in read_metrics(path)}
 
 
 def last_alike(path: Path, many: int) -> list[dict[str, Any]]:
-    """Of the last `many` lines those of the plan that the last one is of: a run that was planned
-    anew, or that fewer hosts took over, has steps of several in one file."""
+    """Return those of the last `many` lines that have the same plan as the last one. A run that was
+    replanned, or continued on fewer hosts, has lines of several plans."""
     lines = read_metrics(path)[-many:]
     return [line for line in lines if line.get("predicted") == lines[-1].get("predicted")]
 
 
 def committed_by(path: Path) -> int:
-    """The step that the lines of a file prove committed, -1 for none: a step's line is written
-    once all steps but the last two, or but as many as its staleness allows, are committed
-    (`Worker.end_step`). Where a line says "snapshot_every", only steps that this divides are ever
-    committed, each before the next step's line is written."""
+    """Return the step that the lines of a file prove to be committed, -1 for none.
+
+    A step's line is written once all steps but the last two, or as many as the staleness allows,
+    are committed (`Worker.end_step`). If a line has "snapshot_every", only multiples of it are
+    ever committed, each before the next step's line is written.
+    """
     lines = read_metrics(path)
     if not lines:
         return -1
@@ -151,15 +156,15 @@ def committed_by(path: Path) -> int:
     return max(0, int(lines[-1]["step"]) - open_steps)
 
 
-def was_away(path: Path, done: int) -> bool:
-    """Whether this file's last line is of a step before `done`: with other stages or hosts, this
-    rank, or this host as the first one, was not there in the steps since."""
-    known = read_metrics(path)
-    return bool(known) and known[-1]["step"] < done
+def missed_steps(path: Path, done: int) -> bool:
+    """Whether the last line of the file is of a step before `done`, because this rank or its host
+    did not take part in the steps since."""
+    lines = read_metrics(path)
+    return bool(lines) and lines[-1]["step"] < done
 
 
 def _rename_aside(path: Path) -> Path | None:
-    """The file's new name; None where it holds nothing."""
+    """Rename the file, and return its new name; None where it is empty or missing."""
     if not path.exists() or not path.stat().st_size:
         return None
     names = (path.with_name(f"{path.stem}.before-{n}.jsonl") for n in itertools.count(1))
@@ -171,17 +176,17 @@ def _rename_aside(path: Path) -> Path | None:
 
 
 def _read(path: Path) -> list[tuple[dict[str, Any], int]]:
-    """(line, its bytes) of every whole line."""
+    """Return (line, size in bytes) of every intact line before the first damaged one."""
     return list(takewhile(lambda pair: pair[0], _raw(path)))  # type: ignore[arg-type]
 
 
 def _counts(path: Path, done: int) -> bool:
-    """Whether any line of the file, behind whatever is damaged, is of a step up to `done`."""
+    """Whether any line, also after a damaged one, is of a step up to `done`."""
     return any(line["step"] <= done for line, _ in _raw(path) if line)
 
 
 def _raw(path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
-    """(line, its bytes) for every line; None for what is no line of ours, as a torn last one."""
+    """Yield (line, size in bytes) of every line; None for a damaged or foreign line."""
     if not path.exists():
         return
     with typed_errors(path, "reading"):

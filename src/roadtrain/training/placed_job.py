@@ -1,7 +1,6 @@
-"""A job whose model is placed: its parameters rest on files, in RAM or on servers.
+"""A job whose model is placed, with its state on files, in RAM or on servers.
 
-The step (`step`) fits one screen; it is the loop that any user would write. Does NOT know how
-parameters travel: that is `place`.
+`step` is the training step, as any user would write it. How parameters travel is up to `place`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from roadtrain.config.job import Job
-from roadtrain.environment import WorkerGroup
+from roadtrain.environment import WorkerIdentity
 from roadtrain.placement.place import place
 from roadtrain.servers.trace import Stages
 from roadtrain.storage.history import Witness
@@ -26,24 +25,24 @@ from roadtrain.training.build import build_model, build_optimizer, prepared, tok
 from roadtrain.training.data import Tokens
 from roadtrain.training.job_options import placed_options
 from roadtrain.training.memory_limit import ENFORCED_BY
-from roadtrain.training.metrics import was_away
+from roadtrain.training.metrics import missed_steps
 from roadtrain.training.progress import Report, silent
 from roadtrain.training.run_files import mark_of
 from roadtrain.training.schedule import set_learning_rate
+from roadtrain.training.step_exchange import GlobalStep, StepExchange
 from roadtrain.training.step_record import StepRecord
-from roadtrain.training.step_words import StepOfAll, WorkerWords
 from roadtrain.training.stop import Stop
 from roadtrain.training.summary import Summary, Totals, disk_bytes, rows
 from roadtrain.units import show_bytes
 
 HELD_OUT_BATCHES = 8
-MOST_THREADS = 16  # under run.memory_limit: a stack counts 8 MiB, touched or not
+MOST_THREADS = 16  # under run.memory_limit; each thread's stack counts 8 MiB
 
 
 @dataclass
 class PlacedJob:
-    """A job with its model placed, which training/train.py's loop drives as it does a StagedJob.
-    `optimizer`: what place() returned."""
+    """A job with its model placed, driven by the loop in training/train.py like a StagedJob.
+    `optimizer` is the result of place()."""
 
     job: Job
     model: torch.nn.Module
@@ -51,14 +50,14 @@ class PlacedJob:
     scaler: torch.amp.GradScaler
     tokens: Tokens
     device: torch.device
-    group: WorkerGroup = field(default_factory=WorkerGroup)
-    # what workers tell each other; None: there is one
-    words: WorkerWords | None = None
-    # Forward and Backward, without what was waited in them; the rest is the optimizer's
+    group: WorkerIdentity = field(default_factory=WorkerIdentity)
+    # exchange of losses and stops among workers; None: there is one worker
+    words: StepExchange | None = None
+    # Forward and Backward without waiting; the optimizer measures the other stages
     stages: Stages = field(default_factory=Stages)
-    mark: Mark | None = None  # of the run directory, where training goes on there
+    mark: Mark | None = None  # of the run directory, if training is resumed from it
     report: Report = silent
-    stopped: str = ""  # why all workers stop after the last step
+    stopped: str = ""  # reason why all workers stop after the last step
 
     @property
     def rank(self) -> int:
@@ -68,15 +67,15 @@ class PlacedJob:
     def steps_done(self) -> int:
         return int(self.optimizer.steps_done)
 
-    def is_away(self, lines: Path) -> bool:
-        """Whether its lines are of other steps: of another store, or trained while this worker was
-        away."""
+    def is_stale(self, lines: Path) -> bool:
+        """Whether the lines of `lines` do not precede the next step: they are of another store, or
+        this worker has missed steps."""
         served = bool(self.job.servers.addresses)
         fresh = self.mark is not None and self.mark.fresh
-        return fresh or (served and was_away(lines, self.steps_done))
+        return fresh or (served and missed_steps(lines, self.steps_done))
 
     def begin(self) -> None:
-        """Say what the run takes of the disk, and what its memory is limited to."""
+        """Report disk usage and the memory limit."""
         job, plain = self.job, show_bytes(self._plain_nbytes)
         self.keep()
         if used := disk_bytes(job):
@@ -89,7 +88,7 @@ class PlacedJob:
         self.tokens.begun = True
 
     def why(self, stop: Stop) -> str:
-        """Why no further step is trained, the same on all workers; "" where one is."""
+        """Return why no further step is trained, equal on all workers; "" to continue."""
         return self.stopped if self.words else stop.why()
 
     def step(self, stop: Stop) -> StepRecord:
@@ -99,16 +98,16 @@ class PlacedJob:
 
         def before(loss: float) -> None:
             nonlocal norm
-            if late == 1:  # of the step before: asking waits
+            if late == 1:  # of the step before, since asking waits
                 norm = optimizer.grad_norm()
             if words is not None:
-                words.say(loss, tokens_of(self.job), stop.why())
+                words.send(loss, tokens_of(self.job), stop.why())
 
         loss, lr = step(self, self.steps_done, before)
         if not late:
             norm = optimizer.grad_norm()
-        told = words.hear(self.steps_done) if words else None
-        self.stopped = (stop.why() or told.why) if told is not None and told.why else ""
+        common = words.receive(self.steps_done) if words else None
+        self.stopped = (stop.why() or common.why) if common is not None and common.why else ""
         stages = self.stages.take() | optimizer.stages()
         witness = Witness.of(optimizer.session.servers.history)
         record = StepRecord(
@@ -121,40 +120,41 @@ class PlacedJob:
             {} if witness is None else {"session": witness.last},
             optimizer.memory()["resident"],
         )
-        return self._of_all(record, told)
+        return self._of_all(record, common)
 
-    def _of_all(self, own: StepRecord, told: StepOfAll | None) -> StepRecord:
-        """Worker 0's line is of the whole run: the mean loss and all tokens. With a delay the other
-        losses of the step are not known yet, and the line says whose loss it has."""
+    def _of_all(self, own: StepRecord, common: GlobalStep | None) -> StepRecord:
+        """Replace worker 0's values by those of the whole run: the mean loss and all tokens. With a
+        delay, the other losses are not known yet, and the line names the worker of its loss."""
         if self.words is None or self.rank:
             return own
-        if self.words.lag or told is None:
+        if self.words.lag or common is None:
             more = {**own.more, "loss_of": "worker 0"}
             return replace(own, tokens=own.tokens * self.group.workers, more=more)
-        return replace(own, loss=told.loss, tokens=told.tokens)
+        return replace(own, loss=common.loss, tokens=common.tokens)
 
     def keep(self, *, now: bool = False) -> None:
-        """A step's line is written, so its commit may be told of."""
+        """Record the committed step in the mark, after the step's line was written."""
         if self.rank == 0 and self.mark is not None:
             self.mark.advance(self.optimizer.committed_step, now=now)
 
     def abandon(self) -> None:
-        """Commit nothing more: a step's line could not be written."""
+        """Do not commit the last step, because its line could not be written."""
         self.optimizer.abandon()
 
     def finish(self, why: str) -> None:
-        """Commit the last step. `why`: training ends before run.steps."""
+        """Commit the last step. `why` is the reason if training ends before run.steps."""
         self.optimizer.flush()
         self.keep(now=True)
         if why:
             self.report(
-                f"{why}: step {self.optimizer.committed_step} is committed; the same command goes"
-                " on from there"
+                f"{why}: step {self.optimizer.committed_step} is committed; run the same command"
+                " to continue from there"
             )
 
     @torch.no_grad()
     def held_out_loss(self, batches: int = HELD_OUT_BATCHES) -> float | None:
-        """Mean over at most `batches` held-out batches; None where none are held out."""
+        """Return the mean loss of at most `batches` held-out batches; None without held-out
+        text."""
         job, model = self.job, self.model
         if not job.data.held_out:
             return None
@@ -169,7 +169,7 @@ class PlacedJob:
         return int(self.optimizer.memory()["plain"])
 
     def rows(self, summary: Summary, totals: Totals, program: str) -> list[tuple[str, str]]:
-        """The table at the end. `program`: how roadtrain was called."""
+        """Return the table printed at the end. `program` is the command line of roadtrain."""
         return rows(self.job, summary, totals, self._plain_nbytes, program)
 
     def __enter__(self) -> Self:
@@ -180,32 +180,34 @@ class PlacedJob:
         self.optimizer.__exit__(*error)
 
     def clip(self) -> None:
-        """Loss scaling is still on the gradients, so the limit is scaled too (torch refuses to
-        unscale fp16)."""
+        """Clip gradients. Their loss scaling is not undone yet (torch refuses to for fp16), so the
+        limit is scaled as well."""
         limit = self.job.optimizer.clip_norm
         if limit is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit * self.scaler.get_scale())
 
 
 def open_placed(job: Job, report: Report) -> PlacedJob:
-    """The job at its last committed step. Raises RoadtrainError."""
-    if WorkerGroup.of_environment().rank:
+    """Open the job at its last committed step. Raises RoadtrainError."""
+    if WorkerIdentity.of_environment().rank:
         report = silent
     if job.limit_nbytes is not None and torch.get_num_threads() > MOST_THREADS:
         torch.set_num_threads(MOST_THREADS)
-        report(f"memory: {MOST_THREADS} threads compute, the stack of each counts")
+        report(f"memory: using {MOST_THREADS} threads, since each stack counts")
     return place_job(job, report, mark_of(job, report))
 
 
 def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> PlacedJob:
-    """Text, model, optimizer, and the one line that places them. `mark`: of the run directory,
-    where the state that it knows of is meant. Raises RoadtrainError."""
+    """Prepare the text, model and optimizer of a job, and place them.
+
+    `mark` is that of the run directory, if its state is to be resumed. Raises RoadtrainError.
+    """
     job, tokens, device = prepared(job, report)
     narrow = device.type == "cpu" and job.model.dtype != "fp32"
     if narrow and not torch.cpu._is_avx512_bf16_supported():
         report(
-            f"this CPU has no {job.model.dtype} arithmetic, torch emulates it slowly: --model.dtype"
-            " fp32 is faster"
+            f"this CPU has no {job.model.dtype} arithmetic, so that torch emulates it slowly:"
+            " --model.dtype fp32 is faster"
         )
     torch.manual_seed(job.run.seed)
     model = build_model(job, "meta")
@@ -223,13 +225,13 @@ def place_job(job: Job, report: Report = print, mark: Mark | None = None) -> Pla
         report=report,
     )
     group, stages = optimizer.group, NetStages(optimizer.session.stages)
-    words = WorkerWords(optimizer) if group.workers > 1 else None
+    words = StepExchange(optimizer) if group.workers > 1 else None
     placed = (job, model, optimizer, scaler, tokens, device, group, words, stages)
     return PlacedJob(*placed, mark, report)
 
 
 class NetStages(Stages):
-    """Stages without what is waited in them, by the `other`."""
+    """Stage times without waiting, which `other` measures."""
 
     def __init__(self, other: Stages) -> None:
         super().__init__()
@@ -246,15 +248,15 @@ class NetStages(Stages):
 def step(
     training: PlacedJob, number: int, before: Callable[[float], None] | None = None
 ) -> tuple[float, float]:
-    """Step `number` (from 0): its mean loss and its learning rate. `before`: called with the loss
-    before the optimizer's step."""
+    """Train step `number` (from 0). Returns its mean loss and its learning rate. `before` is called
+    with the loss before the optimizer's step."""
     job, optimizer, scaler = training.job, training.optimizer, training.scaler
     lr = set_learning_rate(optimizer.param_groups, job, number)
     group = training.group
     torch.manual_seed((job.run.seed * 1_000_003 + number) * group.workers + group.rank)  # dropout
     total = 0.0
     for micro in range(job.optimizer.accumulate):
-        # the step's batches, in an order that all workers agree on
+        # the batches of a step, distributed over workers in a fixed order
         turn = micro * group.workers + group.rank
         x_BT, y_BT = training.tokens.batch(number, turn, job.data.batch_size, job.data.seq_len)
         with training.stages.timed("Forward"):
@@ -278,5 +280,5 @@ def loss_of(
 
 
 def tokens_of(job: Job) -> int:
-    """Tokens of a worker's step."""
+    """Return the tokens of one worker's step."""
     return job.data.batch_size * job.data.seq_len * job.optimizer.accumulate

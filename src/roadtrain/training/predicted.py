@@ -1,7 +1,7 @@
-"""What a plan promised of a step, in each line of metrics.jsonl, and beside what was measured.
+"""A plan's predicted step times: in each line of metrics.jsonl, and compared with measured ones.
 
-Forward and Backward are without waiting, which is Wait, in both. Does NOT predict anything, and
-does NOT know what servers measured.
+Forward and Backward exclude waiting, which is Wait, in both. Predicts nothing itself, and does not
+know the measurements of servers.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from roadtrain.training.metrics import last_alike
 from roadtrain.training.progress import ORDER
 from roadtrain.units import show_seconds
 
-RECENT = 20  # steps that rates and medians are taken from
-RANK = re.compile(r"metrics\.(\d+)\.jsonl")  # others have steps that do not count
+RECENT = 20  # number of last steps for rates and medians
+RANK = re.compile(r"metrics\.(\d+)\.jsonl")  # not metrics.uncommitted.jsonl
 Line = dict[str, Any]
 
 
-def promised(job: Job, stage: int, replica: int) -> Line:
-    """What a line of this rank says of its plan; nothing where there is none."""
-    told = job.predicted
-    if not told.seconds:
+def predicted_for(job: Job, stage: int, replica: int) -> Line:
+    """Return the keys for a line of this rank with its plan's prediction; {} without a plan."""
+    plan = job.predicted
+    if not plan.seconds:
         return {}
     places = (f"stage {stage} replica {replica}", f"stage {stage}")
-    where = next((place for place in places if place in told.stages), places[1])
-    stages = told.stages.get(where, {})
-    return {"predicted": {"where": where, "seconds": told.seconds, "stages": stages}}
+    where = next((place for place in places if place in plan.stages), places[1])
+    stages = plan.stages.get(where, {})
+    return {"predicted": {"where": where, "seconds": plan.seconds, "stages": stages}}
 
 
 def compared(run: Path) -> list[list[tuple[str, ...]]]:
-    """A table for each place that ranks of this directory are at, the first rank of each: what
-    was predicted, what was measured, and how many times as long that is."""
+    """Return a table for each place of the pipeline, of the first rank there: predicted and
+    measured seconds, and their ratio."""
     named = ((RANK.fullmatch(path.name), path) for path in run.glob("metrics.*.jsonl"))
     ranks = sorted((int(match[1]), path) for match, path in named if match)
     found: dict[str, list[Line]] = {}
@@ -47,18 +47,18 @@ def compared(run: Path) -> list[list[tuple[str, ...]]]:
 
 
 def _table(where: str, lines: Sequence[Line]) -> list[tuple[str, ...]]:
-    told = lines[-1]["predicted"]
+    plan = lines[-1]["predicted"]
     step = median(line["seconds"] for line in lines)
-    out = [(where, "predicted", "measured", "ratio"), _row("a step", told["seconds"], step)]
+    out = [(where, "predicted", "measured", "ratio"), _row("a step", plan["seconds"], step)]
     for name in ORDER:
         own = [line["stages"].get(name, {}).get("seconds", 0.0) for line in lines]
         measured = median(own) if any(name in line["stages"] for line in lines) else None
-        if name in told["stages"] or measured is not None:
-            out.append(_row(name, told["stages"].get(name), measured))
+        if name in plan["stages"] or measured is not None:
+            out.append(_row(name, plan["stages"].get(name), measured))
     return out
 
 
 def _row(name: str, predicted: float | None, measured: float | None) -> tuple[str, ...]:
     ratio = f"{measured / predicted:.2f}" if predicted and measured is not None else "-"
-    shown = ("-" if one is None else show_seconds(one) for one in (predicted, measured))
+    shown = ("-" if value is None else show_seconds(value) for value in (predicted, measured))
     return (name, *shown, ratio)

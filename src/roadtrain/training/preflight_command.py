@@ -1,7 +1,7 @@
 """`roadtrain preflight`: test the networks of a job's hosts before it is started on them.
 
-Which ranks meet, the environment that torchrun sets says, or a list of hosts. Does NOT test
-itself (stages/preflight.py).
+The participating ranks come from torchrun's environment or a list of hosts. The tests themselves
+are in stages/preflight.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from roadtrain.stages.preflight import preflight
 from roadtrain.stages.rank_groups import Groups
 from roadtrain.stages.rank_meeting import MEET_S, meet
 
-PORT = 29500  # torchrun's own
+PORT = 29500  # torchrun's default
 
 
 def command(
@@ -43,77 +43,77 @@ def command(
     Args:
         hosts: HOST,HOST,...: names or addresses in the order of ranks; this host is found in it
         devices: ranks of each host, with --hosts
-        port: of the first host, where they meet, with --hosts
+        port: port of the first host at which the ranks meet, with --hosts
         patience: seconds to wait for all ranks
     """
     begin = time.monotonic()
     if devices < 1 or not patience > 0:
         raise ConfigError(
-            f"--devices {devices}, --patience {patience:g}: 1 device or more, seconds above 0"
+            f"--devices {devices}, --patience {patience:g}: must be 1 or more, and above 0"
         )
     launch = launch_among(hosts.split(","), port) if hosts else launch_of(os.environ)
     per_rank = devices if hosts else 1
-    asked = load_job(path).parallelism if path else ParallelismSection()
-    asked.check_known()
-    needed = needed_ranks(asked, per_rank)
-    meeting = meet(launch, job=in_lines(asked, per_rank), needed=needed, deadline_s=patience)
-    of_ranks = [host for host in override(meeting.hosts, asked.networks) for _ in range(per_rank)]
+    section = load_job(path).parallelism if path else ParallelismSection()
+    section.check_known()
+    needed = needed_ranks(section, per_rank)
+    meeting = meet(launch, job=in_lines(section, per_rank), needed=needed, deadline_s=patience)
+    of_ranks = [host for host in override(meeting.hosts, section.networks) for _ in range(per_rank)]
     places = meeting.host_devices(of_ranks)
-    parallelism = asked.degrees(len(of_ranks)) if asked.used else None
+    parallelism = section.degrees(len(of_ranks)) if section.used else None
     groups: Sequence[NamedRanks] = ()
     if parallelism is not None:
         groups = Groups.of(parallelism, places, data_groups=DataGroups.ANYWHERE).to_create
     preflight(meeting, groups, of_ranks)
-    if parallelism is not None:  # last: a wrong card can make a cluster of its own
-        check_ranks(parallelism, places, data_groups=asked.data_groups)
+    if parallelism is not None:  # last, since a wrong network card can look like a separate cluster
+        check_ranks(parallelism, places, data_groups=section.data_groups)
     if meeting.rank == 0:
         print(f"preflight: all is well ({time.monotonic() - begin:.1f} s)")
     return 0
 
 
-def in_lines(asked: ParallelismSection, per_rank: int) -> str:
-    """What must be the same on all ranks."""
-    said = {**asked.model_dump(mode="json"), "devices": per_rank}
-    return "\n".join(f"{key} = {value}" for key, value in said.items())
+def in_lines(section: ParallelismSection, per_rank: int) -> str:
+    """Return the options that must be equal on all ranks, one per line."""
+    options = {**section.model_dump(mode="json"), "devices": per_rank}
+    return "\n".join(f"{key} = {value}" for key, value in options.items())
 
 
-def needed_ranks(asked: ParallelismSection, per_rank: int) -> int:
-    """That meet, where each stands for `per_rank` of the job; 0 where the job takes what comes.
-    Raises ConfigError."""
-    if not asked.used or (asked.dp is None and not asked.widths):
+def needed_ranks(section: ParallelismSection, per_rank: int) -> int:
+    """Return the number of ranks that must meet, each for `per_rank` ranks of the job; 0 if the job
+    adapts to those that arrive. Raises ConfigError."""
+    if not section.used or (section.dp is None and not section.widths):
         return 0
-    parallelism = asked.degrees(0)
+    parallelism = section.degrees(0)
     ranks, rest = divmod(parallelism.devices, per_rank)
     if rest:
         raise ConfigError(
-            f"{parallelism} is {parallelism.devices} ranks, which {per_rank} a host do not divide",
-            hint="--devices is the number of ranks of each host",
+            f"{parallelism} has {parallelism.devices} ranks, not a multiple of {per_rank} per host",
+            hint="set --devices to the number of ranks of each host",
         )
     return ranks
 
 
 def launch_among(names: Sequence[str], port: int) -> Launch:
-    """One rank a host of `names`; which one this is, this host's name or addresses say. Raises
-    ConfigError, also for the name of another host that means this one's loopback here."""
+    """Return the launch of this host, found among `names` by its name or addresses; one rank per
+    host. Raises ConfigError, also if another host's name resolves to the loopback here."""
     me = socket.gethostname()
     own = {card.address for card in this_host().cards}
     found = []
     for rank, name in enumerate(names):
         addresses = _addresses(name)
-        loopback = [one for one in addresses if ipaddress.ip_address(one).is_loopback]
+        loopback = [ip for ip in addresses if ipaddress.ip_address(ip).is_loopback]
         if name == me or own & addresses:
             found.append(rank)
         elif len(loopback) == len(addresses) and len(names) > 1:
             raise ConfigError(
                 f"the name {name} resolves to {loopback[0]} on host {me}, which is its loopback"
-                f" (lo): {me} would look for {name} in itself",
-                hint=f"give {name} the address of its card in /etc/hosts, or give the address",
+                f" (lo): {me} would connect to itself instead of {name}",
+                hint=f"map {name} to its network card's address in /etc/hosts, or use that address",
             )
     if len(found) != 1:
         have = ", ".join(sorted(own)) or "none"
         raise ConfigError(
-            f"host {me} (addresses {have}) is {len(found)} of {', '.join(names)}, not one",
-            hint="name each host once, as it calls itself or by an address",
+            f"host {me} (addresses {have}) matches {len(found)} of {', '.join(names)}, must be 1",
+            hint="list each host once, by its own host name or an address",
         )
     return Launch(found[0], len(names), names[0], port, agent=False, attempt="0")
 
@@ -123,6 +123,6 @@ def _addresses(name: str) -> set[str]:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(
-            f"host {socket.gethostname()} knows no address of {name}: {error.strerror or error}"
+            f"host {socket.gethostname()} cannot resolve {name}: {error.strerror or error}"
         ) from error
-    return {str(one[4][0]).partition("%")[0] for one in found}
+    return {str(info[4][0]).partition("%")[0] for info in found}

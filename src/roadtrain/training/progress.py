@@ -1,9 +1,8 @@
-"""Progress: what a person sees while training: a bar on a terminal, lines elsewhere. Does NOT
-measure anything.
+"""Progress display during training: a bar on a terminal, lines elsewhere. Measures nothing.
 
-The shares of a line are what the training thread did: its Forward and Backward without waiting, its
-Wait, and all else (batches, clipping, printing). They add up to 100 %. Behind them stands what
-limited the step.
+The shares of a line are those of the training thread: Forward and Backward without waiting, Wait,
+and the rest (batches, clipping, printing). They add up to 100 %. After them comes what limited the
+step.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from rich.console import Console
 from roadtrain.config.job import Job
 
 ORDER = ("Forward", "Backward", "Wait", "Fetch", "Push", "Sum", "Read", "Update", "Write", "Commit")
-OWN = ORDER[:3]  # stages of the training thread; all others run beside it
-UPDATING = 0.8  # of a step: a server's update thread that is busy for longer is what limits
+OWN = ORDER[:3]  # stages of the training thread; all others run concurrently
+UPDATING = 0.8  # busy share of a step above which the update thread is the limit
 LEGEND = (
-    "a step: Forward and Backward compute, Wait is for what limits the step, other is all else"
+    "a step: Forward and Backward compute, Wait is for what limits the step, other is the rest"
     " (batches, clipping)"
 )
 Show = Callable[[Mapping[str, Any]], None]
-Report = Callable[[str], None]  # hears each line that is printed
+Report = Callable[[str], None]  # called with each line to be printed
 
 
 def silent(_: str) -> None: ...
@@ -34,7 +33,7 @@ def silent(_: str) -> None: ...
 
 @contextmanager
 def progress(job: Job, done: int, report: Report) -> Iterator[Show]:
-    """Inside the context a function that shows one line of metrics.jsonl."""
+    """Yield a function that shows one line of metrics.jsonl."""
     steps = job.run.steps
 
     def say(line: Mapping[str, Any]) -> None:
@@ -44,7 +43,9 @@ def progress(job: Job, done: int, report: Report) -> Iterator[Show]:
     if done < steps:
         report(LEGEND)
     console = Console()
-    if not console.is_terminal or os.environ.get("RANK", "0") != "0":  # one bar of one process
+    if (
+        not console.is_terminal or os.environ.get("RANK", "0") != "0"
+    ):  # only the first process has a bar
         yield say
         return
     columns = (
@@ -59,7 +60,7 @@ def progress(job: Job, done: int, report: Report) -> Iterator[Show]:
 
 
 def describe(job: Job, line: Mapping[str, Any]) -> str:
-    """Loss, rate, what the training thread did, and what limited the step."""
+    """Return loss, rate, shares of the training thread, and what limited the step."""
     loss = "nan" if line["loss"] is None else f"{line['loss']:.3f}"
     rate = line["tokens"] / line["seconds"] if line["seconds"] else 0.0
     busy = {name: stage["seconds"] for name, stage in line["stages"].items()}
@@ -69,7 +70,7 @@ def describe(job: Job, line: Mapping[str, Any]) -> str:
 
 
 def shares(seconds: float, busy: Mapping[str, float]) -> dict[str, int]:
-    """Whole percents of a step's `seconds` that add up to 100; what is 0 is left out."""
+    """Return whole percentages of a step's `seconds` that add up to 100, without zeros."""
     parts = {name: busy.get(name, 0.0) for name in OWN}
     parts["other"] = max(0.0, seconds - sum(parts.values()))
     if not (whole := sum(parts.values())):
@@ -83,10 +84,10 @@ def shares(seconds: float, busy: Mapping[str, float]) -> dict[str, int]:
 
 
 def limited_by(job: Job, seconds: float, busy: Mapping[str, float]) -> str:
-    """Name what kept steps that took `seconds` from being shorter.
+    """Name what limits steps that took `seconds`.
 
-    The training thread either computes or waits. Where it mostly computes, computing limits the
-    step; else what it waits for does.
+    The training thread either computes or waits. If it mostly computes, computing limits the step,
+    else what it waits for.
     """
     if busy.get("Wait", 0.0) < seconds / 2:
         return "computing"
@@ -94,7 +95,7 @@ def limited_by(job: Job, seconds: float, busy: Mapping[str, float]) -> str:
         return "other ranks and their links"
     if job.servers.addresses:
         return "servers and network"
-    # a server updates on one thread, beside those that read and write
+    # a server updates in a single thread; others read and write
     updates = (busy.get("Sum", 0.0) + busy.get("Update", 0.0)) / max(1, len(job.store.files))
     return "files" if job.store.files and updates < UPDATING * seconds else "updates"
 

@@ -1,5 +1,5 @@
-"""The files of a run directory that training writes beside the state: job.toml, the tokenizer, a
-file of lines for each rank, and the mark."""
+"""The files that training writes in a run directory beside the state: job.toml, the tokenizer, a
+metrics file for each rank, and the mark."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from roadtrain.storage.direct import replace_file
 from roadtrain.storage.mark import Mark
 from roadtrain.training.metrics import committed_by, sessions_in
 
-SAID_ONCE = ("run.new_store", "launched.committed", "store.moved_from", "servers.give_up")
+ONE_START = ("run.new_store", "launched.committed", "store.moved_from", "servers.give_up")
 
 
 def lines_of(job: Job, rank: int = 0) -> Path:
-    """The metrics.jsonl of a rank."""
+    """Return the path of a rank's metrics file."""
     return job.run_dir / (f"metrics.{rank}.jsonl" if rank else "metrics.jsonl")
 
 
 def mark_of(job: Job, report: Callable[[str], None] = print, *, reads: bool = False) -> Mark:
-    """What the job's run directory, or its launcher, knows of its store. `reads`: none shall be
-    made. A worker that torchrun has started again has said `new_store` once before; a launched
-    one is told by its job whether it holds."""
+    """Open the mark of the job's run directory. `reads`: a missing store is an error.
+
+    `new_store` is ignored when torchrun has restarted the worker, since the first start has
+    applied it; for a launched worker, the job decides.
+    """
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     again = restarted and LAUNCHED_AS not in os.environ
     lines = lines_of(job)
@@ -40,8 +42,8 @@ def mark_of(job: Job, report: Callable[[str], None] = print, *, reads: bool = Fa
 
 
 def write_job(job: Job) -> None:
-    """Write job.toml without what is said for one start alone, and the tokenizer."""
-    lasting = job.changed(dict.fromkeys(SAID_ONCE))
+    """Write job.toml, without keys that are for one start only, and the tokenizer."""
+    lasting = job.changed(dict.fromkeys(ONE_START))
     replace_file(job.run_dir / "job.toml", lasting.to_toml().encode(), "writing")
     if job.data.tokenizer != "bytes":
         kept = job.run_dir / "tokenizer.json"

@@ -1,4 +1,4 @@
-"""The learning rate of a step: a function of its number, so that a resumed run repeats it."""
+"""The learning rate as a function of the step number, so that a resumed run repeats it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from roadtrain.config.job import Job
 
 
 def learning_rate(job: Job, number: int) -> float:
-    """Of step `number` (from 0): linear warm-up, then the schedule down to a tenth at run.steps."""
+    """Return the rate of step `number` (from 0): warm-up, then the schedule down to a tenth."""
     o = job.optimizer
     if number < o.warmup_steps:
         return o.lr * (number + 1) / o.warmup_steps
@@ -22,7 +22,7 @@ def learning_rate(job: Job, number: int) -> float:
 
 
 def set_learning_rate(groups: Iterable[dict[str, Any]], job: Job, number: int) -> float:
-    """Give step `number` its learning rate. `groups`: of an optimizer's parameters."""
+    """Set the learning rate of step `number` in an optimizer's `groups`, and return it."""
     lr = learning_rate(job, number)
     for group in groups:
         group["lr"] = lr

@@ -1,9 +1,9 @@
-"""A job with `[parallelism]`: every process of it, started by torchrun, trains its stage.
+"""A job with `[parallelism]`: every process, started by torchrun, trains its stage.
 
-Micro-batch i of a step is what pass i of one process alone would be, so that losses are the same
-(but for dropout, whose numbers a placed job draws in one stream a step, and stages by micro-batch
-and block). Process 0 writes the files of the run directory; snapshots are written by all. Does NOT
-know how stages talk: that is `parallelize`.
+Micro-batch i of a step has the data of pass i of a single process, so that losses are the same
+(except with dropout, whose numbers are drawn per step in a placed job, and per micro-batch and
+block in stages). Process 0 writes the files of the run directory; all processes write snapshots.
+The communication of stages is up to `parallelize`.
 """
 
 from __future__ import annotations
@@ -32,47 +32,47 @@ from roadtrain.training.build import build_model, build_optimizer, prepared, tok
 from roadtrain.training.data import Tokens
 from roadtrain.training.export_stages import newest
 from roadtrain.training.job_options import check, stage_options
-from roadtrain.training.metrics import was_away
+from roadtrain.training.metrics import missed_steps
 from roadtrain.training.progress import Report, silent
 from roadtrain.training.run_files import mark_of
 from roadtrain.training.schedule import set_learning_rate
 from roadtrain.training.step_record import StepRecord
 from roadtrain.training.stop import INTERRUPTED, Stop
-from roadtrain.training.summary import Summary, Totals, going_on, loss_rows
+from roadtrain.training.summary import Summary, Totals, loss_rows, resume_command
 from roadtrain.units import show_seconds
 
 HELD_OUT_BATCHES = 8
-DATA = "data"  # the name of the tokens' state in a snapshot
+DATA = "data"  # name of the tokens' state in a snapshot
 
 
 def as_stages(job: Job, report: Report = print) -> Job:
-    """Return `job` as it is, or with parallelism.dp: where it names no degrees, but its run
-    directory holds the state of a job in stages, that state is gone on from as one stage."""
+    """Return `job`, with parallelism.dp set if its run directory holds the state of a job in stages
+    but the job has no degrees: it then continues as a single stage."""
     other = job.parallelism.used or job.servers.addresses or job.run.new_store
     if other or not (folder := job.run_dir / FOLDER).is_dir():
         return job
     try:
-        told = newest(folder)[1]
+        snapshot = newest(folder)[1]
     except ConfigError:  # nothing is committed
         return job
     rank = os.environ.get("RANK", "0")
-    ours = Mark(job.run_dir, reads=True, report=silent).known.job
-    if ours != told.job and (rank == "0" or ours):  # the first rank alone has a mark
+    ours = Mark(job.run_dir, reads=True, report=silent).record.job
+    if ours != snapshot.job and (rank == "0" or ours):  # only rank 0 has a mark
         return job
     dp = int(os.environ.get("WORLD_SIZE", "1"))
     if rank == "0":
         report(
-            f"{folder} holds this run's state, of step {told.step}, trained as"
-            f" {told.parallelism}: it goes on from there as one stage, parallelism.dp = {dp}"
+            f"{folder} has the state of this run at step {snapshot.step}, trained as"
+            f" {snapshot.parallelism}: continuing as one stage, parallelism.dp = {dp}"
         )
     return job.changed({"parallelism.dp": dp})
 
 
 def meet_alone(job: Job) -> None:
-    """Where one process is all that the job asks for, it needs no torchrun."""
-    asked = job.parallelism
-    one = (asked.dp, asked.tp, asked.pp, asked.widths) == (1, 1, 1, [])
-    if one and not any(os.environ.get(name) for name in LAUNCH_NAMES):
+    """Set the environment of torchrun if the job needs one process only."""
+    asks = job.parallelism
+    single = (asks.dp, asks.tp, asks.pp, asks.widths) == (1, 1, 1, [])
+    if single and not any(os.environ.get(name) for name in LAUNCH_NAMES):
         with socket.create_server(("127.0.0.1", 0)) as server:
             where = server.getsockname()
         values = ("0", "1", *map(str, where))
@@ -80,7 +80,7 @@ def meet_alone(job: Job) -> None:
 
 
 def open_staged(job: Job, report: Report) -> StagedJob:
-    """The job's stage of this process, at the last committed step. Raises RoadtrainError."""
+    """Open this process's stage of the job at the last committed step. Raises RoadtrainError."""
     meet_alone(job)
     launch = launch_of(os.environ)
     say = report if launch.rank == 0 else silent
@@ -93,7 +93,8 @@ def open_staged(job: Job, report: Report) -> StagedJob:
 
 @dataclass
 class StagedJob:
-    """What training/train.py's loop drives. `stopped`: a rank asked to stop after the last step."""
+    """A job in stages, driven by the loop in training/train.py. `stopped`: some rank asked to stop
+    after the last step."""
 
     job: Job
     training: ParallelTraining
@@ -114,21 +115,21 @@ class StagedJob:
     def num_microbatches(self) -> int:
         return self.training.context.options.num_microbatches
 
-    def is_away(self, lines: Path) -> bool:
-        return was_away(lines, self.steps_done)
+    def is_stale(self, lines: Path) -> bool:
+        return missed_steps(lines, self.steps_done)
 
     def begin(self) -> None:
-        """Nothing is to be said: parallelize() has."""
+        """Do nothing: parallelize() has reported the plan."""
 
     def why(self, stop: Stop) -> str:
-        """All ranks hear of an interruption, so that all go on alike."""
+        """Return why training ends, after agreeing on it with all ranks; "" to continue."""
         if not self.stopped:
             return ""
         own = stop.why()
-        told = self.training.context.control.agree(own, "why training ends")
-        if INTERRUPTED in told:
+        reasons = self.training.context.control.agree(own, "why training ends")
+        if INTERRUPTED in reasons:
             return own if own == INTERRUPTED else "another process was interrupted"
-        return str(max(told))
+        return str(max(reasons))
 
     def step(self, stop: Stop) -> StepRecord:
         number, job, training = self.steps_done, self.job, self.training
@@ -162,19 +163,20 @@ class StagedJob:
         self.training.snapshot(self.blobs())
 
     def blobs(self) -> dict[str, bytes]:
-        """What a step consists of beside parameters and their state."""
+        """Return the part of a step's state that is neither parameters nor optimizer state."""
         tokens = self.tokens.state_dict()
         return {DATA: encode({"tokens": tokens, "num_microbatches": self.num_microbatches})}
 
     def held_out_loss(self) -> float | None:
-        """Mean over the held-out batches, those of one process; None where none are held out."""
+        """Return the mean loss of the held-out batches of one process; None without held-out
+        text."""
         job, together = self.job, self.num_microbatches
         if not job.data.held_out:
             return None
         rows, length = job.data.batch_size, job.data.seq_len
         found = self.tokens.held_out_batches(HELD_OUT_BATCHES, rows, length)
         batches = [micro_batch(x_BT, y_BT, self.device) for x_BT, y_BT in found]
-        # so often that each batch has had as many turns as any other
+        # until every batch was evaluated equally often
         rounds = math.lcm(len(batches), together) // together
         losses = [self._evaluated(batches, n * together) for n in range(rounds)]
         return sum(losses) / len(losses)
@@ -191,7 +193,7 @@ class StagedJob:
         run = self.job.run_dir
         out.append(("committed", f"step {self.training.committed_step}, in {run}"))
         command = f"torchrun ... {program} train {run / 'job.toml'}"
-        return [*out, ("to go on", going_on(summary, command))]
+        return [*out, ("to continue", resume_command(summary, command))]
 
     def __enter__(self) -> Self:
         self.training.__enter__()
@@ -211,12 +213,13 @@ def loss_of(result: Any, batch: MicroBatch) -> torch.Tensor:
 
 
 def stage_job(job: Job, processes: int, report: Report) -> StagedJob:
-    """Text, model, optimizer, and the line that cuts them into stages. Raises RoadtrainError."""
+    """Prepare the text, model and optimizer of a job, and split them into stages. Raises
+    RoadtrainError."""
     check(job)
     if idle := unused(job):
         report(f"a job in stages does not use {', '.join(idle)}")
     job, tokens, device = prepared(job, report)
-    options = stage_options(job, processes, told_of(job, tokens))
+    options = stage_options(job, processes, shared_lines(job, tokens))
     model = build_model(job, "meta")
     x_BT, y_BT = tokens.batch(0, 0, job.data.batch_size, job.data.seq_len)
     training = parallelize(
@@ -232,8 +235,8 @@ def stage_job(job: Job, processes: int, report: Report) -> StagedJob:
 
 
 def unused(job: Job) -> list[str]:
-    """Keys that say something and have no effect (Rule 6): a stage's state rests beside its ranks,
-    or where parallelism.placements says."""
+    """Return keys that are set without effect: a stage's state is kept with its ranks, or as
+    parallelism.placements specifies."""
     plain = job.changed({"store": {}, "servers": {}})
     return [
         f"{section}.{key}"
@@ -243,9 +246,9 @@ def unused(job: Job) -> list[str]:
     ]
 
 
-def told_of(job: Job, tokens: Tokens) -> str:
-    """What all processes must have alike, a line each: each host has its own text and job file."""
-    said = {
+def shared_lines(job: Job, tokens: Tokens) -> str:
+    """Return what must be equal on all processes, one per line. Each host has its own files."""
+    shared = {
         "text": tokens.fingerprint,
         "data": job.data.model_dump(exclude={"paths", "tokenizer"}),
         "model": job.model.model_dump(exclude={"pretrained"}),
@@ -253,16 +256,16 @@ def told_of(job: Job, tokens: Tokens) -> str:
         "run.steps": job.run.steps,
         "parallelism.snapshot_every": job.parallelism.snapshot_every,
     }
-    return "\n".join(f"{key} = {value}" for key, value in said.items())
+    return "\n".join(f"{key} = {value}" for key, value in shared.items())
 
 
 def snapshot_options(job: Job) -> SnapshotOptions:
-    asked = job.parallelism
-    return SnapshotOptions(asked.snapshot_every, asked.snapshot_replicas, job.run.new_store)
+    own = job.parallelism
+    return SnapshotOptions(own.snapshot_every, own.snapshot_replicas, job.run.new_store)
 
 
 def resume(staged: StagedJob, mark: Mark | None) -> None:
-    """Go on from the last committed step of the run directory."""
+    """Resume from the last committed step of the run directory."""
     job, training, report = staged.job, staged.training, staged.report
     blobs = training.keep(job.run_dir, snapshot_options(job), mark, report)
     if DATA in blobs:
@@ -270,7 +273,7 @@ def resume(staged: StagedJob, mark: Mark | None) -> None:
         staged.tokens.load_state_dict(state["tokens"])
         if (then := state["num_microbatches"]) != staged.num_microbatches:
             report(
-                f"a step was of {then} micro-batches and is of {staged.num_microbatches} now: its"
-                " loss is another one (parallelism.num_microbatches keeps it)"
+                f"a step had {then} micro-batches and now has {staged.num_microbatches}: its loss"
+                " differs (parallelism.num_microbatches keeps the number)"
             )
     staged.tokens.begun = True

@@ -1,10 +1,10 @@
-"""status: step, loss, rates, bytes written so far, and how long the device endures it; from a run
-directory alone. Of a run on servers or with reducers also each node, what it waits for and since
-when, and what its switches lose and lack; they are asked, and say so while they train.
+"""`roadtrain status`: step, loss, rates, bytes written and the device's endurance, from a run
+directory alone. For a run on servers or with reducers, also the state of each node, of its waits,
+and of the switches; they are queried and answer during training.
 
-Endurance: what the device may be written by its data sheet (TBW, decimal terabytes), over what this
-run writes. Counts what roadtrain wrote by itself, not what the device's own housekeeping multiplies
-it by. Does NOT import torch.
+Endurance: bytes that the device may be written according to its data sheet (TBW, decimal
+terabytes), divided by the bytes that this run writes. Counts writes by roadtrain, without the
+device's internal write amplification. Does not import torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from roadtrain.transport.plugins import link_options
 from roadtrain.transport.tcp import TcpOptions
 from roadtrain.units import show_bytes, show_rate, show_seconds
 
-ASSUMED_TBW = 600.0  # terabytes: what makers state for a 1 TB consumer SSD
+ASSUMED_TBW = 600.0  # terabytes; typical data sheet value of a 1 TB consumer SSD
 WRITES = ("Write", "Commit")  # stages whose bytes go to the device
 
 
@@ -43,9 +43,9 @@ def report_run(
     link: str = "tcp",
     report: Report = print,
 ) -> int:
-    """Report on a run directory, or the HOST:PORT,... of servers and switches; the options are
-    those of `roadtrain status`. Returns 1 where something does not answer. Raises ConfigError where
-    `run` is neither."""
+    """Report on a run directory, or on servers and switches at HOST:PORT,... The options are those
+    of `roadtrain status`. Returns 1 if a node does not answer. Raises ConfigError if `run` is
+    neither."""
     found: list[Any] = []
     table: list[tuple[str, str]] = []
     reducers: list[tuple[str, str]] = []
@@ -65,29 +65,29 @@ def report_run(
         table += health.rows(servers, answers, switches)
         found += answers
     show_table([*table, *reducers], report)
-    return int(any(isinstance(one, PeerError) for one in found))
+    return int(any(isinstance(answer, PeerError) for answer in found))
 
 
 def ask_reducers(job: Job, token_file: str | None) -> tuple[list[tuple[str, str]], list[Any]]:
-    """Rows of the reducers that a job in stages names now, and what each said."""
-    asked = job.parallelism
-    names = [*SpareHosts(asked.reducers, None, None).now()]
+    """Query the reducers that a job in stages names now. Returns table rows and the answers."""
+    section = job.parallelism
+    names = [*SpareHosts(section.reducers, None, None).now()]
     if not names:
-        return [("reducers", "none now: the workers sum")], []
-    options = TcpOptions(token=token_of(token_file or asked.reducers_token_file))
+        return [("reducers", "none now, the workers sum themselves")], []
+    options = TcpOptions(token=token_of(token_file or section.reducers_token_file))
     found = health.ask_all([address_of(name) for name in names], options)
     return health.rows(names, found, role="reducer"), found
 
 
 def report_ended(run: str, report: Report) -> None:
-    """Report on a run directory whose servers have ended with the run: they are not asked. Raises
+    """Report on a run directory whose servers have ended with the run and are not queried. Raises
     ConfigError."""
     show_table(rows(job_of_run(run), read_metrics(Path(run) / "metrics.jsonl"), None), report)
     report_stages(run, report)
 
 
 def report_stages(run: str, report: Report) -> None:
-    """Report what was predicted of each stage in a run directory, beside what was measured."""
+    """Report predicted and measured times of each stage in a run directory."""
     for beside in [] if names_servers(run) else compared(Path(run)):
         show_table(beside, report)
 
@@ -102,7 +102,7 @@ def rows(
     losses = [line["loss"] for line in recent if line["loss"] is not None]
     left = _span((job.run.steps - last["step"]) * seconds)
     out = [
-        ("step", f"{last['step']} of {job.run.steps}, about {left} to go"),
+        ("step", f"{last['step']} of {job.run.steps}, about {left} left"),
         ("last step", describe(job, last)),
         (f"loss, mean of {len(losses)} steps", f"{fmean(losses):.4f}" if losses else "nan"),
         ("tokens so far", f"{sum(line['tokens'] for line in lines):,}"),
@@ -113,23 +113,23 @@ def rows(
     if job.servers.addresses:
         return [*out, ("state", f"on {', '.join(job.servers.addresses)}")]
     if not job.store.files:
-        return [*out, ("written", "nothing: the state is in RAM, it is lost when the process ends")]
+        return [*out, ("written", "nothing: the state is in RAM and is lost when the process ends")]
     devices = len(job.store.files)
     stages = [named for line in lines for named in line["stages"].items()]
     written = sum(stage["bytes"] for name, stage in stages if name in WRITES)
     rate = written / sum(line["seconds"] for line in lines) if written else 0.0
     if endurance_tbw is not None and not endurance_tbw > 0:
         raise ConfigError(
-            f"--endurance-tbw {endurance_tbw:g}: terabytes above 0", hint="--endurance-tbw 600"
+            f"--endurance-tbw {endurance_tbw:g} is not above 0", hint="--endurance-tbw 600"
         )
     tbw = ASSUMED_TBW if endurance_tbw is None else endurance_tbw
-    said = "assumed, --endurance-tbw sets it" if endurance_tbw is None else "as given"
+    source = "assumed, set --endurance-tbw" if endurance_tbw is None else "as specified"
     directories = f"{show_bytes(written)} to {devices} directories"
     out.append(("written so far", f"{directories}, {show_rate(rate)} while training"))
     if rate:
-        used = f"{written / devices / (tbw * 1e12):.4%} of {tbw:g} TBW a device ({said})"
+        used = f"{written / devices / (tbw * 1e12):.4%} of {tbw:g} TBW per device ({source})"
         lasts = f"{_span(tbw * 1e12 * devices / rate)} of training like this"
-        out.append(("endurance used", f"{used}, if each is its own device"))
+        out.append(("endurance used", f"{used}, if each directory is its own device"))
         out.append(("endurance lasts", lasts))
     return out
 

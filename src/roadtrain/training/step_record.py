@@ -1,4 +1,4 @@
-"""StepRecord: what a training step gives, and the line of metrics.jsonl that is made of it."""
+"""StepRecord: the results of a training step, and its line of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roadtrain.config.job import Job
-from roadtrain.training.predicted import promised
+from roadtrain.training.predicted import predicted_for
 
 Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step, as one process trained it. `grad_norm`: before clipping, NaN where it is not known.
-    `stages`: name -> (seconds, bytes). `at`: pipeline stage and replica. `more`: keys that only
-    some jobs have. `resident`: bytes that roadtrain's buffers held."""
+    """A step, as trained by one process.
+
+    Attributes:
+        grad_norm: Norm before clipping; nan if unknown.
+        stages: (seconds, bytes) of each stage.
+        at: Pipeline stage and replica.
+        more: Keys that only some jobs have.
+        resident: Bytes of roadtrain's buffers.
+    """
 
     loss: float
     grad_norm: float
@@ -29,7 +35,7 @@ class StepRecord:
     resident: int = 0
 
     def line(self, job: Job, step: int, seconds: float) -> Line:
-        """The line of `step`, counted from 1."""
+        """Return the metrics line of `step`, counted from 1."""
         line: Line = {
             "step": step,
             "loss": self.loss if math.isfinite(self.loss) else None,
@@ -42,5 +48,5 @@ class StepRecord:
                 for name, (busy, nbytes) in self.stages.items()
             },
         }
-        line |= self.more | promised(job, *self.at)
+        line |= self.more | predicted_for(job, *self.at)
         return line | ({"lossy": job.lossy} if job.lossy else {})

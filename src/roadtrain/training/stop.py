@@ -1,4 +1,4 @@
-"""Stop: why training ends before its last step."""
+"""Stop: the conditions that end training before its last step."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ INTERRUPTED = "interrupted"
 
 
 class Stop:
-    """Why to stop early: Ctrl-C or SIGTERM (the step at work is finished; a second one ends at
-    once), or the time."""
+    """Ends training early, on Ctrl-C or SIGTERM or when the time is over. The current step is
+    finished; a second signal ends it at once."""
 
     def __init__(self, minutes: float | None) -> None:
         self._until = math.inf if minutes is None else time.monotonic() + 60 * minutes
-        self._minutes, self._asked = minutes, False
+        self._minutes, self._signalled = minutes, False
 
     def why(self) -> str:
-        if self._asked:
+        """Return the reason to stop; "" to continue."""
+        if self._signalled:
             return INTERRUPTED
         return f"{self._minutes:g} minutes are over" if time.monotonic() > self._until else ""
 
     @contextmanager
-    def heard(self, report: Report) -> Iterator[None]:
-        """Signals come here, where this is the main thread; elsewhere whoever runs us handles
-        them."""
+    def on_signals(self, report: Report) -> Iterator[None]:
+        """Handle signals in the body, if this is the main thread."""
 
         def ask(number: int, frame: FrameType | None) -> None:
-            if self._asked:
+            if self._signalled:
                 raise KeyboardInterrupt
-            self._asked = True
-            report("stopping after this step (again: at once)")
+            self._signalled = True
+            report("stopping after this step (a second signal stops at once)")
 
         main = threading.current_thread() is threading.main_thread()
         signals = (signal.SIGINT, signal.SIGTERM) if main else ()

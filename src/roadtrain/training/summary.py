@@ -1,7 +1,7 @@
-"""The table at the end of a run: what training took and gave, and which command goes on.
+"""The table at the end of a run: time, memory, disk and results, and the command to continue.
 
-The training thread either computes or waits, so its step is the sum of the two. Does NOT measure
-anything: it adds up the lines of metrics.jsonl.
+The training thread either computes or waits, so a step is the sum of the two. Measures nothing, but
+adds up the lines of metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from roadtrain.training import memory_limit
 from roadtrain.training.progress import limited_by
 from roadtrain.units import show_bytes, show_rate, show_seconds
 
-FEW = 5  # the most steps that a first or last loss is the mean of
+FEW = 5  # a first or last loss is the mean of at most so many steps
 
 
 @dataclass(frozen=True)
 class Summary:
-    """`stopped`: why it ended before run.steps, or nothing. Losses: means over the first and
-    last steps of this run."""
+    """The results of a run. `stopped` is why it ended before run.steps, or "". The losses are means
+    over the first and last steps of this run."""
 
     steps: int
     first_loss: float
@@ -38,18 +38,18 @@ class Summary:
 
 @dataclass
 class Totals:
-    """Of the steps of this run."""
+    """Sums over the steps of this run."""
 
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
-    # of each stage, added up over threads
+    # by stage, added up over threads
     busy_s: Counter[str] = field(default_factory=Counter)
     nbytes: Counter[str] = field(default_factory=Counter)
-    # the most that roadtrain's buffers held
+    # peak bytes of roadtrain's buffers
     resident: int = 0
 
     def add(self, line: Mapping[str, Any], resident: int) -> None:
-        """A line of metrics.jsonl, and what roadtrain's buffers held after its step."""
+        """Add a line of metrics.jsonl, and the bytes of roadtrain's buffers after its step."""
         self.losses.append(math.nan if line["loss"] is None else line["loss"])
         self.seconds += line["seconds"]
         for name, stage in line["stages"].items():
@@ -64,15 +64,15 @@ class Totals:
 
     @property
     def waited(self) -> float:
-        """Seconds that the training thread waited."""
+        """Seconds that the training thread has waited."""
         return min(self.busy_s["Wait"], self.seconds)
 
 
 def rows(
     job: Job, summary: Summary, totals: Totals, plain: int, program: str
 ) -> list[tuple[str, str]]:
-    """`plain`: bytes that plain training of the model needs; `program`: how roadtrain was
-    called."""
+    """Return the table. `plain` is the memory in bytes that ordinary training of the model needs,
+    `program` the command line of roadtrain."""
     held = show_bytes(totals.resident)
     if totals.resident < plain:
         held += f", {totals.resident / plain:.0%} of that"
@@ -93,7 +93,7 @@ def rows(
         out.append(("on disk", f"{show_bytes(used)}; {removes} removes it"))
     again = f"{program} {shlex.join(['train', str(job.run_dir / 'job.toml')])}"
     again += "" if summary.stopped else f" --run.steps {2 * job.run.steps}"
-    return [*loss_rows(job, summary), *out, ("to go on", going_on(summary, again))]
+    return [*loss_rows(job, summary), *out, ("to continue", resume_command(summary, again))]
 
 
 def loss_rows(job: Job, summary: Summary) -> list[tuple[str, str]]:
@@ -109,7 +109,7 @@ def loss_rows(job: Job, summary: Summary) -> list[tuple[str, str]]:
 
 
 def disk_bytes(job: Job) -> int:
-    """What the job's stores take on their devices."""
+    """Return the bytes that the job's stores occupy on disk."""
     files = (f for d in job.store.files for f in Path(d).rglob("*") if f.is_file())
     return sum(os.stat(file).st_blocks * 512 for file in files)
 
@@ -135,11 +135,11 @@ def _step(job: Job, totals: Totals) -> str:
     )
 
 
-def going_on(summary: Summary, typed: str) -> str:
-    """What the user types to train on: `typed`, or of a run that was launched the launcher's."""
+def resume_command(summary: Summary, typed: str) -> str:
+    """Return the command to continue: `typed`, or the launcher's for a launched run."""
     name = os.environ.get(LAUNCHED_AS)
     if not name:
         return typed
     if summary.stopped:
         return f"roadtrain launch --resume {name}"
-    return f"more run.steps in the job, then roadtrain launch PLAN.toml JOB.toml --name {name}"
+    return f"raise run.steps in the job, then roadtrain launch PLAN.toml JOB.toml --name {name}"

@@ -1,8 +1,8 @@
-"""train(): a job's training loop, the same for a model that place() has placed (`PlacedJob`) and
-for one that parallelize() has cut into stages (`StagedJob`).
+"""train(): the training loop of a job, for a model placed by place() (`PlacedJob`) and for one
+split into stages by parallelize() (`StagedJob`).
 
 Batches, learning rates and dropout are functions of the step's number, so a resumed run repeats
-them. A step's line is in metrics.jsonl before that step can be committed. Does NOT know how
+them. The line of a step is in metrics.jsonl before the step can be committed. Does not know how
 parameters or gradients travel.
 """
 
@@ -24,13 +24,13 @@ from roadtrain.training.summary import Summary, Totals
 
 
 def train(job: Job, report: Report = print, program: str = "roadtrain") -> Summary:
-    """Train `job` from its last committed step up to run.steps. `program`: how the command that
-    goes on begins. Raises RoadtrainError."""
+    """Train `job` from its last committed step to run.steps. `program` begins the command to
+    continue, for the table at the end. Raises RoadtrainError."""
     opened = open_staged if job.parallelism.used else open_placed
     with limited(job.limit_nbytes):
-        stop = Stop(job.run.minutes)  # its time runs from here
+        stop = Stop(job.run.minutes)  # run.minutes count from here
         make_directory(job.run_dir)
-        with opened(job, report) as run, stop.heard(run.report):
+        with opened(job, report) as run, stop.on_signals(run.report):
             why, totals = train_steps(run, stop)
             run.finish(why)
             held_out = None if INTERRUPTED in why else run.held_out_loss()
@@ -40,11 +40,11 @@ def train(job: Job, report: Report = print, program: str = "roadtrain") -> Summa
 
 
 def train_steps(run: PlacedJob | StagedJob, stop: Stop) -> tuple[str, Totals]:
-    """The steps that are left. Returns why it ended before run.steps, or nothing."""
+    """Train the remaining steps. Returns why training ended before run.steps, or ""."""
     job, lines, done, totals = run.job, lines_of(run.job, run.rank), run.steps_done, Totals()
-    with Metrics(lines, done, fresh=run.is_away(lines)) as metrics:
+    with Metrics(lines, done, fresh=run.is_stale(lines)) as metrics:
         if run.rank == 0:
-            write_job(job)  # now that nothing was refused
+            write_job(job)  # after all checks
         if metrics.note:
             run.report(metrics.note)
         run.begin()
@@ -57,7 +57,7 @@ def train_steps(run: PlacedJob | StagedJob, stop: Stop) -> tuple[str, Totals]:
                 now = time.perf_counter()
                 line = record.line(job, run.steps_done, now - then)
                 then = now
-                with undone_on_error(run.abandon):  # a committed step has its line
+                with undone_on_error(run.abandon):  # no step is committed without its line
                     metrics.append(line)
                 show(line)
                 totals.add(line, record.resident)

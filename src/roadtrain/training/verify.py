@@ -1,11 +1,11 @@
-"""verify(): the user's own job, a few steps in three ways, compared bit for bit: placed as the job
-says (in a temporary store beside its own), placed in RAM, and plainly: the whole model in torch,
-the same rules on whole tensors.
+"""verify(): trains a few steps of the user's job in three variants, and compares them bit for bit:
+placed as in the job (in a temporary store beside its own), placed in RAM, and plainly, with the
+whole model in torch and the same rules on whole tensors.
 
-The plain side shares the loop (`train.step`) and the rules' kernels, nothing of the stream,
-servers, stores or chunks. Beside it torch's own optimizer gets the same gradients in fp32: its
-deviation is reported, it is rounding.
-Assumes: memory for all this; refused otherwise. Does NOT compare plainly where the job is lossy.
+The plain variant shares the loop (`train.step`) and the rules' kernels, but nothing of the stream,
+servers, stores or chunks. In addition, torch's own optimizer gets the same gradients in fp32; its
+deviation, which is due to rounding, is reported.
+Needs memory for all this, else refuses. A lossy job is not compared with the plain variant.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ def command(path: str, overrides: Mapping[str, Any], steps: int = 3, report: Rep
 
 
 def verify(job: Job, steps: int, report: Report = print) -> bool:
-    """Whether every loss and every tensor is the same, bit for bit, each way. Raises
-    BudgetError, UserError."""
+    """Whether every loss and every tensor is bit-identical in all variants. Raises BudgetError or
+    UserError."""
     if job.optimizer.delay not in (0, 1):
         raise ConfigError(
-            f"no two runs are the same with staleness {job.optimizer.delay}",
-            hint="verify with --optimizer.delay 1, or 0",
+            f"with staleness {job.optimizer.delay} no two runs are equal",
+            hint="use --optimizer.delay 0 or 1",
         )
     if steps < 1:
-        raise ConfigError(f"--steps {steps}: nothing would be compared", hint="--steps 3")
+        raise ConfigError(f"--steps {steps}: nothing to compare", hint="use --steps 3")
     with ExitStack() as stack:
         homes = [stack.enter_context(_beside(Path(d))) for d in job.store.files]
         if job.servers.addresses:
-            report("the servers are left alone: verify runs on this host, in memory")
+            report("the servers are not used: verify runs on this host, in memory")
             if job.servers.switches:
                 report(
-                    f"so is the sum in the network as {job.servers.wire}: what that changes, within"
-                    " its bound, is not compared"
+                    f"the sum in the network as {job.servers.wire} is not compared either: its"
+                    " bounded deviation is not verified"
                 )
             job = job.changed({"servers": {}, "compress.downcast": None})
         placed = place_job(job.changed({"store.files": homes}), report)
@@ -81,7 +81,7 @@ def verify(job: Job, steps: int, report: Report = print) -> bool:
         with resident.optimizer:
             same = _same(mine, _run("in RAM", resident, steps), things, report)
         if job.compress.keep is not None:
-            report("plain torch is not compared: the job is lossy on purpose")
+            report("plain torch is not compared, because the job is lossy")
             return same
         model = build_model(placed.job, "cpu").to(placed.device)
         plain = PlainOptimizer(placed.job, model, start)
@@ -96,10 +96,14 @@ def verify(job: Job, steps: int, report: Report = print) -> bool:
 
 
 @dataclass
-class _Whole:
-    """One parameter with its rule's state. `shadow`: the same under torch's own optimizer.
-    `held`: the gradient, while a handle stands for it. `grid`: where the sum of its squares is
-    cut, as on servers."""
+class _RefParam:
+    """A parameter of the plain variant, with its rule's state.
+
+    Attributes:
+        shadow: The same parameter under torch's own optimizer.
+        grid: Offsets at which the sum of squares is split, as on servers.
+        held: The gradient, while a handle stands for it.
+    """
 
     spec: ParamSpec
     p: torch.nn.Parameter
@@ -113,9 +117,10 @@ class _Whole:
 
 
 class PlainOptimizer(torch.optim.Optimizer):
-    """The rules on whole tensors. `read` as a placed optimizer's. Global norms are summed over the
-    same segments as on servers, since a sum's bits depend on its order; so before clipping
-    gradients become handles, as when placed.
+    """Applies the rules to whole tensors. `read` is like that of a placed optimizer.
+
+    Global norms are summed over the same segments as on servers, since the bits of a sum depend on
+    its order. So before clipping, gradients become handles, as in a placed model.
     """
 
     _step_supports_amp_scaling = True
@@ -129,7 +134,7 @@ class PlainOptimizer(torch.optim.Optimizer):
         self.root_params = len(parts.root.params)
         runs = [run for block in self.table.blocks for run in block.runs]
         at = {span.param: span.start for run in runs for span in run.spans}
-        self.all: list[_Whole] = []  # in the order of table.params
+        self.all: list[_RefParam] = []  # in the order of table.params
         params = [p for part in (parts.root, *parts.blocks) for _, p in part.params]
         for i, (p, spec) in enumerate(zip(params, self.table.params, strict=True)):
             rule, master = rules[spec.group], start[spec.name].reshape(-1).astype(np.float32)
@@ -139,39 +144,39 @@ class PlainOptimizer(torch.optim.Optimizer):
             p.data = values.to(p.device, DTYPES[spec.dtype], copy=True)
             shadow = torch.nn.Parameter(torch.from_numpy(master.copy()).view(p.shape))
             grid = range(SEGMENT - at.get(i, 0) % SEGMENT, master.size, SEGMENT)
-            self.all.append(_Whole(spec, p, rule, master, arrays, row, shadow, grid))
-        self.torch = build_optimizer(job, [one.shadow for one in self.all])
+            self.all.append(_RefParam(spec, p, rule, master, arrays, row, shadow, grid))
+        self.torch = build_optimizer(job, [ref.shadow for ref in self.all])
 
     def gather(self) -> None:
-        """Gradients of blocks become handles; those of the root stay tensors, as when placed."""
-        for i, one in enumerate(self.all):
-            if i >= self.root_params and one.p.grad is not None:
-                one.held = as_numpy(one.p.grad).reshape(-1).copy()
-                one.p.grad = PlacedGrad(one.p, i, self, one.spec.name)
+        """Replace gradients of blocks by handles; those of the root stay tensors, as if placed."""
+        for i, ref in enumerate(self.all):
+            if i >= self.root_params and ref.p.grad is not None:
+                ref.held = as_numpy(ref.p.grad).reshape(-1).copy()
+                ref.p.grad = PlacedGrad(ref.p, i, self, ref.spec.name)
 
     def sum_squares(self, param: int) -> float:
-        one = self.all[param]
-        assert one.held is not None
-        return sum(sum_squares(piece, one.spec.dtype) for piece in np.split(one.held, one.grid))
+        ref = self.all[param]
+        assert ref.held is not None
+        return sum(sum_squares(piece, ref.spec.dtype) for piece in np.split(ref.held, ref.grid))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         unscale, skip = amp_of(self)
         if self.staleness:
-            self._publish()  # the next step computes with what the masters are now
+            self._publish()  # the next step computes with the current masters
         if skip:
             return
-        for one in self.all:
-            one.shadow.grad, grad = None, one.p.grad
+        for ref in self.all:
+            ref.shadow.grad, grad = None, ref.p.grad
             if grad is None:
                 continue
             scale = (grad.scale if isinstance(grad, PlacedGrad) else 1.0) * unscale
-            flat = as_numpy(grad).reshape(-1) if one.held is None else one.held
+            flat = as_numpy(grad).reshape(-1) if ref.held is None else ref.held
             values = torch.from_numpy(flat).view(grad.dtype).float()
-            one.shadow.grad = values.mul(scale).view_as(one.p)
-            hyper = one.rule.hyper(self.param_groups[one.spec.group])
-            one.rule.apply(
-                one.master, flat, one.spec.dtype, one.arrays, one.row, hyper, scale, None, None
+            ref.shadow.grad = values.mul(scale).view_as(ref.p)
+            hyper = ref.rule.hyper(self.param_groups[ref.spec.group])
+            ref.rule.apply(
+                ref.master, flat, ref.spec.dtype, ref.arrays, ref.row, hyper, scale, None, None
             )
         if not self.staleness:
             self._publish()
@@ -180,25 +185,25 @@ class PlainOptimizer(torch.optim.Optimizer):
         self.torch.step()
 
     def _publish(self) -> None:
-        for one in self.all:
-            one.p.data.copy_(torch.from_numpy(one.master).view_as(one.p))
+        for ref in self.all:
+            ref.p.data.copy_(torch.from_numpy(ref.master).view_as(ref.p))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for one in self.all:
-            one.p.grad = one.held = None
+        for ref in self.all:
+            ref.p.grad = ref.held = None
 
     def read(self, name: str, what: str = MASTER) -> np.ndarray:
-        one = next(one for one in self.all if one.spec.name == name)
-        if what in one.rule.scalars:
-            return one.row[[one.rule.scalars.index(what)]]
-        return one.master if what == MASTER else one.arrays[one.rule.arrays.index(what)]
+        ref = next(ref for ref in self.all if ref.spec.name == name)
+        if what in ref.rule.scalars:
+            return ref.row[[ref.rule.scalars.index(what)]]
+        return ref.master if what == MASTER else ref.arrays[ref.rule.arrays.index(what)]
 
     def deviation(self) -> tuple[str, float]:
-        """Where torch's own optimizer ended up farthest from the rules, and how far."""
+        """Return the parameter for which torch's own optimizer deviates most, and by how much."""
         far = []
-        for one in self.all:
-            apart = np.abs(one.shadow.detach().numpy().reshape(-1) - one.master)
-            far.append((one.spec.name, float(apart.max())))
+        for ref in self.all:
+            apart = np.abs(ref.shadow.detach().numpy().reshape(-1) - ref.master)
+            far.append((ref.spec.name, float(apart.max())))
         return max(far, key=lambda pair: pair[1])
 
 
@@ -209,21 +214,21 @@ class _PlainJob(PlacedJob):
 
 
 @dataclass(frozen=True)
-class _Way:
-    """One way to train, and what it gave. `read`: (parameter's name, "master" or a state's
-    name) -> values."""
+class _Variant:
+    """The results of one variant. `read` returns the values of a (parameter's name, "master" or
+    name of a state)."""
 
     name: str
     losses: list[float]
     read: Callable[[str, str], np.ndarray]
 
 
-def _run(name: str, training: PlacedJob, steps: int) -> _Way:
+def _run(name: str, training: PlacedJob, steps: int) -> _Variant:
     losses = [step(training, number)[0] for number in range(steps)]
-    return _Way(name, losses, training.optimizer.read)
+    return _Variant(name, losses, training.optimizer.read)
 
 
-def _same(left: _Way, right: _Way, things: list[tuple[str, str]], report: Report) -> bool:
+def _same(left: _Variant, right: _Variant, things: list[tuple[str, str]], report: Report) -> bool:
     losses = _difference(np.array(left.losses), np.array(right.losses))
     pairs = (
         (f"{name} ({what})", _difference(left.read(name, what), right.read(name, what)))
@@ -240,13 +245,13 @@ def _same(left: _Way, right: _Way, things: list[tuple[str, str]], report: Report
     if not losses and not wrong:
         report(
             f"{left.name} = {right.name}: {len(left.losses)} losses and {len(things)} tensors are"
-            " the same bits"
+            " bit-identical"
         )
     return not losses and not wrong
 
 
 def _difference(a: np.ndarray, b: np.ndarray) -> str:
-    """The first element whose bits differ, or nothing."""
+    """Describe the first element whose bits differ; "" if none does."""
     a, b = (np.ascontiguousarray(array).reshape(-1) for array in (a, b))
     if a.dtype == b.dtype and a.tobytes() == b.tobytes():
         return ""
@@ -257,7 +262,7 @@ def _difference(a: np.ndarray, b: np.ndarray) -> str:
 
 
 def _beside(directory: Path) -> tempfile.TemporaryDirectory[str]:
-    """A temporary directory on the device that `directory` is on, or will be."""
+    """Make a temporary directory on the device that `directory` is on, or will be."""
     parent = next(path for path in directory.absolute().parents if path.is_dir())
     return tempfile.TemporaryDirectory(prefix="verify-", dir=parent)
 
@@ -267,5 +272,5 @@ def _check_memory(plain_nbytes: int) -> None:
     if needed > free:
         raise BudgetError(
             f"verify holds the model four times: {show_bytes(needed)}, {show_bytes(free)} are free",
-            hint="verify a shallower model of the same width: --model.config.num_hidden_layers 2",
+            hint="verify a model with fewer layers: --model.config.num_hidden_layers 2",
         )

@@ -1,6 +1,6 @@
-"""Write safetensors as Hugging Face does, in files and an index, tensor by tensor.
+"""Writing of safetensors files in Hugging Face layout, with an index, tensor by tensor.
 
-Own writer: the library's wants all tensors at once.
+The library's own writer would need all tensors in memory at once.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from roadtrain.chunks import ITEMSIZE
 from roadtrain.storage.direct import make_directory, sync_directory, write_file
 from roadtrain.storage.safetensors_io import INDEX, SINGLE, TAGS, Array
 
-MOST_NBYTES = 5 * 10**9  # of a file: Hugging Face's usual
+MOST_NBYTES = 5 * 10**9  # per file, as usual on Hugging Face
 Item = tuple[str, str, tuple[int, ...], Callable[[], Array]]  # name, dtype, shape, reader
 
 
 def export_dir(
     items: Iterable[Item], directory: str | Path, most_nbytes: int = MOST_NBYTES
 ) -> list[Path]:
-    """Write `items` into `directory`, one tensor in memory at a time; the files it made. An
-    existing export there is replaced once the new one is complete on the disk. FullError."""
+    """Write `items` into `directory`, with one tensor in memory at a time. Returns the files.
+
+    An existing export is replaced once the new one is complete on disk. Raises FullError.
+    """
     home = Path(directory)
     make_directory(home)
     files: list[list[Item]] = [[]]
@@ -62,7 +64,7 @@ def export_dir(
 
 
 def _write_file(path: Path, items: list[Item]) -> None:
-    # so that every tensor is aligned to its elements
+    # sorted so that every tensor is aligned to its elements
     items = sorted(items, key=lambda item: -ITEMSIZE[item[1]])
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0

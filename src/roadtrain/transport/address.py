@@ -1,4 +1,4 @@
-"""How a server is reached: its address, the job's token, the files of TLS."""
+"""Parsing of addresses, the job's token and TLS files."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from roadtrain.units import KIB
 # a name or an IPv4 address, or an IPv6 address in brackets
 ADDRESS = re.compile(r"(\[(?P<six>[^\s\[\]]+)\]|(?P<host>[^\s\[\]:/]+)):(?P<port>[0-9]{1,5})")
 MAX_PORT = 65535
-MAX_TOKEN = 4 * KIB  # bytes of its file
+MAX_TOKEN = 4 * KIB  # bytes
 
 
 def address_of(text: str) -> Address:
-    """HOST:PORT. Raises ConfigError."""
+    """Parse HOST:PORT. Raises ConfigError."""
     found = ADDRESS.fullmatch(text)
     if found is None or int(found["port"]) > MAX_PORT:
         raise ConfigError(
-            f"{text!r} is no address: it needs a host and a port, which is {MAX_PORT} at most",
-            hint="HOST:PORT, as 10.0.0.3:7000 or [fd00::3]:7000",
+            f"{text!r} is not an address: it needs a host and a port of at most {MAX_PORT}",
+            hint="write HOST:PORT, such as 10.0.0.3:7000 or [fd00::3]:7000",
         )
     return found["six"] or found["host"], int(found["port"])
 
 
 def own_address(to: Address) -> str:
-    """Of this host, as it reaches `to`. Raises LostError where nothing leads there."""
+    """Return the address of this host that reaches `to`. Raises LostError if there is no route."""
     try:
         family, kind, *_, where = socket.getaddrinfo(*to, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(where)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise LostError(f"no way to {to[0]}:{to[1]}: {error}") from error
+        raise LostError(f"no route to {to[0]}:{to[1]}: {error}") from error
 
 
 def local_options(options: TcpOptions) -> Common:
-    """Of a link inside a host, as patient as `options`."""
+    """Return options for a link inside a host, with the limits and timeouts of `options`."""
     return Common(
         frame_limit=options.frame_limit,
         checksums=options.checksums,
@@ -52,7 +52,7 @@ def local_options(options: TcpOptions) -> Common:
 
 
 def token_of(path: str | Path | None) -> bytes | None:
-    """The job's token: the content of a file that its owner alone can read. Raises ConfigError."""
+    """Read the job's token from a file that only its owner may read. Raises ConfigError."""
     if path is None:
         return None
     try:
@@ -62,37 +62,37 @@ def token_of(path: str | Path | None) -> bytes | None:
         raise ConfigError(f"cannot read the token in {path}: {error.strerror}") from error
     if mode & 0o077:
         raise ConfigError(
-            f"the token in {path} can be read or changed by others (mode {mode:03o}, 600 is the"
-            " most)",
+            f"the token in {path} can be read or changed by others (mode {mode:03o}, at most 600 is"
+            " allowed)",
             hint=f"chmod 600 {path}",
         )
     if not MIN_TOKEN <= len(token) <= MAX_TOKEN:
         raise ConfigError(
-            f"the token in {path} has {len(token)} bytes, {MIN_TOKEN} to {MAX_TOKEN} are possible",
-            hint=f"(umask 077; head -c 32 /dev/urandom | base64 > {path}) makes one",
+            f"the token in {path} has {len(token)} bytes, must have {MIN_TOKEN} to {MAX_TOKEN}",
+            hint=f"(umask 077; head -c 32 /dev/urandom | base64 > {path}) creates one",
         )
     return token
 
 
 def write_token(path: Path, token: bytes | None = None) -> None:
-    """A new one (or `token`), in a file that its owner alone can read."""
+    """Write `token`, or a new random one, to a file that only its owner can read."""
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(token or secrets.token_hex().encode())
 
 
 def tls_of(cert: str | None, key: str | None, ca: str | None) -> Tls | None:
-    """Of paths, None without any. Raises ConfigError where a file or a half of the pair is
-    absent."""
+    """Make Tls from paths; None without any. Raises ConfigError where a file is unreadable or a
+    key has no certificate."""
     if not (cert or key or ca):
         return None
     if key and not cert:
-        raise ConfigError(f"a key ({key}) without its certificate", hint="name both")
+        raise ConfigError(f"a key ({key}) without its certificate", hint="pass both")
     for path in filter(None, (cert, key, ca)):
         if not os.access(path, os.R_OK):
             raise ConfigError(
                 f"TLS: {path} cannot be read",
-                hint="PEM files: the certificate, its key, the signers'",
+                hint="pass PEM files: the certificate, its key, and that of the authority",
             )
     ours, secret, theirs = (None if path is None else Path(path) for path in (cert, key, ca))
     return Tls(ours, secret, theirs)

@@ -1,27 +1,27 @@
-"""Handshake: two strangers become the ends of a link, within a deadline and a few hundred bytes.
+"""Handshake: turns a connection between unknown peers into a link, within a deadline and a few
+hundred bytes.
 
     client  GREETING  magic, version, has a token, checksums, number, connections, frame limit, link
                       id, nonce, language, length and SHA-256 of hello
-    server  GREETING  its own; then either hangs up if the two do not fit, and says why on its side
+    server  GREETING  its own; then either side hangs up if the two do not fit, and reports why
     client  PROOF     HMAC-SHA256(token, "client", transcript); then hello (<= 64 KiB)
-    server  VERDICT   taken, or refused and why; HMAC-SHA256(token, "server", transcript, verdict)
-                      if the client's was right
+    server  VERDICT   accepted, or refused with a reason; HMAC-SHA256(token, "server", transcript,
+                      verdict) if the client's proof was right
 
-The transcript is all that was said before: both greetings and, under TLS, the server's certificate,
-so that nobody stands between; in a verdict also the proof and hello. Both nonces are new each time
-and each side proves its own role: what was heard once proves nothing again, and what one side said
-proves nothing for the other. Each message ends with its own checksum: a flipped bit is called so,
-not a wrong token.
+The transcript consists of all earlier messages: both greetings and, under TLS, the server's
+certificate, which excludes a man in the middle; in a verdict also the proof and hello. Both nonces
+are new each time and each side proves its own role, so no message can be replayed later or to the
+other side. Each message ends with its own checksum, so that a flipped bit is not reported as a
+wrong token.
 
-NOTE language. A digest of what the frames of both sides can say (of servers/frames.py, most often):
-two editions of roadtrain that would misunderstand each other do not begin. The first ten bytes
-(magic, version) stay as they are in every edition, so that each can say of the other that it is
-another one.
+Note "language". This is a digest of all message types of both sides (usually servers/frames.py), so
+two versions of roadtrain that would misunderstand each other refuse to connect. The first ten bytes
+(magic, version) are the same in every version, so that each can report that the other is different.
 
-The token is never sent; both prove it; without one both must have none. All connections of a link
-carry one link id; hello comes with the first, the verdict when all are there. Assumes what protects
-the bytes after it (TLS, a private network) is the owner's choice. Does NOT know which kind of
-socket it is.
+The token is never sent, but both sides prove that they know it; without a token, both must have
+none. All connections of a link carry one link id; hello comes with the first, and the verdict once
+all are there. Protection of the later bytes (TLS, a private network) is the owner's choice. Does
+not know which kind of socket it is used on.
 """
 
 from __future__ import annotations
@@ -52,23 +52,28 @@ from roadtrain.transport.stream import FrameStream
 from roadtrain.units import KIB
 
 MAGIC = b"roadtrn\n"
-BEGINNING = struct.Struct("<8sH")  # magic, version: of every edition
+BEGINNING = struct.Struct("<8sH")  # magic, version; the same in every version
 GREETING = struct.Struct("<8sH??HHQ16s32s16sI32s")
 PROOF = struct.Struct("<32s")
 VERDICT = struct.Struct("<BHQ32s")  # code, bytes of the text, their xxh3, proof
 MAX_HELLO, MAX_TEXT, MAX_CONNECTIONS = 64 * KIB, 2 * KIB, 64
-TAKEN, REFUSED, NOT_PROVEN, BUSY = 0, 1, 2, 3
+ACCEPTED, REFUSED, NOT_PROVEN, BUSY = 0, 1, 2, 3
 CODES = {AuthError: NOT_PROVEN, BusyError: BUSY}
 
 
 @dataclass(frozen=True)
 class Common:
-    """What every transport asks for. `frame_limit`: the smaller of both sides counts for
-    sending. `checksums`: xxh3 of every frame (None: wherever bytes leave the process, but under
-    TLS, which authenticates them); both sides must say the same. `retry_s`: how long to try
-    again while nobody listens there; None: not at all, or as long as the deadline of whoever
-    connects, if it has one. `close_s`: how long `close` waits for the other side while nothing
-    moves."""
+    """Options of every transport.
+
+    Attributes:
+        frame_limit: Largest payload in bytes. The smaller limit of both sides applies.
+        checksums: Whether every frame has an xxh3; both sides must agree. None: yes wherever bytes
+            leave the process, except under TLS, which authenticates them.
+        handshake_s: Seconds for the handshake.
+        close_s: Seconds that `close` waits for the other side while nothing moves.
+        retry_s: Seconds to retry while nothing listens at the address. None: not at all, or until
+            the caller's deadline if it has one.
+    """
 
     frame_limit: int = FRAME_LIMIT
     checksums: bool | None = None
@@ -83,7 +88,7 @@ class Common:
 
 
 DEFAULTS = Common()
-NO_LANGUAGE = bytes(16)  # of frames that mean nothing to roadtrain's nodes
+NO_LANGUAGE = bytes(16)  # for frames other than those of roadtrain's nodes
 
 
 class Greeting(NamedTuple):
@@ -91,24 +96,24 @@ class Greeting(NamedTuple):
     version: int
     has_token: bool
     checksums: bool
-    number: int  # of this connection, from 0
+    number: int  # index of this connection
     connections: int
     frame_limit: int
     link: bytes
     nonce: bytes
-    language: bytes  # NOTE language
+    language: bytes  # see Note "language"
     hello_nbytes: int
     hello_digest: bytes  # SHA-256
 
 
 @dataclass(frozen=True)
 class OpenHandshake:
-    """A handshake that lacks the verdict, on either side. `greeting`: the other side's."""
+    """A handshake that lacks the verdict, on either side. `greeting` is that of the other side."""
 
     greeting: Greeting
     token: bytes | None
     transcript: bytes
-    hello: bytes = b""  # on the server's side
+    hello: bytes = b""  # on the server's side only
 
 
 def greeting(
@@ -121,9 +126,9 @@ def greeting(
     language: bytes = NO_LANGUAGE,
     hello: bytes = b"",
 ) -> Greeting:
-    """Raises WireError where hello is too long."""
+    """Make this side's greeting. Raises WireError where hello is too long."""
     if len(hello) > MAX_HELLO:
-        raise WireError(f"a hello of {len(hello)} bytes, {MAX_HELLO} are allowed")
+        raise WireError(f"hello has {len(hello)} bytes, at most {MAX_HELLO} are allowed")
     return Greeting(
         MAGIC,
         VERSION,
@@ -148,8 +153,8 @@ def client_greet(
     deadline: float,
     binding: bytes = b"",
 ) -> OpenHandshake:
-    """The first three messages. `binding`: of the channel below, the same on both sides; empty
-    without TLS."""
+    """Exchange greetings and send the proof. `binding` identifies the TLS channel, the same on both
+    sides; it is empty without TLS."""
     mine = sealed(GREETING.pack(*ours))
     send(sock, mine, deadline)
     beginning = receive(sock, BEGINNING.size, deadline, "the server's greeting")
@@ -162,16 +167,16 @@ def client_greet(
 
 
 def client_verdict(sock: socket.socket, answer: OpenHandshake, deadline: float) -> None:
-    """Raises AuthError, BusyError or WireError with the server's words where it refuses."""
+    """Receive the verdict. Raises AuthError, BusyError or WireError with the server's reason."""
     what = "the server's verdict"
     raw = receive(sock, VERDICT.size + SUM.size, deadline, what)
     code, length, text_sum, theirs = VERDICT.unpack(opened(raw, what))
     if length > MAX_TEXT:
-        raise WireError(f"a verdict of {length} bytes, {MAX_TEXT} are allowed")
+        raise WireError(f"a verdict has {length} bytes, at most {MAX_TEXT} are allowed")
     words = receive(sock, length, deadline, what)
     opened(words + SUM.pack(text_sum), what)
     decoded = words.decode(errors="replace")
-    # it may come from a stranger
+    # the server is not authenticated yet: remove control characters
     text = "".join(c for c in decoded if c.isprintable() or c == "\n")
     if code == NOT_PROVEN:
         raise AuthError(f"refused by the server: {text}")
@@ -179,27 +184,27 @@ def client_verdict(sock: socket.socket, answer: OpenHandshake, deadline: float) 
         raise AuthError(
             "the server does not prove the token", hint="give both sides the same token"
         )
-    if code != TAKEN:
+    if code != ACCEPTED:
         raise (BusyError if code == BUSY else WireError)(f"refused by the server: {text}")
 
 
 def server_greet(
     sock: socket.socket, ours: Greeting, token: bytes | None, deadline: float, binding: bytes = b""
 ) -> OpenHandshake:
-    """The server's side up to hello. Raises PeerError for whoever is not to be let in."""
+    """Do the server's side up to hello. Raises PeerError for a client that is not admitted."""
     beginning = receive(sock, BEGINNING.size, deadline, "a greeting")
     if beginning[: len(MAGIC)] != MAGIC:
-        raise WireError(f"a stranger: began with {beginning!r}")
+        raise WireError(f"not a roadtrain client: it began with {beginning!r}")
     mine = sealed(GREETING.pack(*ours))
     send(sock, mine, deadline)
     raw = _rest_of_greeting(sock, ours, beginning, deadline)
     theirs = _fits(ours, raw)
     if not theirs.number < theirs.connections <= MAX_CONNECTIONS:
         raise WireError(
-            f"connection {theirs.number} of {theirs.connections}, {MAX_CONNECTIONS} are allowed"
+            f"connection {theirs.number} of {theirs.connections}, at most {MAX_CONNECTIONS} allowed"
         )
     if theirs.hello_nbytes > MAX_HELLO:
-        raise WireError(f"a hello of {theirs.hello_nbytes} bytes, {MAX_HELLO} are allowed")
+        raise WireError(f"hello has {theirs.hello_nbytes} bytes, at most {MAX_HELLO} are allowed")
     transcript = raw + mine + binding
     sealed_proof = receive(sock, PROOF.size + SUM.size, deadline, "a proof of the token")
     proof = opened(sealed_proof, "the proof of the token")
@@ -213,14 +218,14 @@ def server_greet(
     return OpenHandshake(theirs, token, transcript + bytes(proof) + hello, hello)
 
 
-def take(sock: socket.socket, caller: OpenHandshake, deadline: float) -> None:
-    _send_verdict(sock, TAKEN, b"", deadline, caller)
+def accept(sock: socket.socket, caller: OpenHandshake, deadline: float) -> None:
+    _send_verdict(sock, ACCEPTED, b"", deadline, caller)
 
 
 def refuse(
     sock: socket.socket, error: Exception, deadline: float, caller: OpenHandshake | None = None
 ) -> None:
-    """Tells the client why: an AuthError or BusyError there too if it is one here, else a
+    """Send the reason to the client, which raises the same AuthError or BusyError, or else a
     WireError."""
     code = next((code for kind, code in CODES.items() if isinstance(error, kind)), REFUSED)
     _send_verdict(sock, code, str(error).encode()[:MAX_TEXT], deadline, caller)
@@ -237,17 +242,17 @@ def _send_verdict(
 def _rest_of_greeting(
     sock: socket.socket, ours: Greeting, beginning: bytes, deadline: float
 ) -> bytes:
-    """The whole greeting; WireError for one of another edition, which may be longer or shorter."""
+    """Receive the rest of a greeting; WireError for another version, whose length may differ."""
     magic, version = BEGINNING.unpack(beginning)
     if magic != MAGIC:
-        raise WireError(f"not a roadtrain peer: began with {beginning!r}")
+        raise WireError(f"not a roadtrain peer: it began with {beginning!r}")
     if version != ours.version:
-        # what is unread when we hang up may take our own greeting with it
+        # closing with unread bytes may reset the connection before our greeting is read
         with contextlib.suppress(OSError):
             sock.settimeout(0.1)
             sock.recv(GREETING.size)
         raise WireError(
-            f"the peer speaks protocol version {version}, this side {ours.version}",
+            f"the peer has protocol version {version}, this side has {ours.version}",
             hint="install the same version of roadtrain on both",
         )
     left = GREETING.size + SUM.size - len(beginning)
@@ -257,18 +262,18 @@ def _rest_of_greeting(
 def _fits(ours: Greeting, raw: bytes) -> Greeting:
     theirs = Greeting(*GREETING.unpack(opened(raw, "the peer's greeting")))
     if theirs.nonce == ours.nonce:
-        raise WireError("our own greeting came back: something on the way sends back what it hears")
+        raise WireError("received our own greeting: something on the way echoes messages")
     if theirs.language != ours.language:
         raise WireError(
-            f"the peer speaks other messages ({theirs.language.hex()[:8]}) than this side"
-            f" ({ours.language.hex()[:8]}): another edition of roadtrain, or a server of another"
-            " kind",
-            hint="install the same version of roadtrain on both; is this the address of a server of"
-            " the kind that is meant?",
+            f"the peer uses other messages ({theirs.language.hex()[:8]}) than this side"
+            f" ({ours.language.hex()[:8]}): it is another version of roadtrain, or a server of"
+            " another kind",
+            hint="install the same version of roadtrain on both sides, and check that the address"
+            " is that of the intended server",
         )
     if theirs.has_token != ours.has_token:
-        have = ("none here", "one there") if theirs.has_token else ("one here", "none there")
-        raise AuthError(f"token: {have[0]}, {have[1]}", hint="give both sides the same token")
+        have = ("no token", "one") if theirs.has_token else ("a token", "none")
+        raise AuthError(f"this side has {have[0]}, the peer has {have[1]}", hint="use the same")
     if theirs.checksums != ours.checksums:
         here, there = ("on" if g.checksums else "off" for g in (ours, theirs))
         raise WireError(f"checksums are {here} here and {there} there", hint="set both the same")
@@ -284,7 +289,7 @@ def _prove_verdict(side: OpenHandshake, code: int, text: bytes) -> bytes:
 
 
 def send(sock: socket.socket, data: bytes, deadline: float) -> None:
-    _timed(sock, deadline, "an answer")
+    _timed(sock, deadline, "a response")
     try:
         sock.sendall(data)
     except ConnectionError as error:
@@ -293,7 +298,7 @@ def send(sock: socket.socket, data: bytes, deadline: float) -> None:
 
 
 def receive(sock: socket.socket, nbytes: int, deadline: float, what: str) -> bytes:
-    """Exactly that many; the deadline is for all of them together, however slowly they drip."""
+    """Receive exactly `nbytes`. The deadline is for all of them together."""
     raw = bytearray(nbytes)
     view, have = memoryview(raw), 0
     while have < nbytes:
@@ -301,13 +306,13 @@ def receive(sock: socket.socket, nbytes: int, deadline: float, what: str) -> byt
         try:
             n = sock.recv_into(view[have:])
         except TimeoutError:
-            continue  # _timed says so
+            continue  # _timed raises the error
         except ConnectionError as error:
             raise LostError(
-                f"{error.strerror} while we waited for {what} ({have} of {nbytes} bytes)"
+                f"{error.strerror} while waiting for {what} ({have} of {nbytes} bytes)"
             ) from error
         if n == 0:
-            raise LostError(f"hung up while we waited for {what} ({have} of {nbytes} bytes)")
+            raise LostError(f"hung up while waiting for {what} ({have} of {nbytes} bytes)")
         have += n
     return bytes(raw)
 
@@ -315,24 +320,24 @@ def receive(sock: socket.socket, nbytes: int, deadline: float, what: str) -> byt
 def _timed(sock: socket.socket, deadline: float, what: str) -> None:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise DeadlineError(f"no {what} before the handshake's deadline")
+        raise DeadlineError(f"timed out waiting for {what} in the handshake")
     sock.settimeout(left)
 
 
 def stream_between(peer: str, ours: Common, theirs: Sequence[OpenHandshake]) -> FrameStream:
-    """A link that is not started yet, on the terms that both sides can keep."""
+    """Make a link that is not started yet, with the limits of both sides."""
     limit = min([ours.frame_limit, *(other.greeting.frame_limit for other in theirs)])
     return FrameStream(peer, limit, ours.summed, ours.close_s)
 
 
 def as_peer_error(error: Exception, peer: str) -> PeerError:
-    """A PeerError of the same kind that names the peer."""
+    """Convert an error to a PeerError of the same kind that names the peer."""
     if isinstance(error, PeerError):
         return error if peer in str(error) else type(error)(f"{peer}: {error}")
     if isinstance(error, ssl.SSLError):
         return AuthError(f"{peer}: TLS: {error.reason or error}")
     if isinstance(error, TimeoutError):
-        return DeadlineError(f"{peer}: no answer before the handshake's deadline")
+        return DeadlineError(f"{peer}: no response before the deadline of the handshake")
     if isinstance(error, RoadtrainError):
         return WireError(f"{peer}: {error}")
     why = (error.strerror or error) if isinstance(error, OSError) else repr(error)

@@ -1,22 +1,22 @@
-"""Link and Receiver: how frames travel between two nodes, on one page. A frame is a `kind`, a short
-header and a payload.
+"""Link and Receiver: the interface by which frames travel between two nodes. A frame is a `kind`, a
+short header and a payload.
 
-A link is made with the Receiver of what arrives. `send` only queues; order of calls is order of
-arrival, also where several connections carry one link; but `urgent` frames go before all others
-that have not begun to leave. Bulk bytes are gathered from the sender's buffers and land in the
-buffer that the other side's `room` names: a transport copies them, this room never holds them.
+A link is created with the Receiver of the frames that arrive. `send` only queues. Frames arrive in
+the order of the calls, even if several connections carry one link, except that `urgent` frames
+overtake all frames that have not started to leave. Payloads are gathered from the sender's buffers
+and are received into the buffer that `room` of the other side returns, without intermediate copies.
 
     frame = HEAD, header (<= 64 KiB), payload (<= the frame limit); all lengths are checked before
     anything is allocated
 
-NOTE sums. Where they are on (everywhere outside this process but under TLS, which does more), HEAD
-ends with its own xxh3 and holds those of the header and of the payload. Each is checked before what
-it covers is used: a length before so many bytes are waited for, a header before `room` is asked, a
-payload before it arrives. So a flipped bit ends the link with a WireError, and the memory that the
-payload went to is told to nobody.
+Note "checksums". Where they are on (everywhere outside this process, except under TLS, which does
+more), HEAD ends with its own xxh3 and contains those of the header and of the payload. Each is
+checked before the data is used: a length before waiting for so many bytes, a header before calling
+`room`, a payload before calling `arrived`. So a flipped bit ends the link with a WireError, and the
+damaged payload is never delivered.
 
-Assumes little-endian integers on the wire (HEAD says so). NOT here: what kinds mean, who retries
-(nobody: a lost peer is an error with a name).
+Integers on the wire are little-endian. The meaning of kinds is defined elsewhere. Nothing is
+retried: a lost peer is an error that names it.
 """
 
 from __future__ import annotations
@@ -39,32 +39,34 @@ SUM = struct.Struct("<Q")  # xxh3_64
 HEAD_NBYTES = _HEAD.size + SUM.size
 MAX_HEADER = 64 * KIB
 FRAME_LIMIT = 64 * MIB
-# flags: the checksum counts; the goodbye, whose sequence is the number of frames sent
+# flags: checksums are present; this is the goodbye, whose sequence is the number of frames sent
 SUMMED, LAST = 1, 2
-# bytes copied faster than the interpreter's lock is given away and taken again
+# a copy of fewer bytes is faster than releasing and reacquiring the interpreter's lock
 COPY_ALONE = 16 * KIB
 EMPTY = memoryview(bytearray())
 
 
 class Receiver(Protocol):
-    """The owner's side, called from the link's threads. An exception from any of these ends the
+    """The owner of a link. Called from the link's threads; an exception from a method ends the
     link with it."""
 
     def room(self, kind: int, header: bytes, nbytes: int) -> memoryview:
-        """Where this payload goes: exactly `nbytes` writable bytes. In the order of sending, one
-        call at a time, and not for an empty payload. May block: that is the back-pressure; must
-        return or raise soon after the link ended."""
+        """Return a writable buffer of exactly `nbytes` for a payload.
+
+        Called in the order of sending, once at a time, and not for an empty payload. May block,
+        which is the back-pressure, but must return or raise soon after the link has ended.
+        """
 
     def arrived(self, kind: int, header: bytes, payload: memoryview) -> None:
-        """In the order of sending, one call at a time. Must not block for long; may send and
-        close."""
+        """Handle a frame. Called in the order of sending, once at a time. Must not block for long;
+        may send and close."""
 
     def lost(self, error: PeerError) -> None:
-        """Once, when the link ended other than by our own close(); nothing arrives after it."""
+        """Handle the end of the link, unless close() ended it. Called once, after all frames."""
 
 
 class Link(Protocol):
-    peer: str  # for people: "server 2 (10.0.0.3:7000)"
+    peer: str  # for messages: "server 2 (10.0.0.3:7000)"
 
     def send(
         self,
@@ -75,16 +77,18 @@ class Link(Protocol):
         *,
         urgent: bool = False,
     ) -> None:
-        """Queues, and never waits. `parts` must not change until `sent` is called: once, from a
-        thread of the link, when the transport has the bytes or when the link has ended without
-        them. Raises LostError once the link is lost or closed, WireError for a frame over the limit
-        of either side; `sent` is not called then.
+        """Queue a frame, without waiting.
+
+        `parts` must not change until `sent` is called: once, from a thread of the link, when the
+        transport has the bytes or the link has ended. Raises LostError if the link is lost or
+        closed, or WireError for a frame above the limit of either side, without calling `sent`.
         """
 
     def close(self) -> None:
-        """What was queued is still sent, unless nothing moves for a while; nothing more arrives.
-        Idempotent. No thread or descriptor is left when it returns, or (called from a thread of the
-        link) soon after.
+        """Send what is queued, unless nothing moves for a while, and end the link. Idempotent.
+
+        Nothing more arrives. All threads and descriptors are closed on return or, if called from a
+        thread of the link, soon after.
         """
 
 
@@ -99,12 +103,12 @@ class Head(NamedTuple):
 
 
 def sealed(raw: bytes) -> bytes:
-    """`raw` and its xxh3."""
+    """Append the xxh3 of `raw`."""
     return raw + SUM.pack(xxhash.xxh3_64_intdigest(raw))
 
 
 def opened(raw: bytes | memoryview, what: str) -> bytes | memoryview:
-    """What was sealed. WireError where it is not what it was."""
+    """Check and remove the xxh3 that `sealed` has appended. Raises WireError."""
     inside = raw[: len(raw) - SUM.size]
     if SUM.unpack(raw[len(inside) :]) != (xxhash.xxh3_64_intdigest(inside),):
         raise WireError(f"{what} does not match its checksum")
@@ -112,7 +116,7 @@ def opened(raw: bytes | memoryview, what: str) -> bytes | memoryview:
 
 
 def digest(parts: Sequence[memoryview | bytes]) -> int:
-    """xxh3_64 of them, one after the other. Other threads run meanwhile where they are large."""
+    """Return the xxh3_64 of all parts together. Releases the interpreter's lock for large parts."""
     if len(parts) == 1:
         return xxhash.xxh3_64_intdigest(parts[0])
     whole = xxhash.xxh3_64()
@@ -127,7 +131,7 @@ def pack_head(head: Head) -> bytes:
 
 
 def parse_head(raw: memoryview, limit: int, summed: bool) -> Head:
-    """The head of a frame; WireError for whatever this side does not take."""
+    """Parse the head of a frame; raise WireError for one that this side does not accept."""
     magic, version, *rest = _HEAD.unpack(raw[: _HEAD.size])
     head = Head(*rest)
     if magic != MAGIC:
@@ -135,30 +139,30 @@ def parse_head(raw: memoryview, limit: int, summed: bool) -> Head:
     if summed:
         opened(raw, "the head of a frame")
     if version != VERSION:
-        raise WireError(f"a frame of protocol version {version}, this side speaks {VERSION}")
+        raise WireError(f"a frame has protocol version {version}, this side has {VERSION}")
     if head.flags & ~(SUMMED | LAST) or bool(head.flags & SUMMED) != summed:
         raise WireError(
-            f"frame {head.sequence} has flags {head.flags:#x}, checksums are"
+            f"frame {head.sequence} has flags {head.flags:#x}, but checksums are"
             f" {'on' if summed else 'off'}"
         )
     if head.flags & LAST and (head.kind or head.header_nbytes or head.nbytes):
         raise WireError(
-            f"a goodbye of {head.header_nbytes + head.nbytes} bytes and kind {head.kind}, not empty"
+            f"a goodbye of {head.header_nbytes + head.nbytes} bytes, kind {head.kind} is not empty"
         )
     if head.header_nbytes > MAX_HEADER:
-        raise WireError(f"a header of {head.header_nbytes} bytes, {MAX_HEADER} are allowed")
+        raise WireError(f"a header of {head.header_nbytes} bytes exceeds {MAX_HEADER}")
     if head.nbytes > limit:
-        raise WireError(f"a payload of {head.nbytes} bytes, {limit} are allowed")
+        raise WireError(f"a payload of {head.nbytes} bytes exceeds the limit of {limit}")
     return head
 
 
 def flat(view: memoryview) -> memoryview:
-    """The same memory as plain bytes; TypeError if it is not contiguous."""
+    """Return the same memory as plain bytes; TypeError if it is not contiguous."""
     return view if view.format == "B" and view.ndim == 1 and view.contiguous else view.cast("B")
 
 
 def copy(into: memoryview, source: memoryview) -> None:
-    """Equal lengths. A large copy lets other threads run."""
+    """Copy a view to one of equal length. A large copy releases the interpreter's lock."""
     if len(into) < COPY_ALONE:
         into[:] = source
     else:
@@ -166,13 +170,13 @@ def copy(into: memoryview, source: memoryview) -> None:
 
 
 def check_sizes(peer: str, kind: int, header: bytes, nbytes: int, limit: int) -> None:
-    """What `send` refuses; WireError with both numbers."""
+    """Raise WireError for a frame that is too large to send."""
     if len(header) > MAX_HEADER:
-        raise WireError(f"{peer}: a header of {len(header)} bytes, {MAX_HEADER} are allowed")
+        raise WireError(f"{peer}: a header of {len(header)} bytes exceeds {MAX_HEADER}")
     if nbytes > limit:
         raise WireError(
-            f"{peer}: a payload of {nbytes} bytes, {limit} are allowed",
-            hint="cut it, or raise frame_limit on both sides",
+            f"{peer}: a payload of {nbytes} bytes exceeds the limit of {limit}",
+            hint="split it, or raise frame_limit on both sides",
         )
     if not 0 <= kind < 1 << 16:
         raise WireError(f"{peer}: kind {kind} does not fit 16 bits")

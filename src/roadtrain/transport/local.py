@@ -1,11 +1,11 @@
-"""A link inside one process: the same frames, order and end as between hosts, one copy into `room`.
+"""A link inside one process, with the same frames, order and end as between hosts. A payload is
+copied once, into `room`.
 
-    link = connect(accept, receiver, hello=hello, name="server 0")  # `accept` as a listener's,
-                                                                    called at once
+    # `accept` as for a listener; it is called at once
+    link = connect(accept, receiver, hello=hello, name="server 0")
 
-A sending thread waits with its buffers until the other end's receiving thread has copied out of
-them: nothing is kept in between. Checksums are off unless they are asked for: nothing leaves the
-process. Does NOT serve what passes Python objects.
+A sending thread waits until the receiving thread of the other end has copied its buffers; nothing
+is buffered in between. Checksums are off unless requested, since nothing leaves the process.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from roadtrain.transport.stream import FrameStream
 def connect(
     accept: Accept, receiver: Receiver, options: Common = DEFAULTS, *, hello: bytes = b"", name: str
 ) -> Link:
-    """As tcp.connect; what `accept` raises is raised here."""
-    one, two = _Pipe(), _Pipe()
+    """Connect two ends, as tcp.connect; errors of `accept` are raised here."""
+    out, back = _Pipe(), _Pipe()
     here, there = (
         FrameStream(peer, options.frame_limit, bool(options.checksums), options.close_s)
         for peer in (name, "this process")
     )
-    there.start(accept(there, hello), [_Ends(two, one)])
-    here.start(receiver, [_Ends(one, two)])
+    there.start(accept(there, hello), [_Side(back, out)])
+    here.start(receiver, [_Side(out, back)])
     return here
 
 
 class _Pipe:
-    """One direction. `_views`: what the sender waits with, not yet copied."""
+    """One direction. `_views` are the sender's buffers that are not copied yet."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -71,7 +71,7 @@ class _Pipe:
             self._changed.notify_all()
 
 
-class _Ends:
+class _Side:
     def __init__(self, out: _Pipe, back: _Pipe) -> None:
         self._out, self._back = out, back
 

@@ -1,23 +1,22 @@
-"""What installed distributions add to roadtrain by entry points, found by name and loaded only when
-asked for.
+"""Entry points by which installed distributions extend roadtrain. They are found by name and loaded
+only when used.
 
     [project.entry-points."roadtrain.links"]
     rdma = "roadtrain_rdma:RdmaOptions"
 
-The wings of roadtrain itself plug in the same way (pyproject.toml):
+Optional parts of roadtrain itself are registered in the same way (pyproject.toml):
 
-    group                      a name stands for                    read
-    roadtrain.links            links between hosts                  here
-    roadtrain.routes           a worker's way to its servers        servers/routes.py
-    roadtrain.roles            what `roadtrain serve` serves        servers/serve.py
-    roadtrain.gradient_sums    sums of a stage's gradients          stages/gradient_sum.py
+    group                      a name stands for                    loaded by
+    roadtrain.links            a kind of link between hosts         this module
+    roadtrain.routes           a worker's route to its servers      servers/routes.py
+    roadtrain.roles            a service of `roadtrain serve`       servers/serve.py
+    roadtrain.gradient_sums    a gradient sum of a stage            stages/gradient_sum.py
     roadtrain.switch_tables    a switch's table outside its process switch/switch_command.py
 
-A link is a subclass of tcp.TcpOptions. TCP's connections and handshake stay; `channel`
-carries the bytes of a connection that was let in another way, `check` refuses what this host
-cannot do. A Channel (transport/stream.py) has four methods; tests/contract/test_link.py is what a
-link must pass, plugins/rdma is an example. Links inside a host (shm, local) have no name here: the
-placement knows who is near.
+A link is a subclass of tcp.TcpOptions. It keeps TCP's connections and handshake; `channel` replaces
+the transport of an accepted connection, and `check` refuses what this host cannot do. A Channel
+(transport/stream.py) has four methods, and must pass tests/contract/test_link.py. plugins/rdma is
+an example. Links inside a host (shm, local) have no name here; they are chosen automatically.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ def link_names() -> list[str]:
 
 
 def link_options(name: str) -> type[tcp.TcpOptions]:
-    """The options of links of this name. Raises ConfigError where no distribution declares it, or
-    where the entry point is no link."""
+    """Return the options class of the links named `name`. Raises ConfigError where no distribution
+    declares it, or where the entry point is not a link."""
     if name == OWN:
         return tcp.TcpOptions
     options = load(GROUP, name)
     if not (isinstance(options, type) and issubclass(options, tcp.TcpOptions)):
         raise ConfigError(
-            f"{_declared(GROUP, _found(GROUP)[name])}: no subclass of"
+            f"{_declared(GROUP, _found(GROUP)[name])}: not a subclass of"
             " roadtrain.transport.tcp.TcpOptions"
         )
     return options
@@ -56,12 +55,12 @@ def plugin_names(group: str) -> list[str]:
 
 
 def load(group: str, name: str) -> Any:
-    """The object that the entry point `name` of `group` names. Raises ConfigError where no
+    """Load the object of the entry point `name` of `group`. Raises ConfigError where no
     distribution declares it, or where it cannot be imported."""
     found = _found(group)
     if name not in found:
-        known = [OWN, *found] if group == GROUP else found
-        raise unknown_name(_kind(group), name, known)
+        names = [OWN, *found] if group == GROUP else found
+        raise unknown_name(_kind(group), name, names)
     try:
         return found[name].load()
     except (ImportError, AttributeError) as cause:
@@ -70,12 +69,12 @@ def load(group: str, name: str) -> Any:
 
 
 def _found(group: str) -> dict[str, EntryPoint]:
-    """A name that two distributions declare is refused, so none of them wins silently."""
+    """Return the entry points by name. Refuses a name that two distributions declare."""
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=group):
         other = found.get(point.name)
-        taken = group == GROUP and point.name == OWN
-        if taken or (other is not None and other.value != point.value):
+        reserved = group == GROUP and point.name == OWN
+        if reserved or (other is not None and other.value != point.value):
             owner = "roadtrain" if other is None else _distribution(other)
             raise ConfigError(
                 f"{_kind(group)} `{point.name}` is declared by {_distribution(point)} and by"
@@ -87,7 +86,7 @@ def _found(group: str) -> dict[str, EntryPoint]:
 
 
 def _kind(group: str) -> str:
-    """The word for a plugin of `group` in messages: `link`, `gradient sum`."""
+    """Return the word for a plugin of `group` in messages, such as "link" or "gradient sum"."""
     return group.rpartition(".")[2].removesuffix("s").replace("_", " ")
 
 

@@ -1,18 +1,18 @@
-"""Links between processes of one host and user: a ring of shared memory each way, no system call
-while both are busy.
+"""Links between processes of one host and user: a ring of shared memory in each direction, without
+system calls while both sides are busy.
 
     link = connect("/run/job/server0", receiver, name="server 0")
     listener = listen("/run/job/server0", accept)
 
-A Unix socket does the handshake (both sides check the other's user id), passes the descriptors, and
-then only tells by its end that the other process is gone. The rings lie in one memfd that cannot
-shrink under its readers. Who finds his ring empty or full says so in the ring and sleeps on an
-eventfd, which the other side rings only then.
+A Unix socket does the handshake (both sides check the other's user id) and passes the descriptors.
+After that it only shows, by its end, that the other process has ended. The rings are in one memfd
+that cannot be shrunk. A side that finds its ring empty or full sets a flag in the ring and sleeps
+on an eventfd, which the other side signals only if the flag is set.
 
-Assumes Linux, and of the processor: aligned 8-byte loads and stores are single, and either x86-64,
-where stores are seen in order and only a store before a load needs a fence (a lock's locked
-instruction), or membarrier(2), used as a full fence in all places that need an order. The second
-has run on x86-64 only. Does NOT trust the other side's counters.
+Requires Linux. Assumes that aligned 8-byte loads and stores are atomic. Assumes x86-64, where
+stores are seen in order and only a store before a load needs a fence (a lock's locked instruction),
+or membarrier(2), which is then used as a full fence wherever an order is needed; that variant has
+only been tested on x86-64. The other side's counters are not trusted.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from roadtrain.transport.listener import Accept, Listener, Report
 from roadtrain.transport.stream import Channel
 from roadtrain.units import MIB
 
-RING_BYTES = 4 * MIB  # of each direction; in the cache both copies are fast
-# at most published at a time: the reader copies out one while the writer copies in the next
+RING_BYTES = 4 * MIB  # per direction; small enough for the CPU cache
+# bytes published at once: the reader copies a piece while the writer copies the next one
 PIECE = MIB
-_CONTROL = 4096  # bytes before the rings; a cache line for each word
+_CONTROL = 4096  # bytes before the rings; each word has its own cache line
 _MEMORY_BYTES = _CONTROL + 2 * RING_BYTES
-# 8-byte words of one ring's control
+# 8-byte words of a ring's control block
 _HEAD, _TAIL, _READER_SLEEPS, _WRITER_SLEEPS, _WORDS = 0, 8, 16, 24, 32
-_EVENTS = 4  # data and space of each ring
+_EVENTS = 4  # "data" and "space" of each ring
 _MEMBARRIER = {"x86_64": 324, "aarch64": 283}.get(platform.machine())
 _EXPEDITED, _REGISTER_EXPEDITED = 8, 16
 
@@ -61,7 +61,7 @@ def connect(
     name: str = "",
     language: bytes = handshake.NO_LANGUAGE,
 ) -> Link:
-    """As tcp.connect."""
+    """Connect to a listener of this host, as tcp.connect."""
     peer = f"{name} ({path})" if name else str(path)
     _start_fences()
     sock = socket.socket(socket.AF_UNIX)
@@ -90,12 +90,12 @@ def listen(
     *,
     language: bytes = handshake.NO_LANGUAGE,
 ) -> Listener:
-    """Raises ConfigError where the path cannot be had. A socket that nobody listens on any more
-    is replaced."""
+    """Listen on a Unix socket. Replaces a socket that no process listens on. Raises ConfigError
+    where the path is not available."""
     _start_fences()
     sock = socket.socket(socket.AF_UNIX)
     try:
-        os.fchmod(sock.fileno(), 0o600)  # before bind: it never exists with more
+        os.fchmod(sock.fileno(), 0o600)  # before bind, so that it never has wider permissions
         try:
             sock.bind(str(path))
         except OSError as error:
@@ -131,7 +131,7 @@ class _ShmCarrier:
     def channel(self, sock: socket.socket) -> Channel:
         memory = os.memfd_create("roadtrain link", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with _closing(fds := [memory]):
-            # now, so that no later write finds the memory full
+            # allocated now, so that no later write can run out of memory
             os.posix_fallocate(memory, 0, _MEMORY_BYTES)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)
@@ -144,31 +144,31 @@ def _receive_channel(sock: socket.socket) -> Channel:
     try:
         raw, fds, _, _ = socket.recv_fds(sock, 8, 1 + _EVENTS, socket.MSG_CMSG_CLOEXEC)
     except ConnectionError as error:
-        raise LostError(f"waited for the rings of a link: {error.strerror}") from error
+        raise LostError(f"waiting for the rings of a link: {error.strerror}") from error
     with _closing(fds):
         if not raw and not fds:
-            raise LostError("waited for the rings of a link: closed by peer")
+            raise LostError("waiting for the rings of a link: closed by peer")
         if len(raw) != 8 or len(fds) != 1 + _EVENTS:
             raise WireError(
-                f"{len(raw)} bytes and {len(fds)} descriptors for the rings, not 8 and"
+                f"received {len(raw)} bytes and {len(fds)} descriptors for the rings, not 8 and"
                 f" {1 + _EVENTS}"
             )
         (size,) = struct.unpack("<Q", raw)
         try:
             sealed = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         except OSError as error:
-            raise WireError(f"what came is no memory for rings: {error}") from error
+            raise WireError(f"the received descriptor is not memory for rings: {error}") from error
         nbytes = os.fstat(fds[0]).st_size
         if not sealed or size != RING_BYTES or nbytes != _MEMORY_BYTES:
-            raise WireError(f"memory of {nbytes} bytes for rings of {size}, sealed: {bool(sealed)}")
+            raise WireError(f"got {nbytes} bytes for rings of {size}, sealed: {bool(sealed)}")
         if any(os.readlink(f"/proc/self/fd/{fd}") != "anon_inode:[eventfd]" for fd in fds[1:]):
-            raise WireError("a bell that is no eventfd")
+            raise WireError("a received descriptor is not an eventfd")
         return _ShmChannel(sock, fds[0], fds[1:], 0)
 
 
 @contextlib.contextmanager
 def _closing(fds: list[int]) -> Iterator[None]:
-    """The memory, which comes first, in any case; the bells where no channel takes them."""
+    """Close the memory's descriptor, the first one, and on an error also the others."""
     try:
         yield
     except BaseException:
@@ -181,9 +181,11 @@ def _closing(fds: list[int]) -> Iterator[None]:
 
 
 class _Ring:
-    """One direction as one side sees it. The writer owns _HEAD, the reader _TAIL: bytes ever
-    written and read, so `tail <= head <= tail + RING_BYTES`; what the other side says is checked
-    each time. `here` is this side's own counter.
+    """One direction, as seen by one side.
+
+    The writer owns _HEAD, the reader _TAIL: the total bytes written and read, so that
+    `tail <= head <= tail + RING_BYTES`. The other side's counter is checked each time. `_here` is
+    this side's own counter.
     """
 
     def __init__(
@@ -199,7 +201,7 @@ class _Ring:
         free = RING_BYTES - self._used(self._here, self._words[_TAIL])
         if not free:
             if self._sleep(_WRITER_SLEEPS, lambda: self._words[_TAIL] + RING_BYTES > self._here):
-                raise BrokenPipeError(errno.EPIPE, "the other process is gone")
+                raise BrokenPipeError(errno.EPIPE, "the other process has ended")
             return 0
         _order()
         room = min(free, PIECE)
@@ -218,7 +220,7 @@ class _Ring:
         return self._here - begin
 
     def read(self, view: memoryview) -> int:
-        """0 at the end, -1 to try again."""
+        """Read some bytes; 0 at the end, -1 to try again."""
         there = self._used(self._words[_HEAD], self._here)
         if not there:
             ended = self._sleep(_READER_SLEEPS, lambda: self._words[_HEAD] != self._here)
@@ -229,7 +231,7 @@ class _Ring:
         _order()
         self._words[_TAIL] = self._here
         _fence()
-        # not for every piece
+        # not for every piece, but once half of the ring is free
         if self._words[_WRITER_SLEEPS] and RING_BYTES - there + n >= RING_BYTES // 2:
             self._ring(_WRITER_SLEEPS)
         return n
@@ -237,7 +239,7 @@ class _Ring:
     def _used(self, head: int, tail: int) -> int:
         used = head - tail
         if not 0 <= used <= RING_BYTES:
-            raise WireError(f"the ring says that {used} of its {RING_BYTES} bytes are used")
+            raise WireError(f"the ring's counters imply {used} used bytes of {RING_BYTES}")
         return used
 
     def _copy(self, view: memoryview, into: bool) -> None:
@@ -249,10 +251,10 @@ class _Ring:
         self._here += len(view)
 
     def _sleep(self, flag: int, ready: Callable[[], bool]) -> bool:
-        """Until the bell rings or the other process is gone: True if so and there is nothing to
-        do any more."""
+        """Sleep until the bell rings or the other process ends. Returns True in the latter case, if
+        nothing is left to do."""
         self._words[flag] = 1
-        _fence()  # either we see the other side's counter, or it sees that we sleep
+        _fence()  # either we see the new counter, or the other side sees our flag
         if ready():
             return False
         events = dict(self._poll.poll())
@@ -264,15 +266,15 @@ class _Ring:
         return not ready()
 
     def _ring(self, flag: int) -> None:
-        # before the bell: who sets it again at this moment is woken all the same
+        # before the bell, so that a flag that is set right now still causes a wake-up
         self._words[flag] = 0
-        with contextlib.suppress(BlockingIOError):  # full: it rings already
+        with contextlib.suppress(BlockingIOError):  # full: it is already signalled
             os.eventfd_write(self._answer, 1)
 
 
 class _ShmChannel:
-    """`side` 0 connected, 1 listened; ring i carries what side i sends. Owns the socket and the
-    bells."""
+    """A channel over two rings. `side` is 0 if it connected, 1 if it listened; ring i carries what
+    side i sends. Owns the socket and the eventfds."""
 
     def __init__(self, sock: socket.socket, memory: int, bells: Sequence[int], side: int) -> None:
         self._sock, self._bells = sock, bells
@@ -307,7 +309,7 @@ class _ShmChannel:
             os.close(fd)
         for view in self._views:
             view.release()
-        self._map.close()  # it has a descriptor of its own
+        self._map.close()  # it has its own descriptor
 
 
 def _left_over(path: str) -> bool:
@@ -320,7 +322,7 @@ def _left_over(path: str) -> bool:
 
 
 def _credentials(sock: socket.socket) -> tuple[int, int, int]:
-    """Process, user and group of the other side, as the kernel knows them."""
+    """Return process, user and group id of the other side, from the kernel."""
     pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid, gid
 
@@ -328,26 +330,26 @@ def _credentials(sock: socket.socket) -> tuple[int, int, int]:
 def _same_user(sock: socket.socket) -> None:
     pid, uid, _ = _credentials(sock)
     if uid != os.geteuid():
-        raise AuthError(f"process {pid} belongs to user {uid}, this one to {os.geteuid()}")
+        raise AuthError(f"process {pid} runs as user {uid}, this one as {os.geteuid()}")
 
 
 _lock = threading.Lock()
 
 
 def _locked_instruction() -> None:
-    """A full fence on x86-64: taking a lock is a locked instruction."""
+    """Do a full fence on x86-64, by the locked instruction that takes a lock."""
     with _lock:
         pass
 
 
 def _membarrier() -> None:
-    """A full fence anywhere: the kernel does one on entry and exit."""
+    """Do a full fence on any processor, which the kernel does on entry and exit."""
     if _libc.syscall(_MEMBARRIER, _EXPEDITED, 0, 0):
         raise OSError(ctypes.get_errno(), "membarrier")
 
 
 def _nothing() -> None:
-    """x86-64 keeps stores in order, and loads."""
+    """Do nothing: x86-64 keeps stores and loads in order."""
 
 
 def _start_fences() -> None:
@@ -355,7 +357,7 @@ def _start_fences() -> None:
         _MEMBARRIER is None or _libc.syscall(_MEMBARRIER, _REGISTER_EXPEDITED, 0, 0)
     ):
         raise ConfigError(
-            f"shared memory links need x86-64 or membarrier(2), this is {platform.machine()}",
+            f"shared memory links need x86-64 or membarrier(2), but this is {platform.machine()}",
             hint="use TCP over 127.0.0.1",
         )
 

@@ -1,18 +1,18 @@
-"""Stream: a Link over one or more byte channels; all that tcp and shm have in common.
+"""FrameStream: a Link over one or more byte channels; the common part of tcp and shm.
 
-Sending: one queue, and one for what is urgent; the thread of a channel takes the next frames as
-soon as it is free, so the least loaded channel takes most. Small frames go together in one call.
-Receiving: a thread per channel reads heads through a small buffer and payloads straight into
-`room`. Sequence numbers restore the order: `room` is called in it (so that no later frame can take
-the memory that an earlier one waits for), payloads of several channels then land at the same time,
-`arrived` is in order again.
+Sending: there is a queue, and one for urgent frames. The thread of a channel takes the next frames
+as soon as it is free, so the least loaded channel takes most. Small frames are sent together in one
+call.
+Receiving: a thread per channel reads heads through a small buffer and payloads directly into
+`room`. Sequence numbers restore the order: `room` is called in order, so that no later frame can
+take the memory that an earlier one waits for; payloads of several channels are then received
+concurrently, and `arrived` is called in order again.
 
-End: a goodbye on every channel says how many frames there were. Whoever gets it delivers them all
-and then hangs up; whoever said it reads on, dropping what comes, until the other side hung up or
-the deadline passed: closing a socket with unread bytes would reset it under the other side's unread
-frames.
+End: a goodbye on every channel contains the number of frames. Its receiver delivers them all and
+hangs up. Its sender discards further frames until the other side hangs up or the deadline passes,
+because closing a socket with unread bytes would reset it before the other side has read its frames.
 
-Does NOT connect, authenticate or know sockets.
+Does not connect, authenticate or know sockets.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ from roadtrain.transport.link import (
 )
 from roadtrain.units import KIB
 
-# what goes into one call to the channel; a larger frame goes alone
+# bytes and frames in one call to the channel; a larger frame is sent alone
 BATCH, BATCH_FRAMES = 256 * KIB, 256
-IOV_MAX = 1024  # Linux: buffers of one sendmsg
-# read with a head: one call for many small frames, and little of a big one is copied twice
+IOV_MAX = 1024  # Linux: maximum number of buffers of one sendmsg
+# bytes read with a head: many small frames in one call, and little of a large one is copied twice
 READ_AHEAD = 16 * KIB
-# frames accepted but not yet delivered: bounds what waits for an earlier frame on a slower channel
+# frames accepted but not delivered; bounds the frames that wait for one on a slower channel
 WINDOW = 256
 
 Sent = Callable[[], None]
 
 
 class Channel(Protocol):
-    """Bytes both ways, in order. One thread sends, one receives, any may shut down. Errors are
-    OSError or PeerError."""
+    """A bidirectional byte stream. One thread sends and one receives; any thread may shut down.
+    Errors are OSError or PeerError."""
 
     def send(self, buffers: Sequence[memoryview | bytes]) -> int:
-        """Blocks until some of these bytes are taken; how many. At most IOV_MAX buffers."""
+        """Block until some bytes are sent; return their number. At most IOV_MAX buffers."""
 
     def recv_into(self, view: memoryview, whole: bool) -> int:
-        """Blocks until there are bytes (`whole`: all of them, if that saves calls); how many, 0
-        at the end."""
+        """Block until bytes are received (`whole`: all of them, if that saves calls); return their
+        number, 0 at the end."""
 
     def shutdown(self) -> None:
-        """Both directions end, now: wakes the two threads. Idempotent."""
+        """End both directions now, which wakes the two threads. Idempotent."""
 
     def close(self) -> None: ...
 
@@ -74,11 +74,11 @@ class _Frame(NamedTuple):
     parts: Sequence[memoryview]
     nbytes: int
     sent: Sent | None
-    sequence: int = 0  # from when it leaves the queue
+    sequence: int = 0  # set when it leaves the queue
 
 
 class _Reader:
-    """Reads a channel through a small buffer. `what`: what is being waited for, for people."""
+    """Reads a channel through a small buffer. `what` names the awaited data, for messages."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._buffer = channel, memoryview(bytearray(READ_AHEAD))
@@ -86,7 +86,7 @@ class _Reader:
         self.what = ""
 
     def head(self) -> memoryview | None:
-        """The next head, valid until the next call; None if the channel ended before it."""
+        """Return the next head, valid until the next call; None if the channel ended before it."""
         self.what = "the next frame"
         while (have := self._to - self._at) < HEAD_NBYTES:
             if self._at:
@@ -96,7 +96,7 @@ class _Reader:
             if n == 0:
                 if have:
                     raise LostError(
-                        f"ended in the middle of a head: {have} of {HEAD_NBYTES} bytes came"
+                        f"ended in the middle of a head: {have} of {HEAD_NBYTES} bytes arrived"
                     )
                 return None
             self._to += n
@@ -111,7 +111,7 @@ class _Reader:
             n = self._channel.recv_into(view[have:], True)
             if n == 0:
                 raise LostError(
-                    f"ended in the middle of {self.what}: {have} of {len(view)} bytes came"
+                    f"ended in the middle of {self.what}: {have} of {len(view)} bytes arrived"
                 )
             have += n
 
@@ -131,12 +131,15 @@ class _Reader:
 
 
 class FrameStream:
-    """Invariants, under `_lock`: frame `_accepted` is the next to get room, `_delivered` the
-    next to arrive; `_delivered <= _accepted <= _delivered + WINDOW`; `_ready` holds frames in
-    between, received in full; `_waiting` frames whose thread has no room yet; `_delivering` is
-    held by the one thread that calls `arrived` or `lost`, and for ever after `lost`. `_reading`:
-    channels without a goodbye; `_moved` changes when bytes have left; `_alive`: threads, of
-    which the last closes the channels."""
+    """A link over channels.
+
+    Invariants, under `_lock`: frame `_accepted` gets room next, frame `_delivered` is delivered
+    next, and `_delivered <= _accepted <= _delivered + WINDOW`. `_ready` holds received frames that
+    are not delivered, `_waiting` frames whose thread has no room yet. `_delivering` is held by the
+    one thread that calls `arrived` or `lost`, and forever after `lost`. `_reading` counts channels
+    without a goodbye, `_alive` the threads, the last of which closes the channels. `_moved` changes
+    when bytes have left.
+    """
 
     def __init__(self, peer: str, limit: int, summed: bool, close_s: float) -> None:
         self.peer = peer
@@ -156,7 +159,7 @@ class FrameStream:
         self._threads: list[threading.Thread] = []
 
     def start(self, receiver: Receiver, channels: Sequence[Channel]) -> None:
-        """What was sent before goes out now."""
+        """Start the threads, which first send the frames that are already queued."""
         self._receiver, self._channels = receiver, channels
         self._reading, self._alive = len(channels), 2 * len(channels)
         for i, channel in enumerate(channels):
@@ -167,7 +170,7 @@ class FrameStream:
         for number, thread in enumerate(self._threads):
             try:
                 thread.start()
-            # this host has no more: the link ends, the owner hears it
+            # the host has no more threads: the link ends, and its owner is notified
             except RuntimeError as error:
                 with self._lock:
                     self._alive -= len(self._threads) - number
@@ -205,19 +208,18 @@ class FrameStream:
             self._closing = True
             self._to_send.notify_all()
             self._turned.notify_all()
-        if threading.current_thread() in self._threads:  # it cannot wait for itself
+        if threading.current_thread() in self._threads:  # a thread cannot join itself
             threading.Thread(target=self._join, name=f"close {self.peer}", daemon=True).start()
         else:
             self._join()
 
     def fail(self, error: PeerError) -> None:
-        """The link is lost. The receiver is told once the call of `arrived` that may be under
-        way has returned."""
+        """End the link as lost. The receiver is notified after a running call of `arrived`."""
         self.stop(error)
         self._deliver()
 
     def stop(self, error: PeerError) -> None:
-        """Nothing more goes out; threads are woken, queued buffers given back."""
+        """Send nothing more, wake all threads, and release queued buffers."""
         with self._lock:
             self._error = self._error or error
             queued = [*self._urgent, *self._queue]
@@ -236,7 +238,7 @@ class FrameStream:
             if self._moved != moved:
                 moved, deadline = self._moved, time.monotonic() + self._close_s
             elif time.monotonic() > deadline:
-                self.stop(LostError(f"{self.peer} did not hang up within {self._close_s:g} s"))
+                self.stop(LostError(f"{self.peer} did not close within {self._close_s:g} s"))
                 for thread in alive:
                     thread.join(self._close_s)
                 return
@@ -246,7 +248,7 @@ class FrameStream:
             work(channel)
         except PeerError as error:
             self.fail(error if self.peer in str(error) else type(error)(f"{self.peer}: {error}"))
-        except Exception as error:  # the owner's code: never a thread that dies in silence
+        except Exception as error:  # from the owner's code: no thread may die silently
             self.fail(self._owner_failed(error))
         with self._lock:
             self._alive -= 1
@@ -265,7 +267,7 @@ class FrameStream:
     def _owner_failed(self, error: Exception) -> PeerError:
         if isinstance(error, PeerError):
             return error
-        lost = LostError(f"{self.peer}: given up, because this side failed: {error!r}")
+        lost = LostError(f"{self.peer}: closed, because this side failed: {error!r}")
         lost.__cause__ = error
         return lost
 
@@ -286,10 +288,10 @@ class FrameStream:
             try:
                 self._put(channel, [self._lead(_Frame(0, b"", (), 0, None, self._next), LAST)])
             except OSError as error:
-                self.fail(self._lost(error, "saying goodbye"))
+                self.fail(self._lost(error, "sending the goodbye"))
 
     def _take(self) -> list[_Frame]:
-        """The next frames for one call; none at the end."""
+        """Wait for frames, and return those for one call; none at the end."""
         with self._lock:
             while not self._queue and not self._urgent:
                 if self._error is not None or self._closing:
@@ -362,7 +364,7 @@ class FrameStream:
             payload = flat(self._receiver.room(head.kind, header, head.nbytes))
             if len(payload) != head.nbytes or payload.readonly:
                 raise TypeError(
-                    f"room for {head.nbytes} bytes: got {len(payload)}, read-only:"
+                    f"room() for {head.nbytes} bytes returned {len(payload)}, read-only:"
                     f" {payload.readonly}"
                 )
         with self._lock:
@@ -377,16 +379,16 @@ class FrameStream:
         self._deliver()
 
     def _wait_turn(self, sequence: int) -> bool:
-        """Until this frame may ask for room; False once the link ends."""
+        """Wait until this frame may ask for room; return False once the link ends."""
         with self._lock:
             if sequence < self._accepted or sequence in self._waiting:
-                raise WireError(f"frame {sequence} came twice")
+                raise WireError(f"frame {sequence} was received twice")
             self._waiting.add(sequence)
             while self._error is None and not self._closing:
                 if sequence == self._accepted and sequence - self._delivered < WINDOW:
                     return True
                 if len(self._waiting) == self._reading and self._accepted not in self._waiting:
-                    raise WireError(f"frame {self._accepted} is missing, frame {sequence} came")
+                    raise WireError(f"frame {self._accepted} is missing before frame {sequence}")
                 self._turned.wait()
             self._waiting.remove(sequence)
             return False
@@ -394,17 +396,17 @@ class FrameStream:
     def _goodbye(self, head: Head) -> None:
         with self._lock:
             if self._end not in (None, head.sequence):
-                raise WireError(f"goodbyes after {self._end} and after {head.sequence} frames")
+                raise WireError(f"goodbyes after {self._end} and {head.sequence} frames disagree")
             self._end = head.sequence
             self._reading -= 1
             self._turned.notify_all()
             if not self._reading and self._accepted != self._end and not self._closing:
-                raise WireError(f"a goodbye after {self._end} frames, {self._accepted} came")
+                raise WireError(f"a goodbye after {self._end} frames, {self._accepted} received")
         self._deliver()
 
     def _deliver(self) -> None:
-        """`arrived` for all that is next, then `lost` if that is due; unless another thread is
-        at it."""
+        """Call `arrived` for all frames that are next, then `lost` if it is due, unless another
+        thread is doing so."""
         with self._lock:
             if self._delivering:
                 return
@@ -413,8 +415,8 @@ class FrameStream:
             pass
 
     def _deliver_one(self) -> bool:
-        """Hands the next frame over, or the end. Returns whether more may follow; only the
-        thread that delivers calls it."""
+        """Deliver the next frame, or the end. Returns whether more may follow. Called only by the
+        thread that delivers."""
         with self._lock:
             item = None if self._closing else self._ready.pop(self._delivered, None)
             error = None if self._closing else self._error

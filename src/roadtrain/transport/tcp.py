@@ -1,17 +1,17 @@
-"""TCP links: one or several connections per link, TLS if asked for, bytes straight from and to the
-owner's buffers.
+"""TCP links with one or several connections each, optionally TLS, directly from and to the owner's
+buffers.
 
     link = connect(("10.0.0.3", 7000), receiver, TcpOptions(connections=4, token=token),
                    name="server 2")
     listener = listen(("10.0.0.3", 0), accept, TcpOptions(token=token))
     listener.address                                      # has the port
 
-A vanished host is noticed by keepalive while nothing is under way (4 s), else by unanswered packets
-(`silence_s`).
-This is not TCP_USER_TIMEOUT: Linux ends a connection with it when a live peer merely does not read
-for that long, which is what back-pressure does. Assumes Linux. Does NOT encrypt without `tls`: the
-token keeps strangers out, not those on the way, and the checksums of frames find bits that flipped,
-not bytes that somebody changed on purpose.
+A vanished host is detected by keepalive while the link is idle (4 s), else by unanswered packets
+(`silence_s`). TCP_USER_TIMEOUT is not used for this, because on Linux it also ends a connection
+whose live peer does not read for that long, as happens with back-pressure. Requires Linux.
+
+Without `tls` nothing is encrypted: the token excludes strangers, but not a man in the middle, and
+the checksums of frames detect flipped bits, but not deliberate changes.
 """
 
 from __future__ import annotations
@@ -46,25 +46,32 @@ from roadtrain.transport.stream import Channel
 from roadtrain.units import KIB
 
 Address = tuple[str, int]
-TCP_RTO_MAX_MS = 44  # Linux 6.15; not in the socket module yet
+TCP_RTO_MAX_MS = 44  # Linux 6.15; not yet in the socket module
 _INFO = struct.Struct("<8B24I")  # the beginning of Linux's struct tcp_info
 _RETRANSMITS, _PROBES, _LAST_ACK = 2, 3, 8 + 12
-TLS_PIECE = 256 * KIB  # of one call under the lock of a TLS connection
+TLS_PIECE = 256 * KIB  # bytes per call while holding the lock of a TLS connection
 TICK_S = 1
-# bytes that may wait in the kernel of a link slower than so many bytes a second
+# bytes that may be queued in the kernel on a link slower than SLOW bytes per second
 UNSENT, SLOW = 256 * KIB, 16e6
-LOOK_S = 0.1  # over which that is measured
-MIN_TOKEN = 16  # bytes: what is shorter can be guessed
+LOOK_S = 0.1  # duration of that measurement
+MIN_TOKEN = 16  # bytes; a shorter token could be guessed
 
 
-PemFile = Annotated[Path, Field(strict=False)]  # or a string
+PemFile = Annotated[Path, Field(strict=False)]  # or a str
 
 
 @dataclass(frozen=True)
 class Tls:
-    """Paths of PEM files: this side's certificate and key, and who signs the other side's. A
-    client may have only `ca`; a server with `ca` demands a certificate of the client.
-    The server's certificate names its address."""
+    """TLS files in PEM format.
+
+    A client may have only `ca`. A server with `ca` demands a certificate of its clients. The
+    server's certificate must name its address.
+
+    Attributes:
+        cert: This side's certificate.
+        key: The private key of `cert`.
+        ca: Certificates of the authorities that have signed the other side's.
+    """
 
     cert: PemFile | None = None
     key: PemFile | None = None
@@ -77,9 +84,9 @@ class Tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         if server and self.cert is None:
-            raise ConfigError("TLS: a server needs cert and key")
+            raise ConfigError("TLS: a server needs `cert` and `key`")
         if not server and self.ca is None:
-            raise ConfigError("TLS: a client needs ca, to know the server by")
+            raise ConfigError("TLS: a client needs `ca` to verify the server")
         try:
             if self.cert is not None:
                 context.load_cert_chain(self.cert, self.key)
@@ -91,7 +98,7 @@ class Tls:
         return context
 
     def binding(self) -> bytes:
-        """A server's: SHA-256 of its own certificate, the first in the file (RFC 5929,
+        """Return the SHA-256 of the server's own certificate, the first one in the file (RFC 5929,
         tls-server-end-point)."""
         text = Path(self.cert or "").read_text()
         end = text.index(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)
@@ -101,21 +108,21 @@ class Tls:
 
 @dataclass(frozen=True)
 class TcpOptions(handshake.Common):
-    """Of a link over TCP."""
+    """Options of TCP links."""
 
     token: bytes | None = None  # the job's secret
     tls: Tls | None = None
-    connections: Annotated[int, Field(ge=1, le=handshake.MAX_CONNECTIONS)] = 1  # of a link
+    connections: Annotated[int, Field(ge=1, le=handshake.MAX_CONNECTIONS)] = 1  # per link
     connect_s: float = 10.0
-    silence_s: float = 10.0  # how long packets may stay unanswered
+    silence_s: float = 10.0  # how long packets may remain unacknowledged
 
     def __post_init__(self) -> None:
         check_options(TcpOptions, vars(self))
         if self.token is not None and len(self.token) < MIN_TOKEN:
             raise ConfigError(
-                f"a token of {len(self.token)} bytes, {MIN_TOKEN} are the least: it could be"
-                " guessed",
-                hint="(umask 077; head -c 32 /dev/urandom | base64 > token) makes one",
+                f"the token has {len(self.token)} bytes, at least {MIN_TOKEN} are needed: it could"
+                " be guessed",
+                hint="(umask 077; head -c 32 /dev/urandom | base64 > token) creates one",
             )
 
     @property
@@ -123,18 +130,18 @@ class TcpOptions(handshake.Common):
         return self.tls is None if self.checksums is None else self.checksums
 
     def check(self) -> None:
-        """Called before anything listens or connects. Raises ConfigError where this host cannot
-        do what is asked."""
+        """Raise ConfigError where this host does not support these options. Called before
+        listening or connecting."""
 
     def channel(self, sock: socket.socket) -> Channel:
-        """Of a connection that was let in. A plugin's options carry the bytes another way."""
+        """Make the channel of an accepted connection. Plugins override it."""
         tcp = socket.IPPROTO_TCP
         sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         probes = {socket.TCP_KEEPIDLE: 1, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 3}
         for option, value in probes.items():
             sock.setsockopt(tcp, option, value)
-        # without it, long back-pressure makes probes rare and a vanished host late
+        # otherwise probes are rare during long back-pressure, and a vanished host is noticed late
         with contextlib.suppress(OSError):
             sock.setsockopt(tcp, TCP_RTO_MAX_MS, max(1000, int(self.silence_s * 250)))
         if isinstance(sock, ssl.SSLSocket):
@@ -156,11 +163,23 @@ def connect(
     language: bytes = handshake.NO_LANGUAGE,
     report: Report = lambda _: None,
 ) -> Link:
-    """A link whose other end is what `accept` of the listener there returned for `hello`.
-    `language`: a digest of all that the frames of both sides can say (transport/handshake.py).
-    `report`: called with a line now and then while nobody listens there.
-    Raises AuthError, WireError (refused, with the server's words), LostError (nobody there),
-    DeadlineError."""
+    """Connect to a listener and return the started link.
+
+    Args:
+        address: Host and port of the listener.
+        receiver: Handles the frames that arrive.
+        options: Token, TLS, number of connections and timeouts.
+        hello: Bytes that are passed to `accept` of the listener.
+        name: Name of the peer for messages.
+        language: Digest of the message types of both sides (transport/handshake.py).
+        report: Called with a line now and then while nothing listens at the address.
+
+    Raises:
+        AuthError: The token, certificate or user does not match.
+        WireError: The server refused, with its reason.
+        LostError: Nothing listens there, or the connection was lost.
+        DeadlineError: The handshake took too long.
+    """
     where = f"{address[0]}:{address[1]}"
     peer = f"{name} ({where})" if name else where
     context = options.tls.context(False) if options.tls else None
@@ -169,9 +188,9 @@ def connect(
     socks: list[socket.socket] = []
     channels: list[Channel] = []
 
-    def waits(_: BaseException, left_s: float) -> None:
+    def on_wait(_: BaseException, left_s: float) -> None:
         report(
-            f"waiting for {peer}: nobody listens there (connection refused). It is tried for"
+            f"waiting for {peer}: connection refused, because nothing listens there. Retrying for"
             f" another {left_s:.0f} s: start it, or correct its address"
         )
 
@@ -179,19 +198,19 @@ def connect(
         answers = []
         for i in range(options.connections):
             opened = functools.partial(_connected, address, options)
-            sock = retry(opened, ConnectionRefusedError, options.retry_s, waits)
+            sock = retry(opened, ConnectionRefusedError, options.retry_s, on_wait)
             socks.append(sock)
             deadline = time.monotonic() + options.handshake_s
             if context is not None and options.tls is not None:
                 sock.settimeout(options.handshake_s)
                 sock = socks[-1] = context.wrap_socket(sock, server_hostname=address[0])
-            said = b"" if i else hello
+            own_hello = b"" if i else hello
             token, count = options.token, options.connections
             ours = handshake.greeting(
-                options, token, link_id, i, count, language=language, hello=said
+                options, token, link_id, i, count, language=language, hello=own_hello
             )
             answers.append(
-                handshake.client_greet(sock, ours, token, said, deadline, _binding(sock))
+                handshake.client_greet(sock, ours, token, own_hello, deadline, _binding(sock))
             )
         for sock, answer in zip(socks, answers):
             handshake.client_verdict(sock, answer, deadline)
@@ -216,14 +235,14 @@ def listen(
     *,
     language: bytes = handshake.NO_LANGUAGE,
 ) -> Listener:
-    """Raises ConfigError where the address cannot be had, or strangers could reach it and there
-    is no token (Rule 8)."""
+    """Listen for links. Raises ConfigError where the address is not available, or where other hosts
+    could reach it and there is no token."""
     options.check()
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
         if options.token is None and not ipaddress.ip_address(where[0]).is_loopback:
             raise ConfigError(
-                f"listening on {where[0]} without a token: anybody who reaches it could join",
+                f"listening on {where[0]} without a token: any host that reaches it could connect",
                 hint="set a token, or listen on 127.0.0.1",
             )
         carrier = _TcpCarrier(options)
@@ -251,7 +270,7 @@ class _TcpCarrier:
     def secure(self, sock: socket.socket, deadline: float) -> socket.socket:
         if self._context is None:
             return sock
-        # the first read does
+        # the handshake is done by the first read
         return self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
 
     def binding(self, sock: socket.socket) -> bytes:
@@ -262,7 +281,7 @@ class _TcpCarrier:
 
 
 def _binding(sock: socket.socket) -> bytes:
-    """A client's: of the certificate that the server showed."""
+    """Return a client's channel binding: the SHA-256 of the server's certificate."""
     if not isinstance(sock, ssl.SSLSocket):
         return b""
     return hashlib.sha256(sock.getpeercert(binary_form=True) or b"").digest()
@@ -278,36 +297,38 @@ def _connected(address: Address, options: TcpOptions) -> socket.socket:
 
 
 class _TcpChannel:
-    """Blocking calls that come back every TICK_S, to see whether the other host still answers.
-    Once what the kernel holds left it slowly, little waits there, where nothing urgent can
-    overtake it; on fast links that would cost processor time."""
+    """Socket calls that return every TICK_S to check that the other host still answers.
+
+    Once the kernel's send queue drains slowly, it is kept short, so that urgent frames do not wait
+    behind it. On fast links that would cost CPU time.
+    """
 
     def __init__(self, sock: socket.socket, silence_s: float) -> None:
         self._sock, self._silence_s, self._slow = sock, silence_s, False
-        self._since, self._given = 0.0, 0  # what the kernel held then, and was given since
+        self._since, self._queued = 0.0, 0  # bytes in the kernel at that time, and added since
 
     def send(self, buffers: Sequence[memoryview | bytes]) -> int:
-        self._look()
+        self._check_backlog()
         while True:
             try:
                 n = self._sock.sendmsg(buffers)
-                self._given += n
+                self._queued += n
                 return n
             except BlockingIOError:
                 self._check_answers()
 
-    def _look(self) -> None:
-        """Whether what is waiting in the kernel leaves it slowly."""
+    def _check_backlog(self) -> None:
+        """Detect that the kernel's send queue drains slowly, and keep it short from then on."""
         if self._slow:
             return
         now = time.monotonic()
         waiting = int.from_bytes(fcntl.ioctl(self._sock, termios.TIOCOUTQ, b"\0" * 4), "little")
         if waiting > UNSENT and now - self._since < LOOK_S:
             return
-        if waiting > UNSENT and self._given - waiting < SLOW * (now - self._since):
+        if waiting > UNSENT and self._queued - waiting < SLOW * (now - self._since):
             self._slow = True
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
-        self._since, self._given = now, waiting
+        self._since, self._queued = now, waiting
 
     def recv_into(self, view: memoryview, whole: bool) -> int:
         flags = socket.MSG_WAITALL if whole else 0
@@ -319,24 +340,24 @@ class _TcpChannel:
 
     def shutdown(self) -> None:
         with contextlib.suppress(OSError):
-            # an SSLSocket's own would go on in plain text
+            # SSLSocket.shutdown would continue in plain text
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._sock.close()
 
     def _check_answers(self) -> None:
-        """TimeoutError if packets or window probes have gone unanswered. One probe may just be
-        on its way, two cannot."""
+        """Raise TimeoutError if packets or window probes are unanswered. A single probe may still
+        be in flight, two cannot."""
         info = _INFO.unpack(self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
         unanswered, silent_s = max(info[_RETRANSMITS], info[_PROBES]), info[_LAST_ACK] / 1000
         if unanswered >= 2 and silent_s >= self._silence_s:
-            raise TimeoutError(f"no answer for {silent_s:.0f} s")
+            raise TimeoutError(f"no response for {silent_s:.0f} s")
 
 
 class _TlsChannel(_TcpChannel):
-    """OpenSSL's connection is not for two threads at once: each call holds a lock and never
-    blocks under it."""
+    """A TLS channel. OpenSSL's connection is not thread-safe, so each call holds a lock and does
+    not block while holding it."""
 
     def __init__(self, sock: ssl.SSLSocket, silence_s: float) -> None:
         super().__init__(sock, silence_s)
@@ -344,7 +365,7 @@ class _TlsChannel(_TcpChannel):
 
     def send(self, buffers: Sequence[memoryview | bytes]) -> int:
         data: memoryview | bytes = memoryview(buffers[0])[:TLS_PIECE]
-        if len(buffers) > 1 and len(data) < TLS_PIECE:  # small ones into one record
+        if len(buffers) > 1 and len(data) < TLS_PIECE:  # join small buffers into one TLS record
             few: list[memoryview | bytes] = []
             room = TLS_PIECE
             for buffer in buffers:
@@ -353,12 +374,12 @@ class _TlsChannel(_TcpChannel):
                 if room == 0:
                     break
             data = b"".join(few)
-        self._look()
+        self._check_backlog()
         while True:
             try:
                 with self._lock:
                     n = self._tls.send(data)
-                self._given += n
+                self._queued += n
                 return n
             except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
                 self._wait(select.POLLOUT)

@@ -1,23 +1,22 @@
 """RDMA links, a plugin of roadtrain named `rdma`: TCP's connections and handshake, but the bytes
-are fetched by NIXL's READ from the other side's memory.
+are transferred by NIXL READs from the other side's memory.
 
     options = roadtrain_rdma.RdmaOptions(token=token, device="mlx5_0:1")
     link = tcp.connect(("10.0.0.3", 7000), receiver, options)
 
-Who sends copies a piece into a ring of registered memory; the socket says how many bytes were ever
-written there. Who receives READs them into registered memory of its own, one READ at a time, hands
-them on when it has seen that READ end, and says how many it ever read, which gives their place
-back. The socket's end is the end.
+The sender copies a piece into a ring of registered memory, and sends the total number of bytes
+written there over the socket. The receiver READs them into registered memory of its own, one READ
+at a time, passes them on when that READ has completed, and sends the total number of bytes read,
+which frees their place in the ring. The end of the socket is the end of the link.
 
-Why READ. NIXL's UCX backend calls a request ended when its bytes and a flush of the endpoint have,
-so who fetched bytes knows alone that they are here. Of a WRITE the receiver knows by a
-notification, which leaves when the *sender* asks about that WRITE: those of two WRITEs may come in
-either order, and each must be counted.
+READ is used because NIXL's UCX backend completes a request when its bytes and a flush of the
+endpoint are done, so the reader knows by itself that the bytes have arrived. For a WRITE the
+receiver depends on a notification that is sent when the *sender* polls that WRITE; notifications
+may arrive in any order and would all have to be counted.
 
-Assumes the package nixl-cu12, loaded when it is first needed. Has run over UCX's
-TCP mode only (a network interface as `device`), never on RDMA hardware. UCX_* variables of the
-environment win over `device`. Does NOT encrypt, and does NOT send from the owner's buffers: two
-copies, as in shm.
+Needs the package nixl-cu12, loaded on first use. Tested with UCX's TCP mode only (a network
+interface as `device`), never on RDMA hardware. UCX_* environment variables override `device`. Does
+not encrypt. Copies twice, like shm, instead of sending from the owner's buffers.
 """
 
 from __future__ import annotations
@@ -46,31 +45,35 @@ from roadtrain.transport.stream import Channel
 from roadtrain.units import KIB, MIB
 
 MAGIC = b"roadRDMA"
-# magic, address of the ring, bytes and SHA-256 of NIXL's metadata, which follows
+# magic, address of the ring, size and SHA-256 of NIXL's metadata, which follows
 MEETING = struct.Struct("<8sQI32s")
-# bytes ever written into one's own ring, bytes ever read from the other side's; sealed
+# total bytes written to our ring, total bytes read from the other side's ring; sealed
 COUNTS = struct.Struct("<QQ")
 COUNTS_NBYTES = COUNTS.size + SUM.size
 MAX_METADATA = 64 * KIB
-RING, PIECE = 4 * MIB, MIB  # a piece is written while the one before it is read
-# NIXL's thread also looks without an event, this often; at NIXL's own 0 it keeps a core busy
+RING, PIECE = 4 * MIB, MIB  # a piece is written while the previous one is read
+# polling interval of NIXL's thread besides events; with NIXL's default 0 it keeps a core busy
 PROGRESS_US = 10_000
 POLL_S = 20e-6
 
 
 @dataclass(frozen=True)
 class RdmaOptions(tcp.TcpOptions):
-    """`device`: one RDMA device and its port; empty leaves the choice among all to UCX; a
-    network interface ("eth0") means UCX's TCP mode. `silence_s` holds for a READ too."""
+    """Options of RDMA links. `silence_s` also limits a READ.
+
+    Attributes:
+        device: An RDMA device and its port. "": UCX chooses. The name of a network interface
+            ("eth0") selects UCX's TCP mode.
+    """
 
     device: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tls is not None:
-            raise ConfigError("an RDMA link does not encrypt", hint="TLS goes with tcp.TcpOptions")
+            raise ConfigError("an RDMA link does not encrypt", hint="use tcp.TcpOptions for TLS")
         if "," in self.device:
-            raise ConfigError(f"device {self.device!r}: one is possible")
+            raise ConfigError(f"device {self.device!r}: only one device is supported")
 
     def check(self) -> None:
         _agent(self.device)
@@ -93,8 +96,8 @@ def _agent(device: str) -> Any:
     config = nixl.nixlAgentConfig()
     config.useProgThread, config.pthrDelay = True, PROGRESS_US
     agent = nixl.nixlAgent(secrets.token_hex(16), config)
-    # with NET_DEVICES alone, bytes go to the same host by a system call; "ucx_devices", which NIXL
-    # lists, does nothing
+    # with NET_DEVICES alone, UCX transfers bytes within a host by a system call; the option
+    # "ucx_devices" that NIXL lists has no effect
     transport = "TLS=tcp" if device and Path("/sys/class/net", device).exists() else "TLS=ib"
     try:
         agent.createBackend("UCX", {"engine_config": f"{transport},NET_DEVICES={device or 'all'}"})
@@ -103,9 +106,9 @@ def _agent(device: str) -> Any:
             (
                 f"UCX cannot use {device!r}: {error}"
                 if device
-                else f"UCX finds no RDMA device here: {error}"
+                else f"UCX finds no RDMA device on this host: {error}"
             ),
-            hint="ucx_info -d lists devices; over plain Ethernet tcp.TcpOptions is faster",
+            hint="list devices with ucx_info -d; on plain Ethernet tcp.TcpOptions is faster",
         ) from error
     return agent
 
@@ -113,42 +116,46 @@ def _agent(device: str) -> Any:
 def _used(written: int, read: int) -> int:
     used = written - read
     if not 0 <= used <= RING:
-        raise WireError(f"the ring says that {used} of its {RING} bytes are used")
+        raise WireError(f"the ring's counters imply {used} used bytes of {RING}")
     return used
 
 
 class _RdmaChannel:
-    """`_written` into our ring, whose bytes the other side may READ until it says so; `_read`
-    from its ring into `_piece`, of which `_fetched` is still to be handed on; `_theirs`: its
-    last COUNTS. Each is the count of one side alone, so the other's is checked. Owns socket,
-    agent and memory."""
+    """A channel over two rings. Owns the socket, the NIXL agent and the memory.
+
+    `_written` counts bytes written to our ring, `_read` bytes read from the other side's ring into
+    `_piece`; `_fetched` is the part of `_piece` not passed on yet. `_theirs` holds the other side's
+    last counts, which are checked.
+    """
 
     def __init__(
         self, sock: socket.socket, channel: Callable[[socket.socket], Channel], options: RdmaOptions
     ) -> None:
         self._sock, self._silence_s, self._nixl = sock, options.silence_s, _nixl()
-        # MAP_SHARED: a fork copies no page of it while a device reads
+        # MAP_SHARED, so that a fork copies no page that a device is reading
         registered = mmap.mmap(-1, RING + PIECE)
         self._agent, memory = _agent(options.device), memoryview(registered)
         self._ring, self._piece, self._fetched = memory[:RING], memory[RING:], memory[:0]
         self._address = np.frombuffer(memory, np.uint8).ctypes.data
         self._written = self._read = 0
         self._theirs = (0, 0)
-        self._changed, self._telling = threading.Condition(), threading.Lock()
+        self._changed, self._sending = threading.Condition(), threading.Lock()
         self._ended = False
         self._error: OSError | WireError | None = None
-        self._hearing = threading.Thread(target=self._hear, name="RDMA counts", daemon=True)
+        self._receiver = threading.Thread(
+            target=self._receive_counts, name="RDMA counts", daemon=True
+        )
         try:
             self._meet(time.monotonic() + options.handshake_s)
             self._tcp = channel(sock)
         except BaseException:
             self.close()
             raise
-        self._hearing.start()
+        self._receiver.start()
 
     def _meet(self, deadline: float) -> None:
-        """The other side then reaches our ring and the piece that came from it (to write too),
-        nothing else here."""
+        """Exchange memory addresses and keys. Gives the other side access (also to write) to our
+        ring and our piece, and to nothing else."""
         memory = self._nixl.nixlRegDList(
             self._nixl.DRAM_SEG, [(self._address, RING + PIECE, 0, "")]
         )
@@ -161,22 +168,22 @@ class _RdmaChannel:
         raw = handshake.receive(self._sock, len(MAGIC), deadline, "the other side's ring")
         if raw != MAGIC:
             raise WireError(
-                f"the other side speaks no RDMA: it began with {raw!r}",
-                hint="rdma.RdmaOptions on both",
+                f"the other side does not use RDMA: it began with {raw!r}",
+                hint="use roadtrain_rdma.RdmaOptions on both sides",
             )
         raw += handshake.receive(
             self._sock, MEETING.size + SUM.size - len(raw), deadline, "the other side's ring"
         )
         _, self._there, length, digest = MEETING.unpack(opened(raw, "the other side's ring"))
         if length > MAX_METADATA:
-            raise WireError(f"metadata of {length} bytes, {MAX_METADATA} are allowed")
+            raise WireError(f"metadata has {length} bytes, at most {MAX_METADATA} are allowed")
         metadata = handshake.receive(self._sock, length, deadline, "NIXL's metadata")
         if hashlib.sha256(metadata).digest() != digest:
             raise WireError("NIXL's metadata does not match its checksum")
         self._name = self._call("loadRemoteMD", metadata)
 
     def _call(self, name: str, *words: Any) -> Any:
-        """NIXL's errors have no class in common."""
+        """Call NIXL, and convert its errors, which have no common class."""
         try:
             return getattr(self._agent, name)(*words)
         except Exception as error:
@@ -184,7 +191,7 @@ class _RdmaChannel:
 
     def send(self, buffers: Sequence[memoryview | bytes]) -> int:
         if not (free := self._wait(lambda: RING - _used(self._written, self._theirs[1]))):
-            raise BrokenPipeError(errno.EPIPE, "the other side is gone")
+            raise BrokenPipeError(errno.EPIPE, "the other side has ended")
         begin = self._written % RING
         at, end = begin, begin + min(free, PIECE, RING - begin)
         for buffer in buffers:
@@ -192,7 +199,7 @@ class _RdmaChannel:
             copy(self._ring[at : at + len(part)], part)
             at += len(part)
         self._written += at - begin
-        self._tell()
+        self._send_counts()
         return at - begin
 
     def recv_into(self, view: memoryview, whole: bool) -> int:
@@ -204,7 +211,7 @@ class _RdmaChannel:
         return n
 
     def _fetch(self) -> bool:
-        """The next bytes of the other side's ring are here; False at the end."""
+        """READ the next bytes of the other side's ring; False at the end."""
         at = self._read % RING
         n = min(self._wait(lambda: _used(self._theirs[0], self._read)), PIECE, RING - at)
         if not n:
@@ -221,38 +228,38 @@ class _RdmaChannel:
                 if self._ended:
                     return False
                 if time.monotonic() - begin > self._silence_s:
-                    raise TimeoutError(f"no end of a read for {self._silence_s:g} s")
+                    raise TimeoutError(f"a READ did not complete for {self._silence_s:g} s")
                 time.sleep(POLL_S)
         finally:
             with contextlib.suppress(Exception):
                 self._agent.releaseXferReq(handle)
         self._fetched = self._piece[:n]
         self._read += n
-        self._tell()
+        self._send_counts()
         return True
 
-    def _tell(self) -> None:
-        """Never blocks for long: the other side hears whatever else it does."""
-        with self._telling:
+    def _send_counts(self) -> None:
+        """Send our counts. Does not block for long: the other side always receives them."""
+        with self._sending:
             message = memoryview(sealed(COUNTS.pack(self._written, self._read)))
             while message:
                 message = message[self._tcp.send([message]) :]
 
     def _wait(self, ready: Callable[[], int]) -> int:
-        """What `ready` says once it is not 0; 0 at the end."""
+        """Wait until `ready` returns a number above 0, and return it; 0 at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or ready())
             if self._error is not None:
                 raise self._error
             return 0 if self._ended else ready()
 
-    def _hear(self) -> None:
+    def _receive_counts(self) -> None:
         message, have = memoryview(bytearray(COUNTS_NBYTES)), 0
         try:
             while n := self._tcp.recv_into(message[have:], True):
                 have = (have + n) % COUNTS_NBYTES
                 if not have:
-                    counts = COUNTS.unpack(opened(message, "what the other side says of its ring"))
+                    counts = COUNTS.unpack(opened(message, "the other side's counts"))
                     with self._changed:
                         self._theirs = counts
                         self._changed.notify_all()
@@ -266,9 +273,9 @@ class _RdmaChannel:
         self._tcp.shutdown()
 
     def close(self) -> None:
-        """Idempotent. The agent goes before the memory that a READ may still land in."""
-        if self._hearing.is_alive():
+        """Close. Idempotent. The agent is released before the memory that a READ may write to."""
+        if self._receiver.is_alive():
             self.shutdown()
-            self._hearing.join()
+            self._receiver.join()
         self._agent = None
         self._sock.close()

@@ -1,8 +1,8 @@
-"""The table of a switch (roadtrain/switch/switch_table.py) outside the switch's process.
+"""Tables of a switch (roadtrain/switch/switch_table.py) outside the switch's process.
 
     roadtrain serve HOST:PORT --switch --xdp eth0     sums in the Linux kernel, where packets arrive
 
-`xdp.py` attaches xdp_switch.bpf.c to a network device, and is what `--xdp` opens (the entry point
-`xdp` of roadtrain.switch_tables). switch.p4 is the same table for a programmable switch, and
-`p4_entries.py` makes the entries that its control plane sets. Read xdp.py first.
+`xdp.py` attaches xdp_switch.bpf.c to a network device; `--xdp` opens it by the entry point `xdp` of
+roadtrain.switch_tables. switch.p4 is the same table for a programmable switch, and `p4_entries.py`
+makes the table entries for its control plane. Read xdp.py first.
 """

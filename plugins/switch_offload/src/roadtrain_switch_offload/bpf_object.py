@@ -1,10 +1,9 @@
-"""A BPF program: compiled by clang, loaded and run by libbpf (through ctypes).
+"""A BPF program, compiled by clang, and loaded and run by libbpf (through ctypes).
 
-It is compiled where it is loaded: a few tenths of a second at the start of a switch, no binary
-that nobody can read, no cache that somebody else could write to. Everything that can lack (clang,
-the headers of libbpf, libbpf, the right to load) raises BpfError with one line. What is loaded and
-attached is held by descriptors of this process, and ends with it. Does NOT know what a program
-does.
+It is compiled where it is loaded, which takes a few tenths of a second at the start of a switch and
+needs neither an opaque binary nor a cache that others might modify. Anything that is missing
+(clang, libbpf or its headers, permissions) raises BpfError with a one-line message. What is loaded
+and attached is held by descriptors of this process, and ends with it.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ import numpy as np
 from roadtrain.errors import RoadtrainError
 
 COMPILE_S = 60.0
-READ = 256  # elements of a table that are read at a time
+READ = 256  # elements of a table read at once
 MAP_ARRAY = 2  # BPF_MAP_TYPE_ARRAY
-INNER_MAP = 1 << 12  # BPF_F_INNER_MAP: tables of one map of maps differ in size
+INNER_MAP = 1 << 12  # BPF_F_INNER_MAP: allows tables of different sizes in a map of maps
 ATTACH_XDP = 37  # BPF_XDP
-LIVE_FRAMES = 1 << 1  # BPF_F_TEST_XDP_LIVE_FRAMES: what the program says is done
+LIVE_FRAMES = 1 << 1  # BPF_F_TEST_XDP_LIVE_FRAMES: verdicts are carried out
 NATIVE, GENERIC = 1 << 2, 1 << 1  # XDP_FLAGS_DRV_MODE, XDP_FLAGS_SKB_MODE
 
 
 class BpfError(RoadtrainError):
-    """No program here; the message is one line that says why."""
+    """The program cannot be used here; the message is one line with the reason."""
 
 
 class _MapOptions(ctypes.Structure):
@@ -77,7 +76,7 @@ class _RunOptions(ctypes.Structure):
 
 
 class _Arrival(ctypes.Structure):
-    """struct xdp_md: where a packet came in"""
+    """struct xdp_md: the device and queue of a packet"""
 
     _fields_ = [
         ("data", ctypes.c_uint32),
@@ -90,7 +89,7 @@ class _Arrival(ctypes.Structure):
 
 
 class _LinkOptions(ctypes.Structure):
-    """struct bpf_link_create_opts, as far as XDP has any"""
+    """struct bpf_link_create_opts, only the part for XDP"""
 
     _fields_ = [
         ("sz", ctypes.c_size_t),
@@ -107,7 +106,7 @@ def _libbpf() -> ctypes.CDLL:
         lib = ctypes.CDLL("libbpf.so.1", use_errno=True)
     except OSError:
         raise BpfError("libbpf.so.1 is not installed") from None
-    lib.libbpf_set_print(None)  # it would write to stderr
+    lib.libbpf_set_print(None)  # otherwise it writes to stderr
     pointers = ("open_file", "find_map_by_name", "find_program_by_name")
     for name in pointers:
         getattr(lib, f"bpf_object__{name}").restype = ctypes.c_void_p
@@ -115,11 +114,13 @@ def _libbpf() -> ctypes.CDLL:
 
 
 def compiled(source: Path, into: Path) -> None:
-    """Raises BpfError with the compiler's first complaint."""
+    """Compile a program. Raises BpfError with the compiler's first error."""
     if sys.byteorder != "little":
         raise BpfError("the program is for little-endian machines")
     words = ["clang", "-O2", "-g", "-target", "bpf", "-c", str(source), "-o", str(into)]
-    words.append(f"-I/usr/include/{platform.machine()}-linux-gnu")  # where Debian has asm/types.h
+    words.append(
+        f"-I/usr/include/{platform.machine()}-linux-gnu"
+    )  # Debian's location of asm/types.h
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=COMPILE_S)
     except FileNotFoundError:
@@ -127,19 +128,19 @@ def compiled(source: Path, into: Path) -> None:
     except subprocess.TimeoutExpired:
         raise BpfError(f"clang did not end within {COMPILE_S:.0f} s") from None
     if done.returncode:
-        complaint = next((one for one in done.stderr.splitlines() if "error:" in one), "")
+        complaint = next((line for line in done.stderr.splitlines() if "error:" in line), "")
         raise BpfError(f"clang cannot compile {source.name}: {complaint.strip()}")
 
 
 def _insist(result: int, doing: str) -> int:
-    """What a call of libbpf gave, unless that is an error."""
+    """Return the result of a libbpf call; raise BpfError if it is an error."""
     if result < 0:
-        raise BpfError(f"the kernel refuses to {doing}: {os.strerror(-result)}")
+        raise BpfError(f"the kernel refused to {doing}: {os.strerror(-result)}")
     return result
 
 
 class BpfObject:
-    """Loaded programs with their maps. Raises BpfError where that cannot be."""
+    """Loaded programs with their maps. Raises BpfError if loading fails."""
 
     def __init__(self, source: Path) -> None:
         self._lib = _libbpf()
@@ -148,7 +149,7 @@ class BpfObject:
             compiled(source, file)
             opened = self._lib.bpf_object__open_file(os.fsencode(file), None)
         if not opened:
-            raise BpfError(f"libbpf cannot read {source.name} as compiled")
+            raise BpfError(f"libbpf cannot read the compiled {source.name}")
         self._object = ctypes.c_void_p(opened)
         try:
             _insist(self._lib.bpf_object__load(self._object), f"load {source.name}")
@@ -157,17 +158,17 @@ class BpfObject:
             raise
 
     def close(self) -> None:
-        """Once. What is attached stays so until its own descriptor is closed."""
+        """Close, once. Attached programs stay until their own descriptors are closed."""
         self._lib.bpf_object__close(self._object)
 
     def program(self, name: str) -> int:
-        """Its descriptor."""
+        """Return the descriptor of a program."""
         found = self._lib.bpf_object__find_program_by_name(self._object, name.encode())
         assert found, name
         return int(self._lib.bpf_program__fd(ctypes.c_void_p(found)))
 
     def map(self, name: str) -> int:
-        """Its descriptor."""
+        """Return the descriptor of a map."""
         return int(self._lib.bpf_map__fd(self._map(name)))
 
     def _map(self, name: str) -> ctypes.c_void_p:
@@ -176,8 +177,8 @@ class BpfObject:
         return ctypes.c_void_p(found)
 
     def array_like(self, pattern: str, value_nbytes: int, entries: int) -> int:
-        """A new array of maps' values like those of map `pattern`; the descriptor is the caller's
-        to close."""
+        """Make a new array whose values are like those of map `pattern`. The caller closes the
+        returned descriptor."""
         like = self._map(pattern)
         options = _MapOptions(
             sz=ctypes.sizeof(_MapOptions),
@@ -199,17 +200,17 @@ class BpfObject:
         _insist(done, f"set an element of map {name}")
 
     def delete(self, name: str, key: int) -> None:
-        """Also what is not there."""
+        """Delete an element, if it exists."""
         number = ctypes.c_uint32(key)
         self._lib.bpf_map_delete_elem(self.map(name), ctypes.byref(number))
 
     def mapped(self, name: str, dtype: np.dtype, entries: int) -> np.ndarray:
-        """An array map's values [entries], the kernel's own memory."""
+        """Return an array map's values [entries], in the kernel's own memory."""
         memory = mmap.mmap(self.map(name), entries * dtype.itemsize)
         return np.frombuffer(memory, dtype, entries)
 
     def elements(self, table: int, dtype: np.dtype, entries: int) -> Iterator[np.ndarray]:
-        """Those of the array with descriptor `table`, [at most READ] at a time, in the same
+        """Yield the values of the array with descriptor `table`, at most READ at a time, in reused
         memory."""
         values, keys = np.zeros(READ, dtype), np.zeros(READ, np.uint32)
         at = ctypes.c_uint32()
@@ -226,14 +227,14 @@ class BpfObject:
                 None,
             )
             begun = True
-            if done != -errno.ENOENT:  # which says that these are the last
+            if done != -errno.ENOENT:  # ENOENT marks the last batch
                 _insist(done, "read a table")
             left -= count.value
             yield values[: count.value]
 
     def prepared(self, program: int, packet: np.ndarray) -> Callable[[], tuple[int, int]]:
-        """What runs the program on `packet` (uint8), which holds then what it left: (what the
-        program returned, ns)."""
+        """Return a function that runs the program on `packet` (uint8), in place, and returns (the
+        program's return value, ns)."""
         options = _RunOptions(
             sz=ctypes.sizeof(_RunOptions),
             data_in=packet.ctypes.data,
@@ -245,18 +246,18 @@ class BpfObject:
 
         def run() -> tuple[int, int]:
             options.data_size_out = nbytes
-            _insist(call(program, at), "run a program on trial")
+            _insist(call(program, at), "test a program")
             return options.retval, options.duration
 
         return run
 
     def run(self, program: int, packet: np.ndarray) -> tuple[int, int]:
-        """Once; see `prepared`."""
+        """Run the program once; see `prepared`."""
         return self.prepared(program, packet)()
 
     def run_live(self, program: int, packet: np.ndarray, interface: int, repeat: int) -> None:
-        """As if so many such packets had come in by the interface: what the program does with them
-        is done."""
+        """Run the program as if `repeat` such packets had arrived on the interface; its verdicts
+        are carried out."""
         arrival = _Arrival(data_end=packet.size, ingress_ifindex=interface)
         options = _RunOptions(
             sz=ctypes.sizeof(_RunOptions),
@@ -268,11 +269,11 @@ class BpfObject:
             flags=LIVE_FRAMES,
         )
         done = self._lib.bpf_prog_test_run_opts(program, ctypes.byref(options))
-        _insist(done, "send packets on trial")
+        _insist(done, "send test packets")
 
     def attach(self, program: int, interface: int, flags: int) -> int:
-        """A descriptor: the program takes the interface's packets until that is closed, which the
-        end of this process does too."""
+        """Attach the program to the interface. It is detached when the returned descriptor is
+        closed, or when the process ends."""
         options = _LinkOptions(sz=_LinkOptions.unused.offset, flags=flags)
         made = self._lib.bpf_link_create(program, interface, ATTACH_XDP, ctypes.byref(options))
         return _insist(made, "attach a program to the device")

@@ -1,6 +1,6 @@
-"""Whom a network device hands a packet for some host to: the hardware address, from the kernel's
-routes and neighbours, of the calling thread's network namespace. Asks nobody on the network: who
-sends to the host now and then makes it known.
+"""The hardware address that a network device sends packets for a host to, from the kernel's routes
+and neighbours in the calling thread's network namespace. Sends nothing; traffic to the host makes
+the kernel resolve the address.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ ROUTE_S = 10.0
 _HARDWARE_ADDRESS = 0x8927  # SIOCGIFHWADDR
 _ETHTOOL = 0x8946  # SIOCETHTOOL
 _DRIVER, _DRIVER_NBYTES = 3, 196  # ETHTOOL_GDRVINFO and its struct
-_BUS_AT = 100  # after the command, and names and versions of driver and firmware
-_COMPLETE = 2  # ATF_COM of a neighbour: its hardware address is known
+_BUS_AT = 100  # offset, after the driver's and firmware's fields
+_COMPLETE = 2  # ATF_COM: the neighbour's hardware address is resolved
 
 
 def ipv4(host: str) -> str:
-    """Raises ConfigError for a host without such an address."""
+    """Return the IPv4 address of a host; ConfigError if it has none."""
     try:
         return socket.gethostbyname(host)
     except OSError as error:
@@ -33,19 +33,19 @@ def ipv4(host: str) -> str:
 
 
 def next_hop(host: str, device: str) -> str | None:
-    """The address on the device's own network that packets for `host` go to; None where they leave
-    by another device, or nobody can say."""
+    """Return the address on the device's network that packets for `host` are sent to; None if they
+    leave through another device, or if it is unknown."""
     words = ["ip", "-json", "route", "get", ipv4(host)]
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-        said = subprocess.run(words, capture_output=True, check=True, timeout=ROUTE_S).stdout
-        (route,) = json.loads(said)
+        output = subprocess.run(words, capture_output=True, check=True, timeout=ROUTE_S).stdout
+        (route,) = json.loads(output)
         if route.get("dev") == device:
             return str(route.get("gateway", route["dst"]))
     return None
 
 
 def neighbour(address: str, device: str) -> bytes | None:
-    """Its hardware address, where this host knows it."""
+    """Return the neighbour's hardware address, if this host has resolved it."""
     for line in Path("/proc/thread-self/net/arp").read_text().splitlines()[1:]:
         at, _, flags, hardware, _, through = line.split()
         if at == address and through == device and int(flags, 16) & _COMPLETE:
@@ -54,19 +54,19 @@ def neighbour(address: str, device: str) -> bytes | None:
 
 
 def hardware_address(device: str) -> bytes:
-    """The device's own."""
+    """Return the device's own hardware address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        asked = struct.pack("256s", device.encode())
-        return fcntl.ioctl(any_socket, _HARDWARE_ADDRESS, asked)[18:24]
+        request = struct.pack("256s", device.encode())
+        return fcntl.ioctl(any_socket, _HARDWARE_ADDRESS, request)[18:24]
 
 
 def is_hardware(device: str) -> bool:
-    """Whether it is on a bus, as its driver says."""
-    said = ctypes.create_string_buffer(struct.pack("I", _DRIVER), _DRIVER_NBYTES)
-    asked = struct.pack("16sP", device.encode(), ctypes.addressof(said)).ljust(40, b"\0")
+    """Whether the device is on a bus, according to its driver."""
+    reply = ctypes.create_string_buffer(struct.pack("I", _DRIVER), _DRIVER_NBYTES)
+    request = struct.pack("16sP", device.encode(), ctypes.addressof(reply)).ljust(40, b"\0")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
-            fcntl.ioctl(any_socket, _ETHTOOL, asked)
+            fcntl.ioctl(any_socket, _ETHTOOL, request)
         except OSError:
             return False
-    return said.raw[_BUS_AT] != 0
+    return reply.raw[_BUS_AT] != 0

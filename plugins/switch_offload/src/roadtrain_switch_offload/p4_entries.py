@@ -1,8 +1,9 @@
-"""What the control plane of a switch that runs switch.p4 sets for its jobs, as JSON.
+"""The entries that the control plane of a switch running switch.p4 sets for its jobs, as JSON.
 
-The form is that of the P4 tutorials' controllers: `table_entries` (table, match, action_name,
-action_params), `multicast_group_entries` (replicas with a port and an instance). `register_resets`
-is ours: cells to be set to 0 before a job begins, since a former job's numbers mean nothing to it.
+The format is that of the P4 tutorials' controllers: `table_entries` (table, match, action_name,
+action_params) and `multicast_group_entries` (replicas with a port and an instance). In addition,
+`register_resets` lists cells to be set to 0 before a job begins, since they may hold numbers of a
+former job.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from typing import Any
 from roadtrain.errors import BudgetError, ConfigError
 from roadtrain.switch.options import MOST_CHILDREN
 
-SLOTS, JOBS = 4096, 64  # of switch.p4, unless it is compiled with others
-CHILDREN_EACH = 64  # instances of copies that a job has
+SLOTS, JOBS = 4096, 64  # defaults of switch.p4
+CHILDREN_EACH = 64  # multicast instances per job
 
 Entry = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class P4Neighbour:
-    """Who is at a port of the switch: the job's parent or a child."""
+    """A node at a port of the switch: the job's parent or a child."""
 
-    port: int  # of the switch
+    port: int  # port of the switch
     mac: str  # aa:bb:cc:dd:ee:ff
     host: str  # IPv4
     udp: int
@@ -32,38 +33,42 @@ class P4Neighbour:
 
 @dataclass(frozen=True)
 class P4Job:
-    """Raises ConfigError for slots that are no power of two, and children that one word cannot
-    name."""
+    """A job of the switch. Raises ConfigError if the number of slots is not a power of two, or for
+    more children than fit in one word."""
 
-    job: int  # of the packets
-    host: str  # IPv4, of the switch
-    udp: int  # where the job's packets come
-    mac: str  # of the switch
-    child: int  # what the switch calls itself to its parent; the root: packets.ROOT
+    job: int  # job number in packets
+    host: str  # IPv4 address of the switch
+    udp: int  # UDP port of the job's packets
+    mac: str  # MAC address of the switch
+    child: int  # number of the switch at its parent; packets.ROOT for the root
     slots: int
     parent: P4Neighbour
-    children: tuple[P4Neighbour, ...]  # in the order of their child numbers
-    first: int = 0  # what child 0 calls itself in packets
+    children: tuple[P4Neighbour, ...]  # ordered by child number
+    first: int = 0  # number of child 0 in packets
 
     def __post_init__(self) -> None:
         if self.slots < 1 or self.slots & (self.slots - 1):
-            raise ConfigError(f"{self.slots} slots of a programmable switch", hint="a power of two")
+            raise ConfigError(
+                f"{self.slots} slots of a programmable switch", hint="use a power of two"
+            )
         if not 1 <= len(self.children) <= MOST_CHILDREN:
-            raise ConfigError(f"{len(self.children)} children, 1 to {MOST_CHILDREN} are possible")
+            raise ConfigError(f"{len(self.children)} children, must be 1 to {MOST_CHILDREN}")
 
 
 def entries(jobs: Sequence[P4Job], slots: int = SLOTS) -> Entry:
-    """Each job gets a run of slots and a multicast group of its own. Raises BudgetError where the
-    slots or the places for jobs do not suffice (Rule 4), ConfigError for two jobs whose packets
-    could not be told apart."""
-    wanted = sum(one.slots for one in jobs)
-    if wanted > slots or len(jobs) > JOBS:
+    """Assign a range of slots and a multicast group to each job, and return the entries.
+
+    Raises BudgetError if there are too few slots or places for jobs, or ConfigError for two jobs
+    whose packets cannot be told apart.
+    """
+    needed = sum(job.slots for job in jobs)
+    if needed > slots or len(jobs) > JOBS:
         raise BudgetError(
-            f"{len(jobs)} jobs with {wanted} slots, the switch has {JOBS} places and {slots} slots",
-            hint="a smaller window",
+            f"{len(jobs)} jobs need {needed} slots, the switch has {JOBS} places and {slots} slots",
+            hint="use a smaller window",
         )
-    if len({(one.host, one.udp, one.job) for one in jobs}) < len(jobs):
-        raise ConfigError("two jobs of one number at one UDP port")
+    if len({(job.host, job.udp, job.job) for job in jobs}) < len(jobs):
+        raise ConfigError("two jobs have the same number at one UDP port")
     made: Entry = {"table_entries": [], "multicast_group_entries": [], "register_resets": []}
     base = 0
     for place, job in enumerate(jobs):
@@ -86,12 +91,12 @@ def entries(jobs: Sequence[P4Job], slots: int = SLOTS) -> Entry:
 
 
 def _instance(place: int, child: int) -> int:
-    """Of a copy; 0 is what is no copy."""
+    """Return the multicast instance of a copy; 0 means that a packet is not a copy."""
     return place * CHILDREN_EACH + child + 1
 
 
 def _turned(number: int, nbytes: int) -> int:
-    """As a switch, which reads big endian, sees a little-endian field."""
+    """Swap the bytes of a little-endian field, since a switch reads it as big endian."""
     return int.from_bytes(number.to_bytes(nbytes, "little"), "big")
 
 

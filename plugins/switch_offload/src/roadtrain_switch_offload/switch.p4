@@ -1,19 +1,19 @@
 // The table of a switch (switch/protocol/switch.py) for a programmable switch: P4-16, architecture v1model.
 //
-//     up:    gradients are added, of exponents the greater bytes are kept; the sum goes to the parent
+//     up:    gradients are added, exponents are combined by their maximum; the sum goes to the parent
 //     down:  parameters, maxima and the parent's heartbeats go to all children (multicast)
 //     else:  children's heartbeats go to the control port, where software merges them
 //
-// The control plane's entries are made by p4_entries.py. Slots are registers, each read and written at most
-// once a packet; a job has a run of them, as many as a power of two.
+// p4_entries.py makes the entries of the control plane. Slots are registers, each read and written at most
+// once per packet; a job has a range of them, whose length is a power of two.
 //
-// What a real switch cannot do, and what stands in for it (docs/decisions/0037-the-table-in-p4.md):
-// - It cannot hash a packet. The tag is not looked at; who sends is known by the port it comes in at, and a
-//   sum leaves with tag 0. A front-end at the edge has to check tags and to seal sums.
-// - It cannot hold 1408 bytes of a packet in one pass. PAYLOAD_BITS is 2048 here: 256 bytes a packet. A
-//   software target takes whole packets with -DPAYLOAD_BITS=11264.
-// - Here one register and one expression work on the whole payload, several elements at once, without
-//   carries between them. An ASIC does the same as 64 stateful units of 32 bits in parallel.
+// Limits of real switches, and their replacements (docs/decisions/0037-the-table-in-p4.md):
+// - A switch cannot hash a packet. The tag is not checked; the sender is identified by its ingress port, and
+//   a sum leaves with tag 0. A front-end at the edge has to check tags and to seal sums.
+// - It cannot hold 1408 bytes of a packet in one pass. PAYLOAD_BITS is 2048 here: 256 bytes per packet. A
+//   software target processes whole packets with -DPAYLOAD_BITS=11264.
+// - Here one register and one expression process the whole payload, several elements at once, without
+//   carries between them. An ASIC does the same with 64 stateful units of 32 bits in parallel.
 #include <core.p4>
 #include <v1model.p4>
 
@@ -38,7 +38,7 @@ const bit<8> PARAMETERS = 3;
 const bit<8> MAXIMA = 4;
 const bit<8> GRADIENT_BEAT = 6;
 
-// A one in each element.
+// A 1 in each element.
 const payload_t ALL = ~(payload_t)0;
 const payload_t EACH_8 = ALL / 255;
 const payload_t EACH_16 = ALL / 65535;
@@ -75,7 +75,7 @@ header udp_t {
     bit<16> checksum;
 }
 
-// switch/packets.py HEADER. Its numbers are little endian: `number` etc. are turned before they are compared.
+// switch/packets.py HEADER. Its numbers are little endian, and are byte-swapped before they are compared.
 header head_t {
     bit<16> magic;
     bit<8> version;
@@ -104,15 +104,15 @@ struct headers_t {
     payload_h payload;
 }
 
-// What the control plane says of the packet's job.
+// The control plane's parameters of the packet's job.
 struct job_t {
-    bit<32> place;       // of the job in the switch
+    bit<32> place;       // index of the job in the switch
     bit<32> base;        // its first slot
-    bit<64> mask;        // its slots, a power of two, less one
-    bit<64> all_bits;    // one for each child
+    bit<64> mask;        // number of its slots (a power of two) minus one
+    bit<64> all_bits;    // a bit for each child
     bit<16> child;       // this switch's number at its parent
-    bit<9> port;         // where the parent is
-    bit<16> group;       // the children
+    bit<9> port;         // port of the parent
+    bit<16> group;       // multicast group of the children
     bit<48> parent_mac;
     bit<48> own_mac;
     bit<32> parent_host;
@@ -121,7 +121,7 @@ struct job_t {
 
 struct metadata_t {
     job_t job;
-    bit<64> number;      // of the packet, turned
+    bit<64> number;      // of the packet, byte-swapped
     bit<64> who;         // the sender's bit
 }
 
@@ -136,7 +136,7 @@ parser SwitchParser(packet_in packet, out headers_t hdr, inout metadata_t meta,
     }
     state parse_ipv4 {
         packet.extract(hdr.ipv4);
-        // no options; whole (it may say that it must not be cut)
+        // no options; not fragmented (the "don't fragment" flag may be set)
         transition select(hdr.ipv4.version_ihl, hdr.ipv4.protocol, hdr.ipv4.fragment & 0x3fff) {
             (0x45, UDP, 0): parse_udp;
             default: accept;
@@ -164,7 +164,7 @@ control VerifyNothing(inout headers_t hdr, inout metadata_t meta) {
     apply { }
 }
 
-// Elements of `width` bytes from little to big endian, and back.
+// Converts elements of `width` bytes from little to big endian, or back.
 control Turn(inout payload_t x, in bit<8> width) {
     apply {
         if (width == 2 || width == 4) {
@@ -176,14 +176,14 @@ control Turn(inout payload_t x, in bit<8> width) {
     }
 }
 
-// total = total + with, modulo the element; `high`: the highest bit of each.
+// total = total + with, modulo the element size; `high` is the highest bit of each element.
 control Add(inout payload_t total, in payload_t with, in payload_t high) {
     apply {
         total = ((total & ~high) + (with & ~high)) ^ ((total ^ with) & high);
     }
 }
 
-// total = the greater of each two bytes
+// total = the maximum of each pair of bytes
 control Greatest(inout payload_t total, in payload_t with) {
     payload_t chosen;
     apply {
@@ -196,11 +196,11 @@ control Greatest(inout payload_t total, in payload_t with) {
 
 control Ingress(inout headers_t hdr, inout metadata_t meta, inout standard_metadata_t standard) {
     register<bit<64>>(SLOTS) numbers;
-    register<bit<64>>(SLOTS) came;      // who is in the sum; 0: no number took the slot
-    register<bit<16>>(SLOTS) forms;     // kind and width of what is summed
+    register<bit<64>>(SLOTS) came;      // children in the sum, a bit each; 0: the slot is unused
+    register<bit<16>>(SLOTS) forms;     // kind and width of the sum
     register<payload_t>(SLOTS) sums;    // big endian
-    register<bit<64>>(JOBS) acked;      // the parent has all numbers below it
-    counter(JOBS * 8, CounterType.packets) outcomes;   // of a job's packets, by these numbers
+    register<bit<64>>(JOBS) acked;      // the parent has all numbers below this one
+    counter(JOBS * 8, CounterType.packets) outcomes;   // packets of a job, by the outcomes below
     const bit<32> ADDED = 0;
     const bit<32> COMPLETED = 1;
     const bit<32> DROPPED_OLD = 2;
@@ -272,7 +272,7 @@ control Ingress(inout headers_t hdr, inout metadata_t meta, inout standard_metad
         mark_to_drop(standard);
     }
 
-    // All that is not a job's.
+    // Packets that belong to no job.
     table forward {
         key = { hdr.ethernet.destination: exact; }
         actions = { to_port; drop; }

@@ -1,19 +1,19 @@
 """The table of a switch in the kernel: xdp_switch.bpf.c on a network device, and its jobs.
 
-    XdpDevice.opened("eth0")    the program, tried (xdp_trial.py) and attached; or a line: why not
-      .table(...) -> XdpTable   a job's, in place of switch/switch_table.py's SwitchTable
+    XdpDevice.opened("eth0")    the program, tested (xdp_trial.py) and attached; or why it is not
+      .table(...) -> XdpTable   a job's table, in place of switch/switch_table.py's SwitchTable
 
-The kernel takes what it can (the head of the C file says what) and sends the sums itself, as soon
-as this host knows the parent's hardware address. What reaches user space all the same,
-`XdpTable.add` hands to the program, so there is one table. The program is detached by `close`, and
-by the end of the process in whatever way. Heartbeats and parameters are user space's.
+The kernel handles the packets listed at the head of the C file, and sends the sums itself once this
+host has resolved the parent's hardware address. Packets that reach user space are passed to the
+program by `XdpTable.add`, so there is only one table. The program is detached by `close`, or when
+the process ends. User space handles heartbeats and parameters.
 
-Note "Modes". Native runs in the device's driver, before the kernel makes a buffer of the packet;
-generic after, on every device, and there a train of packets that segmentation offload has joined is
-one packet, which user space takes apart. A veth's driver throws away, without a word, what a
-program sends unless the other end runs NAPI (as it does with a program of its own, or GRO on); so
-on a device without hardware a few frames are sent on trial, and generic mode is taken where they do
-not leave.
+Note "modes". Native mode runs in the device's driver, before the kernel makes a buffer of the
+packet. Generic mode runs afterwards, on every device; there, a train of packets joined by
+segmentation offload is one packet, which user space splits. A veth's driver silently drops packets
+that a program sends unless the other end runs NAPI (because it has a program of its own, or GRO is
+on). So on a device without hardware a few frames are sent as a trial, and generic mode is used if
+they do not leave.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from roadtrain_switch_offload.xdp_trial import failed_trial
 
 Mode = Literal["auto", "native", "generic"]
 SOURCE = Path(__file__).with_name("xdp_switch.bpf.c")
-TRIALS, TRIAL_NBYTES, TRIAL_S = 64, 60, 0.3  # frames sent on trial
-EXPERIMENT = bytes.fromhex("88b5")  # the EtherType that IEEE 802 leaves for local experiments
-SENT_COLUMN = 9  # of /proc/net/dev: packets sent
+TRIALS, TRIAL_NBYTES, TRIAL_S = 64, 60, 0.3  # trial frames: number, size, time limit
+EXPERIMENT = bytes.fromhex("88b5")  # EtherType for local experiments (IEEE 802)
+SENT_COLUMN = 9  # column of /proc/net/dev with the number of sent packets
 
 
 class XdpDevice:
@@ -54,47 +54,53 @@ class XdpDevice:
         self.name, self.mode = name, mode
         self._program, self._detach = program, detach
         self._live = program.mapped("live", LIVE, MOST_JOBS)
-        self._lock = threading.Lock()  # of what follows
-        self._free = set(range(MOST_JOBS))  # places in `_live` that no job has
-        self._ports: set[int] = set()  # of the jobs
+        self._lock = threading.Lock()  # guards the next two
+        self._free = set(range(MOST_JOBS))  # free indices of `_live`
+        self._ports: set[int] = set()  # UDP ports of the jobs
 
     @classmethod
     def opened(cls, name: str, mode: Mode = "auto") -> XdpDevice | str:
-        """The line says why not; nothing stays attached then."""
+        """Attach the program to a device. Returns the reason if that fails, with nothing left
+        attached."""
         program = None
         try:
             interface = socket.if_nametoindex(name)
             program = BpfObject(SOURCE)
             if why := failed_trial(program):
-                raise BpfError(f"the self-test of the program fails: {why}")
-            link, taken = _attached(program, name, interface, mode)
+                raise BpfError(f"the self-test of the program failed: {why}")
+            link, actual = _attached(program, name, interface, mode)
         except (OSError, BpfError) as error:
             if program:
                 program.close()
             why = str(error) if isinstance(error, BpfError) else "there is no such device"
-            return f"no sums in the kernel on {name}: {why}; user space sums"
+            return f"no sums in the kernel on {name}: {why}; summing in user space"
 
         def detach() -> None:
             os.close(link)
             program.close()
 
-        return cls(name, taken, program, detach)
+        return cls(name, actual, program, detach)
 
     def table(self, hello: SwitchHello, port: int, key: PacketKey, parent: Address) -> XdpTable:
-        """port: UDP, where the job's packets come; parent: where sums go. Raises ConfigError for a
-        port that has a job, children that one word cannot name, a parent without an IPv4 address;
-        BudgetError where the device has no place for one more job; BpfError where the kernel gives
-        no memory."""
+        """Make the table of a job, whose packets arrive at UDP `port` and whose sums go to
+        `parent`.
+
+        Raises:
+            ConfigError: The port has a job already, there are too many children, or the parent has
+                no IPv4 address.
+            BudgetError: The device has the maximum number of jobs.
+            BpfError: The kernel has not enough memory.
+        """
         with self._lock:
             if port in self._ports:
-                raise ConfigError(f"device {self.name} has a job on port {port}")
+                raise ConfigError(f"device {self.name} already has a job on port {port}")
             if not self._free:
-                raise BudgetError(f"device {self.name} has {MOST_JOBS} jobs, at most {MOST_JOBS}")
+                raise BudgetError(f"device {self.name} has {MOST_JOBS} jobs already, the maximum")
             place = self._free.pop()
             self._ports.add(port)
         closed = partial(self._forget, place, port)
         try:
-            told = XdpJob(
+            record = XdpJob(
                 hello.job,
                 port,
                 hello.children,
@@ -106,7 +112,7 @@ class XdpDevice:
                 hello.first,
             )
             row = self._live[place : place + 1]
-            return XdpTable(self._program, self.name, told, row, closed)
+            return XdpTable(self._program, self.name, record, row, closed)
         except BaseException:
             closed()
             raise
@@ -117,12 +123,13 @@ class XdpDevice:
             self._ports.remove(port)
 
     def close(self) -> None:
-        """Once, after its tables. Packets go to user space from now on."""
+        """Detach the program, once, after closing its tables. Packets then go to user space."""
         self._detach()
 
 
 def _attached(program: BpfObject, name: str, interface: int, mode: Mode) -> tuple[int, Mode]:
-    """The link's descriptor and the mode. Native where that is to be had."""
+    """Attach the program, in native mode if possible. Returns the link's descriptor and the
+    mode."""
     attach = partial(program.attach, program.program("take_packet"), interface)
     if mode != "generic":
         try:
@@ -138,12 +145,12 @@ def _attached(program: BpfObject, name: str, interface: int, mode: Mode) -> tupl
 
 
 def _sends(program: BpfObject, name: str, interface: int) -> bool:
-    """Whether packets that the program sends leave the device. See note "Modes"."""
-    if is_hardware(name):  # whose driver refuses a program where it cannot send
+    """Whether packets that the program sends leave the device. See Note "modes"."""
+    if is_hardware(name):  # its driver refuses programs if it cannot send
         return True
     own = hardware_address(name)
     frame = np.zeros(TRIAL_NBYTES, np.uint8)
-    head = own + own + EXPERIMENT  # to ourselves: who gets it has nobody to pass it to
+    head = own + own + EXPERIMENT  # to ourselves, so that no receiver forwards it
     frame[: len(head)] = np.frombuffer(head, np.uint8)
     before = _sent(name)
     try:
@@ -159,7 +166,7 @@ def _sends(program: BpfObject, name: str, interface: int) -> bool:
 
 
 def _sent(name: str) -> int:
-    """Packets that left the device."""
+    """Return the number of packets that have left the device."""
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         device, _, numbers = line.partition(":")
         if device.strip() == name:

@@ -1,16 +1,16 @@
 // The table of a switch (switch/protocol/switch.py) in the kernel: packets of gradients and of exponents are
-// summed where they arrive, before the kernel makes anything of them, and the sum leaves by the way
-// the last packet came.
+// summed where they arrive, before the kernel allocates a buffer for them, and the sum leaves through the
+// device on which the last packet arrived.
 //
-// A packet is taken when it is UDP over IPv4 to a job's port, has the length of a bulk packet, and its
-// tag is right (switch/packets.py). All else goes to user space: heartbeats, parameters, strangers,
-// fragments, trains of several packets in one (kernel's segmentation offload), other families of
-// addresses. What user space finds there to be a gradient it hands to the program `add_packet`, which works
-// on the same table; so a number is never in two tables.
+// A packet is taken if it is UDP over IPv4 to a job's port, has the length of a bulk packet, and has a
+// correct tag (switch/packets.py). Everything else goes to user space: heartbeats, parameters, foreign
+// packets, fragments, several packets joined by the kernel's segmentation offload, other address families.
+// Gradients that user space finds there are passed to the program `add_packet`, which works on the same
+// table, so a number is never in two tables.
 //
-// An entry is held by a spin lock while its payload is read and written: packets of different children
-// arrive on different CPUs. Loops have fixed bounds, memory is the maps'. Assumes little endian and
-// unaligned loads. Does NOT resolve the parent's address (user space writes it into `live`).
+// An entry is protected by a spin lock while its payload is read and written, because packets of different
+// children arrive on different CPUs. Loops have fixed bounds, and all memory belongs to the maps. Assumes
+// little endian and unaligned loads. User space resolves the parent's address and writes it into `live`.
 #include <linux/bpf.h>
 #include <linux/if_ether.h>
 #include <linux/in.h>
@@ -31,9 +31,9 @@ typedef __u64 u64;
 #define EXPONENTS 2
 #define MOST_JOBS 64
 #define PAYLOAD_WORDS 176                  // of 64 bits
-#define TAG_WORD 5                         // of a header, which has six
-#define COVERED (TAG_WORD + PAYLOAD_WORDS) // words that the tag covers
-#define MOST_NUMBER ((1ULL << 62) - 1)     // a greater one is no number of a session
+#define TAG_WORD 5                         // in a header, which has six words
+#define COVERED (TAG_WORD + PAYLOAD_WORDS) // words covered by the tag
+#define MOST_NUMBER ((1ULL << 62) - 1)     // maximum of a session's numbers
 #define DONT_FRAGMENT 0x4000
 #define FRAGMENT 0x3fff // more fragments follow, or this one is not the first
 
@@ -58,33 +58,33 @@ struct packet {
 	u64 payload[PAYLOAD_WORDS];
 };
 
-// What user space says of a job once; the fields of xdp.py's JOB.
+// Parameters of a job, written once by user space; the fields of xdp_table.py's JOB.
 struct job {
 	u32 job;
 	u32 slots;
-	u32 live;         // its place in the map `live`
+	u32 live;         // index in the map `live`
 	u16 children;
 	u16 child;        // this switch's number at its parent
-	u32 parent_host;  // big endian, as all that is copied into headers
+	u32 parent_host;  // big endian, like everything that is copied into headers
 	u16 parent_port;  // big endian
-	u16 first;        // what child 0 calls itself in packets
+	u16 first;        // number of child 0 in packets
 	u64 sip[2];
-	u64 words[COVERED + 1]; // NH's first key is all but the last, its second all but the first
+	u64 words[COVERED + 1]; // NH's first key is all but the last word, its second key all but the first
 };
 
-// What changes while a job runs; the fields of xdp.py's LIVE. User space has it mapped.
+// Values that change while a job runs; the fields of xdp_table.py's LIVE. Mapped by user space.
 struct live {
-	u64 acked; // the parent has all numbers below it
+	u64 acked; // the parent has all numbers below this one
 	u64 now;   // ticks of user space's clock
-	// Packets by what became of them, as switch/switch_table.py counts them.
-	u64 added;       // into a sum that others are missing of
-	u64 completed;   // the last of a sum
+	// Packets by outcome, as switch/switch_table.py counts them.
+	u64 added;       // added to a sum that is not complete yet
+	u64 completed;   // the last packet of a sum
 	u64 dropped_old; // the number was acknowledged, or its slot has a greater one
-	u64 repeated;    // the child's packet was in the sum already
-	u64 answered;    // the sum was complete: it is sent again
-	u64 mismatched;  // not of the slot's kind and width, or none that can be added
-	u64 handed_up;   // sums that user space is to send, since `found` is 0
-	u32 found;       // the two addresses below are right
+	u64 repeated;    // the child's packet was already in the sum
+	u64 answered;    // the sum was already complete and is sent again
+	u64 mismatched;  // not the slot's kind and width, or not summable
+	u64 handed_up;   // sums left for user space to send, because `found` is 0
+	u32 found;       // whether the two addresses below are valid
 	u8 parent[ETH_ALEN]; // the next hop towards the parent
 	u8 own[ETH_ALEN];
 };
@@ -96,8 +96,8 @@ struct entry {
 	u8 width;
 	u8 unused;
 	u64 number;
-	u64 came;  // bit i: child i's packet is in the sum; none: no number took the slot
-	u64 began; // `now` of the first of them
+	u64 came;  // bit i: child i's packet is in the sum; 0: the slot is unused
+	u64 began; // `now` at the first packet
 	u64 payload[PAYLOAD_WORDS];
 };
 
@@ -116,11 +116,11 @@ struct {
 	__type(value, struct live);
 } live SEC(".maps");
 
-// A job's table. This one is what the others are made like.
+// A job's table. This one is the template for the others.
 struct table {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, 1);
-	__uint(map_flags, BPF_F_INNER_MAP); // each has a size of its own
+	__uint(map_flags, BPF_F_INNER_MAP); // tables may differ in size
 	__type(key, u32); // the slot
 	__type(value, struct entry);
 } table_pattern SEC(".maps");
@@ -169,7 +169,7 @@ static __always_inline u64 siphash(const u64 *key, u64 first, u64 second, u64 th
 	sip_word(v, first);
 	sip_word(v, second);
 	sip_word(v, third);
-	sip_word(v, 24ULL << 56); // bytes of the message
+	sip_word(v, 24ULL << 56); // length of the message in bytes
 	v[2] ^= 0xff;
 	sip_round(v);
 	sip_round(v);
@@ -203,7 +203,7 @@ static __always_inline u64 tag_of(const struct packet *packet, const struct job 
 	return siphash(job->sip, first, second, sizeof(*packet));
 }
 
-// --- payloads: `into` gets what `with` has, several elements a word ---
+// --- payloads: `with` is combined into `into`, several elements per word ---
 
 static __always_inline void copy(u64 *into, const u64 *with)
 {
@@ -212,7 +212,7 @@ static __always_inline void copy(u64 *into, const u64 *with)
 		into[i] = with[i];
 }
 
-// `high`: the highest bit of each element. A carry never leaves its element.
+// `high` is the highest bit of each element. Carries never leave an element.
 static __always_inline void add(u64 *into, const u64 *with, u64 high)
 {
 #pragma clang loop unroll_count(8)
@@ -247,7 +247,7 @@ static __always_inline u64 high_bits(u8 width)
 
 // --- the table ---
 
-// The number's packets so far are in the entry; this one joins them. Held by the entry's lock.
+// Adds this packet to the number's earlier packets in the entry. Called with the entry's lock.
 static __always_inline u64 *join(struct packet *packet, struct entry *entry, struct live *now,
 				 u64 bit, u64 full, u64 high)
 {
@@ -282,8 +282,8 @@ static __always_inline u64 *join(struct packet *packet, struct entry *entry, str
 	return &now->completed;
 }
 
-// The safe scheme of switch/protocol/switch.py. XDP_TX: the packet is the sum now, sealed for the parent.
-// XDP_PASS: the sum is complete, but `sends` is 0; the packet is as it was.
+// The safe scheme of switch/protocol/switch.py. XDP_TX: the packet has become the sum, sealed for the parent.
+// XDP_PASS: the sum is complete, but `sends` is 0; the packet is unchanged.
 static __always_inline int sum(struct packet *packet, const struct job *job, struct entry *entry,
 			       struct live *now, int sends)
 {
@@ -318,9 +318,9 @@ static __always_inline int possible(const struct header *head, const struct job 
 	return head->width == 1 || head->width == 2 || head->width == 4;
 }
 
-// What becomes of a packet, whose bounds have been checked, that came to a port (host order). A sum
-// that this host cannot address is left to user space, which sees the packet, asks for the sum by
-// `add_packet`, and sends it: `always` is 1 there.
+// Handles a packet, whose bounds have been checked, for a port (in host order). A sum that this host cannot
+// address is left to user space, which receives the packet, requests the sum with `add_packet` (where
+// `always` is 1), and sends it.
 static __always_inline int take(struct packet *packet, u32 port, int always, struct job **of,
 				struct live **now)
 {
@@ -384,7 +384,7 @@ static __always_inline void to_parent(struct ethhdr *ethernet, struct iphdr *ip,
 	ip->check = ~checksum;
 	udp->source = udp->dest;
 	udp->dest = job->parent_port;
-	udp->check = 0; // none: the tag says more
+	udp->check = 0; // no UDP checksum: the tag is stronger
 }
 
 SEC("xdp")
@@ -413,7 +413,7 @@ int take_packet(struct xdp_md *context)
 	return XDP_TX;
 }
 
-// A packet that user space hands over: a UDP header, of which the destination counts, and the packet.
+// Handles a packet from user space: a UDP header, of which only the destination is used, and the packet.
 SEC("xdp")
 int add_packet(struct xdp_md *context)
 {
@@ -428,11 +428,11 @@ int add_packet(struct xdp_md *context)
 	return take(packet, bpf_ntohs(udp->dest), 1, &job, &now);
 }
 
-// Whether what a program sends leaves the device at all: it is sent back as it is.
+// Sends a packet back unchanged, to test whether a program's packets leave the device at all.
 SEC("xdp")
 int echo_packet(struct xdp_md *context)
 {
 	return XDP_TX;
 }
 
-char LICENSE[] SEC("license") = "Apache-2.0"; // no helper here asks for another
+char LICENSE[] SEC("license") = "Apache-2.0"; // required by no helper used here

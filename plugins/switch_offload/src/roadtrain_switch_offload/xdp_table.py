@@ -1,7 +1,5 @@
-"""A job's table in the kernel, as user space sees it. xdp_switch.bpf.c is the other side; the
-records here are its structs.
-
-Does NOT load or attach the program (xdp.py).
+"""The user-space side of a job's table in the kernel. xdp_switch.bpf.c is the other side; the
+records here are its structs. xdp.py loads and attaches the program.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ from roadtrain.transport.tcp import Address
 from roadtrain_switch_offload.bpf_object import BpfError, BpfObject
 from roadtrain_switch_offload.next_hop import hardware_address, ipv4, neighbour, next_hop
 
-MOST_JOBS = 64  # of a device
-LOOK_S = 1.0  # between two looks for the parent's hardware address
+MOST_JOBS = 64  # per device
+LOOK_S = 1.0  # between two lookups of the parent's hardware address
 XDP_DROP, XDP_PASS, XDP_TX = 1, 2, 3
 UDP_HEADER = struct.Struct("!HHHH")  # source and destination port, bytes, checksum
 
@@ -70,42 +68,40 @@ ENTRY = np.dtype(
 
 @dataclass(frozen=True)
 class XdpJob:
-    """What the program is told of a job. Raises ConfigError for children that one word cannot name,
-    and for less than one slot."""
+    """The parameters of a job for the program. Raises ConfigError for more children than fit in one
+    word, and for less than one slot."""
 
-    job: int  # of the packets
-    port: int  # UDP, where this job's datagrams come
+    job: int  # job number in packets
+    port: int  # UDP port of this job's datagrams
     children: int
     child: int  # this switch's number at its parent
     slots: int
     key: PacketKey
-    parent: Address  # where sums go
-    live: int  # its place in the map of what changes
-    first: int = 0  # what child 0 calls itself in packets
+    parent: Address  # destination of the sums
+    live: int  # its index in the map of changing values
+    first: int = 0  # number of child 0 in packets
 
     def __post_init__(self) -> None:
         if self.slots < 1 or not 1 <= self.children <= MOST_CHILDREN:
             raise ConfigError(
-                f"a switch's table of {self.slots} slots for {self.children} children",
-                hint=f"at least 1 slot, 1 to {MOST_CHILDREN} children",
+                f"a switch's table has {self.slots} slots for {self.children} children",
+                hint=f"use at least 1 slot and 1 to {MOST_CHILDREN} children",
             )
 
     def record(self) -> bytes:
-        one = np.zeros(1, JOB)
-        one["job"], one["slots"], one["live"] = self.job, self.slots, self.live
-        one["children"], one["child"] = self.children, self.child
-        # bytes that end in 0 are cut by numpy and come back as zeros: the same bytes
-        one["parent_host"] = socket.inet_aton(ipv4(self.parent[0]))
-        one["parent_port"], one["first"] = self.parent[1], self.first
-        one["sip"], one["words"] = self.key.sip, self.key.words
-        return one.tobytes()
+        row = np.zeros(1, JOB)
+        row["job"], row["slots"], row["live"] = self.job, self.slots, self.live
+        row["children"], row["child"] = self.children, self.child
+        # numpy strips trailing zero bytes, and restores them when it is read: the same bytes
+        row["parent_host"] = socket.inet_aton(ipv4(self.parent[0]))
+        row["parent_port"], row["first"] = self.parent[1], self.first
+        row["sip"], row["words"] = self.key.sip, self.key.words
+        return row.tobytes()
 
 
 class XdpTable:
-    """Of one job; what SwitchTable does, and who is sent what is the kernel's. One thread calls it.
-
-    `now`: ticks of any clock, which the owner sets.
-    """
+    """The table of one job, with the interface of SwitchTable; the kernel decides where sums are
+    sent. Not thread-safe. `now` is in ticks of any clock, which the owner sets."""
 
     def __init__(
         self,
@@ -115,7 +111,8 @@ class XdpTable:
         live: np.ndarray,
         closed: Callable[[], None] = lambda: None,
     ) -> None:
-        """live: LIVE [1], the element `job.live` of the program's map; closed: called once."""
+        """`live` is LIVE [1], the element `job.live` of the program's map; `closed` is called
+        once."""
         self.job = job
         self.children, self.slots = job.children, job.slots
         self._program, self._device, self._live, self._closed = program, device, live, closed
@@ -126,10 +123,12 @@ class XdpTable:
         self._add = program.prepared(program.program("add_packet"), self._frame)
         self._next_hop = next_hop(job.parent[0], device)
         self.look()
-        self._table: int | None = self._begin()  # last: what fails before leaves nothing there
+        self._table: int | None = (
+            self._begin()
+        )  # last, so that an earlier failure leaves nothing behind
 
     def _begin(self) -> int:
-        """The table's descriptor, once the program takes the job's packets."""
+        """Make the table and register the job with the program. Returns the table's descriptor."""
         table = self._program.array_like("table_pattern", ENTRY.itemsize, self.slots)
         try:
             self._program.update("tables", self.job.port, struct.pack("=I", table))
@@ -141,7 +140,7 @@ class XdpTable:
 
     @property
     def nbytes(self) -> int:
-        """Of the kernel's memory."""
+        """Bytes of kernel memory."""
         return self.slots * ENTRY.itemsize + JOB.itemsize + LIVE.itemsize
 
     @property
@@ -158,19 +157,20 @@ class XdpTable:
 
     @property
     def counters(self) -> dict[str, int]:
-        """SwitchTable's, of what the kernel and `add` took together, and `handed_up`: sums that the
-        kernel left for user space to send."""
+        """The counters of SwitchTable, for packets of the kernel and of `add` together, and
+        `handed_up`: sums that the kernel left for user space to send."""
         return {name: int(self._live[name][0]) for name in (*COUNTERS, "handed_up")}
 
     def add(self, run: np.ndarray, ok: np.ndarray, out: np.ndarray, child: int) -> int:
-        """SwitchTable.add, for what has come past the program. Raises LostError after `close`."""
+        """Do SwitchTable.add for packets that the program has passed to user space. Raises
+        LostError after `close`."""
         count = check_bulk(run)
         if self._table is None:
             raise LostError(f"the table of job {self.job.job} on {self._device} is closed")
         if child != self.job.child or out.size < count * PACKET_NBYTES or ok.size < count:
             raise WireError(
-                f"{count} packets of child {child} into a buffer of {out.size} bytes; the table is"
-                f" its parent's child {self.job.child}"
+                f"{count} packets of child {child} into a buffer of {out.size} bytes, but the table"
+                f" is child {self.job.child} of its parent"
             )
         made, packet = 0, self._frame[UDP_HEADER.size :]
         for i in np.flatnonzero(ok[:count]):
@@ -181,14 +181,14 @@ class XdpTable:
         return made
 
     def snoop(self, ack: int) -> None:
-        """The receiver of the sums has all numbers below `ack`."""
+        """Record that the receiver of the sums has all numbers below `ack`."""
         if ack > self.acked:
             self._live["acked"] = ack
         if time.monotonic() - self._looked_s > LOOK_S:
             self.look()
 
     def look(self) -> None:
-        """For the parent's hardware address: without it user space sends the sums."""
+        """Look up the parent's hardware address, without which user space must send the sums."""
         self._looked_s = time.monotonic()
         parent = neighbour(self._next_hop, self._device) if self._next_hop else None
         if parent is None:
@@ -201,20 +201,20 @@ class XdpTable:
             self._live["found"] = 1
 
     def stuck(self, older_than: int = 0) -> list[StuckSlot]:
-        """Sums that lack packets and began at least so many ticks before `now`, by number."""
+        """Return incomplete sums that began at least so many ticks before `now`, by number."""
         assert self._table is not None, "closed"
         found: list[StuckSlot] = []
         for some in self._program.elements(self._table, ENTRY, self.slots):
             partial = (some["number"] >= self.acked) & (some["came"] != 0) & (some["done"] == 0)
-            for one in some[["number", "came", "began"]][partial]:
-                number, came, began = one.tolist()
+            for slot in some[["number", "came", "began"]][partial]:
+                number, arrived, began = slot.tolist()
                 if self.now - began >= older_than:
-                    missing = (child for child in range(self.children) if not came >> child & 1)
+                    missing = (child for child in range(self.children) if not arrived >> child & 1)
                     found.append(StuckSlot(number, tuple(missing), self.now - began))
-        return sorted(found, key=lambda one: one.number)
+        return sorted(found, key=lambda slot: slot.number)
 
     def close(self) -> None:
-        """The kernel forgets the job: its packets go to user space from now on."""
+        """Remove the job from the kernel; its packets go to user space from then on."""
         if self._table is None:
             return
         self._program.delete("jobs", self.job.port)

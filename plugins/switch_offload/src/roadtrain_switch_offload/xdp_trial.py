@@ -1,11 +1,11 @@
-"""The self-test of the program in the kernel: packets that the kernel runs it on, beside the state
-machine of switch/protocol/switch.py. No device is touched, nothing is sent.
+"""Self-test of the kernel program: the kernel runs it on packets, and the results are compared with
+the state machine in switch/protocol/switch.py. No device is used, nothing is sent.
 
 A fixed sequence of random packets of three children goes through a table of four slots: all widths
-and exponents, resends before and after a sum is complete, late packets, acknowledgements, packets
-with one wrong bit. Half of them come as a device gives them, half as user space hands them over.
-The verdict and every byte have to be those of the state machine, of numpy's sums and of the tags
-that user space writes (switch/packets.py).
+and exponents, resends before and after a sum is complete, late packets, acknowledgements, and
+packets with one flipped bit. Half of them arrive as from a device, half as from user space. The
+verdict and every byte must be those of the state machine, of numpy's sums and of the tags that user
+space writes (switch/packets.py).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from roadtrain_switch_offload.xdp_table import (
 
 STEPS, CHILDREN, SLOTS, CHILD, PORT, JOB_NUMBER = 500, 3, 4, 9, 9, 0x1234
 PARENT = ("127.0.0.2", 77)
-HOPS = bytes(range(1, 7)), bytes(range(11, 17))  # hardware addresses: the parent's, our own
-# (kind, width) of a number, by the number modulo their count
+HOPS = bytes(range(1, 7)), bytes(range(11, 17))  # hardware addresses of the parent and of this host
+# (kind, width) by packet number modulo the length
 FORMS = ((Kind.GRADIENT, 4), (Kind.GRADIENT, 2), (Kind.EXPONENTS, 0), (Kind.GRADIENT, 1))
 IP_HEADER = struct.Struct("!BBHHHBBH4s4s")
 _WHOLE = np.dtype((np.uint8, PACKET_NBYTES - HEADER_NBYTES))
 
 
 def failed_trial(program: BpfObject) -> str | None:
-    """What is wrong with it; None: nothing."""
+    """Run the self-test. Returns the failure, or None."""
     live = program.mapped("live", LIVE, MOST_JOBS)[:1]
     key = PacketKey.derive(b"self-test", b"of the program")
     job = XdpJob(JOB_NUMBER, PORT, CHILDREN, CHILD, SLOTS, key, PARENT, 0)
@@ -54,16 +54,16 @@ def failed_trial(program: BpfObject) -> str | None:
 
 
 def _added(width: int, first: bytes, second: bytes) -> bytes:
-    pair = [np.frombuffer(one, f"<i{width}") for one in (first, second)]
+    pair = [np.frombuffer(data, f"<i{width}") for data in (first, second)]
     return (pair[0] + pair[1]).tobytes()
 
 
 def _greater(first: bytes, second: bytes) -> bytes:
-    pair = [np.frombuffer(one, np.uint8) for one in (first, second)]
+    pair = [np.frombuffer(data, np.uint8) for data in (first, second)]
     return np.maximum(*pair).tobytes()
 
 
-# One for each form: how the state machine sums its payloads.
+# for each form, how the state machine sums its payloads
 OPS = [partial(_added, width) if width else _greater for _, width in FORMS]
 
 
@@ -74,7 +74,7 @@ class _Trial:
         self.program, self.table, self.live, self.key = program, table, live, key
         self.machine = SwitchStateMachine(SLOTS, CHILDREN, CHILD)
         self.random = random.Random(20)
-        self.base = 0  # senders may send [base, base + SLOTS), and send late what is below
+        self.base = 0  # senders send numbers [base, base + SLOTS), and late ones below
         self.sums = 0
 
     def run(self) -> str | None:
@@ -85,8 +85,8 @@ class _Trial:
         return None if self.sums > STEPS // 20 else f"only {self.sums} sums were complete"
 
     def _acknowledge(self) -> None:
-        """Senders go on; every other time the switch does not hear of it."""
-        done = [one.number for one in self.machine.table.values() if one.done]
+        """Advance the senders; every second time the switch does not receive it."""
+        done = [slot.number for slot in self.machine.table.values() if slot.done]
         if done and self.random.random() < 0.1:
             self.base = max(self.base, max(done) + 1)
             if self.random.random() < 0.5:
@@ -129,20 +129,21 @@ class _Trial:
         return self._expect(bytes(wrong), XDP_PASS, bytes(wrong))
 
     def _expect(self, sent: bytes, verdict: int, left: bytes | None) -> str | None:
-        """Run it, either way; `left`: what the packet is afterwards, where that counts."""
+        """Run the program in either way, and compare the verdict and, unless None, `left`, the
+        packet afterwards."""
         from_device = self.random.random() < 0.5
-        known = self.random.random() < 0.5  # whether the parent's hardware address is
-        self._know_parent(known)
+        resolved = self.random.random() < 0.5  # the parent's hardware address
+        self._set_parent(resolved)
         before = _frame(sent, ("10.0.0.1", 5), ("10.0.0.2", PORT))
         if not from_device:
             before = before[-PACKET_NBYTES - UDP_HEADER.size :]
         frame = np.frombuffer(before, np.uint8).copy()
         name = "take_packet" if from_device else "add_packet"
         got, _ = self.program.run(self.program.program(name), frame)
-        if from_device and verdict == XDP_TX and not known:
+        if from_device and verdict == XDP_TX and not resolved:
             verdict, left = XDP_PASS, sent
         if got != verdict:
-            return f"{name} says {got}, not {verdict}"
+            return f"{name} returns {got}, not {verdict}"
         if left is not None and frame[-PACKET_NBYTES:].tobytes() != left:
             return f"{name} leaves other bytes than the state machine's sum"
         if from_device and got == XDP_TX:
@@ -150,9 +151,9 @@ class _Trial:
             return None if frame.tobytes() == whole else f"{name} addresses the sum wrongly"
         return None
 
-    def _know_parent(self, known: bool) -> None:
-        self.live["parent"], self.live["own"] = (np.frombuffer(one, np.uint8) for one in HOPS)
-        self.live["found"] = known
+    def _set_parent(self, resolved: bool) -> None:
+        self.live["parent"], self.live["own"] = (np.frombuffer(hop, np.uint8) for hop in HOPS)
+        self.live["found"] = resolved
 
 
 def _frame(
@@ -161,7 +162,7 @@ def _frame(
     to: tuple[str, int],
     hops: tuple[bytes, bytes] = (bytes(6), bytes(6)),
 ) -> bytes:
-    """As it lies on Ethernet. hops: hardware addresses, the receiver's and the sender's."""
+    """Return an Ethernet frame. `hops` are the hardware addresses of receiver and sender."""
     udp = UDP_HEADER.pack(source[1], to[1], UDP_HEADER.size + len(packet), 0)
     hosts = [bytes(map(int, host.split("."))) for host in (source[0], to[0])]
     nbytes = IP_HEADER.size + len(udp) + len(packet)

@@ -1,1 +1,1 @@
-"""What a launched run decides, and its messages: events in, actions out (Rule 7)."""
+"""The state machine of a launched run: events in, actions out (Rule 7)."""

@@ -1,13 +1,12 @@
-"""What keeps a launched run running: events of its processes and hosts in, actions out. Pure.
+"""Events and actions of the state machine that keeps a launched run going (run_state.py). Pure.
 
-The state machine itself is in run_state.py.
+    services (servers, reducers, switches)   restarted one by one when they end
+    workers                                  when one fails, all restart from the committed step
+    hosts                                    when one is lost, its ranks move to a spare host, or
+                                             the others continue without it, or all wait for it
 
-    services (servers, reducers, switches)   each by itself: ended -> started again
-    workers                                  all together: one ended -> all are started again, at
-                                             the committed step
-    hosts                                    lost -> its workers' ranks go to a spare host, or the
-                                             others go on without them, or all wait for it
-Whatever is done is said first (`TellUser`). Does NOT know words, files, engines or a clock.
+Each action is preceded by a `NotifyUser` that announces it. Does NOT know command lines, files,
+engines or clocks.
 """
 
 from __future__ import annotations
@@ -15,63 +14,63 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-STEP_GRACE_S = 120.0  # in which workers finish a step and commit it, where no more is known
+STEP_GRACE_S = 120.0  # default time for workers to finish a step and commit it
 
 
 @dataclass(frozen=True)
 class ProcessEnded:
-    """A service ended by itself, or as it was asked to. code: as its parent sees it; negative: the
-    signal that killed it."""
+    """A service has ended, by itself or on request. code: its exit code; negative: the signal that
+    killed it."""
 
     name: str
     code: int
-    said: str = ""  # its last line on standard error
+    last_line: str = ""  # on stderr
 
 
 @dataclass(frozen=True)
 class ProcessRestarted:
-    """The engine has started a service again by itself."""
+    """The engine has restarted a service by itself."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class WorkersEnded:
-    """All workers of an attempt have ended. code: 0 where all did; else that of the first that
-    failed, whose name is `first`."""
+    """The workers of an attempt have all ended. code: 0 if all succeeded, else the code of `first`,
+    the first worker that failed."""
 
     attempt: int
     code: int
     first: str
-    said: str = ""
+    last_line: str = ""  # of `first`, on stderr
 
 
 @dataclass(frozen=True)
 class WorkersPlaced:
-    """An engine that has to look for places has found that of worker 0, whose process begins. For
-    people: the state machine does not look at it."""
+    """An engine that schedules workers (Ray) has placed worker 0, whose process now starts. Only
+    for start-up statistics: the state machine ignores it."""
 
 
 @dataclass(frozen=True)
 class HostLost:
-    """A host answers no more, with all that ran there."""
+    """A host no longer answers; its processes count as ended."""
 
     host: str
     why: str
 
 
 @dataclass(frozen=True)
-class HostCame:
-    """A host is there: again, or one that the plan does not have."""
+class HostJoined:
+    """A host is up: a lost one is back, or it is one that the plan does not have."""
 
     host: str
     address: str
-    workers: int  # as many as it can run
+    workers: int  # number of workers that it can run
 
 
 @dataclass(frozen=True)
-class HostLeaves:
-    """A host will be gone soon: a spot machine, or one that is drained."""
+class HostLeaving:
+    """A host will be lost soon: a spot machine, or one that is drained."""
 
     host: str
     within_s: float
@@ -79,26 +78,26 @@ class HostLeaves:
 
 @dataclass(frozen=True)
 class Committed:
-    """A step is committed. Faults are counted between such."""
+    """A step was committed, which resets the failure counts."""
 
     step: int
 
 
 @dataclass(frozen=True)
-class StopAsked:
-    """The user, or a launcher that is gone and was to take the run with it."""
+class StopRequested:
+    """The run must end: at the user's request, or because its launcher has ended."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class TimePassed:
-    """Time has passed."""
+    """A tick of the clock, on which deadlines are checked."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """A line of a process; the state machine does not look at it."""
+    """A line of output of a process. The state machine ignores it."""
 
     name: str
     host: str
@@ -111,10 +110,10 @@ RunEvent = (
     | WorkersEnded
     | WorkersPlaced
     | HostLost
-    | HostCame
-    | HostLeaves
+    | HostJoined
+    | HostLeaving
     | Committed
-    | StopAsked
+    | StopRequested
     | TimePassed
     | Output
 )
@@ -127,8 +126,8 @@ class StartService:
 
 @dataclass(frozen=True)
 class StartWorkers:
-    """hosts: with workers, in the order of ranks: the plan's, spare ones in the places of lost
-    ones, or fewer."""
+    """Start all workers. hosts: in rank order: the plan's, with spare hosts in place of lost ones,
+    or without the lost ones."""
 
     attempt: int
     hosts: tuple[str, ...]
@@ -136,7 +135,7 @@ class StartWorkers:
 
 @dataclass(frozen=True)
 class StopProcess:
-    """name: a service's, or "workers". grace_s: time to end by itself."""
+    """Stop a service or all workers (name "workers"). They are killed after `grace_s` seconds."""
 
     name: str
     grace_s: float
@@ -144,57 +143,57 @@ class StopProcess:
 
 @dataclass(frozen=True)
 class SetReducers:
-    """Which hosts' reducers workers use from now on (the file of spare hosts that they read)."""
+    """Change the hosts whose reducers the workers use, by rewriting reducers.txt."""
 
     hosts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class TellUser:
-    """For people, before what it says happens."""
+class NotifyUser:
+    """Log a line for the user. Precedes the action that it announces."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class EndRun:
-    """The run is over. code: 0 done, 130 stopped as asked, else it failed; why: one sentence."""
+    """The run is over. code: 0 done, 130 stopped on request, else failed; why: one sentence."""
 
     code: int
     why: str
 
 
-RunAction = StartService | StartWorkers | StopProcess | SetReducers | TellUser | EndRun
+RunAction = StartService | StartWorkers | StopProcess | SetReducers | NotifyUser | EndRun
 
 
 @dataclass(frozen=True)
 class RunService:
     """A server, a reducer or a switch of the plan."""
 
-    name: str  # unique in the run, as of its process
+    name: str  # the name of its process, unique in the run
     host: str
-    # Workers go on without it: it is left out of the file of reducers while its host is gone.
+    # Workers run without it: it is omitted from reducers.txt while its host is lost.
     reducer: bool = False
-    # A server whose chunks another one has too: workers go on without one such.
+    # A server whose chunks another server also has: workers can run without one such server.
     replicated: bool = False
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the state machine knows of a run."""
+    """The static facts on a run that the state machine needs."""
 
     services: tuple[RunService, ...]  # in the order in which they start
-    workers: Mapping[str, int]  # host -> its workers, in the order of ranks
-    # Why workers cannot run on these hosts, in one sentence; "" where they can. It is asked only of
-    # others than the plan's.
+    workers: Mapping[str, int]  # host -> number of workers, in rank order
+    # Returns why workers cannot run on these hosts, in one sentence, or "". Only called for hosts
+    # other than the plan's.
     can_run_on: Callable[[Sequence[str]], str]
-    spares: Mapping[str, int] = field(default_factory=dict)  # host -> workers it can run
-    shrink: bool = True  # whether workers go on without the lost hosts; else they wait
-    sums_at_reducers: bool = False  # a host that comes can sum, without a restart of workers
-    first_attempt: int = 0  # of the workers; others were in starts of this run before
-    committed: int = -1  # the last step that is known to be committed by starts before
-    step_grace_s: float = STEP_GRACE_S  # for workers to finish a step and commit it
+    spares: Mapping[str, int] = field(default_factory=dict)  # host -> workers that it can run
+    shrink: bool = True  # True: workers continue without lost hosts; False: they wait for them
+    sums_at_reducers: bool = False  # a joining host can become a reducer without a restart
+    first_attempt: int = 0  # number of the first attempt of this start of the run
+    committed: int = -1  # the last step known to be committed by earlier starts; -1: none
+    step_grace_s: float = STEP_GRACE_S  # time for workers to finish a step and commit it
 
     def workers_of(self, offered: int) -> int:
-        """How many workers a host runs that the plan does not have and that can run `offered`."""
+        """Return the number of workers to run on a host that can run `offered`."""
         return min(offered, max(self.workers.values(), default=0))

@@ -1,5 +1,5 @@
-"""The phases of a launched run, of its services, and of its workers together, with what each may
-become. Pure. Does NOT decide when (run_state.py)."""
+"""The phases of a launched run, of each service, and of its workers as a whole, with the allowed
+transitions. Pure. Does NOT decide when they happen (run_state.py)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-DELAYS_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before the first, second, ... start again
+DELAYS_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before the first, second, ... restart
 
 
 class ProcessPhase(Enum):
-    """Of a service, or of all workers together."""
+    """The phase of a service, or of all workers together."""
 
-    WAITING = "waiting"  # to be started: it is not due yet, or something that it needs is not there
+    WAITING = "waiting"  # to be started once it is due and everything that it needs is up
     RUNNING = "running"
     STOPPING = "stopping"  # it was asked to end
-    ENDED = "ended"  # for good
+    ENDED = "ended"  # for good; it will not be restarted
 
 
 class RunPhase(Enum):
@@ -42,19 +42,19 @@ NEXT_RUN_PHASES: Mapping[RunPhase, frozenset[RunPhase]] = {
 
 @dataclass(slots=True)
 class ProcessState:
-    """Of a service, or of all workers together."""
+    """The state of a service, or of all workers together. Times are those of the events."""
 
     name: str
     phase: ProcessPhase = ProcessPhase.WAITING
-    since: float = 0.0  # of the phase
-    due: float = 0.0  # it starts no sooner
+    since: float = 0.0  # when it entered the phase
+    due: float = 0.0  # earliest time of the next start
     starts: int = 0
-    ends: int = 0  # by itself, since a step was committed
-    stop_until: float | None = None  # when its end should have been told; only while STOPPING
+    ends: int = 0  # unrequested ends since the last committed step
+    stop_until: float | None = None  # deadline for its end to be reported; only while STOPPING
 
     def enter(self, phase: ProcessPhase, at: float) -> None:
         assert phase in NEXT_PROCESS_PHASES[self.phase], (
-            f"{self.name}: {self.phase} cannot become {phase}"
+            f"{self.name}: no transition from {self.phase} to {phase}"
         )
         self.phase, self.since = phase, at
         self.stop_until = None
@@ -66,7 +66,7 @@ class ProcessState:
         return max(0, self.starts - 1)
 
     def ended_by_itself(self, at: float) -> str:
-        """Count it; when it starts again, for people."""
+        """Count an unrequested end and schedule the restart. Return its time as text."""
         delay = DELAYS_S[min(self.ends, len(DELAYS_S) - 1)]
         self.ends, self.due = self.ends + 1, at + delay
         return f"in {delay:g} s" if delay else "at once"

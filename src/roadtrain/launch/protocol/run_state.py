@@ -1,17 +1,17 @@
-"""RunStateMachine: keeps a launched run running. Events and actions: run_events.py. Pure.
+"""RunStateMachine: keeps a launched run going. Events and actions: run_events.py. Pure.
 
-Each event first changes what is known; then all that can now be done is done (`_settle`), each
-thing said before. So nothing depends on the order in which a host, a service and the workers of one
-fault are reported.
+Each event first updates the state; then `_settle` takes every action that is now possible, each
+announced by a NotifyUser. So if a fault affects a host, a service and the workers, the order in
+which they are reported does not matter.
 
-    a service   WAITING -> RUNNING -> WAITING ..       (of itself, or its host is lost)
+    a service   WAITING -> RUNNING -> WAITING ..       (it ended, or its host is lost)
                             -> STOPPING -> ENDED       (the run ends)
     the workers WAITING -> RUNNING -> WAITING ..       (one failed)
-                            -> STOPPING -> WAITING ..  (they are to run on other hosts)
+                            -> STOPPING -> WAITING ..  (they move to other hosts)
     the run     GOING -> ENDING -> ENDED
 
-Assumes that an engine tells the end of all that it was told to start, but for services on a lost
-host. Does NOT judge whether a run makes sense on other hosts: `RunFacts.can_run_on` does.
+Assumes that the engine reports the end of everything that it started, except for services on a lost
+host. Does NOT decide whether workers can run on other hosts (`RunFacts.can_run_on`).
 """
 
 from __future__ import annotations
@@ -26,50 +26,50 @@ from roadtrain.launch.protocol.run_phases import (
     RunPhase,
 )
 
-ENDS_AT_MOST = 6  # of one service, or of the workers, without a committed step between
-SERVICE_GRACE_S = 20.0
-LOST_GRACE_S = 5.0  # workers whose peers are gone cannot finish their step
-# A lost host has so long to be there again before others go on without it: with fewer workers sums
-# are in another order, so losses agree to rounding only (Rule 1). Nobody waits for one that said
+ENDS_AT_MOST = 6  # failures of a service, or of the workers, without a committed step in between
+SERVICE_GRACE_S = 20.0  # time for a service to end on request
+LOST_GRACE_S = 5.0  # the same for workers that lost peers, so cannot finish their step anyway
+# How long to wait for a lost host before continuing without it: fewer workers sum in another order,
+# so losses would agree only up to rounding (Rule 1). There is no wait for a host that announced
 # that it leaves.
 BACK_S = 15.0
-KILL_S = 60.0  # from being killed to its end being told; then it is given up
+KILL_S = 60.0  # from the kill of a process until its end must have been reported
 KILLED = -9
-LEFT_OUT_S = 600.0  # a reducer that ends again and again is tried again after it
-USERS_MISTAKE = 2  # exit code of `roadtrain: ...`
+LEFT_OUT_S = 600.0  # pause before restarting a reducer that failed ENDS_AT_MOST times
+USERS_MISTAKE = 2  # the command line's exit code for a mistake of the user
 INTERRUPTED = 130
-WORKERS = "workers"  # the name of all of them in StopProcess
+WORKERS = "workers"  # the name of all workers together in StopProcess
 
 
 class RunStateMachine:
     def __init__(self, facts: m.RunFacts) -> None:
         self.facts = facts
         self.phase = RunPhase.GOING
-        self.now = 0.0  # of the last event
-        self.step = facts.committed  # the last that is known to be committed
-        # By name: those of the plan, then the reducers of hosts that came.
-        self.places: dict[str, m.RunService] = {one.name: one for one in facts.services}
-        self.services = {one.name: ProcessState(one.name) for one in facts.services}
+        self.now = 0.0  # time of the last event
+        self.step = facts.committed  # the last step known to be committed
+        # By name: the plan's services, then the reducers of hosts that joined.
+        self.places: dict[str, m.RunService] = {place.name: place for place in facts.services}
+        self.services = {name: ProcessState(name) for name in self.places}
         self.workers = ProcessState(WORKERS)
-        self.worker_hosts: tuple[str, ...] = ()  # of the last attempt, in the order of ranks
-        self.attempt = facts.first_attempt - 1  # the last that was started
-        self.spares = dict(facts.spares)  # and hosts that came -> workers they can run
-        # Hosts that answer; a leaving one does until it is lost, but gets no worker any more.
-        self.here = {*facts.workers, *facts.spares, *(one.host for one in facts.services)}
+        self.worker_hosts: tuple[str, ...] = ()  # of the last attempt, in rank order
+        self.attempt = facts.first_attempt - 1  # the last attempt that was started
+        self.spares = dict(facts.spares)  # spare and joined hosts -> workers that they can run
+        # Hosts that are up. A leaving host is included until it is lost, but gets no workers.
+        self.here = {*facts.workers, *facts.spares, *(place.host for place in facts.services)}
         self.leaving: set[str] = set()
-        # Lost host with workers -> from then on the others go on without it, if they can.
+        # Lost host -> time from which workers may continue without it.
         self.without_from: dict[str, float] = {}
-        # Reducers that ended again and again: workers sum without them until they start again.
+        # Reducers that failed too often: workers do not use them until they are restarted.
         self.left_out: set[str] = set()
-        # Workers were asked to end because a host was lost: their end is a fault.
+        # Workers were asked to end because a host was lost, so their end counts as a failure.
         self.lost_some = False
-        self.reducers = self._reducers()  # hosts that workers were told
+        self.reducers = self._reducers()  # hosts of the reducers that workers use
         self.code, self.why = 0, ""  # of the run's end
-        self._waits_for = ""  # why workers are not started, as it was told last
-        self._out: list[m.RunAction] = []  # of the event that is being handled
+        self._waits_for = ""  # the last announced reason why workers are not started
+        self._out: list[m.RunAction] = []  # actions for the event that is being handled
 
     def handle(self, event: m.RunEvent, now: float) -> list[m.RunAction]:
-        """now: seconds on a clock that never goes back."""
+        """Process an event and return the actions to take. now: seconds, monotonic."""
         if isinstance(event, m.Output) or self.phase is RunPhase.ENDED:
             return []
         self.now = now
@@ -82,13 +82,13 @@ class RunStateMachine:
                 self._workers_ended(event)
             case m.HostLost():
                 self._host_lost(event)
-            case m.HostCame():
-                self._host_came(event)
-            case m.HostLeaves():
-                self._host_leaves(event)
+            case m.HostJoined():
+                self._host_joined(event)
+            case m.HostLeaving():
+                self._host_leaving(event)
             case m.Committed():
                 self._committed(event.step)
-            case m.StopAsked():
+            case m.StopRequested():
                 self._end(INTERRUPTED, event.why)
         self._settle()
         out, self._out = self._out, []
@@ -105,15 +105,15 @@ class RunStateMachine:
             return
         service.enter(ProcessPhase.WAITING, self.now)
         when = service.ended_by_itself(self.now)
-        what = f"{event.name} on {self.places[event.name].host} ended ({how(event.code)})"
-        often = f"{what}, {service.ends} times without a committed step: {event.said}"
+        end = f"{event.name} on {self.places[event.name].host} ended ({exit_text(event.code)})"
+        often = f"{end}, {service.ends} times without a committed step: {event.last_line}"
         if service.ends >= ENDS_AT_MOST and self.places[event.name].reducer:
             self._leave_out(service)
-            self._tell(f"{often}; workers sum without it, it starts again in {LEFT_OUT_S:g} s")
+            self._notify(f"{often}; workers run without it, it is restarted in {LEFT_OUT_S:g} s")
         elif service.ends >= ENDS_AT_MOST:
             self._end(1, often)
         else:
-            self._tell(f"{what}, it starts again {when}{_quoted(event.said)}")
+            self._notify(f"{end}, it is restarted {when}{_quoted(event.last_line)}")
 
     def _leave_out(self, reducer: ProcessState) -> None:
         reducer.ends, reducer.due = 0, self.now + LEFT_OUT_S
@@ -126,7 +126,7 @@ class RunStateMachine:
         if service.phase is ProcessPhase.RUNNING:
             service.enter(ProcessPhase.WAITING, self.now)
         if self.places[name].host in self.here:
-            self._tell(f"{name} on {self.places[name].host} was started again by the engine")
+            self._notify(f"{name} on {self.places[name].host} was restarted by the engine")
             service.enter(ProcessPhase.RUNNING, self.now)
             self.left_out.discard(name)
 
@@ -135,7 +135,7 @@ class RunStateMachine:
         running = workers.phase in (ProcessPhase.RUNNING, ProcessPhase.STOPPING)
         if event.attempt != self.attempt or not running:
             return
-        asked = workers.phase is ProcessPhase.STOPPING
+        stopping = workers.phase is ProcessPhase.STOPPING
         if event.code == 0 or self.phase is not RunPhase.GOING:
             workers.enter(ProcessPhase.ENDED, self.now)
             if event.code == 0:
@@ -143,32 +143,32 @@ class RunStateMachine:
             return
         workers.enter(ProcessPhase.WAITING, self.now)
         workers.due = self.now
-        if asked:
-            self._asked_workers_ended(event)
+        if stopping:
+            self._stopped_workers_ended(event)
             return
-        what = f"{event.first} ended ({how(event.code)})"
+        end = f"{event.first} ended ({exit_text(event.code)})"
         if event.code == INTERRUPTED:
             self._end(INTERRUPTED, f"{event.first} was interrupted")
             return
         when = workers.ended_by_itself(self.now)
         first = self.attempt == self.facts.first_attempt and self.step < 0
         if event.code == USERS_MISTAKE and first:
-            self._end(USERS_MISTAKE, event.said or what)
+            self._end(USERS_MISTAKE, event.last_line or end)
         elif workers.ends >= ENDS_AT_MOST:
-            self._end(1, f"{what}, {workers.ends} times without a committed step: {event.said}")
+            self._end(1, f"{end}, {workers.ends} times without a committed step: {event.last_line}")
         else:
-            self._tell(
-                f"{what}: all workers begin again at the committed step, {when}"
-                f"{_quoted(event.said)}"
+            self._notify(
+                f"{end}: all workers restart from the committed step {when}"
+                f"{_quoted(event.last_line)}"
             )
 
-    def _asked_workers_ended(self, event: m.WorkersEnded) -> None:
-        """To be started elsewhere. Those that lost a host count as failed, so that a host which
-        comes and goes does not keep a run from its end for ever."""
+    def _stopped_workers_ended(self, event: m.WorkersEnded) -> None:
+        """Handle the end of workers that were stopped to move to other hosts. After the loss of a
+        host it counts as a failure, so that a flapping host cannot keep a run going for ever."""
         workers = self.workers
         if not self.lost_some:
             if event.code == KILLED:
-                self._tell(f"{event.first} was killed before it had committed its step")
+                self._notify(f"{event.first} was killed before it had committed its step")
             return
         self.lost_some = False
         workers.ended_by_itself(self.now)
@@ -182,7 +182,7 @@ class RunStateMachine:
         self.here.discard(host)
         self.without_from[host] = self.now + (0.0 if host in self.leaving else BACK_S)
         self.leaving.discard(host)
-        self._tell(f"host {host} is lost: {event.why}{self._without(host)}")
+        self._notify(f"host {host} is lost: {event.why}{self._without(host)}")
         for name in self._services_on(host):
             service = self.services[name]
             if service.phase is ProcessPhase.RUNNING:
@@ -192,16 +192,16 @@ class RunStateMachine:
         if self._move_workers_from(host, "is lost", LOST_GRACE_S):
             self.lost_some = True
 
-    def _host_came(self, event: m.HostCame) -> None:
+    def _host_joined(self, event: m.HostJoined) -> None:
         host = event.host
         if host in self.here and host not in self.leaving:
             return
-        known = host in self.facts.workers or host in self.spares or self._services_on(host)
+        seen = host in self.facts.workers or host in self.spares or self._services_on(host)
         self.here.add(host)
         self.leaving.discard(host)
         self.without_from.pop(host, None)
-        if known:
-            self._tell(f"host {host} is there again")
+        if seen:
+            self._notify(f"host {host} is back")
             if host in self.spares:
                 self.spares[host] = self.facts.workers_of(event.workers)
             for name in self._services_on(host):
@@ -210,19 +210,19 @@ class RunStateMachine:
             return
         self.spares[host] = self.facts.workers_of(event.workers)
         if not self.facts.sums_at_reducers:
-            self._tell(f"host {host} came, with {self.spares[host]} workers: it is a spare one")
+            self._notify(f"host {host} joined as a spare host for {self.spares[host]} workers")
         elif self.phase is RunPhase.GOING:
-            self._tell(f"host {host} came: it sums for the workers from now on")
+            self._notify(f"host {host} joined: the workers use it as a reducer")
             name = f"reducer {host}"
             self.places[name] = m.RunService(name, host, reducer=True)
             self.services[name] = ProcessState(name, since=self.now)
 
-    def _host_leaves(self, event: m.HostLeaves) -> None:
+    def _host_leaving(self, event: m.HostLeaving) -> None:
         host = event.host
         if host not in self.here or host in self.leaving:
             return
         self.leaving.add(host)
-        self._tell(f"host {host} leaves within {event.within_s:g} s{self._without(host)}")
+        self._notify(f"host {host} leaves within {event.within_s:g} s{self._without(host)}")
         self._move_workers_from(host, "leaves", 0.8 * event.within_s)
 
     def _committed(self, step: int) -> None:
@@ -232,15 +232,15 @@ class RunStateMachine:
         for process in (self.workers, *self.services.values()):
             process.ends = 0
 
-    # -- what follows --
+    # -- actions --
 
     def _settle(self) -> None:
-        """All that can be done now."""
+        """Take every action that is possible now."""
         if self.phase is RunPhase.GOING:
             self._start_services()
             self._set_reducers()
             self._run_workers()
-        if self.phase is RunPhase.ENDING:  # maybe since a moment ago
+        if self.phase is RunPhase.ENDING:  # may be new since the check above
             self._bring_down()
 
     def _start_services(self) -> None:
@@ -252,9 +252,9 @@ class RunStateMachine:
             and self.places[service.name].host in self.here
         ]
         if due:
-            self._tell(
+            self._notify(
                 "starting "
-                + ", ".join(f"{one.name} on {self.places[one.name].host}" for one in due)
+                + ", ".join(f"{state.name} on {self.places[state.name].host}" for state in due)
             )
         for service in due:
             service.enter(ProcessPhase.RUNNING, self.now)
@@ -264,7 +264,7 @@ class RunStateMachine:
     def _set_reducers(self) -> None:
         reducers = self._reducers()
         if reducers != self.reducers:
-            self._tell(f"workers sum with {', '.join(reducers) or 'no spare host'}")
+            self._notify(f"workers use the reducers on {', '.join(reducers) or 'no host'}")
             self.reducers = reducers
             self._out.append(m.SetReducers(reducers))
 
@@ -277,7 +277,7 @@ class RunStateMachine:
             if self._width(hosts) > self._width(self.worker_hosts):
                 self._stop(
                     workers,
-                    f"workers begin again on {self._described(hosts)} after this step",
+                    f"workers restart on {self._described(hosts)} after this step",
                     self.facts.step_grace_s,
                 )
         elif workers.phase is ProcessPhase.WAITING and workers.due <= self.now:
@@ -289,30 +289,30 @@ class RunStateMachine:
             hosts, why = (), f"{', '.join(lacking)} must run first"
         if not hosts:
             if why != self._waits_for:
-                self._tell(f"workers wait: {why}")
+                self._notify(f"workers wait: {why}")
             self._waits_for = why
             return
         self._waits_for = ""
         self.attempt, self.worker_hosts = self.attempt + 1, hosts
-        self._tell(f"starting workers on {self._described(hosts)}")
+        self._notify(f"starting workers on {self._described(hosts)}")
         self.workers.enter(ProcessPhase.RUNNING, self.now)
         self._out.append(m.StartWorkers(self.attempt, hosts))
 
     def _move_workers_from(self, host: str, cause: str, grace_s: float) -> bool:
-        """Workers end where some run on this host, to be started elsewhere, or as soon as they can
-        be. Whether they do."""
+        """Stop the workers if any of them run on this host, to restart them on other hosts as soon
+        as possible. Return True if they are stopped."""
         running = self.workers.phase is ProcessPhase.RUNNING and self.phase is RunPhase.GOING
         if not running or host not in self.worker_hosts:
             return False
         hosts, why = self._choose()
-        then = f"begin again on {self._described(hosts)}" if hosts else f"wait: {why}"
+        then = f"restart on {self._described(hosts)}" if hosts else f"wait: {why}"
         self._stop(self.workers, f"host {host} {cause}: workers end and {then}", grace_s)
         return True
 
     def _done(self) -> None:
         if self.phase is RunPhase.GOING:
             self._end(0, "all workers are done")
-        elif self.code == INTERRUPTED:  # the run was faster than the wish to stop it
+        elif self.code == INTERRUPTED:  # done before the stop took effect
             self.code, self.why = 0, "all workers are done"
 
     def _end(self, code: int, why: str) -> None:
@@ -320,20 +320,20 @@ class RunStateMachine:
             return
         self._enter(RunPhase.ENDING)
         self.code, self.why = code, why
-        self._tell(f"the run ends: {why}")
+        self._notify(f"the run ends: {why}")
 
     def _enter(self, phase: RunPhase) -> None:
-        assert phase in NEXT_RUN_PHASES[self.phase], f"{self.phase} cannot become {phase}"
+        assert phase in NEXT_RUN_PHASES[self.phase], f"no transition from {self.phase} to {phase}"
         self.phase = phase
 
     def _bring_down(self) -> None:
-        """Workers first: they need the services to commit their step."""
+        """Stop the workers, then the services, which workers need to commit their step."""
         if not self._is_down(self.workers, self.facts.step_grace_s):
             return
-        down = [self._is_down(one, SERVICE_GRACE_S) for one in reversed(self.services.values())]
+        down = [self._is_down(each, SERVICE_GRACE_S) for each in reversed(self.services.values())]
         if all(down):
             self._enter(RunPhase.ENDED)
-            self._tell(
+            self._notify(
                 {0: "the run is done", INTERRUPTED: "the run is stopped"}.get(
                     self.code, "the run failed"
                 )
@@ -341,7 +341,7 @@ class RunStateMachine:
             self._out.append(m.EndRun(self.code, self.why))
 
     def _is_down(self, process: ProcessState, grace_s: float) -> bool:
-        """Ask it to end, if it was not; whether it has ended."""
+        """Stop a process unless it is already stopping. Return True if it has ended."""
         if process.phase is ProcessPhase.WAITING:
             process.enter(ProcessPhase.ENDED, self.now)
         elif process.phase is ProcessPhase.RUNNING:
@@ -351,27 +351,28 @@ class RunStateMachine:
         return process.phase is ProcessPhase.ENDED
 
     def _stop(self, process: ProcessState, text: str, grace_s: float) -> None:
-        self._tell(text)
+        self._notify(text)
         process.enter(ProcessPhase.STOPPING, self.now)
         process.stop_until = self.now + grace_s + KILL_S
         self._out.append(m.StopProcess(process.name, grace_s))
 
     def _watch_stop(self, process: ProcessState) -> None:
-        """Rule 5: the wait for an end has a deadline."""
+        """Give up on a process that is past its deadline to end (Rule 5)."""
         assert process.stop_until is not None
         if self.now < process.stop_until:
             return
         waited = f"{process.name} did not end within {self.now - process.since:.0f} s"
         process.enter(ProcessPhase.ENDED, self.now)
         if self.phase is RunPhase.GOING:
-            self._end(1, f"{waited}: there must never be two of them")
+            self._end(1, f"{waited}, so it cannot be restarted")
         else:
-            self._tell(f"{waited}: given up")
+            self._notify(f"{waited}: giving up on it")
 
-    # -- what is known --
+    # -- queries --
 
     def _choose(self) -> tuple[tuple[str, ...], str]:
-        """The hosts that workers run best on now, in the order of ranks; or none, and why."""
+        """Choose the best available hosts for the workers, in rank order. Return () and the reason
+        if there are none."""
         planned = tuple(self.facts.workers)
         missing = [host for host in planned if not self._is_usable(host)]
         if not missing:
@@ -379,7 +380,7 @@ class RunStateMachine:
         free = [host for host in self.spares if self._is_usable(host) and host not in planned]
         instead: dict[str, str] = {}
         for host in missing:
-            fits = [one for one in free if self.spares[one] == self.facts.workers[host]]
+            fits = [name for name in free if self.spares[name] == self.facts.workers[host]]
             if fits:
                 instead[host] = fits[0]
                 free.remove(fits[0])
@@ -387,7 +388,7 @@ class RunStateMachine:
             instead.get(host, host) for host in planned if host in instead or host not in missing
         )
         fewer = tuple(host for host in planned if host not in missing)
-        why = f"{', '.join(missing)} must be there again"
+        why = f"{', '.join(missing)} must be back first"
         shrink = self.facts.shrink
         if shrink and any(self.now < self.without_from.get(host, 0.0) for host in missing):
             shrink, why = False, f"{', '.join(missing)} may be back within {BACK_S:g} s"
@@ -398,14 +399,14 @@ class RunStateMachine:
             if not refused:
                 return hosts, ""
             if shrink == self.facts.shrink:
-                why = f"{', '.join(missing)} must be there again ({refused})"
+                why = f"{', '.join(missing)} must be back first ({refused})"
         return (), why
 
     def _is_usable(self, host: str) -> bool:
         return host in self.here and host not in self.leaving
 
     def _lacking(self) -> list[str]:
-        """Servers and switches that workers cannot begin without."""
+        """Return the servers and switches that must run before the workers can start."""
         lacking = [
             name
             for name, service in self.services.items()
@@ -415,10 +416,10 @@ class RunStateMachine:
         return [name for name in lacking if name not in lost] if len(lost) == 1 else lacking
 
     def _lost_replicated(self) -> list[str]:
-        """Servers on lost hosts whose chunks another one has too: of two lost ones no third may
-        have them."""
+        """Return the replicated servers on lost hosts. If there are two or more, both copies of a
+        chunk may be lost."""
         places = self.places.items()
-        return [name for name, one in places if one.replicated and one.host not in self.here]
+        return [name for name, place in places if place.replicated and place.host not in self.here]
 
     def _reducers(self) -> tuple[str, ...]:
         return tuple(
@@ -439,17 +440,17 @@ class RunStateMachine:
         return f"{', '.join(hosts)} ({share})"
 
     def _without(self, host: str) -> str:
-        """What follows from a host's going for its servers and switches."""
+        """Describe the effect of losing a host with servers or switches; "" for other hosts."""
         names = [name for name in self._services_on(host) if not self.places[name].reducer]
         if not names:
             return ""
-        lost = {*self._lost_replicated(), *(one for one in names if self.places[one].replicated)}
+        lost = {*self._lost_replicated(), *(name for name in names if self.places[name].replicated)}
         alone = lost == {*names} and len(names) == 1
-        then = "the others go on" if alone else "workers wait until it is back"
-        return f"; with it {', '.join(names)}: {then}"
+        then = "workers go on with its replicas" if alone else "workers wait until it is back"
+        return f"; it runs {', '.join(names)}: {then}"
 
-    def _tell(self, text: str) -> None:
-        self._out.append(m.TellUser(text))
+    def _notify(self, text: str) -> None:
+        self._out.append(m.NotifyUser(text))
 
     def check(self) -> None:
         """Assert every invariant."""
@@ -469,17 +470,16 @@ class RunStateMachine:
             assert all(map(self._is_usable, self.worker_hosts)), "workers run on a lost host"
         if self.phase is RunPhase.GOING:
             assert self.reducers == self._reducers()
-            ended = [one.name for one in processes if one.phase is ProcessPhase.ENDED]
+            ended = [process.name for process in processes if process.phase is ProcessPhase.ENDED]
             assert not ended, f"{ended} ended for good while the run goes on"
         if self.phase is RunPhase.ENDED:
-            assert all(one.phase is ProcessPhase.ENDED for one in processes)
+            assert all(process.phase is ProcessPhase.ENDED for process in processes)
         assert not self._out
 
 
-def how(code: int) -> str:
-    """A process ended."""
+def exit_text(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def _quoted(said: str) -> str:
-    return f": {said}" if said else ""
+def _quoted(line: str) -> str:
+    return f": {line}" if line else ""

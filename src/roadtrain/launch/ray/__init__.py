@@ -1,1 +1,1 @@
-"""A launched run on a Ray cluster: services are actors, workers are Ray Train's. Imports Ray."""
+"""Run a launch on a Ray cluster: services as actors, workers with Ray Train. Imports Ray."""

@@ -1,14 +1,15 @@
 """The actors of a launched run. ServedProcess: a server, a reducer or a switch, on its node.
-WorkerMailbox: between the supervisor and the workers of Ray Train, which have no name of their own.
+WorkerMailbox: passes messages between the supervisor and the workers, as actors of Ray Train cannot
+be called by name.
 
-    what they say    `news` waits for it: the supervisor may be away meanwhile, and another
-                     one may ask for it; the last lines are kept, and how many are not is told
-    Ray              starts a ServedProcess again that was killed, and with it its process
-    the supervisor   makes another actor for a service whose process has ended
-    a service        ends itself where there never will be a supervisor again: Ray does not start
-                     that one's actor anew, as its node is gone for good
+    events           are buffered by the actor and fetched by long polls (`news`), so that a new
+                     supervisor can continue; if lines had to be dropped, their number is reported
+    Ray              restarts a ServedProcess that was killed, and with it its process
+    the supervisor   creates a new actor for a service whose process has ended
+    a service        ends itself if there will never be a supervisor again, because Ray cannot
+                     restart the supervisor's actor: its node is gone for good
 
-Arguments hold the run's token: Ray carries it as it carries all (docs/guides/launch.md).
+Arguments contain the run's token: Ray transfers it like all its data (docs/guides/launch.md).
 """
 
 from __future__ import annotations
@@ -27,45 +28,45 @@ from ray.exceptions import RayError
 
 from roadtrain.launch.processes import Process
 from roadtrain.launch.protocol.run_events import Output
-from roadtrain.launch.ray.held_process import HeldProcess, Said, to_ray_log
+from roadtrain.launch.ray.held_process import HeldProcess, ProcessEvent, to_ray_log
 
-KEPT = 5000  # lines that wait for the supervisor, and as many ends
-ORPHAN_S = 300.0  # a service ends when it was not asked for news for so long, and nobody will
+KEPT = 5000  # capacity of the log for lines, and the same for other events
+ORPHAN_S = 300.0  # after this time without a poll, a service checks if it is orphaned
 
 
 @dataclass(frozen=True)
-class WorkerTaken:
-    """A train function has begun on its node, and the process of a worker does now."""
+class WorkerBegun:
+    """A train function of Ray Train runs on its node and now starts a worker's process."""
 
     name: str
 
 
-Told = Said | WorkerTaken
+ActorEvent = ProcessEvent | WorkerBegun
 
 
 @dataclass(frozen=True)
-class News:
-    """What an actor has to say. life: another one for each start of the actor. then: where the
-    next question goes on. left_out: lines before or among these that are not kept any more."""
+class EventBatch:
+    """The reply to a poll for events."""
 
-    life: str
-    then: int
-    events: tuple[Told, ...]
-    left_out: int = 0
+    life: str  # unique id of this start of the actor
+    then: int  # sequence number from which to continue
+    events: tuple[ActorEvent, ...]
+    left_out: int = 0  # number of lines in the polled range that were dropped
 
 
-class KeptNews:
-    """What was told, for those that ask later. Thread-safe. Lines never push out what is none.
-    Invariant: at most KEPT of each are kept, with their numbers, which count all from 0 on."""
+class EventLog:
+    """A bounded log of events for polling. Thread-safe. Lines and other events are bounded
+    separately, so lines never displace other events. Invariant: at most KEPT of each are kept, with
+    their sequence numbers."""
 
     def __init__(self) -> None:
         self._life = uuid.uuid4().hex
-        self._lines: deque[tuple[int, Told]] = deque(maxlen=KEPT)
-        self._others: deque[tuple[int, Told]] = deque(maxlen=KEPT)
-        self._count = 0  # ever
+        self._lines: deque[tuple[int, ActorEvent]] = deque(maxlen=KEPT)
+        self._others: deque[tuple[int, ActorEvent]] = deque(maxlen=KEPT)
+        self._count = 0  # the next sequence number
         self._changed = threading.Condition()
 
-    def add(self, *events: Told) -> None:
+    def add(self, *events: ActorEvent) -> None:
         with self._changed:
             for event in events:
                 kept = self._lines if isinstance(event, Output) else self._others
@@ -73,8 +74,14 @@ class KeptNews:
                 self._count += 1
             self._changed.notify_all()
 
-    def news(self, life: str, after: int, patience_s: float) -> News:
-        """after: -1: nothing of what was told before."""
+    def news(self, life: str, after: int, patience_s: float) -> EventBatch:
+        """Return the events from sequence number `after` on, waiting up to `patience_s` for one.
+
+        Args:
+            life: The actor's id in the last reply. Another id means that the actor was restarted;
+                then all events are returned.
+            after: `then` of the last reply. -1: skip all events so far.
+        """
         with self._changed:
             if after < 0:
                 after = self._count
@@ -84,113 +91,115 @@ class KeptNews:
                 self._changed.wait_for(lambda: self._count > after, patience_s)
             kept = heapq.merge(self._others, self._lines)
             events = tuple(event for number, event in kept if number >= after)
-            return News(self._life, self._count, events, self._count - after - len(events))
+            return EventBatch(self._life, self._count, events, self._count - after - len(events))
 
 
 class ServedProcess:
-    """One service. Its process begins with it, and ends with it."""
+    """The actor of a service. Its process starts and ends with it."""
 
     def __init__(self, process: Process, mark: str) -> None:
         self._process, self._mark = process, mark
-        self._told = KeptNews()
-        self._asked_at = time.monotonic()  # for news
-        self._held = HeldProcess(process, mark, self._tell)
-        threading.Thread(target=self._mind, name="orphan", daemon=True).start()
+        self._log = EventLog()
+        self._polled_at = time.monotonic()
+        self._held = HeldProcess(process, mark, self._record)
+        threading.Thread(target=self._watch, name="orphan", daemon=True).start()
 
     def stop(self, grace_s: float) -> None:
         self._held.stop(grace_s)
 
-    def news(self, life: str, after: int, patience_s: float) -> News:
-        self._asked_at = time.monotonic()
-        return self._told.news(life, after, patience_s)
+    def news(self, life: str, after: int, patience_s: float) -> EventBatch:
+        self._polled_at = time.monotonic()
+        return self._log.news(life, after, patience_s)
 
     def place(self) -> tuple[Process, str, bool]:
-        """What it runs, on which node, and whether that has not ended."""
+        """Return its process, the id of its node, and whether the process is alive."""
         return self._process, ray.get_runtime_context().get_node_id(), self._held.alive
 
-    def _tell(self, event: Said) -> None:
+    def _record(self, event: ProcessEvent) -> None:
         to_ray_log(event, self._process.host)
-        self._told.add(event)
+        self._log.add(event)
 
-    def _mind(self) -> None:
+    def _watch(self) -> None:
         while True:
             time.sleep(1.0)
-            self.look_after(time.monotonic())
+            self.end_if_orphaned(time.monotonic())
 
-    def look_after(self, now: float) -> None:
-        """Ends it where there never will be a supervisor that asks for it."""
-        if now - self._asked_at > ORPHAN_S:
-            self._asked_at = now  # and not at each look
+    def end_if_orphaned(self, now: float) -> None:
+        """End this actor if it is no longer polled and the supervisor is gone for good."""
+        if now - self._polled_at > ORPHAN_S:
+            self._polled_at = now  # check again only after another ORPHAN_S
             if not is_there(self._mark):
                 kill_named(service_actor(self._mark, self._process.name))
 
 
 @dataclass
 class _Attempt:
-    """Of the workers."""
+    """An attempt of the workers."""
 
     number: int
-    places: dict[str, list[Process]]  # node -> its workers that nobody runs yet
-    grace_s: float | None = None  # they were asked to end
+    places: dict[str, list[Process]]  # node id -> workers not yet taken by a train function
+    grace_s: float | None = None  # the grace period of a stop request; None: no request
 
 
 class WorkerMailbox:
-    """Workers take what they run from here, say what it says, and hear when they are to end."""
+    """Hands out worker processes to train functions, buffers their events for the supervisor, and
+    passes on its stop requests."""
 
     def __init__(self) -> None:
-        self._told = KeptNews()
+        self._log = EventLog()
         self._lock = threading.Lock()
         self._attempt = _Attempt(-1, {})
 
     def offer(self, attempt: int, places: dict[str, list[Process]]) -> None:
-        """The workers of an attempt, by node."""
+        """Set the workers of an attempt, by node id."""
         with self._lock:
             self._attempt = _Attempt(attempt, {node: list(of) for node, of in places.items()})
 
     def take(self, attempt: int, node: str) -> Process | None:
-        """One of this node's workers; None: there is none for it."""
+        """Take a worker of this node; None if none is left."""
         with self._lock:
             left = self._attempt.places.get(node)
             if attempt != self._attempt.number or not left:
                 return None
             process = left.pop(0)
-            self._told.add(WorkerTaken(process.name))
+            self._log.add(WorkerBegun(process.name))
             return process
 
-    def post(self, attempt: int, events: Sequence[Said]) -> float | None:
-        """Returns within how many seconds the worker is to end, where it is; 0.0: now."""
+    def post(self, attempt: int, events: Sequence[ProcessEvent]) -> float | None:
+        """Add events of a worker. Return the grace period if the worker must end, else None."""
         with self._lock:
             if attempt != self._attempt.number:
-                return 0.0  # of an attempt that is over
-            self._told.add(*events)
+                return 0.0  # the attempt is over: end now
+            self._log.add(*events)
             return self._attempt.grace_s
 
     def order(self, attempt: int, grace_s: float) -> None:
+        """Request that the workers of an attempt end within `grace_s` seconds."""
         with self._lock:
             if attempt == self._attempt.number:
                 self._attempt.grace_s = grace_s
 
-    def news(self, life: str, after: int, patience_s: float) -> News:
-        return self._told.news(life, after, patience_s)
+    def news(self, life: str, after: int, patience_s: float) -> EventBatch:
+        return self._log.news(life, after, patience_s)
 
 
 def actor_name(run: str) -> str:
-    """The name of the actor of a run's supervisor; those of its services begin with it."""
+    """Return the name of the supervisor's actor, which is the prefix of its services' actors."""
     return f"roadtrain:{run}"
 
 
 def service_actor(run: str, process: str) -> str:
-    """The name of a service's actor. run: that of the run's supervisor."""
+    """Return the name of a service's actor. run: the name of the supervisor's actor."""
     return f"{run}:{process}"
 
 
 def service_actors(run: str) -> list[str]:
-    """The names of those of a run that are there."""
-    return [one for one in ray.util.list_named_actors() if one.startswith(service_actor(run, ""))]
+    """Return the names of a run's service actors that exist."""
+    return [name for name in ray.util.list_named_actors() if name.startswith(f"{run}:")]
 
 
 def is_there(actor: str) -> bool:
-    """Whether an actor of this name runs or is started again, or nobody can tell."""
+    """Return True if an actor of this name is running or restarting, or if that is unknown."""
     try:
         ray.get_actor(actor)
     except ValueError:
@@ -206,7 +215,7 @@ def kill_named(actor: str) -> None:
 
 
 def end_actors(run: str) -> None:
-    """Those of a run's services, and their processes with them."""
+    """Kill the actors of a run's services, and with them their processes."""
     with suppress(RayError):
         for service in service_actors(run):
             with suppress(RayError):

@@ -1,9 +1,8 @@
-"""HeldProcess: one process of the run under an agent of its own (launch/agent.py), which a process
-of Ray's holds: an actor or a worker of Ray Train. When the holder is killed, the agent's input
-ends and it kills all that it started; a Ray process has threads, so it cannot tie a child to
-itself.
+"""HeldProcess: a process of the run with an agent of its own (launch/agent.py), held by a process
+of Ray: an actor or a worker of Ray Train. When the holder is killed, the agent's stdin ends and the
+agent kills its processes. Ray processes are multi-threaded, so they cannot use PR_SET_PDEATHSIG.
 
-One thread does all. Does NOT start a process again.
+One thread does all the work. Does NOT restart the process.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from roadtrain.launch.processes import Process
 from roadtrain.launch.protocol.run_events import HostLost, Output, ProcessEnded
 
 KILLED = -9
-END_S = 30.0  # a process that is killed has ended within it
-TURN_S = 0.1  # until an order is obeyed
-Said = Output | ProcessEnded
+END_S = 30.0  # timeout for a killed process to end
+TURN_S = 0.1  # longest delay of an order
+ProcessEvent = Output | ProcessEnded
 
 
 class HeldProcess:
-    """`tell` gets, in order, its lines and its end, in a thread of its own; it must return soon.
-    mark: of the run."""
+    """A process and its agent. `emit` gets its lines and its end, in order, from the thread of this
+    object; it must return quickly. mark: the run's mark."""
 
-    def __init__(self, process: Process, mark: str, tell: Callable[[Said], None]) -> None:
+    def __init__(self, process: Process, mark: str, emit: Callable[[ProcessEvent], None]) -> None:
         self.process = process
         self._mark = f"{mark}/{process.name}"
-        self._tell = tell
+        self._emit = emit
         self._orders: queue.SimpleQueue[float] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=process.name, daemon=True)
         self._thread.start()
@@ -44,23 +43,23 @@ class HeldProcess:
         return self._thread.is_alive()
 
     def stop(self, grace_s: float) -> None:
-        """Interrupted, and killed `grace_s` later; 0: killed now."""
+        """Interrupt the process and kill it `grace_s` seconds later; 0 kills it at once."""
         self._orders.put(grace_s)
 
     def wait(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        """Whatever happens, its end is told: nobody else would."""
+        """Run the process. Its end is emitted in any case, as nothing else would report it."""
         name = self.process.name
         ended = ProcessEnded(name, KILLED, "its agent was lost")
         try:
             ended = self._held() or ended
         except (RoadtrainError, OSError) as error:
-            ended = replace(ended, said=str(error))
-        except Exception as error:  # a fault of ours
-            ended = replace(ended, said=f"what holds {name} failed: {error!r}")
-        self._tell(ended)
+            ended = replace(ended, last_line=str(error))
+        except Exception as error:  # a bug
+            ended = replace(ended, last_line=f"the holder of {name} failed: {error!r}")
+        self._emit(ended)
 
     def _held(self) -> ProcessEnded | None:
         hosts = [AgentHost(self.process.host, "")]
@@ -72,15 +71,15 @@ class HeldProcess:
                 for event in agents.events(TURN_S):
                     match event:
                         case Output():
-                            self._tell(event)
+                            self._emit(event)
                         case ProcessEnded():
                             return event
                         case HostLost():
                             return None
 
 
-def to_ray_log(event: Said, host: str) -> None:
-    """A line for Ray's own log of this process and its dashboard, with role and host."""
-    said = event.line if isinstance(event, Output) else f"ended with code {event.code}"
-    with contextlib.suppress(OSError, ValueError):  # a log that is full or closed ends nothing
-        print(f"[{event.name} {host}] {said}", file=sys.stdout, flush=True)
+def to_ray_log(event: ProcessEvent, host: str) -> None:
+    """Print an event, with role and host, to Ray's log of this process, shown in its dashboard."""
+    text = event.line if isinstance(event, Output) else f"ended with code {event.code}"
+    with contextlib.suppress(OSError, ValueError):  # the log is full or closed
+        print(f"[{event.name} {host}] {text}", file=sys.stdout, flush=True)

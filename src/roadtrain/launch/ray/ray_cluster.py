@@ -1,7 +1,7 @@
-"""A Ray cluster as a launch sees it: how it is reached, its nodes, which of them leave.
+"""Access to a Ray cluster: connect to it, list its nodes and those being drained.
 
-Ray has no public call that tells a program of drained nodes (2.60: `ray drain-node`, and notices of
-spot machines through the autoscaler); `get_draining_nodes` is what Ray Train itself uses.
+Ray (2.60) has no public API for drained nodes (by `ray drain-node`, or by notices of spot machines
+through the autoscaler), so this uses `get_draining_nodes`, like Ray Train itself.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from roadtrain.transport.address import address_of
 
 NAMESPACE = "roadtrain"  # of all our actors
 CONNECT_S = 10.0
-NODE_PROCESS, HEADS_ADDRESS = "raylet", "--gcs-address="  # Ray's process of a node
-# What OMP_NUM_THREADS was where `launch` was typed, or "": Ray sets it in each process of its own.
+NODE_PROCESS, HEADS_ADDRESS = "raylet", "--gcs-address="  # a node's process and its argument
+# Passes on the user's OMP_NUM_THREADS, or "", because Ray sets that in its own processes.
 USERS_THREADS = "ROADTRAIN_USERS_THREADS"
-HEAD = "node:__internal_head__"  # a resource of the head alone
+HEAD = "node:__internal_head__"  # a resource that only the head has
 
 
 def connect(address: str) -> None:
-    """This process becomes a driver of the cluster. address: of its head, HOST:PORT; "" or "auto":
-    the one that this host is a node of. Raises LaunchError, ConfigError."""
-    _answers(address)
+    """Make this process a driver of the cluster. address: HOST:PORT of its head; "" or "auto": the
+    cluster of this host's node. Raises LaunchError, ConfigError."""
+    _check_reachable(address)
     try:
         ray.init(
             address=address or "auto",
@@ -46,27 +46,27 @@ def connect(address: str) -> None:
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         first = str(error).strip().partition("\n")[0]
         raise LaunchError(
-            f"no Ray cluster is reached at {address or 'auto'}: {first}",
-            hint="`ray start --head` begins one; --ray-address HOST:PORT names it",
+            f"cannot connect to a Ray cluster at {address or 'auto'}: {first}",
+            hint="`ray start --head` starts a cluster; --ray-address HOST:PORT selects one",
         ) from error
 
 
-def _answers(address: str) -> None:
-    """Raises LaunchError soon: Ray itself tries for minutes."""
+def _check_reachable(address: str) -> None:
+    """Raise LaunchError if nothing listens at `address`; Ray itself would retry for minutes."""
     if address in ("", "auto"):
         return
     try:
         socket.create_connection(address_of(address), timeout=CONNECT_S).close()
     except OSError as error:
         raise LaunchError(
-            f"no Ray cluster is reached at {address}: {error}",
-            hint="`ray start --head --port=PORT` begins one",
+            f"cannot connect to a Ray cluster at {address}: {error}",
+            hint="`ray start --head --port=PORT` starts a cluster",
         ) from error
 
 
 def has_node_here(address: str) -> bool:
-    """Whether a node of the cluster runs on this host, though its head may not answer. address: as
-    of `connect`."""
+    """Return True if this host runs a node of the cluster, even if its head does not answer.
+    address: as in `connect`."""
     heads = [
         word.removeprefix(HEADS_ADDRESS)
         for process in psutil.process_iter(["name", "cmdline"])
@@ -79,9 +79,10 @@ def has_node_here(address: str) -> bool:
     return any(is_same(address, head) for head in heads)
 
 
-def is_same(one: str, other: str) -> bool:
-    """Whether two HOST:PORT are one. Where a name has no address now, the ports say it."""
-    (host, port), (other_host, other_port) = address_of(one), address_of(other)
+def is_same(address: str, other: str) -> bool:
+    """Return True if two HOST:PORT are the same. A host name that cannot be resolved matches any
+    host."""
+    (host, port), (other_host, other_port) = address_of(address), address_of(other)
     if port != other_port:
         return False
     found, others = addresses_of(host), addresses_of(other_host)
@@ -89,54 +90,55 @@ def is_same(one: str, other: str) -> bool:
 
 
 def addresses_of(host: str) -> set[str]:
-    """Of a host; of this one all that it has."""
+    """Return the addresses of a host; empty if it cannot be resolved. For this host, return the
+    addresses of all its network interfaces."""
     try:
-        found = {str(one[4][0]) for one in socket.getaddrinfo(host, None)}
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:
         return set()
-    own = {one.address for all in psutil.net_if_addrs().values() for one in all}
+    own = {nic.address for addresses in psutil.net_if_addrs().values() for nic in addresses}
     return found | own if found & own else found
 
 
 def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
-    """There and nowhere else."""
+    """Return the strategy that schedules on this node only."""
     return NodeAffinitySchedulingStrategy(node_id, soft=False)
 
 
 def nodes() -> list[RayNode]:
-    """Those that are alive."""
+    """Return the nodes that are alive."""
     leaving = ray_state.get_draining_nodes()
-    return [_node(one, leaving) for one in ray.nodes() if one["Alive"]]
+    return [_node(info, leaving) for info in ray.nodes() if info["Alive"]]
 
 
-def ask_for(places: Sequence[Mapping[str, int]]) -> None:
-    """The autoscaler keeps nodes for all of these from now on, and starts another in the place of
-    one that dies: what is bound to a node asks for no other. None: it is withdrawn. There is one
-    such wish in a cluster, so that of another program is replaced. Without an autoscaler nobody
-    reads it."""
+def request_nodes(places: Sequence[Mapping[str, int]]) -> None:
+    """Ask the autoscaler to keep nodes for all these resources, and to replace nodes that die: our
+    actors are bound to their nodes, so they do not trigger that. Empty: withdraw the request. A
+    cluster has only one such request; that of another program is replaced. Without an autoscaler
+    it has no effect."""
     with suppress(RayError, RuntimeError, OSError):
         request_resources(bundles=[dict(place) for place in places])
 
 
 def why_dead(node_id: str) -> str:
-    """Why a node is dead, or "" where Ray does not say."""
+    """Return why a node is dead; "" if Ray does not know."""
     dead = {node["NodeID"]: node["DeathReasonMessage"] for node in ray.nodes() if not node["Alive"]}
     return str(dead.get(node_id, ""))
 
 
-def _node(one: dict[str, Any], leaving: dict[str, int]) -> RayNode:
-    resources = one["Resources"]
-    node_id = one["NodeID"]
+def _node(info: dict[str, Any], leaving: dict[str, int]) -> RayNode:
+    resources = info["Resources"]
+    node_id = info["NodeID"]
     leaves_in_s = None
     if node_id in leaving:
         deadline_ms = leaving[node_id]
         leaves_in_s = max(0.0, deadline_ms / 1e3 - time.time()) if deadline_ms else NOTICE_S
     return RayNode(
         node_id,
-        one["NodeName"],
-        one["NodeManagerAddress"],
-        one["NodeManagerHostname"],
-        one["Labels"].get(LABEL, ""),
+        info["NodeName"],
+        info["NodeManagerAddress"],
+        info["NodeManagerHostname"],
+        info["Labels"].get(LABEL, ""),
         int(resources.get("CPU", 0)),
         int(resources.get("GPU", 0)),
         leaves_in_s,

@@ -1,12 +1,13 @@
-"""RayEngine: the LaunchEngine of a Ray cluster. This process is a driver of it.
+"""RayEngine: the LaunchEngine of a Ray cluster. Its process is a driver of the cluster.
 
-    a server, reducer or switch   an actor ServedProcess "roadtrain:RUN:NAME", detached, bound to
-                                  its host's node; Ray starts it again when it is killed
-    the workers                   Ray Train's (workers.py), owned by this driver: they end with it
+    a server, reducer or switch   a detached actor ServedProcess "roadtrain:RUN:NAME", bound to its
+                                  host's node; Ray restarts it when it is killed
+    the workers                   run by Ray Train (workers.py), owned by this driver: they end
+                                  with it
     a host                        a node (nodes.py)
 
-A new engine of the same run finds the services that still run, and leaves them as they are. `close`
-ends all; a driver that is killed leaves the services, not the workers.
+A new engine of the same run finds the services that are still running and keeps them. `close` ends
+everything; if the driver is killed, its workers end, but its services keep running.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from roadtrain.launch.home import LaunchRecord, RunHome, StartPhase
 from roadtrain.launch.launch_engine import ASK_S, HostSeen, answer_of, run_command
 from roadtrain.launch.processes import Process, WorkerSet, with_threads
 from roadtrain.launch.protocol.run_events import (
-    HostCame,
-    HostLeaves,
+    HostJoined,
+    HostLeaving,
     HostLost,
     Output,
     ProcessEnded,
@@ -43,10 +44,10 @@ from roadtrain.launch.protocol.run_events import (
 )
 from roadtrain.launch.ray import ray_cluster
 from roadtrain.launch.ray.actors import (
-    News,
+    EventBatch,
     ServedProcess,
+    WorkerBegun,
     WorkerMailbox,
-    WorkerTaken,
     actor_name,
     end_actors,
     kill_named,
@@ -62,38 +63,45 @@ from roadtrain.launch.ray.workers import (
     threads_of,
 )
 
-WORKERS = "workers"  # all of them, as `stop` calls them
-BEGIN_S = 60.0  # an actor runs so long after it was created
-LOOK_S = 0.5  # between looks at the nodes
-PATIENCE_S = 2.0  # of a question for news
-AGAIN_S = 0.5  # until an actor that could not be asked is asked again
-SILENT_S = 60.0  # an actor that answers no question for so long is given up
-DRAIN_S = 30.0  # the mailbox has said all within it
-NAME_S = 15.0  # the name of a killed actor is free within it
+WORKERS = "workers"  # the name of all workers together in `stop`
+BEGIN_S = 60.0  # timeout for an actor to start
+LOOK_S = 0.5  # between checks of the nodes
+PATIENCE_S = 2.0  # duration of a long poll
+AGAIN_S = 0.5  # before polling an actor again after a failure
+SILENT_S = 60.0  # an actor that answers no poll for this long is replaced
+DRAIN_S = 30.0  # timeout for reading the rest of the mailbox
+NAME_S = 15.0  # timeout for the name of a killed actor to become free
 KILLED = -9
 
 
 @dataclass
-class _Heard:
-    """An actor that is asked for news. Invariant: one question is under way while `asks` is not
-    None."""
+class _PolledActor:
+    """An actor that is polled for events. Invariant: at most one poll is in flight."""
 
     actor: Any
-    process: Process | None  # of a service's actor
-    life: str = ""  # of the actor, by its last answer
-    after: int = 0  # of its news, those that are known
-    asks: Any = None
-    ask_at: float = 0.0  # no sooner
-    silent_since: float | None = None  # when it was asked what it has not answered
+    process: Process | None  # the service's process; None: the mailbox of the workers
+    life: str = ""  # `life` of its last reply
+    after: int = 0  # sequence number of the next event to fetch
+    poll: Any = None  # the ObjectRef of the poll in flight, or None
+    poll_at: float = 0.0  # monotonic time of the next poll at the earliest
+    silent_since: float | None = None  # when the first unanswered poll was sent
 
 
 class RayEngine:
-    """hosts: the plan's; spares: its spare ones. mark: names this run on the cluster. The process
-    must be connected (ray_cluster.connect). known: host -> address of its node in starts before.
-    begun: an engine before this one had begun the run, and its services are found and left as they
-    are; else services of its name are another launch's, and are ended. directory: for what Ray
-    Train writes. Raises LaunchError where a host of the plan, not a spare one, has no node and the
-    run has not begun."""
+    """A LaunchEngine on Ray. The process must be connected (ray_cluster.connect).
+
+    Args:
+        hosts: The plan's hosts.
+        mark: Name of the run on the cluster.
+        spares: The plan's spare hosts.
+        addresses: Host -> address of its node in earlier starts of the run.
+        begun: True if an earlier engine had started the run: its services are kept. False:
+            services with this mark belong to an earlier launch and are ended.
+        directory: Directory for files of Ray Train.
+
+    Raises:
+        LaunchError: A host of the plan (spare hosts excepted) has no node, and `begun` is False.
+    """
 
     def __init__(
         self,
@@ -101,48 +109,49 @@ class RayEngine:
         mark: str,
         *,
         spares: Sequence[PlanHost] = (),
-        known: Mapping[str, str] | None = None,
+        addresses: Mapping[str, str] | None = None,
         begun: bool = False,
         directory: Path | None = None,
     ) -> None:
         set_environment()
         self._mark, self._directory = mark, directory
         self._events: list[RunEvent] = []
-        self._map = HostMap(hosts, spares, known)
-        self._services: dict[str, _Heard] = {}
-        self.goes_on = begun
+        self._map = HostMap(hosts, spares, addresses)
+        self._services: dict[str, _PolledActor] = {}
+        self.resumed = begun
         self._workers: RayWorkers | None = None
         self._looked_at = 0.0
         if begun:
             for name, (actor, process, node) in _found(mark).items():
                 self._map.remember(process.host, node)
-                self._services[name] = _Heard(actor, process, after=-1)
+                self._services[name] = _PolledActor(actor, process, after=-1)
         else:
             end_services(mark)
         self._look()
         self._refuse_missing(hosts)
-        self._events += self._map.tell_missing()
+        self._events += self._map.missing_events()
         self._events += self._others_with_services((*hosts, *spares))
-        ray_cluster.ask_for(self._map.places_of_workers())
+        ray_cluster.request_nodes(self._map.places_of_workers())
         here = ray_cluster.on_node(ray.get_runtime_context().get_node_id())
-        # One that is killed comes again and knows no attempt: so the workers of this one end.
+        # A killed mailbox is restarted without an attempt, which ends the workers that use it.
         mailbox = ray.remote(num_cpus=0, max_concurrency=64, max_restarts=-1)(WorkerMailbox)
-        self._mailbox = _Heard(mailbox.options(scheduling_strategy=here).remote(), None)
+        self._mailbox = _PolledActor(mailbox.options(scheduling_strategy=here).remote(), None)
 
     def _refuse_missing(self, hosts: Sequence[PlanHost]) -> None:
         missing = [host for host in self._map.missing() if host in hosts]
-        if missing and not self.goes_on:
+        if missing and not self.resumed:
             was_at = self._map.was_at(missing[0].name)
             raise LaunchError(_no_node(missing[0], was_at, ray_cluster.nodes()))
 
     def _others_with_services(self, plan: Sequence[PlanHost]) -> list[RunEvent]:
-        """Hosts that came to an engine before this one, and still sum."""
-        known = {host.name for host in plan}
-        services = {one.process.host for one in self._services.values() if one.process}
+        """Report hosts outside the plan that joined under an earlier engine and still have a
+        reducer."""
+        planned = {host.name for host in plan}
+        services = {actor.process.host for actor in self._services.values() if actor.process}
         return [
-            HostCame(name, self._map.address_of(name), self._map.workers_of(name))
+            HostJoined(name, self._map.address_of(name), self._map.workers_of(name))
             for name in self._map.hosts
-            if name in services - known
+            if name in services - planned
         ]
 
     def hosts(self) -> Sequence[HostSeen]:
@@ -152,47 +161,47 @@ class RayEngine:
             for name, node in self._map.hosts.items()
         ]
 
-    def ask(self, host: str, words: Sequence[str], told: Mapping[str, Any]) -> Any:
-        what = f"`{' '.join(words)}` on {host}"
+    def ask(self, host: str, words: Sequence[str], request: Mapping[str, Any]) -> Any:
+        command = f"`{' '.join(words)}` on {host}"
         task = ray.remote(num_cpus=0, max_retries=0)(run_command)
         there = task.options(scheduling_strategy=ray_cluster.on_node(self._node(host).node_id))
-        ref = there.remote(tuple(words), json.dumps(told))
+        ref = there.remote(tuple(words), json.dumps(request))
         try:
             done = ray.get(ref, timeout=ASK_S)
         except GetTimeoutError as error:
             ray.cancel(ref, force=True)
-            raise LaunchError(f"{what} was not done within {ASK_S:.0f} s") from error
+            raise LaunchError(f"{command} did not end within {ASK_S:.0f} s") from error
         except RayError as error:
-            raise LaunchError(f"{what}: {_first_line(error)}") from error
-        return answer_of(what, *done)
+            raise LaunchError(f"{command}: {_first_line(error)}") from error
+        return answer_of(command, *done)
 
     def _node(self, host: str) -> RayNode:
         if (node := self._map.hosts.get(host)) is None:
-            known = ", ".join(self._map.hosts)
-            raise LaunchError(f"host {host} is no node of the cluster now", hint=f"it has {known}")
+            names = ", ".join(self._map.hosts)
+            raise LaunchError(f"host {host} has no node in the cluster", hint=f"up are: {names}")
         return node
 
-    def tell(self, words: Sequence[str]) -> str:
+    def run_verb(self, words: Sequence[str]) -> str:
         match words:
             case ["leaves", host, seconds] if seconds.replace(".", "", 1).isdecimal():
                 self._node(host)
-                self._events.append(HostLeaves(host, float(seconds)))
+                self._events.append(HostLeaving(host, float(seconds)))
                 return f"{host} leaves within {float(seconds):g} s"
             case ["comes", host]:
                 self._node(host)
                 address, workers = self._map.address_of(host), self._map.workers_of(host)
-                self._events.append(HostCame(host, address, workers))
+                self._events.append(HostJoined(host, address, workers))
                 return f"{host} comes"
         raise LaunchError(
-            f"`{' '.join(words)}` is no verb of Ray", hint="leaves HOST SECONDS, comes HOST"
+            f"Ray has no verb `{' '.join(words)}`", hint="leaves HOST SECONDS, comes HOST"
         )
 
     def start(self, process: Process) -> None:
-        known = self._services.get(process.name)
-        if known is not None and known.process == process:
-            return  # it was found, and still runs
+        running = self._services.get(process.name)
+        if running is not None and running.process == process:
+            return  # it was started by an earlier engine
         actor = self._create(process, self._node(process.host))
-        self._services[process.name] = _Heard(actor, process)
+        self._services[process.name] = _PolledActor(actor, process)
 
     def _create(self, process: Process, node: RayNode) -> Any:
         served = ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=8)(ServedProcess)
@@ -215,7 +224,7 @@ class RayEngine:
                 time.sleep(0.1)
 
     def start_workers(self, workers: WorkerSet) -> None:
-        assert self._workers is None, "the workers of the attempt before have not ended"
+        assert self._workers is None, "the workers of the previous attempt have not ended"
         for process in workers.processes:
             self._node(process.host)
         nodes = self._map.hosts
@@ -223,7 +232,7 @@ class RayEngine:
         workers = with_threads(workers, threads_of(workers, nodes), users)
         with suppress(RayError, RuntimeError):
             remove_old_places()
-        self._remove_directory()  # of the attempt before
+        self._remove_directory()  # files of the previous attempt
         self._workers = ray_workers(
             workers, nodes, self._mailbox.actor, self._mark, self._directory
         )
@@ -245,9 +254,9 @@ class RayEngine:
             if time.monotonic() - self._looked_at > LOOK_S:
                 self._look()
             left = deadline - time.monotonic()
-            self._hear(0.0 if self._events else max(0.0, min(left, LOOK_S)))
+            self._poll_actors(0.0 if self._events else max(0.0, min(left, LOOK_S)))
             if self._workers is not None and self._workers.is_over():
-                self._hear_all_of_workers()
+                self._drain_mailbox()
                 self._events.append(self._workers.ended())
                 self._workers = None
             if self._events or left <= 0:
@@ -255,7 +264,7 @@ class RayEngine:
                 return events
 
     def _look(self) -> None:
-        """At the nodes."""
+        """Check the nodes, and queue events for changes."""
         self._looked_at = time.monotonic()
         found = self._map.look(ray_cluster.nodes(), ray_cluster.why_dead)
         for event in found:
@@ -271,59 +280,60 @@ class RayEngine:
                 del self._services[name]
                 ray.kill(service.actor, no_restart=True)
 
-    def _hear(self, patience_s: float) -> None:
-        """What actors have to say."""
-        asked = {}
+    def _poll_actors(self, patience_s: float) -> None:
+        """Send polls to actors and handle replies, waiting up to `patience_s` for the first."""
+        polls = {}
         for service in (self._mailbox, *self._services.values()):
-            if service.asks is None and time.monotonic() >= service.ask_at:
-                self._ask_news(service, PATIENCE_S)
-            if service.asks is not None:
-                asked[service.asks] = service
-        if not asked:
+            if service.poll is None and time.monotonic() >= service.poll_at:
+                self._send_poll(service, PATIENCE_S)
+            if service.poll is not None:
+                polls[service.poll] = service
+        if not polls:
             time.sleep(min(patience_s, AGAIN_S))
             return
-        ready, _ = ray.wait(list(asked), num_returns=1, timeout=patience_s)
-        if ready:  # and others that are, too
-            ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0)
+        ready, _ = ray.wait(list(polls), num_returns=1, timeout=patience_s)
+        if ready:  # fetch all others that are ready too
+            ready, _ = ray.wait(list(polls), num_returns=len(polls), timeout=0)
         for ref in ready:
-            service = asked[ref]
-            service.asks = None
+            service = polls[ref]
+            service.poll = None
             try:
                 self._take(service, ray.get(ref))
-            except RayError:  # until Ray has started it again, or it is taken for silent
-                service.ask_at = time.monotonic() + AGAIN_S
-        for service in asked.values():  # their answers, where there were any, are taken
+            except RayError:  # retried until Ray has restarted it or SILENT_S are over
+                service.poll_at = time.monotonic() + AGAIN_S
+        for service in polls.values():  # after all replies were handled
             since = service.silent_since
             if since is not None and time.monotonic() - since > SILENT_S:
                 self._actor_silent(service)
 
-    def _ask_news(self, service: _Heard, patience_s: float) -> None:
+    def _send_poll(self, service: _PolledActor, patience_s: float) -> None:
         service.silent_since = service.silent_since or time.monotonic()
-        service.asks = service.actor.news.remote(service.life, service.after, patience_s)
+        service.poll = service.actor.news.remote(service.life, service.after, patience_s)
 
-    def _hear_all_of_workers(self) -> None:
-        """They have ended: all that they said is in the mailbox. The answer to a question that was
-        asked before may lack the last of it."""
-        mailbox, deadline, asked_before = self._mailbox, time.monotonic() + DRAIN_S, True
-        while asked_before:
-            asked_before = mailbox.asks is not None
-            if not asked_before:
-                self._ask_news(mailbox, 0.0)
-            ref, mailbox.asks = mailbox.asks, None
+    def _drain_mailbox(self) -> None:
+        """Read all remaining events of the workers, which have ended. A poll that is already in
+        flight may miss the last ones, so another poll follows it."""
+        mailbox, deadline, in_flight = self._mailbox, time.monotonic() + DRAIN_S, True
+        while in_flight:
+            in_flight = mailbox.poll is not None
+            if not in_flight:
+                self._send_poll(mailbox, 0.0)
+            ref, mailbox.poll = mailbox.poll, None
             try:
-                news = ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
-            except RayError as error:  # their ends are those that Ray Train told
-                why = f"what the workers said last is not known: {_first_line(error)}"
+                batch = ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
+            except RayError as error:  # Ray Train has reported the ends of the workers
+                why = f"the last output of the workers was lost: {_first_line(error)}"
                 self._events.append(Output(WORKERS, "", f"[{why}]"))
                 return
-            self._take(mailbox, news)
+            self._take(mailbox, batch)
 
-    def _actor_silent(self, service: _Heard) -> None:
-        """Rule 5. Another actor takes its place; its process ends with it."""
+    def _actor_silent(self, service: _PolledActor) -> None:
+        """Kill an actor that does not answer, and its process with it (Rule 5). The mailbox is
+        restarted by Ray, a service by the supervisor."""
         why = f"its actor has not answered for {SILENT_S:.0f} s"
         if service.process is None:
-            self._events.append(Output(WORKERS, "", f"[their mailbox begins again: {why}]"))
-            service.silent_since = service.asks = None
+            self._events.append(Output(WORKERS, "", f"[restarting their mailbox: {why}]"))
+            service.silent_since = service.poll = None
             ray.kill(service.actor, no_restart=False)
             return
         name = service.process.name
@@ -333,27 +343,27 @@ class RayEngine:
         ray.kill(service.actor, no_restart=True)
         self._events.append(ProcessEnded(name, KILLED, why))
 
-    def _take(self, service: _Heard, news: News) -> None:
+    def _take(self, service: _PolledActor, batch: EventBatch) -> None:
         name = service.process.name if service.process else ""
-        if service.life and service.life != news.life:
+        if service.life and service.life != batch.life:
             self._events.append(ProcessRestarted(name))
-        service.life, service.after = news.life, news.then
+        service.life, service.after = batch.life, batch.then
         service.silent_since = None
-        if news.left_out:
+        if batch.left_out:
             host = service.process.host if service.process else ""
-            text = f"[{news.left_out} lines left out: the supervisor was away, or slow]"
+            text = f"[{batch.left_out} lines dropped: the supervisor was away or slow]"
             self._events.append(Output(name or WORKERS, host, text))
-        for event in news.events:
+        for event in batch.events:
             match event:
                 case Output():
                     self._events.append(event)
-                case WorkerTaken():
+                case WorkerBegun():
                     if self._workers is not None and self._workers.begun(event.name):
                         self._events.append(WorkersPlaced())
                 case ProcessEnded():
                     self._take_end(service, event)
 
-    def _take_end(self, service: _Heard, ended: ProcessEnded) -> None:
+    def _take_end(self, service: _PolledActor, ended: ProcessEnded) -> None:
         if service.process is None:
             if self._workers is not None:
                 self._workers.take(ended)
@@ -363,19 +373,19 @@ class RayEngine:
             ray.kill(service.actor, no_restart=True)
 
     def close(self) -> None:
-        """Workers end with Ray Train's worker processes; services with their actors."""
+        """End the workers, by ending Ray Train's workers, and the services, with their actors."""
         if self._workers is not None:
             self._workers.stop(0.0)
         for service in (*self._services.values(), self._mailbox):
             with suppress(RayError):
                 ray.kill(service.actor, no_restart=True)
         self._services.clear()
-        ray_cluster.ask_for([])
+        ray_cluster.request_nodes([])
         self._remove_directory()
 
 
 def _found(mark: str) -> dict[str, tuple[Any, Process, str]]:
-    """The services of this run whose actors are there: name -> actor, process, node."""
+    """Find the running services of this run: name -> actor, process, node id."""
     found = {}
     for actor in service_actors(mark):
         try:
@@ -386,7 +396,7 @@ def _found(mark: str) -> dict[str, tuple[Any, Process, str]]:
         if alive:
             found[process.name] = (handle, process, node)
         else:
-            kill_named(actor)  # it is started anew
+            kill_named(actor)  # the service will get a new actor
     return found
 
 
@@ -395,11 +405,11 @@ def _first_line(error: Exception) -> str:
 
 
 def end_services(mark: str) -> None:
-    """Services of this name are killed. Raises LaunchError where an actor does not end."""
+    """Kill all services of a mark. Raises LaunchError if an actor does not end."""
     deadline = time.monotonic() + NAME_S
     while left := service_actors(mark):
         if time.monotonic() > deadline:
-            raise LaunchError(f"an actor {left[0]} of another launch has not ended")
+            raise LaunchError(f"the actor {left[0]} of an earlier launch has not ended")
         end_actors(mark)
         time.sleep(0.1)
 
@@ -409,13 +419,14 @@ def _no_node(host: PlanHost, was_at: str, nodes: Sequence[RayNode]) -> str:
     where = f" (it was {was_at})" if was_at and not host.address else where
     there = ", ".join(f"{n.label or n.name} ({n.address})" for n in nodes)
     return (
-        f"host {host.name}{where} of the plan is no node of the Ray cluster, which has {there};"
-        f" `ray start --labels roadtrain-host={host.name}` says which node it is"
+        f"the Ray cluster has no node for host {host.name}{where} of the plan, its nodes are"
+        f" {there}; `ray start --labels roadtrain-host={host.name}` makes a node that host"
     )
 
 
 def ray_engine(plan_file: PlanFile, record: LaunchRecord) -> RayEngine:
-    """This process becomes a driver of the cluster. Raises LaunchError."""
+    """Create the engine of a launch; makes this process a driver of the cluster. Raises
+    LaunchError."""
     home = RunHome.of(record.name)
     machines, state = machines_of(plan_file), home.state()
     begun = StartPhase.CHECKED in state.stamps
@@ -424,8 +435,8 @@ def ray_engine(plan_file: PlanFile, record: LaunchRecord) -> RayEngine:
         machines.hosts,
         actor_name(record.name),
         spares=machines.spares,
-        # an older run of this name may have left them, where this one never had workers
-        known=home.addresses() if begun or state.attempt >= 0 else {},
+        # If this run never had workers, addresses.json may be left over from an older run.
+        addresses=home.addresses() if begun or state.attempt >= 0 else {},
         begun=begun,
         directory=home.path / "ray",
     )

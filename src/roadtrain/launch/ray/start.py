@@ -1,11 +1,11 @@
-"""The supervisor of a run on Ray: `python -m roadtrain.launch.supervise`, as everywhere, a process
-that a detached actor "roadtrain:RUN" holds on the node where the run was launched. So the launcher
-may die: Ray starts the actor again when it is killed, the actor its process.
+"""Start the supervisor of a run on Ray: `python -m roadtrain.launch.supervise`, held by a detached
+actor "roadtrain:RUN" on the node of the launch. So the run survives its launcher: Ray restarts the
+actor when it is killed, and the actor restarts the supervisor.
 
-That process is a driver of its own. Workers and their places are its, so that they end with it
-whatever happens; were the actor itself the driver, Ray would take the workers' places away
-as soon as the launcher ends. It finds the services again, and begins the workers anew. The run's
-home stays on this node, so everything that is asked of a run by its name is asked here.
+The supervisor is a Ray driver of its own, which owns the workers and their placement groups, so
+they always end with it. If the actor were the driver, Ray would remove the workers' placement group
+as soon as the launcher ends. A restarted supervisor finds the services and restarts the workers.
+The run's home is on this node, so all commands on the run must be given here.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from roadtrain.launch.processes import THREADS, Process, Role
 from roadtrain.launch.protocol.run_events import ProcessEnded
 from roadtrain.launch.ray import ray_cluster
 from roadtrain.launch.ray.actors import actor_name, end_actors, is_there, kill_named
-from roadtrain.launch.ray.held_process import HeldProcess, Said, to_ray_log
+from roadtrain.launch.ray.held_process import HeldProcess, ProcessEvent, to_ray_log
 from roadtrain.launch.waiting import wait_until
 from roadtrain.retry import retry
 
-STARTS_S = 120.0  # the supervisor's process has the run's lock, or has refused, within it
-TRIES = 6  # of a supervisor that ends soon
-SOON_S = 60.0
-AGAIN_S = 1.0
-NAME_S = 15.0  # an actor whose run has ended is gone within it
+STARTS_S = 120.0  # timeout for the supervisor to take the run's lock or refuse the run
+TRIES = 6  # consecutive early ends of the supervisor before it is given up
+SOON_S = 60.0  # an end within this time of the start is an early one
+AGAIN_S = 1.0  # between restarts
+NAME_S = 15.0  # timeout for the actor of an ended run to disappear
 
 
 class SupervisedRun:
-    """The actor. It ends with the run, and with this start of it. launched: of the start."""
+    """The actor that holds the supervisor. It ends with this start of the run. launched: time of
+    the launch, which identifies the start."""
 
     def __init__(
         self, path: str, name: str, environment: dict[str, str], launched: float | None
     ) -> None:
         self._home, self._name, self._launched = RunHome(Path(path)), name, launched
-        # No role of a run's own: what starts and ends it does not look at that.
+        # There is no role for supervisors. Nothing here reads it.
         self._process = Process(
             "supervisor",
             Role.SERVER,
@@ -50,50 +51,51 @@ class SupervisedRun:
             path,
             environment,
         )
-        self._said = ""
+        self._last_line = ""  # of the last supervisor's stderr
         threading.Thread(target=self._run, name="supervisor", daemon=True).start()
 
     def _run(self) -> None:
         try:
             self._supervise()
-        finally:  # a supervisor that was killed has left its services, and what it asked for
+        finally:  # a killed supervisor leaves its services and its request to the autoscaler
             end_actors(self._name)
-            ray_cluster.ask_for([])
+            ray_cluster.request_nodes([])
             kill_named(self._name)
 
     def _supervise(self) -> None:
-        """Until the run has ended, or its supervisor is given up."""
+        """Run the supervisor until the run has ended, or give up after TRIES early ends."""
         failed = 0
         while not self._has_ended():
             began = time.monotonic()
-            held = HeldProcess(self._process, self._name, self._tell)
+            held = HeldProcess(self._process, self._name, self._record)
             while held.alive:
                 held.wait(SOON_S)
             failed = failed + 1 if time.monotonic() - began < SOON_S else 0
             if failed >= TRIES and not self._has_ended():
-                why = f"the supervisor ended {failed} times in a row: {self._said}"
+                why = f"the supervisor ended {failed} times in a row: {self._last_line}"
                 self._home.write_ended(1, why)
                 return
             if failed and not self._has_ended():
                 time.sleep(AGAIN_S)
 
     def _has_ended(self) -> bool:
-        """Raises LaunchError where that cannot be read, also not a little later."""
+        """Return True if the run has ended. Raises LaunchError if retries cannot read its state."""
         return retry(lambda: self._is_over(self._home.state()), LaunchError, TRIES * AGAIN_S)
 
     def _is_over(self, state: RunState) -> bool:
-        """Also where the run was launched anew meanwhile: that one has an actor of its own."""
+        """Return True if this start has ended or was replaced by a later start, which has its own
+        actor."""
         launched = state.stamps.get(StartPhase.LAUNCHED, self._launched)
         return state.phase == "ended" or launched != self._launched
 
-    def _tell(self, event: Said) -> None:
+    def _record(self, event: ProcessEvent) -> None:
         to_ray_log(event, self._process.host)
         if isinstance(event, ProcessEnded):
-            self._said = event.said or f"code {event.code}"
+            self._last_line = event.last_line or f"code {event.code}"
 
 
 def start_supervisor(home: RunHome) -> None:
-    """Returns when it has begun, or has refused the run. Raises LaunchError."""
+    """Start the supervisor and wait until it has started or refused the run. Raises LaunchError."""
     record = home.record()
     ray_cluster.connect(record.ray_address)
     try:
@@ -118,7 +120,7 @@ def _start(home: RunHome, name: str) -> None:
     actor = supervised.remote(str(home.path), name, environment, launched)
     try:
         _await_supervisor(home)
-    except BaseException:  # a Ctrl-C, too: nobody would know that the run begins
+    except BaseException:  # also on Ctrl-C: the user must not get a run unawares
         ray.kill(actor, no_restart=True)
         end_actors(name)
         raise
@@ -126,25 +128,25 @@ def _start(home: RunHome, name: str) -> None:
 
 def _await_supervisor(home: RunHome) -> None:
     if not wait_until(lambda: home.is_supervised() or home.state().phase == "ended", STARTS_S):
-        raise LaunchError(f"the supervisor did not begin on Ray within {STARTS_S:.0f} s")
+        raise LaunchError(f"the supervisor did not start on Ray within {STARTS_S:.0f} s")
 
 
 def _await_name(home: RunHome, name: str) -> None:
-    """The actor of a run that has just ended lives for a moment. Raises LaunchError."""
+    """Wait for the actor of a run that has just ended to disappear. Raises LaunchError."""
     wait_until(lambda: home.is_supervised() or not is_there(name), NAME_S)
     if is_there(name):
         raise LaunchError(
-            f"the cluster has an actor {name}: a run of this name is alive there",
-            hint=f"another --name, or roadtrain launch --stop {home.name} where it was launched",
+            f"the cluster has an actor {name}: a run of this name is still running there",
+            hint=f"use another --name, or roadtrain launch --stop {home.name} on its launch host",
         )
 
 
 def is_alive(home: RunHome) -> bool:
-    """Whether there is an actor that starts the run's supervisor again."""
+    """Return True if an actor exists that will restart the run's supervisor."""
     record = home.record()
     try:
         ray_cluster.connect(record.ray_address)
-    except LaunchError:  # the actor is on this host: it may come again while its node is there
+    except LaunchError:  # the actor is on this host, and may return while its node is up
         return ray_cluster.has_node_here(record.ray_address)
     try:
         return is_there(actor_name(record.name))

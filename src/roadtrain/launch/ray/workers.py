@@ -1,17 +1,17 @@
-"""Workers by Ray Train: a trainer for each attempt, whose train function runs one `train` as a
-process of its own.
+"""Run the workers with Ray Train: a trainer per attempt, whose train functions each run one `train`
+process.
 
-Ray places: a bundle a worker, each bound to a node by its id, so that the plan's hosts get exactly
-their workers. Which of a node's workers a train function runs is told by WorkerMailbox: Ray counts
-ranks in an order of its own, and counts nodes that share an address as one.
+Placement: one bundle per worker, bound to a node by its id, so that each host of the plan gets
+exactly its workers. A train function gets its worker from WorkerMailbox, because Ray assigns ranks
+in its own order and treats nodes with the same address as one.
 
-Workers are started again by our supervisor with a new trainer, not by Ray's FailureConfig: the next
-attempt may run on other hosts and has another number, both are the supervisor's to say, before it
-happens. So Ray is told to give up at the first failure.
+The supervisor restarts the workers with a new trainer, not Ray's FailureConfig: the next attempt
+may run on other hosts and has another number, and the supervisor announces both first. So Ray is
+configured to stop at the first failure.
 
-Where Ray Train is private: two callbacks are left out. The cleaner of placement groups asks a
-dashboard for 10 s at each end, and its work is done by the end of this driver; the watcher of
-preempted nodes does what nodes.py does.
+Two private callbacks of Ray Train are disabled. The cleaner of placement groups polls a dashboard
+for 10 s at each end, and the end of this driver does its work; the watcher of preempted nodes does
+the same as nodes.py.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from roadtrain.launch.ray.held_process import (
     END_S,
     KILLED,
     HeldProcess,
-    Said,
+    ProcessEvent,
     to_ray_log,
 )
 from roadtrain.launch.ray.nodes import RayNode
 from roadtrain.launch.worker_run import WorkerRun
 
-ANSWER_S = 60.0  # an actor that is alive answers within it
-TURN_S = 0.5  # between a worker's questions whether it is to end
-HEALTH_S = "0.5"  # between looks of Ray Train at its workers
-START_S = 60  # Ray Train gives up workers that have no place within it
-BEGIN_S = 3.0 * START_S  # and we give up Ray Train that neither begins them nor says why
-# All have ended, or were killed: Ray Train has said so within it. Shorter than the state machine's
-# patience with workers that were asked to end (run_state.py: KILL_S).
+ANSWER_S = 60.0  # timeout of a call to an actor
+TURN_S = 0.5  # between a worker's checks whether it must end
+HEALTH_S = "0.5"  # between Ray Train's health checks of its workers
+START_S = 60  # after which Ray Train gives up on placing the workers
+BEGIN_S = 3.0 * START_S  # after which we give up on Ray Train if the workers have not started
+# Timeout for Ray Train to finish after all workers have ended. Must be shorter than the state
+# machine's patience with workers that were asked to end (run_state.py: KILL_S).
 LET_GO_S = 40.0
 FAILED = 1
 LEFT_OUT = {"PlacementGroupCleanerCallback"}
-# Where a worker asks Ray for no device, it sees those of its node, whatever the node was told.
+# Lets workers that request no GPU from Ray see the GPUs of their node.
 SEES_DEVICES = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": HEALTH_S,
@@ -70,13 +70,13 @@ ENVIRONMENT = {
 
 
 class AllDevicesSeen(Backend):
-    """Each worker sees all devices that its host's workers have, and takes that of LOCAL_RANK."""
+    """Lets each worker see the devices of all workers on its node; it uses that of LOCAL_RANK."""
 
     share_cuda_visible_devices = True
 
 
 class NoGroups(BackendConfig):
-    """No process group is Ray's: `train` makes its own."""
+    """Makes Ray create no process group: `train` creates its own."""
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -85,64 +85,64 @@ class NoGroups(BackendConfig):
 
 class WorkerTrainer(DataParallelTrainer):
     def _create_default_callbacks(self) -> list[Any]:
-        made = super()._create_default_callbacks()
-        return [one for one in made if type(one).__name__ not in LEFT_OUT]
+        callbacks = super()._create_default_callbacks()
+        return [callback for callback in callbacks if type(callback).__name__ not in LEFT_OUT]
 
 
 def run_worker(config: Mapping[str, Any]) -> None:
-    """The train function, on a node: one worker from its beginning to its end. Raises LaunchError
-    where that is no good one, unless the worker was asked to end: Ray Train would kill the others,
-    which finish their step."""
+    """Run one worker to its end. This is Ray Train's train function. Raises LaunchError if the
+    worker fails, except after a stop request: then Ray Train would kill the other workers, which
+    must finish their step."""
     mailbox, attempt = config["mailbox"], config["attempt"]
     node = ray.get_runtime_context().get_node_id()
     process = ray.get(mailbox.take.remote(attempt, node), timeout=ANSWER_S)
     if process is None:
         raise LaunchError(f"attempt {attempt} has no worker left for node {node[:8]}")
-    said: queue.SimpleQueue[Said] = queue.SimpleQueue()
-    held = HeldProcess(process, config["mark"], said.put)
+    pending: queue.SimpleQueue[ProcessEvent] = queue.SimpleQueue()
+    held = HeldProcess(process, config["mark"], pending.put)
     try:
-        ended, asked = _follow(held, said, mailbox, attempt)
+        ended, stopped = _follow(held, pending, mailbox, attempt)
     finally:
         held.stop(0.0)
         held.wait(END_S)
-    if ended.code and not asked:
-        raise LaunchError(f"{process.name} ended with code {ended.code}: {ended.said}")
+    if ended.code and not stopped:
+        raise LaunchError(f"{process.name} ended with code {ended.code}: {ended.last_line}")
 
 
 def _follow(
-    held: HeldProcess, said: queue.SimpleQueue[Said], mailbox: Any, attempt: int
+    held: HeldProcess, pending: queue.SimpleQueue[ProcessEvent], mailbox: Any, attempt: int
 ) -> tuple[ProcessEnded, bool]:
-    """Its end, and whether it was asked to end before."""
-    obeyed = None
+    """Post its events until it ends. Return its end and whether it was asked to end."""
+    obeyed = None  # grace period of the stop request that was carried out
     while True:
-        events = _drained(said)
+        events = _drained(pending)
         for event in events:
             to_ray_log(event, held.process.host)
         grace_s = ray.get(mailbox.post.remote(attempt, events), timeout=ANSWER_S)
         for event in events:
             if isinstance(event, ProcessEnded):
                 return event, obeyed is not None
-        if not held.alive and said.empty():
-            lost = ProcessEnded(held.process.name, KILLED, "nobody told its end")
+        if not held.alive and pending.empty():
+            lost = ProcessEnded(held.process.name, KILLED, "its end was not reported")
             return lost, obeyed is not None
         if grace_s is not None and grace_s != obeyed:
             obeyed = grace_s
             held.stop(grace_s)
 
 
-def _drained(said: queue.SimpleQueue[Said]) -> list[Said]:
+def _drained(pending: queue.SimpleQueue[ProcessEvent]) -> list[ProcessEvent]:
     try:
-        events = [said.get(timeout=TURN_S)]
+        events = [pending.get(timeout=TURN_S)]
     except queue.Empty:
         return []
-    while not said.empty():
-        events.append(said.get())
+    while not pending.empty():
+        events.append(pending.get())
     return events
 
 
 class RayWorkers:
-    """The workers of an attempt, as the supervisor sees them. mailbox: an actor WorkerMailbox that
-    offers them. fit: runs them, to the end of the last."""
+    """The workers of an attempt, in the supervisor. mailbox: the WorkerMailbox actor that hands
+    them out. fit: runs them and returns when all have ended."""
 
     def __init__(self, workers: WorkerSet, mailbox: Any, fit: Callable[[], object]) -> None:
         self.attempt = workers.attempt
@@ -151,11 +151,11 @@ class RayWorkers:
             workers.attempt, {process.name: process.host for process in workers.processes}
         )
         self._first = workers.processes[0].name
-        self._waited_for = set(self._run.hosts)  # those that have not begun
+        self._not_begun = set(self._run.hosts)  # names of workers that have not started
         self._begin_by = time.monotonic() + BEGIN_S
-        self._let_go_by: float | None = None  # all have ended, or are to
+        self._let_go_by: float | None = None  # deadline for Ray Train once all must end
         self._ended: WorkersEnded | None = None
-        self._why = ""  # the last word on the end of those whose own was not heard
+        self._why = ""  # reason for workers whose end is not reported
         self._thread = threading.Thread(
             target=self._fit, args=(fit,), name=f"attempt {self.attempt}", daemon=True
         )
@@ -168,26 +168,26 @@ class RayWorkers:
             self._why = self._why or _last_line(error) or repr(error)
 
     def stop(self, grace_s: float) -> None:
-        self._run.asked = True
+        self._run.stopping = True
         self._order(grace_s)
 
     def lose(self, host: str) -> None:
-        """All that ran on it has ended: nobody else would say so."""
+        """Record the end of the workers on a lost host, as nothing else would report it."""
         why = f"its host {host} was lost"
         for name in [name for name, where in self._run.hosts.items() if where == host]:
             self.take(ProcessEnded(name, KILLED, why))
 
     def begun(self, name: str) -> bool:
-        """A worker has begun. Returns whether it is that of rank 0."""
-        self._waited_for.discard(name)
+        """Record the start of a worker. Return True if it is that of rank 0."""
+        self._not_begun.discard(name)
         return name == self._first
 
     def take(self, ended: ProcessEnded) -> None:
-        """A worker has ended."""
+        """Record the end of a worker."""
         if ended.name not in self._run.hosts:
             return
         last = len(self._run.hosts) == 1
-        kill = self._run.end(ended.name, ended.code, ended.said, time.monotonic())
+        kill = self._run.end(ended.name, ended.code, ended.last_line, time.monotonic())
         if last:
             self._ended = self._run.ended()
             self._let_go_within(LET_GO_S)
@@ -195,7 +195,7 @@ class RayWorkers:
             self._order(0.0)
 
     def _order(self, grace_s: float) -> None:
-        """That they end."""
+        """Tell all workers to end."""
         self._mailbox.order.remote(self.attempt, grace_s)
         self._let_go_within(grace_s + LET_GO_S)
 
@@ -204,25 +204,25 @@ class RayWorkers:
         self._let_go_by = min(self._let_go_by or until, until)
 
     def is_over(self) -> bool:
-        """Whether Ray Train has let go of their places, or is given up: all that they said is in
-        the mailbox. Rule 5: no wait for it is without a deadline."""
+        """Return True if Ray Train has released the workers' resources or is given up (Rule 5). All
+        their events are in the mailbox then."""
         at = time.monotonic()
         if not self._thread.is_alive():
             return True
         if self._run.end_late(at):
             self._order(0.0)
-        if self._waited_for and self._let_go_by is None and at > self._begin_by:
-            late = ", ".join(sorted(self._waited_for))
-            self._why = f"Ray Train has not begun {late} within {BEGIN_S:.0f} s"
+        if self._not_begun and self._let_go_by is None and at > self._begin_by:
+            late = ", ".join(sorted(self._not_begun))
+            self._why = f"Ray Train has not started {late} within {BEGIN_S:.0f} s"
             self._order(0.0)
         if self._let_go_by is None or at < self._let_go_by:
             return False
-        self._why = self._why or f"Ray Train has not let go of it within {LET_GO_S:.0f} s"
+        self._why = self._why or f"Ray Train has not released it within {LET_GO_S:.0f} s"
         return True
 
     def ended(self) -> WorkersEnded:
-        """Of workers that are over, all whose news was taken."""
-        for name in list(self._run.hosts):  # lost with their nodes, or never begun
+        """Return the result, once `is_over` and all events were handled."""
+        for name in list(self._run.hosts):  # lost with their nodes, or never started
             self._run.end(name, KILLED if self._why else FAILED, self._why, time.monotonic())
         self._ended = self._ended or self._run.ended()
         assert self._ended is not None
@@ -236,8 +236,8 @@ def ray_workers(
     mark: str,
     directory: Path | None = None,
 ) -> RayWorkers:
-    """Begins them. directory: for what Ray Train writes. Raises LaunchError where a node has too
-    few devices for them."""
+    """Start the workers. directory: for files of Ray Train. Raises LaunchError if a node has too
+    few processors or devices."""
     places: dict[str, list[Process]] = {}
     for process in workers.processes:
         places.setdefault(nodes[process.host].node_id, []).append(process)
@@ -257,17 +257,17 @@ def trainer_of(
     by_id = {node.node_id: node for node in nodes.values()}
     each = {"CPU": 1}
     with_devices = sum(by_id[node].devices > 0 for node in places)
-    mixed = 0 < with_devices < len(places)  # Ray Train asks for the same for each worker
+    mixed = 0 < with_devices < len(places)  # all workers must have equal resource requests
     if with_devices == len(places):
         each["GPU"] = 1
     for node, processes in places.items():
         has = {"CPU": by_id[node].processors, "GPU": by_id[node].devices}
-        short = next((one for one in each if has[one] < len(processes)), "")
+        short = next((resource for resource in each if has[resource] < len(processes)), "")
         if short:
             raise LaunchError(
-                f"{len(processes)} workers are to run on {processes[0].host}, whose Ray node has"
-                f" {has[short]} {short}",
-                hint="`ray start --num-cpus` or `--num-gpus` says what a node has",
+                f"host {processes[0].host} has {len(processes)} workers in the plan, but only"
+                f" {has[short]} {short} in Ray",
+                hint="set the node's resources with `ray start --num-cpus` or `--num-gpus`",
             )
     return WorkerTrainer(
         run_worker,
@@ -295,9 +295,8 @@ def trainer_of(
 
 
 def threads_of(workers: WorkerSet, nodes: Mapping[str, RayNode]) -> dict[str, int]:
-    """Threads of each worker, by host: its share of its node's processors. Ray would give it one,
-    as it has one processor. Nodes of one machine share its processors: threads that wait for each
-    other's processor are several times as slow."""
+    """Return the number of threads per worker, by host: an equal share of the machine's processors,
+    which several nodes may share. Ray would give each worker one thread, as it requests one CPU."""
     on = Counter(nodes[process.host].host_name for process in workers.processes)
     return {
         process.host: max(1, nodes[process.host].processors // on[nodes[process.host].host_name])
@@ -306,8 +305,8 @@ def threads_of(workers: WorkerSet, nodes: Mapping[str, RayNode]) -> dict[str, in
 
 
 def remove_old_places() -> None:
-    """Of attempts of this driver that are over: Ray Train keeps those of a controller that died or
-    was given up, and the next attempt would wait for them."""
+    """Remove placement groups of earlier attempts of this driver. Ray Train keeps those of a
+    controller that died or was given up, and the next attempt would wait for their resources."""
     job = ray.get_runtime_context().get_job_id()
     for name, group in placement_group_table().items():
         if name.endswith(job) and group["state"] != "REMOVED":
@@ -320,6 +319,6 @@ def _last_line(error: Exception) -> str:
 
 
 def set_environment() -> None:
-    """Of this process, before Ray Train reads it; what the user has set stays."""
+    """Set Ray Train's environment variables, before it is used. Values set by the user stay."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -1,1 +1,1 @@
-"""What a relay decides: events in, actions out (Rule 7)."""
+"""The state machine of a relay: events in, actions out (Rule 7)."""

@@ -1,16 +1,16 @@
-"""What a relay does next: it stands between the workers of one host and one server. Events in,
-actions out; pure.
+"""The state machine of a relay, which stands between the workers of one host and one server.
+Events in, actions out; pure.
 
-To its workers it is the server, to the server it is one worker:
-    Pull      asked for once, whoever wants it; kept in one of `buffers` until the room is needed
-              (the least recently used goes first), so a block that was pulled for the forward is
-              still there for the backward
-    Push ..   one worker: goes on as it is. Several: held until all have closed the chunk, then
-              their sum goes on
-    EndStep   goes on once all have said it
-What of that any intermediary does: servers/protocol/intermediary.py.
+To its workers it acts as the server, to the server as a single worker:
+    Pull      A version of a chunk is pulled from the server once for all workers. It stays in one
+              of `buffers` until the buffer is needed (least recently used first), so a block that
+              was pulled for the forward is usually still there for the backward.
+    Push ..   With one worker, gradients are forwarded unchanged. With several, they are held until
+              every worker has closed the chunk; then their sum is forwarded.
+    EndStep   It is forwarded once every worker has sent it.
+The parts shared with other intermediaries are in servers/protocol/intermediary.py.
 
-Assumes the workers' messages in their order. Does NOT know what a step computes.
+Assumes that messages of one worker arrive in order. Does NOT know what a step computes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from roadtrain.servers.protocol.server import agreed
 
 @dataclass(frozen=True, slots=True)
 class PushSum:
-    """Add up what is held of the chunk, in the workers' order. Where there is anything, the sum
-    goes to the server."""
+    """Sum the gradients held for a chunk, in worker order, and push the sum to the server, if
+    there are any."""
 
     chunk: int
 
@@ -40,17 +40,17 @@ RelayAction: TypeAlias = Up | Give | m.Hold | m.Discard | PushSum
 
 @dataclass(slots=True)
 class ChunkRound:
-    """What several workers have said of a chunk in this step."""
+    """The state of one chunk in the open step, with several workers."""
 
-    closed: set[int] = field(default_factory=set)  # whose gradient is whole; not all: then it goes
-    summed: bool = False  # the sum has gone to the server
-    asked: dict[int, m.ApplyUpdate] = field(default_factory=dict)  # of some workers, not of all
-    # What those who asked for the update say of the next step, in order.
+    closed: set[int] = field(default_factory=set)  # workers whose gradient is whole; never all
+    summed: bool = False  # the sum has been sent to the server
+    updates: dict[int, m.ApplyUpdate] = field(default_factory=dict)  # from some workers, never all
+    # Messages about the next step, from workers that have sent ApplyUpdate, in order of arrival.
     early: list[m.GradientMessage] = field(default_factory=list)
 
     @property
     def open(self) -> bool:
-        return bool(self.closed or self.asked or self.summed)
+        return bool(self.closed or self.updates or self.summed)
 
 
 class RelayStateMachine(Intermediary[Give]):
@@ -58,19 +58,19 @@ class RelayStateMachine(Intermediary[Give]):
 
     def __init__(self, workers: int, buffers: int) -> None:
         super().__init__(workers, buffers)
-        # chunk -> its round, where there are several workers
+        # chunk -> its round; used with several workers only
         self.rounds: dict[int, ChunkRound] = {}
 
     def handle(self, event: RelayEvent) -> list[RelayAction]:
-        """Next actions. Raises LostError where a step needs a worker that has gone, LoopError
-        where they differ."""
+        """Return the next actions. Raises LostError if a step needs a worker whose link was lost,
+        LoopError if the workers disagree."""
         match event:
             case m.Pull():
                 return [*self._request(CopyRequest(event, partial(Give, event)))]
             case m.Pulled(ticket):
                 return [*self._pulled(ticket)]
             case m.Done(give):
-                return [*self._given(give.pull)]
+                return [*self._delivered(give.pull)]
             case m.Push() | m.Close() | m.ApplyUpdate() | m.DiscardGrad():
                 return [Up(event)] if self.workers == 1 else self._gradient(event)
             case m.EndStep() | m.Commit() | m.CommitDone() | m.PeerLost():
@@ -85,7 +85,7 @@ class RelayStateMachine(Intermediary[Give]):
         if not isinstance(event, m.DiscardGrad):
             self._nobody_lost()
         round = self.rounds.setdefault(event.chunk, ChunkRound())
-        if event.worker in round.asked:
+        if event.worker in round.updates:
             round.early.append(event)
             return []
         match event:
@@ -99,7 +99,7 @@ class RelayStateMachine(Intermediary[Give]):
             case m.Close():
                 return self._close(round, event)
             case m.ApplyUpdate():
-                return self._update_asked(round, event)
+                return self._update_requested(round, event)
 
     def _close(self, round: ChunkRound, event: m.Close | m.ApplyUpdate) -> list[RelayAction]:
         round.closed.add(event.worker)
@@ -108,15 +108,15 @@ class RelayStateMachine(Intermediary[Give]):
         round.closed, round.summed = set(), True
         return [PushSum(event.chunk), Up(m.Close(event.chunk, event.step))]
 
-    def _update_asked(self, round: ChunkRound, event: m.ApplyUpdate) -> list[RelayAction]:
-        round.asked[event.worker] = event
+    def _update_requested(self, round: ChunkRound, event: m.ApplyUpdate) -> list[RelayAction]:
+        round.updates[event.worker] = event
         out = [] if round.summed else self._close(round, event)
-        if len(round.asked) < self.workers:
+        if len(round.updates) < self.workers:
             return out
-        update = agreed([round.asked[worker] for worker in range(self.workers)])
+        update = agreed([round.updates[worker] for worker in range(self.workers)])
         out.append(Up(replace(update, worker=0)))
         early = round.early
-        round.asked, round.summed, round.early = {}, False, []
+        round.updates, round.summed, round.early = {}, False, []
         for later in early:
             out += self._gradient(later)
         return out
@@ -125,5 +125,5 @@ class RelayStateMachine(Intermediary[Give]):
         """Assert every invariant."""
         super().check()
         for round in self.rounds.values():
-            assert len(round.closed) < self.workers and len(round.asked) < self.workers
-            assert all(early.worker in round.asked for early in round.early)
+            assert len(round.closed) < self.workers and len(round.updates) < self.workers
+            assert all(early.worker in round.updates for early in round.early)

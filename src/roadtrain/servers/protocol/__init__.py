@@ -1,1 +1,1 @@
-"""What servers and workers decide: events in, actions out (Rule 7)."""
+"""The state machines of servers and workers: events in, actions out (Rule 7)."""

@@ -1,6 +1,6 @@
-"""Which server owns which chunk. Chunks of one block are spread over all servers, so that a
-block is read from all devices at once; with equal weights every server's bytes differ by at most
-one chunk."""
+"""The assignment of chunks to servers. The chunks of a block are spread over all servers, so that
+they are read from all devices at once. With equal weights, the bytes of any two servers differ by
+at most one chunk."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from roadtrain.chunks import ChunkTable
 
 
 def assign(table: ChunkTable, weights: Sequence[float]) -> tuple[int, ...]:
-    """Owner of each chunk. `weights`: relative rates of the servers. Each chunk goes to the
-    server whose share would be least filled with it (ties: the lowest number); trainable and
-    frozen chunks are spread apart from each other, since only the first are written every
-    step."""
+    """Return the owner of each chunk. `weights`: relative rates of the servers. Each chunk goes to
+    the server whose share would be filled least by it (ties: the lowest number). Trainable and
+    frozen chunks are spread independently, since only trainable ones are written every step."""
     owners = [0] * len(table.chunks)
     for kind in (True, False):
         filled = [0.0] * len(weights)

@@ -1,5 +1,5 @@
-"""What a worker knows of one block: how far its gradient of the open step is, and which sums of
-squares are to come."""
+"""A worker's state of one block: the phase of its gradient in the open step, and the sums of
+squares that are still to arrive."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 
 
 class GradPhase(Enum):
-    """Of a block's gradient in the open step."""
+    """The phase of a block's gradient in the open step."""
 
-    EMPTY = "empty"  # nothing of it is held
-    HELD = "held"  # it rests at the servers
-    EMPTY_CLOSED = "empty, closed"  # (several workers) all know that this one has none
-    HELD_CLOSED = "held, closed"  # (several workers) all know that it is whole
+    EMPTY = "empty"  # no gradient is held
+    HELD = "held"  # the servers hold it
+    EMPTY_CLOSED = "empty, closed"  # (several workers) all servers know that this worker has none
+    HELD_CLOSED = "held, closed"  # (several workers) all servers know that it is complete
     UPDATED = "updated"  # its update has begun
 
 
-# Which phase may follow which. A push behind a close is the server's to refuse.
+# The allowed transitions. It is the server that refuses a push after a close.
 NEXT_PHASES: Mapping[GradPhase, frozenset[GradPhase]] = {
     GradPhase.EMPTY: frozenset({GradPhase.HELD, GradPhase.EMPTY_CLOSED, GradPhase.UPDATED}),
     GradPhase.HELD: frozenset(
@@ -40,12 +40,12 @@ CLOSED = frozenset({GradPhase.EMPTY_CLOSED, GradPhase.HELD_CLOSED})
 class SquareSums:
     """Sums of squares of one step's gradients of a block."""
 
-    # chunk -> GradAccumulated messages to come; a chunk's come in the order of its pushes, also
-    # from one step to the next
+    # chunk -> GradAccumulated messages to arrive; those of a chunk arrive in the order of its
+    # pushes, also across steps
     due: dict[int, int] = field(default_factory=dict)
-    values: dict[int, Any] = field(default_factory=dict)  # chunk -> a segment each
+    values: dict[int, Any] = field(default_factory=dict)  # chunk -> one per segment
 
-    def came(self, chunk: int, values: Any) -> None:
+    def add_sums(self, chunk: int, values: Any) -> None:
         self.values[chunk] = values
         self.due[chunk] -= 1
         if not self.due[chunk]:
@@ -54,15 +54,15 @@ class SquareSums:
 
 @dataclass
 class BlockState:
-    """What a worker knows of a block."""
+    """A worker's state of a block."""
 
-    updated_in: int  # the last step whose update of this block has begun
-    changed_in: int  # the last one in which there was something to update
-    version: int = 0  # that the updates begun so far give it
+    updated_in: int  # the last step in which an update of this block began
+    changed_in: int  # the last such step that had a gradient
+    version: int = 0  # after all updates begun so far
     phase: GradPhase = GradPhase.EMPTY
     present: set[int] = field(default_factory=set)  # parameters with a gradient in the open step
     sums: SquareSums = field(default_factory=SquareSums)  # of the open step
-    # of steps that have ended: of the last one, and those that are not all here
+    # of ended steps: the last one, and those with sums still to arrive
     ended: deque[SquareSums] = field(default_factory=lambda: deque([SquareSums()]))
 
     @property
@@ -81,8 +81,8 @@ class BlockState:
         assert phase in NEXT_PHASES[self.phase], f"{self.phase} cannot become {phase}"
         self.phase = phase
 
-    def came(self, chunk: int, values: Any) -> None:
-        next(sums for sums in [*self.ended, self.sums] if chunk in sums.due).came(chunk, values)
+    def add_sums(self, chunk: int, values: Any) -> None:
+        next(sums for sums in [*self.ended, self.sums] if chunk in sums.due).add_sums(chunk, values)
 
     def end_step(self) -> None:
         while self.ended and not self.ended[0].due:
@@ -93,5 +93,5 @@ class BlockState:
             self.enter(GradPhase.HELD if self.held else GradPhase.EMPTY)
 
     def steps_due(self) -> int:
-        """Steps that have ended and whose sums are not all here."""
+        """Count the ended steps with sums still to arrive."""
         return sum(bool(sums.due) for sums in self.ended)

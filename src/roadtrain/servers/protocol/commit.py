@@ -1,22 +1,22 @@
-"""When a step is committed: every server prepared it, the job's own state after it is known, the
-first server commits, all are told. Pure; the worker feeds it.
+"""When a step is committed: after every server has prepared it and the job state after it is known,
+the first server commits, and the others are informed. Pure; the worker feeds it.
 
 end_step(s) -> EndStep to all servers; the others answer Prepared(s).
 blob(s) is captured when the next step begins.
-Both there -> Commit(s, blob) to the first, which answers CommitDone(s) -> CommitDone to the others.
+After both -> Commit(s, blob) to the first, which answers CommitDone(s) -> CommitDone to the others.
 
-With replicas (`everywhere`) all get Commit(s, blob) and prepare with it: then no server holds
-anything that no other holds. Before that each says what it has written (Written). The two servers
-of a chunk apply the same pushes in the same order to the same bytes, whatever the staleness, so
-they write the same; where they did not, no server prepares the step. storage/history.py says what
-is left of all that when somebody died.
+With replicas (`everywhere`) all servers get Commit(s, blob) and prepare with it, so no server is
+the only one to hold anything. Before that, each reports checksums of what it wrote (Written). The
+two servers of a chunk apply the same pushes in the same order to the same bytes, whatever the
+staleness, so they must write the same; if not, no server prepares the step. storage/history.py
+describes what can be recovered when a server was lost.
 
-Note "two sums": of the chunks of one owner both servers say the sum of their checksums and the sum
-weighted by the chunks' numbers, modulo 2^64. Where one chunk differs, the second difference is the
-first times its number plus one.
+Note "two sums": for the chunks of each owner, both servers report the sum of their checksums and
+the sum weighted by chunk number + 1, modulo 2^64. If a single chunk differs, the difference of the
+weighted sums is the difference of the plain sums times (its number + 1), which identifies it.
 
-A part that only this worker has (`own`, servers/residuals.py) is one of the others, and no commit
-is sent that it has not prepared: whichever step the job goes on from, this part has it.
+A part that only this worker holds (`own`, servers/residuals.py) counts as one of the other servers:
+no commit is sent before it has prepared, so it has whichever step the job resumes from.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from roadtrain.errors import DivergedError
 from roadtrain.servers.protocol import messages as m
 
 _MASK = (1 << 64) - 1
-Addressed: TypeAlias = tuple[int, m.WorkerMessage]  # to which server
+Addressed: TypeAlias = tuple[int, m.WorkerMessage]  # (server, message)
 
 
 @dataclass(frozen=True)
 class Diverged:
-    """Two servers that wrote different bytes of the chunks of `owner` in `step`."""
+    """A pair of servers that wrote different bytes for chunks of `owner` in `step`."""
 
     step: int
     owner: int
@@ -42,27 +42,28 @@ class Diverged:
     differences: tuple[int, int]  # of the two sums
 
     def chunk(self, chunks: Sequence[int]) -> int | None:
-        """Which of `chunks` it is; None where several differ."""
+        """Return the one of `chunks` that differs, or None if several do."""
         plain, weighted = self.differences
         return next((c for c in chunks if plain and (c + 1) * plain & _MASK == weighted), None)
 
-    def error(self, one: str, other: str, owned: Mapping[int, int]) -> DivergedError:
-        """For people. `one`, `other`: the servers; `owned`: chunk -> block, of `owner`."""
+    def error(self, first: str, second: str, owned: Mapping[int, int]) -> DivergedError:
+        """Describe it to the user. `first`, `second`: names of the servers; `owned`: chunk -> block
+        for the chunks of `owner`."""
         number = self.chunk([*owned])
         chunk = "several chunks" if number is None else f"chunk {number} of block {owned[number]}"
         return DivergedError(
-            f"{one} and {other} made different bytes of {chunk} in step {self.step}: it is not"
-            " committed",
+            f"{first} and {second} wrote different bytes for {chunk} in step {self.step}; the step"
+            " is not committed",
             hint=(
-                "the same command goes on from the step before. If it comes again, the memory or"
-                " processor of one of them is failing, or they are of different kinds and the"
-                " optimizer has no compiled rule"
+                "run the same command to resume from the step before. If it happens again, the"
+                " memory or CPU of one server is failing, or their CPUs are of different kinds and"
+                " the optimizer has no compiled rule"
             ),
         )
 
 
 def added(sums: tuple[int, int], chunk: int, checksum: int) -> tuple[int, int]:
-    """With one more chunk. See Note "two sums"."""
+    """Add the checksum of one more chunk. See Note "two sums"."""
     return (sums[0] + checksum) & _MASK, (sums[1] + (chunk + 1) * checksum) & _MASK
 
 
@@ -77,21 +78,21 @@ class CommitStateMachine:
     ) -> None:
         self.first = servers[0]  # the server that commits
         self.others = tuple(servers[1:])
-        self.everywhere = everywhere  # replicas: all servers keep the job's own state
-        self.own = own  # the server of what only this worker has
+        self.everywhere = everywhere  # replicas: all servers keep the job state
+        self.own = own  # number of the part that only this worker holds
         self.ended = committed  # the last step that ended here: committed <= ended
         self.committed = committed
-        # Of every step after `committed` up to `ended`:
+        # For every step after `committed` up to `ended`:
         self.prepared: dict[int, set[int]] = {}  # step -> servers other than the first
-        self.written: dict[int, dict[int, m.Written]] = {}  # step -> server -> what it said
-        # Of some of these steps:
-        self.blobs: dict[int, Any] = {}  # those that are known and not yet sent to the first
-        self.told: set[int] = set()  # steps whose blob the others have, with replicas
-        # Once two servers wrote different bytes. No step is committed from then on.
+        self.written: dict[int, dict[int, m.Written]] = {}  # step -> server -> its report
+        # For some of these steps:
+        self.blobs: dict[int, Any] = {}  # job state that is not yet sent to the first server
+        self.sent: set[int] = set()  # with replicas: steps whose blob was sent to the others
+        # Set when two servers wrote different bytes. No step is committed from then on.
         self.diverged: Diverged | None = None
 
     def end_step(self, step: int, word: bytes = b"") -> list[Addressed]:
-        """This worker asks for no more updates in the step. `word`: for the other workers."""
+        """End the step: request no more updates in it. `word`: bytes for the other workers."""
         assert step == self.ended + 1
         self.ended = step
         self.prepared[step] = set()
@@ -102,10 +103,10 @@ class CommitStateMachine:
         ]
 
     def blob(self, step: int, blob: Any) -> list[Addressed]:
-        """The job's own state after the step, this worker's part, is known."""
+        """Record this worker's part of the job state after the step."""
         assert step <= self.ended
         if step <= self.committed or step in self.blobs:
-            return []  # an interrupted worker says it twice
+            return []  # an interrupted worker reports it twice
         self.blobs[step] = blob
         return self._move(step)
 
@@ -128,11 +129,11 @@ class CommitStateMachine:
         assert event.step == self.committed + 1
         self.committed = event.step
         del self.prepared[event.step], self.written[event.step]
-        self.told.discard(event.step)
+        self.sent.discard(event.step)
         return [(server, event) for server in self.others]
 
     def _unwritten(self, step: int) -> list[int]:
-        """With replicas: the servers that have not said what they wrote."""
+        """With replicas: return the servers that have not reported what they wrote."""
         servers = [
             server
             for server in (self.first, *self.others)
@@ -141,12 +142,12 @@ class CommitStateMachine:
         return [server for server in servers if server not in self.written[step]]
 
     def _move(self, step: int) -> list[Addressed]:
-        """What can be said now that something is known of `step`."""
+        """Return the messages that may be sent, now that more is known of `step`."""
         if step not in self.blobs or self._unwritten(step) or self.diverged is not None:
             return []
         out: list[Addressed] = []
-        if self.everywhere and step not in self.told and self.own in (None, *self.prepared[step]):
-            self.told.add(step)
+        if self.everywhere and step not in self.sent and self.own in (None, *self.prepared[step]):
+            self.sent.add(step)
             out += [
                 (other, m.Commit(step, self.blobs[step]))
                 for other in self.others
@@ -157,7 +158,7 @@ class CommitStateMachine:
         return out
 
     def missing(self) -> str:
-        """Who the oldest uncommitted step waits for."""
+        """Name the servers that the oldest uncommitted step waits for."""
         step = self.committed + 1
         late = sorted(set(self.others) - self.prepared.get(step, set()))
         late = (self._unwritten(step) if step in self.written else []) or late
@@ -174,5 +175,5 @@ class CommitStateMachine:
             == set(self.written)
             == set(range(self.committed + 1, self.ended + 1))
         )
-        assert self.told <= set(self.prepared)
+        assert self.sent <= set(self.prepared)
         assert set(self.blobs) <= set(self.prepared)

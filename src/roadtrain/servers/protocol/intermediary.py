@@ -1,12 +1,12 @@
-"""What anybody does who stands between several workers and one server: the half that a relay and
-the end of a fan-in have in common. Pure.
+"""The state machine of a process between several workers and one server: the part that a relay and
+the end of a fan-in share. Pure.
 
-    Pull            a version of a chunk is asked for once and kept in one of `buffers` until the
-                    room is needed (the least recently used goes first)
-    EndStep, Commit go on once all have said them; CommitDone once anybody has
-    PeerLost        is an error in the middle of a step, and for whoever begins another one
+    Pull            A version of a chunk is pulled once and kept in one of `buffers` until that is
+                    needed (least recently used first).
+    EndStep, Commit are forwarded once all workers have sent them; CommitDone once any worker has.
+    PeerLost        is an error in the middle of a step, or when a worker begins another step.
 
-Does NOT know gradients, or who gets a copy: its heirs do.
+Does NOT know gradients, or which worker gets a copy: subclasses do.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ StepEvent: TypeAlias = m.EndStep | m.Commit | m.CommitDone | m.PeerLost
 
 @dataclass(frozen=True, slots=True)
 class Up:
-    """A message to the server. A pull's `into` is the number of its buffer."""
+    """A message to the server. For a pull, `into` is the number of its buffer."""
 
     message: m.WorkerMessage
 
 
-D = TypeVar("D")  # the action that gives a copy to workers
+D = TypeVar("D")  # the action that delivers a copy to workers
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRequest(Generic[D]):
-    """Somebody wants the version of a chunk that `pull` names."""
+    """A request for the version of a chunk that `pull` names."""
 
     pull: m.Pull
-    given: Callable[[int], D]  # the action, of the number of the buffer that holds it
+    deliver: Callable[[int], D]  # makes the action from the number of the buffer
 
     @property
     def key(self) -> Key:
@@ -50,15 +50,15 @@ class CopyRequest(Generic[D]):
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """Send what is in a buffer to the worker that asked."""
+    """Send the contents of a buffer to the worker that pulled."""
 
     pull: m.Pull
     buffer: int
 
 
 class CopyPhase(Enum):
-    COMING = "coming"  # from the server: who asks for it waits
-    HERE = "here"  # it may be dropped while nobody reads it
+    COMING = "coming"  # on its way from the server; requests wait
+    HERE = "here"  # may be dropped while nobody reads it
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class Copy(Generic[D]):
 
     buffer: int
     phase: CopyPhase = CopyPhase.COMING
-    requests: list[CopyRequest[D]] = field(default_factory=list)  # that wait; none once it is HERE
+    requests: list[CopyRequest[D]] = field(default_factory=list)  # waiting ones; none once HERE
     readers: int = 0  # sends that read it; none before it is HERE
 
     @property
@@ -76,29 +76,29 @@ class Copy(Generic[D]):
 
 
 class Intermediary(Generic[D]):
-    OF_WORKERS: ClassVar[str] = ""  # which workers these are, for people
+    OF_WORKERS: ClassVar[str] = ""  # says which workers these are, in messages to the user
 
     def __init__(self, workers: int, buffers: int) -> None:
         self.workers, self.n_buffers = workers, buffers
-        # Free buffers and those of copies are disjoint and together all buffers.
+        # Free buffers and the buffers of copies are disjoint, and together all buffers.
         self.free = list(range(buffers))
         self.copies: dict[Key, Copy[D]] = {}  # the least recently used first
-        self.asked: dict[int, Key] = {}  # ticket of ours -> the copy that is COMING, each once
-        # What waits for a buffer, only while none can be had.
+        self.pulling: dict[int, Key] = {}  # our ticket -> the copy that is COMING, each once
+        # Requests that wait for a buffer; empty while one is free.
         self.queue: deque[CopyRequest[D]] = deque()
-        # step -> what each worker said that ended it: some, not all
+        # step -> worker -> its word at the end of the step, from some workers, never all
         self.ending: dict[int, dict[int, bytes]] = {}
-        # step -> worker -> its blob: of some, not of all
+        # step -> worker -> its blob, from some workers, never all
         self.commits: dict[int, dict[int, Any]] = {}
-        self.committed: int | None = None  # the last step that the server was told of
-        self.lost: str | None = None  # which worker has gone, and why
+        self.committed: int | None = None  # the last step that was reported to the server
+        self.lost: str | None = None  # the worker that was lost, and why
         self._ticket = 0
 
     # copies
 
     def buffer_for(self, ticket: int, chunk: int) -> int | None:
-        """The buffer that the answer to a pull of ours goes to; None where it was not asked for."""
-        key = self.asked.get(ticket)
+        """Return the buffer for the answer to our pull, or None if it was not requested."""
+        key = self.pulling.get(ticket)
         return None if key is None or key[0] != chunk else self.copies[key].buffer
 
     def _request(self, request: CopyRequest[D]) -> list[Up | D]:
@@ -108,7 +108,7 @@ class Intermediary(Generic[D]):
         return self._ask(request)
 
     def _ask(self, request: CopyRequest[D]) -> list[Up | D]:
-        """Give it, wait for what is coming, or ask the server for it."""
+        """Deliver the copy, wait for it, or pull it from the server."""
         copy = self.copies.pop(request.key, None)
         out: list[Up | D] = []
         if copy is None:
@@ -117,17 +117,17 @@ class Intermediary(Generic[D]):
                 return []
             copy = Copy(buffer)
             self._ticket += 1
-            self.asked[self._ticket] = request.key
+            self.pulling[self._ticket] = request.key
             out.append(Up(replace(request.pull, into=buffer, ticket=self._ticket)))
         self.copies[request.key] = copy
         if copy.phase is CopyPhase.HERE:
             copy.readers += 1
-            return [request.given(copy.buffer)]
+            return [request.deliver(copy.buffer)]
         copy.requests.append(request)
         return out
 
     def _room(self) -> int | None:
-        """A free buffer, else that of the least recently used copy that nobody reads."""
+        """Return a free buffer, else that of the least recently used copy that nobody reads."""
         if self.free:
             return self.free.pop()
         for key, copy in self.copies.items():
@@ -137,14 +137,14 @@ class Intermediary(Generic[D]):
         return None
 
     def _pulled(self, ticket: int) -> list[D]:
-        copy = self.copies[self.asked.pop(ticket)]
+        copy = self.copies[self.pulling.pop(ticket)]
         requests, copy.requests = copy.requests, []
         copy.phase = CopyPhase.HERE
         copy.readers += len(requests)
-        return [one.given(copy.buffer) for one in requests]
+        return [request.deliver(copy.buffer) for request in requests]
 
-    def _given(self, pull: m.Pull) -> list[Up | D]:
-        """A copy was given to those that asked as `pull` did."""
+    def _delivered(self, pull: m.Pull) -> list[Up | D]:
+        """Record that the copy `pull` asked for was delivered, and serve waiting requests."""
         self.copies[pull.chunk, pull.version].readers -= 1
         out: list[Up | D] = []
         while self.queue:
@@ -188,20 +188,20 @@ class Intermediary(Generic[D]):
 
     def _committed(self, step: int) -> list[Up]:
         if self.committed is not None and step <= self.committed:
-            return []  # another worker said so before
+            return []  # another worker has reported it
         self.committed = step
         return [Up(m.CommitDone(step))]
 
-    # workers that go
+    # lost workers
 
     def in_step(self) -> bool:
-        """Whether a chunk is in the middle of a step."""
+        """Whether any chunk is in the middle of a step."""
         raise NotImplementedError
 
     def _peer_lost(self, event: m.PeerLost) -> None:
-        """Nothing is lost where no step is open and none of the others begins one: they may be
-        leaving too."""
-        self.lost = f"worker {event.worker}{self.OF_WORKERS} has gone: {event.why}"
+        """A lost worker is no error while no step is open, unless another worker begins one: the
+        others may be leaving too."""
+        self.lost = f"worker {event.worker}{self.OF_WORKERS} was lost: {event.why}"
         if self.ending or self.commits or self.in_step():
             raise LostError(self.lost)
 
@@ -215,10 +215,10 @@ class Intermediary(Generic[D]):
         used = [copy.buffer for copy in copies]
         assert sorted(used + self.free) == list(range(self.n_buffers))
         coming = {key for key, copy in self.copies.items() if copy.phase is CopyPhase.COMING}
-        assert set(self.asked.values()) == coming and len(self.asked) == len(coming)
+        assert set(self.pulling.values()) == coming and len(self.pulling) == len(coming)
         for copy in copies:
             assert copy.readers >= 0
             assert not (copy.requests if copy.phase is CopyPhase.HERE else copy.readers)
         assert not self.queue or not (self.free or any(copy.droppable for copy in copies))
-        for said in (*self.ending.values(), *self.commits.values()):
-            assert 0 < len(said) < self.workers
+        for received in (*self.ending.values(), *self.commits.values()):
+            assert 0 < len(received) < self.workers

@@ -1,16 +1,15 @@
-"""The words that state machines speak: messages between worker and server, what a server's doers
-report, what it tells them.
+"""Messages between worker and server, and the events and actions of the state machines.
 
-Messages travel over a link; events come from the server's own doers; actions go to them. All are
-frozen values, so a schedule can be written down, compared and simulated. What numbers are made of
-is opaque here (a memoryview or an array in the real run, None in a simulated one). `worker` is who
-sent a message: the server's end of the link sets it. A `ticket` is a number that its sender chose;
-the answer carries it back.
+Messages travel over a link; events are reported by the server's own doers; actions are carried out
+by them. All are frozen values, so a schedule can be written down, compared and simulated. Tensors
+are opaque here: memoryviews or arrays in a real run, None in a simulated one. `worker` is the
+sender of a message, set by the server's end of the link. A `ticket` is a number that the sender
+chose; the answer repeats it.
 
-With one worker a server reports the sum of squares of each push (GradAccumulated), and acts on each
-ApplyUpdate. With several it waits until every worker has closed a chunk's gradient (by Close, or by
-ApplyUpdate), sums in worker order and tells all; an update begins when every worker has asked for
-it. Then a trainable chunk gets one version a step, gradient or not.
+With one worker, the server reports the sums of squares of each push (GradAccumulated) and acts on
+each ApplyUpdate. With several, it waits until every worker has closed the gradient of a chunk (by
+Close or ApplyUpdate), sums in worker order and reports to all; an update begins when every worker
+has sent ApplyUpdate. A trainable chunk then gets one version per step, with or without a gradient.
 """
 
 from __future__ import annotations
@@ -24,40 +23,40 @@ import msgspec
 
 
 class Pull(msgspec.Struct, frozen=True):
-    """Copy the chunk's weights part as soon as it is new enough."""
+    """Copy the weights part of a chunk once it has this version or a newer one."""
 
     chunk: int
     version: int  # the least number of updates that must have been applied
-    into: Any  # where the weights part goes
+    into: Any  # destination of the weights part
     ticket: int
     worker: int = 0
 
 
 class Push(msgspec.Struct, frozen=True):
-    """A gradient: dense, sparse (compressed), or waiting on the spill file."""
+    """A gradient: dense, sparse (compressed), or in the spill file."""
 
     chunk: int
     grad: Any  # dense: memory; sparse: (indices, values)
     fresh: bool  # the first of its step: it replaces what is held
-    # The server may keep `grad` where it lies until the update; else it moves it to its own place.
-    # BufferFree(ticket) says when the memory is free.
+    # The server may keep `grad` in place until the update; otherwise it copies or spills it.
+    # BufferFree(ticket) reports when the memory is free.
     keep: bool
     ticket: int
-    sums: Any = None  # of a sparse one: the sums of squares before compression
+    sums: Any = None  # of a sparse gradient: the sums of squares before compression
     worker: int = 0
-    # Of a dense gradient that was downcast from the chunk's dtype: its values are the first half
-    # of `grad`.
+    # Set if a dense gradient was downcast from the chunk's dtype: its values are the first half of
+    # `grad`.
     dtype: str = ""
-    spill_slot: int | None = None  # where on the spill file it waits; `grad` is None then
+    spill_slot: int | None = None  # slot of the spill file that holds it; `grad` is None then
 
     @property
     def sent(self) -> Any:
-        """What travels of a dense gradient."""
+        """The bytes of a dense gradient that travel."""
         return self.grad[: len(self.grad) // 2] if self.dtype else self.grad
 
 
 class Close(msgspec.Struct, frozen=True):
-    """My gradient of the chunk is whole, or there is none. Said only where there are several
+    """The sender's gradient of the chunk is complete, or it has none. Sent only with several
     workers."""
 
     chunk: int
@@ -69,25 +68,25 @@ class ApplyUpdate(msgspec.Struct, frozen=True):
     """Apply the update rule to the held gradient."""
 
     chunk: int
-    step: int  # that this update is part of
+    step: int  # the step that this update belongs to
     hyper: tuple[float, ...]  # hyperparameters of the rule
-    scales: Sequence[float | None]  # one a span of the chunk; None: no gradient in this step
-    order: int  # the smaller, the sooner it is wanted
+    scales: Sequence[float | None]  # one per span of the chunk; None: no gradient in this step
+    order: int  # smaller numbers are needed sooner
     worker: int = 0
 
 
 class DiscardGrad(msgspec.Struct, frozen=True):
-    """Drop my held gradient of the chunk."""
+    """Drop the sender's gradient of the chunk."""
 
     chunk: int
     worker: int = 0
 
 
 class EndStep(msgspec.Struct, frozen=True):
-    """I ask for no more updates in this step.
+    """The sender requests no more updates in this step.
 
-    `word`: bytes that all workers get once all have ended it (StepWords), to the first server only;
-    a relay's: those of its workers, in their order.
+    `word`: bytes for all workers, delivered (StepWords) when all have ended the step. Sent to the
+    first server only. A relay sends the words of its workers, in their order.
     """
 
     step: int
@@ -96,11 +95,11 @@ class EndStep(msgspec.Struct, frozen=True):
 
 
 class Commit(msgspec.Struct, frozen=True):
-    """To the first server: all others are prepared. With replicas also to the others, before they
-    prepare and once all are known to have written the same."""
+    """Commit a step. Sent to the first server when all others are prepared. With replicas also sent
+    to the others, before they prepare and after all reported equal checksums."""
 
     step: int
-    blob: Any  # this worker's part of the job's own state after the step
+    blob: Any  # this worker's part of the job state after the step
     worker: int = 0
 
 
@@ -114,24 +113,24 @@ class CommitDone(msgspec.Struct, frozen=True):
 
 
 class StepWords(msgspec.Struct, frozen=True):
-    """All workers have ended the step. From the first server, where they said something with it."""
+    """All workers have ended the step. Sent by the first server if any worker sent a word."""
 
     step: int
-    words: Sequence[bytes]  # of each worker
+    words: Sequence[bytes]  # one per worker
 
 
 class Pulled(msgspec.Struct, frozen=True):
-    """The weights part is where the pull wanted it."""
+    """The weights part has been copied to its destination."""
 
     ticket: int  # of the pull
     chunk: int
 
 
 class GradAccumulated(msgspec.Struct, frozen=True):
-    """The gradient is held: the worker's own, or (of several workers) their sum."""
+    """A gradient is held: the worker's own, or with several workers their sum."""
 
     chunk: int
-    sums: Any  # its sums of squares, one a segment of the chunk
+    sums: Any  # its sums of squares, one per segment of the chunk
 
 
 class BufferFree(msgspec.Struct, frozen=True):
@@ -141,19 +140,19 @@ class BufferFree(msgspec.Struct, frozen=True):
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """All of the step is written here, and durable but on the first server, which has to commit."""
+    """The server has written the step. It is durable, except on the first server, which commits."""
 
     server: int
     step: int
 
 
 class Written(msgspec.Struct, frozen=True):
-    """All of the step is written here. Said only with replicas, before the server prepares."""
+    """The server has written the step. Sent only with replicas, before the server prepares it."""
 
     server: int
     step: int
-    # For every owner of chunks held here: (owner, sum, weighted sum) of the checksums of what the
-    # step made of them. servers/protocol/commit.py compares these.
+    # (owner, sum, weighted sum) for every owner of chunks held here: checksums of the records that
+    # the step wrote. servers/protocol/commit.py compares them.
     sums: Sequence[tuple[int, int, int]] = ()
 
 
@@ -161,25 +160,25 @@ class Failed(msgspec.Struct, frozen=True):
     """The server has ended."""
 
     server: int
-    error: BaseException  # why
+    error: BaseException  # the cause
 
 
-# actions: what the state machine tells the doers
+# actions: requests of a server's state machine to its doers
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """Put the gradient where it rests until the update, or add it to what is held of its worker.
-    Result: (sums of squares of the worker's gradient, a segment each; whether the pushed memory is
-    in use until the update)."""
+    """Store a pushed gradient until the update, or add it to what is held of its worker.
+    Result: (sums of squares of the worker's gradient, one per segment; whether the pushed memory
+    stays in use until the update)."""
 
     push: Push
 
 
 class Spill(msgspec.Struct, frozen=True):
-    """Write what was pushed to the spill file, until its step's turn."""
+    """Write a pushed gradient to the spill file until its step is due."""
 
     push: Push
-    spill_slot: int  # the first slots are those of the workers' held gradients
+    spill_slot: int  # the first slots belong to the workers' held gradients
 
     @property
     def chunk(self) -> int:
@@ -191,15 +190,15 @@ class Spill(msgspec.Struct, frozen=True):
 
 
 class Discard(msgspec.Struct, frozen=True):
-    """Drop held gradients of the chunk. Nothing is reported."""
+    """Drop held gradients of a chunk. Nothing is reported."""
 
     chunk: int
-    worker: int | None  # whose; None: those of all
+    worker: int | None  # None: those of all workers
 
 
 class Total(msgspec.Struct, frozen=True):
-    """Add up what the workers pushed, in their order. Result: (the sums of squares of the sum, a
-    segment each,)."""
+    """Sum the gradients of all workers, in worker order. Result: (the sums of squares of the sum,
+    one per segment,)."""
 
     chunk: int
 
@@ -208,7 +207,7 @@ class Answer(msgspec.Struct, frozen=True):
     """Copy the weights part to `pull.into`."""
 
     pull: Pull
-    memory: bool  # from the record buffer or what is kept in memory; else from the file
+    memory: bool  # read from the record buffer or resident memory; otherwise from the file
     newest: bool = False  # cast from the master, which is one update ahead (staleness 1)
 
 
@@ -216,28 +215,28 @@ class Read(msgspec.Struct, frozen=True):
     """Read the record of the chunk."""
 
     chunk: int
-    buffer: int  # the record buffer that it goes to
+    buffer: int  # the record buffer to read into
 
 
 class Update(msgspec.Struct, frozen=True):
-    """Run the update rule on the record in memory. Result: (with replicas, the checksum of what it
-    made,)."""
+    """Run the update rule on a record in memory. Result: with replicas (the checksum of the new
+    record,)."""
 
     chunk: int
     apply_update: ApplyUpdate
 
 
 class Write(msgspec.Struct, frozen=True):
-    """Write the record of the chunk to the slot that is not committed."""
+    """Write the record of a chunk to the slot that does not hold the committed record."""
 
     chunk: int
 
 
 class Prepare(msgspec.Struct, frozen=True):
-    """Make everything written so far durable; on the first server this is the commit."""
+    """Make everything written so far durable. On the first server this commits the step."""
 
     step: int
-    blobs: Sequence[Any]  # of the workers in order, where the job's own state is kept here
+    blobs: Sequence[Any]  # of the workers in order, if the job state is kept here
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -253,14 +252,14 @@ A = TypeVar("A")
 
 
 class Done(msgspec.Struct, Generic[A], frozen=True):
-    """A doer has carried an action out."""
+    """A doer has finished an action."""
 
     action: A
-    result: tuple[Any, ...] = ()  # what the action says of it
+    result: tuple[Any, ...] = ()  # see the action's docstring
 
 
 class PeerLost(msgspec.Struct, frozen=True):
-    """The link of a worker has ended."""
+    """The link of a worker is closed."""
 
     worker: int
     why: str

@@ -1,9 +1,9 @@
-"""Which blocks a worker holds, fetches ahead and drops: the order of the last step is the
-prediction for this one, and what is needed last is dropped first (Belady's rule). Backward follows
-forward in that order, so at the turn the last blocks stay for free, and with room for the whole
-model nothing is fetched twice.
+"""Prefetcher: decides which blocks a worker holds, fetches and drops. The order of the last step
+predicts this one, and the block needed last is dropped first (Belady's rule). Backward visits the
+blocks in reverse, so the last blocks of forward are reused without a fetch, and with room for the
+whole model nothing is fetched twice.
 
-Pure: events in, actions out. Slots are equal and hold one block each.
+Pure: events in, actions out. Slots have equal size and hold one block each.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from itertools import chain, islice
 
 
 class SlotPhase(Enum):
-    FREE = "free"  # 0 bytes in use
-    COMING = "coming"  # a pull is under way
-    HERE = "here"  # its block may be dropped
+    FREE = "free"  # empty
+    COMING = "coming"  # a pull is in progress
+    HERE = "here"  # holds a block that may be dropped
     USED = "used"  # a forward or backward runs on it
 
 
-# Which phase may follow which. A slot whose block is HERE is pulled into anew at once.
+# The allowed transitions. A slot that is HERE can be reused for another block at once.
 NEXT_PHASES: Mapping[SlotPhase, frozenset[SlotPhase]] = {
     SlotPhase.FREE: frozenset({SlotPhase.COMING}),
     SlotPhase.COMING: frozenset({SlotPhase.HERE}),
@@ -44,7 +44,7 @@ class Slot:
     phase: SlotPhase = SlotPhase.FREE
     block: int | None = None  # None: it is FREE
     uses: int = 0  # passes that run on it
-    # The block was updated since: it is dropped as soon as it is not USED or COMING.
+    # The block was updated since: the slot is freed as soon as it is neither USED nor COMING.
     stale: bool = False
 
     def enter(self, phase: SlotPhase) -> None:
@@ -58,25 +58,25 @@ class Prefetcher:
         # A block is in at most one slot that is not stale.
         self.slots = [Slot() for _ in range(slots)]
         self.where: dict[int, int] = {}  # block -> that slot
-        # The blocks used in the last step, in order. A first guess: forward in order, backward in
-        # reverse.
+        # The blocks used in the last step, in order. The first guess is forward in order, backward
+        # in reverse.
         self.past: list[int] = [*blocks, *reversed(blocks)]
-        self.known = {*blocks}  # the blocks of `past`
+        self.used = {*blocks}  # the blocks of `past`
         self.now: list[int] = []  # the blocks used in this step, in order
         self.cursor = 0  # the next index of `past`
-        # Asked for and not yet used: it keeps or gets a slot before all others.
-        self.wanted: int | None = None
+        # The block that is needed now and not yet in use: it takes precedence for a slot.
+        self.needed: int | None = None
 
     def shrink(self, slots: int) -> None:
-        """Before anything is pulled: fewer slots."""
+        """Reduce the number of slots. Only before anything is pulled."""
         assert not self.where and slots >= 2
         del self.slots[slots:]
 
-    def asked(self, block: int) -> list[PullBlock]:
-        """The worker needs `block` now. It may run once `here(block)`."""
+    def request(self, block: int) -> list[PullBlock]:
+        """Request `block` now. It may run once `here(block)`."""
         self._follow(block)
         self.now.append(block)
-        self.wanted = block
+        self.needed = block
         return self._plan()
 
     def arrived(self, slot: int) -> list[PullBlock]:
@@ -86,7 +86,7 @@ class Prefetcher:
         return self._plan()
 
     def here(self, block: int) -> int | None:
-        """The slot of `block`, if its parameters are in place."""
+        """Return the slot of `block` if its parameters are in place."""
         slot = self.where.get(block)
         return slot if slot is not None and self.slots[slot].phase in IN_PLACE else None
 
@@ -94,8 +94,8 @@ class Prefetcher:
         slot = self.where[block]
         self.slots[slot].enter(SlotPhase.USED)
         self.slots[slot].uses += 1
-        if self.wanted == block:
-            self.wanted = None
+        if self.needed == block:
+            self.needed = None
         return slot
 
     def returned(self, slot: int) -> list[PullBlock]:
@@ -107,7 +107,7 @@ class Prefetcher:
         return self._plan()
 
     def updated(self, blocks: Sequence[int]) -> None:
-        """These blocks got (or will get) a new version: what is held of them is stale."""
+        """Mark what is held of these blocks as stale: they got, or will get, a new version."""
         for block in blocks:
             slot = self.where.pop(block, None)
             if slot is not None:
@@ -115,10 +115,10 @@ class Prefetcher:
                 self._free_stale(self.slots[slot])
 
     def stepped(self) -> list[PullBlock]:
-        """A step ended: the order just seen predicts the next one."""
+        """End a step: the order just seen predicts the next one."""
         if self.now:
             self.past, self.now = self.now, []
-            self.known = {*self.past}
+            self.used = {*self.past}
         self.cursor = 0
         return self._plan()
 
@@ -136,12 +136,12 @@ class Prefetcher:
             self.cursor = (follows or matches)[0] + 1
 
     def _upcoming(self) -> list[int]:
-        """Distinct blocks in the order of their next use, the wanted one first; the next step
-        follows this one, so what backward has updated is fetched again while the rest of it
-        runs."""
-        seen: dict[int, None] = {} if self.wanted is None else {self.wanted: None}
+        """Return distinct blocks in the order of their next use, the requested one first. The next
+        step follows this one, so blocks that backward has updated are fetched again while the rest
+        of backward runs."""
+        seen: dict[int, None] = {} if self.needed is None else {self.needed: None}
         enough = min(
-            2 * len(self.slots) + 1, len(self.known) + (len(seen) and self.wanted not in self.known)
+            2 * len(self.slots) + 1, len(self.used) + (len(seen) and self.needed not in self.used)
         )
         for block in chain(islice(self.past, self.cursor, None), self.past):
             if len(seen) >= enough:
@@ -169,7 +169,7 @@ class Prefetcher:
         return out
 
     def _room(self, rank: dict[int, int], needed_at: int) -> int | None:
-        """A free slot, else the one whose block is needed last, if that is later than
+        """Return a free slot, else the slot whose block is needed last, if later than
         `needed_at`."""
         best, best_rank = None, needed_at
         for i, held in enumerate(self.slots):
@@ -191,7 +191,7 @@ class Prefetcher:
             assert self.slots[slot].block == block and not self.slots[slot].stale
         live = [s.block for s in self.slots if s.block is not None and not s.stale]
         assert len(live) == len(set(live)) == len(self.where)
-        assert set(self.past) == self.known
+        assert set(self.past) == self.used
         assert 0 <= self.cursor <= len(self.past)
         for held in self.slots:
             assert (held.uses > 0) == (held.phase is SlotPhase.USED)

@@ -1,10 +1,10 @@
-"""Which operation a storage device does next: read parameters before read state before write state.
-And whose pull a server answers next.
+"""DeviceQueue: the next operation of a storage device (reads of parameters first, then reads and
+then writes of state). Turns: the next pull that a server answers.
 
-`mix`: reads and writes run side by side. `burst`: one direction at a time, switched after
-`burst_ops` operations of state or when the other side has nothing. Some devices give more that way:
-`Trial` tries both, and keeps the better.
-Pure: the doer asks `next()` under its own lock.
+`mix`: reads and writes run concurrently. `burst`: one direction at a time, switched after
+`burst_ops` operations on state or when the other side is empty. Some devices are faster in bursts;
+`Trial` measures both modes and keeps the faster.
+Pure: the caller holds its own lock.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ READ_PARAMETERS, READ_STATE, WRITE_STATE = 0, 1, 2
 
 @dataclass
 class DeviceQueue:
-    """`limit`: how many of one priority run at once. Invariants: `running` counts what `next`
-    gave out and `done` did not take back; in burst mode reads and writes of state never run at
-    once."""
+    """The waiting operations of a device; at most `limit` of one priority run at once. Invariants:
+    `running` counts items returned by `next` and not yet passed to `done`; in burst mode, state
+    reads and state writes never run at once."""
 
     burst: bool = False
     burst_ops: int = 8
@@ -37,13 +37,13 @@ class DeviceQueue:
     _count: int = 0
 
     def push(self, priority: int, order: int, item: Any) -> None:
-        """`order`: smaller goes first within one priority; equal orders keep their arrival
-        order."""
+        """Add an operation. Within one priority the smallest `order` goes first; equal orders keep
+        their order of arrival."""
         self._count += 1
         heapq.heappush(self.waiting[priority], (order, self._count, item))
 
     def next(self) -> tuple[int, Any] | None:
-        """The next (priority, item) that may start now, or None."""
+        """Return the next (priority, item) that may start now, or None."""
         directions = self._burst_directions() if self.burst else (READ_STATE, WRITE_STATE)
         for priority in (READ_PARAMETERS, *directions):
             if self.waiting[priority] and self.running[priority] < self.limit:
@@ -75,19 +75,19 @@ class DeviceQueue:
 
 @dataclass
 class Trial:
-    """Mix or burst, from what a device moved in each of the first steps: one to warm up, then
-    TRIED of each in turn."""
+    """Choose mix or burst by the rate of the device in the first steps: one to warm up, then
+    TRIED of each mode in turn."""
 
     TRIED = 2
-    MARGIN = 1.1  # bursts must be that much faster: mixing is kinder to who waits for parameters
-    LEAST = 64 << 20  # bytes a step: below it nothing can be told
+    MARGIN = 1.1  # bursts must be faster by this factor, because they delay parameter reads
+    LEAST = 64 << 20  # bytes per step; below this the rate means nothing
 
     steps: int = 0
     rates: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
 
     def stepped(self, burst: bool, nbytes: int, busy_s: float) -> bool:
-        """A step ended that moved `nbytes` in `busy_s`, in that mode. Returns the mode of the
-        next one."""
+        """Record a step that moved `nbytes` in `busy_s` in the given mode. Returns the mode of the
+        next step."""
         if self.chosen or nbytes < self.LEAST or busy_s <= 0:
             return burst
         self.steps += 1
@@ -102,16 +102,16 @@ class Trial:
 
 
 class Turns(Generic[T]):
-    """Whose pull is answered next: a worker has at most `most` answers under way, and of those that
-    wait at the same time none is as many further than another: workers that drift apart would use
-    their links in turn, and each step ends with the last of them. Who comes anew begins where the
-    last of the others is.
+    """The order in which pulls are answered. A worker has at most `most` answers in progress, and
+    of the workers that wait at the same time, none gets `most` answers ahead of another: workers
+    that drift apart would use their links alternately, and each step ends with the slowest. A
+    worker that starts waiting anew is counted from the slowest of the others.
     """
 
     def __init__(self, most: int | None) -> None:
-        self.most = most  # None: all that are asked for
-        self.waiting: dict[int, deque[T]] = {}  # of each worker that ever asked, in order
-        # Answers of each worker, counted from where it came anew: done <= begun <= done + most.
+        self.most = most  # None: no limit
+        self.waiting: dict[int, deque[T]] = {}  # pulls of each worker that ever pulled, in order
+        # Answers of each worker since it started waiting anew: done <= begun <= done + most.
         self.begun: dict[int, int] = {}
         self.done: dict[int, int] = {}
 
@@ -121,7 +121,7 @@ class Turns(Generic[T]):
         self.waiting.setdefault(worker, deque()).append(pull)
 
     def next(self) -> T | None:
-        """A pull that is to be answered now; `answered` when that is done."""
+        """Return a pull to answer now, or None. Call `answered` when it is done."""
         for worker, pulls in self.waiting.items():
             if pulls and self._its_turn(worker):
                 self.begun[worker] += 1

@@ -1,24 +1,24 @@
-"""What a server does next. Events and messages in, actions out; no I/O, no threads, no clock.
+"""The state machine of a server. Events and messages in, actions out; no I/O, no threads, no clock.
 
-A chunk's way through one step (its phases: servers/protocol/chunk_state.py):
-    Push -> Hold -> Done      the gradient rests here
-    ApplyUpdate               wanted: queued by (step, order) until a record buffer is free
-    Read -> Done              skipped where the record is kept in memory
-    Update -> Done            the new version exists: waiting pulls are answered at once
-    Write -> Done             skipped where nothing rests on files
-When a step has ended and all its updates are written, the step is prepared and committed
-(servers/protocol/server_steps.py). With several workers ApplyUpdate, EndStep and Commit count once
-all have sent theirs (`_meet`); what they push is summed first:
-    Close or ApplyUpdate of all -> Total -> Done      all are told the sum's norm (GradAccumulated)
+A chunk goes through a step like this (its phases: servers/protocol/chunk_state.py):
+    Push -> Hold -> Done      the server holds the gradient
+    ApplyUpdate               the update is queued by (step, order) until a record buffer is free
+    Read -> Done              skipped if the record is in memory
+    Update -> Done            the new version exists; waiting pulls are answered at once
+    Write -> Done             skipped if there are no files
+When a step has ended and all its updates are written, it is prepared and committed
+(servers/protocol/server_steps.py). With several workers, ApplyUpdate, EndStep and Commit take
+effect once all workers have sent them (`_meet`), and the gradients are summed first:
+    Close or ApplyUpdate of all -> Total -> Done      all get the norm of the sum (GradAccumulated)
 
-With staleness 1 the weights part of a record is one update behind its master: a pull gets the one
-or the other, so the next step computes while this one's updates run. What is said of the next step
-before then waits in `early`; gradients that cannot wait where they lie are written away (Push ->
-Spill -> Done), for what this step needs may come behind them.
+With staleness 1 the weights part of a record is one update behind its master. A pull gets one or
+the other, so the next step computes while this step's updates run. Messages about the next step
+that arrive before then wait in `early`. Gradients that cannot stay in their receive buffers are
+spilled (Push -> Spill -> Done), because messages that this step needs may be queued behind them.
 
-Rule 3: a chunk is written for step s only when step s-1 is committed, so the slot that is
-overwritten is never the committed one. Rule 4: at most `buffers` records are away from their files
-at once.
+Rule 3: a chunk is written for step s only after step s-1 is committed, so the slot that is
+overwritten never holds the committed record. Rule 4: at most `buffers` records are in memory at
+once, besides resident ones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from roadtrain.servers.protocol.chunk_state import AFTER_UPDATE, ChunkPhase, Chu
 from roadtrain.servers.protocol.queues import Turns
 from roadtrain.servers.protocol.server_steps import ServerSpec, ServerSteps
 
-# Updates of resident chunks that are begun: pulls of those that are not begun go on being answered.
+# Resident chunks that are updated at once; pulls of the others continue to be answered.
 AT_ONCE = 2
 
 
@@ -47,25 +47,25 @@ class ServerStateMachine:
         self.chunks = {number: ChunkState(part) for number, part in spec.chunks.items()}
         for number, in_last_step in spec.delayed.items():
             self.chunks[number].master_from = 0 if in_last_step else -1
-        # Record buffers that no chunk holds. These and those of chunks are all, each once.
+        # Free record buffers. Together with those held by chunks they are all buffers, each once.
         self.free = list(range(spec.buffers))
-        # Heaps of (step, order, chunk): the chunks whose next update is queued, each once. Resident
-        # records need no buffer, so they have a heap of their own.
+        # Heaps of (step, order, chunk): chunks with a queued update, each once. Resident records
+        # need no buffer, so they have their own heap.
         self.queue: list[tuple[int, int, int]] = []
         self.resident_queue: list[tuple[int, int, int]] = []
         self.updating = 0  # resident chunks that are UPDATING: at most AT_ONCE
-        # The chunks that are UPDATED, where records rest on files: their writes wait.
+        # Chunks that are UPDATED and whose write waits for a commit; used with files only.
         self.gated: deque[int] = deque()
         self.turns: Turns[m.Pull] = Turns(spec.answers)
-        self.lost: str | None = None  # which worker has gone, and why
+        self.lost: str | None = None  # the worker that was lost, and why
 
     @property
     def committed(self) -> int:
         return self.steps.committed
 
     def handle(self, event: m.Event) -> list[m.Action]:
-        """Next actions. Asserts on what a correct doer cannot report. Raises LostError where a
-        step needs a worker that has gone, LoopError where workers do different things."""
+        """Return the next actions. Raises LostError if a step needs a worker whose link was lost,
+        LoopError if the workers disagree. Asserts that doers report only possible results."""
         match event:
             case m.Pull():
                 return self._pull(event)
@@ -101,15 +101,15 @@ class ServerStateMachine:
                 return self._written(chunk)
             case m.Prepare(step):
                 return self._prepared(step)
-        raise AssertionError(f"nobody reports that {action} is done")
+        raise AssertionError(f"unexpected report that {action} is done")
 
-    # workers that come and go
+    # lost workers
 
     def _peer_lost(self, event: m.PeerLost) -> list[m.Action]:
-        """Nothing is lost where no step is open and none of the others begins one: they may be
-        leaving too."""
+        """A lost worker is no error while no step is open, unless another worker begins one: the
+        others may be leaving too."""
         step = self.committed + 1
-        self.lost = f"worker {event.worker} has gone before step {step} was committed: {event.why}"
+        self.lost = f"worker {event.worker} was lost before step {step} was committed: {event.why}"
         if self.steps.busy or any(chunk.in_step for chunk in self.chunks.values()):
             raise LostError(self.lost)
         return []
@@ -129,11 +129,11 @@ class ServerStateMachine:
         return self._answers()
 
     def _answers(self) -> list[m.Action]:
-        """Begin those whose turn it is."""
+        """Start answering the pulls whose turn it is."""
         out: list[m.Action] = []
         while (pull := self.turns.next()) is not None:
             chunk = self.chunks[pull.chunk]
-            if chunk.changing:  # the update began before this pull's turn came
+            if chunk.changing:  # its update began while the pull waited for its turn
                 self.turns.answered(pull.worker)
                 chunk.pulls.append(pull)
             else:
@@ -172,9 +172,9 @@ class ServerStateMachine:
         if not isinstance(event, m.DiscardGrad):
             self._nobody_lost()
         if isinstance(event, m.ApplyUpdate):
-            self.steps.update_asked(event.step, event.chunk)
+            self.steps.update_requested(event.step, event.chunk)
         chunk = self.chunks[event.chunk]
-        if chunk.update_due or chunk.heard_early(event.worker):
+        if chunk.update_due or chunk.is_ahead(event.worker):
             return self._set_aside(chunk, event)
         match event:
             case m.Push():
@@ -184,15 +184,16 @@ class ServerStateMachine:
                 chunk.closed.setdefault(event.step, set()).add(event.worker)
                 return self._meet(event.chunk)
             case m.ApplyUpdate():
-                return self._update_asked(chunk, event)
+                return self._update_requested(chunk, event)
             case m.DiscardGrad():
                 if not chunk.holds:
                     return self._discard(chunk, event)
-                chunk.holds.append(event)  # what was pushed before it is still being held
+                chunk.holds.append(event)  # an earlier push is still being held
                 return []
 
     def _set_aside(self, chunk: ChunkState, event: m.GradientMessage) -> list[m.Action]:
-        """The chunk's step before comes first: its gradient is still needed."""
+        """Keep a message until the chunk's previous step, whose gradient is still needed, is
+        done."""
         if not isinstance(event, m.Push) or not self._in_the_way(event):
             chunk.early.append(event)
             return []
@@ -201,27 +202,27 @@ class ServerStateMachine:
         return [spill]
 
     def _in_the_way(self, push: m.Push) -> bool:
-        """Whether the worker waits for its memory: not kept, and neither compressed nor spilled."""
+        """Whether the push blocks a receive buffer: it is not kept, compressed or spilled."""
         if push.keep or not self.spec.durable:
             return False
         return push.sums is None and push.spill_slot is None
 
     def _spilled(self, spill: m.Spill) -> list[m.Action]:
         push, chunk = spill.push, self.chunks[spill.chunk]
-        at = next(i for i, one in enumerate(chunk.early) if one is spill)
+        at = next(i for i, message in enumerate(chunk.early) if message is spill)
         chunk.early[at] = replace(push, grad=None, spill_slot=spill.spill_slot)
         return [m.Send(m.BufferFree(push.ticket), push.worker), *self._in_turn(chunk)]
 
     def _in_turn(self, chunk: ChunkState) -> list[m.Action]:
-        """What was early is said again; up to what is still being written away."""
+        """Handle the early messages, up to the first push that is still being spilled."""
         out: list[m.Action] = []
-        said: deque[Early] = deque(chunk.early)
+        early: deque[Early] = deque(chunk.early)
         chunk.early = []
-        while said and not isinstance(said[0], m.Spill):
-            event = said.popleft()
+        while early and not isinstance(early[0], m.Spill):
+            event = early.popleft()
             assert not isinstance(event, m.Spill)
             out += self.handle(event)
-        chunk.early += said
+        chunk.early += early
         return out
 
     def _held(self, push: m.Push, sums: Any, kept: bool) -> list[m.Action]:
@@ -245,7 +246,7 @@ class ServerStateMachine:
 
     def _discard(self, chunk: ChunkState, event: m.DiscardGrad) -> list[m.Action]:
         assert chunk.queued is None
-        chunk.summed_in = None  # what is pushed instead is summed anew
+        chunk.summed_in = None  # the next gradient must be summed again
         return [m.Discard(event.chunk, event.worker), *self._free_kept(chunk, event.worker)]
 
     def _free_kept(self, chunk: ChunkState, worker: int | None = None) -> list[m.Action]:
@@ -253,13 +254,13 @@ class ServerStateMachine:
 
     # updates
 
-    def _update_asked(self, chunk: ChunkState, update: m.ApplyUpdate) -> list[m.Action]:
+    def _update_requested(self, chunk: ChunkState, update: m.ApplyUpdate) -> list[m.Action]:
         if self.spec.alone:
             self._enqueue(chunk, update)
             return self._advance()
-        asked = chunk.asked.setdefault(update.step, {})
-        assert update.worker not in asked, f"chunk {update.chunk} is asked to update twice"
-        asked[update.worker] = update
+        updates = chunk.updates.setdefault(update.step, {})
+        assert update.worker not in updates, f"chunk {update.chunk} is asked to update twice"
+        updates[update.worker] = update
         if chunk.summed_in is None or chunk.summed_in < update.step:
             chunk.closed.setdefault(update.step, set()).add(update.worker)
         return self._meet(update.chunk) + self._advance()
@@ -271,13 +272,13 @@ class ServerStateMachine:
         heapq.heappush(queue, (update.step, update.order, update.chunk))
 
     def _next_step(self, chunk: ChunkState) -> int:
-        """The step that makes the chunk's next version."""
+        """Return the step that makes the chunk's next version."""
         return self.spec.committed + chunk.version + 1
 
     def _meet(self, number: int) -> list[m.Action]:
-        """With several workers: the chunk's next step goes on once all have said the same. What
-        they say of a later one waits until this one's update is done, so that no gradient is taken
-        for another step's."""
+        """With several workers: advance the chunk's next step if all have sent the same message
+        for it. Messages for later steps wait until its update is done, so that no gradient is
+        taken for that of another step."""
         chunk = self.chunks[number]
         if chunk.holds or self.spec.alone:
             return []
@@ -287,14 +288,14 @@ class ServerStateMachine:
             del chunk.closed[step]
             chunk.summed_in = step
             out.append(m.Total(number))
-        if len(chunk.asked.get(step, ())) < workers:
+        if len(chunk.updates.get(step, ())) < workers:
             return out
-        asked = chunk.asked.pop(step)
-        update = agreed([asked[worker] for worker in range(workers)])
+        updates = chunk.updates.pop(step)
+        update = agreed([updates[worker] for worker in range(workers)])
         if any(scale is not None for scale in update.scales):
             self._enqueue(chunk, update)
             return out
-        chunk.version += 1  # nobody has a gradient: the step passes
+        chunk.version += 1  # no worker has a gradient: the chunk stays as it is
         self.steps.update_over(step, number)
         out += [m.Discard(number, None), *self._free_kept(chunk), *self._answer_waiting(chunk)]
         return out + self._meet(number) + self._in_turn(chunk) + self.steps.prepare()
@@ -302,7 +303,7 @@ class ServerStateMachine:
     def _read(self, number: int) -> list[m.Action]:
         chunk = self.chunks[number]
         if chunk.answering and chunk.in_memory:
-            chunk.enter(ChunkPhase.READ)  # what is being copied out must not change under the copy
+            chunk.enter(ChunkPhase.READ)  # memory must not change while pulls copy from it
             return []
         return [self._update(number, chunk)]
 
@@ -342,7 +343,7 @@ class ServerStateMachine:
         return self.steps.prepare() + self._advance()
 
     def _finish_write(self, chunk: ChunkState) -> None:
-        """A written chunk gives its buffer back once nobody copies from it any more."""
+        """Free the buffer of a written chunk once no pull copies from it any more."""
         if chunk.phase is not ChunkPhase.WRITTEN or chunk.answering:
             return
         chunk.enter(ChunkPhase.IDLE)
@@ -351,18 +352,18 @@ class ServerStateMachine:
             chunk.buffer = None
 
     def _prepared(self, step: int) -> list[m.Action]:
-        said = self.steps.prepared(step)
-        return [said, *(self._advance() if self.spec.commits else []), *self.steps.prepare()]
+        report = self.steps.prepared(step)
+        return [report, *(self._advance() if self.spec.commits else []), *self.steps.prepare()]
 
     def _committed(self, step: int) -> list[m.Action]:
         if step <= self.committed:
-            return []  # another worker said so before
+            return []  # another worker has reported it
         self.steps.committed = step
         return self._advance() + self.steps.prepare()
 
     def _advance(self) -> list[m.Action]:
-        """Start what can start: writes past the gate, then updates and reads of the most wanted
-        chunks."""
+        """Start everything that can start: writes whose previous step is committed, then updates
+        and reads in the order of the queues."""
         return [
             *self._start_writes(),
             *self._start_updates(self.resident_queue, lambda: self.updating < AT_ONCE),
@@ -408,23 +409,24 @@ class ServerStateMachine:
             heapq.heappush(queue, entry)
         return out
 
-    # for people, and for tests
+    # status and checks
 
     def waits(self) -> tuple[list[m.Pull], list[tuple[int, str]]]:
-        """The pulls that wait for a version or their turn; which worker owes what."""
+        """Return the pulls that wait for a version or their turn, and (worker, the missing
+        message) for every worker that others wait for."""
         ending = self.steps.ending.items()
         owed = [(step, ended, f"the end of step {step}") for step, ended in ending]
         for number, chunk in self.chunks.items():
             step = self._next_step(chunk)
             if closed := chunk.closed.get(step):
                 owed.append((step, closed, f"the gradient of chunk {number} in step {step}"))
-            if asked := chunk.asked.get(step):
-                owed.append((step, set(asked), f"the update of chunk {number} in step {step}"))
-        owed.sort(key=lambda one: one[0])
+            if updates := chunk.updates.get(step):
+                owed.append((step, set(updates), f"the update of chunk {number} in step {step}"))
+        owed.sort(key=lambda row: row[0])
         pulls = [pull for chunk in self.chunks.values() for pull in chunk.pulls]
         pulls += [pull for waiting in self.turns.waiting.values() for pull in waiting]
         everybody = range(self.spec.workers)
-        return pulls, [(w, what) for _, said, what in owed for w in everybody if w not in said]
+        return pulls, [(w, what) for _, done, what in owed for w in everybody if w not in done]
 
     def check(self) -> None:
         """Assert every invariant."""
@@ -442,24 +444,24 @@ class ServerStateMachine:
         for chunk in chunks:
             chunk.check(self._next_step(chunk), self.spec.workers)
         for step, numbers in self.steps.open_updates.items():
-            open_now = {n for n, chunk in self.chunks.items() if step in chunk.asks_in()}
+            open_now = {n for n, chunk in self.chunks.items() if step in chunk.open_steps()}
             assert numbers == open_now, (step, numbers, open_now)
         self.steps.check()
         self.turns.check()
 
 
 def agreed(updates: Sequence[m.ApplyUpdate]) -> m.ApplyUpdate:
-    """What all workers asked for, in their order. A parameter without a gradient on some of them
-    is scaled as the others say. Raises LoopError where they say different things: their models
-    or loops differ."""
+    """Merge the updates requested by all workers, in worker order. If a parameter has no gradient
+    on some workers, the scale of the others counts. Raises LoopError if the requests contradict
+    each other, which means that the workers' models or loops differ."""
     scales: list[float | None] = list(updates[0].scales)
     for other in updates[1:]:
         if len(other.scales) != len(scales) or other.hyper != updates[0].hyper:
             raise LoopError(
-                f"workers 0 and {other.worker} differ in step {other.step}, chunk {other.chunk}:"
+                f"workers 0 and {other.worker} disagree in step {other.step}, chunk {other.chunk}:"
                 f" {len(scales)} and {len(other.scales)} parameters, hyperparameters"
                 f" {updates[0].hyper} and {other.hyper}",
-                hint="every worker runs the same loop with the same optimizer",
+                hint="run the same loop with the same optimizer on every worker",
             )
         for i, (mine, theirs) in enumerate(zip(scales, other.scales)):
             if mine is None:
@@ -468,11 +470,11 @@ def agreed(updates: Sequence[m.ApplyUpdate]) -> m.ApplyUpdate:
                 raise LoopError(
                     f"workers 0 and {other.worker} scale a gradient of step {other.step} by"
                     f" {mine} and {theirs}",
-                    hint="clip by the norm that roadtrain gives: it is that of the workers' mean",
+                    hint="clip by roadtrain's norm, which is that of the workers' mean gradient",
                 )
     return replace(updates[0], scales=tuple(scales))
 
 
 def _same_scale(a: float, b: float) -> bool:
-    """Of a run that has diverged all scales are NaN."""
+    """Compare two scales; NaN, as in a run that has diverged, equals NaN."""
     return a == b or (a != a and b != b)

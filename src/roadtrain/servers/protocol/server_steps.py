@@ -1,10 +1,10 @@
-"""Which steps a server has ended, written, prepared and committed. One half of
-servers/protocol/server.py; the other half is about chunks.
+"""ServerSteps: the steps that a server has ended, written, prepared and committed. It is the part
+of servers/protocol/server.py that is not about chunks.
 
-A step is ended once all workers have said so. When all its updates are written too, a server with
-replicas says what it wrote (Written). Then it prepares the step, once the step before is committed
-and, where the job's own state is kept here, once that state is here (Commit). The first server
-commits by preparing; the others are told (CommitDone).
+A step has ended once all workers have sent EndStep. When all its updates are written too, a server
+with replicas reports what it wrote (Written). It prepares the step after the previous one is
+committed and, if the job state is kept here, after that has arrived (Commit). The first server
+commits by preparing; the others are informed by CommitDone.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from roadtrain.servers.protocol.commit import added
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """One server of one session of workers."""
+    """The configuration of one server in one session of workers."""
 
     number: int
-    chunks: Mapping[int, Resident]  # that it owns or holds a replica of
+    chunks: Mapping[int, Resident]  # chunks that it owns or holds a replica of
     buffers: int  # record buffers
-    durable: bool  # records rest on files
+    durable: bool  # records are on files
     committed: int = 0  # the step at which the session began
     workers: int = 1
-    relays: bool = False  # each worker is the relay of several: it pushes their sum
+    relays: bool = False  # each worker is a relay that pushes the sum of several
     # Chunks whose weights part is one update behind -> whether the last update was in the step at
     # which the session began.
     delayed: Mapping[int, bool] = field(default_factory=dict)
     first: int = 0  # the server that commits
-    everywhere: bool = False  # replicas: the job's own state is kept by all servers
-    owners: Mapping[int, int] = field(default_factory=dict)  # with replicas, of each chunk
-    answers: int | None = None  # how many of a worker's pulls are answered at once; None: all
+    everywhere: bool = False  # replicas: all servers keep the job state
+    owners: Mapping[int, int] = field(default_factory=dict)  # with replicas: chunk -> owner
+    answers: int | None = None  # pulls of a worker that are answered at once; None: all
 
     @property
     def alone(self) -> bool:
-        """One worker: nobody else is waited for, nothing is summed."""
+        """Whether there is one worker, so nothing is waited for or summed."""
         return self.workers == 1 and not self.relays
 
     @property
@@ -56,37 +56,37 @@ class ServerSteps:
     def __init__(self, spec: ServerSpec) -> None:
         self.spec = spec
         self.committed = spec.committed
-        # Step -> the chunks that any worker asked an update of, until written. A step is here from
-        # the first such chunk (or from its end) until it is prepared.
+        # Step -> the chunks with a requested update that is not written. A step is here from its
+        # first such chunk (or its end) until it is prepared.
         self.open_updates: dict[int, set[int]] = {}
-        # Step -> the workers that have ended it: some, not all.
+        # Step -> the workers that have ended it: some, never all.
         self.ending: dict[int, set[int]] = {}
-        # Of these steps: worker -> what it said to the others.
+        # For the same steps: worker -> its word for the others.
         self.words: dict[int, dict[int, Any]] = {}
         # Steps that all workers have ended and that are not prepared, in order.
         self.ended: deque[int] = deque()
         self.preparing: int | None = None
-        # Step -> worker -> its part of the job's own state, until the step is prepared.
+        # Step -> worker -> its part of the job state, until the step is prepared.
         self.blobs: dict[int, dict[int, Any]] = {}
-        self.said_written = spec.committed  # the last step of which Written was sent
-        # With replicas: step -> owner -> the sums of Written so far, until that is sent.
+        self.last_written = spec.committed  # the last step for which Written was sent
+        # With replicas: step -> owner -> the sums for Written so far, until it is sent.
         self.sums: dict[int, dict[int, tuple[int, int]]] = {}
 
     @property
     def busy(self) -> bool:
-        """Whether a step is under way."""
+        """Whether a step is in progress."""
         under_way = self.ending or self.ended or self.blobs or self.open_updates
         return bool(under_way) or self.preparing is not None
 
-    def update_asked(self, step: int, chunk: int) -> None:
+    def update_requested(self, step: int, chunk: int) -> None:
         self.open_updates.setdefault(step, set()).add(chunk)
 
     def update_over(self, step: int, chunk: int) -> None:
-        """It is written, or nobody had a gradient."""
+        """Record that an update was written, or that no worker had a gradient."""
         self.open_updates[step].discard(chunk)
 
     def updated(self, step: int, chunk: int, checksum: int) -> None:
-        """With replicas: what the update of the chunk made."""
+        """With replicas: add the checksum of the updated record."""
         owner = self.spec.owners.get(chunk)
         if owner is not None:
             sums = self.sums.setdefault(step, {})
@@ -102,8 +102,8 @@ class ServerSteps:
         del self.ending[event.step], self.words[event.step]
         self.ended.append(event.step)
         self.open_updates.setdefault(event.step, set())
-        said = [words[worker] for worker in sorted(words)]
-        out: list[m.Action] = [m.Send(m.StepWords(event.step, said))] if any(said) else []
+        sent = [words[worker] for worker in sorted(words)]
+        out: list[m.Action] = [m.Send(m.StepWords(event.step, sent))] if any(sent) else []
         return out + self.prepare()
 
     def commit(self, event: m.Commit) -> list[m.Action]:
@@ -111,15 +111,15 @@ class ServerSteps:
         return self.prepare()
 
     def prepare(self) -> list[m.Action]:
-        """Prepare the oldest ended step, if it is its turn."""
+        """Prepare the oldest ended step if nothing is missing for it."""
         if not self.ended or self.preparing is not None or self.open_updates[self.ended[0]]:
             return []
         step = self.ended[0]
         if self.committed < step - 1:
             return []
         out: list[m.Action] = []
-        if self.spec.everywhere and self.said_written < step:
-            self.said_written = step
+        if self.spec.everywhere and self.last_written < step:
+            self.last_written = step
             sums = [(owner, *both) for owner, both in sorted(self.sums.pop(step, {}).items())]
             out.append(m.Send(m.Written(self.spec.number, step, tuple(sums))))
         if self.spec.keeps_blobs and len(self.blobs.get(step, ())) < self.spec.workers:
@@ -131,7 +131,7 @@ class ServerSteps:
         return [*out, m.Prepare(step, [blobs[worker] for worker in sorted(blobs)])]
 
     def prepared(self, step: int) -> m.Send:
-        """Returns what is said of it."""
+        """Record that a step is prepared, and return the message about it."""
         assert self.preparing == step
         self.preparing = None
         if not self.spec.commits:
@@ -150,4 +150,4 @@ class ServerSteps:
         assert self.preparing is None or self.preparing == self.committed + 1
         assert all(step > self.committed for step in self.blobs)
         assert not self.sums or self.spec.owners
-        assert all(step > self.said_written for step in self.sums) or not self.spec.everywhere
+        assert all(step > self.last_written for step in self.sums) or not self.spec.everywhere

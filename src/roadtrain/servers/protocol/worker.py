@@ -1,20 +1,20 @@
-"""What a worker does next: which version of which chunk it asks for and where to, which gradient
-buffer is free, what is said of a gradient and to whom, when a step may end and be committed. Calls
-and messages in, actions out; no I/O, no threads, no clock. servers/worker.py carries the actions
-out, and waits until what a call needs is so (the questions: `slot_of`, `is_coming`, `free`,
-`may_say`, `sums_here`, `may_end`).
+"""The state machine of a worker: which version of which chunk to pull and where to, which gradient
+buffers are free, which messages about a gradient go to which servers, and when a step may end and
+be committed. Calls and messages in, actions out; no I/O, no threads, no clock. servers/worker.py
+carries the actions out. Before each call it waits for the call's precondition, which it checks with
+`slot_of`, `is_coming`, `free`, `may_send`, `sums_here` and `may_end`.
 
-A block's gradient through one step (block_state.NEXT_PHASES says what may follow what):
-    grad_ready -> HELD      it rests at the block's servers, once send_dense or send_packed sent it
-    close_grad -> *_CLOSED  (several workers) all were told that this worker's part is whole
+A block's gradient goes through a step like this (block_state.NEXT_PHASES has all transitions):
+    grad_ready -> HELD      send_dense or send_packed sends it; the block's servers hold it
+    close_grad -> *_CLOSED  (several workers) the servers know that this worker's part is complete
     drop_grad  -> EMPTY     the servers drop it
-    begin_update, end_update -> UPDATED   the update has begun: pulls ask for the next version
+    begin_update, end_update -> UPDATED   the update has begun: pulls request the next version
     end_step -> EMPTY
 
-With several workers the sums of squares of a gradient come once, when all have closed it; with one
-they come of each push.
-Rule 4: at most two steps, or the staleness, have ended and are not committed; of the gradient
-buffers two at least are never kept by a server until its update.
+With several workers, the sums of squares of a gradient arrive once, after all have closed it; with
+one worker they arrive for each push.
+Rule 4: at most two steps (or `staleness` steps, if more) have ended and are not committed. Servers
+may keep all but two of the gradient buffers until the update.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from roadtrain.chunks import Chunk, ChunkTable
 from roadtrain.errors import LoopError
 from roadtrain.servers.protocol import messages
 from roadtrain.servers.protocol.block_state import BlockState, GradPhase, SquareSums
-from roadtrain.servers.protocol.commit import CommitStateMachine
+from roadtrain.servers.protocol.commit import Addressed, CommitStateMachine
 from roadtrain.servers.protocol.prefetch import Prefetcher, PullBlock
 
-UNCOMMITTED = 2  # steps that may have ended and not be committed, where the staleness is not more
+UNCOMMITTED = 2  # steps that may have ended and not be committed, unless the staleness is higher
 NEVER_KEPT = 2  # gradient buffers that servers may not keep until the update
 
-# param -> what its gradient is multiplied by, None: it has no gradient
+# param -> factor for its gradient; None: it has no gradient
 Scales = Callable[[int], float | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class SendTo:
     message: Any
     servers: Sequence[int]
 
@@ -50,12 +50,12 @@ class ChunkPull:
     version: int
     ticket: int
     server: int
-    at: int  # in the target
+    at: int  # byte offset in the target
 
 
 @dataclass(frozen=True, slots=True)
 class StartPulls:
-    """As soon as the device no longer reads `target`; an int is a slot."""
+    """Send the pulls as soon as the device no longer reads `target`. An int is a slot."""
 
     target: Hashable
     pulls: Sequence[ChunkPull]
@@ -63,40 +63,40 @@ class StartPulls:
 
 @dataclass(frozen=True, slots=True)
 class CopyIn:
-    """All that was pulled into `target` is there: to the device with it."""
+    """Copy `target` to the device: all that was pulled into it has arrived."""
 
     target: Hashable
     block: int
 
 
-Action = Say | StartPulls | CopyIn
+Action = SendTo | StartPulls | CopyIn
 
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """What a worker's state machine is made of."""
+    """The configuration of a worker's state machine."""
 
     table: ChunkTable
-    owners: Sequence[Sequence[int]]  # of each chunk: pulls go to the first, all else to all
-    servers: Sequence[int]  # also those that own no chunk; the first commits
+    owners: Sequence[Sequence[int]]  # servers of each chunk: pulls go to the first, all else to all
+    servers: Sequence[int]  # including those that own no chunk; the first commits
     committed: int  # the step at which this session begins
     compute_blocks: Sequence[int]  # in the order of a forward
     slots: int
-    buffers: int  # for gradients on their way
-    workers: int = 1  # whose mean gradient updates
-    staleness: int = 0  # how many updates a step's parameters may lack; 1: they lack the last one
+    buffers: int  # gradient buffers
+    workers: int = 1  # workers whose gradients are averaged
+    staleness: int = 0  # updates that a step's parameters may lack; 1: they lack the last one
     replicas: int = 1
     own: int | None = None  # a server that only this worker has
-    # block -> that of its residuals, which are of this worker alone
+    # block -> the block of its residuals, which belong to this worker alone
     residual_block: Mapping[int, int] = field(default_factory=dict)
 
 
 class WorkerStateMachine:
-    """A worker's decisions. Blocks are those of the table; the root block (0) has a buffer of its
-    own and no slot.
+    """The decisions of a worker. Blocks are those of the table; the root block (0) has a buffer of
+    its own and no slot.
 
-    Invariants (asserted by `check`): a buffer is free, taken, or read by servers; what is coming
-    for a target are its tickets; a block is UPDATED in the step that its last update belongs to.
+    Invariants (asserted by `check`): a buffer is free, in use, or read by servers; `_coming` counts
+    the tickets of each target; a block is UPDATED in the step that its last update belongs to.
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
@@ -106,26 +106,26 @@ class WorkerStateMachine:
         self.prefetch = Prefetcher(setup.slots, setup.compute_blocks)
         self.order = {block: i + 1 for i, block in enumerate(setup.compute_blocks)}
         self.blocks = [BlockState(setup.committed, setup.committed) for _ in self.table.blocks]
-        self.chunk_version = [0] * len(self.table.chunks)  # that the updates begun so far give
+        self.chunk_version = [0] * len(self.table.chunks)  # after all updates begun so far
         self._updated_in = [setup.committed] * len(self.table.chunks)
         self._tickets = itertools.count(1)
-        # pulls: ticket -> block and where to; how many are to come there
+        # pulls: ticket -> (block, target); target -> tickets still to arrive
         self._pulls: dict[int, tuple[int, Hashable]] = {}
         self._coming: dict[Hashable, int] = {}
         self.slot_version = [0] * setup.slots  # of the block in it
         self._uses: dict[int, list[int]] = {}  # block -> its slots in use, latest last
-        self._root_version = -1  # that was asked for last
-        self.current: set[int] = set()  # blocks whose buffer of their own need not be fetched
-        # gradient buffers: of the pool, those free; those that servers keep until the update
+        self._root_version = -1  # the last one that was requested
+        self.current: set[int] = set()  # blocks whose own buffer holds the newest values
+        # gradient buffers: all of the pool, the free ones, and those kept until the update
         self.pool = range(setup.buffers)
         self.free: list[Hashable] = list(self.pool)
         self.kept: set[Hashable] = set()
-        # pushes: ticket -> buffer that it is read from; how many servers have yet to read there
+        # pushes: ticket -> the buffer it is read from; buffer -> pushes that still read it
         self._pushes: dict[int, Hashable] = {}
         self._read_by: dict[Hashable, int] = {}
-        # step -> what each worker said with it, once all have ended it, until somebody reads it
+        # step -> the word of each worker; set once all have ended the step, removed when read
         self.words: dict[int, Sequence[bytes]] = {}
-        self.copying = 0  # gradients on their way from the device
+        self.copying = 0  # gradients that are being copied from the device
 
     def _commit_from(self, committed: int) -> CommitStateMachine:
         setup = self.setup
@@ -134,24 +134,24 @@ class WorkerStateMachine:
         )
 
     def handle(self, message: Any) -> list[Action]:
-        """A message from a server."""
+        """Handle a message from a server."""
         match message:
             case messages.Pulled(ticket, _):
                 return self._pulled(ticket)
             case messages.GradAccumulated(chunk, sums):
-                self.blocks[self.table.chunks[chunk].block].came(chunk, sums)
+                self.blocks[self.table.chunks[chunk].block].add_sums(chunk, sums)
             case messages.BufferFree(ticket):
                 self._read(ticket)
             case messages.Written():
-                return _says(self.commit.on_written(message))
+                return _sends(self.commit.on_written(message))
             case messages.Prepared():
-                return _says(self.commit.on_prepared(message))
+                return _sends(self.commit.on_prepared(message))
             case messages.CommitDone():
-                return _says(self.commit.on_committed(message))
+                return _sends(self.commit.on_committed(message))
             case messages.StepWords(step, words):
                 self.words[step] = words
             case _:
-                raise TypeError(f"no worker knows {message!r}")
+                raise TypeError(f"unexpected message from a server: {message!r}")
         return []
 
     # questions
@@ -161,68 +161,68 @@ class WorkerStateMachine:
         return self.commit.ended + 1
 
     def slot_of(self, block: int) -> int | None:
-        """Where its parameters are in place."""
+        """Return the slot of `block` if its parameters are in place."""
         return self.prefetch.here(block)
 
     def slot_in_use(self, block: int) -> int:
-        """The one that was taken last."""
+        """Return the slot that `block` uses, the latest one if it uses several."""
         return self._uses[block][-1]
 
     def is_coming(self, target: Hashable | None = None) -> bool:
-        """Whether something is on its way to `target`, or (None) to anywhere."""
+        """Whether a pull into `target` (None: into any target) is in flight."""
         return bool(self._coming) if target is None else target in self._coming
 
     @property
     def root_is_old(self) -> bool:
-        """Whether the updates begun gave the root block another version than was asked for."""
+        """Whether the updates begun so far made the last requested root block obsolete."""
         return self._root_version != self.blocks[0].version
 
     def is_read(self, buffer: Hashable) -> bool:
-        """Whether servers have yet to read what was sent out of it."""
+        """Whether servers still have to read a push from this buffer."""
         return buffer in self._read_by
 
-    def may_say(self) -> bool:
-        """Whether no gradient is still on its way from the device: what is said of one comes
-        after it."""
+    def may_send(self) -> bool:
+        """Whether no gradient is still being copied from the device. Messages about a gradient must
+        be sent after it."""
         return not self.copying
 
     def workers_of(self, block: int) -> int:
-        """Whose gradients update it."""
+        """Return the number of workers whose gradients update `block`."""
         return 1 if block in self._residual_blocks else self.setup.workers
 
     def is_open(self, block: int) -> bool:
-        """Whether the others have yet to hear that this worker's gradient is whole."""
+        """Whether this worker still has to close its gradient of `block`."""
         state = self.blocks[block]
         return self.workers_of(block) > 1 and not (state.closed or state.updated)
 
     def sums_here(self, block: int) -> bool:
         return not self.blocks[block].sums.due
 
-    def left_over(self, block: int) -> list[Chunk]:
-        """The trainable chunks that the update of `block` in the open step leaves as they are."""
+    def unchanged(self, block: int) -> list[Chunk]:
+        """Return the trainable chunks that the open step's update of `block` leaves unchanged."""
         chunks = self.table.blocks[block].trainable
         return [c for c in chunks if self._updated_in[c.id] != self.blocks[block].updated_in]
 
     def check_takes_grad(self, block: int) -> None:
-        """LoopError once its update has begun."""
+        """Raise LoopError if the update of `block` has begun."""
         if self.blocks[block].updated:
             raise LoopError(
                 f"block '{self.table.blocks[block].name}' got a gradient in step {self.open_step}"
                 " after its update had begun",
                 hint=(
-                    "place(..., backwards_per_step=N) must be the number of backward passes before"
+                    "set place(..., backwards_per_step=N) to the number of backward passes before"
                     " each step()"
                 ),
             )
 
     def committed_before_end(self, step: int) -> int:
-        """The step that must be committed before `step` may end (Rule 4)."""
+        """Return the step that must be committed before `step` may end (Rule 4)."""
         return step - max(UNCOMMITTED, self.setup.staleness)
 
     @property
     def sums_behind(self) -> int:
-        """How many steps the sums of a block may be behind: two replicas report, not in step, so
-        one at a time."""
+        """The number of ended steps whose sums may be missing for a block. With replicas it is 0,
+        because their reports about different steps may interleave."""
         return 0 if self.commit.everywhere else self.setup.staleness
 
     def may_end(self, step: int) -> bool:
@@ -234,27 +234,27 @@ class WorkerStateMachine:
     # pulls
 
     def fetch_block(self, block: int) -> list[Action]:
-        """A forward or backward needs `block` now, in any slot."""
-        return self._plan(self.prefetch.asked(block))
+        """Request `block` for a forward or backward, in any slot."""
+        return self._plan(self.prefetch.request(block))
 
     def use_block(self, block: int) -> int:
-        """It runs from now on, on the slot returned."""
+        """Start using `block`; returns the slot it is in."""
         slot = self.prefetch.use(block)
         self._uses.setdefault(block, []).append(slot)
         return slot
 
     def release_block(self, block: int) -> list[Action]:
-        """It no longer does."""
+        """Stop using `block`."""
         return self._plan(self.prefetch.returned(self._uses[block].pop()))
 
     def fetch_into(self, block: int, target: Hashable) -> list[Action]:
-        """`block` is wanted in a buffer of its own; `target` is opaque, but no slot's number."""
+        """Pull `block` into a buffer of its own. `target` is opaque, but not a slot number."""
         if block == 0:
             self._root_version = self.blocks[0].version
         return [self._pull(block, target)]
 
     def fetch_newest(self, number: int, target: Hashable) -> list[Action]:
-        """A chunk is wanted after every update that has begun."""
+        """Pull a chunk with every update that has begun."""
         chunk = self.table.chunks[number]
         pull = self._ticket(chunk.block, chunk, self.chunk_version[number], target, 0)
         return [StartPulls(target, [pull])]
@@ -270,7 +270,7 @@ class WorkerStateMachine:
         assert target not in self._coming
         chunks = self.table.blocks[block].chunks
         return StartPulls(
-            target, [self._ticket(block, c, self._wanted(c), target, c.offset) for c in chunks]
+            target, [self._ticket(block, c, self._version_for(c), target, c.offset) for c in chunks]
         )
 
     def _ticket(
@@ -290,11 +290,11 @@ class WorkerStateMachine:
         more = self._plan(self.prefetch.arrived(target)) if isinstance(target, int) else []
         return [CopyIn(target, block), *more]
 
-    def _wanted(self, chunk: Chunk) -> int:
-        """The version that the step at work needs, or the next one where this one's update of
+    def _version_for(self, chunk: Chunk) -> int:
+        """Return the version that the open step needs, or the next one if this step's update of
         the chunk has begun."""
         version, staleness = self.chunk_version[chunk.id], self.setup.staleness
-        if staleness > 1:  # whatever there is: `may_end` keeps the bound
+        if staleness > 1:  # any available version will do: `may_end` keeps the bound
             return version - staleness
         last = max(self.commit.ended, self.blocks[chunk.block].updated_in)
         late = staleness and chunk.trainable and 0 < last == self._updated_in[chunk.id]
@@ -303,31 +303,36 @@ class WorkerStateMachine:
     # pushes
 
     def take_buffer(self) -> Hashable:
-        """A gradient is computed into the buffer returned. Only while one is `free`."""
+        """Take a gradient buffer. Only while one is `free`."""
         return self.free.pop()
 
     def return_buffer(self, buffer: Hashable) -> None:
-        """Nobody reads what was computed into `buffer` any more."""
+        """Return a gradient buffer that is no longer read."""
         if buffer in self.pool:
             self.free.append(buffer)
 
     def send_packed(self, chunk: int, grad: Any, sums: Any, fresh: bool) -> list[Action]:
-        """As `send_dense`, of one chunk compressed into arrays of its own."""
+        """Send the compressed gradient of one chunk, which has arrays of its own."""
         push = messages.Push(chunk, grad, fresh, True, next(self._tickets), sums)
-        return [Say(push, self.owners[chunk])]
+        return [SendTo(push, self.owners[chunk])]
 
     def send_dense(
         self,
         buffer: Hashable,
         pieces: Sequence[tuple[Chunk, Any, str]],
         fresh: bool,
-        then: Mapping[int, Say],
+        then: Mapping[int, SendTo],
         keep_always: bool,
     ) -> list[Action]:
-        """The host copy of what was computed into `buffer` is complete; the buffer is free again
-        once every server has read every piece. `pieces`: (chunk, its gradient, what it was
-        downcast to). `fresh`: it begins a new sum. `then`: what is said right behind a chunk.
-        `keep_always`: no gradient waits for step(), so none is moved elsewhere."""
+        """Send gradients whose host copy in `buffer` is complete. The buffer is free again once
+        every server has read every piece.
+
+        Args:
+            pieces: (chunk, its gradient, the dtype it was downcast to or "").
+            fresh: Start a new sum.
+            then: Messages to send directly after the gradient of a chunk.
+            keep_always: Gradients never wait for step(), so servers may keep them in place.
+        """
         pooled = buffer in self.pool
         keep = keep_always or not pooled or len(self.kept) < len(self.pool) - NEVER_KEPT
         if keep and fresh and pooled:
@@ -339,7 +344,7 @@ class WorkerStateMachine:
                 self._pushes[ticket] = buffer
                 self._read_by[buffer] = self._read_by.get(buffer, 0) + 1
                 push = messages.Push(chunk.id, grad, fresh, keep, ticket, dtype=dtype)
-                out.append(Say(push, (server,)))
+                out.append(SendTo(push, (server,)))
             if chunk.id in then:
                 out.append(then[chunk.id])
         return out
@@ -347,7 +352,7 @@ class WorkerStateMachine:
     def _read(self, ticket: int) -> None:
         buffer = self._pushes.pop(ticket, None)
         if buffer is None:
-            return  # a compressed push: its arrays are their own
+            return  # a compressed push has its own arrays
         self._read_by[buffer] -= 1
         if not self._read_by[buffer]:
             del self._read_by[buffer]
@@ -357,7 +362,7 @@ class WorkerStateMachine:
     # a block's gradient
 
     def grad_ready(self, block: int, present: Sequence[int]) -> None:
-        """There is a gradient of `block`, of its parameters `present`."""
+        """Record that there is a gradient of `block`, for its parameters `present`."""
         self.check_takes_grad(block)
         state = self.blocks[block]
         state.enter(GradPhase.HELD_CLOSED if state.closed else GradPhase.HELD)
@@ -366,20 +371,20 @@ class WorkerStateMachine:
             self._expect_sums(block)
 
     def close_grad(self, block: int) -> list[Action]:
-        """This worker's gradient of `block` is whole. Only where `may_say` and `is_open(block)`."""
+        """Close this worker's gradient of `block`. Only if `may_send` and `is_open(block)`."""
         self._close(block)
         chunks = self.table.blocks[block].trainable
-        return [Say(messages.Close(c.id, self.open_step), self.owners[c.id]) for c in chunks]
+        return [SendTo(messages.Close(c.id, self.open_step), self.owners[c.id]) for c in chunks]
 
     def _expect_sums(self, block: int) -> None:
-        """GradAccumulated messages for a gradient of `block`: one of each server, so that the
-        last is that of the last push."""
+        """Expect the GradAccumulated messages for a gradient of `block`: one from each server of
+        each chunk, so the last to arrive belongs to the last push."""
         due = self.blocks[block].sums.due
         for chunk in self.table.blocks[block].trainable:
             due[chunk.id] = due.get(chunk.id, 0) + len(self.owners[chunk.id])
 
     def _discard(self, chunks: Sequence[Chunk]) -> list[Action]:
-        return [Say(messages.DiscardGrad(c.id), self.owners[c.id]) for c in chunks]
+        return [SendTo(messages.DiscardGrad(c.id), self.owners[c.id]) for c in chunks]
 
     def _close(self, block: int) -> None:
         if self.is_open(block):
@@ -388,7 +393,7 @@ class WorkerStateMachine:
             self._expect_sums(block)
 
     def drop_grad(self, block: int) -> list[Action]:
-        """The gradient of `block` is not wanted. Only where `may_say`, and its sums are here."""
+        """Drop the gradient of `block`. Only if `may_send` and `sums_here(block)`."""
         state = self.blocks[block]
         assert state.held and not state.sums.due
         self.current.discard(block)
@@ -404,9 +409,9 @@ class WorkerStateMachine:
         hyperparameters: Mapping[int, tuple[float, ...]],
         scales: Scales,
     ) -> list[Action]:
-        """The update of `block` as part of `step`: of every span whose `scales(param)` is not None.
-        From now on the block has its next version. One worker leaves out what has no gradient;
-        several release every chunk, and the server takes what any of them has."""
+        """Begin the update of `block` as part of `step`, for every span whose `scales(param)` is
+        not None. Pulls then request the next version. A single worker skips chunks without a
+        gradient; several update every chunk, and the server merges what they have."""
         state, workers = self.blocks[block], self.workers_of(block)
         assert step == self.open_step
         self._close(block)
@@ -421,7 +426,7 @@ class WorkerStateMachine:
             self._updated_in[chunk.id] = step
             hyper, order = hyperparameters[chunk.group], self.order.get(block, 0)
             update = messages.ApplyUpdate(chunk.id, step, hyper, scaled, order)
-            out.append(Say(update, self.owners[chunk.id]))
+            out.append(SendTo(update, self.owners[chunk.id]))
         if out:
             self._new_version(block)
             state.changed_in = step
@@ -430,10 +435,10 @@ class WorkerStateMachine:
         return out
 
     def end_update(self, block: int) -> list[Action]:
-        """All of it was said. Where chunks are `left_over`: only where `may_say`, and the sums of
-        `block` are here."""
+        """Finish `begin_update`, whose actions have been carried out. If there are `unchanged`
+        chunks, call it only if `may_send` and `sums_here(block)`."""
         self.blocks[block].present.clear()
-        return self._discard(self.left_over(block))
+        return self._discard(self.unchanged(block))
 
     def _new_version(self, block: int) -> None:
         self.blocks[block].version += 1
@@ -442,22 +447,23 @@ class WorkerStateMachine:
     # steps
 
     def end_step(self, step: int, word: bytes = b"") -> list[Action]:
-        """All updates of `step` have begun. Only where `may_end`. `word`: for the other workers."""
+        """End `step`, all of whose updates have begun. Only if `may_end`. `word`: bytes for the
+        other workers."""
         assert self.may_end(step)
-        out = _says(self.commit.end_step(step, word))
+        out = _sends(self.commit.end_step(step, word))
         for block, state in enumerate(self.blocks):
-            # with staleness they change once more, a step later
+            # with staleness, the values that a pull gets change once more, a step later
             if 1 <= step - state.changed_in <= self.setup.staleness:
                 self._new_version(block)
             state.end_step()
         return [*out, *self._plan(self.prefetch.stepped())]
 
     def job_state(self, step: int, blob: Any) -> list[Action]:
-        """The job's own state after `step`."""
-        return _says(self.commit.blob(step, blob))
+        """Record this worker's part of the job state after `step`."""
+        return _sends(self.commit.blob(step, blob))
 
-    def begin_again(self, step: int) -> None:
-        """The servers hold other contents, as those of `step`; nothing is on its way."""
+    def reset(self, step: int) -> None:
+        """Restart at `step`: the servers hold other contents now. Nothing may be in flight."""
         assert not self._coming and not any(state.held for state in self.blocks)
         self.commit = self._commit_from(step)
         self.chunk_version = [0] * len(self.chunk_version)
@@ -484,5 +490,5 @@ class WorkerStateMachine:
             assert not state.present or state.phase is not GradPhase.EMPTY
 
 
-def _says(said: Sequence[tuple[int, Any]]) -> list[Action]:
-    return [Say(message, (server,)) for server, message in said]
+def _sends(addressed: Sequence[Addressed]) -> list[Action]:
+    return [SendTo(message, (server,)) for server, message in addressed]

@@ -1,1 +1,1 @@
-"""What reducers, their members and the coordinator decide: events in, actions out (Rule 7)."""
+"""State machines of reducers, workers and the coordinator: events in, actions out (Rule 7)."""

@@ -1,21 +1,23 @@
-"""Whether all workers mean the same by an operation: what the coordinator (at worker 0) makes of
-what they say.
+"""State machine of the coordinator (at worker 0): check that all workers begin the same operations.
 
-    Say (an operation is new to a worker) ------> Agreed, to all: all have said the same
-    Stall (it waits since a second, for this) --> Differ, to all: two said different things, or wait
-    for each other
-    Ask, Has: whether a worker that is blocked has begun what another one waits for
+    Say (a worker begins a new operation) ----------> Agreed, to all: all workers have begun it
+    Stall (a worker has waited for a second) -------> Mismatch, to all: two workers began different
+                                                      operations, or workers wait for each other
+    Ask, Has: query whether a blocked worker has begun the operation that another one waits for
 
-An operation is the `use`-th of an identity (a name, or "an unnamed sum"), with a signature: type,
-shape, what is done. Those of an identity and signature that all have said once need no word any
-more, but for those that are agreed each time. A Differ begins a new epoch: what is not complete is
-given up by all, all numbers begin anew.
+An operation has an identity (a name, or "an unnamed sum"), a number among those of its identity
+(`use`), and a signature (type, shape, what is done). Once all workers have agreed on an identity
+and signature, later operations with both need no messages, except those that are agreed `each`
+time. A Mismatch begins a new epoch: all workers abandon incomplete operations, and all numbers
+start again.
 
-NOTE cycles. Worker A is blocked on X; worker B, blocked on Y, had not begun X when it was asked: it
-cannot begin X before Y is done. A ring of such facts can never be undone, whenever each of them was
-true: an operation has one number, and who is blocked begins nothing. So no common moment is needed.
+NOTE cycles. Let worker A be blocked on X, and let worker B, blocked on Y, answer that it has not
+begun X. Then B cannot begin X before Y is done. A cycle of such answers is a deadlock, even if the
+answers are from different times, because each operation has a unique number and a blocked worker
+begins nothing. So no consistent snapshot is needed.
 
-Pure. Assumes that a worker which says it is blocked begins nothing until that operation is done.
+No I/O, no clock. Assumes that a worker which reports to be blocked begins nothing until that
+operation is done.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """`each`: agreed every time, not once for its identity and signature."""
+    """A collective operation. `each`: agreed every time, not once per identity and signature."""
 
     identity: str
     use: int
@@ -43,15 +45,15 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """To all workers, or to the one that did not know it yet."""
+    """All workers have begun the operation. Sent to all of them, or only to worker `to`."""
 
     operation: Operation
     to: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Differ:
-    """To all workers: one sentence, and the epoch that begins."""
+class Mismatch:
+    """Workers do not do the same: start a new epoch. Sent to all workers."""
 
     epoch: int
     words: str
@@ -59,74 +61,79 @@ class Differ:
 
 @dataclass(frozen=True, slots=True)
 class AskWhetherBegun:
-    """To a worker that is blocked: has it begun that?"""
+    """Ask a blocked worker whether it has begun an operation."""
 
     to: int
     place: tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
-    """What waits for a worker that has gone never comes. To all workers, or to the one that
-    asks for it."""
+class WorkerLost:
+    """An operation waits for a worker that has left. Sent to all workers, or only to `to`."""
 
     words: str
     to: int | None = None
 
 
-Said = Agreed | Differ | AskWhetherBegun | Gone
+AgreementAction = Agreed | Mismatch | AskWhetherBegun | WorkerLost
 
 
 @dataclass(slots=True)
 class _Worker:
-    """What it said last when it waited for a second."""
+    """The last Stall of a worker."""
 
     pending: Sequence[Operation] = ()
     blocked: Operation | None = None
-    # had not begun these when blocked on that
+    # operations that it had not begun while blocked on that one
     lacks: set[tuple[str, int]] = field(default_factory=set)
 
 
 class AgreementStateMachine:
-    """`waits` False: asynchronous training, nobody waits for others but where an operation is
-    agreed each time.
-    Invariants (`check`): said by fewer than all workers, with one signature; nobody is blocked in
-    another epoch.
+    """Checks the operations of all workers. `waits` False: asynchronous training, in which workers
+    wait for each other only for operations that are agreed each time.
+
+    Invariants (`check`): an operation in `begun` was begun by at least one and not all workers,
+    with the same signature; only blocked workers have `lacks`.
     """
 
     def __init__(self, workers: int, waits: bool = True) -> None:
         self.workers, self.waits, self.epoch = workers, waits, 0
-        self.said: dict[tuple[str, int], dict[int, Operation]] = {}
-        self.agreed: set[tuple[str, str]] = set()
-        self.gone: dict[int, str] = {}
+        self.begun: dict[tuple[str, int], dict[int, Operation]] = {}  # place -> by worker
+        self.agreed: set[tuple[str, str]] = set()  # identity, signature
+        self.lost: dict[int, str] = {}  # workers that have left -> why
         self._workers = [_Worker() for _ in range(workers)]
 
-    def say(self, worker: int, epoch: int, operation: Operation) -> list[Said]:
+    def say(self, worker: int, epoch: int, operation: Operation) -> list[AgreementAction]:
+        """Note that a worker has begun an operation."""
         if epoch != self.epoch:
-            return []  # a Differ is on its way to it
+            return []  # the worker has not received the last Mismatch yet
         if not operation.each and (operation.identity, operation.signature) in self.agreed:
             return [Agreed(operation, worker)]
         waits = self.waits or operation.each
-        if waits and self.gone:
-            rank, why = next(iter(self.gone.items()))
-            return [Gone(f"worker {rank} has gone, {operation} waits for it: {why}", worker)]
+        if waits and self.lost:
+            rank, why = next(iter(self.lost.items()))
+            return [WorkerLost(f"{operation} needs worker {rank}, which has left: {why}", worker)]
         place = operation.place if waits else (operation.identity, 0)
-        said = self.said.setdefault(place, {})
-        said[worker] = operation
-        if found := self._differ(place):
+        begun = self.begun.setdefault(place, {})
+        begun[worker] = operation
+        if found := self._mismatch(place):
             return found
-        if not waits or len(said) < self.workers:
+        if not waits or len(begun) < self.workers:
             return []
-        del self.said[place]
+        del self.begun[place]
         if not operation.each:
             self.agreed.add((operation.identity, operation.signature))
         return [Agreed(operation)]
 
     def stall(
         self, worker: int, epoch: int, pending: Sequence[Operation], blocked: Operation | None
-    ) -> list[Said]:
-        """`pending`: what this worker has waited for since a second; `blocked`: what its thread
-        waits for."""
+    ) -> list[AgreementAction]:
+        """Note that a worker has waited for a second.
+
+        Args:
+            pending: The operations that it waits for.
+            blocked: The operation that blocks its thread, if any.
+        """
         if epoch != self.epoch or not self.waits:
             return []
         mine = self._workers[worker]
@@ -134,19 +141,14 @@ class AgreementStateMachine:
             mine.lacks = set()
         mine.pending, mine.blocked = pending, blocked
         for operation in pending:
-            if found := self._differ(operation.place):
+            if found := self._mismatch(operation.place):
                 return found
-        others = [
-            (rank, one)
-            for rank, one in enumerate(self._workers)
-            if rank != worker and one.blocked is not None
-        ]
         if blocked is None:
             return []
         return [
             AskWhetherBegun(rank, blocked.place)
-            for rank, one in others
-            if blocked.place not in one.lacks
+            for rank, other in enumerate(self._workers)
+            if rank != worker and other.blocked is not None and blocked.place not in other.lacks
         ]
 
     def has(
@@ -156,7 +158,9 @@ class AgreementStateMachine:
         place: tuple[str, int],
         began: bool,
         blocked: tuple[str, int] | None,
-    ) -> list[Said]:
+    ) -> list[AgreementAction]:
+        """Take the answer to AskWhetherBegun: whether the worker, blocked on `blocked`, has begun
+        `place`."""
         mine = self._workers[worker]
         if epoch != self.epoch or began or mine.blocked is None or mine.blocked.place != blocked:
             return []
@@ -171,28 +175,28 @@ class AgreementStateMachine:
         ]
         return self._verdict("workers wait for each other: " + "; ".join(parts))
 
-    def left(self, worker: int, why: str) -> list[Said]:
-        """Its link has ended."""
-        self.gone[worker] = why
+    def left(self, worker: int, why: str) -> list[AgreementAction]:
+        """Note that a worker's link has ended."""
+        self.lost[worker] = why
         self._workers[worker] = _Worker()
-        for said in self.said.values():
-            operation = next(iter(said.values()))
-            if worker not in said and (self.waits or operation.each):
-                return [Gone(f"worker {worker} has gone, {operation} waits for it: {why}")]
+        for begun in self.begun.values():
+            operation = next(iter(begun.values()))
+            if worker not in begun and (self.waits or operation.each):
+                return [WorkerLost(f"{operation} needs worker {worker}, which has left: {why}")]
         return []
 
-    def _differ(self, place: tuple[str, int]) -> list[Said]:
-        """Whether two workers mean different things by it."""
-        meant = {rank: one.signature for rank, one in self.said.get(place, {}).items()}
-        for rank, one in enumerate(self._workers):
-            for operation in one.pending:
+    def _mismatch(self, place: tuple[str, int]) -> list[AgreementAction]:
+        """Check that all workers which have begun an operation gave it the same signature."""
+        found = {rank: operation.signature for rank, operation in self.begun.get(place, {}).items()}
+        for rank, worker in enumerate(self._workers):
+            for operation in worker.pending:
                 if operation.place == place:
-                    meant[rank] = operation.signature
-        if len(set(meant.values())) < 2:
+                    found[rank] = operation.signature
+        if len(set(found.values())) < 2:
             return []
         ranks: dict[str, list[int]] = {}
-        for rank in sorted(meant):
-            ranks.setdefault(meant[rank], []).append(rank)
+        for rank in sorted(found):
+            ranks.setdefault(found[rank], []).append(rank)
         parts = [
             f"worker{'s' * (len(own) > 1)} {', '.join(map(str, own))}: {signature}"
             for signature, own in ranks.items()
@@ -200,7 +204,8 @@ class AgreementStateMachine:
         return self._verdict(f"workers differ about {place[0]!r}: " + "; ".join(parts))
 
     def _ring(self, worker: int, path: list[int]) -> list[int]:
-        """Workers of which each waits for what the next one lacks, from `worker` back to it."""
+        """Find a cycle of workers from `worker`: each waits for an operation that the next one has
+        not begun."""
         if path and worker == path[0]:
             return path
         mine = self._workers[worker]
@@ -215,15 +220,15 @@ class AgreementStateMachine:
                 return ring
         return []
 
-    def _verdict(self, words: str) -> list[Said]:
+    def _verdict(self, words: str) -> list[AgreementAction]:
         self.epoch += 1
-        self.said.clear()
+        self.begun.clear()
         self.agreed.clear()
         self._workers = [_Worker() for _ in range(self.workers)]
-        return [Differ(self.epoch, words)]
+        return [Mismatch(self.epoch, words)]
 
     def check(self) -> None:
-        for said in self.said.values():
-            assert 0 < len(said) < self.workers or not self.waits
-            assert len({operation.signature for operation in said.values()}) == 1
-        assert all(one.blocked is not None or not one.lacks for one in self._workers)
+        for begun in self.begun.values():
+            assert 0 < len(begun) < self.workers or not self.waits
+            assert len({operation.signature for operation in begun.values()}) == 1
+        assert all(worker.blocked is not None or not worker.lacks for worker in self._workers)

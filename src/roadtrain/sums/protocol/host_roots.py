@@ -1,11 +1,10 @@
-"""Inside a host: which of its workers' devices sum for the others, by where devices and network
-cards hang.
+"""Choice of the workers of a host that sum for the others, by its PCIe topology.
 
-Jiang et al. (BytePS, OSDI 2020), section 4.2. A device's way to the processor's memory is its
-switch's link. Where some switches with devices have a network card and others do not, the cards'
-links are left to the network: all gradients meet at devices on the others (reduce and broadcast,
-roots in turn). Where all are alike, each device meets the others for its own piece (reduce-scatter,
-all-gather). Pure.
+See Jiang et al. (BytePS, OSDI 2020), section 4.2. Devices below one PCIe switch share its link to
+host memory. If some switches with devices have a network card and others do not, the links with
+cards are left to the network: the gradients are summed by devices below the other switches (reduce
+and broadcast, roots in turn). Otherwise all devices sum, each its own piece (reduce-scatter,
+all-gather). No I/O.
 """
 
 from __future__ import annotations
@@ -14,15 +13,24 @@ from collections.abc import Sequence
 
 
 def choose(devices: Sequence[str], nics: Sequence[str]) -> list[int]:
-    """The devices (of the local workers of the same number) that sum. All by the places of their
-    PCI functions as Linux names them (/sys/devices/pci0000:40/0000:40:01.1/0000:41:00.0): those
-    that share the port nearest the processor share a link."""
-    taken = {_port(place) for place in nics}
-    without = [number for number, place in enumerate(devices) if _port(place) not in taken]
+    """Choose the devices that sum.
+
+    Args:
+        devices: Path of the PCI function of each local worker's device, as under /sys:
+            /sys/devices/pci0000:40/0000:40:01.1/0000:41:00.0. Functions below the same root port
+            share a link.
+        nics: Paths of the network cards.
+
+    Returns:
+        Numbers of the local workers.
+    """
+    used = {_port(place) for place in nics}
+    without = [number for number, place in enumerate(devices) if _port(place) not in used]
     return without or [*range(len(devices))]
 
 
 def _port(place: str) -> tuple[str, ...]:
+    """Return the root complex and the root port of a path."""
     parts = [part for part in place.split("/") if part]
     at = next((i for i, part in enumerate(parts) if part.startswith("pci")), len(parts) - 1)
     return tuple(parts[at : at + 2])

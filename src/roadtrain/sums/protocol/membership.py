@@ -1,12 +1,13 @@
-"""Spare hosts that come, go and die while workers sum: when all go on, and with which hosts.
+"""State machine for adding and removing spare hosts while workers sum.
 
-    lost, offered, left --> Coordinator (at worker 0) -- Ask --> all workers: dial what is new,
-    hold, say your rounds
-                                                     <- state --
-                                                     -- Change -> all workers: their Map, then go on
+    a host is offered or lost --> Coordinator (at worker 0)
+        -- Ask -->    all workers: connect to new hosts, begin no round, report the rounds begun
+        <-- State --
+        -- Change --> all workers: update the Map, then resume
 
-Summation pauses for one message there and back. A Change says of each tensor how far any worker had
-begun, so that all workers agree where each part of each round goes (part_map.py). Pure.
+Summation pauses for one round trip. A Change has the last round that any worker has begun of each
+tensor, so that all workers agree on the reducer of each part in each round (part_map.py). No I/O,
+no clock.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ Rounds: TypeAlias = dict[int, tuple[int, int]]
 
 
 class AskRounds(NamedTuple):
-    """To all workers: connect to what is new, begin no round, say your rounds."""
+    """Ask all workers to connect to new hosts, to begin no round and to report their rounds."""
 
-    number: int  # of the question
+    number: int  # of the query
     added: Spares
 
 
 @dataclass(frozen=True)
 class Change:
-    """To all workers: go on, by these reducers."""
+    """Ask all workers to resume with other reducers."""
 
-    number: int  # of the question
-    gone: tuple[int, ...]
+    number: int  # of the query
+    removed: tuple[int, ...]
     added: Spares
-    # Tensor -> (the last round that any worker has begun, the first that any lacks the sum of).
+    # Tensor -> (last round that any worker has begun, first round whose sum any worker lacks).
     rounds: Rounds
 
 
@@ -45,16 +46,16 @@ class MembershipStateMachine:
         self.workers = workers
         # Number of a reducer -> its address and rate.
         self.spares = {number: (address, rate) for number, address, rate in spares}
-        self.number = 0  # of the last question
-        self._next_reducer = workers + len(spares)  # numbers are not used again
-        self.asked: AskRounds | None = None  # the question that is not answered by all
-        # Worker -> (its rounds, the new reducers it does not reach); only while something is asked.
+        self.number = 0  # of the last query
+        self._next_reducer = workers + len(spares)  # numbers are not reused
+        self.query: AskRounds | None = None  # the query that some workers have not answered
+        # Worker -> (its rounds, new reducers that it cannot reach); empty unless there is a query.
         self.states: dict[int, tuple[Mapping[int, tuple[int, bool]], set[int]]] = {}
-        self.lost: set[int] = set()  # of `spares`: to be left out by the next change
-        self.offers: dict[str, float] = {}  # address -> rate, to be added by the next question
+        self.lost: set[int] = set()  # of `spares`: removed by the next change
+        self.offers: dict[str, float] = {}  # address -> rate, added by the next query
 
-    def gone(self, reducer: int) -> list[MembershipAction]:
-        """It died or is to leave."""
+    def remove(self, reducer: int) -> list[MembershipAction]:
+        """Remove a spare host that has died or is no longer listed."""
         if reducer in self.spares:
             self.lost.add(reducer)
         return self._ask()
@@ -71,32 +72,36 @@ class MembershipStateMachine:
         rounds: Mapping[int, tuple[int, bool]],
         refused: Sequence[int],
     ) -> list[MembershipAction]:
-        """`rounds`: tensor -> (the last one begun, whether its sum is there). `refused`: new
-        hosts it does not reach."""
-        if self.asked is None or number != self.asked.number:
+        """Take a worker's answer to a query.
+
+        Args:
+            rounds: Tensor -> (last round begun, whether the worker has its sum).
+            refused: New reducers that the worker cannot reach.
+        """
+        if self.query is None or number != self.query.number:
             return []
         self.states[worker] = rounds, set(refused)
         if len(self.states) < self.workers:
             return []
         refusals = set().union(*(refused for _, refused in self.states.values()))
-        added = tuple(spare for spare in self.asked.added if spare[0] not in refusals)
+        added = tuple(spare for spare in self.query.added if spare[0] not in refusals)
         change = Change(number, tuple(sorted(self.lost)), added, self._rounds())
         for reducer in self.lost:
             del self.spares[reducer]
         self.spares |= {reducer: (address, rate) for reducer, address, rate in added}
-        self.asked, self.states, self.lost = None, {}, set()
+        self.query, self.states, self.lost = None, {}, set()
         return [change, *self._ask()]
 
     def _ask(self) -> list[MembershipAction]:
-        if self.asked is not None or not (self.lost or self.offers):
+        if self.query is not None or not (self.lost or self.offers):
             return []
         self.number += 1
         added = tuple(
             (self._next_reducer + i, *offer) for i, offer in enumerate(self.offers.items())
         )
         self._next_reducer, self.offers = self._next_reducer + len(added), {}
-        self.asked = AskRounds(self.number, added)
-        return [self.asked]
+        self.query = AskRounds(self.number, added)
+        return [self.query]
 
     def _rounds(self) -> Rounds:
         out: Rounds = {}
@@ -107,7 +112,7 @@ class MembershipStateMachine:
 
     def check(self) -> None:
         """Assert every invariant."""
-        assert self.asked is not None or not (self.states or self.lost or self.offers)
+        assert self.query is not None or not (self.states or self.lost or self.offers)
         assert len(self.states) < self.workers
         assert self.lost <= set(self.spares)
         assert all(number < self._next_reducer for number in self.spares)

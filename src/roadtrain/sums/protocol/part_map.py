@@ -1,8 +1,8 @@
-"""Map: which reducer sums a part in which round, while spare hosts come and go (membership.py).
+"""Map: the reducer of each part in each round, while spare hosts are added and removed.
 
-Later rounds than a Change says go by its shares, earlier ones where they went, but for parts whose
-host is gone: those go where the first map after says whose host is there. So all workers agree on
-every part of every round. Pure.
+A Change (membership.py) assigns new shares to the rounds after those it names. Earlier rounds keep
+their reducers, except for parts whose reducer was removed: these use the first later assignment
+whose reducer is still there. So all workers agree on every part of every round. No I/O.
 """
 
 from __future__ import annotations
@@ -16,17 +16,22 @@ from roadtrain.sums.protocol.shares import optimum, reducers
 
 @dataclass
 class _Epoch:
-    """What holds from one change to the next."""
+    """The assignment between two changes."""
 
-    shares: Mapping[int, float]  # of each reducer
-    # Tensor -> as in Change: rounds beyond the first number go by these shares.
+    shares: Mapping[int, float]  # by reducer
+    # Change.rounds: these shares apply to rounds after the first number of each tensor.
     after: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
 class Map:
-    """Which reducer sums a part. All reducers that are or were there have a number. `fixed`: the
-    shares for ever, where nobody comes or goes. `separate`: workers sum only while there is no
-    spare host."""
+    """Assigns parts to reducers, which have unique numbers.
+
+    Args:
+        rates: Rates of the workers' links, in bytes a second.
+        spares: The spare hosts at the start.
+        fixed: Constant shares, for use without changes.
+        separate: Workers sum only while there is no spare host.
+    """
 
     def __init__(
         self,
@@ -36,15 +41,15 @@ class Map:
         *,
         separate: bool = False,
     ) -> None:
-        self.rates = tuple(rates)  # of the workers' links, bytes a second
+        self.rates = tuple(rates)
         self.separate = separate
         self.spares = {number: rate for number, _, rate in spares}
-        self.gone: set[int] = set()  # numbers of reducers; disjoint from `spares`
-        # The oldest that a round may still go by first.
+        self.removed: set[int] = set()  # reducers; disjoint from `spares`
+        # Begins with the oldest epoch that a round may still use.
         self._epochs = [_Epoch(fixed or self._best())]
-        # (tensor, parts) -> what `_known` found last: the epoch, the reducers, which of them are
-        # others than was meant.
-        self._found: dict[tuple[int, int], tuple[int, list[int], list[bool]]] = {}
+        # (tensor, parts) -> last result of `_lookup`: epoch, reducers, which of them are
+        # replacements.
+        self._cache: dict[tuple[int, int], tuple[int, list[int], list[bool]]] = {}
 
     def _best(self) -> dict[int, float]:
         if self.separate and self.spares:
@@ -56,48 +61,50 @@ class Map:
 
     @property
     def shares(self) -> Mapping[int, float]:
-        """How much each reducer sums of what begins now."""
+        """The share of each reducer in rounds that begin now."""
         return self._epochs[-1].shares
 
     def reducers(self, key: int, parts: int, round: int) -> list[int]:
-        return self._known(key, parts, round)[1]
+        """Return the reducer of each part of a tensor in a round."""
+        return self._lookup(key, parts, round)[1]
 
     def moved(self, key: int, parts: int, round: int) -> list[bool]:
-        """Which parts of this round go to another reducer than was meant, as that is gone. A
-        reducer keeps those apart: it may have the part's next round already, which was meant for
-        it."""
-        return self._known(key, parts, round)[2]
+        """Return which parts of a round go to a replacement of a removed reducer. The replacement
+        keeps them separate, as it may already have the next round of the same part."""
+        return self._lookup(key, parts, round)[2]
 
-    def _known(self, key: int, parts: int, round: int) -> tuple[int, list[int], list[bool]]:
+    def _lookup(self, key: int, parts: int, round: int) -> tuple[int, list[int], list[bool]]:
         base = self._base(key, round)
-        known = self._found.get((key, parts))
-        if known is None or known[0] != base:
+        found = self._cache.get((key, parts))
+        if found is None or found[0] != base:
             there = self._there(key, parts, base)
             moved = [a != b for a, b in zip(there, reducers(key, parts, self._epochs[base].shares))]
-            known = self._found[key, parts] = base, there, moved
-        return known
+            found = self._cache[key, parts] = base, there, moved
+        return found
 
     def _base(self, key: int, round: int) -> int:
+        """Return the index of the epoch whose shares apply to a round."""
         epochs = range(len(self._epochs) - 1, 0, -1)
         return next((i for i in epochs if round > self._epochs[i].after.get(key, (0, 0))[0]), 0)
 
     def _there(self, key: int, parts: int, base: int) -> list[int]:
+        """Return the reducers of a tensor's parts, with replacements for removed ones."""
         out = reducers(key, parts, self._epochs[base].shares)
         for epoch in self._epochs[base + 1 :]:
-            if self.gone.isdisjoint(out):
+            if self.removed.isdisjoint(out):
                 break
             out = [
-                new if old in self.gone else old
+                new if old in self.removed else old
                 for old, new in zip(out, reducers(key, parts, epoch.shares))
             ]
         return out
 
     def change(self, change: Change) -> None:
-        self.gone |= set(change.gone)
-        for reducer in change.gone:
+        self.removed |= set(change.removed)
+        for reducer in change.removed:
             self.spares.pop(reducer, None)
         self.spares |= {number: rate for number, _, rate in change.added}
         self._epochs.append(_Epoch(self._best(), change.rounds))
-        self._found.clear()
+        self._cache.clear()
         oldest = min((self._base(key, min(both)) for key, both in change.rounds.items()), default=0)
-        del self._epochs[:oldest]  # no round is left that went by them
+        del self._epochs[:oldest]  # no round uses them any more

@@ -1,14 +1,15 @@
-"""What a reducer does with a part that arrives: waits for all workers' of the round, has them
-summed, begins again.
+"""State machine of a reducer: collect the parts of all workers in a round, then have them summed.
 
-Rule `sum`: the sum of one round's parts, in the order of the workers, goes to all of them. Rule
-`accumulate`: every part is added to what is there, and the new value goes back to its sender alone;
-nobody waits (asynchronous training). A spare host that dies leaves parts to another: every worker
-pushes such a part of the round again, or, if it has that sum already, the sum. One sum among them
-is the answer to those who lack it: as it was added up once, it stays.
+Rule `sum`: the parts of a round are summed in the order of the workers, and all of them get the
+sum. Rule `accumulate` (asynchronous training): each part is added to the accumulated value at once,
+and only its sender gets the new value.
 
-Pure. A worker pushes round r of a part after it has the sum of round r - 1, or has been told that
-all who lack that have it, so a part is in one round at a time.
+If a spare host dies, another reducer takes over its parts. Each worker pushes its part of the round
+again, or, if it already has the sum, the sum. If at least one worker pushed the sum, that is sent
+to the others instead of adding again, so that all workers have the same bits.
+
+No I/O, no clock. A worker pushes round r of a part after it has the sum of round r - 1 and, if it
+pushed that sum, after all workers have it. So a part is in one round at a time.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ RULES = ("sum", "accumulate")
 
 
 class Arrived(NamedTuple):
-    """Worker -> reducer: a part of a tensor, or the sum of that part."""
+    """The header of a pushed part: a worker's part of a tensor, or the sum of that part."""
 
     key: int  # of the tensor
-    start: int  # its first element
+    start: int  # first element of the part
     round: int
     elements: int
-    format: str  # that they travel in
-    summed: int = 0  # of the sum: the bytes of an element; 0: it is the worker's own part
+    format: str  # wire format of the elements
+    summed: int = 0  # 0: the worker's own part; else the sum, with so many bytes per element
 
 
 @dataclass(slots=True)
@@ -39,78 +40,78 @@ class PartRound:
     round: int
     elements: int
     format: str
-    here: set[int] = field(default_factory=set)  # workers whose part has come: some, not all
-    summed: dict[int, int] = field(default_factory=dict)  # who has pushed the sum -> `Arrived`'s
+    here: set[int] = field(default_factory=set)  # workers whose part has arrived; not all
+    summed: dict[int, int] = field(default_factory=dict)  # workers that pushed the sum -> `summed`
 
 
 class ReducerStateMachine:
     def __init__(self, workers: int, rule: str = "sum") -> None:
         assert rule in RULES
         self.workers, self.rule = workers, rule
-        # (tensor, first element) -> the round it is in. Rounds only grow.
-        self.meetings: dict[tuple[int, int], PartRound] = {}
+        # (tensor, first element) -> its current round; round numbers only increase
+        self.rounds: dict[tuple[int, int], PartRound] = {}
 
     def arrived(self, worker: int, part: Arrived) -> PartRound | None:
-        """What is to be added up now, if anything. Raises LoopError where workers do not do the
-        same."""
+        """Take a pushed part. Returns the round to add up now, if any. Raises LoopError if the
+        workers contradict each other."""
         where = part.key, part.start
-        meeting = self.meetings.get(where)
-        if meeting is None or (meeting.round < part.round and not meeting.here):
-            meeting = self._begin(part, meeting)
+        current = self.rounds.get(where)
+        if current is None or (current.round < part.round and not current.here):
+            current = self._begin(part, current)
         if self.rule == "accumulate":
-            meeting.round = max(meeting.round, part.round)
-            return meeting
-        if (meeting.round, meeting.elements, meeting.format) != (
+            current.round = max(current.round, part.round)
+            return current
+        if (current.round, current.elements, current.format) != (
             part.round,
             part.elements,
             part.format,
         ):
             raise LoopError(
-                f"worker {worker} pushes {part.elements} elements of {part.format} of tensor"
-                f" {part.key} in round {part.round}; worker(s) {sorted(meeting.here)}"
-                f" {meeting.elements} of {meeting.format} in round {meeting.round}",
-                hint="every worker runs the same loop over the same model",
+                f"worker {worker} pushed {part.elements} elements of {part.format} of tensor"
+                f" {part.key} in round {part.round}, worker(s) {sorted(current.here)} pushed"
+                f" {current.elements} of {current.format} in round {current.round}",
+                hint="every worker must run the same loop over the same model",
             )
-        if worker in meeting.here:
-            raise LoopError(f"worker {worker} pushes round {part.round} of tensor {part.key} twice")
-        meeting.here.add(worker)
+        if worker in current.here:
+            raise LoopError(f"worker {worker} pushed round {part.round} of tensor {part.key} twice")
+        current.here.add(worker)
         if part.summed:
-            meeting.summed[worker] = part.summed
-        if len(meeting.here) < self.workers:
+            current.summed[worker] = part.summed
+        if len(current.here) < self.workers:
             return None
-        self.meetings[where] = PartRound(part.round, part.elements, part.format)
-        return meeting
+        self.rounds[where] = PartRound(part.round, part.elements, part.format)
+        return current
 
     def _begin(self, part: Arrived, before: PartRound | None) -> PartRound:
-        """The part's next round."""
+        """Begin the part's next round."""
         if before is not None and (before.elements, before.format) != (part.elements, part.format):
             raise LoopError(
-                f"tensor {part.key} had {before.elements} elements of {before.format} from"
-                f" {part.start} on, and has {part.elements} of {part.format} in round"
-                f" {part.round}",
+                f"tensor {part.key} has {part.elements} elements of {part.format} from element"
+                f" {part.start} on in round {part.round}, it had {before.elements} of"
+                f" {before.format} before",
                 hint="give a tensor of another size or format another name",
             )
         begun = PartRound(part.round, part.elements, part.format)
-        self.meetings[part.key, part.start] = begun
+        self.rounds[part.key, part.start] = begun
         return begun
 
-    def given_up(self, worker: int) -> None:
-        """It waits for no sum of what it has pushed. So do all soon, and go on with other keys;
-        worker 0's word is also that for what is complete."""
-        for where, meeting in list(self.meetings.items()):
-            if worker in meeting.here or (worker == 0 and not meeting.here):
-                del self.meetings[where]
+    def give_up(self, worker: int) -> None:
+        """Drop the rounds in which a worker waits for a sum: it has abandoned them, as all workers
+        will, and uses other keys from now on. For worker 0, also drop complete rounds."""
+        for where, current in list(self.rounds.items()):
+            if worker in current.here or (worker == 0 and not current.here):
+                del self.rounds[where]
 
     def missing(self) -> dict[tuple[int, int, int], list[int]]:
-        """(key, start, round) that some have pushed -> the workers that have not."""
+        """Map (key, start, round) of each incomplete round to the workers that it waits for."""
         return {
-            (key, start, m.round): [w for w in range(self.workers) if w not in m.here]
-            for (key, start), m in self.meetings.items()
-            if m.here
+            (key, start, r.round): [w for w in range(self.workers) if w not in r.here]
+            for (key, start), r in self.rounds.items()
+            if r.here
         }
 
     def check(self) -> None:
         """Assert every invariant."""
-        for meeting in self.meetings.values():
-            assert len(meeting.here) < self.workers
-            assert set(meeting.summed) <= meeting.here
+        for current in self.rounds.values():
+            assert len(current.here) < self.workers
+            assert set(current.summed) <= current.here

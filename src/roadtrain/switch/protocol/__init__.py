@@ -1,1 +1,1 @@
-"""What a switch and the two ends of its streams decide: events in, actions out (Rule 7)."""
+"""State machines of switches and of both ends of their streams: events in, actions out (Rule 7)."""

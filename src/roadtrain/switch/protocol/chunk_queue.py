@@ -1,5 +1,5 @@
-"""What workers have said of one chunk whose gradients are summed in the network, and its rounds:
-the part of fan_in.py that each chunk has of its own. Pure."""
+"""The per-chunk state of fan_in.py: queued messages of workers and the rounds of sums. No clock, no
+I/O."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from roadtrain.servers.protocol.messages import ApplyUpdate, Close, DiscardGrad
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """A worker has a gradient of the chunk to be summed."""
+    """A worker announces a gradient of the chunk, to be summed."""
 
     chunk: int
-    fresh: bool  # its first of this step: it replaces what is held
+    fresh: bool  # the worker's first one of this step: it replaces the server's sum
     worker: int = 0
 
 
-GradientWord: TypeAlias = Announce | Close | ApplyUpdate | DiscardGrad
+GradientMessage: TypeAlias = Announce | Close | ApplyUpdate | DiscardGrad
 
 
 class RoundPhase(Enum):
-    EXPONENTS = "exponents"  # of all workers, on their way
-    READY = "ready"  # their maxima are here: waits for its turn and a sum buffer
-    GRADIENT = "gradient"  # integers are on their way to the sum buffer
-    SUMMED = "summed"  # waits for what goes to the server before it
-    PUSHED = "pushed"  # the server takes it out of the sum buffer
+    EXPONENTS = "exponents"  # the exponents of all workers are in flight
+    READY = "ready"  # has the maxima; waits for its turn and a sum buffer
+    GRADIENT = "gradient"  # the integers are in flight
+    SUMMED = "summed"  # the sum is complete; waits for earlier messages to the server
+    PUSHED = "pushed"  # the server is reading the sum buffer
 
 
 AFTER = {
@@ -45,10 +45,10 @@ class SumRound:
 
     chunk: int
     number: int  # counts the sums of this chunk, from 1
-    fresh: bool  # the first since the chunk's last update
+    fresh: bool  # the first one since the chunk's last update
     since: float  # when its phase began
     phase: RoundPhase = RoundPhase.EXPONENTS
-    buffer: int | None = None  # for the sum; from GRADIENT on
+    buffer: int | None = None  # the sum buffer, from GRADIENT on
 
     def enter(self, phase: RoundPhase, now_s: float) -> None:
         assert AFTER[self.phase] is phase
@@ -56,67 +56,68 @@ class SumRound:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """What one worker said, and when."""
+class QueuedMessage:
+    """A message of a worker, and the time when it arrived."""
 
-    word: GradientWord
+    message: GradientMessage
     since: float
 
 
 @dataclass(slots=True)
 class ChunkQueue:
-    """What is said of one chunk. Invariant: some worker's `heard` is empty, or all are matched."""
+    """The state of one chunk. Invariant: at least one of `queues` is empty."""
 
     number: int
-    heard: list[deque[Heard]]  # of each worker what the others have not said yet, in order
+    queues: list[deque[QueuedMessage]]  # per worker: messages not yet matched by the others'
     # Since the chunk's last update or discard:
     announced: set[int] = field(default_factory=set)  # workers that had a gradient
-    without: set[int] = field(default_factory=set)  # lacking in a round (NOTE alone)
+    without: set[int] = field(default_factory=set)  # left out of a round (NOTE alone)
     summed: bool = False  # there was a round
-    closed: bool = False  # all have closed it, and nothing has come after that
-    rounds: int = 0  # of this chunk, ever
-    # What goes to the server, in order; empty, or a round that is not SUMMED comes first.
+    closed: bool = False  # all workers have closed it, and nothing was announced since
+    rounds: int = 0  # all rounds of this chunk so far
+    # Rounds and messages for the server, in order. If not empty, it begins with a round that is not
+    # SUMMED yet.
     up: deque[SumRound | Close | ApplyUpdate | DiscardGrad] = field(default_factory=deque)
 
     @property
     def idle(self) -> bool:
-        return not (any(self.heard) or self.up or self.summed or self.closed)
+        return not (any(self.queues) or self.up or self.summed or self.closed)
 
     @property
     def lacking(self) -> set[int]:
-        """Workers that others wait for."""
-        return {worker for worker, heard in enumerate(self.heard) if not heard}
+        """Workers with an empty queue, which the others wait for."""
+        return {worker for worker, queue in enumerate(self.queues) if not queue}
 
     @property
-    def heads(self) -> list[GradientWord]:
-        """The first unmatched word of each worker, where there is one."""
-        return [heard[0].word for heard in self.heard if heard]
+    def heads(self) -> list[GradientMessage]:
+        """The first message of each queue that is not empty."""
+        return [queue[0].message for queue in self.queues if queue]
 
     def at(self, kind: type[Any]) -> set[int]:
-        """Workers whose first word is of that kind."""
+        """Return the workers whose first message is of that kind."""
         return {
-            w for w, heard in enumerate(self.heard) if heard and isinstance(heard[0].word, kind)
+            w for w, queue in enumerate(self.queues) if queue and isinstance(queue[0].message, kind)
         }
 
     @property
     def dropped(self) -> bool:
-        """Whether all that have a gradient in the sum drop it next."""
+        """Whether all workers with a gradient in the sum discard it next."""
         drop = self.at(DiscardGrad)
         return bool(drop) and self.announced <= drop
 
     def pop(self, kind: type[Any]) -> list[Any]:
-        """The first words that are of that kind, by worker."""
-        return [self.heard[worker].popleft().word for worker in sorted(self.at(kind))]
+        """Remove and return the first messages that are of that kind, by worker."""
+        return [self.queues[worker].popleft().message for worker in sorted(self.at(kind))]
 
     def begin(self) -> None:
-        """The chunk was updated, or what was pushed of it dropped."""
+        """Start over after an update or a discard."""
         self.announced, self.without, self.summed, self.closed = set(), set(), False, False
 
 
 @dataclass(frozen=True, slots=True)
 class LateWorker:
-    """Others have said something of a chunk; this one has not."""
+    """A worker that has not sent a message about a chunk, although others have."""
 
     worker: int
     chunk: int
-    since: float  # when the first of the others said it
+    since: float  # when the first of the others' messages arrived

@@ -1,28 +1,30 @@
-"""What the end of a fan-in does next: it stands between workers whose gradients are summed in the
-network (Sun et al., LuWu, section 3) and one server. Events in, actions out; pure.
+"""State machine of the fan-in end, which connects one server to workers whose gradients are summed
+in the network (Sun et al., LuWu, section 3). Events in, actions out; no clock, no I/O.
 
-    Pull of all    the server is asked once, and all get the copy at once (Broadcast). A pull that
-                   others do not join for ALONE_S is answered by itself (Give)
-    Announce ..    the r-th gradients that all have of a chunk are one round; who has closed the
-                   chunk with fewer adds zeros:
+    Pull           once all workers have sent it, the server is asked once and the copy is sent to
+                   all (Broadcast). If others do not send it for ALONE_S, the pull is answered alone
+                   (Give)
+    Announce       the r-th gradients of a chunk, one per worker, form one round. A worker that has
+                   closed the chunk with fewer gradients adds zeros:
                        Grant -> exponents -> SendMaxima -> gradient packets -> PushRound
-    Close, ApplyUpdate, DiscardGrad, once all have said them, go on behind the rounds before them
+    Close, ApplyUpdate, DiscardGrad    once all workers have sent them, they are forwarded to the
+                   server after the rounds before them
 
-Numbers of the stream that goes up are given out here, in order, each once: they are sent in that
-order, so nobody's are given out before all can send them. Data are granted in the order of the
-exponents, where a sum buffer is free: what is under way is bounded by `sums` (Rule 4), and the
-round that all later ones of its chunk wait for is never the one without a buffer. Every gradient
-that was announced is granted some time, also one that was discarded: its numbers must come.
+Packet numbers of the upward stream are assigned here in order, each once. As packets are sent in
+that order, a round gets its numbers only when all workers can send. SendMaxima are issued in the
+order of the grants, when a sum buffer is free: so memory is bounded by `sums` (Rule 4), and a round
+never waits for a buffer held by a later round of the same chunk. Every announced gradient is
+granted some time, also a discarded one, because the sequence of packets may not have gaps.
 
-NOTE alone. Workers with gradients of different chunks (experts) and few buffers could all wait for
-each other: each has announced what the others have not. So where everybody that lacks a chunk waits
-in this way for ALONE_S, those that have announced it are summed without the others, who add theirs
-in a round of its own. `Tick` says what time it is; without it nobody is late. Integers of two
-rounds are rounded otherwise than those of one, so the sum then depends on the time: it is counted
-(`apart`), and refused where another server makes the same bytes.
+NOTE alone. Workers with gradients of different chunks (experts) and few buffers could deadlock, as
+each has announced a chunk that the others have not. If all workers that lack a chunk have waited in
+this way for ALONE_S, the announced gradients are summed without them, and they add theirs in a
+later round. Time is taken from `Tick` events. Rounding differs between one round and two, so such a
+sum depends on timing: it is counted (`apart`), and refused if another server must compute the same
+bytes.
 
-Assumes each worker's messages in their order. What it shares with relays:
-servers/protocol/intermediary.py.
+Assumes that the messages of each worker arrive in order. servers/protocol/intermediary.py has the
+code shared with relays.
 """
 
 from __future__ import annotations
@@ -42,37 +44,37 @@ from roadtrain.servers.protocol.server import agreed
 from roadtrain.switch.protocol.chunk_queue import (
     Announce,
     ChunkQueue,
-    GradientWord,
-    Heard,
+    GradientMessage,
     LateWorker,
+    QueuedMessage,
     RoundPhase,
     SumRound,
 )
 
-ALONE_S = 1.0  # for the others to say the same, before a worker is served without them
-SAME_LOOP = "every worker runs the same loop with the same model"
+ALONE_S = 1.0  # timeout after which a worker is served without waiting for the others
+SAME_LOOP = "every worker must run the same loop with the same model"
 
 # events
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """What time it is, by any clock that only goes forward."""
+    """The current time, by any monotonic clock."""
 
     now_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class ExponentsCame:
-    """The greatest exponents of a round, of all its blocks, are here."""
+class ExponentsArrived:
+    """The maxima of the exponents of a round have arrived, for all blocks."""
 
     chunk: int
     round: int
 
 
 @dataclass(frozen=True, slots=True)
-class GradientCame:
-    """The sum of a round is whole, in its buffer."""
+class GradientArrived:
+    """The sum of a round is complete in its buffer."""
 
     chunk: int
     round: int
@@ -83,7 +85,7 @@ class GradientCame:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """Send what is in a buffer to all workers at once: one pull of each."""
+    """Answer one pull of each worker by sending a buffer to all of them at once."""
 
     pulls: tuple[m.Pull, ...]
     buffer: int
@@ -91,18 +93,18 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """All workers send the exponents of a round."""
+    """Ask all workers for the exponents of a round."""
 
     chunk: int
     round: int
     first: int  # number of the first packet
-    # whose gradient it is: of each the first announced that was not granted; the others send zeros
+    # workers that send their oldest announced gradient not granted yet; the others send zeros
     announced: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class SendMaxima:
-    """The greatest exponents go to all workers, who send their integers."""
+    """Send the maxima of the exponents to all workers, which then send their integers."""
 
     chunk: int
     round: int
@@ -112,7 +114,7 @@ class SendMaxima:
 
 @dataclass(frozen=True, slots=True)
 class PushRound:
-    """The sum of a round goes to the server."""
+    """Push the sum of a round to the server."""
 
     chunk: int
     round: int
@@ -123,15 +125,15 @@ class PushRound:
 Reported: TypeAlias = Broadcast | Give | PushRound
 FanInEvent: TypeAlias = (
     m.Pull
-    | GradientWord
+    | GradientMessage
     | m.EndStep
     | m.Commit
     | m.CommitDone
     | m.Pulled
     | m.PeerLost
     | Tick
-    | ExponentsCame
-    | GradientCame
+    | ExponentsArrived
+    | GradientArrived
     | m.Done[Reported]
 )
 FanInAction: TypeAlias = Up | Give | Broadcast | Grant | SendMaxima | PushRound
@@ -148,33 +150,42 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         *,
         replicated: bool = False,
     ) -> None:
-        """`buffers`: for copies of parameters; `sums`: for sums of gradients; `packets`: of the
-        exponents and of the gradient of a chunk; `now_s`: the time now, by the clock of the ticks:
-        what arrives before the first tick waits since then; `replicated`: another server has the
-        same chunks and must come to the same bytes."""
+        """
+        Args:
+            buffers: Number of buffers for parameters.
+            sums: Number of buffers for sums of gradients.
+            packets: Function from a chunk's number to its packets of exponents and of gradients.
+            now_s: The current time, by the clock of the ticks.
+            replicated: Another server has the same chunks and must compute the same bytes.
+        """
         assert buffers > 0 and sums > 0
         super().__init__(workers, buffers)
         self.n_sums, self._packets, self._replicated = sums, packets, replicated
-        self.apart = 0  # gradients that came after their round had gone without them
-        self.now = now_s  # of the last Tick
-        # Pulls of some workers, not of all: of each worker, with the time they came.
+        self.apart = 0  # gradients summed in a later round than the others' (NOTE alone)
+        self.now = now_s  # time of the last Tick
+        # Pulls that not all workers have sent: one queue per worker, with arrival times.
         self.alone: dict[Key, list[deque[tuple[m.Pull, float]]]] = {}
         self.chunks: dict[int, ChunkQueue] = {}
-        # Rounds by chunk and number, until the server has them.
+        # Rounds by chunk and number, until the server has read them.
         self.rounds: dict[tuple[int, int], SumRound] = {}
-        # Those of EXPONENTS and READY in the order of their numbers; the first is not READY where
-        # a sum buffer is free.
+        # Rounds in the phases EXPONENTS and READY in the order of their packet numbers. The first
+        # is READY only while no sum buffer is free.
         self.order: deque[SumRound] = deque()
-        # Free sum buffers and those of rounds are disjoint and together all.
+        # Invariant: each sum buffer is either free or used by one round.
         self.free_sums = list(range(sums))
-        self.next_number = 0  # of a packet that goes up
-        # Step -> its updates that all have asked for and the server has not heard of; never 0.
+        self.next_number = 0  # next packet number of the upward stream
+        # Step -> updates that all workers have requested and that are not sent to the server yet;
+        # no zeros.
         self.owed: Counter[int] = Counter()
-        self.ended: dict[int, m.EndStep] = {}  # steps that all have ended, with updates owed
+        self.ended: dict[int, m.EndStep] = {}  # steps ended by all workers that have updates owed
 
     def handle(self, event: FanInEvent) -> list[FanInAction]:
-        """Next actions. Raises LostError where a step needs a worker that has gone, LoopError
-        where they differ."""
+        """Handle an event and return the next actions.
+
+        Raises:
+            LostError: A step needs a worker that has left.
+            LoopError: Workers contradict each other.
+        """
         match event:
             case m.Pull():
                 return [*self._pull(event)]
@@ -182,10 +193,10 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
                 return [*self._pulled(ticket)]
             case Announce() | m.Close() | m.ApplyUpdate() | m.DiscardGrad():
                 return self._gradient(event)
-            case ExponentsCame(chunk, number):
+            case ExponentsArrived(chunk, number):
                 self.rounds[chunk, number].enter(RoundPhase.READY, self.now)
                 return self._grant_data()
-            case GradientCame(chunk, number):
+            case GradientArrived(chunk, number):
                 self.rounds[chunk, number].enter(RoundPhase.SUMMED, self.now)
                 return self._flush(self.chunks[chunk])
             case m.Done(action):
@@ -199,9 +210,9 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
     def _done(self, action: Reported) -> list[FanInAction]:
         match action:
             case Give(pull):
-                return [*self._given(pull)]
+                return [*self._delivered(pull)]
             case Broadcast(pulls):
-                return [*self._given(pulls[0])]
+                return [*self._delivered(pulls[0])]
             case PushRound(chunk, number):
                 round = self.rounds.pop((chunk, number))
                 assert round.phase is RoundPhase.PUSHED and round.buffer is not None
@@ -219,7 +230,7 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         waiting[pull.worker].append((pull, self.now))
         if not all(waiting):
             return []
-        pulls = tuple(one.popleft()[0] for one in waiting)
+        pulls = tuple(queue.popleft()[0] for queue in waiting)
         if not any(waiting):
             del self.alone[key]
         return self._request(CopyRequest(pulls[0], partial(Broadcast, pulls)))
@@ -227,9 +238,9 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
     def _pulls_alone(self) -> list[Up | Broadcast | Give]:
         late: list[m.Pull] = []
         for key, waiting in list(self.alone.items()):
-            for one in waiting:
-                while one and self.now - one[0][1] >= ALONE_S and not self._early(one[0][0]):
-                    late.append(one.popleft()[0])
+            for queue in waiting:
+                while queue and self.now - queue[0][1] >= ALONE_S and not self._early(queue[0][0]):
+                    late.append(queue.popleft()[0])
             if not any(waiting):
                 del self.alone[key]
         out: list[Up | Broadcast | Give] = []
@@ -238,55 +249,56 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return out
 
     def _early(self, pull: m.Pull) -> bool:
-        """Whether its worker waits for others to ask for the chunk's update too: until then an
-        answer may never come, and would keep a buffer from those that the others wait for."""
+        """Return whether the pull's worker has requested an update of the chunk that the others
+        have not requested. The server cannot answer the pull until they do, and meanwhile it would
+        occupy a buffer that the others may need."""
         chunk = self.chunks.get(pull.chunk)
-        heard = () if chunk is None else chunk.heard[pull.worker]
-        return any(isinstance(one.word, m.ApplyUpdate) for one in heard)
+        queue = () if chunk is None else chunk.queues[pull.worker]
+        return any(isinstance(queued.message, m.ApplyUpdate) for queued in queue)
 
     # gradients
 
-    def _gradient(self, word: GradientWord) -> list[FanInAction]:
-        if not isinstance(word, m.DiscardGrad):
+    def _gradient(self, message: GradientMessage) -> list[FanInAction]:
+        if not isinstance(message, m.DiscardGrad):
             self._nobody_lost()
-        chunk = self.chunks.get(word.chunk)
+        chunk = self.chunks.get(message.chunk)
         if chunk is None:
-            chunk = ChunkQueue(word.chunk, [deque() for _ in range(self.workers)])
-            self.chunks[word.chunk] = chunk
-        chunk.heard[word.worker].append(Heard(word, self.now))
+            chunk = ChunkQueue(message.chunk, [deque() for _ in range(self.workers)])
+            self.chunks[message.chunk] = chunk
+        chunk.queues[message.worker].append(QueuedMessage(message, self.now))
         return self._match(chunk)
 
     def _match(self, chunk: ChunkQueue) -> list[FanInAction]:
-        """What all have said of a chunk by now."""
+        """Handle the messages about a chunk for which there is one of each worker."""
         out: list[FanInAction] = []
-        while all(chunk.heard):
+        while all(chunk.queues):
             heads = chunk.heads
             if chunk.dropped and not chunk.without:
                 self._discard(chunk)
-            elif any(isinstance(word, Announce) for word in heads):
+            elif any(isinstance(message, Announce) for message in heads):
                 out += self._grant(chunk)
-            elif any(isinstance(word, m.DiscardGrad) for word in heads):
+            elif any(isinstance(message, m.DiscardGrad) for message in heads):
                 self._discard(chunk)
-            elif any(isinstance(word, m.Close) for word in heads):
+            elif any(isinstance(message, m.Close) for message in heads):
                 self._close(chunk)
             else:
                 self._update(chunk)
         return out + self._flush(chunk)
 
     def _grant(self, chunk: ChunkQueue) -> list[FanInAction]:
-        """A round of those that have announced a gradient next."""
-        words: list[Announce] = chunk.pop(Announce)
-        for word in words:
-            if word.fresh == (word.worker in chunk.announced):
+        """Start a round with the workers whose next message announces a gradient."""
+        messages: list[Announce] = chunk.pop(Announce)
+        for message in messages:
+            if message.fresh == (message.worker in chunk.announced):
                 raise LoopError(
-                    f"worker {word.worker} says that its gradient of chunk {chunk.number} is"
-                    f" {'the first' if word.fresh else 'not the first'} of this step; the first was"
-                    f" {'summed before' if word.fresh else 'not announced'}",
+                    f"worker {message.worker} announced a gradient of chunk {chunk.number} as"
+                    f" {'the first' if message.fresh else 'not the first'} of this step, but its"
+                    f" first one was {'summed before' if message.fresh else 'not announced'}",
                     hint=SAME_LOOP,
                 )
         chunk.rounds += 1
         round = SumRound(chunk.number, chunk.rounds, not chunk.summed, self.now)
-        announced = frozenset(word.worker for word in words)
+        announced = frozenset(message.worker for message in messages)
         self._check_apart(chunk, announced)
         chunk.announced |= announced
         chunk.summed, chunk.closed = True, False
@@ -297,30 +309,30 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return [Grant(chunk.number, round.number, self._numbers(exponents), announced)]
 
     def _check_apart(self, chunk: ChunkQueue, announced: frozenset[int]) -> None:
-        """NOTE alone."""
+        """Count gradients of workers that an earlier round left out (NOTE alone)."""
         late = announced & chunk.without
         self.apart += len(late)
         if late and self._replicated:
             raise LoopError(
-                f"chunk {chunk.number} was summed without worker(s) {_listed(sorted(late))}, who"
-                " waited with gradients of other chunks and have one of it after all: the server"
-                " with the other copy may have summed it otherwise",
-                hint="raise the host budget, so that workers need not wait, or leave fan_in out",
+                f"chunk {chunk.number} was summed without worker(s) {_listed(sorted(late))}, which"
+                " waited with gradients of other chunks and sent one of this chunk later: the"
+                " server with the other copy may have rounded the sum differently",
+                hint="raise the host budget, so that workers need not wait, or remove fan_in",
             )
 
     def _discard(self, chunk: ChunkQueue) -> None:
-        """Who has a gradient in the sum drops it. What some of these have closed meanwhile is void;
-        others have nothing to drop."""
+        """Discard the sum: all workers with a gradient in it must do so. A Close that one of them
+        sent before is ignored."""
         if not chunk.dropped:
             keep = chunk.announced - chunk.at(m.DiscardGrad)
             if closed := keep & chunk.at(m.Close):
                 for worker in closed:
-                    chunk.heard[worker].popleft()
+                    chunk.queues[worker].popleft()
                 return
             drop = chunk.at(m.DiscardGrad)
             raise LoopError(
-                f"worker(s) {_listed(sorted(drop))} drop their gradient of chunk {chunk.number},"
-                f" worker(s) {_listed(sorted(keep))} do not: its sum is made of both already",
+                f"worker(s) {_listed(sorted(drop))} discard their gradient of chunk {chunk.number},"
+                f" worker(s) {_listed(sorted(keep))} do not, but both are already summed",
                 hint=SAME_LOOP,
             )
         chunk.pop(m.DiscardGrad)
@@ -329,7 +341,7 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         chunk.begin()
 
     def _close(self, chunk: ChunkQueue) -> None:
-        """All have closed it, some by asking for the update."""
+        """Close a chunk that all workers have closed; an ApplyUpdate closes it too."""
         step = self._step_of(chunk)
         chunk.pop(m.Close)
         if not chunk.closed:
@@ -346,18 +358,18 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         chunk.begin()
 
     def _step_of(self, chunk: ChunkQueue) -> int:
-        """That all mean. Raises LoopError."""
-        steps = [word.step for word in chunk.heads if isinstance(word, (m.Close, m.ApplyUpdate))]
+        """Return the step that the first messages of all workers name. Raises LoopError."""
+        steps = [x.step for x in chunk.heads if isinstance(x, (m.Close, m.ApplyUpdate))]
         if len(set(steps)) > 1:
             raise LoopError(
-                f"workers 0 to {self.workers - 1} are in steps {_listed(steps)} with chunk"
-                f" {chunk.number}",
+                f"workers 0 to {self.workers - 1} close chunk {chunk.number} in different steps:"
+                f" {_listed(steps)}",
                 hint=SAME_LOOP,
             )
         return steps[0]
 
     def _flush(self, chunk: ChunkQueue) -> list[FanInAction]:
-        """What can go to the server by now."""
+        """Send the messages and rounds to the server that no round in the network precedes."""
         out: list[FanInAction] = []
         while chunk.up:
             first = chunk.up[0]
@@ -371,24 +383,25 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
             chunk.up.popleft()
         return out
 
-    def _behind_updates(self, said: Sequence[Up]) -> list[Up]:
-        """The end of a step goes on once all its updates have."""
+    def _behind_updates(self, messages: Sequence[Up]) -> list[Up]:
+        """Hold back the end of a step until all its updates are sent."""
         out = []
-        for up in said:
+        for up in messages:
             if isinstance(up.message, m.EndStep) and self.owed[up.message.step]:
                 self.ended[up.message.step] = up.message
             else:
                 out.append(up)
         return out
 
-    def _paid(self, word: m.Close | m.ApplyUpdate | m.DiscardGrad) -> list[Up]:
-        if not isinstance(word, m.ApplyUpdate):
+    def _paid(self, message: m.Close | m.ApplyUpdate | m.DiscardGrad) -> list[Up]:
+        """Count a sent update. Returns the end of its step if it was the last one owed."""
+        if not isinstance(message, m.ApplyUpdate):
             return []
-        self.owed[word.step] -= 1
-        if self.owed[word.step]:
+        self.owed[message.step] -= 1
+        if self.owed[message.step]:
             return []
-        del self.owed[word.step]
-        end = self.ended.pop(word.step, None)
+        del self.owed[message.step]
+        end = self.ended.pop(message.step, None)
         return [] if end is None else [Up(end)]
 
     def _grant_data(self) -> list[FanInAction]:
@@ -403,24 +416,24 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return out
 
     def _numbers(self, count: int) -> int:
-        """The first of so many that nobody had."""
+        """Assign `count` packet numbers. Returns the first."""
         first, self.next_number = self.next_number, self.next_number + count
         return first
 
-    # who is late
+    # stragglers
 
     @property
     def partly(self) -> list[ChunkQueue]:
-        """Chunks of which some workers are heard, and not matched."""
-        return [chunk for chunk in self.chunks.values() if any(chunk.heard)]
+        """Chunks with messages of some workers that others have not matched."""
+        return [chunk for chunk in self.chunks.values() if any(chunk.queues)]
 
     def _gradients_alone(self) -> list[FanInAction]:
-        """NOTE alone."""
+        """Start rounds without the workers that would deadlock (NOTE alone)."""
         waits = {
             chunk.number: {
                 worker
                 for worker in chunk.at(Announce)
-                if self.now - chunk.heard[worker][0].since >= ALONE_S
+                if self.now - chunk.queues[worker][0].since >= ALONE_S
             }
             for chunk in self.partly
         }
@@ -435,17 +448,17 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
         return out
 
     def late(self) -> list[LateWorker]:
-        """Who lacks what others have said of a chunk; of each worker what is due longest."""
+        """List the stragglers, each with the chunk that others have waited for longest."""
         found: dict[int, LateWorker] = {}
         for chunk in self.partly:
-            since = min(heard[0].since for heard in chunk.heard if heard)
+            since = min(queue[0].since for queue in chunk.queues if queue)
             for worker in chunk.lacking:
                 if worker not in found or since < found[worker].since:
                     found[worker] = LateWorker(worker, chunk.number, since)
         return [found[worker] for worker in sorted(found)]
 
     def stuck(self, longer_s: float) -> int:
-        """Rounds in the network that nothing has been heard of for so long."""
+        """Count the rounds that have been in the network in one phase for more than `longer_s`."""
         under_way = RoundPhase.EXPONENTS, RoundPhase.GRADIENT
         return sum(
             round.phase in under_way and self.now - round.since > longer_s
@@ -468,7 +481,7 @@ class FanInStateMachine(Intermediary[Broadcast | Give]):
             assert (round.buffer is None) == (round.phase in before) == (round in self.order)
             assert (round.phase is RoundPhase.PUSHED) == (round not in self.chunks[number].up)
         for number, chunk in self.chunks.items():
-            assert chunk.number == number and not all(chunk.heard)
+            assert chunk.number == number and not all(chunk.queues)
             assert not chunk.announced or chunk.summed
             assert not chunk.up or (
                 isinstance(chunk.up[0], SumRound) and chunk.up[0].phase is not RoundPhase.SUMMED

@@ -1,12 +1,12 @@
-"""The two ends of a stream of numbered packets. Pure: no clock, no sockets.
+"""State machines for both ends of a stream of numbered packets. No clock, no I/O.
 
-Sun et al. (LuWu), section 3.2.3: a sender sends up to its credit; the receiver's heartbeats carry
-the next number it expects (Ack) and the greatest it has room for (Credit). Beyond the paper a
-heartbeat also says which later numbers have come (`have`), so that a sender goes back to what is
-missing, not to all that follows it: a receiver puts each packet where it belongs, in any order.
+See Sun et al. (LuWu), section 3.2.3: a sender sends up to its credit; the receiver's heartbeats
+carry the next number it expects (Ack) and the greatest it has room for (Credit). Beyond the paper,
+a heartbeat has a bitmap of later numbers that have arrived (`have`). So the sender resends only the
+missing packets (selective repeat), and the receiver accepts packets in any order.
 
 Note "Sets of numbers": a set of numbers is an int, whose bit i stands for number `ack + i`. All
-operations are linear in the window, over 64.
+operations take time proportional to window / 64.
 """
 
 from __future__ import annotations
@@ -25,24 +25,26 @@ from roadtrain.errors import WireError
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Invariants: credit >= ack - 1; bit 0 of `have` is never set (else ack would be greater)."""
+    """An acknowledgement by a receiver. Invariants: credit >= ack - 1; bit 0 of `have` is never
+    set, as ack would be greater then."""
 
-    ack: int  # all numbers below it have come
+    ack: int  # all numbers below it have arrived
     credit: int  # the greatest number that there is room for
-    have: int = 0  # bit i: number ack + i has come
+    have: int = 0  # bit i: number ack + i has arrived
 
     @property
     def end(self) -> int:
-        """The number after the greatest that has come."""
+        """The number after the greatest that has arrived."""
         return self.ack + self.have.bit_length()
 
 
-PROBE = 8  # packets that go again when nothing comes; doubles each time
-NOTHING = Heartbeat(0, -1)  # before anybody has spoken: nothing may be sent
+PROBE = 8  # packets to resend after the first retransmission timeout; doubles each time
+NOTHING = Heartbeat(0, -1)  # before the first heartbeat: nothing may be sent
 
 
 def merged(beats: list[Heartbeat]) -> Heartbeat:
-    """What all of several receivers have: the least ack and credit, the numbers that all have."""
+    """Merge heartbeats of several receivers: the minimum ack and credit, the intersection of
+    `have`."""
     ack = min(beat.ack for beat in beats)
     have = -1
     for beat in beats:
@@ -51,20 +53,20 @@ def merged(beats: list[Heartbeat]) -> Heartbeat:
     return Heartbeat(ack, min(beat.credit for beat in beats), have)
 
 
-def heard(last: Heartbeat, beat: Heartbeat) -> Heartbeat:
-    """All that two heartbeats of one origin say. What has come stays so, hence their order, and one
-    that comes late or twice, make no difference."""
+def combined(last: Heartbeat, beat: Heartbeat) -> Heartbeat:
+    """Combine two heartbeats of one receiver: the maximum ack and credit, the union of `have`. The
+    result does not depend on order or duplicates, as a packet that has arrived stays so."""
     ack = max(last.ack, beat.ack)
     have = (last.have >> (ack - last.ack)) | (beat.have >> (ack - beat.ack))
-    # A restarted switch can merge heartbeats that are older than what it merged before. So the one
-    # with the lesser ack may know number `ack` to have come.
+    # A restarted switch may send older merged heartbeats than before. So number `ack` can be in the
+    # `have` of the heartbeat with the smaller ack.
     ahead = _ones(have)
     return Heartbeat(ack + ahead, max(last.credit, beat.credit), have >> ahead)
 
 
 @dataclass(slots=True)
 class NumberRun:
-    """Consecutive numbers, which stand for consecutive packets of one thing."""
+    """A range of consecutive numbers, for consecutive packets of the same data."""
 
     first: int
     count: int
@@ -78,8 +80,11 @@ Run = TypeVar("Run", bound=NumberRun)
 
 
 def overlapping(runs: Sequence[Run], first: int, stop: int) -> Iterator[tuple[Run, int, int]]:
-    """(run, its first packet there, how many) of the runs with numbers in [first, stop). `runs`:
-    in order, without overlaps."""
+    """Find the parts of runs within [first, stop). `runs` must be sorted and must not overlap.
+
+    Yields:
+        (run, first packet within the run, number of packets).
+    """
     at = bisect_right(runs, first, key=lambda run: run.first) - 1
     for run in runs[max(at, 0) :]:
         if run.first >= stop:
@@ -91,31 +96,29 @@ def overlapping(runs: Sequence[Run], first: int, stop: int) -> Iterator[tuple[Ru
 
 @dataclass(frozen=True, slots=True)
 class Resend:
-    """When a number went again, the last time."""
+    """The last time that a number was resent."""
 
-    before: int  # what was `next` then: this and greater numbers were sent later
-    order: int  # running, over all resends
+    before: int  # `next` at that time: this and greater numbers were sent later
+    order: int  # counts all resends of the sender
 
 
 class NumberedSender:
-    """What to send next, of numbers that are sent in order and, where they are lost, again.
-
-    Numbers below `ready` may be sent. `next_numbers` gives lost ones before new ones.
-    """
+    """Decides which numbers to send next: lost ones first, then new ones below `ready`."""
 
     def __init__(self) -> None:
-        self.beat = NOTHING  # all that the receivers have said
-        self.ready = 0  # the numbers below it exist
+        self.beat = NOTHING  # all heartbeats so far, combined
+        self.ready = 0  # the numbers below it may be sent
         self.next = 0  # the first number that was never sent
-        # Numbers below it that have not come were found lost once. ack <= judged <= next.
+        # Every number below it has arrived or was considered lost at least once. ack <= judged <=
+        # next.
         self.judged = 0
-        # Those to be sent again (note "Sets of numbers"). Below `judged`, not come.
+        # Numbers to resend (note "Sets of numbers"). Below `judged`, not arrived.
         self.lost = 0
-        # Those that went again since they were found lost. Below `judged`, not come, not lost.
+        # Numbers resent since they were found lost. Below `judged`, not arrived, not in `lost`.
         self.resent: dict[int, Resend] = {}
-        self.probe = PROBE  # how many go again when nothing comes
-        self.sent = 0  # packets, those that went again included
-        self.again = 0  # those that went again
+        self.probe = PROBE  # packets to resend after the next timeout
+        self.sent = 0  # packets sent, including resends
+        self.resends = 0
 
     @property
     def ack(self) -> int:
@@ -126,44 +129,41 @@ class NumberedSender:
         return self.beat.credit
 
     def may_send(self, below: int) -> None:
-        """The numbers below `below` exist."""
+        """Allow sending of the numbers below `below`."""
         self.ready = max(self.ready, below)
 
     def next_numbers(self, most: int) -> range:
-        """A run of numbers to be sent now, at most so many, empty where there are none. They count
-        as sent."""
+        """Return at most `most` consecutive numbers to send now; they count as sent."""
         if self.lost and most > 0:
             numbers = self._take_lost(most)
-            self.again += len(numbers)
+            self.resends += len(numbers)
         else:
-            numbers = range(self.next, max(self.next, self._limit(most)))
+            end = min(self.next + most, self.ready, self.credit + 1)
+            numbers = range(self.next, max(self.next, end))
             self.next = numbers.stop
         self.sent += len(numbers)
         return numbers
 
     def heartbeat(self, beat: Heartbeat) -> None:
-        """What the receivers say. What was sent before a number that has come, and has not come
-        itself, is lost, and goes again; once, until something sent after that has come.
-
-        Raises WireError when numbers have come that were never sent."""
+        """Take a heartbeat. A missing packet is considered lost, and resent, once a packet that was
+        sent after it has arrived. Raises WireError for an acknowledgement of unsent numbers."""
         if max(beat.ack, beat.end) > self.next:
             raise WireError(
-                f"a heartbeat says that {max(beat.ack, beat.end)} packets have come, {self.next}"
-                " were sent",
-                hint="the two ends are of different jobs or versions",
+                f"heartbeat acknowledges {max(beat.ack, beat.end)} packets, {self.next} were sent",
+                hint="do both ends run the same job and version?",
             )
-        last, self.beat = self.beat, heard(self.beat, beat)
+        last, self.beat = self.beat, combined(self.beat, beat)
         if self.beat.ack > last.ack or self.beat.have != last.have:
-            if self._first_time_came(last):
+            if self._first_sends_arrived(last):
                 self.probe = PROBE
             self.lost >>= self.beat.ack - last.ack
             self.lost &= ~self.beat.have
             self._find_lost()
 
     def silent(self) -> None:
-        """Time has passed without progress: the first `probe` of what has not come go again, and
-        twice as many the next time, until something comes that was sent once only. So who waits
-        for a slow receiver, or for others that send the same numbers, fills no link meanwhile."""
+        """Handle a timeout without progress: resend the first `probe` missing packets, and double
+        `probe` until a packet that was sent only once arrives. The small number keeps links free
+        while a receiver, or another sender of the same numbers, is merely slow."""
         missing, count = self._missing(self.next), 0
         while missing and count < self.probe:
             low = missing & -missing
@@ -175,7 +175,7 @@ class NumberedSender:
 
     @property
     def idle(self) -> bool:
-        """All that may be sent has come."""
+        """Whether all numbers that may be sent have arrived."""
         return self.ack >= self.ready
 
     def check(self) -> None:
@@ -187,19 +187,15 @@ class NumberedSender:
         for number in self.resent:
             assert (missing & ~self.lost) >> (number - self.ack) & 1
 
-    def _first_time_came(self, last: Heartbeat) -> bool:
-        """Whether a number has come since `last` that was not sent again."""
+    def _first_sends_arrived(self, last: Heartbeat) -> bool:
+        """Return whether a number that was never resent has arrived since `last`."""
         missing = self._missing(self.next)
         before = ~last.have & ((1 << (self.next - last.ack)) - 1)
         again = sum(not self._holds(missing, number) for number in self.resent)
         return before.bit_count() - missing.bit_count() > again
 
-    def _limit(self, most: int) -> int:
-        """Where a run of new numbers ends."""
-        return min(self.next + most, self.ready, self.credit + 1)
-
     def _missing(self, below: int) -> int:
-        """The numbers below `below` that have not come."""
+        """Return the set of numbers below `below` that have not arrived."""
         return ~self.beat.have & ((1 << max(0, below - self.ack)) - 1)
 
     def _take_lost(self, most: int) -> range:
@@ -207,12 +203,12 @@ class NumberedSender:
         count = min(most, _ones(self.lost >> low))
         self.lost &= ~(((1 << count) - 1) << low)
         numbers = range(self.ack + low, self.ack + low + count)
-        for order, number in enumerate(numbers, self.again):
+        for order, number in enumerate(numbers, self.resends):
             self.resent[number] = Resend(self.next, order)
         return numbers
 
     def _find_lost(self) -> None:
-        """After something has come: what was sent before that."""
+        """Consider lost what was sent before a number that has arrived."""
         end = self.beat.end
         if end > self.judged:
             self.lost |= self._missing(end) & ~self._missing(self.judged)
@@ -220,8 +216,8 @@ class NumberedSender:
         if self.resent:
             missing = self._missing(self.next)
             waiting = {n: r for n, r in self.resent.items() if self._holds(missing, n)}
-            came = [r.order for n, r in self.resent.items() if n not in waiting]
-            latest = max(came, default=-1)
+            arrived = [r.order for n, r in self.resent.items() if n not in waiting]
+            latest = max(arrived, default=-1)
             again = [n for n, r in waiting.items() if r.before < end or r.order < latest]
             for number in again:
                 del waiting[number]
@@ -233,28 +229,29 @@ class NumberedSender:
 
 
 class NumberedReceiver:
-    """Which numbers have come, in a window of `depth`."""
+    """Tracks the numbers that have arrived, in a window of `depth`."""
 
     def __init__(self, depth: int) -> None:
         assert depth > 0
         self.depth = depth  # packets that there is room for, from `ack` on
-        self.ack = 0  # all numbers below it have come
-        # Those that have come (note "Sets of numbers"). Bit 0 is never set, nor a bit >= depth.
+        self.ack = 0  # all numbers below it have arrived
+        # Numbers that have arrived (note "Sets of numbers"). Bit 0 and bits >= depth are never set.
         self.have = 0
 
-    def came(self, number: int) -> bool:
-        """Whether it is new and there is room for it; else it is to be dropped."""
-        return bool(self._came_run(number, 1))
+    def accept(self, number: int) -> bool:
+        """Mark a number as arrived. Returns False if it is a duplicate or out of the window: drop
+        the packet then."""
+        return bool(self._accept_run(number, 1))
 
-    def came_many(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """`came` of each, in order. Fast where they are few runs of consecutive numbers."""
+    def accept_many(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Call `accept` for each number in order. Fast if they are few consecutive runs."""
         new = np.empty(len(numbers), np.bool_)
         if not len(numbers):
             return new
         starts = np.flatnonzero(np.diff(numbers) != 1) + 1
         edges = [0, *starts.tolist(), len(numbers)]
         for start, stop in pairwise(edges):
-            bits = self._came_run(int(numbers[start]), stop - start)
+            bits = self._accept_run(int(numbers[start]), stop - start)
             new[start:stop] = _bools(bits, stop - start)
         return new
 
@@ -266,11 +263,11 @@ class NumberedReceiver:
         assert self.ack >= 0 and self.have >= 0
         assert not self.have & 1 and self.have.bit_length() <= self.depth
 
-    def _came_run(self, first: int, count: int) -> int:
-        """The numbers of a run that are new: bit i stands for first + i. They come one after the
-        other, so that the first ones may make room for later ones."""
+    def _accept_run(self, first: int, count: int) -> int:
+        """Accept consecutive numbers one after the other, as the first ones may move the window.
+        Returns a bitmap: bit i is set if first + i was accepted."""
         new = 0
-        done = max(0, min(count, self.ack - first))  # of the run, that is below the window
+        done = max(0, min(count, self.ack - first))  # numbers of the run below the window
         while done < count:
             start = first + done - self.ack
             fitting = min(count - done, self.depth - start)
@@ -287,12 +284,12 @@ class NumberedReceiver:
 
 
 def _ones(numbers: int) -> int:
-    """How many of the lowest bits are set without a gap."""
+    """Count the trailing one bits."""
     return (~numbers & (numbers + 1)).bit_length() - 1
 
 
 def _bools(bits: int, count: int) -> npt.NDArray[np.bool_]:
-    """Bit i as element i."""
+    """Convert a bitmap to an array: bit i becomes element i."""
     if bits == (1 << count) - 1:
         return np.ones(count, np.bool_)
     octets = np.frombuffer(bits.to_bytes((count + 7) // 8, "little"), np.uint8)

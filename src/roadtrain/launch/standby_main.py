@@ -1,0 +1,46 @@
+"""`python -m roadtrain.launch.standby_main HOME`: the standby of a run's supervisor. It waits until
+the supervisor is gone. If the run had not ended, the standby becomes its supervisor: the processes
+of the old one have ended with it, so the standby starts them all from the committed step.
+
+Does NOT import torch.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from roadtrain.launch.home import RunHome
+from roadtrain.launch.logs import RunLogs
+from roadtrain.launch.supervise import supervise_locked
+from roadtrain.launch.supervisor import FAILED
+
+TRIES = 6  # retries, as killed processes may keep ports and stores in use for a moment
+AGAIN_S = 1.0  # between retries
+
+
+def stand_by(home: RunHome) -> int:
+    """Wait for the supervisor's end and take over if needed. Return the run's exit code."""
+    with home.taking_over():
+        state = home.state()
+        if state.phase == "ended":
+            return state.code
+        with RunLogs(home) as logs:
+            logs.notify("the supervisor was killed, its standby goes on from the committed step")
+        return _take_over(home)
+
+
+def _take_over(home: RunHome) -> int:
+    for _ in range(TRIES):
+        code = supervise_locked(home)
+        if home.state().phase == "ended":
+            return code
+        time.sleep(AGAIN_S)
+    why = f"its supervisor was killed, and {TRIES} attempts to go on failed"
+    home.write_ended(FAILED, why)
+    return FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(stand_by(RunHome(Path(sys.argv[1]))))
