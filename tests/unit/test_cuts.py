@@ -196,7 +196,7 @@ def test_activation_checkpoints(reentrant: bool) -> None:
     stage_model.attach()
     part = StagePart(stage_model, Segment(0, 2), None)
     if reentrant:  # Rule 6: it would not have been trained
-        with pytest.raises(ModelError, match=r"'blocks\.1' returned has no gradient"):
+        with pytest.raises(ModelError, match=r"result of block 'blocks\.1' has no gradient"):
             part.run_forward(0, MicroBatch((x,)))
         return
     (out,) = part.run_forward(0, MicroBatch((x,)))
@@ -217,11 +217,11 @@ def test_micro_batches_of_other_shapes_are_refused() -> None:  # Rule 6
     stage_model.attach()
     part = StagePart(stage_model, Segment(0, 2), None)
     part.run_forward(0, MicroBatch((torch.zeros(3, 4),)))
-    with pytest.raises(ModelError, match=r"returned \(2, 4\) torch.float32, and \(3, 4\) torch"):
+    with pytest.raises(ModelError, match=r"returned \(2, 4\) torch.float32, but \(3, 4\) torch"):
         part.run_forward(0, MicroBatch((torch.zeros(2, 4),)))
     with (
         torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(ModelError, match=r"returned \(3, 4\) torch.bfloat16, and \(3, 4\) torch"),
+        pytest.raises(ModelError, match=r"returned \(3, 4\) torch.bfloat16, but \(3, 4\) torch"),
     ):
         part.run_forward(0, MicroBatch((torch.zeros(3, 4),)))
 

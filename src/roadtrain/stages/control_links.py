@@ -161,11 +161,11 @@ class ControlLinks:
             if waited >= 0.9 * patience_s or "imed out" in str(error):
                 raise DeadlineError(
                     f"{me} waited {waited:.0f} s for {other} ({what})",
-                    hint="check that its host and network are up, and read its own output",
+                    hint="check that its host and network are up, and read its output",
                 ) from error
             raise LostError(
                 f"{me} lost the connection to {other} ({what})",
-                hint="its own output says why it ended",
+                hint="read its output to find out why it ended",
             ) from error
 
     def _gather_here(self, message: bytes, what: str) -> list[bytes]:

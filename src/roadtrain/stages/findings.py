@@ -96,7 +96,7 @@ def problem(
     if absent := [host for host in hosts if host not in reports]:
         return DeadlineError(
             f"host {absent[0]} came to the rendezvous, but did not report its network tests",
-            hint="its own output says why",
+            hint="read its output to find out why",
         )
     for host in hosts:
         if reports[host].failed:

@@ -199,7 +199,7 @@ def typed(error: BaseException, what: str, deadline_s: float) -> BaseException:
     late = "timed out" in text.lower() or "timeout" in text.lower()
     peer_error = (DeadlineError if late else LostError)(
         f"{what} failed" + (f" after {deadline_s:g} s" if late else "") + f": {text[:300]}",
-        hint="a rank of the group has ended or is unreachable; its own log says why",
+        hint="a rank of the group has ended or is unreachable; read its log to find out why",
     )
     peer_error.__cause__ = error
     return peer_error

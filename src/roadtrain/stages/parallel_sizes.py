@@ -1,7 +1,7 @@
 """StageSizes: choose the number of blocks of each stage by measured speeds, and move blocks between
 stages at the end of a step if devices have become slower or faster.
 
-    measured speeds -> sizes -> the model is cut anew -> values and state move -> the next step
+    measured speeds -> sizes -> the model is cut again -> values and state move -> the next step
 
 No state is lost: each part of a parameter is sent from the rank that has it to the rank that needs
 it (stages/piece_exchange.py). Does NOT search for sizes (stages/protocol/stage_sizes.py) or detect
