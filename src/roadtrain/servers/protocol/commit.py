@@ -52,7 +52,7 @@ class Diverged:
         number = self.chunk([*owned])
         chunk = "several chunks" if number is None else f"chunk {number} of block {owned[number]}"
         return DivergedError(
-            f"{first} and {second} wrote different bytes for {chunk} in step {self.step}; the step"
+            f"{first} and {second} wrote different bytes for {chunk} in step {self.step}: the step"
             " is not committed",
             hint=(
                 "run the same command to resume from the step before. If it happens again, the"
