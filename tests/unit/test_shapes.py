@@ -156,9 +156,9 @@ def test_the_length_of_samples_is_given_or_said() -> None:
     assert named_shape("GPT-2", 512).tokens == 512 and not named_shape("GPT-2", 512).notes
     for name, length, said in (
         ("GPT-2", 2048, "the model's longest is 1024"),
-        ("GPT-2", -1, "samples of -1 tokens"),
+        ("GPT-2", -1, "samples have -1 tokens"),
         ("ResNet-50", 5, "have no tokens"),
-        ("LLaMA-7B", 0, "samples of 0 tokens"),
+        ("LLaMA-7B", 0, "samples have 0 tokens"),
     ):
         with pytest.raises(ConfigError, match=said):
             named_shape(name, length)
