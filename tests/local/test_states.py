@@ -466,7 +466,7 @@ def test_a_closed_model_whose_store_went_on_is_refused(tmp_path):
     with pytest.raises(RoadtrainError):  # in use
         model.state_dict()
     placed.close()
-    with pytest.raises(LoopError, match=r"step 1 when .* step 2 now"):
+    with pytest.raises(LoopError, match=r"closed at step 1, but .* now at step 2"):
         model.state_dict()
 
 

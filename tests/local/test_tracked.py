@@ -171,7 +171,7 @@ def test_only_what_has_a_state_is_tracked(tmp_path):
         placed.track(generator=generator)
         assert torch.equal(torch.rand(3, generator=generator), drawn)
         one_step(Case(), model, placed, new_scaler(Case()), 1)
-        with pytest.raises(LoopError, match="after step 2: the state of step 1"):
+        with pytest.raises(LoopError, match="after step 2, but the state of step 1"):
             placed.track(more=generator)
 
 

@@ -547,7 +547,7 @@ def test_an_imported_model_of_few_positions_gets_shorter_rows(
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "short")
     more = ["--data.paths", str(tmp_path / "text"), "--run.dir", str(tmp_path / "run")]
     assert cli.main(["import", str(tmp_path / "short"), *more]) == 0
-    assert "data.seq_len: 24 instead of 256" in capsys.readouterr().out
+    assert "data.seq_len is 24, not 256" in capsys.readouterr().out
     assert load_job(tmp_path / "run" / "job.toml").data.seq_len == 24
     more[3] += "2"
     assert cli.main(["import", str(tmp_path / "short"), *more, "--data.seq_len", "25"]) == 2

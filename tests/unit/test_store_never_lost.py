@@ -523,7 +523,7 @@ def test_a_disk_that_still_fails_ends_the_next_start(tmp_path: Path, disk: Disk)
     part_at(disk.root / "s", 2).close()
     disk.fail = "ledger."
     for _ in range(2):
-        with pytest.raises(StoreError, match="fdatasync of a record that was found"):
+        with pytest.raises(StoreError, match="fdatasync of the loaded record"):
             open_part(disk.root / "s")
     disk.fail = ""
     survives(disk, tmp_path / "0", 2)

@@ -259,7 +259,9 @@ class _RdmaChannel:
             while n := self._tcp.recv_into(message[have:], True):
                 have = (have + n) % COUNTS_NBYTES
                 if not have:
-                    counts = COUNTS.unpack(opened(message, "the other side's counts"))
+                    counts = COUNTS.unpack(
+                        opened(message, "the other side's message about its ring")
+                    )
                     with self._changed:
                         self._theirs = counts
                         self._changed.notify_all()
