@@ -259,7 +259,8 @@ def test_a_plan_is_verified_by_real_steps(files, tmp_path, capsys, monkeypatch):
         assert re.search(rf"placement {name}\b", said) and re.search(r"a step +\d.*\d.*\d", said)
     assert "hosts.here.device" in load_cluster(cluster).measured
     assert (
-        cli.main([*words, "ddp"]) == 2 and "cannot be run by one worker" in capsys.readouterr().err
+        cli.main([*words, "ddp"]) == 2
+        and "cannot be run with one worker" in capsys.readouterr().err
     )
     assert (
         cli.main([word if word != "config.json" else "OPT-125M" for word in words] + ["files"]) == 2

@@ -210,7 +210,7 @@ def test_a_host_that_cannot_is_named_and_the_rest_is_kept(two: list[str]) -> Non
     assert [host["name"] for host in own.tree["hosts"]] == ["this", "other", "other+"]
     assert own.missing[-2:] == [
         f"host {full}: {full}: FullError: no space",
-        f"host {odd}: what it says: `hosts.0.name` is missing",
+        f"host {odd}: its report: `hosts.0.name` is missing",
     ]
     found, missing = matrix([two[0], gone], TcpOptions())
     assert set(found) == {("here", two[0]), (two[0], "here")}
@@ -257,7 +257,7 @@ def test_wrong_words(
         assert not said.out
         return said.err
 
-    assert f"{tmp_path}/none is no directory" in told("--dirs", f"{tmp_path}/none")
+    assert f"{tmp_path}/none is not a directory" in told("--dirs", f"{tmp_path}/none")
     assert f"{tmp_path}/none is no directory" in told("--out", f"{tmp_path}/none/cluster.toml")
     assert "/sys: probing: " in told("--dirs", "/sys")  # nobody can make a file there
     assert "127.0.0.1:1" in told("--hosts", "127.0.0.1:1", code=3)
