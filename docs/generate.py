@@ -1,7 +1,9 @@
 """The reference pages of the site, made from the code at every build, so that they cannot drift.
 
 mkdocs calls the functions `on_*`. `on_files` adds a page for each function of `PAGES`: tables made
-from the code, and the papers at the top of the repository. Nothing is written into `docs/`.
+from the code, and the papers at the top of the repository. `on_page_markdown` replaces each marker
+`<!-- options: ... -->` of a page by a table of options (`option_tables`). Nothing is written into
+`docs/`.
 Assumes that `roadtrain` can be imported (`make docs` sets the path). Does NOT write prose.
 """
 
@@ -67,7 +69,9 @@ def _fields(kind: type) -> Iterator[str]:
         first = last = node.lineno - 1
         while lines[first - 1].strip().startswith("#"):
             first -= 1
-        comments = [*lines[first:last], lines[last].partition("  # ")[2]]
+        end = node.end_lineno or last + 1  # a value in parentheses has its comment inside
+        inside = [line.partition("  # ")[2] for line in lines[last:end]]
+        comments = [*lines[first:last], *inside]
         meaning = " ".join(line.strip().lstrip("# ") for line in comments).strip()
         given = getattr(kind, node.target.id, dataclasses.MISSING)  # where a field has a default
         default = "needed" if given is dataclasses.MISSING else f"`{given!r}`"
@@ -147,7 +151,8 @@ def _first_sentence(path: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """The index of decisions lists those that are there."""
+    """Fill in the tables of options, and list the decisions in their index."""
+    markdown = option_tables(markdown)
     if page.file.src_uri != "decisions/index.md":
         return markdown
     rows = ["", "| | |", "|---|---|"]
@@ -155,6 +160,53 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         number, _, title = path.read_text().splitlines()[0].lstrip("# ").partition(" ")
         rows.append(f"| {number} | [{title}]({path.name}) |")
     return "\n".join([markdown, *rows])
+
+
+MARKER = re.compile(r"<!-- options: (.+?) -->")
+FILES: dict[str, type[BaseModel]] = {"job": Job, "cluster": Cluster, "lab": LabFile}
+
+
+def option_tables(markdown: str) -> str:
+    """Replace each marker by a table; a name behind `|` selects rows.
+
+    `<!-- options: job servers | relay replicas -->` is a section of a file that users write,
+    `<!-- options: roadtrain serve -->` a command, `<!-- options: Servers -->` a dataclass.
+
+    Raises:
+        ValueError: The marker names an option, section or class that does not exist.
+    """
+    return MARKER.sub(lambda found: "\n".join(_option_table(found[1])), markdown)
+
+
+def _option_table(marker: str) -> list[str]:
+    words, _, selected = marker.partition("|")
+    kind, _, path = words.strip().partition(" ")
+    if kind in FILES:
+        head = ["| key | type | default | meaning |", "|---|---|---|---|"]
+        rows = list(_rows(_section(FILES[kind], path)))
+    elif kind == "roadtrain":
+        head = ["| option | meaning |", "|---|---|"]
+        options = cli.options_of(cli.COMMANDS[path].target)
+        names = {name: f"--{name.replace('_', '-')}" for name in options}
+        rows = [f"| `{names[key]}` | {_cell(option.text)} |" for key, option in options.items()]
+    else:
+        head = ["| field | default | meaning |", "|---|---|---|"]
+        rows = list(_fields(getattr(roadtrain, kind)))
+    if selected:
+        by_name = {row.split("`")[1]: row for row in rows}
+        if unknown := set(selected.split()) - set(by_name):
+            raise ValueError(f"options: {marker}: no {', '.join(sorted(unknown))}")
+        rows = [by_name[name] for name in selected.split()]
+    return [*head, *rows]
+
+
+def _section(model: type[BaseModel], path: str) -> type[BaseModel]:
+    """The model at a dotted path below another one."""
+    for name in filter(None, path.split(".")):
+        fields = {field.alias or key: field for key, field in model.model_fields.items()}
+        if name not in fields or (model := section_in(fields[name].annotation)) is None:
+            raise ValueError(f"options: no section {path!r}")
+    return model
 
 
 PAPERS = {
@@ -193,16 +245,12 @@ def _example(model: type[BaseModel]) -> str:
 def _sections(model: type[BaseModel], path: str = "", several: bool = False) -> Iterator[str]:
     """A heading and a table for `model`, then for each model that its fields hold."""
     inner: list[tuple[str, type[BaseModel], bool]] = []
-    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    rows = ["| key | type | default | meaning |", "|---|---|---|---|", *_rows(model)]
     for name, field in model.model_fields.items():
         key = field.alias or name
         if (found := section_in(field.annotation)) is not None:
             several = typing.get_origin(field.annotation) in (list, tuple)
             inner.append((f"{path}.{key}" if path else key, found, several))
-        else:
-            default = _default(field)
-            kind, meaning = _cell(_type_of(field)), _cell(field.description or "")
-            rows.append(f"| `{key}` | {kind} | {default} | {meaning} |")
     if path:
         yield f"## `[[{path}]]`\n" if several else f"## `[{path}]`\n"
     if path and model.__doc__ and model.__doc__ != BaseModel.__doc__:
@@ -211,6 +259,14 @@ def _sections(model: type[BaseModel], path: str = "", several: bool = False) -> 
         yield "\n".join(rows) + "\n"
     for inside, found, several in inner:
         yield from _sections(found, inside, several)
+
+
+def _rows(model: type[BaseModel]) -> Iterator[str]:
+    """A row for each key that holds a value, not a section."""
+    for name, field in model.model_fields.items():
+        if section_in(field.annotation) is None:
+            kind, meaning = _cell(_type_of(field)), _cell(field.description or "")
+            yield f"| `{field.alias or name}` | {kind} | {_default(field)} | {meaning} |"
 
 
 def _type_of(field: FieldInfo) -> str:
