@@ -102,7 +102,7 @@ def run_example(page: Path, folder: Path, timeout_s: float = 170) -> None:
 def _output(folder: Path, timeout_s: float) -> str:
     path = Path(sys.executable).parent
     env = os.environ | {"PATH": f"{path}:{os.environ['PATH']}", "HOME": str(folder)}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "BIN": str(path)}
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
             ["bash", "all.sh"],

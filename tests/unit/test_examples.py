@@ -91,8 +91,8 @@ def calls_of(path):
     for line in shell_lines(path):
         words = shlex.split(line, comments=True)
         words = [Path(word).name if word.startswith(".venv/") else word for word in words]
-        words = [word for word in words if word not in {"&", "do", "for", "done"}]
-        if words:
+        words = [word for word in words if word not in {"&", "done"}]
+        if words and words[0] != "for":
             yield words
 
 
@@ -100,6 +100,7 @@ PAGES = [ROOT / "README.md", *GUIDES]
 # Everything else that a page may type.
 PROGRAMS = {"apt-get", "cd", "curl", "echo", "git", "kubectl", "make", "mkdir", "pip", "python"}
 PROGRAMS |= {"ray", "sbatch", "sleep", "tail", "torchrun", "wait", "."}
+PROGRAMS |= {"examples/two-clusters/run.sh"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
