@@ -28,7 +28,7 @@ _FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.DOTALL | re
 _NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
 _UNIT = r"(?: ?(?:[kKMGT]i?)?B(?:/s)?\b| [mun]?s\b| min\b)?"
 _PARTS = re.compile(rf"(?P<gap>\.\.\.)|(?P<number>{_NUMBER}){_UNIT}|(?P<space>\s+)")
-_ADDRESS = re.compile(r"(127\.0\.0\.1:|--master-port )(\d{4,5})\b")
+_ADDRESS = re.compile(r"(127\.0\.0\.1:|port = )(\d{4,5})\b")
 
 
 class Block(NamedTuple):
@@ -72,7 +72,7 @@ def lines_match(printed: str, expected: str) -> bool:
 
 def run_example(page: Path, folder: Path, timeout_s: float = 170) -> None:
     """Run a page's example in `folder` and compare its output. Addresses of this host get free
-    ports. Processes in the background end with the example."""
+    ports, and /dev/shm is `folder` too. Processes in the background end with the example."""
     blocks = example_of(page)
     assert any(block.kind == "sh" for block in blocks), f"{page} has no example"
     ports: dict[str, int] = {}
@@ -81,7 +81,7 @@ def run_example(page: Path, folder: Path, timeout_s: float = 170) -> None:
         def address(found: re.Match[str]) -> str:
             return f"{found[1]}{ports.setdefault(found[2], free_port())}"
 
-        return _ADDRESS.sub(address, text)
+        return _ADDRESS.sub(address, text.replace("/dev/shm/", f"{folder}/"))
 
     script = ["set -euo pipefail"]
     for number, block in enumerate(blocks):
