@@ -99,7 +99,7 @@ def calls_of(path):
 PAGES = [ROOT / "README.md", *GUIDES]
 # Everything else that a page may type.
 PROGRAMS = {"apt-get", "cd", "curl", "echo", "git", "kubectl", "make", "mkdir", "pip", "python"}
-PROGRAMS |= {"ray", "sbatch", "sleep", "tail", "torchrun", "wait", "."}
+PROGRAMS |= {"ray", "sbatch", "truncate", "sleep", "tail", "torchrun", "wait", "."}
 PROGRAMS |= {"examples/two-clusters/run.sh"}
 
 
