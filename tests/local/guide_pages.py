@@ -70,7 +70,7 @@ def lines_match(printed: str, expected: str) -> bool:
     )
 
 
-def run_example(page: Path, folder: Path, timeout_s: float = 170) -> None:
+def run_example(page: Path, folder: Path, timeout_s: float = 400) -> None:
     """Run a page's example in `folder` and compare its output. Addresses of this host get free
     ports, and /dev/shm is `folder` too. Processes in the background end with the example."""
     blocks = example_of(page)

@@ -8,6 +8,7 @@ RUN = [page for page in PAGES if name_of(page) not in LAB]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(420)
 @pytest.mark.parametrize("page", RUN, ids=name_of)
 def test_the_example_runs_and_prints_what_it_says(page, tmp_path):
     run_example(page, tmp_path)
