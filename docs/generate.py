@@ -187,13 +187,15 @@ def _option_table(marker: str) -> list[str]:
     elif kind == "roadtrain":
         head = ["| option | meaning |", "|---|---|"]
         options = cli.options_of(cli.COMMANDS[path].target)
-        names = {name: f"--{name.replace('_', '-')}" for name in options}
-        rows = [f"| `{names[key]}` | {_cell(option.text)} |" for key, option in options.items()]
+        rows = [
+            f"| `--{name.replace('_', '-')}` | {_cell(option.text)} |"
+            for name, option in options.items()
+        ]
     else:
         head = ["| field | default | meaning |", "|---|---|---|"]
         rows = list(_fields(getattr(roadtrain, kind)))
     if selected:
-        by_name = {row.split("`")[1]: row for row in rows}
+        by_name = {row.split("`")[1].removeprefix("--"): row for row in rows}
         if unknown := set(selected.split()) - set(by_name):
             raise ValueError(f"options: {marker}: no {', '.join(sorted(unknown))}")
         rows = [by_name[name] for name in selected.split()]
