@@ -1,7 +1,9 @@
 """The reference pages of the site, made from the code at every build, so that they cannot drift.
 
 mkdocs calls the functions `on_*`. `on_files` adds a page for each function of `PAGES`: tables made
-from the code, and the papers at the top of the repository. Nothing is written into `docs/`.
+from the code, and the papers at the top of the repository. `on_page_markdown` replaces each marker
+`<!-- options: ... -->` of a page by a table of options (`option_tables`). Nothing is written into
+`docs/`.
 Assumes that `roadtrain` can be imported (`make docs` sets the path). Does NOT write prose.
 """
 
@@ -10,7 +12,9 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import inspect
 import io
+import itertools
 import re
 import sysconfig
 import types
@@ -25,6 +29,7 @@ from mkdocs.structure.pages import Page
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
+import roadtrain
 from roadtrain import cli, errors
 from roadtrain.config.cluster import Cluster
 from roadtrain.config.job import Job
@@ -82,6 +87,23 @@ def api() -> str:
     return "".join(text)
 
 
+def arguments(docstring: str | None) -> dict[str, str]:
+    """The names in the `Args:` section of a docstring and their meaning, in order."""
+    lines = inspect.cleandoc(docstring or "").partition("\nArgs:\n")[2].splitlines()
+    section = "\n".join(itertools.takewhile(lambda line: not line or line[0] == " ", lines))
+    found = re.findall(r"(?m)^ {4}\*{0,2}(\w+): (.*(?:\n {8}.*)*)", section)
+    return {name: " ".join(meaning.split()) for name, meaning in found}
+
+
+def _fields(kind: type) -> Iterator[str]:
+    """A row for each argument of a public class."""
+    parameters = inspect.signature(kind).parameters
+    for name, meaning in arguments(kind.__doc__).items():
+        value = parameters[name].default
+        default = "needed" if value is inspect.Parameter.empty else f"`{value!r}`"
+        yield f"| `{name}` | {_cell(default)} | {_cell(meaning)} |"
+
+
 def _home(found: Any) -> str:
     return f"{found.__module__}.{found.__qualname__}"
 
@@ -126,7 +148,7 @@ def errors_page() -> str:
 def file_map() -> str:
     """A line a file: the first sentence of its docstring."""
     intro = (
-        "Rooms are stacked, and imports only go down ([design](../concepts/design.md#the-house))."
+        "Rooms are stacked, and imports only go down ([design](../design.md#the-house))."
         " A line is the beginning of the file's docstring, which goes on with what the file"
         " assumes and what it does not do.\n"
     )
@@ -155,7 +177,8 @@ def _first_sentence(path: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """The index of decisions lists those that are there."""
+    """Fill in the tables of options, and list the decisions in their index."""
+    markdown = option_tables(markdown)
     if page.file.src_uri != "decisions/index.md":
         return markdown
     rows = ["", "| | |", "|---|---|"]
@@ -163,6 +186,55 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         number, _, title = path.read_text().splitlines()[0].lstrip("# ").partition(" ")
         rows.append(f"| {number} | [{title}]({path.name}) |")
     return "\n".join([markdown, *rows])
+
+
+MARKER = re.compile(r"<!-- options: (.+?) -->")
+FILES: dict[str, type[BaseModel]] = {"job": Job, "cluster": Cluster, "lab": LabFile}
+
+
+def option_tables(markdown: str) -> str:
+    """Replace each marker by a table; a name behind `|` selects rows.
+
+    `<!-- options: job servers | relay replicas -->` is a section of a file that users write,
+    `<!-- options: roadtrain serve -->` a command, `<!-- options: Servers -->` a dataclass.
+
+    Raises:
+        ValueError: The marker names an option, section or class that does not exist.
+    """
+    return MARKER.sub(lambda found: "\n".join(_option_table(found[1])), markdown)
+
+
+def _option_table(marker: str) -> list[str]:
+    words, _, selected = marker.partition("|")
+    kind, _, path = words.strip().partition(" ")
+    if kind in FILES:
+        head = ["| key | type | default | meaning |", "|---|---|---|---|"]
+        rows = list(_rows(_section(FILES[kind], path)))
+    elif kind == "roadtrain":
+        head = ["| option | meaning |", "|---|---|"]
+        options = cli.options_of(cli.COMMANDS[path].target)
+        rows = [
+            f"| `--{name.replace('_', '-')}` | {_cell(option.text)} |"
+            for name, option in options.items()
+        ]
+    else:
+        head = ["| field | default | meaning |", "|---|---|---|"]
+        rows = list(_fields(getattr(roadtrain, kind)))
+    if selected:
+        by_name = {row.split("`")[1].removeprefix("--"): row for row in rows}
+        if unknown := set(selected.split()) - set(by_name):
+            raise ValueError(f"options: {marker}: no {', '.join(sorted(unknown))}")
+        rows = [by_name[name] for name in selected.split()]
+    return [*head, *rows]
+
+
+def _section(model: type[BaseModel], path: str) -> type[BaseModel]:
+    """The model at a dotted path below another one."""
+    for name in filter(None, path.split(".")):
+        fields = {field.alias or key: field for key, field in model.model_fields.items()}
+        if name not in fields or (model := section_in(fields[name].annotation)) is None:
+            raise ValueError(f"options: no section {path!r}")
+    return model
 
 
 PAPERS = {
@@ -201,16 +273,12 @@ def _example(model: type[BaseModel]) -> str:
 def _sections(model: type[BaseModel], path: str = "", several: bool = False) -> Iterator[str]:
     """A heading and a table for `model`, then for each model that its fields hold."""
     inner: list[tuple[str, type[BaseModel], bool]] = []
-    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    rows = ["| key | type | default | meaning |", "|---|---|---|---|", *_rows(model)]
     for name, field in model.model_fields.items():
         key = field.alias or name
         if (found := section_in(field.annotation)) is not None:
             several = typing.get_origin(field.annotation) in (list, tuple)
             inner.append((f"{path}.{key}" if path else key, found, several))
-        else:
-            default = _default(field)
-            kind, meaning = _cell(_type_of(field)), _cell(field.description or "")
-            rows.append(f"| `{key}` | {kind} | {default} | {meaning} |")
     if path:
         yield f"## `[[{path}]]`\n" if several else f"## `[{path}]`\n"
     if path and model.__doc__ and model.__doc__ != BaseModel.__doc__:
@@ -219,6 +287,14 @@ def _sections(model: type[BaseModel], path: str = "", several: bool = False) -> 
         yield "\n".join(rows) + "\n"
     for inside, found, several in inner:
         yield from _sections(found, inside, several)
+
+
+def _rows(model: type[BaseModel]) -> Iterator[str]:
+    """A row for each key that holds a value, not a section."""
+    for name, field in model.model_fields.items():
+        if section_in(field.annotation) is None:
+            kind, meaning = _cell(_type_of(field)), _cell(field.description or "")
+            yield f"| `{field.alias or name}` | {kind} | {_default(field)} | {meaning} |"
 
 
 def _type_of(field: FieldInfo) -> str:

@@ -1,18 +1,27 @@
 """The examples and the papers name commands, options and files that exist."""
 
+import ast
+import importlib.util
+import inspect
 import os
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import roadtrain
 from roadtrain import cli
-from roadtrain.config.job import load_job
+from roadtrain.config.cluster import load_cluster
+from roadtrain.config.job import load_job, make_job
 from roadtrain.config.plan_file import load_plan_file
+from roadtrain.lab.lab_command import load_lab
 from roadtrain.launch.resolve import resolve
 from roadtrain.launch.write_kubernetes import write_kubernetes
 from roadtrain.launch.write_slurm import write_slurm
+from tests.local.guide_pages import PAGES as GUIDES
+from tests.local.guide_pages import blocks_of, example_of, name_of, shell_lines
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -77,24 +86,123 @@ def test_readme_names_commands_that_exist():
     assert named and named <= known
 
 
-def commands_of(path):
-    """The calls of `roadtrain` in the shell blocks of a page."""
-    blocks = re.findall(r"```sh\n(.*?)```", path.read_text(), re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    calls = [shlex.split(line, comments=True) for line in lines]
-    names = [[Path(word).name if "/" in word else word for word in call] for call in calls]
-    return [call for call in names if "roadtrain" in call]
+def calls_of(path):
+    """The commands in the shell blocks of a page, as words; programs without their folder."""
+    for line in shell_lines(path):
+        words = shlex.split(line, comments=True)
+        words = [Path(word).name if word.startswith(".venv/") else word for word in words]
+        words = [word for word in words if word not in {"&", "done"}]
+        if words and words[0] != "for":
+            yield words
 
 
-PAGES = [ROOT / "README.md", ROOT / "docs/quickstart.md", *sorted(ROOT.glob("docs/guides/*.md"))]
+PAGES = [ROOT / "README.md", *GUIDES]
+# Everything else that a page may type.
+PROGRAMS = {"apt-get", "cd", "curl", "echo", "git", "kubectl", "make", "mkdir", "pip", "python"}
+PROGRAMS |= {"ray", "sbatch", "truncate", "sleep", "tail", "torchrun", "wait", "."}
+PROGRAMS |= {"examples/two-clusters/run.sh"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_in_the_docs_parse(page):
-    for call in commands_of(page):
-        call = call[:-1] if call[-1] == "&" else call
-        check_roadtrain(call[call.index("roadtrain") :])
+    for words in calls_of(page):
+        if "roadtrain" in words:
+            check_roadtrain(words[words.index("roadtrain") :])
+            continue
+        if words[0].startswith("(umask"):  # makes a token
+            continue
+        assert words[0] in PROGRAMS, words
+        for word in words[1:]:
+            if word.startswith("examples/"):
+                assert (ROOT / word).exists(), words
 
 
 def test_the_docs_have_commands():
-    assert sum(len(commands_of(page)) for page in PAGES) >= 15
+    assert sum("roadtrain" in words for page in PAGES for words in calls_of(page)) >= 60
+
+
+BASE_JOB = {"model": {"config": {"model_type": "llama"}}}
+
+
+def load_file(title, text, folder):
+    """Check a TOML block by the schema of the file that its title names; without one, as a part of
+    a job."""
+    path = folder / (title or "part.toml")
+    path.write_text(text)
+    if path.stem.startswith("cluster"):
+        return load_cluster(path)
+    if path.stem.startswith("lab"):
+        return load_lab(path)
+    if path.stem.startswith("plan"):
+        return load_plan_file(path)
+    return make_job(tomllib.loads(text) if title else BASE_JOB | tomllib.loads(text))
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name_of)
+def test_toml_in_the_docs_loads(page, tmp_path):
+    for block in blocks_of(page.read_text()):
+        if block.kind == "toml":
+            load_file(block.title, block.text, tmp_path)
+
+
+def check_call(node, found):
+    """That a call of roadtrain's names no argument that does not exist."""
+    parameters = inspect.signature(found).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return
+    for keyword in node.keywords:
+        assert keyword.arg in parameters, f"{ast.unparse(node)}: no {keyword.arg}"
+
+
+def check_python(text):
+    """The block compiles, what it imports exists, and so do the arguments of roadtrain's calls."""
+    names = {}
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "roadtrain":
+            module = importlib.import_module(node.module)
+            names |= {one.asname or one.name: getattr(module, one.name) for one in node.names}
+        elif isinstance(node, ast.Import):
+            for one in node.names:
+                if one.asname and one.name.startswith("roadtrain."):
+                    names[one.asname] = importlib.import_module(one.name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            owner = roadtrain if node.value.id == "roadtrain" else names.get(node.value.id)
+            if owner is not None:
+                names[ast.unparse(node)] = getattr(owner, node.attr)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (found := names.get(ast.unparse(node.func))):
+            check_call(node, found)
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name_of)
+def test_python_in_the_docs_fits_the_code(page):
+    for block in blocks_of(page.read_text()):
+        if block.kind == "python":
+            check_python(block.text)
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name_of)
+def test_code_in_the_docs_is_at_most_78_columns_wide(page):
+    lines = [line for block in blocks_of(page.read_text()) for line in block.text.splitlines()]
+    assert not [line for line in lines if len(line) > 78]
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name_of)
+def test_every_guide_has_an_example(page):
+    assert any(block.kind == "sh" for block in example_of(page))
+
+
+def test_the_tables_of_options_are_made():
+    pytest.importorskip("mkdocs")
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs/generate.py")
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    texts = [page.read_text() for page in GUIDES]
+    tables = [table for text in texts for table in generate.MARKER.findall(text)]
+    assert len(tables) >= 8
+    for text in texts:
+        assert "<!-- options" not in generate.option_tables(text)
+    with pytest.raises(ValueError, match="no surprise"):
+        generate.option_tables("<!-- options: Files | surprise -->")
