@@ -184,12 +184,6 @@ def test_python_in_the_docs_fits_the_code(page):
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=name_of)
-def test_code_in_the_docs_is_at_most_78_columns_wide(page):
-    lines = [line for block in blocks_of(page.read_text()) for line in block.text.splitlines()]
-    assert not [line for line in lines if len(line) > 78]
-
-
-@pytest.mark.parametrize("page", GUIDES, ids=name_of)
 def test_every_guide_has_an_example(page):
     assert any(block.kind == "sh" for block in example_of(page))
 

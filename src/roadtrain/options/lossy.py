@@ -19,14 +19,19 @@ NO_BOUND = 16  # steps whose gradients a server must be able to store without a 
 class TopK:
     """Send only the largest elements of each gradient, by magnitude.
 
+    Args:
+        keep: The fraction of the elements that is sent, between 0 and 1. 0.01 sends 2 % of the
+            bytes of an fp32 gradient, since each value comes with its index.
+        error_feedback: Add the elements that were not sent to the next gradient.
+        per_block: Select the largest elements of a whole block, not of each chunk.
+
     Raises:
         ConfigError: An option is out of range.
     """
 
-    # the fraction of the elements that is sent; 0.01 sends 2 % of the bytes of an fp32 gradient
     keep: Annotated[float, Field(gt=0, lt=1, description="a fraction between 0 and 1 (0.01: 1 %)")]
-    error_feedback: bool = False  # add the elements that were not sent to the next gradient
-    per_block: bool = False  # select the largest elements of a whole block, not of each chunk
+    error_feedback: bool = False
+    per_block: bool = False
 
     def __post_init__(self) -> None:
         check_options(TopK, vars(self))
@@ -41,6 +46,9 @@ class TopK:
 @dataclass(frozen=True)
 class Downcast:
     """Send gradients of fp32 parameters to servers in 16 bits; servers sum them in fp32.
+
+    Args:
+        dtype: "bf16" or "fp16".
 
     Raises:
         ConfigError: The dtype is not bf16 or fp16.
@@ -63,11 +71,14 @@ class Delay:
     the same time. With more, each step computes with the newest parameters available, so a slow
     worker does not immediately hold up the others, and runs are not reproducible.
 
+    Args:
+        steps: The largest number of missing updates. None: no bound except the 16 steps whose
+            gradients a server stores.
+
     Raises:
         ConfigError: `steps` is less than 1.
     """
 
-    # updates that may be missing; None: no bound except the NO_BOUND steps that servers store
     steps: PositiveInt | None = 1
 
     def __post_init__(self) -> None:

@@ -85,10 +85,12 @@ class ParallelTraining:
 
     @property
     def rank(self) -> int:
+        """The rank of this process in the job."""
         return self.context.rank
 
     @property
     def steps_done(self) -> int:
+        """The number of steps taken, over all runs of the job."""
         return self.optimizer.steps_done
 
     def step(

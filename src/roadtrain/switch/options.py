@@ -32,14 +32,18 @@ WINDOW = 2048
 class SwitchNode:
     """One switch of the tree that a `FanIn` describes.
 
+    Args:
+        address: HOST:PORT of its `roadtrain serve --switch`.
+        parent: Address of the switch above it. Empty: this is the root, which sends to the server.
+        workers: Ranks of the workers that send to it; if workers share a relay, numbers of their
+            hosts. If the tree has one switch, empty stands for all of them.
+
     Raises:
         ConfigError: A value has the wrong type.
     """
 
-    address: str  # HOST:PORT of its `roadtrain serve --switch`
-    parent: str = ""  # address of the switch above it; empty: the root, which sends to the server
-    # Ranks of the workers that send to it (of hosts, if their workers share a relay). May be empty
-    # if the tree has one switch: all ranks.
+    address: str
+    parent: str = ""
     workers: Annotated[tuple[int, ...], Field(strict=False)] = ()  # or a list
 
     def __post_init__(self) -> None:
@@ -51,16 +55,21 @@ class SwitchNode:
 class FanIn:
     """The tree of switches that sums a job's gradients and copies its parameters.
 
+    Args:
+        switches: The switches of the tree, in any order.
+        wire: Integer type in which the elements of gradients are sent: "int32", "int16" or "int8".
+        window: Packets in flight per stream, and slots of each switch's table: a power of two.
+        multicast: "auto": copy parameters by IP multicast if a trial reaches all workers, else in
+            the switches. "off": always copy in the switches.
+
     Raises:
         ConfigError: The switches are no tree (the message names the switch), or an option has a
             wrong value.
     """
 
     switches: Annotated[tuple[SwitchNode, ...], Field(strict=False)]  # or a list
-    wire: Wire = "int32"  # integer type in which the elements of gradients are sent
-    window: int = WINDOW  # packets in flight per stream, and slots of each switch's table
-    # "auto": use IP multicast to copy parameters if a trial reaches all workers, else the switches
-    # copy; "off": the switches always copy
+    wire: Wire = "int32"
+    window: int = WINDOW
     multicast: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
