@@ -43,7 +43,7 @@ types: $(READY)
 
 # The site, in build/site: strictly, so a link that leads nowhere is an error; nothing is fetched.
 docs: $(READY)
-	PYTHONPATH=src:. NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	PYTHONPATH=src:. NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # A benchmark beside its peer: make bench NAME=update
 bench: $(READY)
