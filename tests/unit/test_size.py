@@ -1,5 +1,5 @@
 """How large the package and its core are: code lines, formatted, without blank, comment and docstring
-lines. Neither may rise (docs/concepts/design.md, "Size"; where the lines went: docs/decisions/0039)."""
+lines. Neither may rise (docs/design.md, "Size"; where the lines went: docs/decisions/0039)."""
 
 from __future__ import annotations
 
