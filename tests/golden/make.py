@@ -99,17 +99,12 @@ def runs() -> None:
 
 
 def command_line() -> None:
-    """The options of every command, as sets; the help texts for reading."""
-    shutil.rmtree(fixtures.KEPT / "help", ignore_errors=True)
-    (fixtures.KEPT / "help").mkdir()
+    """The options of every command, as sets."""
     kept = {}
-    for name in ["", *surface.command_names()]:
+    for name in surface.command_names():
         code, text = surface.command(*name.split(), "--help")
         assert code == 0, name
-        text = fixtures.without_machine(text)
-        (fixtures.KEPT / "help" / f"{name.replace(' ', '-') or 'roadtrain'}.txt").write_text(text)
-        if name:
-            kept[name] = sorted(surface.options_in(text) - {"--help"})
+        kept[name] = sorted(surface.options_in(text) - {"--help"})
     fixtures.save("options.json", kept)
 
 
