@@ -1,4 +1,4 @@
-"""The core stands alone (docs/concepts/design.md): with every wing and everything on top deleted, the
+"""The core stands alone (docs/design.md): with every wing and everything on top deleted, the
 README's example trains, and the core's own tests pass."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The house (docs/concepts/design.md): rooms are listed from the ground up, and a room imports only
+"""The house (docs/design.md): rooms are listed from the ground up, and a room imports only
 rooms listed above it. Read from the source; nothing is imported."""
 
 from __future__ import annotations

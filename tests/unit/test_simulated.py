@@ -114,7 +114,7 @@ def traffic(result: Result, what: str) -> float:
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_traffic_is_the_closed_form(n: int) -> None:
-    """docs/concepts/design.md, where the time should go. S: 16-bit parameters, and gradients of as
+    """docs/design.md, where the time should go. S: 16-bit parameters, and gradients of as
     many bytes."""
     model, s = lump(1e9), 2e9
     assert traffic(run("ddp", cluster(n), model), "out") == pytest.approx(2 * (n - 1) / n * s)

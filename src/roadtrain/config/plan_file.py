@@ -3,7 +3,7 @@
 
 A `Placement` defines where parameters and optimizer state are stored, where gradients are summed
 and where the update runs. Other systems, including baselines, are named combinations of these
-choices (docs/concepts/design.md). The plan's keys are at the top of the file, everything else is in
+choices (docs/design.md). The plan's keys are at the top of the file, everything else is in
 tables. Arithmetic only; does not depend on a job.
 """
 
