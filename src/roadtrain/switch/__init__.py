@@ -9,5 +9,5 @@ packets, on retransmissions or on restarts of switches. The memory of a switch i
 keeps no state that must survive a restart, and drops packets without the job's tag.
 
 Start reading at switch.py. `options.py` describes the tree of switches, `protocol/` has the state
-machines, and the other files do the I/O. docs/concepts/fan-in.md follows the data.
+machines, and the other files do the I/O. docs/rooms/switch.md follows the data.
 """
