@@ -385,7 +385,7 @@ def _shaken(token: bytes | None) -> dict[str, bytearray]:
     theirs = shake.greeting(common, token, link)._replace(nonce=bytes([2] * 32))
 
     def serve() -> None:
-        shake.take(server, shake.server_greet(server, theirs, token, deadline), deadline)
+        shake.accept(server, shake.server_greet(server, theirs, token, deadline), deadline)
 
     with client, server, mock.patch.object(shake, "send", _recorded(ends, transcripts)):
         thread = threading.Thread(target=serve)
