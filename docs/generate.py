@@ -178,7 +178,7 @@ def _first_sentence(path: Path) -> str:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Fill in the tables of options, and list the decisions in their index."""
-    markdown = option_tables(markdown)
+    markdown = described_files(option_tables(markdown))
     if page.file.src_uri != "decisions/index.md":
         return markdown
     rows = ["", "| | |", "|---|---|"]
@@ -186,6 +186,15 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         number, _, title = path.read_text().splitlines()[0].lstrip("# ").partition(" ")
         rows.append(f"| {number} | [{title}]({path.name}) |")
     return "\n".join([markdown, *rows])
+
+
+def described_files(markdown: str) -> str:
+    """Complete list items that consist of a file of the package with what its docstring says."""
+
+    def described(found: re.Match[str]) -> str:
+        return f"{found[1]}`{found[2]}`: {_first_sentence(ROOT / 'src/roadtrain' / found[2])}"
+
+    return re.sub(r"(?m)^(\d+\. )`([\w/]+\.py)`$", described, markdown)
 
 
 MARKER = re.compile(r"<!-- options: (.+?) -->")

@@ -200,3 +200,10 @@ def test_the_tables_of_options_are_made():
         assert "<!-- options" not in generate.option_tables(text)
     with pytest.raises(ValueError, match="no surprise"):
         generate.option_tables("<!-- options: Files | surprise -->")
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/rooms/*.md")), ids=lambda page: page.stem)
+def test_a_page_of_a_room_lists_files_that_have_a_docstring(page):
+    listed = re.findall(r"(?m)^\d+\. `[\w/]+\.py`$", page.read_text())
+    described = generate.described_files(page.read_text())
+    assert listed and all(f"{line}: " in described for line in listed)
