@@ -1,9 +1,10 @@
-"""A model of more than 1.5 billion parameters trains real steps in at most 3 GB, all processes
-together.
+"""Train real steps of a model of more than 1.5 billion parameters in at most 3 GB of memory, all
+processes together.
 
-A Llama of transformers (30 layers x 2048, byte vocabulary), built on `meta`, first values made
-block by block, bf16 parameters, fp32 master and AdamW: 14 bytes a parameter in two slots. Text,
-wide compute and loop are model420's. The directory is made under the current one and removed.
+The model is a Llama of transformers (30 layers x 2048, byte vocabulary), built on `meta` and
+initialized block by block: bf16 parameters, fp32 masters and AdamW state, 14 bytes a parameter in
+each of two slots. Text, wide products and training loop are those of model420. The store's
+directory is created in the current directory and removed afterwards.
 
     python -m benchmarks.big --child DIR --layers 30 --width 2048 --steps 3 --json OUT
 """
