@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
-from benchmarks.fanin_explore import Parts, State, Step, What
+from benchmarks.fanin_explore import Action, Parts, State, Step
 from benchmarks.fanin_machines import (
     RESTART,
     SEND,
@@ -157,8 +157,8 @@ class Downwards:
 
     # --- words -----------------------------------------------------------------------------------
 
-    def words(self, what: What) -> str:
-        match what:
+    def describe(self, action: Action) -> str:
+        match action:
             case ("sends", number):
                 return f"the server sends {number}"
             case ("beat", beat):
@@ -170,7 +170,7 @@ class Downwards:
                 return f"the switch receives {beat} of worker {worker} and sends {sent}"
             case ("restarts",):
                 return "the switch restarts"
-        raise AssertionError(what)
+        raise AssertionError(action)
 
 
 def _with(state: State, at: int, part: int) -> State:
