@@ -141,8 +141,8 @@ def compare(
     floor = floor_bytes(total, kept, count * 2 * CHUNK, staleness) / (CARRIED * RATE)
     ours, theirs = seconds_of(got), None if peer is None else seconds_of(peer)
     how = (
-        f"{min(first['kept_blocks'], first['blocks'])} of {first['blocks']} blocks kept from forward"
-        " to backward"
+        f"{min(first['kept_blocks'], first['blocks'])} of {first['blocks']} blocks kept from"
+        " forward to backward"
     )
     case = (
         f"network, {count} worker(s) and {count} server(s), {first['parameters'] / 1e6:.1f} M"
